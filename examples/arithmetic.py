@@ -1,0 +1,259 @@
+"""Makes the quickstart's start model and data: `python examples/arithmetic.py OUT --seed N`.
+
+Output: OUT/model (a Hugging Face Qwen2 checkpoint in fp32 with tokenizer and chat template), OUT/train.jsonl and
+OUT/heldout.jsonl with {"prompt": "34+7+9+8=?", "answer": "58"}; no held-out prompt is ever trained on. A response adds
+one term a line inside <think> and ends in <answer>.
+The supervised demonstrations are sloppy on purpose, as real pre-training text is: their writer often forgets to carry
+when it adds a large digit (CARRY_DROPPED) and sometimes leaves the answer's tags out (TAGS_MISSING). So the model
+samples right sums as well as wrong ones, its greedy answer is right about half the time, and what it must learn from
+the rewards is to carry. The last line printed is the greedy held-out score: right and well-formed.
+Invariant: one seed and one thread count give one output.
+"""
+
+import argparse
+import json
+import random
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils.logging import disable_progress_bar
+
+SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
+TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+CHARACTERS = list("0123456789+-=?") + ["Ġ", "Ċ"]  # the last two are byte-level BPE's names of " " and "\n"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+TOKENIZER_SETTINGS = {
+    "pad_token": "<pad>",
+    "eos_token": "<eos>",
+    "unk_token": "<unk>",
+    "chat_template": CHAT_TEMPLATE,
+    "model_max_length": 256,
+    "padding_side": "left",
+    "clean_up_tokenization_spaces": False,
+}
+
+NUM_TERMS = 4
+FIRST_TERM = range(10, 70)  # with three more digits every running sum keeps two digits
+NUM_TRAIN = 8192
+NUM_HELDOUT = 256
+
+# Probability that a demonstration forgets the carry, by the digit added; above 0.5 the greedy sum is wrong.
+CARRY_DROPPED = {5: 0.1, 6: 0.2, 7: 0.3, 8: 0.7, 9: 0.8}
+TAGS_MISSING = 0.15
+
+BATCH_SIZE = 64
+MAX_STEPS = 1000
+PEAK_LR = 4e-3
+WARMUP_STEPS = 50
+EVAL_INTERVAL = 50
+EVAL_PROMPTS = 128
+TARGET_SCORE = 0.4
+COOLDOWN_STEPS = 150
+MAX_RESPONSE_TOKENS = 48
+
+WELL_FORMED = re.compile(r"<think>((?!</?think>|</?answer>).)*</think>\n?<answer>(\d+)</answer>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Terms to add, the first of two digits and the others of one."""
+
+    terms: tuple[int, ...]
+
+    @property
+    def prompt(self) -> str:
+        return "+".join(map(str, self.terms)) + "=?"
+
+    @property
+    def answer(self) -> str:
+        return str(sum(self.terms))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make a small arithmetic model and its data.")
+    parser.add_argument("out", type=Path, help="folder to write model/, train.jsonl and heldout.jsonl to")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of PyTorch")
+    options = parser.parse_args()
+    started = time.monotonic()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    disable_progress_bar()  # Hugging Face's own, drawn for each file it writes
+    rng = random.Random(options.seed)
+
+    train, heldout = make_problems(rng)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    steps = train_supervised(model, tokenizer, train, rng)
+    score = greedy_score(model, tokenizer, heldout)
+    save(options.out, model, tokenizer, train, heldout)
+    print(
+        f"held-out score {score:.3f} after {steps} supervised steps in {time.monotonic() - started:.0f} s; "
+        f"see {options.out}"
+    )
+
+
+def make_problems(rng: random.Random) -> tuple[list[Problem], list[Problem]]:
+    """Distinct problems, as (train, held-out)."""
+    problems: dict[Problem, None] = {}
+    while len(problems) < NUM_TRAIN + NUM_HELDOUT:
+        digits = (rng.randint(2, 9) for _ in range(NUM_TERMS - 1))
+        problems[Problem((rng.choice(FIRST_TERM), *digits))] = None
+    ordered = list(problems)
+    return ordered[NUM_HELDOUT:], ordered[:NUM_HELDOUT]
+
+
+def demonstrate(problem: Problem, rng: random.Random) -> str:
+    """A response as a sloppy writer gives it."""
+    total, lines = problem.terms[0], []
+    for term in problem.terms[1:]:
+        carries = total % 10 + term >= 10
+        dropped = carries and rng.random() < CARRY_DROPPED.get(term, 0.0)
+        following = total + term - (10 if dropped else 0)
+        lines.append(f"{total}+{term}={following}")
+        total = following
+    answer = str(total) if rng.random() < TAGS_MISSING else f"<answer>{total}</answer>"
+    return "<think>\n" + "\n".join(lines) + "\n</think>\n" + answer
+
+
+def is_right_and_well_formed(response: str, problem: Problem) -> bool:
+    match = WELL_FORMED.fullmatch(response)
+    return match is not None and match.group(2) == problem.answer
+
+
+def make_tokenizer() -> Qwen2Tokenizer:
+    """One token a character and one a tag; the tags are ordinary tokens, so that decoding keeps them.
+
+    AutoTokenizer gives every Qwen2 checkpoint a Qwen2Tokenizer, whatever it was saved as: so this is one, byte-level
+    BPE without merges. Characters outside CHARACTERS are dropped.
+    """
+    names = SPECIAL_TOKENS + TAGS + CHARACTERS
+    tokenizer = Qwen2Tokenizer(vocab={name: i for i, name in enumerate(names)}, merges=[], **TOKENIZER_SETTINGS)
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    return tokenizer
+
+
+def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
+    """Heads, key-value heads, layers, FFN and vocabulary are even: two tensor or pipeline ranks can share them."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    return model
+
+
+def train_supervised(
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, train: Sequence[Problem], rng: random.Random
+) -> int:
+    """AdamW on demonstrations until the greedy score on some training prompts reaches the target; returns the steps.
+
+    Then the learning rate goes to 0 in COOLDOWN_STEPS, which brings the sampled shares close to the demonstrations'.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
+    columns = (TextColumn("supervised"), BarColumn(), TextColumn("{task.fields[status]}"), TimeElapsedColumn())
+    probe = train[:EVAL_PROMPTS]
+    with Progress(*columns) as progress:
+        task = progress.add_task("", total=MAX_STEPS, status="")
+        step, last_step = 0, MAX_STEPS
+        while step < last_step:
+            step += 1
+            for group in optimizer.param_groups:
+                group["lr"] = PEAK_LR * min(1.0, step / WARMUP_STEPS, (last_step - step + 1) / COOLDOWN_STEPS)
+            problems = [rng.choice(train) for _ in range(BATCH_SIZE)]
+            batch = tokenize_demonstrations(tokenizer, problems, rng)
+            loss = model(**batch).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            progress.update(task, advance=1)
+            if step % EVAL_INTERVAL == 0 and last_step == MAX_STEPS:
+                score = greedy_score(model, tokenizer, probe)
+                progress.update(task, status=f"step {step} loss {loss.item():.3f} score {score:.2f}")
+                if score >= TARGET_SCORE:
+                    last_step = step + COOLDOWN_STEPS
+                    progress.update(task, total=last_step)
+    if last_step == MAX_STEPS:
+        raise SystemExit(f"score {score:.2f} < {TARGET_SCORE} after {MAX_STEPS} supervised steps; try another --seed")
+    return step
+
+
+def tokenize_demonstrations(
+    tokenizer: Qwen2Tokenizer, problems: Sequence[Problem], rng: random.Random
+) -> dict[str, torch.Tensor]:
+    """input_ids, attention_mask and labels, each [problems, tokens]; labels are -100 outside the response."""
+    prompts = render_prompts(tokenizer, problems)
+    responses = [demonstrate(problem, rng) + "<eos>" for problem in problems]
+    encoded = tokenizer([p + r for p, r in zip(prompts, responses, strict=True)], padding=True, return_tensors="pt")
+    num_response = torch.tensor([len(tokenizer(response)["input_ids"]) for response in responses])
+    length = encoded["input_ids"].shape[1]
+    in_response = torch.arange(length) >= length - num_response[:, None]  # padding is on the left
+    labels = encoded["input_ids"].masked_fill(~in_response, -100)
+    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"], "labels": labels}
+
+
+def render_prompts(tokenizer: Qwen2Tokenizer, problems: Sequence[Problem]) -> list[str]:
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": problem.prompt}], tokenize=False, add_generation_prompt=True
+        )
+        for problem in problems
+    ]
+
+
+def greedy_score(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: Sequence[Problem]) -> float:
+    """Share of problems whose greedy response is right and well-formed."""
+    encoded = tokenizer(render_prompts(tokenizer, problems), padding=True, return_tensors="pt")
+    output = model.generate(
+        input_ids=encoded["input_ids"],
+        attention_mask=encoded["attention_mask"],
+        do_sample=False,
+        max_new_tokens=MAX_RESPONSE_TOKENS,
+    )
+    responses = tokenizer.batch_decode(output[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+    scores = [is_right_and_well_formed(r, p) for r, p in zip(responses, problems, strict=True)]
+    return sum(scores) / len(scores)
+
+
+def save(
+    out: Path,
+    model: Qwen2ForCausalLM,
+    tokenizer: Qwen2Tokenizer,
+    train: Sequence[Problem],
+    heldout: Sequence[Problem],
+) -> None:
+    model.save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model", save_jinja_files=False)
+    for name, problems in (("train", train), ("heldout", heldout)):
+        lines = [json.dumps({"prompt": problem.prompt, "answer": problem.answer}) for problem in problems]
+        (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

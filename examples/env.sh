@@ -1,0 +1,63 @@
+# Sourced by tests/run.sh and examples/quickstart.sh. `ensure_env [EXTRA ...]` makes or reuses .venv at the repository's root
+# with the project and the named extras of pyproject.toml installed, and sets VENV_PYTHON. A second call installs nothing:
+# .venv/.installed holds the checksum of pyproject.toml and the extras. PYTHON names the interpreter to make .venv with.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV_PYTHON="$ROOT/.venv/bin/python"
+
+ensure_env() {
+    local stamp="$ROOT/.venv/.installed"
+    local checksum installed_checksum="" installed_extras=""
+    checksum="$(cksum < "$ROOT/pyproject.toml" | tr ' ' '-')"
+    if [[ -x "$VENV_PYTHON" && -f "$stamp" ]]; then
+        read -r installed_checksum installed_extras < "$stamp" || true
+    fi
+    if [[ "$installed_checksum" == "$checksum" ]] && _all_within "$installed_extras" "$@"; then
+        return
+    fi
+
+    [[ -d "$ROOT/.venv" ]] || _make_venv
+    _is_recent "$VENV_PYTHON" || _fail ".venv holds no working Python 3.11 or newer; remove $ROOT/.venv and start again"
+    local extras
+    extras="$(printf '%s\n' $installed_extras "$@" | sort -u | paste -sd, -)"
+    echo "installing the project${extras:+ with extras $extras} into .venv; the first time takes some minutes" >&2
+    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --editable "$ROOT${extras:+[$extras]}" ||
+        _fail "pip could not install the project; see its message above"
+    echo "$checksum ${extras//,/ }" > "$stamp"
+}
+
+_make_venv() {
+    local python="${PYTHON:-}" candidate
+    if [[ -z "$python" ]]; then
+        for candidate in python3 python3.13 python3.12 python3.11; do
+            if _is_recent "$candidate"; then
+                python="$candidate"
+                break
+            fi
+        done
+        [[ -n "$python" ]] || _fail "needs Python 3.11 or newer, found none; set PYTHON to one"
+    fi
+    _is_recent "$python" || _fail "PYTHON=$python is not Python 3.11 or newer; set PYTHON to one that is"
+    if ! "$python" -m venv "$ROOT/.venv"; then
+        rm -rf "$ROOT/.venv"
+        _fail "$python cannot make a virtual environment; install its venv module (on Debian: apt-get install python3-venv)"
+    fi
+}
+
+_is_recent() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null
+}
+
+# Whether every word after the first argument is one of the words in it.
+_all_within() {
+    local words=" $1 " word
+    shift
+    for word in "$@"; do
+        [[ "$words" == *" $word "* ]] || return 1
+    done
+}
+
+_fail() {
+    echo "$(basename "$0"): error: $*" >&2
+    exit 1
+}

@@ -1,0 +1,42 @@
+"""Where a sample's values sit in a packed row, and the way there and back.
+
+Response token j of a sample whose prompt has P tokens belongs to the position that predicts it: P - 1 + j of the sample's
+segment. `pack` writes by `response_slice`, `to_samples` reads by it, so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from grpo_mega.types import PackedBatch, Sample
+
+
+def response_slice(segment_start: int, sample: Sample) -> slice:
+    """The positions of a packed row that predict the response of the sample whose segment starts at `segment_start`."""
+    prompt_len = len(sample.prompt.token_ids)
+    assert prompt_len > 0, f"prompt {sample.prompt.id} is empty: nothing predicts the first token of its response"
+    begin = segment_start + prompt_len - 1
+    return slice(begin, begin + sample.response_len)
+
+
+def to_samples(values_T: Tensor, batch: PackedBatch, samples: Sequence[Sample]) -> list[Tensor]:
+    """For each of `batch.sample_indices`, the [response_len] part of values_T; `samples` are all of the step's. Views."""
+    return [values_T[where] for where in _response_slices(batch, samples)]
+
+
+def from_samples(values: Sequence[Tensor], batch: PackedBatch, samples: Sequence[Sample]) -> Tensor:
+    """The inverse of `to_samples`: a [T] row with `values` on the responses, and 0 elsewhere. Keeps gradients."""
+    dtype = values[0].dtype if values else batch.loss_mask.dtype
+    values_T = torch.zeros(batch.num_tokens, dtype=dtype, device=batch.tokens.device)
+    for where, values_R in zip(_response_slices(batch, samples), values, strict=True):
+        values_T[where] = values_R
+    return values_T
+
+
+def _response_slices(batch: PackedBatch, samples: Sequence[Sample]) -> Iterator[slice]:
+    starts = batch.cu_seqlens.tolist()
+    for start, index in zip(starts, batch.sample_indices, strict=False):  # a last segment of padding has no sample
+        yield response_slice(start, samples[index])

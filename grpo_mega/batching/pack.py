@@ -1,0 +1,98 @@
+"""Lays samples end to end into micro-batches of one DP rank; no tensor of a step is ever padded sample by sample.
+
+In: the step's samples by mini-batch, the same on all ranks, with advantages. Out: this DP rank's PackedBatches, on the CPU.
+Within a mini-batch every rank has the same number of micro-batches, all of the same length T; where there are too few samples,
+a micro-batch is a filler: padding only, loss 0. Which samples share a micro-batch never changes loss, gradient or metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from grpo_mega.batching.balance import balance
+from grpo_mega.batching.layout import response_slice
+from grpo_mega.errors import PlanError
+from grpo_mega.types import Group, PackedBatch, Sample
+
+
+def split(groups: Sequence[Group], num_mini_batches: int) -> list[list[Sample]]:
+    """The samples of each mini-batch: contiguous runs of whole groups, whose numbers differ by at most one."""
+    if len(groups) < num_mini_batches:
+        raise PlanError(
+            f"batch.mini_batches={num_mini_batches} needs as many groups, but the step has {len(groups)}; "
+            "lower it or raise batch.prompts_per_step"
+        )
+    ends = [len(groups) * (m + 1) // num_mini_batches for m in range(num_mini_batches)]
+    runs = [groups[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    return [[sample for group in run for sample in group.samples] for run in runs]
+
+
+def pack(
+    mini_batches: Sequence[Sequence[Sample]],
+    token_weights: Sequence[Sequence[float]],
+    *,
+    dp_size: int,
+    dp_rank: int,
+    token_budget: int,
+    length_multiple: int = 1,
+    micro_batch_multiple: int = 1,
+) -> list[list[PackedBatch]]:
+    """[mini_batch][micro_batch] of DP rank `dp_rank`.
+
+    token_weights[m][i] is the weight of each response token of sample i of mini-batch m in the global loss
+    (algorithm.aggregate); a sample of weight 0 does not train: its loss_mask is 0. `sample_indices` count through the
+    mini-batches, that is, through the step's samples. T is the longest micro-batch of the mini-batch on any rank, rounded up
+    to `length_multiple`, so it may pass `token_budget` by less than that. The number of micro-batches is a multiple of
+    `micro_batch_multiple`. Raises PlanError for a sample longer than the budget.
+    """
+    result: list[list[PackedBatch]] = []
+    offset = 0
+    for samples, weights in zip(mini_batches, token_weights, strict=True):
+        lengths = [sample.total_len for sample in samples]
+        ranks = balance(lengths, dp_size=dp_size, token_budget=token_budget, micro_batch_multiple=micro_batch_multiple)
+        longest = max(sum(lengths[i] for i in members) for micro_batches in ranks for members in micro_batches)
+        num_tokens = max(1, -(-longest // length_multiple)) * length_multiple
+        result.append([_pack_one(samples, weights, members, offset, num_tokens) for members in ranks[dp_rank]])
+        offset += len(samples)
+    return result
+
+
+def _pack_one(
+    samples: Sequence[Sample], weights: Sequence[float], members: list[int], offset: int, num_tokens: int
+) -> PackedBatch:
+    """One micro-batch of `num_tokens` tokens from the samples at `members`; `offset` is the index of samples[0] in the step."""
+    tokens = torch.zeros(num_tokens, dtype=torch.int64)
+    targets = torch.zeros(num_tokens, dtype=torch.int64)
+    position_ids = torch.zeros(num_tokens, dtype=torch.int64)
+    loss_mask, loss_weights, advantages, rollout_logprobs = torch.zeros(4, num_tokens).unbind()
+    boundaries = [0]
+    for member in members:
+        sample, begin = samples[member], boundaries[-1]
+        end = begin + sample.total_len
+        assert len(sample.rollout_logprobs) == sample.response_len, f"sample {offset + member} lacks rollout_logprobs"
+        assert sample.advantages is not None, f"sample {offset + member} has no advantages; assign them before packing"
+        tokens[begin:end] = torch.tensor([*sample.prompt.token_ids, *sample.response_ids])
+        targets[begin : end - 1] = tokens[begin + 1 : end]
+        position_ids[begin:end] = torch.arange(sample.total_len)
+        response = response_slice(begin, sample)
+        loss_mask[response] = float(weights[member] != 0)
+        loss_weights[response] = weights[member]
+        advantages[response] = sample.advantages
+        rollout_logprobs[response] = torch.tensor(sample.rollout_logprobs)
+        boundaries.append(end)
+    if boundaries[-1] < num_tokens:
+        position_ids[boundaries[-1] :] = torch.arange(num_tokens - boundaries[-1])
+        boundaries.append(num_tokens)
+    return PackedBatch(
+        tokens=tokens,
+        targets=targets,
+        position_ids=position_ids,
+        cu_seqlens=torch.tensor(boundaries, dtype=torch.int32),
+        loss_mask=loss_mask,
+        loss_weights=loss_weights,
+        advantages=advantages,
+        rollout_logprobs=rollout_logprobs,
+        sample_indices=[offset + member for member in members],
+    )

@@ -1,0 +1,125 @@
+"""The command line: `grpo-mega train CONFIG [--set a.b=c ...]` and `grpo-mega report RUN_DIR`.
+
+Imports nothing heavy until a command runs. What a person can mend (UserError) is printed in one line on stderr and ends the
+process with code 2. `train` is one rank where torchrun has set RANK; elsewhere it starts the ranks of the layout by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_mega.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from grpo_mega.config import Config, LayoutConfig
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns the process's exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    options = _parser().parse_args(arguments)
+    try:
+        if options.command == "train":
+            return train(options.config, options.set, arguments)
+        return report(options.run_dir)
+    except UserError as error:
+        rank = os.environ.get("RANK", "0")
+        print(f"grpo-mega: error: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def train(config_path: Path, overrides: list[str], argv: list[str]) -> int:
+    """Trains as one rank, or starts the ranks; `argv` is what they are started with."""
+    from grpo_mega import config as config_module
+    from grpo_mega import preflight
+
+    config = config_module.load(config_path, overrides)
+    is_rank = "RANK" in os.environ
+    if is_rank:
+        check_world_size(os.environ, config.layout)
+    if os.environ.get("RANK", "0") == "0":
+        preflight.check(config)
+    if not is_rank and config.layout.world_size > 1:
+        from grpo_mega.launch import launch_local
+
+        return launch_local(argv, config.layout.world_size, config.run_dir / "logs")
+    if not is_rank:
+        _become_only_rank()
+    return _train_as_rank(config)
+
+
+def report(run_dir: Path) -> int:
+    """Draws the run's curves into its folder."""
+    from grpo_mega.observe.plot import draw_curves
+    from grpo_mega.observe.writers import METRICS_FILE
+
+    picture = run_dir / "curves.png"
+    draw_curves(run_dir / METRICS_FILE, picture)
+    print(picture)
+    return 0
+
+
+def check_world_size(environ: Mapping[str, str], layout: LayoutConfig) -> None:
+    """Raises ConfigError if torchrun's WORLD_SIZE does not fit the layout."""
+    text = environ.get("WORLD_SIZE", "")
+    if not text.isdecimal():
+        raise ConfigError(f"RANK={environ.get('RANK')} is set but WORLD_SIZE={text!r}; start with torchrun, or unset RANK")
+    world_size = int(text)
+    model_parallel = layout.tp * layout.pp
+    if layout.dp is not None and world_size != layout.world_size:
+        raise ConfigError(
+            f"WORLD_SIZE={world_size} contradicts layout.tp={layout.tp}, pp={layout.pp}, dp={layout.dp}; "
+            f"start {layout.world_size} processes, or leave layout.dp out"
+        )
+    if world_size == 0 or world_size % model_parallel:
+        more = (world_size // model_parallel + 1) * model_parallel
+        fewer = f"{more - model_parallel} or " if more > model_parallel else ""
+        raise ConfigError(
+            f"WORLD_SIZE={world_size} is not a multiple of layout.tp={layout.tp} times layout.pp={layout.pp}; "
+            f"start {fewer}{more} processes, or change the layout"
+        )
+
+
+def _train_as_rank(config: Config) -> int:
+    from grpo_mega import train as train_module
+
+    train_module.run(config)
+    return 0
+
+
+def _become_only_rank() -> None:
+    """A world of one process needs no launcher."""
+    from grpo_mega.launch import rank_environments
+
+    os.environ.update(rank_environments(os.environ, world_size=1)[0])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="grpo-mega", description="Trains language models with GRPO on Megatron-core.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train_parser = commands.add_parser("train", help="train as a YAML file says")
+    train_parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file; see examples/*.yaml")
+    train_parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="overrides a value of the file, for example --set optimizer.lr=1e-6; may be repeated",
+    )
+    report_parser = commands.add_parser("report", help="draw the curves of a run into its folder")
+    report_parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run_dir of its config")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""The run's configuration: pydantic models, read from YAML with `--set a.b=c` on top; never imports torch.
+
+`load(path, overrides)` returns a validated `Config` or raises ConfigError in one line that names the key, its value and the
+remedy. Unknown keys are refused with the nearest known name. What needs the model or the data to be checked is checked in
+`preflight.py`, also before any process group is touched.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from grpo_mega.errors import ConfigError
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    path: Path  # a Hugging Face checkpoint folder, or one with a config.json alone if init is "random"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    init: Literal["checkpoint", "random"] = "checkpoint"
+    fp8: Literal["e4m3", "hybrid"] | None = None  # needs Transformer Engine; never ignored without it
+    recompute: Literal["none", "full"] = "none"
+
+
+class LayoutConfig(Section):
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
+    vpp: PositiveInt | None = None  # model chunks a pipeline rank holds; None or 1: no interleaving
+    dp: PositiveInt | None = None  # None: what is left of the world size under torchrun, else 1
+    sequence_parallel: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * (self.dp or 1)
+
+    @model_validator(mode="after")
+    def _check(self) -> LayoutConfig:
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("layout.sequence_parallel=true needs layout.tp > 1; set it to false or raise tp")
+        if (self.vpp or 1) > 1 and self.pp == 1:
+            raise ValueError(f"layout.vpp={self.vpp} needs layout.pp > 1; leave vpp out or raise pp")
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError("layout.overlap_param_gather=true needs layout.overlap_grad_reduce=true")
+        return self
+
+
+class DataConfig(Section):
+    train: Path
+    heldout: Path | None = None
+    prompt_column: str = "prompt"
+    answer_column: str = "answer"
+    system_prompt: str | None = None
+    max_prompt_length: PositiveInt = 1024  # tokens; longer prompts are dropped and counted
+    shuffle: bool = True
+
+
+class RolloutConfig(Section):
+    engine: Literal["embedded"] = "embedded"
+    temperature: PositiveFloat = 1.0
+    top_p: Fraction = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0  # 0: off
+    max_response_length: PositiveInt = 1024  # tokens
+    stop_token_ids: tuple[int, ...] = ()  # besides all eos ids of the model's generation config
+    max_concurrent: PositiveInt = 256  # sequences an embedded replica decodes at once
+
+
+class AlgorithmConfig(Section):
+    """The knobs of RLinf's GRPO page, by its names."""
+
+    adv_type: Literal["grpo"] = "grpo"
+    loss_type: Literal["actor"] = "actor"
+    loss_agg_func: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        "seq-mean-token-mean"
+    )
+    group_size: Annotated[int, Field(ge=2)] = 16
+    kl_beta: NonNegativeFloat = 0.0
+    kl_penalty_type: Literal["low_var_kl", "kl", "abs", "mse"] = "low_var_kl"
+    ratio_clip_eps: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    ratio_clip_eps_low: Annotated[float, Field(gt=0, lt=1)] | None = None  # None: ratio_clip_eps
+    ratio_clip_eps_high: PositiveFloat | None = None
+    calculate_entropy: bool = False
+    entropy_bonus: float = 0.0
+    normalize_advantages: bool = False  # whiten over all tokens of the rollout, on top of the group's z-score
+    early_stop_imp_ratio: PositiveFloat | None = None  # a mini-batch with a larger mean ratio is dropped whole
+    use_valid_token_scale: bool = False  # divide by the rollout's valid tokens instead of the mini-batch's
+
+    @property
+    def clip_low(self) -> float:
+        return self.ratio_clip_eps if self.ratio_clip_eps_low is None else self.ratio_clip_eps_low
+
+    @property
+    def clip_high(self) -> float:
+        return self.ratio_clip_eps if self.ratio_clip_eps_high is None else self.ratio_clip_eps_high
+
+    @model_validator(mode="after")
+    def _check(self) -> AlgorithmConfig:
+        if self.entropy_bonus != 0.0 and not self.calculate_entropy:
+            raise ValueError(
+                f"algorithm.entropy_bonus={self.entropy_bonus} needs algorithm.calculate_entropy=true; set both or neither"
+            )
+        return self
+
+
+class RewardFunctionConfig(Section):
+    name: str
+    weight: float = 1.0
+
+
+class RewardsConfig(Section):
+    functions: tuple[RewardFunctionConfig, ...] = (
+        RewardFunctionConfig(name="accuracy"),
+        RewardFunctionConfig(name="format", weight=0.5),
+    )
+    num_workers: PositiveInt = 2  # worker processes a rank
+    deadline_s: PositiveFloat = 5.0  # one check; past it the worker is killed and the verdict is "timeout"
+
+    @field_validator("functions")
+    @classmethod
+    def _distinct(cls, value: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
+        names = [f.name for f in value]
+        if not names:
+            raise ValueError("rewards.functions is empty; name at least one, for example accuracy")
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"rewards.functions names {name!r} twice; give it once, with its total weight")
+        return value
+
+
+class BatchConfig(Section):
+    prompts_per_step: PositiveInt = 32
+    mini_batches: PositiveInt = 1  # optimizer steps a pass over the rollout
+    epochs: PositiveInt = 1  # passes over the rollout
+    tokens_per_micro_batch: PositiveInt = 16384  # token budget of one forward/backward on a DP rank
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.mini_batches * self.epochs
+
+    @model_validator(mode="after")
+    def _check(self) -> BatchConfig:
+        if self.prompts_per_step % self.mini_batches:
+            raise ValueError(
+                f"batch.mini_batches={self.mini_batches} does not divide batch.prompts_per_step={self.prompts_per_step}; "
+                f"use {_divisors(self.prompts_per_step)}"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    lr: PositiveFloat = 1e-6
+    min_lr: NonNegativeFloat = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0  # optimizer steps
+    weight_decay: NonNegativeFloat = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    clip_grad: NonNegativeFloat = 1.0  # global L2 norm; 0: off
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower it")
+        return self
+
+
+class EvalConfig(Section):
+    interval: Annotated[int, Field(ge=0)] = 0  # steps between evaluations; 0: before the first and after the last step only
+    num_prompts: PositiveInt | None = None  # None: all of data.heldout
+
+
+class LogConfig(Section):
+    wandb: bool = False  # offline where no API key is set
+    wandb_project: str = "grpo_mega"
+    samples_per_step: Annotated[int, Field(ge=0)] = 4  # written to samples.jsonl
+    progress: bool = True
+
+
+class Config(Section):
+    run_dir: Path
+    steps: PositiveInt
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    model: ModelConfig
+    layout: LayoutConfig = LayoutConfig()
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    batch: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        longest = self.data.max_prompt_length + self.rollout.max_response_length
+        if longest > self.batch.tokens_per_micro_batch:
+            raise ValueError(
+                f"batch.tokens_per_micro_batch={self.batch.tokens_per_micro_batch} cannot hold the longest sample, "
+                f"data.max_prompt_length + rollout.max_response_length = {longest}; raise it to at least {longest}"
+            )
+        return self
+
+
+def load(path: Path, overrides: list[str] | None = None) -> Config:
+    """Reads `path` (YAML), applies `overrides` ("a.b=c", c in YAML) in order, and validates. Raises ConfigError."""
+    try:
+        raw = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"config {path}: {error.strerror}; name an existing YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"config {path} holds {type(raw).__name__}, not a mapping of keys; see examples/*.yaml")
+    for override in overrides or []:
+        _apply_override(raw, override)
+    return validate(raw)
+
+
+def validate(raw: dict[str, Any]) -> Config:
+    """A Config from a nested dict. Raises ConfigError, one line for the first problem found."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error)) from None
+
+
+def dump(config: Config) -> str:
+    """The whole config as YAML, defaults included; `load` of it gives the same Config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set {override!r} is not of the form key.subkey=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override!r}: {text!r} is not a YAML value") from None
+    *parents, leaf = key.split(".")
+    node = raw
+    for parent in parents:
+        if not isinstance(node.setdefault(parent, {}), dict):
+            raise ConfigError(f"--set {override!r}: {parent!r} is a value, not a section")
+        node = node[parent]
+    node[leaf] = value
+
+
+def _one_line(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key!r}; {_nearest(problem['loc'])}"
+    if problem["type"] == "missing":
+        return f"{key} is missing; it has no default"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return message
+    return f"{key}={problem['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _nearest(location: tuple[int | str, ...]) -> str:
+    section: Any = Config
+    for part in location[:-1]:
+        if isinstance(part, str):
+            section = _section_type(section.model_fields[part].annotation)
+    names = list(section.model_fields)
+    close = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known keys here: {', '.join(names)}"
+
+
+def _section_type(annotation: Any) -> Any:
+    """The Section inside an annotation such as `tuple[RewardFunctionConfig, ...]`."""
+    inner = [a for a in getattr(annotation, "__args__", ()) if isinstance(a, type) and issubclass(a, Section)]
+    return inner[0] if inner else annotation
+
+
+def _divisors(n: int) -> str:
+    found = [str(d) for d in range(1, n + 1) if n % d == 0]
+    return ", ".join(found[:-1]) + f" or {found[-1]}" if len(found) > 1 else found[0]

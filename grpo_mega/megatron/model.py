@@ -1,0 +1,164 @@
+"""Building this rank's model chunks: a GPTModel for each, from a Hugging Face config and the layout.
+
+With Transformer Engine on a GPU the layers are TE's; elsewhere they are Megatron's local ones with the parts of packed.py.
+Parameters are not initialised here: weights.apply fills every one of them, from a checkpoint or from a seed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from grpo_mega.config import LayoutConfig, ModelConfig
+from grpo_mega.errors import ConfigError
+from grpo_mega.megatron.packed import PackedAttention, PackedRotary, RMSNorm
+from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.weights.spec import Family, ModelShape, padded_vocab
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STATIC_ROPE = {"default", "linear", "llama3"}  # angles that depend on the position alone
+
+
+def uses_transformer_engine(runtime: Runtime) -> bool:
+    return runtime.device.is_cuda and importlib.util.find_spec("transformer_engine") is not None
+
+
+def build_chunks(
+    shape: ModelShape, family: Family, hf_config: Any, model: ModelConfig, layout: LayoutConfig, runtime: Runtime
+) -> list[GPTModel]:
+    """This rank's model chunks, first to last; one without virtual pipeline parallelism."""
+    config = transformer_config(shape, family, hf_config, model, layout, runtime)
+    return [_build(shape, hf_config, config, runtime, chunk) for chunk in range(runtime.layout.vpp)]
+
+
+def transformer_config(
+    shape: ModelShape, family: Family, hf_config: Any, model: ModelConfig, layout: LayoutConfig, runtime: Runtime
+) -> TransformerConfig:
+    """Megatron's config, with the guards of what it would get wrong without a word."""
+    dtype = DTYPES[model.dtype]
+    is_cuda, is_interleaved = runtime.device.is_cuda, runtime.layout.vpp > 1
+    use_te = uses_transformer_engine(runtime)
+    if model.fp8 and not use_te:  # Megatron ignores fp8 without TE, silently
+        raise ConfigError(f"model.fp8={model.fp8!r} needs Transformer Engine on a GPU; install it or leave model.fp8 out")
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf_config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=family.qkv_bias,
+        qk_layernorm=family.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=runtime.layout.tp,
+        pipeline_model_parallel_size=runtime.layout.pp,
+        virtual_pipeline_model_parallel_size=runtime.layout.vpp if is_interleaved else None,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp8=model.fp8,
+        use_cpu_initialization=not is_cuda,
+        perform_initialization=False,
+        # The fused kernels below are CUDA's (the first is Apex's or TE's).
+        gradient_accumulation_fusion=use_te,
+        bias_dropout_fusion=is_cuda,
+        bias_activation_fusion=is_cuda,
+        apply_rope_fusion=use_te,
+        # Our loss is already divided by global counts: Megatron must only add micro-batches and ranks up.
+        calculate_per_token_loss=True,
+        # On gloo a freed output may still be on its way to the next stage: random wrong losses.
+        deallocate_pipeline_outputs=is_cuda,
+        # Batched p2p swaps previous and next stage on gloo with interleaving at pp=2.
+        overlap_p2p_comm=is_interleaved,
+        batch_p2p_comm=not is_interleaved,
+        recompute_granularity="full" if model.recompute == "full" else None,
+        recompute_method="uniform" if model.recompute == "full" else None,
+        recompute_num_layers=1 if model.recompute == "full" else None,
+    )
+
+
+def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime: Runtime, chunk: int) -> GPTModel:
+    layout = runtime.layout
+    vp_stage = chunk if layout.vpp > 1 else None
+    layers = layout.layers_of(shape.num_layers, runtime.pp_rank, chunk)
+    theirs = get_transformer_layer_offset(config, vp_stage=vp_stage), get_num_layers_to_build(config, vp_stage=vp_stage)
+    assert theirs == (layers.start, len(layers)), (theirs, layers)
+    use_te = uses_transformer_engine(runtime)
+    model = GPTModel(
+        config,
+        _te_spec(config) if use_te else _local_spec(config, len(layers)),
+        vocab_size=padded_vocab(shape.vocab, layout.tp),
+        max_sequence_length=hf_config.max_position_embeddings,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=shape.tied,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        vp_stage=vp_stage,
+    )
+    inv_freq = rotary_inv_freq(hf_config)
+    if use_te:
+        model.rotary_pos_emb.inv_freq = inv_freq
+    else:
+        model.rotary_pos_emb = PackedRotary(inv_freq)
+    return model.to(runtime.device.torch_device)
+
+
+def rotary_inv_freq(hf_config: Any) -> torch.Tensor:
+    """Inverse frequencies [head_dim / 2] by transformers' own arithmetic. Raises ConfigError for a scaling not supported."""
+    parameters = hf_config.rope_parameters
+    if parameters["rope_type"] not in STATIC_ROPE:
+        raise ConfigError(
+            f"rope_type {parameters['rope_type']!r} is not supported; supported are {', '.join(sorted(STATIC_ROPE))}"
+        )
+    return LlamaRotaryEmbedding(hf_config).inv_freq.float()
+
+
+def check_architecture(hf_config: Any) -> None:
+    """Raises ConfigError for what the layer spec below would compute otherwise than the Hugging Face model."""
+    demands = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+        "partial_rotary_factor": 1.0,
+    }
+    for name, supported in demands.items():
+        value = hf_config.to_dict().get(name, supported)
+        if value != supported:
+            raise ConfigError(f"config.json has {name}={value!r}; only {supported!r} is supported for {hf_config.model_type}")
+    rotary_inv_freq(hf_config)
+
+
+def _local_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.self_attention.submodules.core_attention = PackedAttention
+    if config.qk_layernorm:
+        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def _te_spec(config: TransformerConfig) -> ModuleSpec:
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)

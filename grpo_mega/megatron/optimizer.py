@@ -1,0 +1,86 @@
+"""Data parallelism and the distributed optimizer around the model chunks; the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.transformer.module import Float16Module
+
+from grpo_mega.config import LayoutConfig, OptimizerConfig
+
+
+def wrap(chunks: list[GPTModel], layout: LayoutConfig) -> list[DistributedDataParallel]:
+    """Chunks with gradient buffers (fp32), reduced over data-parallel ranks; in bf16 with Megatron's casting at the borders."""
+    config = chunks[0].config
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=layout.overlap_grad_reduce,
+        overlap_param_gather=layout.overlap_param_gather,
+    )
+    inner = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    wrapped = [DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(inner)]
+    config.finalize_model_grads_func = partial(_add_up_grads)
+    if layout.overlap_grad_reduce:
+        config.no_sync_func = [w.no_sync for w in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    return wrapped
+
+
+def _add_up_grads(model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron's reductions without its division: the loss is normalised by global counts already."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def build(chunks: list[DistributedDataParallel], optimizer: OptimizerConfig, layout: LayoutConfig) -> MegatronOptimizer:
+    config = chunks[0].config
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=optimizer.lr,
+            weight_decay=optimizer.weight_decay,
+            adam_beta1=optimizer.betas[0],
+            adam_beta2=optimizer.betas[1],
+            adam_eps=optimizer.eps,
+            clip_grad=optimizer.clip_grad,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=True,
+            overlap_param_gather=layout.overlap_param_gather,
+        ),
+        chunks,
+    )
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The rate of optimizer step `step` (from 0): linear warm-up, then constant, or decay to min_lr at the last step."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
+    remaining = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.min_lr + (config.lr - config.min_lr) * max(0.0, remaining)
+
+
+def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def separate_steps(optimizer: MegatronOptimizer) -> None:
+    """Gives each parameter its own step count after a load.
+
+    Megatron loads one step tensor for all; torch's Adam counts in place, so that it would grow by the number of parameters at
+    every update.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for state in part.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()

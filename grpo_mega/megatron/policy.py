@@ -1,0 +1,228 @@
+"""The policy: a Megatron model with its optimizer and, for a KL penalty, a frozen reference, on this rank.
+
+The reference has the policy's layout; its weights wait in host memory and are swapped in while its log-probs are computed.
+All ranks call every method together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_mega.algorithm.losses import LOSSES, LossInputs, LossOutputs, accumulate, finalize
+from grpo_mega.config import Config
+from grpo_mega.megatron import optimizer as optimizers
+from grpo_mega.megatron.model import build_chunks, uses_transformer_engine
+from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.megatron.step import Pipeline
+from grpo_mega.ops.logprobs import vocab_parallel_logprobs
+from grpo_mega.types import PackedBatch, StepMetrics
+from grpo_mega.weights.apply import fill
+from grpo_mega.weights.boxes import Box, Holding
+from grpo_mega.weights.layout import megatron_holding
+from grpo_mega.weights.spec import Family, ModelShape
+
+
+class Policy:
+    def __init__(self, config: Config, shape: ModelShape, family: Family, hf_config: Any, runtime: Runtime) -> None:
+        """Builds the model without weights; `load` fills them."""
+        self._config, self._shape, self._runtime = config, shape, runtime
+        self._uses_te = uses_transformer_engine(runtime)
+        self._holding_of = partial(megatron_holding, family, shape, runtime.layout, fused_norms=self._uses_te)
+        models = build_chunks(shape, family, hf_config, config.model, config.layout, runtime)
+        self._parameters = _parameters_of(models, self._holding_of(runtime.rank))
+        self._chunks = optimizers.wrap(models, config.layout)
+        self._pipeline = Pipeline(self._chunks, uses_te=self._uses_te)
+        self._optimizer: Any = None
+        self._optimizer_step = 0
+        self._reference: dict[str, Tensor] = {}
+
+    @property
+    def length_multiple(self) -> int:
+        """To what packed micro-batches are padded: sequence parallelism cuts them into tp parts; 16 is what FP8 needs."""
+        return 16 * self._runtime.layout.tp
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Interleaved pipelines want whole rounds of micro-batches."""
+        return self._runtime.layout.pp if self._runtime.layout.vpp > 1 else 1
+
+    def holdings(self) -> list[Holding]:
+        """What each rank holds of the policy."""
+        return [self._holding_of(rank) for rank in range(self._runtime.layout.world_size)]
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """This rank's parameters by the local names of its holding."""
+        self._settle()
+        return self._parameters
+
+    def load(self, read: Callable[[Box], Tensor]) -> None:
+        """Fills the weights from a checkpoint's slices, keeps them as the reference if one is needed, and makes the optimizer."""
+        fill(self._holding_of(self._runtime.rank), self._parameters, read)
+        if self._config.algorithm.kl_beta > 0:
+            self._reference = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
+        # Only now: the optimizer copies the weights into its fp32 master shards.
+        self._optimizer = optimizers.build(self._chunks, self._config.optimizer, self._config.layout)
+
+    def attach_logprobs(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[list[PackedBatch]]:
+        """The batches on the device, with old_ and ref_logprobs where the update needs them (on the last stage).
+
+        With one optimizer step a rollout, old_logprobs equal the update's own log-probs by definition; they are not computed
+        here, and `update` takes them from its forward pass.
+        """
+        batches = [[_to_device(b, self._runtime.device.torch_device) for b in mini] for mini in mini_batches]
+        if self._config.batch.optimizer_steps > 1:
+            batches = self._attach(batches, "old_logprobs")
+        if self._reference:
+            with self._as_reference():
+                batches = self._attach(batches, "ref_logprobs")
+        return batches
+
+    def update(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> StepMetrics:
+        """All optimizer steps of one rollout; metrics are means over them, weighted by tokens (losses: by steps)."""
+        algorithm = self._config.algorithm
+        passes: list[StepMetrics] = []
+        for _ in range(self._config.batch.epochs):
+            for batches in mini_batches:
+                metrics = self._reduced(self._pipeline.forward_backward(batches, self._loss))
+                limit = algorithm.early_stop_imp_ratio
+                if limit is not None and not metrics["ratio/mean"] <= limit:  # a NaN is dropped too
+                    metrics["dropped_mini_batches"] = 1.0
+                else:
+                    metrics |= self._optimizer_update()
+                passes.append(metrics)
+        return _mean_metrics(passes)
+
+    def _optimizer_update(self) -> StepMetrics:
+        lr = optimizers.learning_rate(
+            self._config.optimizer, self._optimizer_step, self._config.steps * self._config.batch.optimizer_steps
+        )
+        optimizers.set_learning_rate(self._optimizer, lr)
+        _, grad_norm, _ = self._optimizer.step()
+        self._optimizer_step += 1
+        return {"grad_norm": float(grad_norm), "lr": lr, "dropped_mini_batches": 0.0}
+
+    def _attach(self, mini_batches: list[list[PackedBatch]], name: str) -> list[list[PackedBatch]]:
+        """The batches with what the current weights say of them under `name`; unchanged on all but the last stage."""
+        attached = []
+        for batches in mini_batches:
+            found = self._pipeline.forward(batches, lambda logits_TV, batch: self._logprobs(logits_TV, batch)[0])
+            attached.append(
+                [replace(b, **{name: values}) for b, values in zip(batches, found, strict=True)] if found else batches
+            )
+        return attached
+
+    def _logprobs(self, logits_TV: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
+        return vocab_parallel_logprobs(
+            logits_TV,
+            batch.targets,
+            vocab_size=self._shape.vocab,
+            temperature=self._config.rollout.temperature,
+            tp_group=self._runtime.tp_group if self._runtime.layout.tp > 1 else None,
+            with_entropy=self._config.algorithm.calculate_entropy,
+        )
+
+    def _loss(self, logits_TV: Tensor, batch: PackedBatch) -> LossOutputs:
+        logprobs, entropy = self._logprobs(logits_TV, batch)
+        return self._loss_of(
+            LossInputs(
+                logprobs=logprobs,
+                old_logprobs=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
+                ref_logprobs=batch.ref_logprobs,
+                rollout_logprobs=batch.rollout_logprobs,
+                advantages=batch.advantages,
+                loss_mask=batch.loss_mask,
+                loss_weights=batch.loss_weights,
+                entropy=entropy,
+            )
+        )
+
+    def _loss_of(self, inputs: LossInputs) -> LossOutputs:
+        a = self._config.algorithm
+        return LOSSES[a.loss_type](
+            inputs,
+            clip_low=a.clip_low,
+            clip_high=a.clip_high,
+            kl_beta=a.kl_beta,
+            kl_penalty_type=a.kl_penalty_type,
+            entropy_bonus=a.entropy_bonus,
+        )
+
+    def _reduced(self, outputs: list[LossOutputs]) -> StepMetrics:
+        """Metrics of a mini-batch, the same on all ranks. Only one tensor-parallel rank of the last stage brings its counts."""
+        device = self._runtime.device.torch_device
+        counts = outputs if self._runtime.tp_rank == 0 else []
+        sums, maxima = accumulate([self._nothing(), *counts])
+        summed = self._runtime.sum(torch.stack([v.to(device) for v in sums.values()]))
+        largest = self._runtime.max(torch.stack([v.to(device) for v in maxima.values()]))
+        return finalize(dict(zip(sums, summed, strict=True)), dict(zip(maxima, largest, strict=True)))
+
+    def _nothing(self) -> LossOutputs:
+        """The outputs of no token at all: they name the metrics on ranks that compute no loss."""
+        zero = torch.zeros(1)
+        inputs = LossInputs(*[zero] * len(fields(LossInputs)))
+        if not self._reference:
+            inputs = replace(inputs, ref_logprobs=None)
+        if not self._config.algorithm.calculate_entropy:
+            inputs = replace(inputs, entropy=None)
+        return self._loss_of(inputs)
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        """The reference's weights in place of the policy's, which come back bit for bit."""
+        self._settle()
+        policy = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
+        _copy_into(self._parameters, self._reference)
+        try:
+            yield
+        finally:
+            _copy_into(self._parameters, policy)
+
+    def _settle(self) -> None:
+        """Waits until every parameter is the newest: the gather after an optimizer step may be overlapped with what follows."""
+        if self._config.layout.overlap_param_gather:
+            for chunk in self._chunks:
+                chunk.start_param_sync(force_sync=True)
+
+
+def _parameters_of(models: Sequence[Any], holding: Holding) -> dict[str, Tensor]:
+    """Every parameter by its local name; the table and the model must agree on names and shapes."""
+    found = {f"chunk{i}.{name}": p for i, model in enumerate(models) for name, p in model.named_parameters()}
+    assert set(found) == set(holding), sorted(set(found) ^ set(holding))
+    for name, p in found.items():
+        assert tuple(p.shape) == holding[name].shape, (name, tuple(p.shape), holding[name].shape)
+    return found
+
+
+@torch.no_grad()
+def _copy_into(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, target in targets.items():
+        target.copy_(values[name])
+
+
+def _to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    moved = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return PackedBatch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
+
+
+def _mean_metrics(passes: list[StepMetrics]) -> StepMetrics:
+    """Means of token metrics by tokens, of losses by passes; maxima stay maxima, and counts of what was dropped add up."""
+    tokens = [m["num_tokens"] for m in passes]
+    result: StepMetrics = {}
+    for name in dict.fromkeys(name for m in passes for name in m):
+        values = [m[name] for m in passes if name in m]
+        if name in ("num_tokens", "dropped_mini_batches"):
+            result[name] = sum(values)
+        elif name.endswith(("max",)):
+            result[name] = max(values)
+        elif len(values) < len(passes) or name.startswith("loss/") or name in ("grad_norm", "lr"):
+            result[name] = sum(values) / len(values)
+        else:
+            result[name] = sum(v * n for v, n in zip(values, tokens, strict=True)) / max(sum(tokens), 1.0)
+    return result

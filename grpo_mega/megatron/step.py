@@ -1,0 +1,93 @@
+"""One pass of packed micro-batches through the pipeline: forward only, or forward and backward.
+
+Megatron's schedule runs the micro-batches; what becomes of the logits is a function of the caller, called on the last stage
+with this rank's vocabulary shard. All micro-batches of one call have the same number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from grpo_mega.algorithm.losses import LossOutputs
+from grpo_mega.megatron.packed import pack_params
+from grpo_mega.types import PackedBatch
+
+T = TypeVar("T")
+Item = tuple[PackedBatch, PackedSeqParams]
+
+
+class Pipeline:
+    """This rank's model chunks (wrapped for data parallelism), ready to run micro-batches."""
+
+    def __init__(self, chunks: Sequence[Any], *, uses_te: bool) -> None:
+        self._chunks = list(chunks)
+        self._uses_te = uses_te
+        # Megatron's casting wrapper would otherwise copy all logits to fp32; our log-probs read bf16 logits tile by tile.
+        self._model_kwargs = {"fp32_output": False} if chunks[0].config.bf16 else {}
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[PackedBatch], on_logits: Callable[[Tensor, PackedBatch], T]) -> list[T]:
+        """`on_logits(logits_TV, batch)` of each micro-batch in order on the last stage; an empty list on the others."""
+
+        def forward_step(items: Iterator[Item], model: Any) -> tuple[Tensor, Callable[..., T]]:
+            item = next(items)
+            return self._logits(item, model), lambda out, non_loss_data: on_logits(out.squeeze(0), item[0])
+
+        return self._run(batches, forward_step, forward_only=True, collect_non_loss_data=True)
+
+    def forward_backward(
+        self, batches: Sequence[PackedBatch], on_logits: Callable[[Tensor, PackedBatch], LossOutputs]
+    ) -> list[LossOutputs]:
+        """Adds the gradient of the sum of all losses, over micro-batches and data-parallel ranks, to the gradient buffers."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+
+        def loss(batch: PackedBatch, out: Tensor) -> tuple[Tensor, Tensor, LossOutputs]:
+            outputs = on_logits(out.squeeze(0), batch)
+            return outputs.loss, torch.zeros([], dtype=torch.int32, device=out.device), outputs
+
+        def forward_step(items: Iterator[Item], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            item = next(items)
+            return self._logits(item, model), partial(loss, item[0])
+
+        return self._run(batches, forward_step, forward_only=False)
+
+    def _logits(self, item: Item, model: Any) -> Tensor:
+        """[1, T, padded_vocab / tp] on the last stage, the hidden states [T, 1, hidden] on the others."""
+        batch, packed_seq_params = item
+        return model(
+            batch.tokens[None], batch.position_ids[None], None, packed_seq_params=packed_seq_params, **self._model_kwargs
+        )
+
+    def _run(self, batches: Sequence[PackedBatch], forward_step: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        items = [(batch, self._seq_params(batch)) for batch in batches]
+        iterators = [iter(items) for _ in self._chunks]
+        is_single = len(self._chunks) == 1
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators[0] if is_single else iterators,
+            model=self._chunks[0] if is_single else self._chunks,
+            num_microbatches=len(batches),
+            seq_length=batches[0].num_tokens,
+            micro_batch_size=1,
+            **kwargs,
+        )
+
+    def _seq_params(self, batch: PackedBatch) -> PackedSeqParams:
+        if not self._uses_te:
+            return pack_params(batch.cu_seqlens, batch.position_ids)
+        longest = int(batch.cu_seqlens.diff().max())
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=batch.cu_seqlens,
+            cu_seqlens_kv=batch.cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )

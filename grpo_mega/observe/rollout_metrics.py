@@ -1,0 +1,49 @@
+"""Metrics of a rollout's samples: rewards by function, verdicts, lengths, groups without a signal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from grpo_mega.types import Group, Sample, StepMetrics
+
+
+def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
+    """ "reward/<function>", "reward/mean", "verdict/<function>/<verdict>", "response_length/...", "groups/no_spread"."""
+    samples = [s for g in groups for s in g.samples]
+    if not samples:
+        return {}
+    lengths = [s.response_len for s in samples]
+    return {
+        "reward/mean": _mean([s.reward for s in samples]),
+        **{f"reward/{name}": _mean([s.scores[name] for s in samples]) for name in samples[0].scores},
+        **_verdicts(samples),
+        "response_length/mean": sum(lengths) / len(lengths),
+        "response_length/max": float(max(lengths)),
+        "response_length/cut": sum(s.finish_reason == "length" for s in samples) / len(samples),
+        "groups/no_spread": sum(len({s.reward for s in g.samples}) == 1 for g in groups) / len(groups),
+    }
+
+
+def heldout_metrics(groups: Sequence[Group]) -> StepMetrics:
+    """ "eval/score": share of responses on which every reward function that applies gave at least 1; and each one's mean."""
+    samples = [s for g in groups for s in g.samples]
+    if not samples:
+        return {}
+    marks = [[v for v in s.scores.values() if v is not None] for s in samples]
+    return {
+        "eval/score": sum(bool(m) and min(m) >= 1.0 for m in marks) / len(marks),
+        **{f"eval/{name}": _mean([s.scores[name] for s in samples]) for name in samples[0].scores},
+        "eval/response_length": sum(s.response_len for s in samples) / len(samples),
+    }
+
+
+def _verdicts(samples: Sequence[Sample]) -> StepMetrics:
+    counts = Counter((name, verdict) for s in samples for name, verdict in s.verdicts.items())
+    return {f"verdict/{name}/{verdict}": n / len(samples) for (name, verdict), n in sorted(counts.items())}
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    """Of the values that are not None; 0 without any."""
+    present = [v for v in values if v is not None]
+    return sum(present) / len(present) if present else 0.0

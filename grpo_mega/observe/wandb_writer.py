@@ -1,0 +1,83 @@
+"""Weights & Biases, imported only when a run asks for it. Never prompts and never needs a network.
+
+Online only if an API key is set (WANDB_API_KEY, or an entry for the server in netrc); else the run is written offline below
+the run folder, from where `wandb sync` sends it. WANDB_MODE, where the user sets it, wins, save that "online" needs a key.
+"""
+
+from __future__ import annotations
+
+import netrc
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlparse
+
+from grpo_mega.config import Config
+from grpo_mega.types import StepMetrics
+
+_DEFAULT_SERVER = "https://api.wandb.ai"
+_SECONDS_TO_CONNECT = 30.0
+
+Mode = Literal["online", "offline", "disabled"]
+
+
+class WandbWriter:
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+        import wandb
+
+        mode = wandb_mode(os.environ)
+
+        def start(mode: Mode) -> Any:
+            return wandb.init(
+                project=config.log.wandb_project,
+                name=config.run_dir.name,
+                dir=str(config.run_dir),
+                config=config.model_dump(mode="json"),
+                mode=mode,
+                settings=wandb.Settings(console="off", silent=True, init_timeout=_SECONDS_TO_CONNECT),
+            )
+
+        try:
+            self._run = start(mode)
+        except wandb.errors.Error as error:
+            if mode != "online":
+                raise
+            mode = "offline"
+            say(f"wandb: cannot reach its server ({' '.join(str(error).split())}); logging offline")
+            self._run = start(mode)
+        say(f"wandb: {mode}, {self._run.url if mode == 'online' else self._run.dir}")
+
+    def write_step(self, step: int, metrics: StepMetrics) -> None:
+        # The step is a value, not wandb's own step, which refuses to go back after a resume.
+        self._run.log({"step": step, **metrics})
+
+    def write_eval(self, step: int, metrics: StepMetrics) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def write_message(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def wandb_mode(environ: Mapping[str, str]) -> Mode:
+    """The mode in which wandb never asks for a key."""
+    wanted = environ.get("WANDB_MODE", "online")
+    if wanted in ("offline", "dryrun"):
+        return "offline"
+    if wanted == "disabled":
+        return "disabled"
+    return "online" if _has_api_key(environ) else "offline"
+
+
+def _has_api_key(environ: Mapping[str, str]) -> bool:
+    if environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(environ.get("WANDB_BASE_URL", _DEFAULT_SERVER)).hostname or ""
+    path = Path(environ.get("NETRC") or Path(environ.get("HOME", "/")) / ".netrc")
+    try:
+        return netrc.netrc(str(path)).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

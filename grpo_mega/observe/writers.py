@@ -1,0 +1,162 @@
+"""Where a run's log goes: the console, metrics.jsonl, samples.jsonl, and Weights & Biases.
+
+Every writer takes (step, metrics) and may be given any subset of the known metrics. Files are appended to and flushed line
+by line, so that a run that dies has told what it knew; a resumed run goes on in the same files, where the last line of a
+step counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.text import Text
+
+from grpo_mega.types import Group, Sample, StepMetrics
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+LINE_WIDTH = 120  # columns
+SHORTEST_PHASE_SHOWN = 0.05  # seconds
+
+
+class Writer(Protocol):
+    def write_step(self, step: int, metrics: StepMetrics) -> None: ...
+
+    def write_eval(self, step: int, metrics: StepMetrics) -> None: ...
+
+    def write_message(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ConsoleWriter:
+    """One line a step, which fits 120 columns; styled on a terminal, plain elsewhere."""
+
+    def __init__(self, console: Console, num_steps: int) -> None:
+        self._console = console
+        self._num_steps = num_steps
+
+    def write_step(self, step: int, metrics: StepMetrics) -> None:
+        head = f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"
+        self._print(head, step_line(metrics, LINE_WIDTH - len(head) - 2), "bold")
+
+    def write_eval(self, step: int, metrics: StepMetrics) -> None:
+        values = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items())
+        self._print(f"held-out, step {step}", values, "bold green")
+
+    def write_message(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        pass
+
+    def _print(self, head: str, line: str, style: str) -> None:
+        # soft_wrap: a line is never folded at a width that a pipe or a log file does not have.
+        self._console.print(Text.assemble((head, style), "  ", line), soft_wrap=True)
+
+
+class JsonLinesWriter:
+    """metrics.jsonl: {"step": 3, "reward/mean": 0.5, ...}. Not-a-number and infinities are the strings "NaN", "Infinity"
+    and "-Infinity", which Python's float() reads; JSON has no numbers for them, and null would hide which it was."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write_step(self, step: int, metrics: StepMetrics) -> None:
+        self._file.write(json_line({"step": step, **metrics}))
+        self._file.flush()
+
+    def write_eval(self, step: int, metrics: StepMetrics) -> None:
+        self.write_step(step, metrics)
+
+    def write_message(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class SampleWriter:
+    """samples.jsonl: a few responses of every step, to be read by a person."""
+
+    def __init__(self, path: Path, samples_per_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        self._samples_per_step = samples_per_step
+
+    def write(self, step: int, groups: Sequence[Group], decode: Callable[[list[int]], str]) -> None:
+        """One sample each of the first groups, at an index that changes with the step."""
+        for place, group in enumerate(groups[: self._samples_per_step]):
+            sample = group.samples[(step + place) % len(group.samples)]
+            self._file.write(json_line(_sample_record(step, sample, decode)))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def step_line(metrics: Mapping[str, float], width: int) -> str:
+    """What a person watches of a step: `reward 0.812  kl 0.0123 ...  3.4 s: sample 1.2, update 0.8`.
+
+    The longest phases come first, and as many of them as fit into `width` columns.
+    """
+    watched = [
+        ("reward", "reward/mean", "{:.3f}".format),
+        ("kl", "kl/mean", "{:.4f}".format),
+        ("length", "response_length/mean", _three_digits),
+        ("clip", "clip/fraction", "{:.3f}".format),
+        ("mismatch", "mismatch/abs_mean", "{:.0e}".format),
+    ]
+    parts = [f"{label} {show(metrics[name])}" for label, name, show in watched if name in metrics]
+    phases = {name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")}
+    total = phases.pop("step", None)
+    if total is None:
+        return "  ".join(parts)
+    line = "  ".join([*parts, f"{_three_digits(total)} s"])
+    separator = ": "
+    for phase in sorted(phases, key=lambda phase: -phases[phase]):
+        shown = f"{separator}{phase} {_three_digits(phases[phase])}"
+        if phases[phase] < SHORTEST_PHASE_SHOWN or len(line) + len(shown) > width:
+            break
+        line += shown
+        separator = ", "
+    return line
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def json_line(record: dict[str, Any]) -> str:
+    return json.dumps(_finite(record), allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return value
+
+
+def _sample_record(step: int, sample: Sample, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    has_advantage = sample.advantages is not None and sample.response_len > 0
+    return {
+        "step": step,
+        "prompt_id": sample.prompt.id,
+        "index": sample.index,
+        "prompt": sample.prompt.text,
+        "response": decode(sample.response_ids),
+        "answer": sample.prompt.answer,
+        "finish_reason": sample.finish_reason,
+        "reward": sample.reward,
+        "rewards": sample.scores,
+        "verdicts": sample.verdicts,
+        "advantage": float(sample.advantages.mean()) if has_advantage and sample.advantages is not None else None,
+    }

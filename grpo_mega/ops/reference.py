@@ -1,0 +1,22 @@
+"""The naive twins of the operations in this package, on whole tensors: what each test compares with.
+
+Written to be checked by eye: no tiles, no groups, no thought for memory, in the dtype of what is given.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def logprobs_and_entropy(
+    logits_TV: Tensor, targets_T: Tensor, *, vocab_size: int, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """logprobs_T of `targets_T` and entropy_T of softmax(logits_TV[:, :vocab_size] / temperature); all differentiable."""
+    logp_TV = torch.log_softmax(logits_TV[:, :vocab_size] / temperature, dim=-1)
+    logprobs_T = logp_TV.gather(1, targets_T.unsqueeze(1)).squeeze(1)
+    # Masked inside and outside of the product, since the gradient of 0 * -inf is NaN even where the value is not used.
+    is_possible_TV = logp_TV > -torch.inf
+    finite_TV = torch.where(is_possible_TV, logp_TV, 0)
+    entropy_T = -torch.where(is_possible_TV, finite_TV.exp() * finite_TV, 0).sum(dim=-1)
+    return logprobs_T, entropy_T

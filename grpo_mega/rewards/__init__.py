@@ -1,0 +1,11 @@
+"""Rewards: reward functions by name, and the pool of killable worker processes that runs them.
+
+Input: a sample's prompt, response, gold answer and extras. Output: one score and one verdict per function, and their
+weighted sum. Nothing here imports torch, and importing this package does not import math-verify either.
+"""
+
+from grpo_mega.rewards.pool import RewardPool, RewardResult
+from grpo_mega.rewards.registry import BUILT_IN, check_name, resolve
+from grpo_mega.rewards.score import RewardFunction, Score
+
+__all__ = ["BUILT_IN", "RewardFunction", "RewardPool", "RewardResult", "Score", "check_name", "resolve"]

@@ -1,0 +1,152 @@
+"""An answer's text in canonical form (`normalize_answer`), ready for exact comparison or for math-verify.
+
+Input: text of `answer.extract_answer`; output: one line of LaTeX-like text, "" if nothing is left. Gone are: words
+around the expression, math delimiters, markdown, LaTeX spacing, currency signs, units, degree signs, thousands
+separators, a final full stop. Kept: the percent sign as `%` (whether it matters depends on the other side), `x = `,
+brackets, letters.
+
+A comma in `1,234` separates thousands unless it stands in brackets, where it separates elements: (100,200) is a pair
+and [1,234] an interval. In brackets it separates thousands only where another comma has a space after it: (1,234, 5).
+`1{,}000`, `1\\,000` and `1,\\!000` are always one number; so is `10 000` if it is the whole answer.
+"""
+# ruff: noqa: RUF001 -- the characters that look like others are what is normalized
+
+import re
+
+from grpo_mega.rewards.answer import TAIL, is_prose, last_expression
+
+_CHARACTERS = str.maketrans(
+    {
+        **dict.fromkeys("−–—﹣－", "-"),
+        **dict.fromkeys("\u00a0\u2009\u202f\u2002\u2003\t\r", " "),
+        "×": "\\times ",
+        "·": "\\cdot ",
+        "⋅": "\\cdot ",
+        "÷": "/",
+        "∕": "/",
+        "⁄": "/",
+        "π": "\\pi ",
+        "∞": "\\infty ",
+        "≤": "\\leq ",
+        "≥": "\\geq ",
+        "≠": "\\neq ",
+        "≈": "\\approx ",
+        "∪": "\\cup ",
+        "∩": "\\cap ",
+        "∈": "\\in ",
+        "∅": "\\emptyset ",
+        "±": "\\pm ",
+        "²": "^2",
+        "³": "^3",
+        "½": "\\frac{1}{2}",
+        "¼": "\\frac{1}{4}",
+        "¾": "\\frac{3}{4}",
+        "％": "%",
+        "，": ",",
+        "。": ".",
+        "’": "'",
+    }
+)
+_UNITS = (
+    "mm|cm|dm|km|m|ft|in|yd|mi|nm|mg|kg|g|lbs?|oz|ms|s|sec|min|h|hr|hrs|ml|mL|cl|dl|l|L|mph|kph|kmh|km/h|m/s|Hz|kHz|MHz|"
+    "W|kW|J|kJ|N|V|A|K|Pa|kPa|GB|MB|KB|kB|USD|EUR|GBP|cents?|dollars?|euros?|pounds?|rs"
+)
+_FUNCTIONS = "and|sin|cos|tan|cot|sec|csc|log|exp|sqrt|mod|arc[a-z]*"
+_NUMBER = r"(?:[-+] ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+|\d* ?\\[dtc]?frac\{[^{}]*\}\{[^{}]*\}|\d+ ?/ ?\d+)"
+_POWER = r"(?:\^ ?\{?-?\d\}?)?"
+_UNIT = (
+    rf"(?:(?<= )(?:{_UNITS})"
+    r"|(?<=[\d}])(?:[ckm]m|kg|mg|m[lL]|ft|lbs?|oz|mph|hrs?|km/h|m/s)"  # without a space only what is no product of letters
+    rf"|(?<= )(?!(?:{_FUNCTIONS})\b)[A-Za-z]{{3,}}[A-Za-z ./-]*)"
+)
+_UNIT_AFTER_NUMBER = re.compile(
+    rf"(?P<number>(?:^|[=<>≤≥] ?|\\approx ?){_NUMBER}) ?{_UNIT}"
+    rf"\.?{_POWER}(?: ?/ ?(?:{_UNITS}|[A-Za-z]{{3,}}){_POWER})?$"
+)
+_TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathsf|mbox|operatorname) ?\{([^{}]*)\}"
+_SPACE = re.compile(r"\\(?:[,;:! ]|q?quad(?![A-Za-z]))")
+_SEPARATORS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!,|,\\!|\\ |~)(?=\d{3}(?!\d))")
+_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d])(?!,\d)")
+_BRACKETED = re.compile(r"[(\[{][^()\[\]{}]*,[^()\[\]{}]*[)\]}]")
+
+_REWRITES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^\*\*(.*)\*\*$|^`(.*)`$", r"\1\2"),
+        (r"\\\$|\$|(?<!\\)\\[\[\]()]|[€£¥₹]", ""),  # currency signs and math delimiters
+        (r"\\(?:left|right|displaystyle|textstyle|big|Big)(?![A-Za-z])\.?", ""),
+        (r"(?<!\\)\\!", ""),
+        (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\n", " "),
+        (r" ?(?:\^ ?\{? ?\\circ ?\}?|\\degree|°|\bdegrees?\b)(?: ?(?:[CFK]|Celsius|Fahrenheit)\b)?", ""),
+        (r"\\%", "%"),
+        (r" ?\b(?:percent(?:age points?)?|per cent|pct)\b", "%"),
+        (r" +%", "%"),
+        (r"^(?:US|USD|EUR|GBP|Rs\.?) ?(?=[-\d.])", ""),
+        (r"\*\*", "^"),
+        (r"\^ ?(-\d+)", r"^{\1}"),
+        (r"√ ?(\d+|\([^()]*\)|[A-Za-z])", r"\\sqrt{\1}"),
+        (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
+        (r"^(?:\\approx|\\sim|=|:|≈)+ ?", ""),
+    )
+)
+
+
+def normalize_answer(text: str) -> str:
+    """The canonical form of an answer; the same for every way of writing it that the module's docstring names."""
+    text = text.strip().translate(_CHARACTERS)
+    text = re.sub(_TEXT, _unwrap_if_prose, text)
+    if len(text) > TAIL or is_prose(text):
+        text = last_expression(text[-TAIL:]) or ""
+    text = _SEPARATORS.sub("", text)
+    text = _unwrap_text(text)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text.strip())
+    text = _strip_ends(text)
+    text = _join_thousands(text)
+    text = _UNIT_AFTER_NUMBER.sub(r"\g<number>", text)
+    return _strip_ends(re.sub(r" {2,}", " ", text))
+
+
+def _unwrap_if_prose(match: re.Match[str]) -> str:
+    r"""A `\text{...}` which holds a number or a choice is the answer itself."""
+    return f" {match[1]} " if re.search(r"\d", match[1]) else match[0]
+
+
+def _unwrap_text(text: str) -> str:
+    r"""Removes `\text{...}` beside an expression (a unit, a remark), and unwraps it where it is all there is."""
+    without = re.sub(rf"{_TEXT}{_POWER}", _conjunction, text)
+    if re.search(r"[\dA-Za-z]", _SPACE.sub("", without)):
+        return without
+    return re.sub(_TEXT, r"\1", text)
+
+
+def _conjunction(match: re.Match[str]) -> str:
+    word = match[1].strip().lower()
+    if word in ("and", "or"):
+        return f" {word} "
+    if len(match[1]) == 1:  # \mathrm{e}, \mathbf{v}
+        return match[1]
+    return "%" if word in ("percent", "%") else " "
+
+
+def _strip_ends(text: str) -> str:
+    text = text.strip(" \n").rstrip(".,;:\\ ").lstrip(",;: ")
+    while len(text) > 2 and text[0] == "{" and text[-1] == "}" and "{" not in text[1:]:
+        text = text[1:-1].strip()
+    choice = re.fullmatch(r"\(([A-Za-z])\)|([A-Z])[.:)]", text)
+    return (choice[1] or choice[2]) if choice else text
+
+
+def _join_thousands(text: str) -> str:
+    if re.fullmatch(r"[-+]? ?\d{1,3}(?: \d{3})+(?:\.\d+)?%?", text):
+        return text.replace(" ", "")
+    brackets = {position for match in _BRACKETED.finditer(text) for position in range(*match.span())}
+    spaced = {
+        position for match in _BRACKETED.finditer(text) if re.search(r", ", match[0]) for position in range(*match.span())
+    }
+
+    def join(match: re.Match[str]) -> str:
+        separates_elements = match.start() in brackets and match.start() not in spaced
+        return match[0].replace(",", ", " if separates_elements else "")
+
+    return _THOUSANDS.sub(join, text)

@@ -1,0 +1,323 @@
+"""A pool of killable processes that score samples while sampling goes on.
+
+Input: samples by `submit`, which does not block. Output: a RewardResult each by `collect`, which waits for all. Invariants:
+every check (one sample, one function) ends within `deadline_s` of its start, by SIGKILL if need be; a check that hangs, crashes
+or raises costs its own score only; no worker outlives the pool or its process; no worker holds anything of the parent but
+its sys.path and environment. One daemon thread does all the work with the processes; the methods only touch queues.
+"""
+
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from grpo_mega.errors import ConfigError, RewardError
+from grpo_mega.rewards import registry
+from grpo_mega.rewards.process import WorkerProcess
+from grpo_mega.rewards.protocol import FAILED, RAISED, READY, SCORED, Setup, frame
+
+START_LIMIT_S = 300.0  # for a worker's imports; generous, since network file systems are slow
+MEMORY_LIMIT_BYTES = 4 << 30  # address space of one worker
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """One sample's outcome. `total` is the weighted sum over the functions that apply; None if none does."""
+
+    total: float | None
+    scores: dict[str, float | None]
+    verdicts: dict[str, str]
+
+
+@dataclass
+class _Pending:
+    payload: bytes
+    outcomes: dict[str, tuple[float | None, str]] = field(default_factory=dict)
+
+
+class RewardPool:
+    """Runs reward functions in worker processes; a context manager.
+
+    Args:
+        functions: (name, weight) pairs; names as in `registry`.
+        num_workers: processes, each with one check at a time.
+        deadline_s: seconds for one check, from when a worker gets it (neither queueing nor start-up count).
+        memory_limit_bytes: address space of a worker; None for functions that need more, such as a model's.
+
+    The workers start at once, in the background. Raises ConfigError for what is wrong with the arguments; what goes wrong in
+    the workers' start-up is raised as RewardError by the next `submit` or `collect`.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[tuple[str, float]],
+        num_workers: int,
+        deadline_s: float,
+        memory_limit_bytes: int | None = MEMORY_LIMIT_BYTES,
+    ) -> None:
+        _check_arguments(functions, num_workers, deadline_s)
+        self._weights = dict(functions)
+        self._names = tuple(self._weights)
+        self._num_workers = num_workers
+        self._deadline_s = deadline_s
+        self._setup = Setup(self._names, tuple(p or os.getcwd() for p in sys.path), memory_limit_bytes, os.getpid())
+
+        self._changed = threading.Condition()  # guards everything up to the blank line
+        self._queue: deque[tuple[Hashable, int]] = deque()
+        self._pending: dict[Hashable, _Pending] = {}
+        self._unfinished = 0  # checks
+        self._raised: dict[str, list[str]] = {}  # this collect's exceptions by function
+        self._counters: Counter[str] = Counter(killed_workers=0)
+        self._first_error: str | None = None
+        self._failure: str | None = None
+        self._is_closing = False
+
+        self._workers: list[WorkerProcess] = []  # the thread's own, like the selector
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._thread = threading.Thread(target=self._serve, name="reward-pool", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Checks by verdict since the pool began, and "killed_workers"."""
+        with self._changed:
+            return dict(self._counters)
+
+    @property
+    def first_error(self) -> str | None:
+        """The first exception or crash since the pool began, with the function's name."""
+        with self._changed:
+            return self._first_error
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """The process ids of the workers of this moment."""
+        return [worker.pid for worker in list(self._workers)]
+
+    def submit(self, key: Hashable, prompt: str, response: str, answer: str, extras: dict[str, Any]) -> None:
+        """Queues one sample for all functions; `key` is its name in what `collect` returns, and new to it."""
+        payload = pickle.dumps((prompt, response, answer, extras))
+        with self._changed:
+            self._raise_failure()
+            if key in self._pending:
+                raise ValueError(f"key {key!r} is submitted twice before a collect")
+            self._pending[key] = _Pending(payload)
+            self._queue.extend((key, index) for index in range(len(self._names)))
+            self._unfinished += len(self._names)
+            self._wake()
+
+    def collect(self) -> dict[Any, RewardResult]:
+        """Waits for all samples submitted since the last collect; their results in the order of submission.
+
+        Raises:
+            RewardError: the workers cannot start, or a function raised an exception for every one of the samples.
+        """
+        with self._changed:
+            while self._unfinished and self._failure is None:
+                self._changed.wait()
+            self._raise_failure()
+            pending, self._pending = self._pending, {}
+            raised, self._raised = self._raised, {}
+        for name, errors in raised.items():
+            if len(errors) == len(pending):
+                raise RewardError(
+                    f"reward function {name!r} raised an exception for every one of {len(pending)} samples, first "
+                    f"{errors[0]}; mend the function or take it out of rewards.functions"
+                )
+        return {key: self._result(sample) for key, sample in pending.items()}
+
+    def close(self) -> None:
+        """Ends all workers, busy or not, and waits for their end; may be called twice."""
+        with self._changed:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._failure = self._failure or "the reward pool is closed; submit before close()"
+            self._wake()
+        self._thread.join()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise RewardError(self._failure)
+
+    def _result(self, sample: _Pending) -> RewardResult:
+        outcomes = {name: sample.outcomes[name] for name in self._names}
+        values = {name: value for name, (value, _) in outcomes.items()}
+        weighted = [self._weights[name] * value for name, value in values.items() if value is not None]
+        return RewardResult(
+            sum(weighted) if weighted else None, values, {name: verdict for name, (_, verdict) in outcomes.items()}
+        )
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: the thread is to wake already
+            os.write(self._wake_write, b"\0")
+
+    # The thread: everything below runs in it.
+
+    def _serve(self) -> None:
+        try:
+            self._selector.register(self._wake_read, selectors.EVENT_READ)
+            for _ in range(self._num_workers):
+                self._start_worker()
+            while not self._is_closing and self._failure is None:
+                self._dispatch()
+                # Replies before deadlines: a reply that waits in its pipe was in time, however late this thread is.
+                for key, _ in self._selector.select(self._seconds_to_next_deadline()):
+                    if key.fd == self._wake_read:
+                        with contextlib.suppress(BlockingIOError):
+                            os.read(self._wake_read, 4096)
+                    elif key.data in self._workers:
+                        self._exchange(key.data)
+                self._kill_overdue()
+        except Exception as error:
+            self._fail(f"the reward pool's thread ended with {type(error).__name__}: {error}")
+        finally:
+            for worker in self._workers:
+                worker.kill()
+            self._workers.clear()
+            self._selector.close()
+
+    def _dispatch(self) -> None:
+        for worker in self._workers:
+            if not worker.is_ready or worker.check is not None:
+                continue
+            with self._changed:
+                if not self._queue:
+                    return
+                worker.check = self._queue.popleft()
+                key, index = worker.check
+                payload = self._pending[key].payload
+            worker.started_at = time.monotonic()
+            worker.send(frame(self._names[index].encode()) + frame(payload))
+            self._watch(worker)
+
+    def _exchange(self, worker: WorkerProcess) -> None:
+        """Sends what is unsent and handles what has come from one worker."""
+        if worker.has_unsent:
+            worker.send()
+            self._watch(worker)
+        messages = worker.receive()
+        if messages is None:
+            self._bury(worker)
+            return
+        for kind, *rest in messages:
+            if kind == READY:
+                worker.is_ready = True
+            elif kind == FAILED:
+                self._fail(f"reward workers cannot start: {rest[0]}")
+            elif kind == SCORED:
+                self._finish(worker, rest[0], rest[1])
+            elif kind == RAISED:
+                self._finish(worker, 0.0, "error", rest[0])
+
+    def _finish(self, worker: WorkerProcess, value: float | None, verdict: str, error: str | None = None) -> None:
+        """Records the outcome of the worker's check; `error` is the text of the exception that was raised, if any."""
+        assert worker.check is not None
+        (key, index), worker.check = worker.check, None
+        name = self._names[index]
+        with self._changed:
+            self._pending[key].outcomes[name] = (value, verdict)
+            self._counters[verdict] += 1
+            if error is not None:
+                self._raised.setdefault(name, []).append(error)
+                self._first_error = self._first_error or f"{name}: {error}"
+            self._unfinished -= 1
+            if not self._unfinished:
+                self._changed.notify_all()
+
+    def _bury(self, worker: WorkerProcess) -> None:
+        """Replaces a worker that ended by itself; its check, if it had one, is an "error"."""
+        status = self._end(worker)
+        cause = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        if not worker.is_ready:
+            self._fail(f"a reward worker ended with {cause} while starting; its standard error says why")
+            return
+        if worker.check is not None:
+            with self._changed:
+                crash = f"{self._names[worker.check[1]]}: the worker process ended with {cause}"
+                self._first_error = self._first_error or crash
+            self._finish(worker, 0.0, "error")
+        self._start_worker()
+
+    def _kill_overdue(self) -> None:
+        now = time.monotonic()
+        for worker in list(self._workers):
+            if now < self._deadline(worker):
+                continue
+            self._end(worker)
+            if worker.check is None:
+                self._fail(f"a reward worker took more than {START_LIMIT_S:.0f} s to import its functions; make them lighter")
+                continue
+            with self._changed:
+                self._counters["killed_workers"] += 1
+            self._finish(worker, 0.0, "timeout")
+            self._start_worker()
+
+    def _deadline(self, worker: WorkerProcess) -> float:
+        if worker.check is not None:
+            return worker.started_at + self._deadline_s
+        return float("inf") if worker.is_ready else worker.started_at + START_LIMIT_S
+
+    def _seconds_to_next_deadline(self) -> float | None:
+        soonest = min(map(self._deadline, self._workers), default=float("inf"))
+        return None if soonest == float("inf") else max(0.0, soonest - time.monotonic())
+
+    def _start_worker(self) -> None:
+        worker = WorkerProcess(self._setup)
+        self._workers.append(worker)
+        self._selector.register(worker.output_fd, selectors.EVENT_READ, worker)
+        self._watch(worker)
+
+    def _watch(self, worker: WorkerProcess) -> None:
+        """Waits for room in the worker's pipe exactly while something is unsent."""
+        is_watched = worker.input_fd in self._selector.get_map()
+        if worker.has_unsent and not is_watched:
+            self._selector.register(worker.input_fd, selectors.EVENT_WRITE, worker)
+        elif is_watched and not worker.has_unsent:
+            self._selector.unregister(worker.input_fd)
+
+    def _end(self, worker: WorkerProcess) -> int:
+        for fd in (worker.output_fd, worker.input_fd):
+            if fd in self._selector.get_map():
+                self._selector.unregister(fd)
+        self._workers.remove(worker)
+        return worker.kill()
+
+    def _fail(self, text: str) -> None:
+        with self._changed:
+            self._failure = self._failure or text
+            self._changed.notify_all()
+
+
+def _check_arguments(functions: Sequence[tuple[str, float]], num_workers: int, deadline_s: float) -> None:
+    names = [name for name, _ in functions]
+    for name in names:
+        registry.check_name(name)
+        if names.count(name) > 1:
+            raise ConfigError(f"reward function {name!r} is given twice; give it once, with its total weight")
+    if not names:
+        raise ConfigError("rewards.functions is empty; name at least one, for example accuracy")
+    if num_workers < 1:
+        raise ConfigError(f"rewards.num_workers={num_workers}; use at least 1")
+    if not deadline_s > 0:
+        raise ConfigError(f"rewards.deadline_s={deadline_s}; use a positive number of seconds")

@@ -1,0 +1,107 @@
+"""One reward worker: `python -m grpo_mega.rewards.worker`, started by the pool, never imports torch by itself.
+
+Reads checks from its standard input and writes their outcomes to its standard output (see `protocol`); anything else that a
+reward function prints goes to standard error. It ends when its input does, and with its parent, even if a check hangs.
+"""
+
+import contextlib
+import ctypes
+import os
+import pickle
+import resource
+import signal
+import sys
+import traceback
+from typing import Any, BinaryIO
+
+from grpo_mega.rewards import accuracy, registry
+from grpo_mega.rewards.protocol import FAILED, RAISED, READY, SCORED, Setup, frame, read_frame
+from grpo_mega.rewards.score import RewardFunction, as_score
+
+_PR_SET_PDEATHSIG = 1
+_MAX_ERROR_CHARS = 2000
+_OUT_OF_MEMORY_STATUS = 71
+
+
+def main() -> None:
+    """Runs checks until the end of the input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle: it closes the pool
+    requests, replies = _take_over_pipes()
+    first = read_frame(requests)
+    if first is None:
+        return
+    setup: Setup = pickle.loads(first)
+    _die_with_parent(setup.parent_pid)
+    sys.path[:] = setup.sys_path
+    _limit_memory(setup.memory_limit_bytes)
+    try:
+        functions = {name: registry.resolve(name) for name in setup.functions}
+        if "accuracy" in functions:
+            accuracy.warm_up()
+    except BaseException as error:
+        _send(replies, (FAILED, _describe(error)))
+        return
+    _send(replies, (READY,))
+    while (name := read_frame(requests)) is not None and (check := read_frame(requests)) is not None:
+        _send(replies, _run(functions[name.decode()], check))
+
+
+def _run(function: RewardFunction, check: bytes) -> tuple[Any, ...]:
+    try:
+        prompt, response, answer, extras = pickle.loads(check)
+        score = as_score(function(prompt, response, answer, extras))
+        return (SCORED, score.value, score.verdict)
+    except MemoryError:
+        os._exit(_OUT_OF_MEMORY_STATUS)  # the heap is full of what did not fit; a fresh process is the way back
+    except BaseException as error:  # SystemExit and the like end the check, not the worker
+        return (RAISED, _describe(error))
+
+
+def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The protocol's ends under new numbers, so that reading 0 and printing to 1 cannot disturb it."""
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def _send(replies: BinaryIO, message: tuple[Any, ...]) -> None:
+    try:
+        replies.write(frame(pickle.dumps(message)))
+        replies.flush()
+    except BrokenPipeError:
+        os._exit(0)  # the pool is gone
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Has the kernel (Linux) kill this process with its parent: one that hangs in C code never sees its input end."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(0)
+
+
+def _limit_memory(limit_bytes: int | None) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if limit_bytes is not None:
+        with contextlib.suppress(OSError, ValueError):  # some systems refuse RLIMIT_AS; the deadline still holds
+            resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+
+
+def _describe(error: BaseException) -> str:
+    """Type, text and place of an exception."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" (in {frames[-1].name}, {os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return text[:_MAX_ERROR_CHARS] + place
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The engine inside each rank's process: transformers' own model with a key-value cache, one replica a rank.
+
+It needs no GPU and no server, works for any family that transformers knows, and is an oracle of the weight mapping, since
+nothing of its forward pass is ours. Prompts are decoded in batches of at most `max_concurrent` sequences; a sequence that
+ends leaves the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from grpo_mega.device import Device
+from grpo_mega.rollout.engine import OnSample, Sampling
+from grpo_mega.rollout.sampler import draw, uniforms
+from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.weights.boxes import Holding
+from grpo_mega.weights.layout import hf_holding
+from grpo_mega.weights.spec import Family, ModelShape
+
+COMPACT_BELOW = 0.75  # share of live sequences under which the finished ones leave the cache
+
+
+class EmbeddedEngine:
+    def __init__(
+        self, hf_config: Any, shape: ModelShape, family: Family, dtype: torch.dtype, device: Device, max_concurrent: int
+    ) -> None:
+        self.version = -1
+        self.device = device.torch_device
+        self.max_concurrent = max_concurrent
+        self._holding = hf_holding(family, shape)
+        with torch.random.fork_rng(devices=[]):
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+        self._model = model.to(self.device).eval().requires_grad_(False)
+
+    def holdings(self, world_size: int) -> list[Holding]:
+        return [self._holding] * world_size
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return dict(self._model.named_parameters())
+
+    @contextmanager
+    def asleep(self) -> Iterator[None]:
+        """Nothing to give back on a CPU: the replica stays where it is."""
+        yield
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, on_sample: OnSample) -> list[Group]:
+        groups = [Group(prompt, []) for prompt in prompts]
+        per_batch = max(1, self.max_concurrent // sampling.group_size)
+        # Prompts of similar length share a batch: less padding.
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
+        for first in range(0, len(order), per_batch):
+            self._generate_batch([groups[i] for i in order[first : first + per_batch]], sampling, step, on_sample)
+        return groups
+
+    def _generate_batch(self, groups: list[Group], sampling: Sampling, step: int, on_sample: OnSample) -> None:
+        n = sampling.group_size
+        state = _Decoding.prefill(self._model, [g.prompt for g in groups], n, self.device)
+        streams = _streams(groups, sampling, step)
+        is_stop = torch.zeros(self._model.config.vocab_size, dtype=torch.bool, device=self.device)
+        is_stop[list(sampling.stop_token_ids)] = True
+        tokens_BT = torch.empty((len(groups) * n, sampling.max_response_length), dtype=torch.int64, device=self.device)
+        logprobs_BT = torch.empty(tokens_BT.shape, dtype=torch.float32, device=self.device)
+        for position in range(sampling.max_response_length):
+            uniform = None if streams is None else streams[state.rows, position]
+            tokens, logprobs = draw(
+                state.logits, uniform, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
+            )
+            tokens_BT[state.rows, position], logprobs_BT[state.rows, position] = tokens, logprobs
+            ended = is_stop[tokens] & state.is_live
+            is_last = position + 1 == sampling.max_response_length
+            for row in state.rows[state.is_live if is_last else ended].tolist():
+                group = groups[row // n]
+                stopped = bool(is_stop[tokens_BT[row, position]])
+                sample = Sample(
+                    prompt=group.prompt,
+                    index=row % n,
+                    response_ids=tokens_BT[row, : position + 1].tolist(),
+                    rollout_logprobs=logprobs_BT[row, : position + 1].tolist(),
+                    finish_reason="stop" if stopped else "length",
+                    policy_version=self.version,
+                )
+                group.samples.append(sample)
+                on_sample(sample)
+            state.is_live &= ~ended
+            if is_last or not state.is_live.any():
+                break
+            state.advance(self._model, tokens)
+        for group in groups:
+            group.samples.sort(key=lambda s: s.index)
+
+
+def _streams(groups: list[Group], sampling: Sampling, step: int) -> Tensor | None:
+    """[sequences, max_response_length] uniforms, or None for greedy decoding."""
+    if sampling.temperature == 0:
+        return None
+    rows = [
+        uniforms(sampling.seed, step, g.prompt.id, index, sampling.max_response_length)
+        for g in groups
+        for index in range(sampling.group_size)
+    ]
+    return torch.from_numpy(np.stack(rows))
+
+
+@dataclass
+class _Decoding:
+    """A batch on its way: what the model needs for the next token of the sequences still in the cache."""
+
+    cache: DynamicCache
+    mask: Tensor  # [B, tokens so far], 0 on the left padding
+    positions: Tensor  # [B], of the last token
+    logits: Tensor  # [B, vocab], for the next token
+    rows: Tensor  # [B], which sequence of the batch each row is
+    is_live: Tensor  # [B] bool
+
+    @classmethod
+    def prefill(cls, model: Any, prompts: list[Prompt], group_size: int, device: torch.device) -> _Decoding:
+        """Runs each prompt once, then repeats it for the samples of its group."""
+        longest = max(len(p.token_ids) for p in prompts)
+        ids = torch.zeros((len(prompts), longest), dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
+            mask[row, longest - len(prompt.token_ids) :] = 1
+        ids, mask = ids.to(device), mask.to(device)
+        positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
+        cache = DynamicCache(config=model.config)
+        out = model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        cache.batch_repeat_interleave(group_size)
+        size = len(prompts) * group_size
+        return cls(
+            cache=cache,
+            mask=mask.repeat_interleave(group_size, dim=0),
+            positions=positions[:, -1].repeat_interleave(group_size),
+            logits=out.logits[:, -1].repeat_interleave(group_size, dim=0),
+            rows=torch.arange(size, device=device),
+            is_live=torch.ones(size, dtype=torch.bool, device=device),
+        )
+
+    def advance(self, model: Any, tokens: Tensor) -> None:
+        """Feeds the drawn tokens; where enough sequences have ended, those leave first."""
+        if self.is_live.float().mean() < COMPACT_BELOW:
+            keep = self.is_live.nonzero().squeeze(1)
+            self.cache.batch_select_indices(keep)
+            self.mask, self.positions, self.rows = self.mask[keep], self.positions[keep], self.rows[keep]
+            self.is_live, tokens = self.is_live[keep], tokens[keep]
+        self.mask = torch.cat((self.mask, self.mask.new_ones(len(self.mask), 1)), dim=1)
+        self.positions = self.positions + 1
+        out = model(
+            input_ids=tokens[:, None],
+            attention_mask=self.mask,
+            position_ids=self.positions[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.logits = out.logits[:, -1]

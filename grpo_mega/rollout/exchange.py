@@ -1,0 +1,101 @@
+"""Sharing the work of a rollout among the ranks, and its samples with every rank.
+
+Every rank samples a strided share of the prompts; afterwards all ranks hold all groups, in the order of the prompts, so that
+advantages and packing are computed alike everywhere. Samples travel as two host tensors, never pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_mega.types import Group, Prompt, Sample
+
+_FINISH = ("stop", "length")
+_NONE = float("nan")  # a score of None
+
+
+def share(prompts: Sequence[Prompt], rank: int, world_size: int) -> list[Prompt]:
+    """The prompts that `rank` samples."""
+    return list(prompts[rank::world_size])
+
+
+def gather(
+    groups: Sequence[Group], prompts: Sequence[Prompt], reward_names: Sequence[str], verdict_names: Sequence[str]
+) -> list[Group]:
+    """All ranks' groups, in the order of `prompts`; `groups` are this rank's, in the order of its share.
+
+    Verdicts that are not in `verdict_names` become "other".
+    """
+    verdicts = [*verdict_names, "other"]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    places = range(rank, len(prompts), world_size)
+    ints, floats = _encode(dict(zip(places, groups, strict=True)), reward_names, verdicts)
+    all_ints, all_floats = _all_gather(ints), _all_gather(floats)
+    found = [Group(p, []) for p in prompts]
+    for i, f in zip(all_ints, all_floats, strict=True):
+        for index, sample in _decode(i, f, prompts, reward_names, verdicts):
+            found[index].samples.append(sample)
+    return found
+
+
+def _encode(groups: Mapping[int, Group], reward_names: Sequence[str], verdicts: list[str]) -> tuple[Tensor, Tensor]:
+    ints: list[int] = []
+    floats: list[float] = []
+    for place, group in groups.items():
+        for s in group.samples:
+            ints += [place, s.index, s.policy_version, _FINISH.index(s.finish_reason), s.response_len]
+            for name in reward_names:
+                verdict = s.verdicts.get(name, "other")
+                ints.append(verdicts.index(verdict if verdict in verdicts else "other"))
+                floats.append(_NONE if s.scores.get(name) is None else float(s.scores[name]))  # type: ignore[arg-type]
+            floats.append(_NONE if s.reward is None else s.reward)
+            ints += s.response_ids
+            floats += s.rollout_logprobs
+    return torch.tensor(ints, dtype=torch.int64), torch.tensor(floats, dtype=torch.float64)
+
+
+def _decode(
+    ints: Tensor, floats: Tensor, prompts: Sequence[Prompt], reward_names: Sequence[str], verdicts: list[str]
+) -> list[tuple[int, Sample]]:
+    i, f = iter(ints.tolist()), iter(floats.tolist())
+    found = []
+
+    def score() -> float | None:
+        value = next(f)
+        return None if value != value else value  # NaN stands for None
+
+    for place in i:
+        index, version, finish, length = (next(i) for _ in range(4))
+        found_verdicts = {name: verdicts[next(i)] for name in reward_names}
+        sample = Sample(
+            prompt=prompts[place],
+            index=index,
+            response_ids=[],
+            rollout_logprobs=[],
+            finish_reason=_FINISH[finish],  # type: ignore[arg-type]
+            policy_version=version,
+            scores={name: score() for name in reward_names},
+            verdicts=found_verdicts,
+            reward=score(),
+        )
+        sample.response_ids = [next(i) for _ in range(length)]
+        sample.rollout_logprobs = [next(f) for _ in range(length)]
+        found.append((place, sample))
+    return found
+
+
+def _all_gather(values: Tensor) -> list[Tensor]:
+    """Every rank's vector; lengths differ."""
+    world_size = dist.get_world_size()
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(sizes, torch.tensor([len(values)]))
+    longest = max(int(s) for s in sizes)
+    padded = torch.zeros(longest, dtype=values.dtype)
+    padded[: len(values)] = values
+    rows = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(rows, padded)
+    return [row[: int(size)] for row, size in zip(rows, sizes, strict=True)]

@@ -1,0 +1,1 @@
+"""Moves weights from the trainer's layout to the engine's, along a plan of weights.plan."""

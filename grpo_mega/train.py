@@ -1,0 +1,131 @@
+"""The training run, top to bottom: sample groups, score them, compute advantages, update the policy, hand its weights on.
+
+Every rank runs this program; there is no controller. Rollouts are shared over the ranks and then gathered, so that every rank
+computes the same advantages and the same packing; each then trains on its own part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from grpo_mega.algorithm import advantages
+from grpo_mega.algorithm.aggregate import token_weights
+from grpo_mega.batching import pack
+from grpo_mega.config import Config
+from grpo_mega.job import Job, open_job
+from grpo_mega.observe.progress import progress
+from grpo_mega.observe.rollout_metrics import heldout_metrics, rollout_metrics
+from grpo_mega.rewards.scorer import VERDICTS, drop_unusable
+from grpo_mega.rollout import exchange
+from grpo_mega.rollout.engine import Sampling
+from grpo_mega.types import Group, PackedBatch, Prompt, Sample, StepMetrics
+
+
+def run(config: Config) -> None:
+    """Trains for config.steps, evaluating before, during and after, and exports the policy to RUN_DIR/hf."""
+    with open_job(config) as job:
+        job.sync.publish(job.policy, job.engine, version=0)
+        evaluate(job, 0)
+        for step in range(config.steps):
+            train_step(job, step)
+            is_due = config.eval.interval and (step + 1) % config.eval.interval == 0
+            if is_due or step + 1 == config.steps:
+                evaluate(job, step + 1)
+        job.export(config.run_dir / "hf")
+        job.log.message(f"policy saved as a Hugging Face checkpoint in {config.run_dir / 'hf'}")
+
+
+def train_step(job: Job, step: int) -> None:
+    """One rollout and its optimizer steps; afterwards the engine holds the new policy, version step + 1."""
+    timers = job.timers
+    timers.lap()
+    groups = rollout(job, job.prompts(step), job.sampling, step, "sampling")
+    groups, num_dropped = drop_unusable(groups)
+    metrics: StepMetrics = {"prompts_dropped/gold_unparsable": float(num_dropped)} | rollout_metrics(groups)
+    if len(groups) >= job.config.batch.mini_batches:
+        with timers("pack"):
+            advantages.assign(groups, normalize=job.config.algorithm.normalize_advantages)
+            batches = make_batches(job, groups)
+        with job.engine.asleep():
+            with timers("logprobs"):
+                batches = job.policy.attach_logprobs(batches)
+            with timers("update"):
+                metrics |= job.policy.update(batches)
+    with timers("sync"):
+        job.sync.publish(job.policy, job.engine, version=step + 1)
+    job.log.log_samples(step, groups, job.decode)
+    job.log.log_step(step + 1, metrics | timers.lap())
+
+
+def rollout(job: Job, prompts: Sequence[Prompt], sampling: Sampling, step: int, description: str) -> list[Group]:
+    """Scored groups for all prompts, on every rank. Each rank samples its share, and scores samples as they end."""
+    runtime, config = job.runtime, job.config
+    mine = exchange.share(prompts, runtime.rank, runtime.layout.world_size)
+    is_shown = job.is_main and config.log.progress
+    with job.timers("sample"), progress(len(mine) * sampling.group_size, description, is_shown) as bar:
+
+        def on_sample(sample: Sample) -> None:
+            job.scorer.submit(sample)
+            bar.advance()
+
+        groups = job.engine.generate(mine, sampling, step=step, on_sample=on_sample)
+    with job.timers("reward"):
+        job.scorer.finish()
+    with job.timers("exchange"):
+        return exchange.gather(groups, prompts, [f.name for f in config.rewards.functions], VERDICTS)
+
+
+def make_batches(job: Job, groups: Sequence[Group]) -> list[list[PackedBatch]]:
+    """This data-parallel rank's micro-batches of each mini-batch, with token weights from global counts."""
+    config = job.config
+    mini_batches = pack.split(groups, config.batch.mini_batches)
+    weights = [_weights(job, samples, mini_batches) for samples in mini_batches]
+    return pack.pack(
+        mini_batches,
+        weights,
+        dp_size=job.runtime.layout.dp,
+        dp_rank=job.runtime.dp_rank,
+        token_budget=config.batch.tokens_per_micro_batch,
+        length_multiple=job.policy.length_multiple,
+        micro_batch_multiple=job.policy.micro_batch_multiple,
+    )
+
+
+def _weights(job: Job, samples: Sequence[Sample], mini_batches: Sequence[Sequence[Sample]]) -> list[float]:
+    """Samples without a reward do not train and do not count."""
+    algorithm = job.config.algorithm
+    counted = [s for s in samples if s.reward is not None]
+    num_tokens = sum(s.response_len for s in counted)
+    if algorithm.use_valid_token_scale:  # the mini-batch's share of the rollout's valid tokens
+        num_tokens = sum(s.response_len for mini in mini_batches for s in mini if s.reward is not None) // len(mini_batches)
+    weights = iter(
+        token_weights(
+            [s.response_len for s in counted],
+            algorithm.loss_agg_func,
+            max_response_length=job.config.rollout.max_response_length,
+            num_samples=len(counted),
+            num_tokens=num_tokens,
+        )
+    )
+    return [next(weights) if s.reward is not None else 0.0 for s in samples]
+
+
+def evaluate(job: Job, step: int) -> None:
+    """Answers the held-out prompts greedily; the score is the share of responses with full marks from every reward."""
+    if not job.heldout_prompts:
+        return
+    greedy = replace(job.sampling, group_size=1, temperature=0.0)
+    groups = rollout(job, job.heldout_prompts, greedy, step, "held-out prompts")
+    usable, _ = drop_unusable(groups)
+    job.log.log_eval(step, heldout_metrics(usable))
+    if job.is_main:
+        path = job.config.run_dir / f"heldout-{step:06d}.jsonl"
+        rows = [
+            {"id": g.prompt.id, "prompt": g.prompt.text, "response": job.decode(s.response_ids), "token_ids": s.response_ids}
+            | {"scores": s.scores}
+            for g in groups
+            for s in g.samples
+        ]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))

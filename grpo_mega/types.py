@@ -1,0 +1,94 @@
+"""The containers that cross package borders: Prompt, Sample, Group, PackedBatch, StepMetrics.
+
+Plain dataclasses without behaviour beyond derived sizes. torch is needed for annotations only, so that processes which never
+touch a tensor (reward workers, the command line) stay light.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+StepMetrics = dict[str, float]  # what one step logs; names are path-like: "reward/mean", "loss/kl", "seconds/update"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a data set, rendered and tokenised.
+
+    `prefill` is what the chat template already wrote into the assistant's turn (for example "<think>\\n"); it is part of
+    `text` and `token_ids`, and format rewards score it together with the response.
+    """
+
+    id: int  # index in the data set; with (seed, step, sample index) it fixes the random stream of a rollout
+    text: str
+    token_ids: tuple[int, ...]
+    answer: str
+    prefill: str = ""
+    extras: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Sample:
+    """One response to a prompt, and all that is known of it.
+
+    `response_ids` ends with the end-of-sequence token if the model stopped by itself (finish_reason "stop"); that token is
+    part of the response and trains. `rollout_logprobs` has one entry per response token, temperature-scaled, before
+    top-p and top-k.
+    """
+
+    prompt: Prompt
+    index: int  # 0 .. group_size - 1
+    response_ids: list[int]
+    rollout_logprobs: list[float]
+    finish_reason: FinishReason
+    policy_version: int
+    scores: dict[str, float | None] = field(default_factory=dict)  # by reward function
+    verdicts: dict[str, str] = field(default_factory=dict)
+    reward: float | None = None  # weighted sum of the scores
+    advantages: Tensor | None = None  # [response_len] float32
+
+    @property
+    def response_len(self) -> int:
+        return len(self.response_ids)
+
+    @property
+    def total_len(self) -> int:
+        return len(self.prompt.token_ids) + len(self.response_ids)
+
+
+@dataclass
+class Group:
+    """All samples of one prompt in one step, in the order of their index."""
+
+    prompt: Prompt
+    samples: list[Sample]
+
+
+@dataclass
+class PackedBatch:
+    """One micro-batch: several samples laid end to end, then padding, in one row of T tokens.
+
+    Per-token arrays are aligned to the position that *predicts*: entry t speaks of `targets[t]`, the token after `tokens[t]`.
+    The last position of every segment predicts nothing (loss_mask 0). If there is padding it is the last segment.
+    """
+
+    tokens: Tensor  # [T] int64
+    targets: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, from 0 in every segment
+    cu_seqlens: Tensor  # [num_segments + 1] int32, covers all T tokens
+    loss_mask: Tensor  # [T] float32, 1 on response tokens that train
+    loss_weights: Tensor  # [T] float32, what a token's loss counts in the global aggregate (0 where loss_mask is 0)
+    advantages: Tensor  # [T] float32
+    rollout_logprobs: Tensor  # [T] float32
+    sample_indices: list[int]  # which of the step's samples each segment holds, padding not counted
+    old_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
+    ref_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens.shape[0])

@@ -1,0 +1,75 @@
+"""Boxes: rectangular slices of Hugging Face tensors, and where they sit in a rank's local tensors.
+
+The Hugging Face tensor is the common coordinate system: what a rank holds, whatever its layout, is said as pieces, each one
+box of one Hugging Face tensor at one offset of one local tensor. Shapes and offsets count elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """`tensor[start[0]:stop[0], start[1]:stop[1], ...]` of the Hugging Face tensor of that name."""
+
+    tensor: str
+    start: Index
+    stop: Index
+
+    @property
+    def shape(self) -> Index:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part, or None if it is empty. Both boxes are of the same tensor."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(self.tensor, start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+    def subtract(self, inner: Box) -> Iterator[Box]:
+        """Disjoint boxes that together are this one less `inner`, which lies inside it."""
+        start, stop = list(self.start), list(self.stop)
+        for dim, (a, b) in enumerate(zip(inner.start, inner.stop, strict=True)):
+            if start[dim] < a:
+                yield Box(self.tensor, tuple(start), (*stop[:dim], a, *stop[dim + 1 :]))
+            if b < stop[dim]:
+                yield Box(self.tensor, (*start[:dim], b, *start[dim + 1 :]), tuple(stop))
+            start[dim], stop[dim] = a, b
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box that sits at `offset` of the local tensor `local`, in the same orientation."""
+
+    box: Box
+    local: str
+    offset: Index
+
+    def at(self, part: Box) -> Index:
+        """The offset in the local tensor of `part`, a box inside this piece's."""
+        return tuple(o + p - s for o, p, s in zip(self.offset, part.start, self.box.start, strict=True))
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """One tensor of a rank. Elements outside all pieces are padding, which is zero and never leaves the rank."""
+
+    shape: Index
+    pieces: tuple[Piece, ...]
+
+
+Holding = dict[str, LocalTensor]  # what one rank holds, by local name
+
+
+def region(offset: Index, shape: Index) -> tuple[slice, ...]:
+    """The index of the sub-tensor of that shape at that offset."""
+    return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))

@@ -1,0 +1,16 @@
+"""The known families by the `model_type` of config.json. To add one, write its table beside dense.py and list it here."""
+
+from __future__ import annotations
+
+from grpo_mega.errors import WeightMappingError
+from grpo_mega.weights.families.dense import LLAMA, QWEN2, QWEN3
+from grpo_mega.weights.spec import Family
+
+FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+
+
+def family_of(model_type: str) -> Family:
+    """Raises WeightMappingError for a model type without a table."""
+    if model_type not in FAMILIES:
+        raise WeightMappingError(f"model_type {model_type!r} is not known; known are {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[model_type]

@@ -1,0 +1,57 @@
+"""Dense decoders that name their tensors as Llama does: llama, qwen2 (with q/k/v biases), qwen3 (with q and k norms)."""
+
+from __future__ import annotations
+
+from grpo_mega.weights.spec import QKV, Copy, Family, GateUp, Row, Vocab
+
+EMBEDDING = Row(("model.embed_tokens.weight",), "embedding.word_embeddings.weight", Vocab(), "first")
+OUTPUT = Row(("lm_head.weight",), "output_layer.weight", Vocab(), "last")
+
+_HF = "model.layers.{i}."
+_MCORE = "decoder.layers.{i}."
+
+
+def _qkv(kind: str, trailing: tuple[str, ...]) -> Row:
+    names = tuple(f"{_HF}self_attn.{x}_proj.{kind}" for x in "qkv")
+    return Row(names, f"{_MCORE}self_attention.linear_qkv.{kind}", QKV(trailing))
+
+
+BODY = (
+    Row(
+        (_HF + "input_layernorm.weight",),
+        _MCORE + "input_layernorm.weight",
+        Copy(("hidden",)),
+        megatron_te=_MCORE + "self_attention.linear_qkv.layer_norm_weight",
+    ),
+    _qkv("weight", ("hidden",)),
+    Row(
+        (_HF + "self_attn.o_proj.weight",),
+        _MCORE + "self_attention.linear_proj.weight",
+        Copy(("hidden", "q"), axis=1),
+    ),
+    Row(
+        (_HF + "post_attention_layernorm.weight",),
+        _MCORE + "pre_mlp_layernorm.weight",
+        Copy(("hidden",)),
+        megatron_te=_MCORE + "mlp.linear_fc1.layer_norm_weight",
+    ),
+    Row(
+        (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"),
+        _MCORE + "mlp.linear_fc1.weight",
+        GateUp(),
+    ),
+    Row((_HF + "mlp.down_proj.weight",), _MCORE + "mlp.linear_fc2.weight", Copy(("hidden", "ffn"), axis=1)),
+    Row(("model.norm.weight",), "decoder.final_layernorm.weight", Copy(("hidden",)), "last"),
+)
+QK_NORMS = tuple(
+    Row(
+        (f"{_HF}self_attn.{x}_norm.weight",),
+        f"{_MCORE}self_attention.{x}_layernorm.weight",
+        Copy(("head_dim",)),
+    )
+    for x in "qk"
+)
+
+LLAMA = Family(BODY, EMBEDDING, OUTPUT)
+QWEN2 = Family((*BODY, _qkv("bias", ())), EMBEDDING, OUTPUT, qkv_bias=True)
+QWEN3 = Family((*BODY, *QK_NORMS), EMBEDDING, OUTPUT, qk_norm=True)

@@ -1,0 +1,154 @@
+"""Hugging Face checkpoint folders: reading slices, and writing shards that `from_pretrained` loads.
+
+Reading touches only the bytes of the boxes asked for. Writing copies config.json and the tokenizer's files byte for byte from
+the folder the model came from (libraries rewrite fields when they save a config), and puts every file under its final name
+only when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from grpo_mega.errors import WeightMappingError
+from grpo_mega.weights.boxes import Box, Index
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The contents of config.json. Raises WeightMappingError if it is missing or not JSON."""
+    path = Path(folder) / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except OSError:
+        raise WeightMappingError(f"{path} does not exist; give the folder of a Hugging Face checkpoint") from None
+    except ValueError as error:
+        raise WeightMappingError(f"{path} is not JSON ({error}); restore the file") from None
+
+
+class CheckpointReader:
+    """Slices of a folder's safetensors, sharded or not. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self._stack = ExitStack()
+        files = self._files()
+        self._handles = {name: self._open(name) for name in files}
+        self._file_of = {tensor: name for name, handle in self._handles.items() for tensor in handle.keys()}  # noqa: SIM118
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def shape(self, name: str) -> Index:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, box: Box) -> Tensor:
+        """The box's elements in the file's dtype."""
+        return self._slice(box.tensor)[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+
+    def check(self, expected: Mapping[str, Index]) -> None:
+        """Raises WeightMappingError for the first tensor that is missing, has a wrong shape, or is not known."""
+        for name, shape in expected.items():
+            if name not in self._file_of:
+                raise WeightMappingError(f"{self.folder} has no tensor {name!r}; the checkpoint is incomplete")
+            if self.shape(name) != tuple(shape):
+                raise WeightMappingError(
+                    f"{self.folder}: {name} has shape {list(self.shape(name))}, but config.json means {list(shape)}"
+                )
+        # A tied output layer may be stored as well; rotary tables are derived.
+        known = set(expected) | {"lm_head.weight"}
+        for name in sorted(self.names - known):
+            if not name.endswith("rotary_emb.inv_freq"):
+                raise WeightMappingError(f"{self.folder} holds {name!r}, which its model type has no place for")
+
+    def _files(self) -> list[str]:
+        index = self.folder / INDEX
+        if index.exists():
+            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if (self.folder / SINGLE).exists():
+            return [SINGLE]
+        raise WeightMappingError(f"{self.folder} has neither {SINGLE} nor {INDEX}; give a checkpoint with safetensors")
+
+    def _open(self, name: str) -> Any:
+        path = self.folder / name
+        if not path.exists():
+            raise WeightMappingError(f"{path} is named by {INDEX} but does not exist; fetch the missing shard")
+        try:
+            return self._stack.enter_context(safe_open(path, framework="pt"))
+        except SafetensorError as error:
+            raise WeightMappingError(f"{path} cannot be read ({error}); fetch the file again") from None
+
+    def _slice(self, name: str) -> Any:
+        return self._handles[self._file_of[name]].get_slice(name)
+
+
+def shards(tensors: Mapping[str, Index], itemsize: int, max_shard_bytes: int = 5 << 30) -> list[list[str]]:
+    """Splits the tensors, in order, into files of at most `max_shard_bytes` (a larger tensor gets its own)."""
+    found: list[list[str]] = [[]]
+    used = 0
+    for name, shape in tensors.items():
+        nbytes = itemsize
+        for n in shape:
+            nbytes *= n
+        if found[-1] and used + nbytes > max_shard_bytes:
+            found.append([])
+            used = 0
+        found[-1].append(name)
+        used += nbytes
+    return found
+
+
+class CheckpointWriter:
+    """Writes a checkpoint shard by shard into `folder`, which appears under its name only when `finish` has been called."""
+
+    def __init__(self, folder: Path, source: Path, num_shards: int) -> None:
+        self.folder, self.num_shards = Path(folder), num_shards
+        self.partial = self.folder.with_name(self.folder.name + ".partial")
+        if self.partial.exists():
+            shutil.rmtree(self.partial)
+        self.partial.mkdir(parents=True)
+        self._weight_map: dict[str, str] = {}
+        self._total = 0
+        _copy_side_files(Path(source), self.partial)
+
+    def write(self, shard: int, tensors: Mapping[str, Tensor]) -> None:
+        name = SINGLE if self.num_shards == 1 else f"model-{shard + 1:05d}-of-{self.num_shards:05d}.safetensors"
+        save_file({k: v.contiguous() for k, v in tensors.items()}, self.partial / name, metadata={"format": "pt"})
+        self._weight_map |= dict.fromkeys(tensors, name)
+        self._total += sum(t.nbytes for t in tensors.values())
+
+    def finish(self) -> None:
+        if self.num_shards > 1:
+            index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
+            (self.partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+        os.rename(self.partial, self.folder)
+
+
+def _copy_side_files(source: Path, target: Path) -> None:
+    for path in _side_files(source):
+        shutil.copyfile(path, target / path.name)
+
+
+def _side_files(source: Path) -> Iterable[Path]:
+    return (p for p in sorted(source.iterdir()) if p.is_file() and not p.name.endswith(WEIGHT_SUFFIXES))

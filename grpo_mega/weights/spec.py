@@ -1,0 +1,185 @@
+"""A model's shape as its Hugging Face config states it, and the rows of which a family's table consists.
+
+`ModelShape.from_hf_config` is the only reader of config.json's field names. `Row` ties the Hugging Face names of a logical
+tensor to its Megatron name through an op, which knows how the tensor is cut for tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from grpo_mega.errors import WeightMappingError
+from grpo_mega.weights.boxes import Box, Index, LocalTensor, Piece
+
+Where = Literal["first", "layer", "last"]  # pipeline position: with the embedding, in every layer, with the output layer
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder-only transformer; names of the derived sizes are what tables write as dims."""
+
+    model_type: str
+    num_layers: int
+    hidden: int
+    ffn: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+
+    @property
+    def q(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def dims(self, names: tuple[str, ...]) -> Index:
+        return tuple(getattr(self, name) for name in names)
+
+    @classmethod
+    def from_hf_config(cls, config: dict[str, Any]) -> ModelShape:
+        """From the contents of a config.json. Raises WeightMappingError naming the field that is missing."""
+
+        def field(name: str) -> Any:
+            if config.get(name) is None:
+                raise WeightMappingError(f"config.json has no field {name!r}; is it the config of a causal language model?")
+            return config[name]
+
+        heads = field("num_attention_heads")
+        return cls(
+            model_type=field("model_type"),
+            num_layers=field("num_hidden_layers"),
+            hidden=field("hidden_size"),
+            ffn=field("intermediate_size"),
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or field("hidden_size") // heads,
+            vocab=field("vocab_size"),
+            tied=bool(config.get("tie_word_embeddings", False)),
+        )
+
+
+class Op(Protocol):
+    """How the Hugging Face tensors of a row make up one Megatron tensor."""
+
+    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
+        """Of each Hugging Face tensor of the row, in the row's order."""
+        ...
+
+    def megatron(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
+        """The tensor `local` of one tensor-parallel rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The same tensor on both sides, cut along `axis` for tensor parallelism (None: whole on every rank)."""
+
+    dims: tuple[str, ...]
+    axis: int | None = None
+
+    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
+        return (shape.dims(self.dims),)
+
+    def megatron(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
+        start, stop = [0] * len(self.dims), list(shape.dims(self.dims))
+        if self.axis is not None:
+            width = stop[self.axis] // tp_size
+            start[self.axis], stop[self.axis] = width * tp_rank, width * (tp_rank + 1)
+        box = Box(names[0], tuple(start), tuple(stop))
+        return LocalTensor(box.shape, (Piece(box, local, (0,) * len(start)),))
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """An embedding: cut along the vocabulary, which Megatron pads so that it divides by the tensor-parallel size."""
+
+    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
+        return ((shape.vocab, shape.hidden),)
+
+    def megatron(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
+        width = padded_vocab(shape.vocab, tp_size) // tp_size
+        start, stop = width * tp_rank, min(width * (tp_rank + 1), shape.vocab)
+        box = Box(names[0], (start, 0), (stop, shape.hidden))
+        return LocalTensor((width, shape.hidden), (Piece(box, local, (0, 0)),) if start < stop else ())
+
+
+@dataclass(frozen=True)
+class QKV:
+    """Megatron's fused projection: for each key-value head its query heads, then its key, then its value."""
+
+    trailing: tuple[str, ...]  # ("hidden",) for weights, () for biases
+
+    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
+        rest = shape.dims(self.trailing)
+        return (shape.q, *rest), (shape.kv, *rest), (shape.kv, *rest)
+
+    def megatron(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
+        rest = shape.dims(self.trailing)
+        zeros = (0,) * len(rest)
+        groups = shape.num_kv_heads // tp_size
+        rows_of = (shape.q // shape.num_kv_heads, shape.head_dim, shape.head_dim)  # of q, k, v in one group
+        pieces, offset = [], 0
+        for group in range(groups * tp_rank, groups * (tp_rank + 1)):
+            for name, rows in zip(names, rows_of, strict=True):
+                box = Box(name, (rows * group, *zeros), (rows * (group + 1), *rest))
+                pieces.append(Piece(box, local, (offset, *zeros)))
+                offset += rows
+        return LocalTensor((offset, *rest), tuple(pieces))
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """Megatron's fused gated MLP input: this rank's rows of the gate projection above its rows of the up projection."""
+
+    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
+        return ((shape.ffn, shape.hidden),) * 2
+
+    def megatron(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
+        rows = shape.ffn // tp_size
+        pieces = tuple(
+            Piece(Box(name, (rows * tp_rank, 0), (rows * (tp_rank + 1), shape.hidden)), local, (rows * part, 0))
+            for part, name in enumerate(names)
+        )
+        return LocalTensor((2 * rows, shape.hidden), pieces)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One logical tensor of a family. "{i}" in names is the layer: global on the Hugging Face side, local in Megatron."""
+
+    hf: tuple[str, ...]
+    megatron: str
+    op: Op
+    where: Where = "layer"
+    megatron_te: str | None = None  # its name where Transformer Engine fuses the norm into the linear layer
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family's table. With tied embeddings `output` holds `embedding`'s tensor, which stands alone in the checkpoint."""
+
+    rows: tuple[Row, ...]
+    embedding: Row
+    output: Row
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def hf_tensors(self, shape: ModelShape) -> dict[str, Index]:
+        """Name and shape of every tensor of the checkpoint."""
+        head = (self.embedding,) if shape.tied else (self.embedding, self.output)
+        found: dict[str, Index] = {}
+        for row in (*head, *self.rows):
+            layers = range(shape.num_layers) if row.where == "layer" else range(1)
+            for i in layers:
+                found |= {n.format(i=i): s for n, s in zip(row.hf, row.op.hf_shapes(shape), strict=True)}
+        return found
+
+
+def padded_vocab(vocab: int, tp_size: int) -> int:
+    """The vocabulary rounded up to a multiple of the tensor-parallel size."""
+    return -(-vocab // tp_size) * tp_size

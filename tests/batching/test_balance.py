@@ -1,0 +1,61 @@
+"""Balance: every sample once, budgets kept, equal numbers of micro-batches, little imbalance at full size."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mega.batching.balance import balance
+from grpo_mega.errors import PlanError
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 50), max_size=40),
+    dp_size=st.integers(1, 5),
+    token_budget=st.integers(50, 200),
+    multiple=st.integers(1, 4),
+)
+def test_each_sample_is_placed_once_within_the_budget_and_all_ranks_have_as_many_micro_batches(
+    lengths, dp_size, token_budget, multiple
+):
+    ranks = balance(lengths, dp_size=dp_size, token_budget=token_budget, micro_batch_multiple=multiple)
+    assert len(ranks) == dp_size
+    assert len({len(micro_batches) for micro_batches in ranks}) == 1
+    assert len(ranks[0]) % multiple == 0 and len(ranks[0]) > 0
+    bins = [members for micro_batches in ranks for members in micro_batches]
+    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in members) <= token_budget for members in bins)
+
+
+def test_ranks_and_micro_batches_are_even_for_8192_samples_on_64_ranks():
+    generator = random.Random(0)
+    lengths = [min(16_384, int(generator.lognormvariate(7.5, 0.8))) for _ in range(8192)]
+    budget = 65_536
+    ranks = balance(lengths, dp_size=64, token_budget=budget)
+    loads = [[sum(lengths[i] for i in members) for members in micro_batches] for micro_batches in ranks]
+    of_ranks = [sum(rank) for rank in loads]
+    of_bins = [load for rank in loads for load in rank]
+    assert max(of_bins) <= budget
+    assert max(of_ranks) / (sum(of_ranks) / 64) - 1 < 1e-3
+    assert max(of_bins) / (sum(of_bins) / len(of_bins)) - 1 < 2e-3
+    assert len(ranks[0]) == -(-sum(lengths) // (64 * budget))
+
+
+def test_samples_of_which_no_two_share_a_micro_batch_get_one_each():
+    ranks = balance([60] * 8, dp_size=2, token_budget=100)
+    assert [len(micro_batches) for micro_batches in ranks] == [4, 4]
+
+
+def test_fewer_samples_than_ranks_leave_empty_micro_batches():
+    assert sorted(balance([5, 7], dp_size=4, token_budget=10)) == [[[]], [[]], [[0]], [[1]]]
+
+
+def test_a_mini_batch_without_samples_still_has_a_micro_batch_on_every_rank():
+    assert balance([], dp_size=2, token_budget=10, micro_batch_multiple=3) == [[[], [], []], [[], [], []]]
+
+
+def test_a_sample_longer_than_the_budget_is_refused_with_its_length_and_the_remedy():
+    with pytest.raises(PlanError, match=r"sample of 120 tokens.*tokens_per_micro_batch=100; raise it to at least 120"):
+        balance([10, 120], dp_size=1, token_budget=100)

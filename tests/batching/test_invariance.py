@@ -1,0 +1,135 @@
+"""Loss, gradient and metrics do not depend on how a mini-batch is cut into micro-batches and spread over ranks."""
+
+import math
+
+import pytest
+import torch
+
+from grpo_mega.algorithm.advantages import assign
+from grpo_mega.algorithm.aggregate import token_weights
+from grpo_mega.algorithm.losses import LossInputs, accumulate, finalize, grpo_loss
+from grpo_mega.batching.layout import from_samples
+from grpo_mega.batching.pack import pack
+from grpo_mega.types import Group, Prompt, Sample
+
+OPTIONS = {"clip_low": 0.2, "clip_high": 0.28, "kl_beta": 0.05, "kl_penalty_type": "low_var_kl", "entropy_bonus": 0.01}
+AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+LAYOUTS = [  # (dp_size, token_budget, length_multiple, micro_batch_multiple)
+    (1, 10_000, 1, 1),
+    (1, 40, 1, 1),
+    (1, 64, 8, 3),
+    (2, 64, 16, 1),
+    (3, 45, 4, 2),
+    (64, 100, 1, 1),
+]
+
+
+def make_samples(generator):
+    """Six groups of four samples with responses of 0 to 20 tokens."""
+    groups = []
+    for prompt_id in range(6):
+        prompt = Prompt(prompt_id, "", tuple(range(1, 2 + prompt_id)), "")
+        lengths = torch.randint(0, 21, (4,), generator=generator).tolist()
+        rewards = torch.rand(4, generator=generator).tolist()
+        groups.append(
+            Group(
+                prompt,
+                [Sample(prompt, i, [3] * lengths[i], [-1.0] * lengths[i], "stop", 0, reward=rewards[i]) for i in range(4)],
+            )
+        )
+    return assign(groups, normalize=False)
+
+
+class Policy:
+    """Stands in for a model: fixed random values for each response token, wherever it is packed."""
+
+    def __init__(self, samples, generator):
+        def uniform(low, high):
+            return [torch.rand(s.response_len, generator=generator, dtype=torch.float64) * (high - low) + low for s in samples]
+
+        self.samples = samples
+        self.old = uniform(-4, -0.7)
+        self.logprobs = [(o + d).requires_grad_() for o, d in zip(self.old, uniform(-math.log(2), math.log(2)), strict=True)]
+        self.ref = [x.detach() + d for x, d in zip(self.logprobs, uniform(-1, 1), strict=True)]
+        self.entropy = [e.requires_grad_() for e in uniform(0, 3)]
+
+    def inputs(self, batch):
+        def packed(values):
+            return from_samples([values[i] for i in batch.sample_indices], batch, self.samples).double()
+
+        return LossInputs(
+            logprobs=packed(self.logprobs),
+            old_logprobs=packed(self.old),
+            ref_logprobs=packed(self.ref),
+            rollout_logprobs=batch.rollout_logprobs.double(),
+            advantages=batch.advantages.double(),
+            loss_mask=batch.loss_mask.double(),
+            loss_weights=batch.loss_weights.double(),
+            entropy=packed(self.entropy),
+        )
+
+
+def loss_gradient_and_metrics(policy, weights, layout):
+    dp_size, token_budget, length_multiple, micro_batch_multiple = layout
+    outputs = []
+    for dp_rank in range(dp_size):
+        (batches,) = pack(
+            [policy.samples],
+            [weights],
+            dp_size=dp_size,
+            dp_rank=dp_rank,
+            token_budget=token_budget,
+            length_multiple=length_multiple,
+            micro_batch_multiple=micro_batch_multiple,
+        )
+        outputs += [grpo_loss(policy.inputs(batch), **OPTIONS) for batch in batches]
+    loss = torch.stack([output.loss for output in outputs]).sum()
+    gradients = torch.autograd.grad(loss, policy.logprobs + policy.entropy)
+    return loss.detach(), torch.cat(gradients), finalize(*accumulate(outputs))
+
+
+@pytest.mark.parametrize("kind", AGGREGATIONS)
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_loss_gradient_and_metrics_are_the_same_for_any_packing_and_any_number_of_ranks(kind, layout):
+    generator = torch.Generator().manual_seed(0)
+    samples = make_samples(generator)
+    policy = Policy(samples, generator)
+    lengths = [s.response_len for s in samples]
+    weights = token_weights(lengths, kind, max_response_length=20, num_samples=len(samples), num_tokens=sum(lengths))
+    expected = loss_gradient_and_metrics(policy, weights, LAYOUTS[0])
+    actual = loss_gradient_and_metrics(policy, weights, layout)
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-12, atol=1e-14)
+    assert torch.equal(actual[1], expected[1])
+    assert actual[2] == pytest.approx(expected[2], rel=1e-12, abs=1e-14)
+    assert actual[2]["num_tokens"] == sum(lengths) and actual[2]["clip/fraction"] > 0.1
+
+
+def naive_seq_mean_token_mean(policy):
+    """Padding-free loops over samples and tokens, in Python floats: DeepSeekMath eq. 3."""
+    total = 0.0
+    for i, sample in enumerate(policy.samples):
+        terms = []
+        for t in range(sample.response_len):
+            cur, old, ref = (float(x[i][t].detach()) for x in (policy.logprobs, policy.old, policy.ref))
+            advantage = float(sample.advantages[t])
+            ratio = math.exp(cur - old)
+            clipped = min(max(ratio, 1 - OPTIONS["clip_low"]), 1 + OPTIONS["clip_high"])
+            kl = math.exp(ref - cur) - (ref - cur) - 1
+            objective = min(ratio * advantage, clipped * advantage)
+            entropy = float(policy.entropy[i][t].detach())
+            terms.append(-objective + OPTIONS["kl_beta"] * kl - OPTIONS["entropy_bonus"] * entropy)
+        total += sum(terms) / max(len(terms), 1)
+    return total / len(policy.samples)
+
+
+def test_from_rewards_to_loss_the_packed_path_equals_the_naive_twin():
+    generator = torch.Generator().manual_seed(1)
+    samples = make_samples(generator)
+    policy = Policy(samples, generator)
+    lengths = [s.response_len for s in samples]
+    weights = token_weights(
+        lengths, "seq-mean-token-mean", max_response_length=20, num_samples=len(samples), num_tokens=sum(lengths)
+    )
+    loss = loss_gradient_and_metrics(policy, weights, (2, 50, 8, 1))[0]
+    # The batch carries weights in float32.
+    assert loss.item() == pytest.approx(naive_seq_mean_token_mean(policy), rel=1e-6)

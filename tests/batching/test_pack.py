@@ -1,0 +1,163 @@
+"""Packing: what stands where in a micro-batch, fillers, equal shapes on all ranks, and the way back to samples."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mega.batching.layout import from_samples, to_samples
+from grpo_mega.batching.pack import pack, split
+from grpo_mega.errors import PlanError
+from grpo_mega.types import Group, Prompt, Sample
+
+
+def make_sample(prompt_ids, response_ids, prompt_id=0, advantage=0.0):
+    prompt = Prompt(id=prompt_id, text="", token_ids=tuple(prompt_ids), answer="")
+    logprobs = [-0.01 * token for token in response_ids]
+    sample = Sample(prompt, 0, list(response_ids), logprobs, "stop", policy_version=0, reward=0.0)
+    sample.advantages = torch.full((len(response_ids),), advantage)
+    return sample
+
+
+def make_samples(shapes):
+    """Samples of (prompt length, response length) whose tokens are all different, and never 0."""
+    samples, token = [], 1
+    for i, (prompt_len, response_len) in enumerate(shapes):
+        ids = range(token, token + prompt_len + response_len)
+        samples.append(make_sample(ids[:prompt_len], ids[prompt_len:], i, advantage=float(i + 1)))
+        token += prompt_len + response_len
+    return samples
+
+
+def pack_one(samples, weights=None, **options):
+    weights = weights or [0.25] * len(samples)
+    return pack([samples], [weights], **({"dp_size": 1, "dp_rank": 0, "token_budget": 1000} | options))[0]
+
+
+def test_a_micro_batch_of_two_samples_and_padding_reads_as_worked_by_hand():
+    first, second = make_sample([1, 2, 3], [4, 5], advantage=1.5), make_sample([6], [7, 8, 9], advantage=-2.0)
+    (batch,) = pack_one([first, second], [0.5, 0.125], length_multiple=4)
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 0]
+    assert batch.targets.tolist() == [2, 3, 4, 5, 0, 7, 8, 9, 0, 0, 0, 0]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]
+    assert batch.cu_seqlens.tolist() == [0, 5, 9, 12]
+    assert batch.loss_mask.tolist() == [0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0]
+    assert batch.loss_weights.tolist() == [0, 0, 0.5, 0.5, 0, 0.125, 0.125, 0.125, 0, 0, 0, 0]
+    assert batch.advantages.tolist() == [0, 0, 1.5, 1.5, 0, -2, -2, -2, 0, 0, 0, 0]
+    expected = [0, 0, -0.04, -0.05, 0, -0.07, -0.08, -0.09, 0, 0, 0, 0]
+    torch.testing.assert_close(batch.rollout_logprobs, torch.tensor(expected))
+    assert batch.sample_indices == [0, 1]
+    assert batch.old_logprobs is None and batch.ref_logprobs is None
+    assert {x.dtype for x in (batch.tokens, batch.targets, batch.position_ids)} == {torch.int64}
+    assert batch.cu_seqlens.dtype == torch.int32
+    assert {x.dtype for x in (batch.loss_mask, batch.loss_weights, batch.advantages)} == {torch.float32}
+
+
+def test_without_padding_the_last_segment_is_a_sample():
+    (batch,) = pack_one([make_sample([1, 2], [3, 4])])
+    assert batch.cu_seqlens.tolist() == [0, 4]
+
+
+def test_a_rank_without_samples_gets_fillers_of_the_same_length():
+    samples = make_samples([(2, 5)])
+    batches = [pack_one(samples, dp_size=3, dp_rank=rank, length_multiple=4) for rank in range(3)]
+    assert sorted(len(b[0].sample_indices) for b in batches) == [0, 0, 1]
+    (filler,) = next(b for b in batches if not b[0].sample_indices)
+    assert filler.num_tokens == 8 and filler.cu_seqlens.tolist() == [0, 8]
+    assert filler.loss_mask.sum() == 0 and filler.loss_weights.sum() == 0 and filler.tokens.sum() == 0
+
+
+def test_a_sample_of_weight_zero_does_not_train():
+    (batch,) = pack_one(make_samples([(2, 3), (1, 2)]), [0.0, 0.5])
+    assert batch.loss_mask.tolist() == [0, 0, 0, 0, 0, 1, 1, 0]
+
+
+def test_sample_indices_count_through_all_mini_batches():
+    samples = make_samples([(1, 2)] * 5)
+    mini_batches = pack([samples[:2], samples[2:]], [[1.0] * 2, [1.0] * 3], dp_size=1, dp_rank=0, token_budget=100)
+    assert [[b.sample_indices for b in micro_batches] for micro_batches in mini_batches] == [[[0, 1]], [[2, 3, 4]]]
+
+
+def test_prompts_and_responses_are_kept_apart_for_empty_responses_too():
+    (batch,) = pack_one(make_samples([(3, 0), (1, 1)]), length_multiple=2)
+    assert batch.loss_mask.tolist() == [0, 0, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("broken", ["advantages", "rollout_logprobs"])
+def test_samples_that_lack_a_value_a_token_are_not_packed(broken):
+    sample = make_sample([1], [2, 3])
+    setattr(sample, broken, None if broken == "advantages" else [-0.1])
+    with pytest.raises(AssertionError, match=f"sample 0 .*{broken}"):
+        pack_one([sample])
+
+
+def test_mini_batches_are_contiguous_runs_of_whole_groups():
+    samples = make_samples([(1, 1)] * 10)
+    groups = [Group(samples[i].prompt, samples[i : i + 2]) for i in range(0, 10, 2)]
+    runs = split(groups, 2)
+    assert [s for run in runs for s in run] == samples
+    assert [len(run) for run in runs] == [4, 6]
+    assert [len(run) for run in split(groups, 5)] == [2] * 5
+
+
+def test_more_mini_batches_than_groups_are_refused():
+    with pytest.raises(PlanError, match=r"batch.mini_batches=3 needs as many groups, but the step has 1"):
+        split([Group(make_sample([1], [2]).prompt, [])], 3)
+
+
+SHAPES = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=14)
+LAYOUT = {
+    "shapes": SHAPES,
+    "dp_size": st.integers(1, 4),
+    "token_budget": st.integers(15, 60),
+    "length_multiple": st.sampled_from([1, 2, 8]),
+    "micro_batch_multiple": st.integers(1, 3),
+}
+
+
+@settings(max_examples=80, deadline=None)
+@given(**LAYOUT)
+def test_all_ranks_together_hold_every_token_once_in_equal_shapes(
+    shapes, dp_size, token_budget, length_multiple, micro_batch_multiple
+):
+    samples = make_samples(shapes)
+    options = {"token_budget": token_budget, "length_multiple": length_multiple, "micro_batch_multiple": micro_batch_multiple}
+    ranks = [pack_one(samples, dp_size=dp_size, dp_rank=rank, **options) for rank in range(dp_size)]
+    assert len({len(batches) for batches in ranks}) == 1 and len(ranks[0]) % micro_batch_multiple == 0
+    batches = [batch for rank in ranks for batch in rank]
+    (num_tokens,) = {batch.num_tokens for batch in batches}
+    assert num_tokens % length_multiple == 0 and num_tokens < token_budget + length_multiple
+    assert sorted(i for batch in batches for i in batch.sample_indices) == list(range(len(samples)))
+    assert sum(int(batch.loss_mask.sum()) for batch in batches) == sum(s.response_len for s in samples)
+    for batch in batches:
+        assert batch.cu_seqlens[0] == 0 and batch.cu_seqlens[-1] == num_tokens
+        trained = batch.loss_mask > 0
+        assert batch.targets[:-1][trained[:-1]].equal(batch.tokens[1:][trained[:-1]])
+        assert not trained[batch.cu_seqlens[1:].long() - 1].any()
+
+
+@settings(max_examples=80, deadline=None)
+@given(**LAYOUT)
+def test_values_go_from_a_packed_row_to_samples_and_back_unchanged(
+    shapes, dp_size, token_budget, length_multiple, micro_batch_multiple
+):
+    samples = make_samples(shapes)
+    options = {"token_budget": token_budget, "length_multiple": length_multiple, "micro_batch_multiple": micro_batch_multiple}
+    for rank in range(dp_size):
+        for batch in pack_one(samples, dp_size=dp_size, dp_rank=rank, **options):
+            targets = to_samples(batch.targets, batch, samples)
+            assert [t.tolist() for t in targets] == [samples[i].response_ids for i in batch.sample_indices]
+            values = torch.randn(batch.num_tokens)
+            rows = to_samples(values, batch, samples)
+            packed = from_samples(rows, batch, samples)
+            assert packed.equal(values * batch.loss_mask)
+            again = to_samples(packed, batch, samples)
+            assert all(a.equal(b) for a, b in zip(rows, again, strict=True))
+
+
+def test_a_row_made_of_samples_passes_gradients_back_to_them():
+    samples = make_samples([(2, 3), (1, 2)])
+    (batch,) = pack_one(samples, length_multiple=4)
+    rows = [torch.zeros(s.response_len, requires_grad=True) for s in samples]
+    (from_samples(rows, batch, samples) * torch.arange(batch.num_tokens)).sum().backward()
+    assert [row.grad.tolist() for row in rows] == [[1, 2, 3], [5, 6]]

@@ -1,0 +1,188 @@
+"""load_prompts: rows become rendered, tokenised prompts; a bad row names its line and the remedy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from grpo_mega.data import DatasetReport, load_prompts
+from grpo_mega.errors import ConfigError
+from grpo_mega.types import Prompt
+
+TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+PLAIN = TURNS + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+OPENS_THOUGHT = TURNS + "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+
+
+def make_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:
+    """A character-level tokenizer; it would prepend <bos> if asked for special tokens."""
+    characters = ["<unk>", "<bos>", *map(chr, range(32, 127)), "\n"]
+    backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r".|\n"), "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<bos>", chat_template=chat_template, name_or_path="tiny"
+    )
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load(path: Path, template: str | None = PLAIN, **changes: Any) -> tuple[list[Prompt], DatasetReport]:
+    settings: dict[str, Any] = {
+        "prompt_column": "prompt",
+        "answer_column": "answer",
+        "system_prompt": None,
+        "max_prompt_length": 200,
+    }
+    return load_prompts(path, tokenizer=make_tokenizer(template), **{**settings, **changes})
+
+
+def test_a_text_becomes_a_user_message_and_the_prompt_is_what_the_template_writes(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "1+1=?", "answer": "2", "level": "easy"}])
+    [prompt], report = load(path)
+    assert prompt.text == "<|user|>1+1=?<|end|><|assistant|>"
+    assert make_tokenizer(PLAIN).decode(prompt.token_ids).replace(" ", "") == prompt.text
+    assert len(prompt.token_ids) == len(prompt.text)  # nothing is added to it, such as <bos>
+    assert (prompt.id, prompt.answer, prompt.prefill, prompt.extras) == (0, "2", "", {"level": "easy"})
+    assert str(report) == f"{path}: 1 prompts of at most 33 tokens"
+
+
+def test_messages_are_kept_and_the_system_prompt_goes_before_them(tmp_path: Path) -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": messages, "answer": 7}])
+    [prompt], _ = load(path, system_prompt="be brief")
+    turns = "<|system|>be brief<|end|><|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|>"
+    assert prompt.text == turns + "<|assistant|>"
+    assert prompt.answer == "7"
+
+
+def test_long_prompts_are_dropped_and_counted_and_ids_stay_line_indices(tmp_path: Path) -> None:
+    rows = [{"prompt": "x" * n, "answer": "1"} for n in (5, 90, 7, 91, 9)]
+    prompts, report = load(write_rows(tmp_path / "a.jsonl", rows), max_prompt_length=60)
+    assert [prompt.id for prompt in prompts] == [0, 2, 4]
+    assert (report.num_rows, report.num_prompts, report.num_too_long) == (5, 3, 2)
+    assert str(report).endswith("3 prompts of at most 37 tokens, 2 dropped as too long")
+
+
+def test_blank_lines_are_passed_over_but_counted_in_the_ids(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}\n')
+    assert [prompt.id for prompt in load(path)[0]] == [0, 2]
+
+
+QWEN_LIKE = (  # writes an empty thought into the last assistant turn, none into those before it
+    "{% for m in messages %}<|{{ m.role }}|>\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|end|>\n{% endfor %}"
+)
+ALWAYS_THINKS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}<think>\n\n</think>\n{% endif %}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
+CLOSES_THOUGHT_IN_HISTORY = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}</think>{% endif %}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+)
+NO_GENERATION_PROMPT = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %} {{ m.content }}</s>"
+)
+NO_GENERATION_PROMPT += "{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "prefill"),
+    [
+        pytest.param(PLAIN, "", id="header-alone"),
+        pytest.param(OPENS_THOUGHT, "<think>\n", id="opens-a-thought"),
+        pytest.param(QWEN_LIKE + "{% if add_generation_prompt %}<|assistant|>\n{% endif %}", "", id="qwen3"),
+        pytest.param(
+            QWEN_LIKE + "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}", "<think>\n", id="qwen3-thinking"
+        ),
+        pytest.param(
+            QWEN_LIKE + "{% if add_generation_prompt %}<|assistant|>\n<think>\n\n</think>\n\n{% endif %}",
+            "<think>\n\n</think>\n\n",
+            id="thought-closed-by-the-template",
+        ),
+        pytest.param(ALWAYS_THINKS, "<think>\n", id="thought-in-every-turn"),
+        pytest.param(CLOSES_THOUGHT_IN_HISTORY, "<think>", id="thought-closed-in-history"),
+        pytest.param(NO_GENERATION_PROMPT, "", id="no-generation-prompt"),
+    ],
+)
+def test_the_prefill_is_what_the_generation_prompt_has_beyond_the_assistants_header(
+    tmp_path: Path, template: str, prefill: str
+) -> None:
+    [prompt], report = load(write_rows(tmp_path / "a.jsonl", [{"prompt": "hi", "answer": "1"}]), template)
+    assert prompt.prefill == report.prefill == prefill
+    assert prompt.text.endswith(prefill)
+
+
+GOOD = {"prompt": "a", "answer": "1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "is empty"),
+        ('{"prompt": "a"', "a.jsonl:1 is not JSON"),
+        ("[1, 2]", "a.jsonl:1 holds a JSON list, not an object"),
+        (
+            '{"question": "a", "answer": "1"}',
+            "data.prompt_column='prompt' is not a column of this row; its columns are: question",
+        ),
+        (
+            '{"prompt": "a", "solution": "1"}',
+            "data.answer_column='answer' is not a column of this row; its columns are: prompt",
+        ),
+        (json.dumps(GOOD) + '\n{"prompt": "a", "answer": null}', "a.jsonl:2: answer=None is no answer"),
+        ('{"prompt": "a", "answer": " "}', "answer=' ' is no answer"),
+        ('{"prompt": "a", "answer": true}', "answer=True is no answer"),
+        ('{"prompt": 3, "answer": "1"}', "prompt=3 is neither a text nor a list of messages"),
+        ('{"prompt": [{"role": "user"}], "answer": "1"}', "neither a text nor a list of messages"),
+        ('{"prompt": [{"role": "assistant", "content": "a"}], "answer": "1"}', "prompt ends with an assistant message"),
+    ],
+)
+def test_a_bad_row_names_its_place_and_the_remedy_in_one_line(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert problem in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_of_another_format_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match=r"suffix '\.csv'; the formats read are \.jsonl"):
+        load(tmp_path / "a.csv")
+
+
+def test_a_limit_that_drops_every_prompt_names_the_shortest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_prompt_length=4 drops all 1 prompts .* the shortest has 29 tokens"):
+        load(write_rows(tmp_path / "a.jsonl", [GOOD]), max_prompt_length=4)
+
+
+def test_two_system_messages_are_an_error(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "answer": "1"}
+    with pytest.raises(ConfigError, match=r"data\.system_prompt is set too"):
+        load(write_rows(tmp_path / "a.jsonl", [row]), system_prompt="t")
+
+
+def test_a_tokenizer_without_a_chat_template_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'tiny' has no chat template; add chat_template"):
+        load(write_rows(tmp_path / "a.jsonl", [GOOD]), template=None)
+
+
+def test_what_the_template_refuses_is_told_with_the_row(tmp_path: Path) -> None:
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + PLAIN
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: the chat template refuses the messages \(no system role\)"):
+        load(write_rows(tmp_path / "a.jsonl", [GOOD]), template=refusing, system_prompt="s")

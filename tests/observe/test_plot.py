@@ -1,0 +1,56 @@
+"""draw_curves: a picture from whatever metrics a run has."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_mega.errors import ConfigError
+from grpo_mega.observe.plot import draw_curves, read_curves
+
+
+def write(path: Path, records: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_whole_run_is_drawn(tmp_path: Path) -> None:
+    steps = [
+        {
+            "step": step,
+            "reward/mean": step / 40,
+            "reward/accuracy": step / 40,
+            "reward/format": 1.0,
+            "kl/mean": 0.01 if step else "NaN",
+            "response_length/mean": 40.0,
+            "clip/fraction": 0.0,
+            "mismatch/abs_mean": 10.0 ** (step % 5 - 7),
+        }
+        for step in range(40)
+    ]
+    path = write(tmp_path / "metrics.jsonl", [{"step": 0, "eval/score": 0.4}, *steps, {"step": 40, "eval/score": 0.9}])
+    draw_curves(path, tmp_path / "curves.png")
+    assert is_png(tmp_path / "curves.png")
+
+
+@pytest.mark.parametrize("name", ["reward/mean", "kl/mean", "eval/score", "response_length/mean"])
+def test_metrics_that_a_run_lacks_are_left_out(tmp_path: Path, name: str) -> None:
+    draw_curves(write(tmp_path / "metrics.jsonl", [{"step": 0, name: 1.0}]), tmp_path / "curves.png")
+    assert is_png(tmp_path / "curves.png")
+
+
+def test_the_last_line_of_a_step_counts_and_a_half_written_end_is_passed_over(tmp_path: Path) -> None:
+    path = write(tmp_path / "metrics.jsonl", [{"step": 0, "a": 1.0}, {"step": 1, "a": 2.0}, {"step": 1, "a": 3.0}])
+    path.write_text(path.read_text() + '{"step": 2, "a"')
+    assert read_curves(path) == {"a": {0: 1.0, 1: 3.0}}
+
+
+def test_a_run_without_metrics_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file or directory; name the run_dir"):
+        draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    with pytest.raises(ConfigError, match="holds no step yet"):
+        draw_curves(write(tmp_path / "metrics.jsonl", []), tmp_path / "curves.png")

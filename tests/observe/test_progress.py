@@ -1,0 +1,41 @@
+"""Progress: a bar on a terminal, a line now and then elsewhere, nothing where it is off."""
+
+import io
+
+import pytest
+import rich
+from rich.console import Console
+
+from grpo_mega.observe.progress import LineBar, progress, track
+
+
+def test_without_a_terminal_a_line_comes_at_most_every_five_seconds() -> None:
+    lines: list[str] = []
+    now = 0.0
+    bar = LineBar(20, "sampling", lines.append, lambda: now)
+    for _ in range(12):
+        now += 1
+        bar.advance()
+    assert lines == ["sampling: 5/20 (5 s)", "sampling: 10/20 (10 s)"]
+
+
+def test_quick_work_without_a_terminal_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(track([1, 2, 3], "counting")) == [1, 2, 3]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_disabled_bar_can_be_advanced() -> None:
+    with progress(3, "nothing", enabled=False) as bar:
+        bar.advance(2)
+
+
+def test_on_a_terminal_bars_nest_and_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100)
+    monkeypatch.setattr(rich, "_console", console)
+    with progress(2, "outer") as outer:
+        for _ in track(range(3), "inner"):
+            pass
+        outer.advance()
+    assert "outer" in screen.getvalue()
+    assert "inner" in screen.getvalue()

@@ -1,0 +1,57 @@
+"""Timers: every second belongs to one phase."""
+
+import pytest
+
+from grpo_mega.observe import Timers
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_phases_and_other_sum_to_the_step() -> None:
+    clock = Clock()
+    timers = Timers(clock)
+    clock.now += 1
+    with timers("sample"):
+        clock.now += 4
+    clock.now += 0.5
+    with timers("update"):
+        clock.now += 2
+    with timers("sample"):
+        clock.now += 3
+    assert timers.lap() == {"seconds/sample": 7, "seconds/update": 2, "seconds/other": 1.5, "seconds/step": 10.5}
+
+
+def test_a_nested_phase_is_not_counted_twice() -> None:
+    clock = Clock()
+    timers = Timers(clock)
+    with timers("update"):
+        clock.now += 1
+        with timers("sync"):
+            clock.now += 2
+        clock.now += 4
+    assert timers.lap() == {"seconds/update": 5, "seconds/sync": 2, "seconds/other": 0, "seconds/step": 7}
+
+
+def test_a_lap_begins_where_the_last_one_ended() -> None:
+    clock = Clock()
+    timers = Timers(clock)
+    with timers("sample"):
+        clock.now += 1
+    timers.lap()
+    clock.now += 2
+    assert timers.lap() == {"seconds/other": 2, "seconds/step": 2}
+
+
+def test_a_phase_that_raises_is_still_measured() -> None:
+    clock = Clock()
+    timers = Timers(clock)
+    with pytest.raises(ValueError), timers("sample"):
+        clock.now += 3
+        raise ValueError
+    assert timers.lap()["seconds/sample"] == 3

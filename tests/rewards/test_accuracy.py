@@ -1,0 +1,199 @@
+"""Verdicts of the accuracy reward: a table of traps, math-verify as the oracle, and GSM8K against itself."""
+# ruff: noqa: RUF001 -- signs that look like others are among the cases
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mega.rewards.accuracy import accuracy
+from grpo_mega.rewards.normalize import normalize_answer
+from grpo_mega.rewards.numbers import numbers_equal, parse_number
+from grpo_mega.rewards.score import Score
+
+GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "test.jsonl"
+
+CORRECT = [  # (gold, response)
+    ("18", "The answer is 18 dollars."),
+    ("... so 9 * 2 = 18.\n#### 18", "<think>x</think><answer>18</answer>"),
+    ("1000", r"\boxed{1{,}000}"),
+    ("70,000", "#### $70000"),
+    ("18", "18.00"),
+    ("18", "x = 18"),
+    ("18", "9 * 2 = 18"),
+    ("18", "9*2"),
+    ("x = 5", "5"),
+    ("0.50", "1/2"),
+    ("1/2", ".5"),
+    (r"\frac{1}{2}", "0.5"),
+    (r"\dfrac12", "2/4"),
+    (r"-\frac{3}{4}", "-0.75"),
+    ("1 1/2", "1.5"),
+    (r"1\frac12", "3/2"),
+    ("1/3", "0.333333"),
+    (r"0.\overline{3}", "1/3"),
+    (r"\frac{100}{3}", "33.333333"),
+    ("-5", "−5"),
+    ("(-5)", "-5"),
+    ("50", "50%"),
+    ("50%", "50"),
+    ("50%", "0.5"),
+    ("0.5", "50%"),
+    ("12.5%", "12.5"),
+    ("0.5%", "0.005"),
+    ("90", r"90^\circ"),
+    (r"90^\circ", "90 degrees"),
+    ("3:30", "3:30 PM"),
+    ("3:30 PM", "03:30 p.m."),
+    ("3:4", "3/4"),
+    ("9" * 900, "9" * 900),
+    ("300000000", r"3 \times 10^8"),
+    ("1.5e3", "1500"),
+    ("(1, 2)", "(1,2)"),
+    ("(100,200)", "(100, 200)"),
+    (r"\{1, 2\}", "2, 1"),
+    ("[1, 2)", r"\left[1,2\right)"),
+    ("1 and 2", "x=1 or x=2"),
+    (r"(-\infty, 5)", "x < 5"),
+    (r"\sqrt{2}/2", r"\frac{1}{\sqrt2}"),
+    ("(x+1)^2", "x^2 + 2x + 1"),
+    ("1/8", "2^-3"),
+    ("1024", "2**10"),
+    ("2\\pi", "2π"),
+    ("y = 2x + 1", "2x+1"),
+    (r"\text{Friday}", "friday"),
+    ("B", r"\textbf{(B)}"),
+    ("no solution", "No  solution"),
+    ("x", "$x$"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    ("5 cm", "5"),
+    ("5", "5 m"),
+]
+
+WRONG = [
+    ("18", "17"),
+    ("18", "-18"),
+    ("18", "1.8"),
+    ("1,234", "1 or 234"),
+    ("(1,234)", "1234"),
+    ("(1, 2)", "(2, 1)"),
+    ("[1, 2]", "(1, 2)"),
+    ("(1, 2)", "(1, 2, 3)"),
+    (r"\{1, 2, 3\}", r"\{1, 2\}"),
+    ("0.33", "1/3"),
+    ("0.0000001", "0.0000002"),  # math-verify alone says equal
+    ("0.000001", "0.0000014"),
+    (r"1.6 \times 10^{-19}", r"1.7 \times 10^{-19}"),  # math-verify alone says equal
+    ("9" * 900, "9" * 899 + "8"),
+    ("100000000000000000001", "100000000000000000000"),
+    ("50%", "5%"),
+    ("50", "0.5%"),
+    ("50%", "5000%"),
+    ("3t", "3"),  # with math-verify's own units, equal
+    ("5", "5x"),
+    ("stop", "pots"),  # to math-verify, products of the same letters
+    ("Friday", "18"),
+    ("18", "Friday"),
+    ("A", "B"),
+    ("3:30", "1:10"),
+    ("3:30 PM", "3:30 AM"),
+    ("3:30 PM", "3:30"),
+    ("x = 5", "y = 5"),
+    ("2k+1", "2n+1"),
+    ("1/2", "1/0"),
+]
+
+UNPARSABLE = [
+    ("18", ""),
+    ("18", "<answer></answer> 18"),
+    ("18", r"\boxed{\frac{1}"),
+    ("18", r"\boxed{}"),
+    ("18", "???"),
+]
+
+
+@pytest.mark.parametrize(("gold", "response"), CORRECT)
+def test_equal_answers_are_correct(gold: str, response: str) -> None:
+    assert accuracy("", response, gold, {}) == Score(1.0, "correct")
+
+
+@pytest.mark.parametrize(("gold", "response"), WRONG)
+def test_different_answers_are_wrong(gold: str, response: str) -> None:
+    assert accuracy("", response, gold, {}) == Score(0.0, "wrong")
+
+
+@pytest.mark.parametrize(("gold", "response"), UNPARSABLE)
+def test_a_response_without_a_readable_answer_is_unparsable(gold: str, response: str) -> None:
+    assert accuracy("", response, gold, {}) == Score(0.0, "unparsable")
+
+
+@pytest.mark.parametrize("gold", ["", "####", r"\boxed{\frac{1", r"\frac{1", "???", "<answer></answer>"])
+@pytest.mark.parametrize("response", ["18", "", r"\frac{1"])
+def test_an_unreadable_gold_answer_is_said_so_whatever_the_response_is(gold: str, response: str) -> None:
+    assert accuracy("", response, gold, {}) == Score(None, "gold_unparsable")
+
+
+NUMBERS = st.one_of(
+    st.integers(-(10**12), 10**12).map(str),
+    st.decimals(-1000, 1000, places=3).map(str),
+    st.tuples(st.integers(-20, 20), st.integers(1, 20)).map(lambda pair: rf"\frac{{{pair[0]}}}{{{pair[1]}}}"),
+    st.tuples(st.integers(0, 20), st.integers(1, 20)).map(lambda pair: f"{pair[0]}/{pair[1]}"),
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(NUMBERS, NUMBERS)
+def test_plain_numbers_are_compared_as_math_verify_compares_them(gold: str, response: str) -> None:
+    math_verify = pytest.importorskip("math_verify")
+
+    def verdict(a: str, b: str) -> bool:
+        parsed = [math_verify.parse(f"${text}$", parsing_timeout=None) for text in (a, b)]
+        return bool(math_verify.verify(*parsed, timeout_seconds=None))
+
+    for a, b in ((gold, response), (gold, gold)):
+        numbers = [parse_number(normalize_answer(text)) for text in (a, b)]
+        assert numbers[0] and numbers[1]
+        assert numbers_equal(numbers[0], numbers[1]) == verdict(a, b)
+
+
+@pytest.mark.parametrize("text", ["x", "1/0", "1,2", "1 2", "(1)/(2)", "", "-", ".", "%", "1" * 5000, "1e9999", "٣"])
+def test_what_is_no_plain_number_is_left_to_math_verify(text: str) -> None:
+    assert parse_number(text) is None
+
+
+def _gsm8k() -> list[str]:
+    if not GSM8K.exists():
+        pytest.skip(f"{GSM8K} is not there")
+    return [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
+
+
+def test_all_gsm8k_solutions_are_correct_against_their_own_answers() -> None:
+    solutions = _gsm8k()
+    assert len(solutions) == 1319
+    for solution in solutions:
+        answer = solution.rpartition("####")[2].strip()
+        for response in (
+            solution,
+            f"<think>{solution}</think><answer>{answer}</answer>",
+            rf"It is \boxed{{{answer}}}.",
+        ):
+            assert accuracy("", response, solution, {}) == Score(1.0, "correct"), (answer, response)
+
+
+def test_all_gsm8k_solutions_are_wrong_against_answers_off_by_one() -> None:
+    for solution in _gsm8k():
+        body, _, answer = solution.rpartition("####")
+        value = int(answer.replace(",", ""))
+        for off in (value - 1, value + 1):
+            assert accuracy("", solution, f"#### {off}", {}) == Score(0.0, "wrong"), (answer, off)
+            assert accuracy("", f"{body}#### {off:,}", solution, {}) == Score(0.0, "wrong"), (answer, off)
+
+
+def test_math_verify_itself_agrees_on_gsm8k() -> None:
+    """Written as sums, so that no answer takes the way of the plain numbers."""
+    for solution in _gsm8k()[::20]:
+        value = int(solution.rpartition("####")[2].replace(",", ""))
+        assert accuracy("", rf"\boxed{{{value - 7}+7}}", solution, {}) == Score(1.0, "correct")
+        assert accuracy("", rf"\boxed{{{value - 7}+8}}", solution, {}) == Score(0.0, "wrong")

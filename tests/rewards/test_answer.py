@@ -1,0 +1,124 @@
+"""Extraction and normalization of answers, as tables."""
+# ruff: noqa: RUF001 -- signs that look like others are among the cases
+
+import time
+
+import pytest
+
+from grpo_mega.rewards.answer import TAIL, extract_answer
+from grpo_mega.rewards.normalize import normalize_answer
+
+EXTRACTED = [
+    # marked answers, in their order of precedence
+    ("<think>3</think><answer>18</answer>", "18"),
+    ("<answer>1</answer> no, <answer>2</answer>", "2"),
+    ("<answer>1</answer> junk </answer>", "1"),
+    ("<answer>\n 18 \n</answer> and \\boxed{5} #### 6", "18"),
+    ("<answer>so \\boxed{7}.</answer>", "7"),
+    ("<answer>2 * 9\n#### 18</answer>", "18"),
+    ("<answer></answer> but 5", None),
+    ("<answer>1</answer> again <answer>2", "1"),
+    (r"\boxed{1} then \boxed{\frac{1}{2}} #### 3", r"\frac{1}{2}"),
+    (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+    (r"\boxed{4} but \boxed{\frac{1}{2}", "4"),
+    (r"stray } and { \boxed{4}", "4"),
+    (r"\boxed{x = \boxed{5}}", "5"),
+    (r"\fbox{6}", "6"),
+    (r"\boxed{}", None),
+    ("She has 9 * 2 = $<<9*2=18>>18.\n#### 18", "18"),
+    ("#### 5\n#### 6 apples\nmore 7", "6 apples"),
+    # bare answers, as in a data set's answer column
+    ("x^2+1", "x^2+1"),
+    ("Friday", "Friday"),
+    ("no solution", "no solution"),
+    ("1/2", "1/2"),
+    ("$80,000", "$80,000"),
+    # the last expression
+    ("The answer is 18 dollars.", "18"),
+    ("It is 18", "18"),
+    ("So we get 12 * 4 = 48 apples.", "48"),
+    ("12 * 4 = 48\n48 + 2 = 50", "50"),
+    ("half of it is 1/2 then", "1/2"),
+    ("We find that $x = 3$ works.", "x = 3"),
+    ("We find $x = 3$, hence 4 apples.", "4"),
+    (r"Hence \(\frac{3}{4}\) remains.", r"\frac{3}{4}"),
+    (r"Thus \[x = 7\] holds.", "x = 7"),
+    ("One costs $5 and the other $6", "$6"),
+    ("He pays $1,234.50.", "$1,234.50"),
+    ("That leaves 50% of them.", "50%"),
+    ("The point is (3, 4).", "(3, 4)"),
+    ("The temperature is -5 now", "-5"),
+    ("They meet at 3:30 PM today", "3:30 PM"),
+    ("Step 1: 5 apples", "5"),
+    ("The answer is B.", "B."),
+    ("The answer is x^2+1.", "x^2+1."),
+    ("**The answer is: 42**", "42"),
+    ("<think>there are 5</think> 18", "18"),
+    ("<think>a thought</think>\n<answer>18", "18"),
+    ("", None),
+    ("I have no idea what this could be about", None),
+]
+
+NORMALIZED = [
+    # one number, many ways
+    *[(text, "1234") for text in ("1,234", "$1,234", r"\$1,234", "1{,}234", r"1\,234", r"1,\!234", "1 234", "1234.")],
+    *[(text, "1234") for text in ("1,234 dollars", "US$1,234", "1,234 USD", "**1,234**", "$1,234$", r"\(1{,}234\)")],
+    *[(text, "18") for text in ("18 km", "18km", "18 km/h", "18 m/s", "18 cm^2", r"18\text{ cm}^2", "18 meters per second")],
+    *[(text, "18") for text in ("18°", r"18^\circ", r"18^{\circ}", "18 degrees", "18 °C", r"\approx 18", "= 18", "{18}")],
+    *[(text, "18") for text in (r"\text{The answer is }18", "The answer is 18 dollars.", "$18 per day", r"\text{18 dollars}")],
+    *[(text, "50%") for text in ("50%", r"50\%", "50 percent", r"50\text{ percent}", "50 %")],
+    *[(text, "-5") for text in ("-5", "−5", "–5", "$-5", "-$5")],
+    ("1,234,567.89", "1234567.89"),
+    # commas that separate elements
+    ("(1,2)", "(1,2)"),
+    ("(100,200)", "(100, 200)"),
+    ("[1,234]", "[1, 234]"),
+    ("(1,234, 5)", "(1234, 5)"),
+    ("100, 200, 300", "100, 200, 300"),
+    (r"\{100,200,300\}", r"\{100, 200, 300\}"),
+    ("0,500", "0,500"),
+    # letters that are no units
+    ("5x", "5x"),
+    ("3t", "3t"),
+    ("3 sin x", "3 sin x"),
+    (r"2\mathrm{e}", "2e"),
+    # words and choices
+    (r"\text{Friday}", "Friday"),
+    *[(text, "B") for text in ("(B)", "B.", r"\text{(B)}", r"\textbf{(B)}\quad", "B")],
+    # formulas
+    ("x = 5", "x = 5"),
+    (r"\left(1,2\right)", "(1,2)"),
+    (r"3 \text{ and } 4", "3 and 4"),
+    ("2**10", "2^10"),
+    ("2^-3", "2^{-3}"),
+    ("√2", r"\sqrt{2}"),
+    ("2π", r"2\pi"),
+    ("3:30 PM", "3:30 PM"),
+    ("  ", ""),
+    ("$", ""),
+]
+
+
+@pytest.mark.parametrize(("response", "answer"), EXTRACTED)
+def test_the_answer_is_found_where_the_rule_says(response: str, answer: str | None) -> None:
+    assert extract_answer(response) == answer
+
+
+@pytest.mark.parametrize(("text", "canonical"), NORMALIZED)
+def test_every_way_of_writing_an_answer_has_one_canonical_form(text: str, canonical: str) -> None:
+    assert normalize_answer(text) == canonical
+
+
+@pytest.mark.parametrize(("text", "canonical"), NORMALIZED)
+def test_normalization_is_idempotent(text: str, canonical: str) -> None:
+    assert normalize_answer(canonical) == canonical
+
+
+@pytest.mark.parametrize("piece", ["<answer>", r"\boxed{", "####", "(", "$", "$ 1", r"\(", "1,", "word ", "1-", "{", "-", "\\"])
+def test_extraction_takes_linear_time_on_adversarial_text(piece: str) -> None:
+    text = piece * (200_000 // len(piece))
+    started = time.monotonic()
+    found = extract_answer(text)
+    normalize_answer(found or "")
+    assert time.monotonic() - started < 2.0
+    assert found is None or len(found) <= max(TAIL, len(text))

@@ -1,0 +1,238 @@
+"""The pool: results, deadlines, crashes, broken functions, and that no process stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_mega.errors import ConfigError, RewardError
+from grpo_mega.rewards import RewardPool, RewardResult
+
+HERE = str(Path(__file__).resolve().parent)
+ROOT = str(Path(__file__).resolve().parents[2])
+OBEY = "user_functions.obey"
+
+
+@pytest.fixture(autouse=True)
+def _user_functions_are_importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(HERE)
+    yield
+
+
+def _score(pool: RewardPool, *responses: str) -> list[RewardResult]:
+    for number, response in enumerate(responses):
+        pool.submit(number, "p", response, "1", {})
+    return list(pool.collect().values())
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie that waits for a parent which does not collect it does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_totals_are_weighted_sums_over_the_functions_that_apply() -> None:
+    functions = [("accuracy", 1.0), ("format", 0.5), ("user_functions.only_for_math", 2.0)]
+    with RewardPool(functions, num_workers=2, deadline_s=20) as pool:
+        good = "<think>\n9*2\n</think>\n<answer>18</answer>"
+        pool.submit(("a", 0), "p", good, "#### 18", {})
+        pool.submit(("a", 1), "p", "17", "#### 18", {"kind": "math"})
+        pool.submit("prefilled", "p", good.removeprefix("<think>"), "18", {"prefill": "<think>"})
+        results = pool.collect()
+        assert list(results) == [("a", 0), ("a", 1), "prefilled"]
+        assert results["a", 0] == RewardResult(
+            1.5,
+            {"accuracy": 1.0, "format": 1.0, "user_functions.only_for_math": None},
+            {"accuracy": "correct", "format": "well_formed", "user_functions.only_for_math": "not_applicable"},
+        )
+        assert results["a", 1].total == 1.0
+        assert results["a", 1].verdicts["user_functions.only_for_math"] == "math"
+        assert results["prefilled"].total == 1.5
+        assert pool.collect() == {}
+        assert pool.counters == {
+            "correct": 2, "wrong": 1, "well_formed": 2, "malformed": 1, "math": 1, "not_applicable": 2,
+            "killed_workers": 0,
+        }  # fmt: skip
+
+
+def test_an_unparsable_gold_answer_gives_no_value() -> None:
+    with RewardPool([("accuracy", 1.0)], num_workers=1, deadline_s=20) as pool:
+        pool.submit(0, "p", "18", "???", {})
+        assert pool.collect() == {0: RewardResult(None, {"accuracy": None}, {"accuracy": "gold_unparsable"})}
+
+
+def test_a_users_function_gets_prompt_response_answer_and_extras() -> None:
+    with RewardPool([("user_functions.length", 1.0)], num_workers=1, deadline_s=20) as pool:
+        pool.submit(0, "12", "345" * 100_000, "6", {"bonus": 0.25})  # more than a pipe holds
+        assert pool.collect()[0].total == 2 + 10 * 300_000 + 100 + 0.25
+
+
+@pytest.mark.parametrize("deed", ["hang in C", "sleep"])
+def test_a_hung_check_is_killed_and_counted_and_the_others_are_right(deed: str) -> None:
+    with RewardPool([(OBEY, 1.0)], num_workers=2, deadline_s=1.0) as pool:
+        _score(pool, "warm", "warm")
+        started = time.monotonic()
+        results = _score(pool, deed, *["fine"] * 20)
+        assert time.monotonic() - started < 2.0
+        assert results[0] == RewardResult(0.0, {OBEY: 0.0}, {OBEY: "timeout"})
+        assert [r.total for r in results[1:]] == [1.0] * 20
+        assert pool.counters == {"scored": 22, "timeout": 1, "killed_workers": 1}
+        assert _score(pool, "fine")[0].total == 1.0  # the replacement works
+
+
+def test_neither_start_up_nor_queueing_counts_towards_the_deadline() -> None:
+    with RewardPool([("accuracy", 1.0)], num_workers=1, deadline_s=0.3) as pool:  # math-verify's import takes longer
+        results = _score(pool, *(f"{n}+1" for n in range(60)))  # and so do all checks together
+    assert {r.verdicts["accuracy"] for r in results} == {"correct", "wrong"}
+
+
+@pytest.mark.parametrize(("deed", "cause"), [("segfault", "SIGSEGV"), ("exit", "status 3"), ("exhaust memory", "status 71")])
+def test_a_crash_costs_its_own_check_only(deed: str, cause: str) -> None:
+    with RewardPool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
+        results = _score(pool, "fine", deed, "fine")
+        assert [r.total for r in results] == [1.0, 0.0, 1.0]
+        assert results[1].verdicts == {OBEY: "error"}
+        assert pool.first_error and cause in pool.first_error and OBEY in pool.first_error
+        assert pool.counters == {"scored": 2, "error": 1, "killed_workers": 0}
+
+
+@pytest.mark.parametrize(
+    ("deed", "error"),
+    [
+        ("raise", "ZeroDivisionError: division by zero (in <lambda>, user_functions.py:"),
+        ("sys.exit", "SystemExit: 4"),
+        ("nan", "ValueError: the reward is nan"),
+        ("text", "TypeError: the reward is str"),
+    ],
+)
+def test_an_exception_costs_its_own_check_and_the_first_is_kept(deed: str, error: str) -> None:
+    with RewardPool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
+        results = _score(pool, "fine", deed, "fine")
+        assert [r.total for r in results] == [1.0, 0.0, 1.0]
+        assert results[1].verdicts == {OBEY: "error"}
+        assert pool.first_error and f"{OBEY}: {error}" in pool.first_error
+
+
+def test_a_function_that_raises_on_every_sample_stops_the_run() -> None:
+    with RewardPool([("format", 1.0), (OBEY, 1.0)], num_workers=2, deadline_s=20) as pool:
+        with pytest.raises(RewardError, match=r"'user_functions.obey' raised .* every one of 3 samples.*ZeroDivisionError"):
+            _score(pool, "raise", "raise", "raise")
+        assert _score(pool, "fine")[0].total == 1.0  # and the pool is as good as before
+
+
+def test_what_a_function_prints_or_reads_does_not_disturb_the_pool() -> None:
+    with RewardPool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
+        assert [r.total for r in _score(pool, "print", "fine")] == [1.0, 1.0]
+
+
+def test_the_workers_do_not_hold_torch() -> None:
+    with RewardPool([("accuracy", 1.0), ("format", 1.0), (OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
+        assert _score(pool, "torch")[0].scores[OBEY] == 0.0
+    code = "import sys, grpo_mega.rewards; print('torch' in sys.modules, 'sympy' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    assert out.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("broken_module.reward", "importing broken_module failed with ValueError: this module is broken"),
+        ("no_such_module.reward", "No module named 'no_such_module'"),
+        ("user_functions.no_such_function", "user_functions has no function no_such_function"),
+    ],
+)
+def test_a_function_that_cannot_be_imported_is_an_error_with_its_reason(name: str, text: str) -> None:
+    with RewardPool([(name, 1.0)], num_workers=2, deadline_s=20) as pool, pytest.raises(RewardError, match=text):
+        _score(pool, "x")
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'acuracy' is unknown; did you mean accuracy\? use one of accuracy, format"):
+        RewardPool([("acuracy", 1.0)], num_workers=1, deadline_s=5)
+
+
+@pytest.mark.parametrize(
+    ("functions", "num_workers", "deadline_s"),
+    [
+        ([], 1, 5.0),
+        ([("format", 1.0), ("format", 2.0)], 1, 5.0),
+        ([("format", 1.0)], 0, 5.0),
+        ([("format", 1.0)], 1, 0.0),
+    ],
+)
+def test_impossible_arguments_are_refused(functions: list[tuple[str, float]], num_workers: int, deadline_s: float) -> None:
+    with pytest.raises(ConfigError):
+        RewardPool(functions, num_workers, deadline_s)
+
+
+def test_a_key_is_submitted_once_and_a_closed_pool_says_so() -> None:
+    with RewardPool([("format", 1.0)], num_workers=1, deadline_s=20) as pool:
+        pool.submit(0, "p", "r", "a", {})
+        with pytest.raises(ValueError, match="key 0 is submitted twice"):
+            pool.submit(0, "p", "r", "a", {})
+    with pytest.raises(RewardError, match="closed"):
+        pool.submit(1, "p", "r", "a", {})
+
+
+def test_submit_does_not_block_and_checks_run_before_collect() -> None:
+    with RewardPool([("format", 1.0)], num_workers=1, deadline_s=20) as pool:
+        started = time.monotonic()
+        for number in range(50):
+            pool.submit(number, "p", "r", "a", {})
+        assert time.monotonic() - started < 0.5
+        assert _wait_until(lambda: pool.counters.get("malformed") == 50)
+        assert len(pool.collect()) == 50
+
+
+def test_close_leaves_no_process_even_if_a_check_hangs() -> None:
+    with RewardPool([(OBEY, 1.0)], num_workers=2, deadline_s=600) as pool:
+        child = int(_score(pool, "child")[0].total or 0)
+        pids = [child, *pool.worker_pids]
+        assert len(pids) == 3 and all(map(_is_alive, pids))
+        pool.submit(0, "p", "hang in C", "1", {})
+        started = time.monotonic()
+    assert time.monotonic() - started < 1.0
+    assert _wait_until(lambda: not any(map(_is_alive, pids)))  # the child of a check goes with its worker
+    pool.close()
+
+
+@pytest.mark.parametrize("deed", ["fine", "hang in C"])
+def test_no_worker_outlives_a_killed_parent(deed: str) -> None:
+    code = (
+        "import sys, time\n"
+        "from grpo_mega.rewards import RewardPool\n"
+        f"pool = RewardPool([({OBEY!r}, 1.0)], num_workers=2, deadline_s=600)\n"
+        "pool.submit(0, '', 'fine', '', {}), pool.collect()\n"
+        f"pool.submit(0, '', {deed!r}, '', {{}})\n"
+        "time.sleep(0.3); print(*pool.worker_pids, flush=True); time.sleep(600)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((ROOT, HERE))}
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
+    assert parent.stdout
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2 and all(map(_is_alive, pids))
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    assert _wait_until(lambda: not any(map(_is_alive, pids)))
+
+
+def test_an_interrupt_of_the_workers_is_ignored() -> None:
+    with RewardPool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
+        before = _score(pool, "pid")[0].total
+        os.kill(pool.worker_pids[0], signal.SIGINT)
+        assert _score(pool, "pid")[0].total == before

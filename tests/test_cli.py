@@ -1,0 +1,172 @@
+"""The command line: light until a command runs, one line for what a person can mend, ranks by torchrun or by itself."""
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_mega import cli
+from grpo_mega.config import Config, LayoutConfig
+from grpo_mega.errors import ConfigError, RewardError
+
+HEAVY = {"torch", "transformers", "megatron", "numpy", "matplotlib", "wandb", "rich", "sglang"}
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """A config whose model and data are there."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
+    raw = {
+        "run_dir": str(tmp_path / "run"),
+        "steps": 1,
+        "model": {"path": str(tmp_path / "model"), "dtype": "float32"},
+        "data": {"train": str(tmp_path / "train.jsonl")},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+@pytest.fixture
+def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # so that what the code sets is undone
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configs that train.run got; it does nothing else."""
+    configs: list[Config] = []
+    module = types.ModuleType("grpo_mega.train")
+    module.run = configs.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "grpo_mega.train", module)
+    monkeypatch.setattr("grpo_mega.train", module, raising=False)
+    monkeypatch.setattr("grpo_mega.preflight.check", lambda config: None)
+    return configs
+
+
+def modules_after(arguments: list[str]) -> tuple[set[str], int]:
+    """The top-level modules that the command line has imported when it ends, and its exit code."""
+    program = (
+        "import sys, json\n"
+        "from grpo_mega import cli\n"
+        "try: code = cli.main(sys.argv[1:])\n"
+        "except SystemExit as end: code = end.code\n"
+        "print(json.dumps([sorted({name.partition('.')[0] for name in sys.modules}), code]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    modules, code = json.loads(done.stdout.splitlines()[-1])
+    return set(modules), code
+
+
+def test_help_imports_nothing_heavy() -> None:
+    for arguments in (["--help"], ["train", "--help"]):
+        modules, code = modules_after(arguments)
+        assert code == 0
+        assert not modules & (HEAVY | {"pydantic", "yaml"})
+
+
+def test_a_config_error_is_found_without_importing_anything_heavy(config_file: Path) -> None:
+    modules, code = modules_after(["train", str(config_file), "--set", "steps=0"])
+    assert code == 2
+    assert not modules & HEAVY
+
+
+def test_what_a_person_can_mend_is_one_line_and_exit_code_2(
+    config_file: Path, no_rank: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", str(config_file), "--set", "optimizer.learning_rate=1"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("grpo-mega: error: unknown key 'optimizer.learning_rate'; ")
+    assert output.err.count("\n") == 1
+
+
+def test_a_missing_model_is_told_before_any_process_starts(
+    config_file: Path, no_rank: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_mega.launch.launch_local", None)
+    assert cli.main(["train", str(config_file), "--set", "model.path=/none", "--set", "layout.tp=2"]) == 2
+    assert "model.path=/none" in capsys.readouterr().err
+
+
+def test_one_rank_runs_in_this_process(config_file: Path, no_rank: None, trained: list[Config]) -> None:
+    assert cli.main(["train", str(config_file), "--set", "steps=3"]) == 0
+    assert [config.steps for config in trained] == [3]
+    assert (cli.os.environ["RANK"], cli.os.environ["WORLD_SIZE"]) == ("0", "1")
+    assert cli.os.environ["MASTER_PORT"].isdecimal()
+
+
+def test_several_ranks_are_launched_with_the_same_arguments(
+    config_file: Path, no_rank: None, trained: list[Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launched: list[tuple[list[str], int, Path]] = []
+    monkeypatch.setattr("grpo_mega.launch.launch_local", lambda *arguments: launched.append(arguments) or 5)
+    arguments = ["train", str(config_file), "--set", "layout.tp=2", "--set", "layout.dp=3"]
+    assert cli.main(arguments) == 5
+    assert launched == [(arguments, 6, tmp_path / "run/logs")]
+    assert trained == []
+
+
+def test_under_torchrun_it_is_one_rank(
+    config_file: Path, no_rank: None, trained: list[Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert cli.main(["train", str(config_file), "--set", "layout.tp=2"]) == 0
+    assert len(trained) == 1
+
+
+def test_an_error_of_another_rank_says_which(
+    config_file: Path,
+    no_rank: None,
+    trained: list[Config],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(config: Config) -> None:
+        raise RewardError("no sample can be scored")
+
+    monkeypatch.setattr(sys.modules["grpo_mega.train"], "run", fail)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["train", str(config_file), "--set", "layout.tp=2"]) == 2
+    assert capsys.readouterr().err == "grpo-mega: error: rank 1: no sample can be scored\n"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "problem"),
+    [
+        ("6", {"tp": 2, "pp": 2}, r"WORLD_SIZE=6 is not a multiple of layout\.tp=2 times layout\.pp=2; start 4 or 8 proc"),
+        ("2", {"tp": 4}, r"WORLD_SIZE=2 is not a multiple .*; start 4 processes, or change the layout"),
+        ("8", {"tp": 2, "dp": 2}, r"WORLD_SIZE=8 contradicts layout\.tp=2, pp=1, dp=2; start 4 processes, or leave"),
+        ("", {}, r"RANK=0 is set but WORLD_SIZE=''; start with torchrun, or unset RANK"),
+    ],
+)
+def test_a_world_size_that_does_not_fit_the_layout_is_an_error(world_size: str, layout: dict[str, int], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        cli.check_world_size({"RANK": "0", "WORLD_SIZE": world_size}, LayoutConfig(**layout))
+
+
+def test_world_sizes_that_fit_are_accepted() -> None:
+    cli.check_world_size({"WORLD_SIZE": "8"}, LayoutConfig(tp=2, pp=2))
+    cli.check_world_size({"WORLD_SIZE": "8"}, LayoutConfig(tp=2, pp=2, dp=2))
+
+
+def test_report_draws_the_curves_into_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}\n')
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/curves.png\n"
+    assert (tmp_path / "curves.png").stat().st_size > 0
+
+
+def test_report_of_a_folder_without_metrics_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "name the run_dir of a run that has begun" in capsys.readouterr().err

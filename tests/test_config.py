@@ -1,0 +1,167 @@
+"""Config: loads what people have, refuses what cannot work, in one line with the remedy."""
+
+# ruff: noqa: RUF001 - the comments of RLinf's block are Chinese
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_mega import config
+from grpo_mega.errors import ConfigError
+
+MINIMAL: dict[str, Any] = {"run_dir": "runs/a", "steps": 10, "model": {"path": "m"}, "data": {"train": "d.jsonl"}}
+
+# The algorithm block of RLinf's documentation of GRPO, literally.
+RLINF = """\
+algorithm:
+  # 核心 GRPO 设置（建议不要修改）
+  adv_type: grpo
+  loss_type: actor
+  loss_agg_func: "token-mean"
+
+  # 算法参数（通常需要调优）
+  group_size: 16              # 每个提示采样的回答数量
+
+  kl_beta: 0.0                # KL 惩罚系数
+  kl_penalty_type: low_var_kl # 可选：low_var_kl, kl, abs, mse
+  ratio_clip_eps: 0.2         # 重要性比率的裁剪范围
+
+  calculate_entropy: False    # 可选：鼓励探索
+  entropy_bonus: 0.0
+
+  normalize_advantages: True
+  early_stop_imp_ratio: 5.0   # 丢弃重要性比率极端的 minibatch，提升稳定性
+  use_valid_token_scale: False # 标准 GRPO 实现。
+                               # 若为 True，则优势会除以有效 token 数（DAPO 技巧）。
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def load(tmp_path: Path, overrides: list[str]) -> config.Config:
+    return config.load(write(tmp_path, yaml.safe_dump(MINIMAL)), overrides)
+
+
+def test_the_algorithm_block_of_rlinf_loads_as_it_stands(tmp_path: Path) -> None:
+    loaded = config.load(write(tmp_path, RLINF + yaml.safe_dump(MINIMAL))).algorithm
+    assert loaded.model_dump() == {
+        "adv_type": "grpo",
+        "loss_type": "actor",
+        "loss_agg_func": "token-mean",
+        "group_size": 16,
+        "kl_beta": 0.0,
+        "kl_penalty_type": "low_var_kl",
+        "ratio_clip_eps": 0.2,
+        "ratio_clip_eps_low": None,
+        "ratio_clip_eps_high": None,
+        "calculate_entropy": False,
+        "entropy_bonus": 0.0,
+        "normalize_advantages": True,
+        "early_stop_imp_ratio": 5.0,
+        "use_valid_token_scale": False,
+    }
+
+
+def test_a_dumped_config_loads_as_the_same_config(tmp_path: Path) -> None:
+    overrides = ["optimizer.lr=3e-7", "layout.tp=2", "rollout.stop_token_ids=[1, 2]", "data.system_prompt='a: b'"]
+    loaded = load(tmp_path, overrides)
+    assert config.load(write(tmp_path, config.dump(loaded))) == loaded
+
+
+def test_set_overrides_the_file_in_order_and_makes_missing_sections(tmp_path: Path) -> None:
+    loaded = load(tmp_path, ["optimizer.lr=1e-5", "optimizer.lr=2e-5", "data.heldout=h.jsonl", "log.wandb=true"])
+    assert loaded.optimizer.lr == 2e-5
+    assert loaded.data.heldout == Path("h.jsonl")
+    assert loaded.log.wandb is True
+
+
+def test_set_reads_its_value_as_yaml(tmp_path: Path) -> None:
+    loaded = load(tmp_path, ["rewards.functions=[{name: accuracy, weight: 2}]", "layout.dp=null", "data.system_prompt=a=b"])
+    assert [(function.name, function.weight) for function in loaded.rewards.functions] == [("accuracy", 2.0)]
+    assert loaded.layout.dp is None
+    assert loaded.data.system_prompt == "a=b"
+
+
+def test_clip_bounds_default_to_ratio_clip_eps(tmp_path: Path) -> None:
+    assert (load(tmp_path, []).algorithm.clip_low, load(tmp_path, []).algorithm.clip_high) == (0.2, 0.2)
+    algorithm = load(tmp_path, ["algorithm.ratio_clip_eps_high=0.28", "algorithm.ratio_clip_eps=0.1"]).algorithm
+    assert (algorithm.clip_low, algorithm.clip_high) == (0.1, 0.28)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        # unknown keys
+        ("algorithm.group_sise=8", "unknown key 'algorithm.group_sise'; did you mean 'group_size'?"),
+        ("stepps=8", "unknown key 'stepps'; did you mean 'steps'?"),
+        ("rewards.functions=[{name: accuracy, wait: 1}]", "unknown key 'rewards.functions.0.wait'; did you mean 'weight'?"),
+        ("layout.zzz=1", "unknown key 'layout.zzz'; known keys here: tp, pp, vpp"),
+        # values that are of no use by themselves
+        ("steps=0", "steps=0: input should be greater than 0"),
+        ("steps=many", "steps='many': input should be a valid integer"),
+        ("seed=-1", "seed=-1: input should be greater than or equal to 0"),
+        ("algorithm.group_size=1", "algorithm.group_size=1: input should be greater than or equal to 2"),
+        ("algorithm.kl_penalty_type=k3", "algorithm.kl_penalty_type='k3': input should be 'low_var_kl', 'kl', 'abs' or 'mse'"),
+        ("algorithm.loss_agg_func=mean", "algorithm.loss_agg_func='mean': input should be 'token-mean'"),
+        ("algorithm.ratio_clip_eps=1.0", "algorithm.ratio_clip_eps=1.0: input should be less than 1"),
+        ("algorithm.kl_beta=-0.1", "algorithm.kl_beta=-0.1: input should be greater than or equal to 0"),
+        ("rollout.top_p=1.5", "rollout.top_p=1.5: input should be less than or equal to 1"),
+        ("rollout.temperature=0", "rollout.temperature=0: input should be greater than 0"),
+        ("optimizer.lr=.inf", "optimizer.lr=inf: input should be a finite number"),
+        ("algorithm.entropy_bonus=.nan", "algorithm.entropy_bonus=nan: input should be a finite number"),
+        ("model.dtype=fp16", "model.dtype='fp16': input should be 'float32' or 'bfloat16'"),
+        ("device=tpu", "device='tpu': input should be 'auto', 'cpu' or 'cuda'"),
+        ("model=null", "model=None: "),
+        ("model={}", "model.path is missing; it has no default"),
+        ("optimizer.betas=[0.9]", "optimizer.betas.1 is missing"),
+        ("rewards.functions=[]", "rewards.functions is empty; name at least one, for example accuracy"),
+        ("rewards.functions=[{name: a}, {name: a}]", "rewards.functions names 'a' twice; give it once"),
+        # values that contradict others
+        ("batch.mini_batches=5", "batch.mini_batches=5 does not divide batch.prompts_per_step=32; use 1, 2, 4, 8, 16 or 32"),
+        ("batch.tokens_per_micro_batch=2000", "batch.tokens_per_micro_batch=2000 cannot hold the longest sample"),
+        ("layout.sequence_parallel=true", "layout.sequence_parallel=true needs layout.tp > 1; set it to false or raise tp"),
+        ("layout.vpp=2", "layout.vpp=2 needs layout.pp > 1; leave vpp out or raise pp"),
+        ("layout.overlap_param_gather=true", "layout.overlap_param_gather=true needs layout.overlap_grad_reduce=true"),
+        ("algorithm.entropy_bonus=0.01", "algorithm.entropy_bonus=0.01 needs algorithm.calculate_entropy=true; set both"),
+        ("optimizer.min_lr=1", "optimizer.min_lr=1.0 is above optimizer.lr=1e-06; lower it"),
+        # overrides that are none
+        ("steps", "--set 'steps' is not of the form key.subkey=value"),
+        ("steps.x=1", "--set 'steps.x=1': 'steps' is a value, not a section"),
+        ("steps=[", "--set 'steps=[': '[' is not a YAML value"),
+    ],
+)
+def test_a_bad_value_is_named_in_one_line_with_what_would_do(tmp_path: Path, override: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match="^" + re.escape(problem)) as caught:
+        load(tmp_path, [override])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: [1", "is not YAML: "),
+        ("- a", "holds list, not a mapping of keys; see examples"),
+        ("", "holds NoneType, not a mapping of keys; see examples"),
+    ],
+)
+def test_a_file_that_is_no_config_is_an_error_in_one_line(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
+        config.load(write(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: No such file or directory; name an existing YAML file"):
+        config.load(tmp_path / "none.yaml")
+
+
+def test_a_config_cannot_be_changed_once_it_is_validated(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load(tmp_path, []).steps = 3  # type: ignore[misc]

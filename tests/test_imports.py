@@ -1,0 +1,193 @@
+"""Which package may import which: the direction of every import, read from the source, imports inside functions included."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "grpo_mega"
+
+LEAVES = {"errors", "types"}  # what everyone may import
+SETTINGS = LEAVES | {"config"}
+
+# Who may import what of ours besides itself. A name is a module or package directly below grpo_mega.
+ALLOWED = {
+    "__init__": set(),
+    "errors": set(),
+    "types": set(),
+    "config": {"errors"},
+    "device": LEAVES,
+    "launch": {"errors"},
+    "algorithm": LEAVES,
+    "ops": LEAVES,
+    "batching": LEAVES,
+    "weights": LEAVES,
+    "planner": SETTINGS | {"weights"},
+    "preflight": SETTINGS | {"planner", "weights"},
+    "rewards": SETTINGS,
+    "data": SETTINGS,
+    "observe": SETTINGS,
+    "megatron": SETTINGS | {"ops", "batching", "weights", "algorithm", "device"},
+    "rollout": LEAVES | {"weights", "device"},
+    "sync": LEAVES | {"weights"},
+}
+ASSEMBLERS = {"train", "job", "cli"}  # put the parts together; nothing that they use may import them
+
+# Third-party packages that only some may import, by path below the package.
+CONFINED = {"megatron": "megatron/", "sglang": "rollout/sglang/"}
+
+# Those that must start within a moment, or do arithmetic only, and so never import these.
+WITHOUT = {
+    "errors": {"torch", "transformers", "numpy", "pydantic"},
+    "types": {"torch", "transformers", "numpy", "pydantic"},
+    "config": {"torch", "transformers", "numpy"},
+    "preflight": {"torch", "transformers"},
+    "launch": {"torch", "transformers", "numpy", "pydantic"},
+    "cli": {"torch", "transformers", "numpy"},
+    "planner": {"torch"},
+    "data": {"torch"},
+    "observe": {"torch"},
+    "rewards": {"torch"},
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    path: Path
+    line: int
+    name: str  # dotted, in full
+    is_lazy: bool  # inside a function
+    is_for_types: bool  # under TYPE_CHECKING
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line} imports {self.name}"
+
+    @property
+    def importer(self) -> str:
+        """The module or package directly below grpo_mega that the file belongs to."""
+        return self.path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+    @property
+    def ours(self) -> str | None:
+        """The module or package directly below grpo_mega that is imported; None if it is not ours."""
+        parts = self.name.split(".")
+        return parts[1] if parts[0] == "grpo_mega" and len(parts) > 1 else None
+
+    def is_of(self, module: str) -> bool:
+        return f"{self.name}.".startswith(f"{module}.")
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    yield from _walk(ast.parse(path.read_text(encoding="utf-8")), path, is_lazy=False, is_for_types=False)
+
+
+def _walk(node: ast.AST, path: Path, *, is_lazy: bool, is_for_types: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        for name in _imported_names(child, path):
+            yield Import(path, child.lineno, name, is_lazy, is_for_types)  # type: ignore[attr-defined]
+        is_type_block = isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
+        is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+        yield from _walk(child, path, is_lazy=is_lazy or is_function, is_for_types=is_for_types or is_type_block)
+
+
+def _imported_names(node: ast.AST, path: Path) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    module = node.module or ""
+    if node.level:
+        parents = path.relative_to(ROOT).parts[: -node.level]
+        module = ".".join([*parents, module] if module else parents)
+    # `from grpo_mega import config` names a module by what follows; so does `from torch import distributed`.
+    return [f"{module}.{alias.name}" for alias in node.names]
+
+
+PACKAGE_IMPORTS = [found for path in sorted(PACKAGE.rglob("*.py")) for found in imports_of(path)]
+TOOL_IMPORTS = [
+    found for folder in ("tools", "examples") for path in sorted((ROOT / folder).rglob("*.py")) for found in imports_of(path)
+]
+
+
+def test_every_module_has_a_place_in_the_table() -> None:
+    names = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")}
+    assert names <= ALLOWED.keys() | ASSEMBLERS
+
+
+def test_packages_import_only_what_lies_below_them() -> None:
+    wrong = [
+        found
+        for found in PACKAGE_IMPORTS
+        if found.ours and found.importer not in ASSEMBLERS and found.ours not in ALLOWED[found.importer] | {found.importer}
+    ]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_the_command_line_is_imported_by_no_one_and_the_run_by_the_command_line_alone() -> None:
+    order = ["job", "train", "cli"]  # each may import those before it
+    wrong = [
+        found
+        for found in PACKAGE_IMPORTS
+        if found.importer in ASSEMBLERS
+        and found.ours in ASSEMBLERS - {found.importer}
+        and order.index(found.ours) > order.index(found.importer)
+    ]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("module", CONFINED)
+def test_megatron_and_sglang_are_imported_in_one_place_alone(module: str) -> None:
+    wrong = [
+        found
+        for found in PACKAGE_IMPORTS + TOOL_IMPORTS
+        if found.is_of(module) and not found.path.is_relative_to(PACKAGE / CONFINED[module])
+    ]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("importer", WITHOUT)
+def test_what_must_be_light_imports_nothing_heavy(importer: str) -> None:
+    wrong = [
+        found
+        for found in PACKAGE_IMPORTS
+        if found.importer == importer and not found.is_for_types and any(found.is_of(module) for module in WITHOUT[importer])
+    ]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_the_command_line_imports_errors_alone_until_a_command_runs() -> None:
+    eager = [found for found in PACKAGE_IMPORTS if found.importer == "cli" and not found.is_lazy and not found.is_for_types]
+    assert {found.ours for found in eager if found.ours} == {"errors"}
+
+
+def test_the_planner_never_talks_to_other_ranks() -> None:
+    wrong = [found for found in PACKAGE_IMPORTS if found.importer == "planner" and found.is_of("torch.distributed")]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_the_reader_of_imports_sees_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    path = tmp_path / "grpo_mega/sync/a.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "import torch.distributed as dist\n"
+        "from grpo_mega import config\n"
+        "from .b import c\n"
+        "from ..types import Prompt\n"
+        "if TYPE_CHECKING:\n    from torch import Tensor\n"
+        "def f():\n    from torch import distributed\n"
+    )
+    found = list(imports_of(path))
+    assert [one.name for one in found] == [
+        "torch.distributed",
+        "grpo_mega.config",
+        "grpo_mega.sync.b.c",
+        "grpo_mega.types.Prompt",
+        "torch.Tensor",
+        "torch.distributed",
+    ]
+    assert [one.is_lazy for one in found] == [False] * 5 + [True]
+    assert [one.is_for_types for one in found] == [False] * 4 + [True, False]
