@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
-CHARACTERS = list("0123456789+-=?") + ["Ġ", "Ċ"]  # the last two are byte-level BPE's names of " " and "\n"
+CHARACTERS = [*"0123456789+-=?", "Ġ", "Ċ"]  # the last two are byte-level BPE's names of " " and "\n"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
@@ -97,10 +97,7 @@ def main() -> None:
     steps = train_supervised(model, tokenizer, train, rng)
     score = greedy_score(model, tokenizer, heldout)
     save(options.out, model, tokenizer, train, heldout)
-    print(
-        f"held-out score {score:.3f} after {steps} supervised steps in {time.monotonic() - started:.0f} s; "
-        f"see {options.out}"
-    )
+    print(f"held-out score {score:.3f} after {steps} supervised steps in {time.monotonic() - started:.0f} s; see {options.out}")
 
 
 def make_problems(rng: random.Random) -> tuple[list[Problem], list[Problem]]:
@@ -168,9 +165,7 @@ def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     return model
 
 
-def train_supervised(
-    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, train: Sequence[Problem], rng: random.Random
-) -> int:
+def train_supervised(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, train: Sequence[Problem], rng: random.Random) -> int:
     """AdamW on demonstrations until the greedy score on some training prompts reaches the target; returns the steps.
 
     Then the learning rate goes to 0 in COOLDOWN_STEPS, which brings the sampled shares close to the demonstrations'.
@@ -220,9 +215,7 @@ def tokenize_demonstrations(
 
 def render_prompts(tokenizer: Qwen2Tokenizer, problems: Sequence[Problem]) -> list[str]:
     return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": problem.prompt}], tokenize=False, add_generation_prompt=True
-        )
+        tokenizer.apply_chat_template([{"role": "user", "content": problem.prompt}], tokenize=False, add_generation_prompt=True)
         for problem in problems
     ]
 

@@ -1,4 +1,4 @@
-"""The command line: `grpo-mega train CONFIG [--set a.b=c ...]` and `grpo-mega report RUN_DIR`.
+"""The command line: `grpo-mega train CONFIG`, `grpo-mega check CONFIG --layouts "..."`, `grpo-mega report RUN_DIR`.
 
 Imports nothing heavy until a command runs. What a person can mend (UserError) is printed in one line on stderr and ends the
 process with code 2. `train` is one rank where torchrun has set RANK; elsewhere it starts the ranks of the layout by itself.
@@ -29,6 +29,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.command == "train":
             return train(options.config, options.set, arguments)
+        if options.command == "check":
+            return check(options.config, options.set, options.layouts.split())
         return report(options.run_dir)
     except UserError as error:
         rank = os.environ.get("RANK", "0")
@@ -56,6 +58,18 @@ def train(config_path: Path, overrides: list[str], argv: list[str]) -> int:
     if not is_rank:
         _become_only_rank()
     return _train_as_rank(config)
+
+
+def check(config_path: Path, overrides: list[str], layouts: list[str]) -> int:
+    """Prints how far each layout's numbers are from a single rank's; 1 if one is farther than rounding explains."""
+    from grpo_mega import check as checks
+    from grpo_mega import config as config_module
+
+    config = config_module.load(config_path, overrides)
+    differences = checks.check(config, layouts)
+    tolerance = checks.TOLERANCE[config.model.dtype]
+    print(checks.table(differences, tolerance))
+    return 0 if all(d.is_within(tolerance) for d in differences) else 1
 
 
 def report(run_dir: Path) -> int:
@@ -108,17 +122,29 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="grpo-mega", description="Trains language models with GRPO on Megatron-core.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train_parser = commands.add_parser("train", help="train as a YAML file says")
-    train_parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file; see examples/*.yaml")
-    train_parser.add_argument(
+    _add_config(train_parser)
+    check_parser = commands.add_parser("check", help="prove that layouts give the same numbers as a single rank")
+    _add_config(check_parser)
+    check_parser.add_argument(
+        "--layouts",
+        required=True,
+        metavar='"LAYOUT ..."',
+        help='layouts to compare, for example "tp=2 pp=2 tp=2,pp=2,sequence_parallel=true"',
+    )
+    report_parser = commands.add_parser("report", help="draw the curves of a run into its folder")
+    report_parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run_dir of its config")
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file; see examples/*.yaml")
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
         help="overrides a value of the file, for example --set optimizer.lr=1e-6; may be repeated",
     )
-    report_parser = commands.add_parser("report", help="draw the curves of a run into its folder")
-    report_parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run_dir of its config")
-    return parser
 
 
 if __name__ == "__main__":

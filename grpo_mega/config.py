@@ -40,6 +40,8 @@ class LayoutConfig(Section):
     vpp: PositiveInt | None = None  # model chunks a pipeline rank holds; None or 1: no interleaving
     dp: PositiveInt | None = None  # None: what is left of the world size under torchrun, else 1
     sequence_parallel: bool = False
+    order: Literal["tp-dp-pp", "tp-pp-dp"] = "tp-dp-pp"  # axes of the ranks, neighbours first
+    layers_per_chunk: tuple[PositiveInt, ...] | None = None  # pp * vpp numbers, in model order; None: as even as can be
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
 
@@ -53,6 +55,12 @@ class LayoutConfig(Section):
             raise ValueError("layout.sequence_parallel=true needs layout.tp > 1; set it to false or raise tp")
         if (self.vpp or 1) > 1 and self.pp == 1:
             raise ValueError(f"layout.vpp={self.vpp} needs layout.pp > 1; leave vpp out or raise pp")
+        num_chunks = self.pp * (self.vpp or 1)
+        if self.layers_per_chunk is not None and len(self.layers_per_chunk) != num_chunks:
+            raise ValueError(
+                f"layout.layers_per_chunk={list(self.layers_per_chunk)} has {len(self.layers_per_chunk)} entries; "
+                f"give pp * vpp = {num_chunks}"
+            )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError("layout.overlap_param_gather=true needs layout.overlap_grad_reduce=true")
         return self
@@ -227,7 +235,7 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
     if not isinstance(raw, dict):
         raise ConfigError(f"config {path} holds {type(raw).__name__}, not a mapping of keys; see examples/*.yaml")
     for override in overrides or []:
-        _apply_override(raw, override)
+        apply_override(raw, override)
     return validate(raw)
 
 
@@ -244,7 +252,8 @@ def dump(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def _apply_override(raw: dict[str, Any], override: str) -> None:
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Sets one value of a nested dict, "a.b=c" with c in YAML. Raises ConfigError."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"--set {override!r} is not of the form key.subkey=value")

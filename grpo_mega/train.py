@@ -14,9 +14,10 @@ from grpo_mega.algorithm import advantages
 from grpo_mega.algorithm.aggregate import token_weights
 from grpo_mega.batching import pack
 from grpo_mega.config import Config
-from grpo_mega.job import Job, open_job
+from grpo_mega.job import Job, export_policy, open_job
+from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.progress import progress
-from grpo_mega.observe.rollout_metrics import heldout_metrics, rollout_metrics
+from grpo_mega.observe.rollout_metrics import heldout_metrics, mean_over_updates, rollout_metrics
 from grpo_mega.rewards.scorer import VERDICTS, drop_unusable
 from grpo_mega.rollout import exchange
 from grpo_mega.rollout.engine import Sampling
@@ -33,7 +34,7 @@ def run(config: Config) -> None:
             is_due = config.eval.interval and (step + 1) % config.eval.interval == 0
             if is_due or step + 1 == config.steps:
                 evaluate(job, step + 1)
-        job.export(config.run_dir / "hf")
+        export_policy(job.policy, job.model, config.run_dir / "hf")
         job.log.message(f"policy saved as a Hugging Face checkpoint in {config.run_dir / 'hf'}")
 
 
@@ -47,12 +48,12 @@ def train_step(job: Job, step: int) -> None:
     if len(groups) >= job.config.batch.mini_batches:
         with timers("pack"):
             advantages.assign(groups, normalize=job.config.algorithm.normalize_advantages)
-            batches = make_batches(job, groups)
+            batches = make_batches(job.config, groups, job.policy)
         with job.engine.asleep():
             with timers("logprobs"):
                 batches = job.policy.attach_logprobs(batches)
             with timers("update"):
-                metrics |= job.policy.update(batches)
+                metrics |= mean_over_updates(job.policy.update(batches))
     with timers("sync"):
         job.sync.publish(job.policy, job.engine, version=step + 1)
     job.log.log_samples(step, groups, job.decode)
@@ -77,34 +78,31 @@ def rollout(job: Job, prompts: Sequence[Prompt], sampling: Sampling, step: int, 
         return exchange.gather(groups, prompts, [f.name for f in config.rewards.functions], VERDICTS)
 
 
-def make_batches(job: Job, groups: Sequence[Group]) -> list[list[PackedBatch]]:
+def make_batches(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[PackedBatch]]:
     """This data-parallel rank's micro-batches of each mini-batch, with token weights from global counts."""
-    config = job.config
     mini_batches = pack.split(groups, config.batch.mini_batches)
-    weights = [_weights(job, samples, mini_batches) for samples in mini_batches]
     return pack.pack(
         mini_batches,
-        weights,
-        dp_size=job.runtime.layout.dp,
-        dp_rank=job.runtime.dp_rank,
+        [_weights(config, samples, mini_batches) for samples in mini_batches],
+        dp_size=policy.dp_size,
+        dp_rank=policy.dp_rank,
         token_budget=config.batch.tokens_per_micro_batch,
-        length_multiple=job.policy.length_multiple,
-        micro_batch_multiple=job.policy.micro_batch_multiple,
+        length_multiple=policy.length_multiple,
+        micro_batch_multiple=policy.micro_batch_multiple,
     )
 
 
-def _weights(job: Job, samples: Sequence[Sample], mini_batches: Sequence[Sequence[Sample]]) -> list[float]:
+def _weights(config: Config, samples: Sequence[Sample], mini_batches: Sequence[Sequence[Sample]]) -> list[float]:
     """Samples without a reward do not train and do not count."""
-    algorithm = job.config.algorithm
     counted = [s for s in samples if s.reward is not None]
-    num_tokens = sum(s.response_len for s in counted)
-    if algorithm.use_valid_token_scale:  # the mini-batch's share of the rollout's valid tokens
-        num_tokens = sum(s.response_len for mini in mini_batches for s in mini if s.reward is not None) // len(mini_batches)
+    num_tokens: float = sum(s.response_len for s in counted)
+    if config.algorithm.use_valid_token_scale:  # the mini-batch's share of the rollout's valid tokens
+        num_tokens = sum(s.response_len for mini in mini_batches for s in mini if s.reward is not None) / len(mini_batches)
     weights = iter(
         token_weights(
             [s.response_len for s in counted],
-            algorithm.loss_agg_func,
-            max_response_length=job.config.rollout.max_response_length,
+            config.algorithm.loss_agg_func,
+            max_response_length=config.rollout.max_response_length,
             num_samples=len(counted),
             num_tokens=num_tokens,
         )

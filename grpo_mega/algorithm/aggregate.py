@@ -18,7 +18,7 @@ def token_weights(
     *,
     max_response_length: int,
     num_samples: int,
-    num_tokens: int,
+    num_tokens: float,
 ) -> list[float]:
     """For each sample the weight of each of its response tokens. Empty responses get 0.
 

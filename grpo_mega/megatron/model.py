@@ -17,6 +17,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -73,6 +79,7 @@ def transformer_config(
         tensor_model_parallel_size=runtime.layout.tp,
         pipeline_model_parallel_size=runtime.layout.pp,
         virtual_pipeline_model_parallel_size=runtime.layout.vpp if is_interleaved else None,
+        pipeline_model_parallel_layout=_uneven_stages(shape, runtime),
         sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -98,6 +105,15 @@ def transformer_config(
     )
 
 
+def _uneven_stages(shape: ModelShape, runtime: Runtime) -> list[list[str]] | None:
+    """Megatron's list of what each chunk holds, where its own even division does not do."""
+    sizes = runtime.layout.chunk_sizes(shape.num_layers)
+    if len(set(sizes)) == 1:
+        return None
+    chunks = [["decoder"] * n for n in sizes]
+    return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
+
+
 def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime: Runtime, chunk: int) -> GPTModel:
     layout = runtime.layout
     vp_stage = chunk if layout.vpp > 1 else None
@@ -116,12 +132,22 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         vp_stage=vp_stage,
     )
+    _mark_partitions(model)
     inv_freq = rotary_inv_freq(hf_config)
     if use_te:
         model.rotary_pos_emb.inv_freq = inv_freq
     else:
         model.rotary_pos_emb = PackedRotary(inv_freq)
     return model.to(runtime.device.torch_device)
+
+
+def _mark_partitions(model: GPTModel) -> None:
+    """Marks the weights that are cut over tensor-parallel ranks. Megatron does so only when it initialises them, and leaves
+    unmarked ones out of the gradient norm on all ranks but the first."""
+    for module in model.modules():
+        for kind, dim in ((ColumnParallelLinear, 0), (VocabParallelEmbedding, 0), (RowParallelLinear, 1)):
+            if isinstance(module, kind) and module.weight is not None:
+                set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
 
 
 def rotary_inv_freq(hf_config: Any) -> torch.Tensor:
@@ -140,11 +166,14 @@ def check_architecture(hf_config: Any) -> None:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "use_sliding_window": False,
+        "sliding_window": None,
         "partial_rotary_factor": 1.0,
     }
+    fields = hf_config.to_dict()
+    if fields.get("use_sliding_window") is False:  # Qwen names a window even where it is not used
+        fields.pop("sliding_window")
     for name, supported in demands.items():
-        value = hf_config.to_dict().get(name, supported)
+        value = fields.get(name, supported)
         if value != supported:
             raise ConfigError(f"config.json has {name}={value!r}; only {supported!r} is supported for {hf_config.model_type}")
     rotary_inv_freq(hf_config)

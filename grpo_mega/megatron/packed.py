@@ -8,6 +8,7 @@ attention, and put back. The same code runs on any device.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class LocalPackedSeqParams(PackedSeqParams):
 def pack_params(cu_seqlens: Tensor, position_ids: Tensor) -> LocalPackedSeqParams:
     """For segments [cu_seqlens[i], cu_seqlens[i + 1]) which cover all T tokens."""
     cuts = cu_seqlens.tolist()
-    spans = sorted(((b - a, a) for a, b in zip(cuts, cuts[1:], strict=False) if b > a), reverse=True)
+    spans = sorted(((b - a, a) for a, b in pairwise(cuts) if b > a), reverse=True)
     gathers: list[Tensor] = []
     restore = torch.empty(cuts[-1], dtype=torch.int64)
     base = 0

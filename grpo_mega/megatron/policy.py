@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mega.algorithm.losses import LOSSES, LossInputs, LossOutputs, accumulate, finalize
@@ -37,6 +38,7 @@ class Policy:
         self._holding_of = partial(megatron_holding, family, shape, runtime.layout, fused_norms=self._uses_te)
         models = build_chunks(shape, family, hf_config, config.model, config.layout, runtime)
         self._parameters = _parameters_of(models, self._holding_of(runtime.rank))
+        _check_partitions(self._parameters, runtime, self._holding_of)
         self._chunks = optimizers.wrap(models, config.layout)
         self._pipeline = Pipeline(self._chunks, uses_te=self._uses_te)
         self._optimizer: Any = None
@@ -53,6 +55,14 @@ class Policy:
         """Interleaved pipelines want whole rounds of micro-batches."""
         return self._runtime.layout.pp if self._runtime.layout.vpp > 1 else 1
 
+    @property
+    def dp_size(self) -> int:
+        return self._runtime.layout.dp
+
+    @property
+    def dp_rank(self) -> int:
+        return self._runtime.dp_rank
+
     def holdings(self) -> list[Holding]:
         """What each rank holds of the policy."""
         return [self._holding_of(rank) for rank in range(self._runtime.layout.world_size)]
@@ -63,7 +73,7 @@ class Policy:
         return self._parameters
 
     def load(self, read: Callable[[Box], Tensor]) -> None:
-        """Fills the weights from a checkpoint's slices, keeps them as the reference if one is needed, and makes the optimizer."""
+        """Fills the weights from a checkpoint's slices; keeps them as the reference if one is needed; makes the optimizer."""
         fill(self._holding_of(self._runtime.rank), self._parameters, read)
         if self._config.algorithm.kl_beta > 0:
             self._reference = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
@@ -78,14 +88,16 @@ class Policy:
         """
         batches = [[_to_device(b, self._runtime.device.torch_device) for b in mini] for mini in mini_batches]
         if self._config.batch.optimizer_steps > 1:
-            batches = self._attach(batches, "old_logprobs")
+            for batch, values in self._evaluate(batches):
+                batch.old_logprobs = values
         if self._reference:
             with self._as_reference():
-                batches = self._attach(batches, "ref_logprobs")
+                for batch, values in self._evaluate(batches):
+                    batch.ref_logprobs = values
         return batches
 
-    def update(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> StepMetrics:
-        """All optimizer steps of one rollout; metrics are means over them, weighted by tokens (losses: by steps)."""
+    def update(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[StepMetrics]:
+        """All optimizer steps of one rollout, and the metrics of each."""
         algorithm = self._config.algorithm
         passes: list[StepMetrics] = []
         for _ in range(self._config.batch.epochs):
@@ -97,7 +109,7 @@ class Policy:
                 else:
                     metrics |= self._optimizer_update()
                 passes.append(metrics)
-        return _mean_metrics(passes)
+        return passes
 
     def _optimizer_update(self) -> StepMetrics:
         lr = optimizers.learning_rate(
@@ -108,15 +120,13 @@ class Policy:
         self._optimizer_step += 1
         return {"grad_norm": float(grad_norm), "lr": lr, "dropped_mini_batches": 0.0}
 
-    def _attach(self, mini_batches: list[list[PackedBatch]], name: str) -> list[list[PackedBatch]]:
-        """The batches with what the current weights say of them under `name`; unchanged on all but the last stage."""
-        attached = []
+    def _evaluate(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[tuple[PackedBatch, Tensor]]:
+        """Each batch with its [T] log-probs under the current weights; none on all but the last stage."""
+        pairs: list[tuple[PackedBatch, Tensor]] = []
         for batches in mini_batches:
-            found = self._pipeline.forward(batches, lambda logits_TV, batch: self._logprobs(logits_TV, batch)[0])
-            attached.append(
-                [replace(b, **{name: values}) for b, values in zip(batches, found, strict=True)] if found else batches
-            )
-        return attached
+            values = self._pipeline.forward(batches, lambda logits_TV, batch: self._logprobs(logits_TV, batch)[0])
+            pairs += zip(batches, values, strict=bool(values))
+        return pairs
 
     def _logprobs(self, logits_TV: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
         return vocab_parallel_logprobs(
@@ -200,6 +210,17 @@ def _parameters_of(models: Sequence[Any], holding: Holding) -> dict[str, Tensor]
     return found
 
 
+def _check_partitions(parameters: Mapping[str, Tensor], runtime: Runtime, holding_of: Callable[[int], Holding]) -> None:
+    """Parameters must be marked as cut where they are: the gradient norm counts unmarked ones on one rank only."""
+    group = dist.get_process_group_ranks(runtime.tp_group)
+    if len(group) == 1:
+        return
+    first, second = holding_of(group[0]), holding_of(group[1])
+    for name, p in parameters.items():
+        is_cut = first[name] != second[name]
+        assert getattr(p, "tensor_model_parallel", False) == is_cut, (name, is_cut)
+
+
 @torch.no_grad()
 def _copy_into(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, target in targets.items():
@@ -207,22 +228,6 @@ def _copy_into(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> N
 
 
 def _to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    moved = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return PackedBatch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
-
-
-def _mean_metrics(passes: list[StepMetrics]) -> StepMetrics:
-    """Means of token metrics by tokens, of losses by passes; maxima stay maxima, and counts of what was dropped add up."""
-    tokens = [m["num_tokens"] for m in passes]
-    result: StepMetrics = {}
-    for name in dict.fromkeys(name for m in passes for name in m):
-        values = [m[name] for m in passes if name in m]
-        if name in ("num_tokens", "dropped_mini_batches"):
-            result[name] = sum(values)
-        elif name.endswith(("max",)):
-            result[name] = max(values)
-        elif len(values) < len(passes) or name.startswith("loss/") or name in ("grad_norm", "lr"):
-            result[name] = sum(values) / len(values)
-        else:
-            result[name] = sum(v * n for v, n in zip(values, tokens, strict=True)) / max(sum(tokens), 1.0)
-    return result
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    moved: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
+    return replace(batch, **moved)

@@ -1,8 +1,8 @@
 """Process groups and this rank's place in the layout.
 
 `start(config)` joins the ranks (torchrun's environment or our own launcher's), sets up Megatron's model-parallel groups and
-seeds them; `Runtime` carries what the rest asks: ranks, groups, device. Nothing of Megatron's global state leaks further than
-this package.
+seeds them; several layouts may follow one another in the same processes (`arrange`). `Runtime` carries what the rest asks:
+ranks, groups, device. Nothing of Megatron's global state leaks further than this package.
 """
 
 from __future__ import annotations
@@ -59,17 +59,29 @@ class Runtime:
 
 
 def start(config: Config) -> Runtime:
-    """Joins the ranks. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set."""
+    """Joins the ranks and arranges them. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set."""
+    return arrange(config, join(config))
+
+
+def join(config: Config) -> devices.Device:
+    """Joins the ranks into one process group; returns this rank's device."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = devices.select(config.device, int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(device.backend, rank=rank, world_size=world_size, timeout=timedelta(minutes=10))
-    layout = resolve_layout(config, world_size)
+    return device
+
+
+def arrange(config: Config, device: devices.Device) -> Runtime:
+    """Megatron's groups for the config's layout, in place of earlier ones, and its random states."""
+    _leave_groups()
+    runtime = Runtime(device, resolve_layout(config, dist.get_world_size()), dist.get_rank())
+    layout = runtime.layout
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        order={"tp-dp-pp": "tp-cp-ep-dp-pp", "tp-pp-dp": "tp-cp-ep-pp-dp"}[layout.order],
     )
-    runtime = Runtime(device, layout, rank)
     _check_order(runtime)
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
@@ -79,12 +91,26 @@ def start(config: Config) -> Runtime:
 def resolve_layout(config: Config, world_size: int) -> MegatronLayout:
     """The layout with DP being what is left of the world."""
     wanted = config.layout
-    return MegatronLayout(wanted.tp, wanted.pp, wanted.vpp or 1, world_size // (wanted.tp * wanted.pp))
+    return MegatronLayout(
+        tp=wanted.tp,
+        pp=wanted.pp,
+        vpp=wanted.vpp or 1,
+        dp=world_size // (wanted.tp * wanted.pp),
+        order=wanted.order,
+        layers_per_chunk=wanted.layers_per_chunk,
+    )
 
 
 def stop() -> None:
-    parallel_state.destroy_model_parallel()
+    _leave_groups()
     dist.destroy_process_group()
+
+
+def _leave_groups() -> None:
+    """Megatron only forgets its groups; each would keep its threads and connections."""
+    parallel_state.destroy_model_parallel()
+    for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
 
 
 def _check_order(runtime: Runtime) -> None:

@@ -137,6 +137,7 @@ def _draw(axes: Any, panel: Panel) -> None:
         axes.set_yscale("log")
     axes.set_title(panel.title, loc="left", fontweight="bold")
     axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.02, y=0.12)

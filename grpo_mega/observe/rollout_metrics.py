@@ -1,4 +1,4 @@
-"""Metrics of a rollout's samples: rewards by function, verdicts, lengths, groups without a signal."""
+"""Metrics of a step: of its rollout's samples (rewards by function, verdicts, lengths), and over its optimizer steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from grpo_mega.types import Group, Sample, StepMetrics
+
+COUNTS = ("num_tokens", "dropped_mini_batches")
+BY_STEP = ("grad_norm", "lr")  # a dropped mini-batch has none
 
 
 def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
@@ -23,6 +26,24 @@ def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
         "response_length/cut": sum(s.finish_reason == "length" for s in samples) / len(samples),
         "groups/no_spread": sum(len({s.reward for s in g.samples}) == 1 for g in groups) / len(groups),
     }
+
+
+def mean_over_updates(passes: Sequence[StepMetrics]) -> StepMetrics:
+    """One step's metrics from those of its optimizer steps: token metrics weighted by tokens, losses by steps; maxima stay
+    maxima and counts add up."""
+    tokens = [m["num_tokens"] for m in passes]
+    result: StepMetrics = {}
+    for name in dict.fromkeys(name for m in passes for name in m):
+        values = [m[name] for m in passes if name in m]
+        if name in COUNTS:
+            result[name] = sum(values)
+        elif name.endswith("max"):
+            result[name] = max(values)
+        elif name.startswith("loss/") or name in BY_STEP:
+            result[name] = sum(values) / len(values)
+        else:
+            result[name] = sum(v * n for v, n in zip(values, tokens, strict=True)) / max(sum(tokens), 1.0)
+    return result
 
 
 def heldout_metrics(groups: Sequence[Group]) -> StepMetrics:

@@ -1,7 +1,7 @@
 """The one front of a run's log: `open_run_log(config, rank)` gives rank 0 a RunLog and every other rank a NullRunLog.
 
-Metric names are path-like ("reward/mean", "seconds/update", "eval/score"). `step` counts finished optimizer phases from the
-caller's point of view and is written as given.
+Metric names are path-like ("reward/mean", "seconds/update", "eval/score"). `step` is written as the caller gives it; the last
+line of a step counts.
 """
 
 from __future__ import annotations

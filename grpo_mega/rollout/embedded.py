@@ -64,7 +64,7 @@ class EmbeddedEngine:
     def _generate_batch(self, groups: list[Group], sampling: Sampling, step: int, on_sample: OnSample) -> None:
         n = sampling.group_size
         state = _Decoding.prefill(self._model, [g.prompt for g in groups], n, self.device)
-        streams = _streams(groups, sampling, step)
+        streams = _streams(groups, sampling, step, self.device)
         is_stop = torch.zeros(self._model.config.vocab_size, dtype=torch.bool, device=self.device)
         is_stop[list(sampling.stop_token_ids)] = True
         tokens_BT = torch.empty((len(groups) * n, sampling.max_response_length), dtype=torch.int64, device=self.device)
@@ -98,7 +98,7 @@ class EmbeddedEngine:
             group.samples.sort(key=lambda s: s.index)
 
 
-def _streams(groups: list[Group], sampling: Sampling, step: int) -> Tensor | None:
+def _streams(groups: list[Group], sampling: Sampling, step: int, device: torch.device) -> Tensor | None:
     """[sequences, max_response_length] uniforms, or None for greedy decoding."""
     if sampling.temperature == 0:
         return None
@@ -107,7 +107,7 @@ def _streams(groups: list[Group], sampling: Sampling, step: int) -> Tensor | Non
         for g in groups
         for index in range(sampling.group_size)
     ]
-    return torch.from_numpy(np.stack(rows))
+    return torch.from_numpy(np.stack(rows)).to(device)
 
 
 @dataclass

@@ -27,17 +27,6 @@ INDEX = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The contents of config.json. Raises WeightMappingError if it is missing or not JSON."""
-    path = Path(folder) / "config.json"
-    try:
-        return json.loads(path.read_text())
-    except OSError:
-        raise WeightMappingError(f"{path} does not exist; give the folder of a Hugging Face checkpoint") from None
-    except ValueError as error:
-        raise WeightMappingError(f"{path} is not JSON ({error}); restore the file") from None
-
-
 class CheckpointReader:
     """Slices of a folder's safetensors, sharded or not. A context manager."""
 
@@ -69,21 +58,27 @@ class CheckpointReader:
         """Raises WeightMappingError for the first tensor that is missing, has a wrong shape, or is not known."""
         for name, shape in expected.items():
             if name not in self._file_of:
-                raise WeightMappingError(f"{self.folder} has no tensor {name!r}; the checkpoint is incomplete")
+                raise WeightMappingError(f"{self.folder} has no tensor {name!r}; fetch the checkpoint again, it is incomplete")
             if self.shape(name) != tuple(shape):
                 raise WeightMappingError(
-                    f"{self.folder}: {name} has shape {list(self.shape(name))}, but config.json means {list(shape)}"
+                    f"{self.folder}: {name} has shape {list(self.shape(name))}, but config.json means {list(shape)}; "
+                    "give the config.json that belongs to these weights"
                 )
         # A tied output layer may be stored as well; rotary tables are derived.
         known = set(expected) | {"lm_head.weight"}
         for name in sorted(self.names - known):
             if not name.endswith("rotary_emb.inv_freq"):
-                raise WeightMappingError(f"{self.folder} holds {name!r}, which its model type has no place for")
+                raise WeightMappingError(
+                    f"{self.folder} holds {name!r}, which its model type has no place for; check model_type in config.json"
+                )
 
     def _files(self) -> list[str]:
         index = self.folder / INDEX
         if index.exists():
-            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            try:
+                return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise WeightMappingError(f"{index} is no index of shards ({error!r}); fetch the file again") from None
         if (self.folder / SINGLE).exists():
             return [SINGLE]
         raise WeightMappingError(f"{self.folder} has neither {SINGLE} nor {INDEX}; give a checkpoint with safetensors")

@@ -1,6 +1,6 @@
 """Layouts, and what each rank of one holds: Megatron's (TP, PP, VPP, DP), or whole Hugging Face tensors.
 
-A rank's place is (tp_rank, pp_rank, dp_rank) in Megatron's default order, tp fastest, then dp, then pp. Local names of a
+A rank's place is (tp_rank, pp_rank, dp_rank), in Megatron's default order tp fastest, then dp, then pp. Local names of a
 Megatron rank are "chunk<v>.<parameter name>", v being the model chunk (0 without interleaving).
 """
 
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from grpo_mega.weights.boxes import Box, Holding, LocalTensor, Piece
 from grpo_mega.weights.spec import Family, ModelShape, Row
+
+RankOrder = Literal["tp-dp-pp", "tp-pp-dp"]
 
 
 @dataclass(frozen=True)
@@ -19,20 +22,39 @@ class MegatronLayout:
     pp: int = 1
     vpp: int = 1
     dp: int = 1
+    order: RankOrder = "tp-dp-pp"  # axes from the one whose ranks are neighbours to the one farthest apart
+    layers_per_chunk: tuple[int, ...] | None = None  # in model order, pp * vpp of them; None: as even as can be
 
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
 
+    @property
+    def num_chunks(self) -> int:
+        """Of the whole model, over all stages."""
+        return self.pp * self.vpp
+
     def place(self, rank: int) -> tuple[int, int, int]:
         """(tp_rank, pp_rank, dp_rank) of a global rank."""
-        return rank % self.tp, rank // (self.tp * self.dp), rank // self.tp % self.dp
+        index = {}
+        for axis in self.order.split("-"):
+            size = getattr(self, axis)
+            index[axis], rank = rank % size, rank // size
+        return index["tp"], index["pp"], index["dp"]
+
+    def chunk_sizes(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of each chunk, in model order. A remainder goes to the first ones: the last carries the output layer."""
+        if self.layers_per_chunk is not None:
+            return self.layers_per_chunk
+        base, extra = divmod(num_layers, self.num_chunks)
+        return tuple(base + (i < extra) for i in range(self.num_chunks))
 
     def layers_of(self, num_layers: int, pp_rank: int, chunk: int) -> range:
-        """Global layers of a model chunk: chunks go round the stages, so chunk v of stage p is the (v * pp + p)-th run."""
-        run = num_layers // (self.pp * self.vpp)
-        first = (chunk * self.pp + pp_rank) * run
-        return range(first, first + run)
+        """Global layers of a rank's model chunk: chunks go round the stages, so chunk v of stage p is the (v * pp + p)-th."""
+        sizes = self.chunk_sizes(num_layers)
+        index = chunk * self.pp + pp_rank
+        first = sum(sizes[:index])
+        return range(first, first + sizes[index])
 
 
 def megatron_holding(

@@ -6,7 +6,9 @@ tensor to its Megatron name through an op, which knows how the tensor is cut for
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from grpo_mega.errors import WeightMappingError
@@ -110,7 +112,11 @@ class Vocab:
 
 @dataclass(frozen=True)
 class QKV:
-    """Megatron's fused projection: for each key-value head its query heads, then its key, then its value."""
+    """Megatron's fused projection: for each key-value head its query heads, then its key, then its value.
+
+    Ranks hold equal runs of its rows. With fewer key-value heads than ranks a run is a part of one head's rows, and Megatron
+    gathers the activations.
+    """
 
     trailing: tuple[str, ...]  # ("hidden",) for weights, () for biases
 
@@ -121,15 +127,19 @@ class QKV:
     def megatron(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
         rest = shape.dims(self.trailing)
         zeros = (0,) * len(rest)
-        groups = shape.num_kv_heads // tp_size
-        rows_of = (shape.q // shape.num_kv_heads, shape.head_dim, shape.head_dim)  # of q, k, v in one group
-        pieces, offset = [], 0
-        for group in range(groups * tp_rank, groups * (tp_rank + 1)):
+        rows_of = (shape.q // shape.num_kv_heads, shape.head_dim, shape.head_dim)  # of q, k, v for one key-value head
+        width = (shape.q + 2 * shape.kv) // tp_size
+        first, last = width * tp_rank, width * (tp_rank + 1)  # this rank's rows of the whole fused tensor
+        pieces, row = [], 0
+        for head in range(shape.num_kv_heads):
             for name, rows in zip(names, rows_of, strict=True):
-                box = Box(name, (rows * group, *zeros), (rows * (group + 1), *rest))
-                pieces.append(Piece(box, local, (offset, *zeros)))
-                offset += rows
-        return LocalTensor((offset, *rest), tuple(pieces))
+                begin, end = max(row, first), min(row + rows, last)
+                if begin < end:
+                    shift = rows * head - row  # from a row of the fused tensor to one of the Hugging Face tensor
+                    box = Box(name, (begin + shift, *zeros), (end + shift, *rest))
+                    pieces.append(Piece(box, local, (begin - first, *zeros)))
+                row += rows
+        return LocalTensor((width, *rest), tuple(pieces))
 
 
 @dataclass(frozen=True)
@@ -183,3 +193,14 @@ class Family:
 def padded_vocab(vocab: int, tp_size: int) -> int:
     """The vocabulary rounded up to a multiple of the tensor-parallel size."""
     return -(-vocab // tp_size) * tp_size
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The contents of config.json. Raises WeightMappingError if it is missing or not JSON."""
+    path = Path(folder) / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except OSError:
+        raise WeightMappingError(f"{path} does not exist; give the folder of a Hugging Face checkpoint") from None
+    except ValueError as error:
+        raise WeightMappingError(f"{path} is not JSON ({error}); restore the file") from None

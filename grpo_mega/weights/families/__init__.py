@@ -6,7 +6,7 @@ from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.families.dense import LLAMA, QWEN2, QWEN3
 from grpo_mega.weights.spec import Family
 
-FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+FAMILIES: dict[str, Family] = {"llama": LLAMA, "mistral": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
 
 
 def family_of(model_type: str) -> Family:

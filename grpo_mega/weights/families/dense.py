@@ -1,4 +1,4 @@
-"""Dense decoders that name their tensors as Llama does: llama, qwen2 (with q/k/v biases), qwen3 (with q and k norms)."""
+"""Dense decoders that name their tensors as Llama does: llama and mistral, qwen2 (q/k/v biases), qwen3 (q and k norms)."""
 
 from __future__ import annotations
 

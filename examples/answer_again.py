@@ -1,0 +1,36 @@
+"""Answers a finished run's held-out prompts with transformers alone, from the exported checkpoint, and compares.
+
+`python examples/answer_again.py RUN_DIR [--prompts 64]` exits 1 unless the greedy answers are the run's own, token by token:
+the checkpoint that the trainer wrote is then the policy that it trained.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--prompts", type=int, default=64)
+    options = parser.parse_args()
+    last = sorted(options.run_dir.glob("heldout-*.jsonl"))[-1]
+    rows = [json.loads(line) for line in last.read_text().splitlines()][: options.prompts]
+    checkpoint = options.run_dir / "hf"
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True, add_special_tokens=False)
+    longest = max(len(row["token_ids"]) for row in rows)
+    with torch.inference_mode():
+        out = model.generate(**inputs, max_new_tokens=longest, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    same = sum(answer[: len(row["token_ids"])] == row["token_ids"] for answer, row in zip(out.tolist(), rows, strict=True))
+    print(f"transformers gives the run's answer to {same} of {len(rows)} held-out prompts from {checkpoint}")
+    return 0 if same == len(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

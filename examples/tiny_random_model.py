@@ -1,0 +1,70 @@
+"""Makes a model folder without weights: `python examples/tiny_random_model.py OUT`.
+
+Output: OUT/config.json of a Qwen2 with 2 layers and hidden 64, for model.init=random, and a tokenizer with one token a byte,
+so that it takes any text, and a chat template. Nothing is downloaded or trained. The layers, heads and vocabulary divide by 2,
+as tp=2 and pp=2 want.
+"""
+
+import argparse
+from pathlib import Path
+
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AddedToken, Qwen2Config, Qwen2Tokenizer
+
+SPECIAL_TOKENS = ["<pad>", "<eos>", "<system>", "<user>", "<assistant>", "<end>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + '<end>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+VOCAB_SIZE = 304  # the tokens in use, rounded up as real models do
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make a tiny model folder without weights, for model.init=random.")
+    parser.add_argument("out", type=Path, help="folder to write to")
+    out = parser.parse_args().out
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(out, save_jinja_files=False)
+    make_config(tokenizer).save_pretrained(out)
+    print(f"{len(tokenizer)} tokens, one a byte; see {out}")
+
+
+def make_tokenizer() -> Qwen2Tokenizer:
+    """Byte-level BPE without merges."""
+    names = SPECIAL_TOKENS + sorted(ByteLevel.alphabet())
+    tokenizer = Qwen2Tokenizer(
+        vocab={name: i for i, name in enumerate(names)},
+        merges=[],
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token=None,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def make_config(tokenizer: Qwen2Tokenizer) -> Qwen2Config:
+    """Either <eos> or <end> ends a response."""
+    return Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=[tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<end>")],
+        pad_token_id=tokenizer.pad_token_id,
+        architectures=["Qwen2ForCausalLM"],
+        dtype="float32",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Proof that a layout does not change the numbers: the same samples through several layouts, compared with one rank.
+
+`check(config, layouts)` samples one rollout with a single rank, then for every layout computes log-probs of policy and
+reference, takes three optimizer steps on these samples, and compares log-probs, metrics and weights with the single rank's.
+Layouts of equal world size share one launch of ranks, which run `python -m grpo_mega.check_rank FOLDER`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from grpo_mega import config as configs
+from grpo_mega import preflight
+from grpo_mega.config import Config
+from grpo_mega.errors import ConfigError
+from grpo_mega.launch import run_ranks
+from grpo_mega.types import Group, StepMetrics
+
+UPDATES = 3
+SampleKey = tuple[int, int]  # prompt id, index in its group
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # rounding of sharp models included; a wrong layout is off by far more
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the same samples: `config` says the layout, the token budget and the algorithm."""
+
+    name: str
+    config: Config
+    reverse_groups: bool = False  # another order of packing
+
+    @property
+    def world_size(self) -> int:
+        return self.config.layout.world_size
+
+
+@dataclass
+class Outcome:
+    """What a case computed. Log-probs are those of the response tokens, by sample; weights by Hugging Face name."""
+
+    updates: list[StepMetrics]
+    logprobs: dict[str, dict[SampleKey, Tensor]]  # "old_logprobs", "ref_logprobs" -> sample -> [response_len]
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest differences of a case from the baseline, each relative to the scale of what is compared."""
+
+    name: str
+    loss: float  # of the losses of all updates, to the mean absolute log-prob: the scale of a token's term
+    grad_norm: float  # relative
+    logprobs: float  # of any token's, to the mean absolute log-prob (at least 1 nat)
+    ref_logprobs: float
+    weights: float  # norm of the difference to the norm of the weights
+    clipped_tokens: float  # difference in their number, in any update
+
+    def is_within(self, tolerance: float) -> bool:
+        parts = (self.loss, self.logprobs, self.ref_logprobs, self.weights)
+        return all(p <= tolerance for p in parts) and self.grad_norm <= 10 * tolerance and self.clipped_tokens <= 1.5
+
+
+def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
+    """The differences of each layout ("tp=2,pp=2") from a single rank. Raises ConfigError for a layout that cannot run."""
+    config = config.model_copy(
+        update={"batch": config.batch.model_copy(update={"epochs": UPDATES, "mini_batches": 1}), "run_dir": Path("unused")}
+    )
+    cases = [Case("one rank", with_layout(config, "tp=1"))]
+    cases += [Case(text, with_layout(config, text)) for text in layouts]
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = run_cases(cases, None, Path(folder))
+    baseline = outcomes[0]
+    return [compare(case.name, outcome, baseline) for case, outcome in zip(cases[1:], outcomes[1:], strict=True)]
+
+
+def with_layout(config: Config, text: str) -> Config:
+    """The config with its layout replaced by "tp=2,pp=2,sequence_parallel=true"; what is not named has its default."""
+    raw = config.model_dump(mode="json")
+    raw["layout"] = {}
+    for part in text.split(","):
+        configs.apply_override(raw, f"layout.{part.strip()}")
+    found = configs.validate(raw)
+    preflight.check(found)
+    return found
+
+
+def run_cases(cases: Sequence[Case], groups: list[Group] | None, folder: Path) -> list[Outcome]:
+    """The outcome of every case, one launch for each world size. Without `groups` the first case samples them."""
+    if groups is not None:
+        torch.save(groups, folder / "groups.pt")
+    for world_size in dict.fromkeys(case.world_size for case in cases):
+        members = {i: case for i, case in enumerate(cases) if case.world_size == world_size}
+        torch.save(members, folder / "cases.pt")
+        code = run_ranks([sys.executable, "-m", "grpo_mega.check_rank", str(folder)], world_size, folder / f"logs-{world_size}")
+        if code:
+            raise ConfigError(f"the ranks of {', '.join(c.name for c in members.values())} ended with code {code}; see above")
+    return [_read_outcome(folder / str(i)) for i in range(len(cases))]
+
+
+def compare(name: str, outcome: Outcome, baseline: Outcome) -> Difference:
+    old, new = baseline.updates, outcome.updates
+    scale = max(1.0, _mean_abs(baseline.logprobs["old_logprobs"].values()))
+    squares = [
+        (float((outcome.weights[k] - v).double().norm() ** 2), float(v.double().norm() ** 2))
+        for k, v in baseline.weights.items()
+    ]
+    return Difference(
+        name=name,
+        loss=max(abs(a["loss/total"] - b["loss/total"]) for a, b in zip(old, new, strict=True)) / scale,
+        grad_norm=max(abs(a["grad_norm"] - b["grad_norm"]) / max(a["grad_norm"], 1e-12) for a, b in zip(old, new, strict=True)),
+        logprobs=_largest(outcome.logprobs["old_logprobs"], baseline.logprobs["old_logprobs"]) / scale,
+        ref_logprobs=_largest(outcome.logprobs["ref_logprobs"], baseline.logprobs["ref_logprobs"]) / scale,
+        weights=(sum(d for d, _ in squares) / sum(w for _, w in squares)) ** 0.5,
+        clipped_tokens=max(
+            abs(a["clip/fraction"] - b["clip/fraction"]) * a["num_tokens"] for a, b in zip(old, new, strict=True)
+        ),
+    )
+
+
+def table(differences: Sequence[Difference], tolerance: float) -> str:
+    """The differences as text, one layout a line."""
+    columns = ("loss", "grad_norm", "logprobs", "ref_logprobs", "weights", "clipped_tokens")
+    width = max(len("layout"), *(len(d.name) for d in differences))
+    lines = [f"{'layout':{width}}  " + "  ".join(f"{c:>14}" for c in columns)]
+    for d in differences:
+        values = "  ".join(f"{getattr(d, c):14.1e}" for c in columns)
+        lines.append(f"{d.name:{width}}  {values}  {'same' if d.is_within(tolerance) else 'DIFFERS'}")
+    return "\n".join(lines)
+
+
+def _largest(new: dict[SampleKey, Tensor], old: dict[SampleKey, Tensor]) -> float:
+    assert set(new) == set(old), "not the same samples"
+    return max((float((new[i] - old[i]).abs().max()) for i in old if len(old[i])), default=0.0)
+
+
+def _mean_abs(values: Iterable[Tensor]) -> float:
+    return float(torch.cat(list(values)).abs().mean())
+
+
+def _read_outcome(folder: Path) -> Outcome:
+    outcome: Outcome = torch.load(folder / "outcome.pt", weights_only=False)
+    outcome.weights = load_file(folder / "hf" / "model.safetensors")
+    return outcome

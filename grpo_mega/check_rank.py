@@ -1,0 +1,80 @@
+"""One rank of `check`: runs all cases of a launch, one after the other in the same processes.
+
+`python -m grpo_mega.check_rank FOLDER` reads cases.pt and groups.pt (which the first launch writes where it is missing) and
+leaves an outcome.pt and a Hugging Face checkpoint for each case.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_mega import job as jobs
+from grpo_mega.algorithm import advantages
+from grpo_mega.batching.layout import to_samples
+from grpo_mega.check import Case, Outcome, SampleKey
+from grpo_mega.config import Config
+from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.train import make_batches, rollout
+from grpo_mega.types import Group, PackedBatch, Sample
+
+
+def main(folder: Path) -> None:
+    cases: dict[int, Case] = torch.load(folder / "cases.pt", weights_only=False)
+    first = next(iter(cases.values())).config
+    if not (folder / "groups.pt").exists():  # the first launch is the single rank's
+        _sample(first, folder)
+    device = runtimes.join(first)
+    for index, case in cases.items():
+        groups: list[Group] = torch.load(folder / "groups.pt", weights_only=False)
+        runtime = runtimes.arrange(case.config, device)
+        run_case(case, groups[::-1] if case.reverse_groups else groups, runtime, folder / str(index))
+    dist.barrier()
+    runtimes.stop()
+
+
+def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) -> None:
+    """Leaves the case's outcome in `folder`. All ranks of the layout take part."""
+    model = jobs.read_model(case.config)
+    policy = jobs.build_policy(case.config, model, runtime)
+    samples = advantages.assign(groups, normalize=case.config.algorithm.normalize_advantages)
+    batches = policy.attach_logprobs(make_batches(case.config, groups, policy))
+    logprobs = {name: _by_sample(name, batches, samples, runtime) for name in ("old_logprobs", "ref_logprobs")}
+    updates = policy.update(batches)
+    jobs.export_policy(policy, model, folder / "hf")
+    if runtime.rank == 0:
+        torch.save(Outcome(updates, logprobs), folder / "outcome.pt")
+
+
+def _by_sample(
+    name: str, batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime
+) -> dict[SampleKey, Tensor]:
+    """Every sample's values, on every rank. A sample is known by its prompt and index, whatever the order of packing."""
+    mine: dict[SampleKey, Tensor] = {}
+    for batch in (b for mini in batches for b in mini):
+        values = getattr(batch, name)
+        if values is not None and runtime.tp_rank == 0:
+            for index, part in zip(batch.sample_indices, to_samples(values.cpu(), batch, samples), strict=True):
+                sample = samples[index]
+                mine[sample.prompt.id, sample.index] = part.clone()
+    everyone: list[dict[SampleKey, Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {key: value for one in everyone for key, value in one.items()}
+
+
+def _sample(config: Config, folder: Path) -> None:
+    """A scored rollout of the config's first prompts, by the single rank of the baseline."""
+    with jobs.open_job(config.model_copy(update={"run_dir": folder / "run"})) as job:
+        job.sync.publish(job.policy, job.engine, version=0)
+        groups = rollout(job, job.prompts(0), job.sampling, 0, "sampling")
+    torch.save(groups, folder / "groups.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

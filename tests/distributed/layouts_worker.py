@@ -1,0 +1,82 @@
+"""One rank of the layout tests: all cases of one world size, one after the other in the same processes.
+
+`python layouts_worker.py FOLDER` reads cases.pt. A logits case compares the policy's logits with those that the parent
+computed with transformers, and leaves the largest difference; an update case is `grpo_mega.check_rank`'s.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from layout_cases import LogitsCase
+
+from grpo_mega import job as jobs
+from grpo_mega.batching.pack import pack
+from grpo_mega.check import Case
+from grpo_mega.check_rank import run_case
+from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.types import PackedBatch, Prompt, Sample
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    cases: dict[int, Case | LogitsCase] = torch.load(folder / "cases.pt", weights_only=False)
+    device = runtimes.join(next(iter(cases.values())).config)
+    for index, case in cases.items():
+        runtime = runtimes.arrange(case.config, device)
+        if isinstance(case, LogitsCase):
+            worst = logits_difference(case, runtime)
+            if runtime.rank == 0:
+                torch.save(worst, folder / f"{index}.pt")
+        else:
+            groups = torch.load(folder / f"groups-{case.name.split(':')[0]}.pt", weights_only=False)
+            run_case(case, groups[::-1] if case.reverse_groups else groups, runtime, folder / str(index))
+    dist.barrier()
+    runtimes.stop()
+
+
+def logits_difference(case: LogitsCase, runtime: Runtime) -> float:
+    """The largest difference of any logit from the expected, relative to the largest expected one; over all ranks."""
+    model = jobs.read_model(case.config)
+    policy = jobs.build_policy(case.config, model, runtime)
+    samples = [_sample(i, tokens) for i, tokens in enumerate(case.sequences)]
+    batches = pack(
+        [samples],
+        [[1.0] * len(samples)],
+        dp_size=policy.dp_size,
+        dp_rank=policy.dp_rank,
+        token_budget=64,
+        length_multiple=policy.length_multiple,
+        micro_batch_multiple=policy.micro_batch_multiple,
+    )[0]
+    found = policy._pipeline.forward(batches, partial(_differences, case, runtime, model.shape.vocab))
+    worst = torch.tensor(max((d for micro_batch in found for d in micro_batch), default=0.0))
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def _differences(case: LogitsCase, runtime: Runtime, vocab: int, logits_TV: torch.Tensor, batch: PackedBatch) -> list[float]:
+    shards = [torch.empty_like(logits_TV) for _ in range(runtime.layout.tp)]
+    dist.all_gather(shards, logits_TV.contiguous(), group=runtime.tp_group)
+    full_TV = torch.cat(shards, dim=1)[:, :vocab].float()
+    assert not full_TV.isnan().any(), case.name
+    starts = batch.cu_seqlens.tolist()
+    worst = []
+    for start, index in zip(starts, batch.sample_indices, strict=False):
+        expected = case.expected[index]
+        worst.append(float((full_TV[start : start + len(expected)] - expected).abs().max() / expected.abs().max()))
+    return worst
+
+
+def _sample(index: int, tokens: list[int]) -> Sample:
+    """All but the first token as a response."""
+    sample = Sample(Prompt(index, "", (tokens[0],), ""), 0, tokens[1:], [0.0] * (len(tokens) - 1), "stop", 0, reward=1.0)
+    sample.advantages = torch.zeros(len(tokens) - 1)
+    return sample
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,103 @@
+"""Tiny Hugging Face models for tests: random weights with norms away from 1 and biases away from 0, saved as real checkpoints.
+
+The default sizes serve layouts up to tp=2 and pp=4, and tp=4 with num_key_value_heads=4; `changes` are fields of the config.
+The tokenizer has one token a character and a chat template without a prefill.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AddedToken,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+FAMILIES = tuple(CLASSES)
+
+SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
+CHARACTERS = [*map(chr, range(33, 127)), "Ġ", "Ċ"]  # byte-level BPE's names of " " and "\n" last
+VOCAB_SIZE = len(SPECIAL_TOKENS) + len(CHARACTERS)  # 102
+PAD_ID, EOS_ID = 0, 1
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def make_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
+    """4 layers, hidden 32, 4 heads over 2 key-value heads of width 8 (qwen3: 16), ffn 48, the tokenizer's vocabulary."""
+    sizes = {
+        "num_hidden_layers": 4,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.15,
+        "pad_token_id": PAD_ID,
+        "bos_token_id": None,
+        "eos_token_id": EOS_ID,
+        "tie_word_embeddings": tied,
+    }
+    own = {"head_dim": 16} if family == "qwen3" else {}
+    return CLASSES[family][0](**(sizes | own | changes))
+
+
+def make_model(family: str, *, seed: int = 0, tied: bool = False, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A model in evaluation mode; the same seed gives the same weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = CLASSES[family][1](make_config(family, tied=tied, **changes))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("norm.weight"):
+                    parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+                elif name.endswith(".bias"):
+                    parameter.copy_(0.3 * torch.randn_like(parameter))
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def make_tokenizer() -> Qwen2Tokenizer:
+    """One token a character; characters other than printable ASCII, space and newline are dropped."""
+    vocabulary = {name: i for i, name in enumerate(SPECIAL_TOKENS + CHARACTERS)}
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=[],
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=256,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def save_checkpoint(model: Any, folder: Path, *, max_shard_size: str = "5GB", eos_token_ids: tuple[int, ...] = (EOS_ID,)) -> Path:
+    """Saves model, generation config and tokenizer; returns `folder`."""
+    model.generation_config = GenerationConfig(eos_token_id=list(eos_token_ids), pad_token_id=PAD_ID)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    make_tokenizer().save_pretrained(folder, save_jinja_files=False)
+    return folder

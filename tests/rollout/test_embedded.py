@@ -1,0 +1,178 @@
+"""The embedded engine against transformers: generate() for greedy decoding, a full forward pass for the log-probs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from models import FAMILIES, VOCAB_SIZE, make_model
+
+from grpo_mega.device import Device
+from grpo_mega.rollout.embedded import EmbeddedEngine
+from grpo_mega.rollout.engine import Sampling
+from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.weights.apply import fill
+from grpo_mega.weights.boxes import region
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.spec import ModelShape
+
+LENGTHS = [3, 17, 1, 9, 9, 30, 5, 2]
+STOPS = frozenset(range(0, VOCAB_SIZE, 9))  # a ninth of the vocabulary, so that random models stop early as well as late
+SAMPLING = Sampling(group_size=4, temperature=0.8, max_response_length=12, stop_token_ids=STOPS, seed=11)
+GREEDY = Sampling(group_size=1, temperature=0.0, max_response_length=12, stop_token_ids=STOPS)
+
+
+def make_engine(model: Any, max_concurrent: int = 256) -> EmbeddedEngine:
+    """An engine with the model's weights, brought in through its holding."""
+    shape = ModelShape.from_hf_config(model.config.to_dict())
+    cpu = Device("cpu", torch.device("cpu"))
+    engine = EmbeddedEngine(model.config, shape, family_of(shape.model_type), model.dtype, cpu, max_concurrent)
+    parameters = dict(model.named_parameters())
+    fill(engine.holdings(1)[0], engine.tensors(), lambda box: parameters[box.tensor][region(box.start, box.shape)])
+    engine.version = 7
+    return engine
+
+
+def make_prompts() -> list[Prompt]:
+    numbers = random.Random(0)
+    ids = [tuple(numbers.randrange(VOCAB_SIZE) for _ in range(length)) for length in LENGTHS]
+    return [Prompt(id=50 + 3 * i, text="", token_ids=token_ids, answer="") for i, token_ids in enumerate(ids)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model("qwen2", seed=3)
+
+
+@pytest.fixture(scope="module")
+def sampled(model: Any) -> list[Group]:
+    return make_engine(model).generate(make_prompts(), SAMPLING, step=2, on_sample=lambda s: None)
+
+
+def samples_of(groups: list[Group]) -> list[Sample]:
+    return [s for g in groups for s in g.samples]
+
+
+def full_logprobs(model: Any, sample: Sample, temperature: float) -> torch.Tensor:
+    """[response_len] float64, from one forward pass over the whole sequence."""
+    ids = torch.tensor([[*sample.prompt.token_ids, *sample.response_ids]])
+    logits = model(input_ids=ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
+    logprobs = torch.log_softmax(logits.double() / temperature, dim=-1)
+    return logprobs.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_decoding_of_prompts_of_different_lengths_equals_transformers_one_by_one(family: str, tied: bool) -> None:
+    model = make_model(family, tied=tied, seed=3)
+    groups = make_engine(model).generate(make_prompts(), GREEDY, step=0, on_sample=lambda s: None)
+    reasons = set()
+    for group, prompt in zip(groups, make_prompts(), strict=True):
+        [sample] = group.samples
+        out = model.generate(
+            torch.tensor([prompt.token_ids]),
+            attention_mask=torch.ones(1, len(prompt.token_ids), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=12,
+            eos_token_id=sorted(STOPS),
+            pad_token_id=0,
+        )
+        assert group.prompt == prompt
+        assert sample.response_ids == out[0, len(prompt.token_ids) :].tolist()
+        reasons.add(sample.finish_reason)
+        found = torch.tensor(sample.rollout_logprobs, dtype=torch.float64)
+        torch.testing.assert_close(found, full_logprobs(model, sample, 1.0), rtol=0, atol=1e-5)
+    assert reasons == {"stop", "length"}, "the case has become too easy"
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_p": 0.8}, {"top_k": 7}, {"temperature": 1.5, "top_p": 0.9, "top_k": 20}])
+def test_rollout_logprobs_are_those_of_a_full_forward_pass_before_top_p_and_top_k(model: Any, changes: dict[str, Any]) -> None:
+    sampling = replace(SAMPLING, **changes)
+    groups = make_engine(model, max_concurrent=16).generate(make_prompts(), sampling, step=1, on_sample=lambda s: None)
+    for sample in samples_of(groups):
+        found = torch.tensor(sample.rollout_logprobs, dtype=torch.float64)
+        torch.testing.assert_close(found, full_logprobs(model, sample, sampling.temperature), rtol=0, atol=1e-5)
+
+
+def test_groups_come_in_the_prompts_order_and_their_samples_by_index(sampled: list[Group]) -> None:
+    assert [g.prompt for g in sampled] == make_prompts()
+    assert [[s.index for s in g.samples] for g in sampled] == [[0, 1, 2, 3]] * len(LENGTHS)
+    assert all(s.prompt is g.prompt and s.policy_version == 7 for g in sampled for s in g.samples)
+    assert all(len({tuple(s.response_ids) for s in g.samples}) > 1 for g in sampled), "samples of a group must differ"
+
+
+def test_a_response_ends_with_its_stop_token_or_at_the_limit(sampled: list[Group]) -> None:
+    stopped = [s for s in samples_of(sampled) if s.finish_reason == "stop"]
+    cut = [s for s in samples_of(sampled) if s.finish_reason == "length"]
+    assert len({s.response_ids[-1] for s in stopped}) > 2, "every stop token must stop, not one of them"
+    assert all(s.response_ids[-1] in STOPS and not STOPS & set(s.response_ids[:-1]) for s in stopped)
+    assert cut
+    assert all(s.response_len == 12 and not STOPS & set(s.response_ids) for s in cut)
+    assert all(len(s.rollout_logprobs) == s.response_len for s in stopped + cut)
+
+
+def test_a_stop_token_in_the_last_place_counts_as_stopped(model: Any) -> None:
+    short = replace(SAMPLING, max_response_length=1, group_size=16)
+    samples = samples_of(make_engine(model).generate(make_prompts(), short, step=0, on_sample=lambda s: None))
+    assert {s.finish_reason for s in samples} == {"stop", "length"}
+    assert all((s.finish_reason == "stop") == (s.response_ids[0] in STOPS) for s in samples)
+
+
+def assert_same_samples(found: list[Group], expected: list[Group]) -> None:
+    by_prompt = {g.prompt.id: g for g in expected}
+    for group in found:
+        for sample, other in zip(group.samples, by_prompt[group.prompt.id].samples, strict=True):
+            assert (sample.index, sample.response_ids) == (other.index, other.response_ids)
+            assert sample.rollout_logprobs == pytest.approx(other.rollout_logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("max_concurrent", [1, 4, 12])
+def test_a_sample_does_not_depend_on_how_many_are_decoded_at_once(model: Any, sampled: list[Group], max_concurrent: int) -> None:
+    found = make_engine(model, max_concurrent).generate(make_prompts(), SAMPLING, step=2, on_sample=lambda s: None)
+    assert_same_samples(found, sampled)
+
+
+def test_a_sample_does_not_depend_on_the_other_prompts_or_their_order(model: Any, sampled: list[Group]) -> None:
+    engine, prompts = make_engine(model), make_prompts()
+    shuffled = random.Random(1).sample(prompts, len(prompts))
+    for chosen in (shuffled, prompts[::-1], prompts[:3], prompts[3:], prompts[5:6]):
+        found = engine.generate(chosen, SAMPLING, step=2, on_sample=lambda s: None)
+        assert [g.prompt for g in found] == chosen
+        assert_same_samples(found, sampled)
+
+
+def test_a_sample_does_not_depend_on_the_group_size_but_on_seed_step_and_prompt_id(model: Any, sampled: list[Group]) -> None:
+    engine, prompts = make_engine(model), make_prompts()
+
+    def first_responses(step: int = 2, shift: int = 0, **changes: Any) -> list[list[int]]:
+        chosen = [replace(p, id=p.id + shift) for p in prompts]
+        groups = engine.generate(chosen, replace(SAMPLING, **changes), step=step, on_sample=lambda s: None)
+        return [g.samples[0].response_ids for g in groups]
+
+    expected = [g.samples[0].response_ids for g in sampled]
+    assert first_responses(group_size=1) == expected
+    assert first_responses(seed=12) != expected
+    assert first_responses(step=3) != expected
+    assert first_responses(shift=1) != expected
+
+
+def test_on_sample_is_called_once_for_each_sample_as_soon_as_it_has_ended(model: Any) -> None:
+    heard: list[Sample] = []
+    groups = make_engine(model).generate(make_prompts(), SAMPLING, step=2, on_sample=heard.append)
+    assert sorted(map(id, heard)) == sorted(map(id, samples_of(groups)))
+    lengths = [s.response_len for s in heard]
+    assert lengths == sorted(lengths)  # in one batch the shortest response ends first
+    assert lengths[0] < lengths[-1]
+
+
+def test_the_engine_holds_the_checkpoints_tensors_and_building_it_leaves_the_generator_alone(model: Any) -> None:
+    before = torch.get_rng_state()
+    engine = make_engine(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [set(holding) for holding in engine.holdings(3)] == [set(engine.tensors())] * 3
+    with engine.asleep():
+        pass
+    assert engine.generate([], SAMPLING, step=0, on_sample=lambda s: None) == []

@@ -1,0 +1,227 @@
+"""Checkpoint folders: slices read without the rest, shards written whole or not at all, and errors that name the remedy."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import make_model, save_checkpoint
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_mega.errors import WeightMappingError
+from grpo_mega.weights.boxes import Box, region
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.hf_io import INDEX, SINGLE, CheckpointReader, CheckpointWriter, shards
+from grpo_mega.weights.spec import ModelShape, read_config
+
+Checkpoint = tuple[Path, dict[str, Tensor]]
+
+
+def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
+    shape = ModelShape.from_hf_config(read_config(folder))
+    return family_of(shape.model_type).hf_tensors(shape)
+
+
+@pytest.fixture(params=["single", "sharded"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Checkpoint:
+    model = make_model("qwen2", tied=True)
+    size = {"single": "5GB", "sharded": "40KB"}[request.param]
+    folder = save_checkpoint(model, tmp_path / "model", max_shard_size=size)
+    assert (folder / INDEX).exists() == (request.param == "sharded")
+    return folder, dict(model.named_parameters())
+
+
+def test_slices_of_a_folder_are_those_of_the_model(checkpoint: Checkpoint) -> None:
+    folder, parameters = checkpoint
+    with CheckpointReader(folder) as reader:
+        reader.check(shapes_of(folder))
+        assert reader.names == set(parameters)
+        for name, parameter in parameters.items():
+            assert reader.shape(name) == tuple(parameter.shape)
+            start = tuple(n // 3 for n in parameter.shape)
+            box = Box(name, start, tuple(max(a + 1, n - 1) for a, n in zip(start, parameter.shape, strict=True)))
+            assert torch.equal(reader.read(box), parameter[region(box.start, box.shape)])
+
+
+def test_a_slice_keeps_the_files_dtype(tmp_path: Path) -> None:
+    save_file({"t": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)}, tmp_path / SINGLE)
+    with CheckpointReader(tmp_path) as reader:
+        read = reader.read(Box("t", (1, 0), (2, 2)))
+    assert (read.dtype, read.tolist()) == (torch.bfloat16, [[3.0, 4.0]])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss counts KiB on Linux alone")
+def test_reading_a_slice_of_a_large_tensor_takes_the_memory_of_the_slice(tmp_path: Path) -> None:
+    """The file is 1 GiB of holes: a reader that touched all of it would be seen by the peak of resident memory.
+
+    The kernel maps up to 2 MiB around a byte that is read, hence the few, wide rows.
+    """
+    rows, columns = 16, 1 << 24
+    size = rows * columns * 4
+    header = json.dumps({"t": {"dtype": "F32", "shape": [rows, columns], "data_offsets": [0, size]}}).encode()
+    header += b" " * (-len(header) % 8)
+    with (tmp_path / SINGLE).open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with CheckpointReader(tmp_path) as reader:
+        for box in (Box("t", (7, 0), (8, columns // 8)), Box("t", (0, 999), (rows, 1011))):  # 8 MiB of a row, some columns
+            assert not reader.read(box).clone().any()
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before
+    assert grown < 256 << 10, f"{grown >> 10} MiB"
+
+
+def remove_shard(folder: Path) -> None:
+    (folder / "model-00002-of-00006.safetensors").unlink()
+
+
+def truncate_shard(folder: Path) -> None:
+    path = folder / "model-00002-of-00006.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def leave_a_pointer(folder: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (folder / "model-00002-of-00006.safetensors").write_text(text)
+
+
+def empty_shard(folder: Path) -> None:
+    (folder / "model-00002-of-00006.safetensors").write_bytes(b"")
+
+
+def change_shard(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    path = folder / "model-00002-of-00006.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def remove_tensor(folder: Path) -> None:
+    change_shard(folder, lambda t: t.pop("model.layers.0.input_layernorm.weight"))
+
+
+def add_tensor(folder: Path) -> None:
+    change_shard(folder, lambda t: t.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}))
+
+
+def change_vocabulary(folder: Path) -> None:
+    config = read_config(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 999}))
+
+
+def cut_index(folder: Path) -> None:
+    (folder / INDEX).write_text('{"weight_map": {')
+
+
+def empty_index(folder: Path) -> None:
+    (folder / INDEX).write_text("{}")
+
+
+def remove_weights(folder: Path) -> None:
+    (folder / INDEX).unlink()
+
+
+BROKEN = {
+    remove_shard: r"model-00002-of-00006.safetensors is named by .*index.json but does not exist; fetch the missing shard",
+    truncate_shard: r"model-00002-of-00006.safetensors cannot be read \(.*\); fetch the file again",
+    leave_a_pointer: r"model-00002-of-00006.safetensors cannot be read \(.*\); fetch the file again",
+    empty_shard: r"model-00002-of-00006.safetensors cannot be read \(.*\); fetch the file again",
+    remove_tensor: r"has no tensor 'model.layers.0.input_layernorm.weight'; fetch the checkpoint again",
+    add_tensor: r"holds 'model.layers.0.self_attn.q_norm.weight', .* no place for; check model_type in config.json",
+    change_vocabulary: r"embed_tokens.weight has shape \[102, 32\], but config.json means \[999, 32\]; give the config.json",
+    cut_index: r"index.json is no index of shards \(.*\); fetch the file again",
+    empty_index: r"index.json is no index of shards \(.*\); fetch the file again",
+    remove_weights: r"has neither model.safetensors nor model.safetensors.index.json; give a checkpoint",
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN, ids=lambda f: f.__name__)
+def test_a_damaged_checkpoint_is_refused_in_one_line_with_the_remedy(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model("qwen2"), tmp_path / "model", max_shard_size="30KB")
+    assert (folder / "model-00002-of-00006.safetensors").exists()
+    damage(folder)
+    with pytest.raises(WeightMappingError, match=BROKEN[damage]) as caught, CheckpointReader(folder) as reader:
+        reader.check(shapes_of(folder))
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stored_copy_of_a_tied_output_layer_and_rotary_tables_are_let_pass(tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model("llama", tied=True), tmp_path / "model")
+    tensors = load_file(folder / SINGLE)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, folder / SINGLE)
+    with CheckpointReader(folder) as reader:
+        reader.check(shapes_of(folder))
+
+
+@pytest.mark.parametrize(("text", "message"), [(None, "does not exist; give"), ("{", "is not JSON .*; restore the file")])
+def test_a_config_that_cannot_be_read_is_named(text: str | None, message: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(WeightMappingError, match=f"config.json {message}"):
+        read_config(tmp_path)
+
+
+def test_shards_keep_the_order_and_the_limit_and_a_larger_tensor_gets_its_own() -> None:
+    tensors = {"a": (10,), "b": (10,), "c": (5, 10), "d": (), "e": (19,)}
+    assert shards(tensors, itemsize=2, max_shard_bytes=40) == [["a", "b"], ["c"], ["d", "e"]]
+    assert shards(tensors, itemsize=2) == [["a", "b", "c", "d", "e"]]
+
+
+@pytest.mark.parametrize("max_shard_bytes", [20_000, 5 << 30])
+def test_what_is_written_loads_in_transformers_and_has_the_sources_side_files(tmp_path: Path, max_shard_bytes: int) -> None:
+    model = make_model("qwen3", tied=True)
+    source = save_checkpoint(model, tmp_path / "source")
+    (source / "config.json").write_text(json.dumps(read_config(source) | {"unknown_to_libraries": [1, 2]}))
+    parameters = dict(model.named_parameters())
+    parts = shards({name: tuple(p.shape) for name, p in parameters.items()}, 4, max_shard_bytes)
+    out = tmp_path / "out"
+    writer = CheckpointWriter(out, source, len(parts))
+    for index, names in enumerate(parts):
+        writer.write(index, {name: parameters[name] for name in names})
+        assert not out.exists()
+    writer.finish()
+
+    side_files = {p.name for p in source.iterdir()} - {SINGLE}
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= side_files
+    weights = {SINGLE} if len(parts) == 1 else {INDEX, *(f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts)))}
+    assert {p.name for p in out.iterdir()} == side_files | weights
+    assert all((out / name).read_bytes() == (source / name).read_bytes() for name in side_files)
+    assert (len(parts) > 3) == (max_shard_bytes == 20_000)
+    assert all(load.stat().st_size < 22_000 for load in out.glob("model-*.safetensors"))
+
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
+    assert AutoTokenizer.from_pretrained(out)("1+1")["input_ids"] == [22, 16, 22]
+    with CheckpointReader(out) as reader:
+        reader.check(shapes_of(out))
+    assert not out.with_name("out.partial").exists()
+
+
+def test_a_write_that_broke_off_leaves_the_old_checkpoint_and_the_next_one_replaces_it(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    for folder in (source, out):
+        folder.mkdir()
+    (source / "config.json").write_text("{}")
+    (source / "pytorch_model.bin").write_bytes(b"old weights")
+    (out / "old").write_text("old")
+    broken = CheckpointWriter(out, source, num_shards=2)
+    broken.write(0, {"a": torch.ones(2)})
+    assert [p.name for p in out.iterdir()] == ["old"]
+
+    writer = CheckpointWriter(out, source, num_shards=1)
+    writer.write(0, {"b": torch.arange(6.0).reshape(2, 3).T})
+    writer.finish()
+    assert {p.name for p in out.iterdir()} == {"config.json", SINGLE}
+    assert load_file(out / SINGLE)["b"].tolist() == [[0, 3], [1, 4], [2, 5]]
