@@ -1,4 +1,4 @@
-"""The command line: `grpo-mega train CONFIG`, `grpo-mega check CONFIG --layouts "..."`, `grpo-mega report RUN_DIR`.
+"""The command line: `grpo-mega train CONFIG`, `check CONFIG --layouts "..."`, `export RUN_DIR OUT`, `report RUN_DIR`.
 
 Imports nothing heavy until a command runs. What a person can mend (UserError) is printed in one line on stderr and ends the
 process with code 2. `train` is one rank where torchrun has set RANK; elsewhere it starts the ranks of the layout by itself.
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from grpo_mega.config import Config, LayoutConfig
 
 EXIT_USER_ERROR = 2
+CLAIMED = "GRPO_MEGA_CLAIMED"  # set for ranks whose launcher has checked the config and holds the run's folder
 EXIT_INTERRUPTED = 130
 
 
@@ -28,36 +29,45 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         if options.command == "train":
-            return train(options.config, options.set, arguments)
+            return train(options.config, options.set, options.resume, arguments)
         if options.command == "check":
             return check(options.config, options.set, options.layouts.split())
+        if options.command == "export":
+            return export(options.run_dir, options.out, options.step)
         return report(options.run_dir)
     except UserError as error:
         rank = os.environ.get("RANK", "0")
-        print(f"grpo-mega: error: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr, flush=True)
+        print(f"grpo-mega: error: {'' if rank == '0' else f'rank {rank}: '}{_one_line(error)}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
 
-def train(config_path: Path, overrides: list[str], argv: list[str]) -> int:
+def train(config_path: Path, overrides: list[str], resume: bool, argv: list[str]) -> int:
     """Trains as one rank, or starts the ranks; `argv` is what they are started with."""
     from grpo_mega import config as config_module
-    from grpo_mega import preflight
 
     config = config_module.load(config_path, overrides)
+    from grpo_mega import preflight, run_folder  # numpy: only for a config that is sound
+
     is_rank = "RANK" in os.environ
     if is_rank:
         check_world_size(os.environ, config.layout)
-    if os.environ.get("RANK", "0") == "0":
-        preflight.check(config)
-    if not is_rank and config.layout.world_size > 1:
-        from grpo_mega.launch import launch_local
+    if CLAIMED in os.environ or os.environ.get("RANK", "0") != "0":
+        return _train_as_rank(config)
+    preflight.check(config)
+    with run_folder.claim(config, resume=resume, argv=argv):
+        if not is_rank and config.layout.world_size > 1:
+            from grpo_mega.launch import launch_local
 
-        return launch_local(argv, config.layout.world_size, config.run_dir / "logs")
-    if not is_rank:
-        _become_only_rank()
-    return _train_as_rank(config)
+            os.environ[CLAIMED] = str(os.getpid())  # the ranks are part of this claim
+            code = launch_local(argv, config.layout.world_size, config.run_dir / "logs")
+            if code == EXIT_USER_ERROR:
+                run_folder.discard_unstarted(config.run_dir)
+            return code
+        if not is_rank:
+            _become_only_rank()
+        return _train_as_rank(config)
 
 
 def check(config_path: Path, overrides: list[str], layouts: list[str]) -> int:
@@ -70,6 +80,21 @@ def check(config_path: Path, overrides: list[str], layouts: list[str]) -> int:
     tolerance = checks.TOLERANCE[config.model.dtype]
     print(checks.table(differences, tolerance))
     return 0 if all(d.is_within(tolerance) for d in differences) else 1
+
+
+def export(run_dir: Path, out: Path, step: int | None) -> int:
+    """Writes a checkpoint of a run as a Hugging Face folder, with a single process, whatever layout it was saved from."""
+    from grpo_mega import config as config_module
+    from grpo_mega.run_folder import CONFIG_FILE
+
+    if out.exists():
+        raise ConfigError(f"{out} exists; name a folder that does not")
+    config = config_module.load(run_dir / CONFIG_FILE, ["layout={}"])
+    _become_only_rank()
+    from grpo_mega.export_checkpoint import export_checkpoint
+
+    print(export_checkpoint(config, run_dir / "checkpoints", step, out))
+    return 0
 
 
 def report(run_dir: Path) -> int:
@@ -104,6 +129,10 @@ def check_world_size(environ: Mapping[str, str], layout: LayoutConfig) -> None:
         )
 
 
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
 def _train_as_rank(config: Config) -> int:
     from grpo_mega import train as train_module
 
@@ -123,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train_parser = commands.add_parser("train", help="train as a YAML file says")
     _add_config(train_parser)
+    train_parser.add_argument("--resume", action="store_true", help="go on with the run in run_dir from its last checkpoint")
     check_parser = commands.add_parser("check", help="prove that layouts give the same numbers as a single rank")
     _add_config(check_parser)
     check_parser.add_argument(
@@ -131,6 +161,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar='"LAYOUT ..."',
         help='layouts to compare, for example "tp=2 pp=2 tp=2,pp=2,sequence_parallel=true"',
     )
+    export_parser = commands.add_parser("export", help="write a checkpoint of a run as a Hugging Face folder")
+    export_parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run_dir of its config")
+    export_parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, which must not exist")
+    export_parser.add_argument("--step", type=int, help="of the checkpoint; the latest by default")
     report_parser = commands.add_parser("report", help="draw the curves of a run into its folder")
     report_parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run_dir of its config")
     return parser

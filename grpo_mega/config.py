@@ -66,14 +66,56 @@ class LayoutConfig(Section):
         return self
 
 
+class DataSource(Section):
+    """One data set, wherever it lies; see data/sources.py for what a path may be."""
+
+    path: Annotated[str, Field(min_length=1)]  # .jsonl, .json, .parquet, a folder of these, or hub:owner/name[:config][@split]
+    prompt_column: str | None = None  # None: data.prompt_column
+    answer_column: str | None = None  # None: data.answer_column
+
+
+class TrainSource(DataSource):
+    weight: PositiveFloat = 1.0  # its share of every step is weight / sum of weights
+
+
 class DataConfig(Section):
-    train: Path
-    heldout: Path | None = None
+    train: tuple[TrainSource, ...]  # in YAML also a path, or a list of paths
+    heldout: DataSource | None = None  # in YAML also a path
+    heldout_size: PositiveInt | None = None  # prompts split off from train, which are never trained on
+    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None  # likewise, as a share of train
     prompt_column: str = "prompt"
-    answer_column: str = "answer"
+    answer_column: str | None = None  # None: "answer" where a data set has it, else "solution"
     system_prompt: str | None = None
     max_prompt_length: PositiveInt = 1024  # tokens; longer prompts are dropped and counted
     shuffle: bool = True
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        return [_as_source(v) for v in value] if isinstance(value, (list, tuple)) else [_as_source(value)]
+
+    @field_validator("heldout", mode="before")
+    @classmethod
+    def _as_mapping(cls, value: Any) -> Any:
+        return _as_source(value)
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        paths = [source.path for source in self.train]
+        if not paths:
+            raise ValueError("data.train=[] is empty; name at least one data set")
+        for path in paths:
+            if paths.count(path) > 1:
+                raise ValueError(f"data.train names {path!r} twice; give it once, with its total weight")
+        heldout = {
+            "data.heldout": self.heldout and self.heldout.path,
+            "data.heldout_size": self.heldout_size,
+            "data.heldout_fraction": self.heldout_fraction,
+        }
+        given = [f"{key}={value}" for key, value in heldout.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are set; give one of them")
+        return self
 
 
 class RolloutConfig(Section):
@@ -190,6 +232,11 @@ class EvalConfig(Section):
     num_prompts: PositiveInt | None = None  # None: all of data.heldout
 
 
+class CheckpointConfig(Section):
+    interval: Annotated[int, Field(ge=0)] = 0  # steps between saves, the last step included; 0: only when a run is stopped
+    keep: PositiveInt = 2  # newest ones
+
+
 class LogConfig(Section):
     wandb: bool = False  # offline where no API key is set
     wandb_project: str = "grpo_mega"
@@ -211,7 +258,9 @@ class Config(Section):
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    max_nonfinite_steps: PositiveInt = 3  # in a row with a loss or gradient that is not finite, before the run stops
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -231,7 +280,7 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}; name an existing YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"config {path} is not YAML ({' '.join(str(error).split())}); mend the file") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"config {path} holds {type(raw).__name__}, not a mapping of keys; see examples/*.yaml")
     for override in overrides or []:
@@ -268,6 +317,10 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
             raise ConfigError(f"--set {override!r}: {parent!r} is a value, not a section")
         node = node[parent]
     node[leaf] = value
+
+
+def _as_source(value: Any) -> Any:
+    return {"path": str(value)} if isinstance(value, (str, Path)) else value
 
 
 def _one_line(error: ValidationError) -> str:

@@ -31,3 +31,7 @@ class ResumeError(UserError):
 
 class RewardError(UserError):
     """A reward function that does not work on any sample."""
+
+
+class NonFiniteError(UserError):
+    """Training that gives infinities or NaN step after step."""

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +16,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from grpo_mega.checkpoints import STATE, Checkpoints, Manifest, latest, read_manifest, verify
 from grpo_mega.config import Config
-from grpo_mega.data.dataset import DatasetReport, load_prompts
-from grpo_mega.data.sampler import PromptSampler
+from grpo_mega.data.load import load_data
+from grpo_mega.data.sampler import Sampler
+from grpo_mega.data.tokenizer_files import check_vocabulary
+from grpo_mega.errors import ConfigError, NonFiniteError, ResumeError
 from grpo_mega.megatron import runtime as runtimes
-from grpo_mega.megatron.model import DTYPES, check_architecture
+from grpo_mega.megatron.model import DTYPES
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.run_log import Log, open_run_log
@@ -28,8 +32,11 @@ from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine, Sampling
+from grpo_mega.run_folder import trim
+from grpo_mega.stopping import StopRequest
 from grpo_mega.sync.publish import WeightSync
-from grpo_mega.types import Prompt
+from grpo_mega.types import Prompt, Sample, StepMetrics
+from grpo_mega.weights.architecture import check_architecture
 from grpo_mega.weights.export import export
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_io import CheckpointReader
@@ -56,7 +63,7 @@ class Job:
     tokenizer: Any
     train_prompts: list[Prompt]
     heldout_prompts: list[Prompt]
-    sampler: PromptSampler
+    sampler: Sampler
     sampling: Sampling
     policy: Policy
     engine: Engine
@@ -64,6 +71,9 @@ class Job:
     scorer: Scorer
     log: Log
     timers: Timers
+    checkpoints: Checkpoints
+    stop: StopRequest
+    nonfinite_steps: int = 0  # in a row
 
     @property
     def is_main(self) -> bool:
@@ -75,6 +85,74 @@ class Job:
     def decode(self, token_ids: list[int]) -> str:
         return decode(self.tokenizer, token_ids)
 
+    def is_due(self, interval: int, step: int) -> bool:
+        return interval > 0 and step % interval == 0
+
+    def restore(self) -> int:
+        """Loads the run's last checkpoint, if it has one; returns the number of steps done. Raises ResumeError."""
+        found = latest(self.checkpoints.folder)
+        step = 0
+        if found is not None:
+            manifest = read_manifest(found)
+            if manifest.model != str(self.model.shape):
+                raise ResumeError(f"checkpoint {found} is of another model ({manifest.model}); give the run its own model.path")
+            verify(found, manifest, self.runtime.rank, self.runtime.layout.world_size)
+            self.policy.restore(found / STATE)
+            step = manifest.step
+            self.log.message(f"resumed after step {step} from {found}")
+        self.timers.lap()
+        return step
+
+    def stopped_or_saved(self, step: int) -> bool:
+        """Saves if a checkpoint is due, makes an earlier one visible, and tells whether the run is to stop here."""
+        config = self.config
+        is_asked = self.stop.requested()
+        if is_asked or self.is_due(config.checkpoint.interval, step) or (config.checkpoint.interval and step == config.steps):
+            with self.timers("checkpoint"):
+                self.save(step)
+        else:
+            self.checkpoints.poll()
+        if is_asked or step == config.steps:
+            self.checkpoints.finish()
+        if is_asked and self.is_main:
+            self.stop.clear()
+        if is_asked:
+            self.log.message(f"stopped after step {step} of {config.steps} as asked; go on with the same command and --resume")
+        return is_asked
+
+    def save(self, step: int) -> None:
+        layout = self.runtime.layout
+        self.checkpoints.save(
+            self.policy,
+            Manifest(
+                step=step,
+                optimizer_step=self.policy.optimizer_step,
+                fingerprint=self.policy.fingerprint(),
+                layout=f"tp={layout.tp},pp={layout.pp},vpp={layout.vpp},dp={layout.dp}",
+                model=str(self.model.shape),
+                seed=self.config.seed,
+                checksums={},
+            ),
+        )
+
+    def check_finite(self, step: int, metrics: StepMetrics, samples: Sequence[Sample]) -> None:
+        """Names the samples of updates that were dropped because of infinities or NaN; after too many such steps in a row the
+        run stops, with a checkpoint. Raises NonFiniteError."""
+        if not metrics.get("nonfinite_mini_batches"):
+            self.nonfinite_steps = 0
+            return
+        self.nonfinite_steps += 1
+        names = [f"prompt {samples[i].prompt.id} sample {samples[i].index}" for i in sorted(self.policy.nonfinite_samples)]
+        blame = f"from {', '.join(names[:8])}" if names else "from the gradient alone"
+        self.log.message(f"step {step}: loss or gradient not finite, {blame}; the mini-batch was dropped")
+        if self.nonfinite_steps >= self.config.max_nonfinite_steps:
+            self.save(step)
+            self.checkpoints.finish()
+            raise NonFiniteError(
+                f"loss or gradient was not finite in {self.nonfinite_steps} steps in a row, up to step {step}; "
+                f"a checkpoint is in {self.checkpoints.folder}; lower optimizer.lr, or raise max_nonfinite_steps"
+            )
+
 
 @contextmanager
 def open_job(config: Config) -> Iterator[Job]:
@@ -82,26 +160,31 @@ def open_job(config: Config) -> Iterator[Job]:
     with ExitStack() as stack:
         # The workers import in the background while the model is built.
         pool = stack.enter_context(reward_pool(config))
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-        train_prompts, report = _prompts(config, config.data.train, tokenizer)
-        heldout_prompts = _prompts(config, config.data.heldout, tokenizer)[0] if config.data.heldout else []
-        sampler = PromptSampler(len(train_prompts), config.batch.prompts_per_step, config.seed, config.data.shuffle)
         model = read_model(config)
+        tokenizer = read_tokenizer(model)
+        data = load_data(config.data, tokenizer)
+        sampler = data.sampler(config.data, config.batch.prompts_per_step, config.seed)
+        pool.wait_until_ready()
 
         runtime = runtimes.start(config)
         stack.callback(runtimes.stop)
-        log = open_run_log(config, runtime.rank)
-        stack.callback(log.close)
-        log.message(str(report))
         policy = build_policy(config, model, runtime)
         engine = build_engine(config, model, runtime)
+        stop = StopRequest(config.run_dir)
+        _trim_log(config, runtime)
+        log = open_run_log(config, runtime.rank)
+        stack.callback(log.close)
+        for note in data.notes:
+            log.message(note)
+        # What is alive now stays so: Megatron collects garbage in every save, which would go through all of it.
+        gc.freeze()
         yield Job(
             config=config,
             runtime=runtime,
             model=model,
             tokenizer=tokenizer,
-            train_prompts=train_prompts,
-            heldout_prompts=heldout_prompts[: config.eval.num_prompts],
+            train_prompts=data.train,
+            heldout_prompts=data.heldout[: config.eval.num_prompts],
             sampler=sampler,
             sampling=training_sampling(config, model, tokenizer),
             policy=policy,
@@ -110,7 +193,16 @@ def open_job(config: Config) -> Iterator[Job]:
             scorer=Scorer(pool, partial(decode, tokenizer)),
             log=log,
             timers=Timers(),
+            checkpoints=Checkpoints(config.run_dir / "checkpoints", config.checkpoint, runtime.rank),
+            stop=stop,
         )
+
+
+def _trim_log(config: Config, runtime: Runtime) -> None:
+    """Before the log is opened: what was logged after the last checkpoint will be done again."""
+    if runtime.rank == 0:
+        found = latest(config.run_dir / "checkpoints")
+        trim(config.run_dir, read_manifest(found).step if found else -1)
 
 
 def reward_pool(config: Config) -> RewardPool:
@@ -121,9 +213,21 @@ def reward_pool(config: Config) -> RewardPool:
 def read_model(config: Config) -> ModelFiles:
     """Raises ConfigError or WeightMappingError for a model that cannot be trained."""
     hf_config = AutoConfig.from_pretrained(config.model.path)
-    check_architecture(hf_config)
+    check_architecture(hf_config.to_dict())
     shape = ModelShape.from_hf_config(hf_config.to_dict())
     return ModelFiles(config.model.path, hf_config, shape, family_of(shape.model_type), DTYPES[config.model.dtype])
+
+
+def read_tokenizer(model: ModelFiles) -> Any:
+    """Raises ConfigError for one that cannot be loaded or is larger than the model's vocabulary."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.folder)
+    except Exception as error:  # transformers and tokenizers raise what they like
+        raise ConfigError(
+            f"the tokenizer of model.path={model.folder} cannot be loaded ({error!r}); fetch its files again"
+        ) from None
+    check_vocabulary(model.folder, max(tokenizer.get_vocab().values()), model.shape.vocab)
+    return tokenizer
 
 
 def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
@@ -180,16 +284,4 @@ def training_sampling(config: Config, model: ModelFiles, tokenizer: Any) -> Samp
         top_p=config.rollout.top_p,
         top_k=config.rollout.top_k,
         seed=config.seed,
-    )
-
-
-def _prompts(config: Config, path: Path, tokenizer: Any) -> tuple[list[Prompt], DatasetReport]:
-    data = config.data
-    return load_prompts(
-        path,
-        tokenizer=tokenizer,
-        prompt_column=data.prompt_column,
-        answer_column=data.answer_column,
-        system_prompt=data.system_prompt,
-        max_prompt_length=data.max_prompt_length,
     )

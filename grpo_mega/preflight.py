@@ -1,35 +1,64 @@
 """Checks a config against the files that it names, before any process or device is taken; never imports torch.
 
-Whatever is wrong with the layout for this model, or with a path or name, is a ConfigError of one line with the remedy.
+Whatever is wrong with the layout for this model, or with a path or name, with the model's files (from their headers), with the
+tokenizer or with a row of the data, is a ConfigError or WeightMappingError of one line with the remedy. What needs the
+tokenizer itself, the weights' values or the user's code is told by the ranks, before the first step.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
+from importlib.machinery import PathFinder
 
-from grpo_mega.config import Config, LayoutConfig
+from grpo_mega.config import Config, LayoutConfig, ModelConfig, RewardsConfig
+from grpo_mega.data.load import check_data
+from grpo_mega.data.tokenizer_files import check_tokenizer_files
 from grpo_mega.errors import ConfigError
-from grpo_mega.rewards.registry import check_name
+from grpo_mega.rewards.registry import BUILT_IN, check_name
+from grpo_mega.weights.architecture import check_architecture
 from grpo_mega.weights.families import family_of
+from grpo_mega.weights.hf_files import check_folder
 from grpo_mega.weights.spec import ModelShape, read_config
 
 
 def check(config: Config) -> None:
     """Raises ConfigError or WeightMappingError in one line for the first thing that cannot work."""
-    if not (config.model.path / "config.json").is_file():
-        raise ConfigError(f"model.path={config.model.path} holds no config.json; name the folder of a Hugging Face checkpoint")
-    _check_file("data.train", config.data.train)
-    if config.data.heldout is not None:
-        _check_file("data.heldout", config.data.heldout)
-    for function in config.rewards.functions:
-        check_name(function.name)
-    shape = ModelShape.from_hf_config(read_config(config.model.path))
-    family_of(shape.model_type)
+    check_rewards(config.rewards)
+    shape = check_model(config.model)
     check_layout(config.layout, shape)
+    check_tokenizer_files(config.model.path, shape.vocab)
+    check_data(config.data, config.batch.prompts_per_step)
+
+
+def check_model(model: ModelConfig) -> ModelShape:
+    """The shape of the model, whose files are all there and whole. Raises ConfigError or WeightMappingError."""
+    if not model.path.is_dir():
+        raise ConfigError(f"model.path={model.path} is not a folder; name the folder of a Hugging Face checkpoint")
+    if not (model.path / "config.json").is_file():
+        raise ConfigError(f"model.path={model.path} holds no config.json; name the folder of a Hugging Face checkpoint")
     # Megatron ignores fp8 without Transformer Engine, silently.
-    if config.model.fp8 and importlib.util.find_spec("transformer_engine") is None:
-        raise ConfigError(f"model.fp8={config.model.fp8!r} needs Transformer Engine; install it or leave model.fp8 out")
+    if model.fp8 and importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(f"model.fp8={model.fp8!r} needs Transformer Engine; install it or leave model.fp8 out")
+    fields = read_config(model.path)
+    shape = ModelShape.from_hf_config(fields)
+    family = family_of(shape.model_type)
+    check_architecture(fields)
+    if model.init == "checkpoint":
+        check_folder(model.path, family.hf_tensors(shape))
+    return shape
+
+
+def check_rewards(rewards: RewardsConfig) -> None:
+    """Raises ConfigError for a reward function that is not known or whose module cannot be found; imports none."""
+    for function in rewards.functions:
+        check_name(function.name)
+        if function.name not in BUILT_IN:
+            module = function.name.rpartition(".")[0]
+            if not _can_find(module):
+                raise ConfigError(
+                    f"reward function {function.name!r}: there is no module {module} to import; "
+                    "check the name, and set PYTHONPATH to the folder that holds it"
+                )
 
 
 def check_layout(layout: LayoutConfig, shape: ModelShape) -> None:
@@ -54,9 +83,19 @@ def check_layout(layout: LayoutConfig, shape: ModelShape) -> None:
         )
 
 
-def _check_file(key: str, path: Path) -> None:
-    if not path.is_file():
-        raise ConfigError(f"{key}={path} is not a file; name an existing data file")
+def _can_find(module: str) -> bool:
+    """Whether a module could be imported, without importing anything of it."""
+    path: list[str] | None = None
+    parts = module.split(".")
+    for number, part in enumerate(parts):
+        spec = PathFinder.find_spec(".".join(parts[: number + 1]), path)
+        if spec is None:
+            # Another finder, such as that of an editable installation, may know a top-level module.
+            return number == 0 and importlib.util.find_spec(part) is not None
+        if spec.submodule_search_locations is None:
+            return number == len(parts) - 1
+        path = list(spec.submodule_search_locations)
+    return True
 
 
 def _divisors(n: int) -> str:

@@ -25,15 +25,21 @@ from grpo_mega.types import Group, PackedBatch, Prompt, Sample, StepMetrics
 
 
 def run(config: Config) -> None:
-    """Trains for config.steps, evaluating before, during and after, and exports the policy to RUN_DIR/hf."""
+    """Trains up to config.steps from where the run's last checkpoint ended, evaluating before, during and after.
+
+    Exports the policy to RUN_DIR/hf at the end. Asked to stop, it ends after the step under way, with a checkpoint.
+    """
     with open_job(config) as job:
-        job.sync.publish(job.policy, job.engine, version=0)
-        evaluate(job, 0)
-        for step in range(config.steps):
+        first = job.restore()
+        job.sync.publish(job.policy, job.engine, version=first)
+        if first == 0:
+            evaluate(job, 0)
+        for step in range(first, config.steps):
             train_step(job, step)
-            is_due = config.eval.interval and (step + 1) % config.eval.interval == 0
-            if is_due or step + 1 == config.steps:
+            if job.is_due(config.eval.interval, step + 1) or step + 1 == config.steps:
                 evaluate(job, step + 1)
+            if job.stopped_or_saved(step + 1):
+                return
         export_policy(job.policy, job.model, config.run_dir / "hf")
         job.log.message(f"policy saved as a Hugging Face checkpoint in {config.run_dir / 'hf'}")
 
@@ -41,22 +47,22 @@ def run(config: Config) -> None:
 def train_step(job: Job, step: int) -> None:
     """One rollout and its optimizer steps; afterwards the engine holds the new policy, version step + 1."""
     timers = job.timers
-    timers.lap()
     groups = rollout(job, job.prompts(step), job.sampling, step, "sampling")
     groups, num_dropped = drop_unusable(groups)
     metrics: StepMetrics = {"prompts_dropped/gold_unparsable": float(num_dropped)} | rollout_metrics(groups)
     if len(groups) >= job.config.batch.mini_batches:
         with timers("pack"):
-            advantages.assign(groups, normalize=job.config.algorithm.normalize_advantages)
+            samples = advantages.assign(groups, normalize=job.config.algorithm.normalize_advantages)
             batches = make_batches(job.config, groups, job.policy)
         with job.engine.asleep():
             with timers("logprobs"):
                 batches = job.policy.attach_logprobs(batches)
             with timers("update"):
                 metrics |= mean_over_updates(job.policy.update(batches))
+        job.check_finite(step + 1, metrics, samples)
     with timers("sync"):
         job.sync.publish(job.policy, job.engine, version=step + 1)
-    job.log.log_samples(step, groups, job.decode)
+    job.log.log_samples(step + 1, groups, job.decode)
     job.log.log_step(step + 1, metrics | timers.lap())
 
 
@@ -72,7 +78,7 @@ def rollout(job: Job, prompts: Sequence[Prompt], sampling: Sampling, step: int, 
             bar.advance()
 
         groups = job.engine.generate(mine, sampling, step=step, on_sample=on_sample)
-    with job.timers("reward"):
+    with runtime.together(), job.timers("reward"):
         job.scorer.finish()
     with job.timers("exchange"):
         return exchange.gather(groups, prompts, [f.name for f in config.rewards.functions], VERDICTS)

@@ -78,7 +78,7 @@ def test_a_dumped_config_loads_as_the_same_config(tmp_path: Path) -> None:
 def test_set_overrides_the_file_in_order_and_makes_missing_sections(tmp_path: Path) -> None:
     loaded = load(tmp_path, ["optimizer.lr=1e-5", "optimizer.lr=2e-5", "data.heldout=h.jsonl", "log.wandb=true"])
     assert loaded.optimizer.lr == 2e-5
-    assert loaded.data.heldout == Path("h.jsonl")
+    assert loaded.data.heldout == config.DataSource(path="h.jsonl")
     assert loaded.log.wandb is True
 
 
@@ -87,6 +87,23 @@ def test_set_reads_its_value_as_yaml(tmp_path: Path) -> None:
     assert [(function.name, function.weight) for function in loaded.rewards.functions] == [("accuracy", 2.0)]
     assert loaded.layout.dp is None
     assert loaded.data.system_prompt == "a=b"
+
+
+@pytest.mark.parametrize(
+    ("written", "paths", "weights"),
+    [
+        ("a.jsonl", ["a.jsonl"], [1.0]),
+        ("[a, {path: b, weight: 3}]", ["a", "b"], [1.0, 3.0]),
+        ("{path: hub:x/y@test, prompt_column: q}", ["hub:x/y@test"], [1.0]),
+    ],
+)
+def test_training_data_is_one_path_or_a_list_of_weighted_sets(
+    tmp_path: Path, written: str, paths: list[str], weights: list[float]
+) -> None:
+    loaded = load(tmp_path, [f"data.train={written}"])
+    assert [source.path for source in loaded.data.train] == paths
+    assert [source.weight for source in loaded.data.train] == weights
+    assert config.load(write(tmp_path, config.dump(loaded))) == loaded
 
 
 def test_clip_bounds_default_to_ratio_clip_eps(tmp_path: Path) -> None:
@@ -131,6 +148,14 @@ def test_clip_bounds_default_to_ratio_clip_eps(tmp_path: Path) -> None:
         ("layout.overlap_param_gather=true", "layout.overlap_param_gather=true needs layout.overlap_grad_reduce=true"),
         ("algorithm.entropy_bonus=0.01", "algorithm.entropy_bonus=0.01 needs algorithm.calculate_entropy=true; set both"),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 is above optimizer.lr=1e-06; lower it"),
+        ("data.heldout_fraction=1.0", "data.heldout_fraction=1.0: input should be less than 1"),
+        ("data={train: a, heldout: b, heldout_size: 3}", "data.heldout=b and data.heldout_size=3 are set; give one of them"),
+        ("data.train=[]", "data.train=[] is empty; name at least one data set"),
+        ("data.train=[a, {path: a}]", "data.train names 'a' twice; give it once, with its total weight"),
+        ("data.train=[{path: a, wait: 1}]", "unknown key 'data.train.0.wait'; did you mean 'weight'?"),
+        ("data.train=[{weight: 1}]", "data.train.0.path is missing; it has no default"),
+        ("data.train=[{path: a, weight: 0}]", "data.train.0.weight=0: input should be greater than 0"),
+        ("data.heldout={path: a, weight: 1}", "unknown key 'data.heldout.weight'; known keys here: path, prompt_column"),
         # overrides that are none
         ("steps", "--set 'steps' is not of the form key.subkey=value"),
         ("steps.x=1", "--set 'steps.x=1': 'steps' is a value, not a section"),
@@ -146,7 +171,7 @@ def test_a_bad_value_is_named_in_one_line_with_what_would_do(tmp_path: Path, ove
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("a: [1", "is not YAML: "),
+        ("a: [1", "is not YAML ("),
         ("- a", "holds list, not a mapping of keys; see examples"),
         ("", "holds NoneType, not a mapping of keys; see examples"),
     ],

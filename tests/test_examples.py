@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from grpo_mega.config import load
+from grpo_mega.config import DataConfig, load
+from grpo_mega.data import load_data
+from grpo_mega.preflight import check_layout
+from grpo_mega.rewards.accuracy import accuracy
+from grpo_mega.rewards.score import Score
+from grpo_mega.weights.spec import ModelShape
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 CONFIGS = sorted(EXAMPLES.glob("*.yaml"))
@@ -23,10 +29,49 @@ def test_every_example_config_is_valid_and_takes_overrides(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_every_example_config_begins_with_what_it_needs_and_what_to_expect(path: Path) -> None:
-    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    assert any("Needs:" in line for line in header)
-    assert any("Expect:" in line for line in header)
+def test_every_example_config_begins_with_what_it_needs(path: Path) -> None:
+    header = "".join(itertools.takewhile(lambda line: line.startswith("#"), path.open()))
+    assert "needs" in header.lower()
+
+
+SHAPES = {  # of the models that the recipes name
+    "qwen2.5-1.5b": ModelShape("qwen2", 28, 1536, 8960, num_heads=12, num_kv_heads=2, head_dim=128, vocab=151936, tied=True),
+    "qwen3-8b": ModelShape("qwen3", 36, 4096, 12288, num_heads=32, num_kv_heads=8, head_dim=128, vocab=151936, tied=False),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_layout_of_a_recipe_fits_its_model(name: str) -> None:
+    check_layout(load(EXAMPLES / f"{name}.yaml").layout, SHAPES[name])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_columns_of_a_recipe_read_rows_like_those_of_gsm8k_and_math(name: str, tmp_path: Path, tiny_model: Path) -> None:
+    rows = {
+        "question": {"question": "A clip costs 9. What do two cost?", "answer": "9 * 2 = <<9*2=18>>18\n#### 18"},
+        "problem": {
+            "problem": "What is $9 \\cdot 2$?",
+            "solution": "It is $\\boxed{18}$.",
+            "level": "Level 1",
+            "type": "Algebra",
+        },
+    }
+    data = load(EXAMPLES / f"{name}.yaml").data.model_dump()
+    sources = [*data["train"], data["heldout"]]
+    for number, source in enumerate(sources):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(json.dumps(rows[source["prompt_column"] or data["prompt_column"]]) + "\n")
+        source["path"] = str(path)
+    found = load_data(DataConfig.model_validate(data), AutoTokenizer.from_pretrained(tiny_model))
+    assert len(found.train) == len(data["train"])
+    for prompt in [*found.train, *found.heldout]:
+        assert accuracy(prompt.text, "<answer>18</answer>", prompt.answer, prompt.extras) == Score(1.0, "correct")
+
+
+def test_the_index_names_every_example() -> None:
+    index = (EXAMPLES / "README.md").read_text()
+    files = {path.name for path in EXAMPLES.iterdir() if path.suffix in {".py", ".sh", ".yaml"}}
+    assert {name for name in files if f"[`{name}`]({name})" not in index} == set()
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +101,3 @@ def test_the_tiny_model_has_a_chat_template_and_room_for_its_tokens(tiny_model: 
     assert max(*ids, len(tokenizer) - 1) < config.vocab_size
     assert config.eos_token_id == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<end>")]
     assert AutoModelForCausalLM.from_config(config).num_parameters() < 200_000
-
-
-def test_help_of_the_tiny_models_script_names_its_argument() -> None:
-    command = [sys.executable, str(EXAMPLES / "tiny_random_model.py"), "--help"]
-    assert "folder to write to" in subprocess.run(command, capture_output=True, text=True, check=True).stdout

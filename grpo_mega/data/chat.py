@@ -37,7 +37,20 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], place: str) -> str:
 
 
 def find_prefill(tokenizer: Any) -> str:
-    """What the chat template writes into the assistant's turn before the model does; "" for most templates."""
+    """What the chat template writes into the assistant's turn before the model does; "" for most templates.
+
+    Raises ConfigError for a template that cannot render a question and its answer.
+    """
+    try:
+        return _find_prefill(tokenizer)
+    except Exception as error:  # templates raise what they like
+        raise ConfigError(
+            f"the chat template of {tokenizer.name_or_path!r} cannot render a question and its answer "
+            f"({' '.join(str(error).split())}); mend chat_template in its tokenizer_config.json"
+        ) from None
+
+
+def _find_prefill(tokenizer: Any) -> str:
     question = {"role": "user", "content": "question"}
     answer = {"role": "assistant", "content": _MARKER}
     before_turn = _apply(tokenizer, [question], add_generation_prompt=False)

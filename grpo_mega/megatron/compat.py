@@ -53,9 +53,29 @@ def install() -> bool:
     return True
 
 
+@functools.cache
+def keep_adam_steps_apart() -> None:
+    """Megatron loads every entry of a parameter's optimizer state from the checkpoint's tensors. torch's Adam has a `step`
+    among them, which Megatron keeps with the parameter group, so that the load would fail on it."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_states(self: Any, model_param: Any, tensors: Any) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        step = state.pop("step", None)
+        original(self, model_param, tensors)
+        if step is not None:
+            state["step"] = step
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+
+
 def _quieten() -> None:
     """Megatron warns of each optional package that it did not find, and of torch's newer names for its collectives."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 

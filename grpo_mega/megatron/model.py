@@ -36,7 +36,6 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.weights.spec import Family, ModelShape, padded_vocab
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-STATIC_ROPE = {"default", "linear", "llama3"}  # angles that depend on the position alone
 
 
 def uses_transformer_engine(runtime: Runtime) -> bool:
@@ -151,32 +150,8 @@ def _mark_partitions(model: GPTModel) -> None:
 
 
 def rotary_inv_freq(hf_config: Any) -> torch.Tensor:
-    """Inverse frequencies [head_dim / 2] by transformers' own arithmetic. Raises ConfigError for a scaling not supported."""
-    parameters = hf_config.rope_parameters
-    if parameters["rope_type"] not in STATIC_ROPE:
-        raise ConfigError(
-            f"rope_type {parameters['rope_type']!r} is not supported; supported are {', '.join(sorted(STATIC_ROPE))}"
-        )
+    """Inverse frequencies [head_dim / 2] by transformers' own arithmetic, for what `check_architecture` lets pass."""
     return LlamaRotaryEmbedding(hf_config).inv_freq.float()
-
-
-def check_architecture(hf_config: Any) -> None:
-    """Raises ConfigError for what the layer spec below would compute otherwise than the Hugging Face model."""
-    demands = {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "sliding_window": None,
-        "partial_rotary_factor": 1.0,
-    }
-    fields = hf_config.to_dict()
-    if fields.get("use_sliding_window") is False:  # Qwen names a window even where it is not used
-        fields.pop("sliding_window")
-    for name, supported in demands.items():
-        value = fields.get(name, supported)
-        if value != supported:
-            raise ConfigError(f"config.json has {name}={value!r}; only {supported!r} is supported for {hf_config.model_type}")
-    rotary_inv_freq(hf_config)
 
 
 def _local_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:

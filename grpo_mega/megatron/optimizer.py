@@ -74,13 +74,18 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+def parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """The optimizers that a chained one consists of."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
 def separate_steps(optimizer: MegatronOptimizer) -> None:
     """Gives each parameter its own step count after a load.
 
     Megatron loads one step tensor for all; torch's Adam counts in place, so that it would grow by the number of parameters at
     every update.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts(optimizer):
         for state in part.optimizer.state.values():
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()

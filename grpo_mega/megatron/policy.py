@@ -6,10 +6,13 @@ All ranks call every method together.
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from grpo_mega.algorithm.losses import LOSSES, LossInputs, LossOutputs, accumulate, finalize
 from grpo_mega.config import Config
+from grpo_mega.megatron import checkpoint
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron.model import build_chunks, uses_transformer_engine
 from grpo_mega.megatron.runtime import Runtime
@@ -39,11 +43,14 @@ class Policy:
         models = build_chunks(shape, family, hf_config, config.model, config.layout, runtime)
         self._parameters = _parameters_of(models, self._holding_of(runtime.rank))
         _check_partitions(self._parameters, runtime, self._holding_of)
+        self._models = models
         self._chunks = optimizers.wrap(models, config.layout)
         self._pipeline = Pipeline(self._chunks, uses_te=self._uses_te)
         self._optimizer: Any = None
         self._optimizer_step = 0
         self._reference: dict[str, Tensor] = {}
+        self._seen: list[tuple[PackedBatch, Tensor]] = []  # of the mini-batch under way, with its log-probs
+        self.nonfinite_samples: set[int] = set()  # indices of the step's samples, of its updates that were dropped
 
     @property
     def length_multiple(self) -> int:
@@ -74,11 +81,40 @@ class Policy:
 
     def load(self, read: Callable[[Box], Tensor]) -> None:
         """Fills the weights from a checkpoint's slices; keeps them as the reference if one is needed; makes the optimizer."""
-        fill(self._holding_of(self._runtime.rank), self._parameters, read)
+        with self._runtime.together():
+            fill(self._holding_of(self._runtime.rank), self._parameters, read)
         if self._config.algorithm.kl_beta > 0:
             self._reference = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
         # Only now: the optimizer copies the weights into its fp32 master shards.
         self._optimizer = optimizers.build(self._chunks, self._config.optimizer, self._config.layout)
+
+    def save(self, folder: Path) -> None:
+        """Writes weights, optimizer and counters as a Megatron distributed checkpoint into the empty `folder`."""
+        self._settle()
+        checkpoint.save(folder, self._models, self._optimizer, {"optimizer_step": self._optimizer_step})
+
+    def restore(self, folder: Path) -> None:
+        """Goes on from a checkpoint of any layout, after `load`. Raises ResumeError."""
+        found = checkpoint.load(folder, self._models, self._optimizer, {"optimizer_step": 0})
+        self._optimizer_step = found["optimizer_step"]
+
+    @property
+    def state_bytes(self) -> int:
+        """At most what this rank adds to a checkpoint: its weights, and three fp32 numbers for each."""
+        return sum(p.numel() * (p.element_size() + 12) for p in self._parameters.values())
+
+    @property
+    def optimizer_step(self) -> int:
+        """Optimizer steps taken so far, dropped mini-batches not counted."""
+        return self._optimizer_step
+
+    def fingerprint(self) -> str:
+        """A checksum over all ranks of the weights that the optimizer moves (fp32); depends on the layout."""
+        sums = [p.detach().double().sum() for part in optimizers.parts(self._optimizer) for p in _main_parameters(part)]
+        mine = zlib.crc32(torch.stack(sums).cpu().numpy().tobytes())
+        everyone = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=self._runtime.device.torch_device)
+        everyone[self._runtime.rank] = mine
+        return f"{zlib.crc32(self._runtime.sum(everyone).cpu().numpy().tobytes()):08x}"
 
     def attach_logprobs(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[list[PackedBatch]]:
         """The batches on the device, with old_ and ref_logprobs where the update needs them (on the last stage).
@@ -100,25 +136,46 @@ class Policy:
         """All optimizer steps of one rollout, and the metrics of each."""
         algorithm = self._config.algorithm
         passes: list[StepMetrics] = []
+        self.nonfinite_samples = set()
         for _ in range(self._config.batch.epochs):
             for batches in mini_batches:
+                self._seen = []
                 metrics = self._reduced(self._pipeline.forward_backward(batches, self._loss))
                 limit = algorithm.early_stop_imp_ratio
                 if limit is not None and not metrics["ratio/mean"] <= limit:  # a NaN is dropped too
-                    metrics["dropped_mini_batches"] = 1.0
+                    metrics |= {"dropped_mini_batches": 1.0, "nonfinite_mini_batches": 0.0}
                 else:
-                    metrics |= self._optimizer_update()
+                    metrics |= self._optimizer_update(metrics["loss/total"])
                 passes.append(metrics)
         return passes
 
-    def _optimizer_update(self) -> StepMetrics:
+    def _optimizer_update(self, loss: float) -> StepMetrics:
+        """One optimizer step, unless loss or gradient is not finite: then nothing of the mini-batch reaches the weights."""
+        self._optimizer.prepare_grads()
+        grad_norm = float(self._optimizer.get_grad_norm())
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            self.nonfinite_samples |= self._find_nonfinite()
+            return {"dropped_mini_batches": 1.0, "nonfinite_mini_batches": 1.0}
         lr = optimizers.learning_rate(
             self._config.optimizer, self._optimizer_step, self._config.steps * self._config.batch.optimizer_steps
         )
         optimizers.set_learning_rate(self._optimizer, lr)
-        _, grad_norm, _ = self._optimizer.step()
+        self._optimizer.step()
         self._optimizer_step += 1
-        return {"grad_norm": float(grad_norm), "lr": lr, "dropped_mini_batches": 0.0}
+        return {"grad_norm": grad_norm, "lr": lr, "dropped_mini_batches": 0.0, "nonfinite_mini_batches": 0.0}
+
+    def _find_nonfinite(self) -> set[int]:
+        """The samples of the mini-batch with a log-prob or advantage that is not finite, from all ranks."""
+        mine: set[int] = set()
+        for batch, logprobs in self._seen:
+            values = [v for v in (logprobs, batch.old_logprobs, batch.ref_logprobs, batch.advantages) if v is not None]
+            is_bad = ~torch.isfinite(torch.stack(values)).all(dim=0) & (batch.loss_mask > 0)
+            cuts = batch.cu_seqlens.tolist()
+            segments = zip(batch.sample_indices, cuts, cuts[1:], strict=False)  # padding comes last and has no sample
+            mine |= {index for index, begin, end in segments if bool(is_bad[begin:end].any())}
+        everyone: list[set[int]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return set().union(*everyone)
 
     def _evaluate(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[tuple[PackedBatch, Tensor]]:
         """Each batch with its [T] log-probs under the current weights; none on all but the last stage."""
@@ -140,6 +197,7 @@ class Policy:
 
     def _loss(self, logits_TV: Tensor, batch: PackedBatch) -> LossOutputs:
         logprobs, entropy = self._logprobs(logits_TV, batch)
+        self._seen.append((batch, logprobs.detach()))
         return self._loss_of(
             LossInputs(
                 logprobs=logprobs,
@@ -199,6 +257,10 @@ class Policy:
         if self._config.layout.overlap_param_gather:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
+
+
+def _main_parameters(optimizer: Any) -> list[Tensor]:
+    return [p for group in optimizer.optimizer.param_groups for p in group["params"]] or [torch.zeros(1)]
 
 
 def _parameters_of(models: Sequence[Any], holding: Holding) -> dict[str, Tensor]:

@@ -8,6 +8,8 @@ ranks, groups, device. Nothing of Megatron's global state leaks further than thi
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,6 +20,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from grpo_mega import device as devices
 from grpo_mega.config import Config
+from grpo_mega.errors import UserError
 from grpo_mega.weights.layout import MegatronLayout
 
 
@@ -56,6 +59,23 @@ class Runtime:
         """The maximum over all ranks, in place."""
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raises on every rank the first UserError that one of them raises inside.
+
+        So all end alike, with the same line, instead of waiting for a rank that is gone. No collectives inside.
+        """
+        error: UserError | None = None
+        try:
+            yield
+        except UserError as caught:
+            error = caught
+        errors: list[UserError | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+        for found in errors:
+            if found is not None:
+                raise found from None
 
 
 def start(config: Config) -> Runtime:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from grpo_mega.types import Group, Sample, StepMetrics
 
-COUNTS = ("num_tokens", "dropped_mini_batches")
+COUNTS = ("num_tokens", "dropped_mini_batches", "nonfinite_mini_batches")
 BY_STEP = ("grad_norm", "lr")  # a dropped mini-batch has none
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import netrc
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,8 @@ from grpo_mega.types import StepMetrics
 _DEFAULT_SERVER = "https://api.wandb.ai"
 _SECONDS_TO_CONNECT = 30.0
 
+ID_FILE = "wandb_id"
+
 Mode = Literal["online", "offline", "disabled"]
 
 
@@ -27,11 +30,14 @@ class WandbWriter:
         import wandb
 
         mode = wandb_mode(os.environ)
+        run_id = _run_id(config.run_dir / ID_FILE)
 
         def start(mode: Mode) -> Any:
             return wandb.init(
                 project=config.log.wandb_project,
                 name=config.run_dir.name,
+                id=run_id,
+                resume="allow",
                 dir=str(config.run_dir),
                 config=config.model_dump(mode="json"),
                 mode=mode,
@@ -60,6 +66,13 @@ class WandbWriter:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _run_id(path: Path) -> str:
+    """The run's id, kept in its folder, so that a resumed run goes on in the same place."""
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:8])
+    return path.read_text().strip()
 
 
 def wandb_mode(environ: Mapping[str, str]) -> Mode:

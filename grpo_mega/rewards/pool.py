@@ -79,6 +79,7 @@ class RewardPool:
         self._counters: Counter[str] = Counter(killed_workers=0)
         self._first_error: str | None = None
         self._failure: str | None = None
+        self._is_ready = False  # a worker has imported all functions
         self._is_closing = False
 
         self._workers: list[WorkerProcess] = []  # the thread's own, like the selector
@@ -111,6 +112,13 @@ class RewardPool:
     def worker_pids(self) -> list[int]:
         """The process ids of the workers of this moment."""
         return [worker.pid for worker in list(self._workers)]
+
+    def wait_until_ready(self) -> None:
+        """Until a worker has imported all functions. Raises RewardError if the workers cannot start."""
+        with self._changed:
+            while not self._is_ready and self._failure is None:
+                self._changed.wait()
+            self._raise_failure()
 
     def submit(self, key: Hashable, prompt: str, response: str, answer: str, extras: dict[str, Any]) -> None:
         """Queues one sample for all functions; `key` is its name in what `collect` returns, and new to it."""
@@ -223,6 +231,9 @@ class RewardPool:
         for kind, *rest in messages:
             if kind == READY:
                 worker.is_ready = True
+                with self._changed:
+                    self._is_ready = True
+                    self._changed.notify_all()
             elif kind == FAILED:
                 self._fail(f"reward workers cannot start: {rest[0]}")
             elif kind == SCORED:

@@ -60,7 +60,7 @@ def _round(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     sends = sorted((t for t in transfers if t.source_rank == rank), key=lambda t: t.target_rank)
     receives = sorted((t for t in transfers if t.target_rank == rank), key=lambda t: t.source_rank)
-    device = next(iter((sources or targets).values())).device
+    device = next((t.device for t in (*sources.values(), *targets.values())), torch.device("cpu"))
     parts = [_view(sources, t.source, t.source_offset, t).reshape(-1).to(dtype) for t in sends]
     outgoing = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
     incoming = torch.empty(sum(t.size for t in receives), dtype=dtype, device=device)

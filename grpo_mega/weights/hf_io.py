@@ -8,6 +8,7 @@ only when it is complete.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -15,15 +16,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Box, Index
+from grpo_mega.weights.hf_files import INDEX, SINGLE, check_shapes, weight_files
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
@@ -33,9 +34,8 @@ class CheckpointReader:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self._stack = ExitStack()
-        files = self._files()
-        self._handles = {name: self._open(name) for name in files}
-        self._file_of = {tensor: name for name, handle in self._handles.items() for tensor in handle.keys()}  # noqa: SIM118
+        self._handles = {path: self._open(path) for path in weight_files(self.folder)}
+        self._file_of = {tensor: path for path, handle in self._handles.items() for tensor in handle.keys()}  # noqa: SIM118
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -51,42 +51,20 @@ class CheckpointReader:
         return tuple(self._slice(name).get_shape())
 
     def read(self, box: Box) -> Tensor:
-        """The box's elements in the file's dtype."""
-        return self._slice(box.tensor)[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+        """The box's elements in the file's dtype. Raises WeightMappingError if one of them is NaN or infinite."""
+        values = self._slice(box.tensor)[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+        if values.is_floating_point() and values.numel() and not _is_finite(values):
+            raise WeightMappingError(
+                f"{self._file_of[box.tensor]}: {box.tensor} holds NaN or infinity; "
+                "fetch the file again, or take another checkpoint"
+            )
+        return values
 
     def check(self, expected: Mapping[str, Index]) -> None:
         """Raises WeightMappingError for the first tensor that is missing, has a wrong shape, or is not known."""
-        for name, shape in expected.items():
-            if name not in self._file_of:
-                raise WeightMappingError(f"{self.folder} has no tensor {name!r}; fetch the checkpoint again, it is incomplete")
-            if self.shape(name) != tuple(shape):
-                raise WeightMappingError(
-                    f"{self.folder}: {name} has shape {list(self.shape(name))}, but config.json means {list(shape)}; "
-                    "give the config.json that belongs to these weights"
-                )
-        # A tied output layer may be stored as well; rotary tables are derived.
-        known = set(expected) | {"lm_head.weight"}
-        for name in sorted(self.names - known):
-            if not name.endswith("rotary_emb.inv_freq"):
-                raise WeightMappingError(
-                    f"{self.folder} holds {name!r}, which its model type has no place for; check model_type in config.json"
-                )
+        check_shapes(self.folder, {name: self.shape(name) for name in self.names}, expected)
 
-    def _files(self) -> list[str]:
-        index = self.folder / INDEX
-        if index.exists():
-            try:
-                return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise WeightMappingError(f"{index} is no index of shards ({error!r}); fetch the file again") from None
-        if (self.folder / SINGLE).exists():
-            return [SINGLE]
-        raise WeightMappingError(f"{self.folder} has neither {SINGLE} nor {INDEX}; give a checkpoint with safetensors")
-
-    def _open(self, name: str) -> Any:
-        path = self.folder / name
-        if not path.exists():
-            raise WeightMappingError(f"{path} is named by {INDEX} but does not exist; fetch the missing shard")
+    def _open(self, path: Path) -> Any:
         try:
             return self._stack.enter_context(safe_open(path, framework="pt"))
         except SafetensorError as error:
@@ -94,6 +72,12 @@ class CheckpointReader:
 
     def _slice(self, name: str) -> Any:
         return self._handles[self._file_of[name]].get_slice(name)
+
+
+def _is_finite(values: Tensor) -> bool:
+    """One pass without a copy: the extremes of a tensor with a NaN are NaN."""
+    low, high = torch.aminmax(values)
+    return math.isfinite(float(low)) and math.isfinite(float(high))
 
 
 def shards(tensors: Mapping[str, Index], itemsize: int, max_shard_bytes: int = 5 << 30) -> list[list[str]]:

@@ -46,20 +46,31 @@ class ModelShape:
     def from_hf_config(cls, config: dict[str, Any]) -> ModelShape:
         """From the contents of a config.json. Raises WeightMappingError naming the field that is missing."""
 
-        def field(name: str) -> Any:
-            if config.get(name) is None:
+        def field(name: str, default: int | None = None) -> int:
+            value = config.get(name) or default
+            if value is None:
                 raise WeightMappingError(f"config.json has no field {name!r}; is it the config of a causal language model?")
-            return config[name]
+            if not isinstance(value, int) or value < 1:
+                raise WeightMappingError(f"config.json has {name}={value!r}; it must be a positive whole number")
+            return value
 
+        model_type = config.get("model_type")
+        if not isinstance(model_type, str):
+            raise WeightMappingError(f"config.json has model_type {model_type!r}; is it the config of a causal language model?")
         heads = field("num_attention_heads")
+        kv_heads = field("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise WeightMappingError(
+                f"config.json has num_key_value_heads={kv_heads}, which must divide num_attention_heads={heads}; mend it"
+            )
         return cls(
-            model_type=field("model_type"),
+            model_type=model_type,
             num_layers=field("num_hidden_layers"),
             hidden=field("hidden_size"),
             ffn=field("intermediate_size"),
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or field("hidden_size") // heads,
+            num_kv_heads=kv_heads,
+            head_dim=field("head_dim", field("hidden_size") // heads),
             vocab=field("vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
         )
@@ -199,8 +210,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The contents of config.json. Raises WeightMappingError if it is missing or not JSON."""
     path = Path(folder) / "config.json"
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except OSError:
         raise WeightMappingError(f"{path} does not exist; give the folder of a Hugging Face checkpoint") from None
     except ValueError as error:
         raise WeightMappingError(f"{path} is not JSON ({error}); restore the file") from None
+    if not isinstance(found, dict):
+        raise WeightMappingError(f"{path} holds a JSON {type(found).__name__}, not an object; restore the file")
+    return found

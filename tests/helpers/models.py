@@ -95,7 +95,9 @@ def make_tokenizer() -> Qwen2Tokenizer:
     return tokenizer
 
 
-def save_checkpoint(model: Any, folder: Path, *, max_shard_size: str = "5GB", eos_token_ids: tuple[int, ...] = (EOS_ID,)) -> Path:
+def save_checkpoint(
+    model: Any, folder: Path, *, max_shard_size: str = "5GB", eos_token_ids: tuple[int, ...] = (EOS_ID,)
+) -> Path:
     """Saves model, generation config and tokenizer; returns `folder`."""
     model.generation_config = GenerationConfig(eos_token_id=list(eos_token_ids), pad_token_id=PAD_ID)
     model.save_pretrained(folder, max_shard_size=max_shard_size)

@@ -130,7 +130,7 @@ def assert_same_samples(found: list[Group], expected: list[Group]) -> None:
 
 
 @pytest.mark.parametrize("max_concurrent", [1, 4, 12])
-def test_a_sample_does_not_depend_on_how_many_are_decoded_at_once(model: Any, sampled: list[Group], max_concurrent: int) -> None:
+def test_a_sample_is_the_same_however_many_are_decoded_at_once(model: Any, sampled: list[Group], max_concurrent: int) -> None:
     found = make_engine(model, max_concurrent).generate(make_prompts(), SAMPLING, step=2, on_sample=lambda s: None)
     assert_same_samples(found, sampled)
 

@@ -67,7 +67,8 @@ def test_without_randomness_the_most_likely_token_is_taken(temperature: float) -
     torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=1e-6)
 
 
-FILTERS = [(1.0, 1.0, 0), (0.5, 1.0, 0), (1.7, 1.0, 0), (1.0, 1.0, 4), (1.0, 0.6, 0), (0.8, 0.7, 5), (1.3, 0.95, 3), (1.0, 0.01, 0)]
+# (temperature, top_p, top_k)
+FILTERS = [(1, 1, 0), (0.5, 1, 0), (1.7, 1, 0), (1, 1, 4), (1, 0.6, 0), (0.8, 0.7, 5), (1.3, 0.95, 3), (1, 0.01, 0)]
 
 
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), FILTERS)
@@ -110,7 +111,8 @@ def test_a_token_without_probability_is_never_drawn(
 ) -> None:
     logits = scale * random_logits(1, 9, seed)
     logits[0, [0, 4, 8]] = -torch.inf  # the first, the last and one between
-    token, logprob = draw(logits, torch.tensor([uniform], dtype=torch.float64), temperature=temperature, top_p=top_p, top_k=top_k)
+    chance = torch.tensor([uniform], dtype=torch.float64)
+    token, logprob = draw(logits, chance, temperature=temperature, top_p=top_p, top_k=top_k)
     assert torch.softmax(logits[0] / temperature, dim=0)[token] > 0
     assert torch.isfinite(logprob).all()
     ranked = logits[0].argsort(descending=True).tolist()

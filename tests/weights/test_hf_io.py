@@ -194,11 +194,12 @@ def test_what_is_written_loads_in_transformers_and_has_the_sources_side_files(tm
 
     side_files = {p.name for p in source.iterdir()} - {SINGLE}
     assert {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= side_files
-    weights = {SINGLE} if len(parts) == 1 else {INDEX, *(f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts)))}
+    numbered = {f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))}
+    weights = {SINGLE} if len(parts) == 1 else numbered | {INDEX}
     assert {p.name for p in out.iterdir()} == side_files | weights
     assert all((out / name).read_bytes() == (source / name).read_bytes() for name in side_files)
     assert (len(parts) > 3) == (max_shard_bytes == 20_000)
-    assert all(load.stat().st_size < 22_000 for load in out.glob("model-*.safetensors"))
+    assert all(path.stat().st_size < 22_000 for path in out.glob("model-*.safetensors"))
 
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert loaded.state_dict().keys() == model.state_dict().keys()

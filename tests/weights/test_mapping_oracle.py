@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from mapping import filled, megatron_side, numbered
-from models import FAMILIES, make_config
+from models import make_config
 
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout
@@ -43,7 +43,7 @@ def mbridge_core() -> Any:
 @pytest.mark.filterwarnings("ignore:full scope is deprecated")
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("changes", SHAPES)
-@pytest.mark.parametrize("family_name", FAMILIES)
+@pytest.mark.parametrize("family_name", ["llama", "qwen2", "qwen3"])  # those that mbridge has
 def test_every_local_tensor_equals_mbridges_in_both_directions(
     mbridge_core: Any, family_name: str, changes: dict[str, int], tp: int
 ) -> None:

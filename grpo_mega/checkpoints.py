@@ -1,0 +1,235 @@
+"""The checkpoints of a run: written beside the training, proven, and only then visible.
+
+A save stages the state in memory (a tmpfs), which is all that training waits for. A background thread
+of each rank then hashes what the rank staged, copies it to RUN_DIR/checkpoints/.step-N.partial, and reads it back to compare.
+When all ranks have done so, rank 0 renames the folder to step-N and moves `latest`; older ones go. A checkpoint that can be
+seen is therefore whole; `verify` names the file that is not as it was written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from grpo_mega.config import CheckpointConfig
+from grpo_mega.errors import ResumeError
+from grpo_mega.megatron.policy import Policy
+
+LATEST = "latest"
+MANIFEST = "checkpoint.json"
+STATE = "state"  # the folder of Megatron's files within a checkpoint
+STAGING = Path("/dev/shm")  # memory that is a file system; where it is too small, the disk is used
+_CHUNK = 16 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int  # steps finished; also the policy's version
+    optimizer_step: int
+    fingerprint: str  # of the weights, see Policy.fingerprint
+    layout: str
+    model: str  # identity of the model's shape
+    seed: int
+    checksums: dict[str, str]  # sha256 by file below STATE
+
+
+class Checkpoints:
+    """Saves of one run. All ranks call every method together; the same rank's calls do not overlap."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig, rank: int) -> None:
+        self.folder, self._config, self._rank = folder, config, rank
+        self._writer: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._checksums: dict[str, str] = {}
+        self._pending: Manifest | None = None
+        self._last: Manifest | None = None
+        # The same for all ranks and starts of a run, so that what a killed one left is found and removed.
+        self._staging_name = f".grpo_mega-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}"
+        self._remove_staging()
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            for partial in folder.glob(".step-*.partial"):
+                shutil.rmtree(partial)
+        dist.barrier()
+
+    def save(self, policy: Policy, manifest: Manifest) -> None:
+        """Stages the state; the rest happens behind. Raises ResumeError if it cannot be, or must not be, written."""
+        self.finish()
+        self._check_moved(manifest)
+        staging = self._stage(policy)
+        self._pending, self._checksums, self._failure = manifest, {}, None
+        partial = self._partial(manifest.step)
+        (partial / STATE).mkdir(parents=True, exist_ok=True)
+        arguments = (self._mine(staging), partial / STATE)
+        self._writer = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
+        self._writer.start()
+
+    def poll(self) -> None:
+        """Makes a save visible if every rank has written its part; does not wait."""
+        if self._pending is not None and self._agree(self._writer is not None and not self._writer.is_alive()):
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for a save under way and makes it visible. Raises ResumeError if a rank could not write its part."""
+        if self._pending is None or self._writer is None:
+            return
+        self._writer.join()
+        manifest, self._pending = self._pending, None
+        reports: list[tuple[dict[str, str], str]] = [({}, "")] * dist.get_world_size()
+        dist.all_gather_object(reports, (self._checksums, str(self._failure or "")))
+        self._remove_staging()
+        failures = [text for _, text in reports if text]
+        if failures:
+            if self._rank == 0:
+                shutil.rmtree(self._partial(manifest.step), ignore_errors=True)
+            raise ResumeError(f"checkpoint of step {manifest.step} was not written ({failures[0]}); free the disk and resume")
+        if self._rank == 0:
+            self._publish(manifest, {name: s for sums, _ in reports for name, s in sums.items()})
+        self._last = manifest
+        dist.barrier()
+
+    def _stage(self, policy: Policy) -> Path:
+        """The state in a folder of this node, once it is sure that the disk will take it."""
+        needed = torch.tensor([policy.state_bytes])
+        dist.all_reduce(needed)
+        free = shutil.disk_usage(self.folder).free
+        if int(needed) > free:
+            raise ResumeError(
+                f"a checkpoint may need {int(needed) / 2**20:.0f} MiB, but {self.folder} has {free / 2**20:.0f} MiB free; "
+                "free the disk and resume, or lower checkpoint.keep"
+            )
+        has_room = STAGING.is_dir() and int(needed) < shutil.disk_usage(STAGING).free / 2
+        staging = (STAGING if self._agree(has_room) else self.folder) / self._staging_name
+        staging.mkdir(exist_ok=True)
+        dist.barrier()
+        policy.save(staging)
+        dist.barrier()
+        return staging
+
+    def _remove_staging(self) -> None:
+        for place in (STAGING, self.folder):
+            shutil.rmtree(place / self._staging_name, ignore_errors=True)
+
+    def _mine(self, staging: Path) -> list[Path]:
+        """The files that this rank wrote: its own shards, and on rank 0 the common files."""
+        own = [p for p in staging.iterdir() if p.name.startswith(f"__{self._rank}_")]
+        return own + ([p for p in staging.iterdir() if not p.name.startswith("__")] if self._rank == 0 else [])
+
+    def _write(self, staged: list[Path], target: Path) -> None:
+        try:
+            for path in staged:
+                written = _copy(path, target / path.name)
+                if sha256(target / path.name) != written:
+                    raise OSError(f"{target / path.name} reads back otherwise than it was written")
+                self._checksums[path.name] = written
+                path.unlink()
+        except BaseException as error:
+            self._failure = error
+
+    def _publish(self, manifest: Manifest, checksums: dict[str, str]) -> None:
+        partial, final = self._partial(manifest.step), self.folder / f"step-{manifest.step:06d}"
+        content = asdict(manifest) | {"checksums": dict(sorted(checksums.items()))}
+        (partial / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
+        if final.exists():
+            shutil.rmtree(final)
+        os.rename(partial, final)
+        _sync(self.folder)
+        pointer = self.folder / f".{LATEST}"
+        pointer.write_text(final.name + "\n")
+        os.replace(pointer, self.folder / LATEST)
+        _sync(self.folder)
+        for old in sorted(self.folder.glob("step-*"))[: -self._config.keep]:
+            shutil.rmtree(old)
+
+    def _check_moved(self, manifest: Manifest) -> None:
+        last = self._last
+        if last and manifest.optimizer_step > last.optimizer_step and manifest.fingerprint == last.fingerprint:
+            raise ResumeError(
+                f"the weights are those of step {last.step} though {manifest.optimizer_step - last.optimizer_step} optimizer "
+                "steps were taken since; nothing trains: is optimizer.lr too small?"
+            )
+
+    def _agree(self, value: bool) -> bool:
+        flag = torch.tensor([int(value)])
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag)
+
+    def _partial(self, step: int) -> Path:
+        return self.folder / f".step-{step:06d}.partial"
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint, or None. Remains of interrupted saves are not looked at."""
+    pointer = folder / LATEST
+    if not pointer.exists():
+        return None
+    found = folder / pointer.read_text().strip()
+    if not (found / MANIFEST).is_file():
+        raise ResumeError(
+            f"{pointer} names {found.name}, which is not there or not whole; put the name of another step-N into it"
+        )
+    return found
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Raises ResumeError if it is not a checkpoint."""
+    try:
+        return Manifest(**json.loads((checkpoint / MANIFEST).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ResumeError(f"{checkpoint / MANIFEST} cannot be read ({error}); resume from another step-N folder") from None
+
+
+def verify(checkpoint: Path, manifest: Manifest, rank: int, world_size: int) -> None:
+    """Compares every file with its checksum, ranks sharing the work. Raises ResumeError on all ranks, naming the file."""
+    names = sorted(manifest.checksums)
+    wrong = [
+        problem
+        for name in names[rank::world_size]
+        if (problem := _problem(checkpoint / STATE / name, manifest.checksums[name]))
+    ]
+    everyone: list[list[str]] = [[]] * world_size
+    dist.all_gather_object(everyone, wrong)
+    found = [problem for one in everyone for problem in one]
+    if found:
+        raise ResumeError(f"{found[0]}; put the name of an older step-N into {checkpoint.parent / LATEST} and resume")
+
+
+def _problem(path: Path, checksum: str) -> str | None:
+    if not path.is_file():
+        return f"checkpoint file {path} is missing"
+    return None if sha256(path) == checksum else f"checkpoint file {path} is not as it was written (checksum differs)"
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _copy(source: Path, target: Path) -> str:
+    """Copies a file to the disk itself; returns the sha256 of what was read."""
+    digest = hashlib.sha256()
+    with source.open("rb") as reader, target.open("wb") as writer:
+        while chunk := reader.read(_CHUNK):
+            digest.update(chunk)
+            writer.write(chunk)
+        writer.flush()
+        os.fsync(writer.fileno())
+    return digest.hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,73 @@
+"""What a tokenizer's files tell without transformers: that they are there, have a chat template, and fit the vocabulary.
+
+For tokenizers without a tokenizer.json the vocabulary is checked once the tokenizer is loaded (`check_vocabulary`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.errors import ConfigError
+
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+def check_tokenizer_files(folder: Path, vocab_size: int) -> None:
+    """Raises ConfigError for a tokenizer that is missing, damaged, without chat template, or larger than the vocabulary."""
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise ConfigError(
+            f"model.path={folder} holds no tokenizer (none of {', '.join(_VOCABULARIES)}); copy the model's there"
+        )
+    settings = _read_object(folder / "tokenizer_config.json")
+    if not _has_chat_template(folder, settings):
+        raise ConfigError(
+            f"the tokenizer of model.path={folder} has no chat template; add chat_template to its tokenizer_config.json, "
+            "or name an instruct model as model.path"
+        )
+    ids = _token_ids(folder, settings)
+    if ids:
+        check_vocabulary(folder, max(ids), vocab_size)
+
+
+def check_vocabulary(folder: Path, largest_id: int, vocab_size: int) -> None:
+    """Raises ConfigError if the tokenizer has an id for which the model has no embedding."""
+    if largest_id >= vocab_size:
+        raise ConfigError(
+            f"vocab_size={vocab_size} in {folder / 'config.json'} is less than the tokenizer, whose ids go up to {largest_id}; "
+            "give the tokenizer that belongs to the model"
+        )
+
+
+def _has_chat_template(folder: Path, settings: dict[str, Any]) -> bool:
+    files = [folder / "chat_template.jinja", folder / "chat_template.json", *folder.glob("additional_chat_templates/*.jinja")]
+    return bool(settings.get("chat_template")) or any(path.is_file() and path.stat().st_size for path in files)
+
+
+def _token_ids(folder: Path, settings: dict[str, Any]) -> list[int]:
+    """All ids of a tokenizer.json and of the tokens that its settings add; none without a tokenizer.json."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return []
+    tokenizer = _read_object(path)
+    try:
+        vocabulary = tokenizer["model"]["vocab"]
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+        ids += [token["id"] for token in tokenizer.get("added_tokens") or []]
+        return [int(i) for i in [*ids, *(settings.get("added_tokens_decoder") or {})]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} is no tokenizer ({error!r}); fetch the file again") from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is no file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not JSON ({error}); fetch the file again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a JSON {type(found).__name__}, not an object; fetch the file again")
+    return found

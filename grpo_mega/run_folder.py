@@ -1,0 +1,138 @@
+"""The run's folder: who owns it, and what it says of how the run was started.
+
+    config.yaml      as resolved, defaults included         metrics.jsonl   a line a step, and one an evaluation
+    run.json         command, versions, git state, seed     samples.jsonl   some responses of every step
+    checkpoints/     step-N folders and `latest`            heldout-N.jsonl answers to the held-out prompts after step N
+    logs/            output of the ranks but the first      hf/             the trained policy, at the end
+    lock             held by the process that trains here   curves.png      from `grpo-mega report`
+    stop             made by you: stop after this step
+
+`claim` is called before any rank starts. A folder is never shared: it is new, or resumed by asking for it, or refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_mega import config as configs
+from grpo_mega.config import Config
+from grpo_mega.errors import ConfigError, ResumeError, UserError
+
+CONFIG_FILE = "config.yaml"
+RUN_FILE = "run.json"
+LOCK_FILE = "lock"
+PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang", "math-verify")
+# What may differ when a run goes on; all else would make it another run.
+FREE_ON_RESUME = ("run_dir", "steps", "device", "layout", "eval", "checkpoint", "log", "max_nonfinite_steps")
+
+
+@contextmanager
+def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[None]:
+    """Makes the folder this run's while the context lasts. Raises ConfigError or ResumeError, having written nothing."""
+    folder = config.run_dir
+    is_run = (folder / RUN_FILE).exists()
+    if not is_run and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"run_dir={folder} exists and is not a run's folder; name a new or empty one")
+    if is_run and not resume:
+        raise ConfigError(f"run_dir={folder} holds a run; go on with it by --resume, or name another run_dir")
+    if is_run:
+        _check_same(folder, config)
+    elif resume:
+        raise ResumeError(f"run_dir={folder} holds no run to resume; start without --resume")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK_FILE).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"run_dir={folder} is in use by another process; wait for it or name another run_dir") from None
+        if not is_run:
+            (folder / CONFIG_FILE).write_text(configs.dump(config))
+        starts = _starts(folder)
+        (folder / RUN_FILE).write_text(json.dumps({"starts": [*starts, _start(argv)]}, indent=1) + "\n")
+        try:
+            yield
+        except UserError:
+            discard_unstarted(folder)
+            raise
+
+
+def discard_unstarted(folder: Path) -> None:
+    """Removes a folder in which no run has begun to log, so that the same command works once what was wrong is mended."""
+    if {path.name for path in folder.iterdir()} <= {CONFIG_FILE, RUN_FILE, LOCK_FILE, "logs"}:
+        shutil.rmtree(folder)
+
+
+def trim(folder: Path, step: int) -> None:
+    """Takes out what was logged after `step`, from where a resumed run does it again."""
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        path = folder / name
+        if path.exists():
+            lines = path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            path.write_text("".join(kept))
+    for path in folder.glob("heldout-*.jsonl"):
+        if int(path.stem.removeprefix("heldout-")) > step:
+            path.unlink()
+
+
+def _check_same(folder: Path, config: Config) -> None:
+    recorded = yaml.safe_load((folder / CONFIG_FILE).read_text())
+    current = config.model_dump(mode="json")
+    for section in current:
+        if section not in FREE_ON_RESUME:
+            _compare(section, recorded.get(section), current[section])
+
+
+def _compare(key: str, recorded: Any, current: Any) -> None:
+    if isinstance(recorded, dict) and isinstance(current, dict):
+        for name in current:
+            _compare(f"{key}.{name}", recorded.get(name), current[name])
+    elif recorded != current:
+        raise ResumeError(
+            f"{key}={current!r} differs from the run's {recorded!r}; give the run's value, or name another run_dir"
+        )
+
+
+def _starts(folder: Path) -> list[dict[str, Any]]:
+    path = folder / RUN_FILE
+    return json.loads(path.read_text())["starts"] if path.exists() else []
+
+
+def _start(argv: list[str]) -> dict[str, Any]:
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": ["grpo-mega", *argv],
+        "host": platform.node(),
+        "python": sys.version.split()[0],
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "git": _git_state(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_state() -> str | None:
+    """The commit that the code is at, with "-dirty" if it was changed; None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,38 @@
+"""Stopping a run between steps: on SIGTERM or SIGINT to any rank, or when a file RUN_DIR/stop appears.
+
+A signal only raises a flag; `requested` is collective, so that all ranks stop after the same step.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+STOP_FILE = "stop"
+
+
+class StopRequest:
+    """From when it is made, signals no longer end the process by themselves."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = run_dir / STOP_FILE
+        self._is_raised = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._raise)
+
+    def requested(self) -> bool:
+        """Whether any rank was asked to stop, by signal or file; the same answer on all ranks."""
+        flag = torch.tensor([int(self._is_raised or self._file.exists())])
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def clear(self) -> None:
+        """Removes the file, so that the next start does not stop at once."""
+        self._file.unlink(missing_ok=True)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        self._is_raised = True

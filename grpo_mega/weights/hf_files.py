@@ -1,0 +1,69 @@
+"""The files of a Hugging Face checkpoint folder and what must be in them; needs no torch.
+
+`check_folder` tells from the files' headers alone whether a checkpoint is whole and is the model's, so before anything starts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from grpo_mega.errors import WeightMappingError
+from grpo_mega.weights.boxes import Index
+from grpo_mega.weights.safetensors_header import TensorInfo, read_header
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = ("F32", "BF16", "F16", "F64")  # of weights that can be trained
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder. Raises WeightMappingError if there are none, or one named by the index is missing."""
+    index = folder / INDEX
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WeightMappingError(f"{index} is no index of shards ({error!r}); fetch the file again") from None
+    elif (folder / SINGLE).exists():
+        names = [SINGLE]
+    else:
+        raise WeightMappingError(f"{folder} has neither {SINGLE} nor {INDEX}; give a checkpoint with safetensors")
+    for name in names:
+        if not (folder / name).exists():
+            raise WeightMappingError(f"{folder / name} is named by {INDEX} but does not exist; fetch the missing shard")
+    return [folder / name for name in names]
+
+
+def check_folder(folder: Path, expected: Mapping[str, Index]) -> None:
+    """Raises WeightMappingError if the folder's safetensors are damaged or do not hold the tensors of `expected`."""
+    infos: dict[str, TensorInfo] = {}
+    for path in weight_files(folder):
+        infos |= read_header(path)
+    check_shapes(folder, {name: info.shape for name, info in infos.items()}, expected)
+    for name in expected:
+        if infos[name].dtype not in DTYPES:
+            raise WeightMappingError(
+                f"{folder}: {name} has dtype {infos[name].dtype}, but weights that train have one of {', '.join(DTYPES)}; "
+                "give a checkpoint that is not quantized"
+            )
+
+
+def check_shapes(folder: Path, found: Mapping[str, Index], expected: Mapping[str, Index]) -> None:
+    """Raises WeightMappingError for the first tensor that is missing, has a wrong shape, or is not known."""
+    for name, shape in expected.items():
+        if name not in found:
+            raise WeightMappingError(f"{folder} has no tensor {name!r}; fetch the checkpoint again, it is incomplete")
+        if found[name] != tuple(shape):
+            raise WeightMappingError(
+                f"{folder}: {name} has shape {list(found[name])}, but config.json means {list(shape)}; "
+                "give the config.json that belongs to these weights"
+            )
+    # A tied output layer may be stored as well; rotary tables are derived.
+    known = set(expected) | {"lm_head.weight"}
+    for name in sorted(set(found) - known):
+        if not name.endswith("rotary_emb.inv_freq"):
+            raise WeightMappingError(
+                f"{folder} holds {name!r}, which its model type has no place for; check model_type in config.json"
+            )

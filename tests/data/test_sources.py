@@ -1,0 +1,197 @@
+"""read_rows: the same rows from JSONL, JSON, Parquet, folders and hub names; what cannot be read is named with the remedy."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from grpo_mega.data.sources import is_same, read_rows
+from grpo_mega.errors import ConfigError
+
+ROWS: list[dict[str, Any]] = [
+    {"problem": "1+1", "solution": "2", "level": 3},
+    {"problem": "2+2", "solution": "4", "level": 1},
+    {"problem": "3+3", "solution": "6", "level": 2},
+]
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1"}]
+
+
+def rows_of(path: Path | str) -> list[dict[str, Any]]:
+    return [row.values for row in read_rows(str(path))]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_parquet(path: Path, rows: list[Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    parquet.write_table(pa.Table.from_pylist(rows), path)
+
+
+def make_json(folder: Path) -> str:
+    (folder / "a.json").write_text(json.dumps(ROWS, indent=1))
+    return "a.json"
+
+
+def make_jsonl(folder: Path) -> str:
+    write_jsonl(folder / "a.jsonl", ROWS)
+    return "a.jsonl"
+
+
+def make_parquet(folder: Path) -> str:
+    write_parquet(folder / "a.parquet", ROWS)
+    return "a.parquet"
+
+
+def make_folder_of_parquet(folder: Path) -> str:
+    write_parquet(folder / "set/train-00000-of-00002.parquet", ROWS[:2])
+    write_parquet(folder / "set/train-00001-of-00002.parquet", ROWS[2:])
+    write_parquet(folder / "set/test.parquet", ROWS[:1])
+    return "set"
+
+
+def make_folder_with_split(folder: Path) -> str:
+    (folder / "set").mkdir()
+    write_jsonl(folder / "set/train.jsonl", ROWS[:1])
+    write_jsonl(folder / "set/test.jsonl", ROWS)
+    return "set@test"
+
+
+def make_saved_set(folder: Path) -> str:
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(ROWS).save_to_disk(folder / "saved")
+    return "saved"
+
+
+def make_saved_splits(folder: Path) -> str:
+    datasets.disable_progress_bars()
+    datasets.DatasetDict({"validation": datasets.Dataset.from_list(ROWS)}).save_to_disk(folder / "saved")
+    return "saved@validation"
+
+
+def make_hub_copy(folder: Path) -> str:
+    """`datasets` takes a folder of that name before it asks the hub."""
+    write_parquet(folder / "owner" / "test.parquet", ROWS)
+    (folder / "owner").rename(folder / "name")
+    (folder / "owner").mkdir()
+    (folder / "name").rename(folder / "owner" / "name")
+    return "hub:owner/name@test"
+
+
+MAKERS = [
+    make_json,
+    make_jsonl,
+    make_parquet,
+    make_folder_of_parquet,
+    make_folder_with_split,
+    make_saved_set,
+    make_saved_splits,
+    make_hub_copy,
+]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda f: f.__name__)
+def test_the_rows_are_the_same_from_whatever_holds_them(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    path = make(tmp_path)
+    rows = list(read_rows(path))
+    assert [row.values for row in rows] == ROWS
+    assert [row.index for row in rows] == [0, 1, 2]
+    assert all(row.place.startswith(path) for row in rows)
+    copies = list((tmp_path / "cache").rglob("*.arrow"))
+    assert bool(copies) == path.startswith("hub:")  # local data is not copied
+
+
+def test_messages_in_parquet_and_in_folders_are_lists_of_mappings(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "set/train.parquet", [{"prompt": MESSAGES, "answer": "2"}])
+    for path in (tmp_path / "set", tmp_path / "set/train.parquet"):
+        assert rows_of(path) == [{"prompt": MESSAGES, "answer": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments"),
+    [
+        ("hub:openai/gsm8k", ("openai/gsm8k", None, "train")),
+        ("hub:openai/gsm8k:main", ("openai/gsm8k", "main", "train")),
+        ("hub:openai/gsm8k:main@test", ("openai/gsm8k", "main", "test")),
+        ("hub:o/n@train[:10%]", ("o/n", None, "train[:10%]")),
+    ],
+)
+def test_a_hub_name_says_owner_name_config_and_split(
+    path: str, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def load_dataset(name: str, config: str | None, *, split: str) -> list[dict[str, Any]]:
+        asked.append((name, config, split))
+        return ROWS
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert rows_of(path) == ROWS
+    assert asked == [arguments]
+
+
+def spoil(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "lines.json", ROWS)
+    (tmp_path / "object.json").write_text('{"data": []}')
+    (tmp_path / "numbers.json").write_text("[1, 2]")
+    (tmp_path / "latin.jsonl").write_bytes('{"a": "é"}'.encode("latin-1"))
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1 and no more")
+    (tmp_path / "table.csv").write_text("a,b\n")
+    (tmp_path / "empty").mkdir()
+    write_parquet(tmp_path / "set/train.parquet", ROWS)
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("none.jsonl", r"none\.jsonl does not exist; name a file, a folder or hub:owner/name"),
+        ("none@train", r"none@train does not exist"),
+        ("table.csv", r"suffix '\.csv'; the formats read are \.jsonl, \.json, \.parquet, or folders of them"),
+        ("lines.json", r"lines\.json is not JSON \(Extra data.*\); name it \.jsonl if it holds one object a line"),
+        ("object.json", r"object\.json holds a JSON dict; write a list of objects"),
+        ("numbers.json", r"numbers\.json, row 0 is a JSON int, not an object"),
+        ("latin.jsonl", r"latin\.jsonl is not UTF-8"),
+        ("cut.parquet", r"cut\.parquet is no Parquet file that can be read \(ArrowInvalid: "),
+        ("empty", r"empty cannot be read \(EmptyDatasetError: .*\); put \.parquet, \.jsonl or \.json files there"),
+        (
+            "set@nope",
+            r"set@nope cannot be read \(ValueError: Bad split: nope\. Available splits: \['train'\]\); .*@split",
+        ),
+        ("hub:a b", r"'hub:a b' is not of the form hub:owner/name\[:config\]\[@split\]"),
+    ],
+)
+def test_what_cannot_be_read_is_named_in_one_line_with_the_remedy(
+    path: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        rows_of(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_set_that_cannot_be_loaded_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*arguments: Any, **options: Any) -> None:
+        raise ConnectionError("Couldn't reach\nthe hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    message = "data set hub:o/n cannot be loaded (ConnectionError: Couldn't reach the hub); check name"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        rows_of("hub:o/n")
+
+
+def test_two_paths_to_one_set_are_the_same(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "set/train.parquet", ROWS)
+    folder = str(tmp_path / "set")
+    assert is_same(folder, f"{tmp_path}/./set@train")
+    assert not is_same(folder, f"{folder}@test")
+    assert is_same("hub:o/n@test", "hub:o/n@test")
+    assert not is_same("hub:o/n", folder)

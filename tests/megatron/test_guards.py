@@ -1,0 +1,101 @@
+"""What Megatron would get wrong without a word, and the patches that a CPU needs: each guarded, each still needed.
+
+The guards that show in numbers are tested there: interleaving at pp=2 and gradient norms over tensor-parallel ranks in
+tests/distributed/test_layouts.py, Adam's step counts in tests/runs/test_resume.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+# Each runs in a process of its own: the patches are for good.
+PRELUDE = """
+from grpo_mega import device, config as configs
+from grpo_mega.megatron import model
+from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.layout import MegatronLayout
+from grpo_mega.weights.spec import ModelShape
+import torch
+from types import SimpleNamespace
+shape = ModelShape("qwen2", 4, 32, 48, 4, 2, 8, 102, False)
+def config(layout, **changes):
+    runtime = Runtime(device.Device("cpu", torch.device("cpu")), layout, 0)
+    settings = configs.ModelConfig(path="unused", **changes)
+    hf_config = SimpleNamespace(rms_norm_eps=1e-6)
+    return model.transformer_config(shape, family_of("qwen2"), hf_config, settings, configs.LayoutConfig(), runtime)
+"""
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def megatron_source(path: str) -> str:
+    spec = find_spec("megatron")
+    assert spec is not None and spec.submodule_search_locations
+    return (Path(list(spec.submodule_search_locations)[0]) / "core" / path).read_text()
+
+
+def test_interleaved_stages_never_use_batched_sends_and_outputs_are_never_freed_on_a_cpu() -> None:
+    result = python(
+        PRELUDE
+        + "c = config(MegatronLayout(pp=2, vpp=2))\n"
+        + "assert c.overlap_p2p_comm and not c.batch_p2p_comm, c\n"
+        + "assert not c.deallocate_pipeline_outputs\n"
+        + "assert c.calculate_per_token_loss\n"
+        + "assert not config(MegatronLayout(pp=2)).deallocate_pipeline_outputs\n"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_fp8_without_transformer_engine_is_refused_and_not_ignored() -> None:
+    result = python(
+        PRELUDE
+        + "from grpo_mega.errors import ConfigError\n"
+        + "try: config(MegatronLayout(), fp8='hybrid')\n"
+        + "except ConfigError as error: print(error)\n"
+    )
+    assert result.stdout.startswith("model.fp8='hybrid' needs Transformer Engine"), result.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed as seed; seed(1)",
+        "import torch; torch.zeros(1, device='cuda')",
+        "import torch; torch.zeros(1).cuda()",
+        "import torch; torch.cuda.current_device()",
+    ],
+)
+def test_without_the_stand_in_for_cuda_a_cpu_run_still_fails(code: str) -> None:
+    """If one of these passes, the stand-in in megatron/compat.py can lose a part."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    setup = "from megatron.core import parallel_state\n" if "megatron" in code else ""
+    assert python(setup + code).returncode != 0
+
+
+def test_megatron_still_loads_every_entry_of_the_optimizers_state() -> None:
+    """The reason for compat.keep_adam_steps_apart: without it a `step` in torch's Adam breaks the load."""
+    body = (
+        megatron_source("optimizer/distrib_optimizer.py")
+        .split("def _set_main_param_and_optimizer_states")[1]
+        .split("\n    def ")[0]
+    )
+    assert "step" not in body
+
+
+def test_a_tensor_parallel_weight_is_still_left_unmarked_without_initialisation() -> None:
+    """The reason for model._mark_partitions: Megatron marks what it initialises, and the gradient norm believes the marks."""
+    source = megatron_source("tensor_parallel/layers.py")
+    constructor = source.split("class RowParallelLinear")[1].split("def forward")[0]
+    before_bias = constructor.split("if bias:")[0]
+    assert "set_tensor_model_parallel_attributes" not in before_bias

@@ -1,0 +1,107 @@
+"""One small run from start to end, and all that it must leave behind and hold on the way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import bench_kills
+import pytest
+import yaml
+
+from grpo_mega import config as configs
+
+pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    config = bench_kills.write_inputs(folder, "tp=2")
+    settings = ("steps=3", "batch.mini_batches=1", "log.wandb=true", "checkpoint.interval=2", "rollout.temperature=0.7")
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    process = bench_kills.start(config, folder / "run", arguments, output=subprocess.PIPE)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    (folder / "output.txt").write_text(output)
+    return folder / "run"
+
+
+def steps(run_dir: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss/total" in row]
+
+
+def test_the_first_optimizer_step_of_a_rollout_is_on_policy(run_dir: Path) -> None:
+    for row in steps(run_dir):
+        assert row["ratio/mean"] == row["ratio/max"] == 1.0
+        assert row["clip/fraction"] == 0.0
+
+
+def test_engine_and_trainer_agree_on_the_log_probs_of_every_token(run_dir: Path) -> None:
+    assert len(steps(run_dir)) == 3
+    assert max(row["mismatch/abs_max"] for row in steps(run_dir)) < 1e-5
+
+
+def test_the_policy_moves_and_leaves_the_reference(run_dir: Path) -> None:
+    first, *_, last = steps(run_dir)
+    assert abs(first["kl/mean"]) < 1e-10 and last["kl/mean"] > 1e-5
+    assert all(row["grad_norm"] > 0 for row in steps(run_dir))
+
+
+def test_phases_sum_to_the_time_of_the_step(run_dir: Path) -> None:
+    for row in steps(run_dir):
+        phases = [value for name, value in row.items() if name.startswith("seconds/") and name != "seconds/step"]
+        assert sum(phases) == pytest.approx(row["seconds/step"], rel=0.02)
+
+
+def test_transformers_gives_the_answers_of_the_exported_policy(run_dir: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "answer_again.py"), str(run_dir)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "to 2 of 2 held-out prompts" in result.stdout
+
+
+def test_the_exported_folder_has_config_and_tokenizer_byte_for_byte(run_dir: Path) -> None:
+    source = run_dir.parent / "model"
+    for path in source.iterdir():
+        assert (run_dir / "hf" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_the_last_checkpoint_exports_to_the_same_weights(run_dir: Path) -> None:
+    command = [sys.executable, "-m", "grpo_mega.cli", "export", str(run_dir), str(run_dir.parent / "exported")]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert (run_dir.parent / "exported" / "model.safetensors").read_bytes() == (
+        run_dir / "hf" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_the_run_folder_says_how_the_run_was_started(run_dir: Path) -> None:
+    (start,) = json.loads((run_dir / "run.json").read_text())["starts"]
+    assert start["command"][:2] == ["grpo-mega", "train"]
+    assert start["versions"]["megatron-core"] and start["versions"]["torch"]
+    config = configs.validate(yaml.safe_load((run_dir / "config.yaml").read_text()))
+    assert config.layout.tp == 2 and config.steps == 3 and config.rollout.temperature == 0.7
+    assert (run_dir / "logs" / "rank_1.log").exists()
+
+
+def test_samples_are_logged_with_text_and_rewards(run_dir: Path) -> None:
+    rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows} == {1, 2, 3}
+    assert all("response" in row and "prompt" in row for row in rows)
+
+
+def test_wandb_logs_offline_without_a_key(run_dir: Path) -> None:
+    assert list((run_dir / "wandb").glob("offline-run-*"))
+
+
+def test_a_second_start_in_the_same_folder_is_refused(run_dir: Path) -> None:
+    process = bench_kills.start(run_dir.parent / "config.json", run_dir, [], output=subprocess.PIPE)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "holds a run; go on with it by --resume" in output and len(output.splitlines()) == 1

@@ -1,0 +1,311 @@
+"""Bad input: whatever a person got wrong is one line with the value and the remedy, exit code 2, and nothing is half written.
+
+Each case spoils one thing of a run that would work, and goes through the command line. Those that only a rank can tell take
+its part in this process; where that is before the first step, they too leave no trace of a run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from models import make_model, save_checkpoint
+from safetensors.torch import load_file, save_file
+
+from grpo_mega import cli
+
+SHARD = "model-00002-of-00006.safetensors"
+NORM = "model.layers.0.input_layernorm.weight"  # in that shard
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+BIG_TOKENIZER = {"model": {"vocab": {"a": 0, "b": 400}}}
+
+Spoil = Callable[[Path], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is spoilt, by --set or in the files of a folder, and the words that the line must hold, the remedy last."""
+
+    name: str
+    says: tuple[str, ...]
+    sets: tuple[str, ...] = ()
+    spoil: Spoil | None = None
+    in_rank: bool = False  # told after torch is imported
+    after_start: bool = False  # told when the run has begun
+
+
+def write(name: str, content: str | bytes) -> Spoil:
+    data = content if isinstance(content, bytes) else content.encode()
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def remove(*names: str) -> Spoil:
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def cut(name: str) -> Spoil:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-7])
+
+
+def change(name: str, **fields: Any) -> Spoil:
+    """Sets fields of a JSON object; None removes them."""
+
+    def spoil(folder: Path) -> None:
+        found = json.loads((folder / name).read_text()) | fields
+        (folder / name).write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+
+    return spoil
+
+
+def model(**fields: Any) -> Spoil:
+    return change("model/config.json", **fields)
+
+
+def tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Spoil:
+    """Changes the tensors of one shard."""
+
+    def spoil(folder: Path) -> None:
+        found = load_file(folder / "model" / SHARD)
+        edit(found)
+        save_file(found, folder / "model" / SHARD)
+
+    return spoil
+
+
+def rows(*lines: Any) -> Spoil:
+    return write("train.jsonl", "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+
+
+def all_of(*spoils: Spoil) -> Spoil:
+    return lambda folder: [spoil(folder) for spoil in spoils]
+
+
+RANDOM = ("model.init=random",)
+GOOD = {"prompt": "1+1=?", "answer": "2"}
+LOST_INDEX = json.dumps({"weight_map": {"lm_head.weight": "model-9.safetensors"}})
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+CASES = [
+    # the config
+    Case("config missing", ("none.yaml", "name an existing YAML file"), spoil=lambda f: (f / "config.yaml").rename(f / "none")),
+    Case("config not YAML", ("config.yaml is not YAML", "mend"), spoil=write("config.yaml", "a: [1\nb")),
+    Case("config a list", ("holds list", "see examples"), spoil=write("config.yaml", "- a")),
+    Case("config empty", ("holds NoneType", "see examples"), spoil=write("config.yaml", "")),
+    Case("unknown key", ("'optimizer.learning_rat'", "known keys here: lr"), ("optimizer.learning_rat=1",)),
+    Case("misspelt key", ("'algorithm.group_sise'", "did you mean 'group_size'"), ("algorithm.group_sise=8",)),
+    Case("missing key", ("model.path is missing", "no default"), ("model={}",)),
+    Case("wrong type", ("steps='many'", "valid integer"), ("steps=many",)),
+    Case("out of range", ("rollout.top_p=1.5", "less than or equal to 1"), ("rollout.top_p=1.5",)),
+    Case("mini-batches", ("batch.mini_batches=3", "use 1, 2 or 4"), ("batch.mini_batches=3", "batch.prompts_per_step=4")),
+    Case("budget", ("tokens_per_micro_batch=8", "at least 68"), ("batch.tokens_per_micro_batch=8",)),
+    Case("--set without a value", ("--set 'steps'", "form key.subkey=value"), ("steps",)),
+    Case("--set of a value's part", ("--set 'steps.x=1'", "'steps' is a value, not a section"), ("steps.x=1",)),
+    Case("--set not YAML", ("--set 'steps=['", "not a YAML value"), ("steps=[",)),
+    # the layout
+    Case("layout unknown order", ("layout.order='dp-tp-pp'", "should be 'tp-dp-pp'"), ("layout.order=dp-tp-pp",)),
+    Case("layout heads", ("layout.tp=3", "4 attention heads; use one of 1, 2, 4"), ("layout.tp=3",)),
+    Case("layout MLP", ("layout.tp=4", "50 rows of the MLP; use"), ("layout.tp=4", *RANDOM), model(intermediate_size=50)),
+    Case(
+        "layout key-value heads",
+        ("layout.tp=2", "3 key-value heads; use 3"),
+        ("layout.tp=2", *RANDOM),
+        model(num_attention_heads=6, num_key_value_heads=3, hidden_size=48),
+    ),
+    Case("layout stages", ("layout.pp=5", "has 4 layers; use fewer"), ("layout.pp=5",)),
+    Case("layout chunks", ("layout.pp=2 with vpp=3", "6 model chunks", "use fewer"), ("layout.pp=2", "layout.vpp=3")),
+    Case("layout vpp", ("layout.vpp=2", "leave vpp out or raise pp"), ("layout.vpp=2",)),
+    Case("layout sp", ("layout.sequence_parallel=true", "set it to false or raise tp"), ("layout.sequence_parallel=true",)),
+    Case("layout sizes", ("[1, 1]", "4 layers; change"), ("layout={pp: 2, layers_per_chunk: [1, 1]}",)),
+    Case("layout entries", ("[1, 3]", "give pp * vpp = 1"), ("layout.layers_per_chunk=[1, 3]",)),
+    Case("layout overlap", ("overlap_param_gather=true", "overlap_grad_reduce=true"), ("layout.overlap_param_gather=true",)),
+    # the model's config
+    Case("model folder missing", ("model.path=/none", "name the folder"), ("model.path=/none",)),
+    Case("no config.json", ("holds no config.json", "name the folder"), spoil=remove("model/config.json")),
+    Case("config.json not JSON", ("config.json is not JSON", "restore"), spoil=cut("model/config.json")),
+    Case("config.json a list", ("holds a JSON list", "restore"), spoil=write("model/config.json", "[]")),
+    Case("config.json without a field", ("'hidden_size'", "causal language"), spoil=model(hidden_size=None)),
+    Case("config.json with a text", ("num_hidden_layers='four'", "whole number"), spoil=model(num_hidden_layers="four")),
+    Case("config.json with odd heads", ("num_key_value_heads=3", "must divide"), spoil=model(num_key_value_heads=3)),
+    Case("model type not known", ("'gpt2'", "known are llama, mistral"), spoil=model(model_type="gpt2")),
+    Case("attention bias", ("attention_bias=True", "name another"), spoil=model(model_type="llama", attention_bias=True)),
+    Case("activation", ("hidden_act='gelu'", "only 'silu'"), spoil=model(hidden_act="gelu")),
+    Case("sliding window", ("sliding_window=64", "only None"), spoil=model(model_type="mistral", sliding_window=64)),
+    Case("window in use", ("sliding_window=64", "only None"), spoil=model(use_sliding_window=True, sliding_window=64)),
+    Case("rope yarn", ("'yarn'", "supported are default, "), spoil=model(rope_scaling={"type": "yarn"}, rope_parameters=None)),
+    Case("rope parameters", ("'dynamic'", "supported are"), spoil=model(rope_parameters={"rope_type": "dynamic"})),
+    # its weights
+    Case("no weights", ("neither model.safetensors nor", "give"), spoil=remove("model/model.safetensors.index.json")),
+    Case("shard cut short", (SHARD, "cut short", "fetch the file again"), spoil=cut(f"model/{SHARD}")),
+    Case("shard empty", (SHARD, "0 bytes", "fetch the file again"), spoil=write(f"model/{SHARD}", b"")),
+    Case("shard a pointer", (SHARD, "cannot be read", "fetch the file again"), spoil=write(f"model/{SHARD}", LFS_POINTER)),
+    Case("shard's header damaged", (SHARD, "header", "fetch"), spoil=write(f"model/{SHARD}", b"\4" + bytes(7) + b"{]x}")),
+    Case("shard missing", (SHARD, "does not exist", "fetch the missing shard"), spoil=remove(f"model/{SHARD}")),
+    Case(
+        "index names no file",
+        ("model-9.safetensors", "fetch the missing shard"),
+        spoil=write("model/model.safetensors.index.json", LOST_INDEX),
+    ),
+    Case("index not JSON", ("no index of shards", "fetch"), spoil=write("model/model.safetensors.index.json", "{")),
+    Case("tensor missing", (NORM, "fetch the checkpoint again"), spoil=tensors(lambda t: t.pop(NORM))),
+    Case("tensor unknown", ("'extra'", "check model_type"), spoil=tensors(lambda t: t.update(extra=torch.ones(2)))),
+    Case("tensor's shape", ("shape [102, 32]", "[999, 32]", "give the config.json"), spoil=model(vocab_size=999)),
+    Case("quantized", ("dtype I8", "not quantized"), spoil=tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)}))),
+    Case("NaN", (SHARD, NORM, "NaN", "fetch"), spoil=tensors(lambda t: t[NORM][3].fill_(torch.nan)), in_rank=True),
+    Case("infinity", (SHARD, NORM, "infinity", "fetch"), spoil=tensors(lambda t: t[NORM][3].fill_(-torch.inf)), in_rank=True),
+    # its tokenizer
+    Case("tokenizer missing", ("holds no tokenizer", "copy"), spoil=remove("model/tokenizer.json")),
+    Case("tokenizer damaged", ("tokenizer.json is not JSON", "fetch the file again"), spoil=cut("model/tokenizer.json")),
+    Case("tokenizer odd", ("tokenizer.json is no tokenizer", "fetch"), spoil=write("model/tokenizer.json", "{}")),
+    Case("no chat template", ("no chat template", "add"), spoil=change("model/tokenizer_config.json", chat_template=None)),
+    Case("vocabulary", ("vocab_size=102", "400", "give"), spoil=write("model/tokenizer.json", json.dumps(BIG_TOKENIZER))),
+    Case(
+        "tokenizer cannot be loaded",
+        ("cannot be loaded", "fetch its files again"),
+        spoil=write("model/tokenizer.json", '{"model": {"vocab": {}}}'),
+        in_rank=True,
+    ),
+    Case(
+        "chat template refuses",
+        ("chat template", "no user", "mend"),
+        spoil=change("model/tokenizer_config.json", chat_template="{{ raise_exception('no user') }}"),
+        in_rank=True,
+    ),
+    Case(
+        "chat template refuses a system message",
+        ("train.jsonl:1", "undefined", "leave data.system_prompt out"),
+        ("data.system_prompt=s",),
+        change("model/tokenizer_config.json", chat_template="{% if messages[0].role == 'system' %}{{ a.b }}{% endif %}a"),
+        in_rank=True,
+    ),
+    # the data
+    Case("data missing", ("none.jsonl", "name a file"), ("data.train=none.jsonl",)),
+    Case("data of another format", ("'.csv'", "formats read are"), ("data.train=DIR/t.csv",), write("t.csv", "a,b")),
+    Case("data empty", ("train.jsonl is empty", "one row a prompt"), spoil=rows()),
+    Case("row without an answer", ("train.jsonl:2", "answer=None", "give a text"), spoil=rows(GOOD, GOOD | {"answer": None})),
+    Case("row not JSON", ("train.jsonl:2 is not JSON", "write one JSON object"), spoil=rows(GOOD, '{"prompt": ')),
+    Case("row a list", ("train.jsonl:1 holds a JSON list", "write one"), spoil=rows([1])),
+    Case("row without a prompt", ("train.jsonl:2", "'prompt'", "columns are: question"), spoil=rows(GOOD, {"question": "1"})),
+    Case("column not there", ("prompt_column='q'", "columns are: prompt"), ("data.prompt_column=q",)),
+    Case("no answer column", ("neither 'answer' nor", "set data.answer_column"), spoil=rows({"prompt": "a", "gold": "1"})),
+    Case("prompt a number", ("prompt=3", "mend or remove"), spoil=rows(GOOD | {"prompt": 3})),
+    Case("not UTF-8", ("train.jsonl is not UTF-8", "write it as UTF-8"), spoil=write("train.jsonl", b'{"\xe9": 1}')),
+    Case("Parquet damaged", ("t.parquet", "write it again"), ("data.train=DIR/t.parquet",), write("t.parquet", "PAR1")),
+    Case("hub name", ("'hub:a b'", "of the form hub:owner/name"), ("data.train='hub:a b'",)),
+    Case("too few prompts", ("prompts_per_step=9", "4 prompts", "use at most 4"), ("batch.prompts_per_step=9",)),
+    Case(
+        "one set too small",
+        ("data.train.1 has 1", "up to 2", "lower"),
+        ("data.train=[DIR/train.jsonl, DIR/few.jsonl]", "batch.prompts_per_step=4"),
+    ),
+    Case("set given twice", ("train.jsonl' twice", "give it once"), ("data.train=[DIR/train.jsonl, DIR/train.jsonl]",)),
+    Case("held out is train", ("data.heldout=", "is trained on", "heldout_size"), ("data.heldout=DIR/./train.jsonl",)),
+    Case("held out twice", ("data.heldout=h", "heldout_size=1", "give one"), ("data.heldout=h", "data.heldout_size=1")),
+    Case("held-out row", ("few.jsonl:1", "'q'", "columns are"), ("data.heldout={path: DIR/few.jsonl, prompt_column: q}",)),
+    Case("all held out", ("4 held-out prompts", "lower data.heldout_size"), ("data.heldout_size=4",), in_rank=True),
+    Case("all too long", ("max_prompt_length=3", "all 4", "raise it"), ("data.max_prompt_length=3",), in_rank=True),
+    # rewards
+    Case("no reward", ("rewards.functions is empty", "name at least one"), ("rewards.functions=[]",)),
+    Case("reward unknown", ("'acuracy'", "did you mean accuracy"), ("rewards.functions=[{name: acuracy}]",)),
+    Case("reward's module", ("'no_such.f'", "set PYTHONPATH"), ("rewards.functions=[{name: no_such.f}]",)),
+    Case("reward's file", ("'pack.no_such.f'", "set PYTHONPATH"), ("rewards.functions=[{name: pack.no_such.f}]",)),
+    Case("reward import", ("ValueError: broken", "importable"), ("rewards.functions=[{name: pack.broken.f}]",), in_rank=True),
+    Case("reward missing", ("no function g", "check the name"), ("rewards.functions=[{name: pack.raises.g}]",), in_rank=True),
+    Case(
+        "reward raises every time",
+        ("'pack.raises.f'", "every one of 4 samples", "ZeroDivisionError", "mend the function"),
+        ("rewards.functions=[{name: pack.raises.f}]",),
+        after_start=True,
+    ),
+    # the machine
+    Case("fp8", ("model.fp8='hybrid'", "install it or leave model.fp8 out"), ("model.fp8=hybrid",)),
+    Case("no GPU", ("device='cuda'", "use device=auto or device=cpu"), ("device=cuda",), in_rank=True),
+]
+NEEDS = {"fp8": importlib.util.find_spec("transformer_engine") is None, "no GPU": not torch.cuda.is_available()}
+
+
+@pytest.fixture(scope="module")
+def good_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that works: config.yaml, model, data, and a package of reward functions."""
+    folder = tmp_path_factory.mktemp("good")
+    save_checkpoint(make_model("qwen2"), folder / "model", max_shard_size="30KB")
+    rows(*[{"prompt": f"{i}+1=?", "answer": str(i + 1)} for i in range(4)])(folder)
+    write("few.jsonl", json.dumps(GOOD) + "\n")(folder)
+    (folder / "pack").mkdir()
+    write("pack/__init__.py", "")(folder)
+    write("pack/broken.py", "raise ValueError('broken\\nmodule')")(folder)
+    write("pack/raises.py", "def f(prompt, response, answer, extras):\n    return 1 / 0\n")(folder)
+    raw = {
+        "run_dir": "run",
+        "steps": 1,
+        "model": {"path": "model", "dtype": "float32"},
+        "data": {"train": "train.jsonl", "max_prompt_length": 64},
+        "rollout": {"max_response_length": 4},
+        "algorithm": {"group_size": 2},
+        "rewards": {"functions": [{"name": "format"}], "num_workers": 1},
+        "batch": {"prompts_per_step": 2, "tokens_per_micro_batch": 256},
+        "log": {"progress": False},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(raw))
+    return folder
+
+
+@pytest.fixture
+def folder(good_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of it, which is the working folder of a process that is no rank yet."""
+    shutil.copytree(good_run, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in (*RANK_VARIABLES, cli.CLAIMED):
+        monkeypatch.setenv(name, "")  # so that what the run sets is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("grpo_mega.launch.launch_local", None)  # several ranks are never started
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield tmp_path
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_bad_input_is_one_line_with_value_and_remedy_and_leaves_nothing(
+    case: Case, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if not NEEDS.get(case.name, True):
+        pytest.skip("this machine has what the case wants to be absent")
+    if case.spoil is not None:
+        case.spoil(folder)
+    name = "config.yaml" if (folder / "config.yaml").exists() else "none.yaml"
+    arguments = [argument.replace("DIR", str(folder)) for item in case.sets for argument in ("--set", item)]
+    before = files_of(folder)
+    code = cli.main(["train", str(folder / name), *arguments])
+    output = capfd.readouterr()
+    errors = [line for line in output.err.splitlines() if line.startswith("grpo-mega: error: ")]
+    assert (code, len(errors)) == (2, 1), output.err
+    positions = [errors[0].find(word) for word in case.says]
+    assert -1 not in positions, f"{errors[0]!r} lacks {case.says[positions.index(-1)]!r}"
+    assert "Traceback" not in output.err
+    if not case.in_rank and not case.after_start:
+        assert output.out == ""
+        assert output.err.splitlines() == errors
+    if not case.after_start:
+        assert files_of(folder) == before
+    else:
+        assert not (folder / "run/hf").exists()
+
+
+def test_the_run_that_the_cases_spoil_works(folder: Path) -> None:
+    assert cli.main(["train", "config.yaml"]) == 0
+    assert (folder / "run/hf/config.json").exists()
+
+
+def files_of(folder: Path) -> set[str]:
+    return {os.path.relpath(path, folder) for path in folder.rglob("*") if "__pycache__" not in path.parts}
