@@ -85,8 +85,8 @@ def with_layout(config: Config, text: str) -> Config:
     """The config with its layout replaced by "tp=2,pp=2,sequence_parallel=true"; what is not named has its default."""
     raw = config.model_dump(mode="json")
     raw["layout"] = {}
-    for part in text.split(","):
-        configs.apply_override(raw, f"layout.{part.strip()}")
+    for part in text.split(","):  # a list's own commas are written as ";"
+        configs.apply_override(raw, f"layout.{part.strip().replace(';', ',')}")
     found = configs.validate(raw)
     preflight.check(found)
     return found

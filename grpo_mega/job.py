@@ -106,7 +106,7 @@ class Job:
     def stopped_or_saved(self, step: int) -> bool:
         """Saves if a checkpoint is due, makes an earlier one visible, and tells whether the run is to stop here."""
         config = self.config
-        is_asked = self.stop.requested()
+        is_asked = self.stop.requested() and step < config.steps  # after the last step there is nothing to stop
         if is_asked or self.is_due(config.checkpoint.interval, step) or (config.checkpoint.interval and step == config.steps):
             with self.timers("checkpoint"):
                 self.save(step)
@@ -114,9 +114,9 @@ class Job:
             self.checkpoints.poll()
         if is_asked or step == config.steps:
             self.checkpoints.finish()
-        if is_asked and self.is_main:
-            self.stop.clear()
         if is_asked:
+            if self.is_main:
+                self.stop.clear()
             self.log.message(f"stopped after step {step} of {config.steps} as asked; go on with the same command and --resume")
         return is_asked
 

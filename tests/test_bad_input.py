@@ -11,6 +11,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -305,6 +307,16 @@ def test_bad_input_is_one_line_with_value_and_remedy_and_leaves_nothing(
 def test_the_run_that_the_cases_spoil_works(folder: Path) -> None:
     assert cli.main(["train", "config.yaml"]) == 0
     assert (folder / "run/hf/config.json").exists()
+
+
+def test_the_checks_before_the_ranks_start_import_neither_torch_nor_transformers(folder: Path) -> None:
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom grpo_mega import config, preflight\n"
+        "preflight.check(config.load(Path('config.yaml')))\n"
+        "sys.exit(', '.join({'torch', 'transformers', 'datasets'} & sys.modules.keys()) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def files_of(folder: Path) -> set[str]:

@@ -39,7 +39,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 def megatron_source(path: str) -> str:
     spec = find_spec("megatron")
     assert spec is not None and spec.submodule_search_locations
-    return (Path(list(spec.submodule_search_locations)[0]) / "core" / path).read_text()
+    return (Path(next(iter(spec.submodule_search_locations))) / "core" / path).read_text()
 
 
 def test_interleaved_stages_never_use_batched_sends_and_outputs_are_never_freed_on_a_cpu() -> None:

@@ -1,0 +1,55 @@
+"""`grpo-mega check`: users prove for their own model and data that a layout does not change the numbers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import bench_kills
+import pytest
+
+from grpo_mega.check import Difference, table
+
+SAME = Difference("tp=2", loss=1e-8, grad_norm=1e-7, logprobs=1e-7, ref_logprobs=1e-7, weights=1e-7, clipped_tokens=0)
+
+
+@pytest.mark.distributed
+def test_check_prints_a_line_a_layout_and_succeeds_where_all_are_the_same(tmp_path: Path) -> None:
+    config = bench_kills.write_inputs(tmp_path, "tp=1")
+    command = [sys.executable, "-m", "grpo_mega.cli", "check", str(config), "--set", "run_dir=unused"]
+    environment_root = Path(__file__).resolve().parents[2]
+    result = subprocess.run(
+        [*command, "--set", "rewards={}", "--layouts", "tp=2 pp=2,layers_per_chunk=[1;1]"],
+        capture_output=True,
+        text=True,
+        cwd=environment_root,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = [line for line in result.stdout.splitlines() if line.endswith("same")]
+    assert [line.split()[0] for line in lines] == ["tp=2", "pp=2,layers_per_chunk=[1;1]"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"loss": 1e-3}, {"grad_norm": 0.3}, {"logprobs": 1e-3}, {"ref_logprobs": 1e-3}, {"weights": 1e-3}, {"clipped_tokens": 2}],
+)
+def test_a_difference_beyond_rounding_is_said(change: dict[str, float]) -> None:
+    different = replace(SAME, name="pp=2", **change)
+    assert SAME.is_within(1e-5) and not different.is_within(1e-5)
+    first, second = table([SAME, different], 1e-5).splitlines()[1:]
+    assert first.endswith("same") and second.endswith("DIFFERS")
+
+
+def test_a_difference_that_is_not_a_number_is_said() -> None:
+    assert not replace(SAME, logprobs=float("nan")).is_within(1e-5)
+
+
+def test_a_layout_that_cannot_run_is_refused_before_any_rank_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from grpo_mega.cli import main
+
+    config = bench_kills.write_inputs(tmp_path, "tp=1")
+    assert main(["check", str(config), "--set", "run_dir=unused", "--layouts", "tp=2 tp=3"]) == 2
+    assert "layout.tp=3 does not divide" in capsys.readouterr().err
