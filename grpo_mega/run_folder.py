@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -44,7 +45,7 @@ def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[None]:
     """Makes the folder this run's while the context lasts. Raises ConfigError or ResumeError, having written nothing."""
     folder = config.run_dir
     is_run = (folder / RUN_FILE).exists()
-    if not is_run and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not is_run and folder.exists() and not _is_free(folder):
         raise ConfigError(f"run_dir={folder} exists and is not a run's folder; name a new or empty one")
     if is_run and not resume:
         raise ConfigError(f"run_dir={folder} holds a run; go on with it by --resume, or name another run_dir")
@@ -61,7 +62,7 @@ def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[None]:
         if not is_run:
             (folder / CONFIG_FILE).write_text(configs.dump(config))
         starts = _starts(folder)
-        (folder / RUN_FILE).write_text(json.dumps({"starts": [*starts, _start(argv)]}, indent=1) + "\n")
+        _replace(folder / RUN_FILE, json.dumps({"starts": [*starts, _start(argv)]}, indent=1) + "\n")
         try:
             yield
         except UserError:
@@ -82,10 +83,22 @@ def trim(folder: Path, step: int) -> None:
         if path.exists():
             lines = path.read_text().splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            path.write_text("".join(kept))
+            _replace(path, "".join(kept))
     for path in folder.glob("heldout-*.jsonl"):
         if int(path.stem.removeprefix("heldout-")) > step:
             path.unlink()
+
+
+def _is_free(folder: Path) -> bool:
+    """Empty, or left by a start that was killed before the folder was a run's."""
+    return folder.is_dir() and {path.name for path in folder.iterdir()} <= {CONFIG_FILE, LOCK_FILE, f".{RUN_FILE}"}
+
+
+def _replace(path: Path, text: str) -> None:
+    """The file has its old content or the new, whenever the process is killed."""
+    fresh = path.with_name(f".{path.name}")
+    fresh.write_text(text)
+    os.replace(fresh, path)
 
 
 def _check_same(folder: Path, config: Config) -> None:
