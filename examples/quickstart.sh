@@ -3,7 +3,7 @@
 #   examples/quickstart.sh [--out DIR] [--seed N] [--layout tp=2] [--engine embedded] [--short]
 # Makes .venv, a Hugging Face checkpoint that is right about half the time, and trains it on two processes with real
 # Megatron-core; evaluates held-out prompts before and after; leaves a Hugging Face checkpoint and curves.png in DIR.
-# --layout takes tp, pp and dp, for example pp=2 or tp=2,dp=2. --short: a tenth of the supervised and GRPO steps, to see that all works.
+# --layout takes tp, pp and dp, for example pp=2 or tp=2,dp=2. --short: 4 steps of GRPO and 64 held-out prompts, to see that all works.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"

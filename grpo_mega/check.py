@@ -7,14 +7,14 @@ Layouts of equal world size share one launch of ranks, which run `python -m grpo
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from grpo_mega import config as configs
@@ -22,7 +22,9 @@ from grpo_mega import preflight
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
 from grpo_mega.launch import run_ranks
-from grpo_mega.types import Group, StepMetrics
+from grpo_mega.types import StepMetrics
+from grpo_mega.weights.boxes import Box
+from grpo_mega.weights.hf_io import CheckpointReader
 
 UPDATES = 3
 SampleKey = tuple[int, int]  # prompt id, index in its group
@@ -44,11 +46,11 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What a case computed. Log-probs are those of the response tokens, by sample; weights by Hugging Face name."""
+    """What a case computed. Log-probs are those of the response tokens, by sample."""
 
     updates: list[StepMetrics]
     logprobs: dict[str, dict[SampleKey, Tensor]]  # "old_logprobs", "ref_logprobs" -> sample -> [response_len]
-    weights: dict[str, Tensor] = field(default_factory=dict)
+    checkpoint: Path  # the weights after the updates, as a Hugging Face folder
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,8 @@ def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
     cases = [Case("one rank", with_layout(config, "tp=1"))]
     cases += [Case(text, with_layout(config, text)) for text in layouts]
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = run_cases(cases, None, Path(folder))
-    baseline = outcomes[0]
-    return [compare(case.name, outcome, baseline) for case, outcome in zip(cases[1:], outcomes[1:], strict=True)]
+        baseline, *outcomes = run_cases(cases, Path(folder))
+        return [compare(case.name, outcome, baseline) for case, outcome in zip(cases[1:], outcomes, strict=True)]
 
 
 def with_layout(config: Config, text: str) -> Config:
@@ -92,36 +93,29 @@ def with_layout(config: Config, text: str) -> Config:
     return found
 
 
-def run_cases(cases: Sequence[Case], groups: list[Group] | None, folder: Path) -> list[Outcome]:
-    """The outcome of every case, one launch for each world size. Without `groups` the first case samples them."""
-    if groups is not None:
-        torch.save(groups, folder / "groups.pt")
+def run_cases(cases: Sequence[Case], folder: Path) -> list[Outcome]:
+    """The outcome of every case, one launch for each world size. The first case is a single rank's: it samples the groups."""
     for world_size in dict.fromkeys(case.world_size for case in cases):
         members = {i: case for i, case in enumerate(cases) if case.world_size == world_size}
         torch.save(members, folder / "cases.pt")
         code = run_ranks([sys.executable, "-m", "grpo_mega.check_rank", str(folder)], world_size, folder / f"logs-{world_size}")
         if code:
             raise ConfigError(f"the ranks of {', '.join(c.name for c in members.values())} ended with code {code}; see above")
-    return [_read_outcome(folder / str(i)) for i in range(len(cases))]
+    return [torch.load(folder / str(i) / "outcome.pt", weights_only=False) for i in range(len(cases))]
 
 
 def compare(name: str, outcome: Outcome, baseline: Outcome) -> Difference:
-    old, new = baseline.updates, outcome.updates
+    pairs = list(zip(baseline.updates, outcome.updates, strict=True))
+    grad_norms = [(a.get("grad_norm", 0.0), b.get("grad_norm", 0.0)) for a, b in pairs]  # a dropped mini-batch has none
     scale = max(1.0, _mean_abs(baseline.logprobs["old_logprobs"].values()))
-    squares = [
-        (float((outcome.weights[k] - v).double().norm() ** 2), float(v.double().norm() ** 2))
-        for k, v in baseline.weights.items()
-    ]
     return Difference(
         name=name,
-        loss=max(abs(a["loss/total"] - b["loss/total"]) for a, b in zip(old, new, strict=True)) / scale,
-        grad_norm=max(abs(a["grad_norm"] - b["grad_norm"]) / max(a["grad_norm"], 1e-12) for a, b in zip(old, new, strict=True)),
+        loss=_worst(abs(a["loss/total"] - b["loss/total"]) for a, b in pairs) / scale,
+        grad_norm=_worst(abs(a - b) / max(a, 1e-12) for a, b in grad_norms),
         logprobs=_largest(outcome.logprobs["old_logprobs"], baseline.logprobs["old_logprobs"]) / scale,
         ref_logprobs=_largest(outcome.logprobs["ref_logprobs"], baseline.logprobs["ref_logprobs"]) / scale,
-        weights=(sum(d for d, _ in squares) / sum(w for _, w in squares)) ** 0.5,
-        clipped_tokens=max(
-            abs(a["clip/fraction"] - b["clip/fraction"]) * a["num_tokens"] for a, b in zip(old, new, strict=True)
-        ),
+        weights=_weights_difference(outcome.checkpoint, baseline.checkpoint),
+        clipped_tokens=_worst(abs(a["clip/fraction"] - b["clip/fraction"]) * a["num_tokens"] for a, b in pairs),
     )
 
 
@@ -136,16 +130,29 @@ def table(differences: Sequence[Difference], tolerance: float) -> str:
     return "\n".join(lines)
 
 
+def _weights_difference(new: Path, old: Path) -> float:
+    """Norm of the difference of two checkpoints to the norm of the second, tensor by tensor."""
+    difference = norm = 0.0
+    with CheckpointReader(new) as new_reader, CheckpointReader(old) as old_reader:
+        for name in sorted(old_reader.names):
+            shape = old_reader.shape(name)
+            box = Box(name, (0,) * len(shape), shape)
+            was = old_reader.read(box).double()
+            difference += float((new_reader.read(box).double() - was).norm() ** 2)
+            norm += float(was.norm() ** 2)
+    return (difference / norm) ** 0.5
+
+
 def _largest(new: dict[SampleKey, Tensor], old: dict[SampleKey, Tensor]) -> float:
     assert set(new) == set(old), "not the same samples"
-    return max((float((new[i] - old[i]).abs().max()) for i in old if len(old[i])), default=0.0)
+    return _worst(float((new[key] - old[key]).abs().max()) for key in old if len(old[key]))
+
+
+def _worst(values: Iterable[float]) -> float:
+    """The maximum, or NaN if there is one (which max() might pass over); 0 of nothing."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
 
 
 def _mean_abs(values: Iterable[Tensor]) -> float:
     return float(torch.cat(list(values)).abs().mean())
-
-
-def _read_outcome(folder: Path) -> Outcome:
-    outcome: Outcome = torch.load(folder / "outcome.pt", weights_only=False)
-    outcome.weights = load_file(folder / "hf" / "model.safetensors")
-    return outcome

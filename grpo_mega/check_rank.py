@@ -49,7 +49,7 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
     updates = policy.update(batches)
     jobs.export_policy(policy, model, folder / "hf")
     if runtime.rank == 0:
-        torch.save(Outcome(updates, logprobs), folder / "outcome.pt")
+        torch.save(Outcome(updates, logprobs, folder / "hf"), folder / "outcome.pt")
 
 
 def _by_sample(

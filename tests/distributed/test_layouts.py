@@ -14,7 +14,6 @@ import pytest
 import torch
 from layout_cases import LogitsCase
 from models import VOCAB_SIZE, make_model, save_checkpoint
-from safetensors.torch import load_file
 
 from grpo_mega import config as configs
 from grpo_mega.check import Case, Difference, Outcome, compare
@@ -107,7 +106,6 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
             logits[case.name] = torch.load(folder / f"{i}.pt")
         else:
             updates[case.name] = torch.load(folder / str(i) / "outcome.pt", weights_only=False)
-            updates[case.name].weights = load_file(folder / str(i) / "hf" / "model.safetensors")
     yield Matrix(logits, updates)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 import bench_kills
 import pytest
 
-from grpo_mega.check import Difference, table
+from grpo_mega.check import Difference, _worst, table
 
 SAME = Difference("tp=2", loss=1e-8, grad_norm=1e-7, logprobs=1e-7, ref_logprobs=1e-7, weights=1e-7, clipped_tokens=0)
 
@@ -45,6 +46,7 @@ def test_a_difference_beyond_rounding_is_said(change: dict[str, float]) -> None:
 
 def test_a_difference_that_is_not_a_number_is_said() -> None:
     assert not replace(SAME, logprobs=float("nan")).is_within(1e-5)
+    assert math.isnan(_worst([1e-8, float("nan"), 1e-9])) and _worst([]) == 0.0
 
 
 def test_a_layout_that_cannot_run_is_refused_before_any_rank_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
