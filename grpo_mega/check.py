@@ -63,11 +63,13 @@ class Difference:
     logprobs: float  # of any token's, to the mean absolute log-prob (at least 1 nat)
     ref_logprobs: float
     weights: float  # norm of the difference to the norm of the weights
+    metrics: float  # of all other metrics of the updates, to their size (at least 1)
     clipped_tokens: float  # difference in their number, in any update
 
     def is_within(self, tolerance: float) -> bool:
         parts = (self.loss, self.logprobs, self.ref_logprobs, self.weights)
-        return all(p <= tolerance for p in parts) and self.grad_norm <= 10 * tolerance and self.clipped_tokens <= 1.5
+        derived = (self.grad_norm, self.metrics)  # sums and exponentials of those: their rounding adds up
+        return all(p <= tolerance for p in parts) and all(d <= 10 * tolerance for d in derived) and self.clipped_tokens <= 1.5
 
 
 def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
@@ -115,19 +117,25 @@ def compare(name: str, outcome: Outcome, baseline: Outcome) -> Difference:
         logprobs=_largest(outcome.logprobs["old_logprobs"], baseline.logprobs["old_logprobs"]) / scale,
         ref_logprobs=_largest(outcome.logprobs["ref_logprobs"], baseline.logprobs["ref_logprobs"]) / scale,
         weights=_weights_difference(outcome.checkpoint, baseline.checkpoint),
+        metrics=_worst(abs(a[name] - b[name]) / max(1.0, abs(a[name])) for a, b in pairs for name in a if _is_plain(name)),
         clipped_tokens=_worst(abs(a["clip/fraction"] - b["clip/fraction"]) * a["num_tokens"] for a, b in pairs),
     )
 
 
 def table(differences: Sequence[Difference], tolerance: float) -> str:
     """The differences as text, one layout a line."""
-    columns = ("loss", "grad_norm", "logprobs", "ref_logprobs", "weights", "clipped_tokens")
+    columns = ("loss", "grad_norm", "logprobs", "ref_logprobs", "weights", "metrics", "clipped_tokens")
     width = max(len("layout"), *(len(d.name) for d in differences))
     lines = [f"{'layout':{width}}  " + "  ".join(f"{c:>14}" for c in columns)]
     for d in differences:
         values = "  ".join(f"{getattr(d, c):14.1e}" for c in columns)
         lines.append(f"{d.name:{width}}  {values}  {'same' if d.is_within(tolerance) else 'DIFFERS'}")
     return "\n".join(lines)
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a metric is not compared in a way of its own."""
+    return not name.startswith(("clip/", "loss/total")) and name != "grad_norm"
 
 
 def _weights_difference(new: Path, old: Path) -> float:

@@ -13,7 +13,9 @@ import pytest
 
 from grpo_mega.check import Difference, _worst, table
 
-SAME = Difference("tp=2", loss=1e-8, grad_norm=1e-7, logprobs=1e-7, ref_logprobs=1e-7, weights=1e-7, clipped_tokens=0)
+SAME = Difference(
+    "tp=2", loss=1e-8, grad_norm=1e-7, logprobs=1e-7, ref_logprobs=1e-7, weights=1e-7, metrics=1e-7, clipped_tokens=0
+)
 
 
 @pytest.mark.distributed
@@ -35,7 +37,15 @@ def test_check_prints_a_line_a_layout_and_succeeds_where_all_are_the_same(tmp_pa
 
 @pytest.mark.parametrize(
     "change",
-    [{"loss": 1e-3}, {"grad_norm": 0.3}, {"logprobs": 1e-3}, {"ref_logprobs": 1e-3}, {"weights": 1e-3}, {"clipped_tokens": 2}],
+    [
+        {"loss": 1e-3},
+        {"grad_norm": 0.3},
+        {"logprobs": 1e-3},
+        {"ref_logprobs": 1e-3},
+        {"weights": 1e-3},
+        {"metrics": 1e-3},
+        {"clipped_tokens": 2},
+    ],
 )
 def test_a_difference_beyond_rounding_is_said(change: dict[str, float]) -> None:
     different = replace(SAME, name="pp=2", **change)
