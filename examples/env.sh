@@ -26,6 +26,22 @@ ensure_env() {
     echo "$checksum ${extras//,/ }" > "$stamp"
 }
 
+# SGLang, after ensure_env: on a CPU without its own dependencies, most of which need CUDA; with an NVIDIA GPU the extra `gpu`.
+ensure_sglang() {
+    if nvidia-smi > /dev/null 2>&1; then
+        ensure_env gpu
+        return
+    fi
+    local list="$ROOT/grpo_mega/rollout/sglang/requirements-cpu.txt" stamp="$ROOT/.venv/.installed-sglang" checksum
+    checksum="$(cksum < "$list" | tr ' ' '-')"
+    [[ -f "$stamp" && "$(< "$stamp")" == "$checksum" ]] && return
+    echo "installing SGLang for the CPU into .venv; the first time takes some minutes" >&2
+    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.21 &&
+        "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check -r "$list" ||
+        _fail "pip could not install SGLang; see its message above"
+    echo "$checksum" > "$stamp"
+}
+
 _make_venv() {
     local python="${PYTHON:-}" candidate
     if [[ -z "$python" ]]; then

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains a small arithmetic model with GRPO on this machine, from nothing but Python and pip:
-#   examples/quickstart.sh [--out DIR] [--seed N] [--layout tp=2] [--engine embedded] [--short]
+#   examples/quickstart.sh [--out DIR] [--seed N] [--layout tp=2] [--engine embedded|sglang] [--short]
 # Makes .venv, a Hugging Face checkpoint that is right about half the time, and trains it on two processes with real
 # Megatron-core; evaluates held-out prompts before and after; leaves a Hugging Face checkpoint and curves.png in DIR.
 # --layout takes tp, pp and dp, for example pp=2 or tp=2,dp=2. --short: 4 steps of GRPO and 64 held-out prompts, to see that all works.
@@ -22,11 +22,13 @@ while [[ $# -gt 0 ]]; do
 done
 [[ "$seed" =~ ^[0-9]+$ ]] || _fail "--seed '$seed' is not a whole number"
 [[ "$layout" =~ ^(tp|pp|dp)=[0-9]+(,(tp|pp|dp)=[0-9]+)*$ ]] || _fail "--layout '$layout' is not of the form tp=2 or tp=2,pp=2"
+[[ "$engine" =~ ^(embedded|sglang)$ ]] || _fail "--engine '$engine' is neither embedded nor sglang"
 [[ -e "$out/run" ]] && _fail "$out/run exists: a run is never overwritten; remove it or give another --out"
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
 
 ensure_env
+[[ "$engine" != sglang ]] || ensure_sglang
 began=$SECONDS
 "$VENV_PYTHON" "$ROOT/examples/arithmetic.py" "$out/task" --seed "$seed"
 "$VENV_PYTHON" -m grpo_mega.cli train "$ROOT/examples/quickstart.yaml" \

@@ -134,6 +134,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _train_as_rank(config: Config) -> int:
+    import grpo_mega.megatron  # noqa: F401  # its patches come before transformers
     from grpo_mega import train as train_module
 
     train_module.run(config)

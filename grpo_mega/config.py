@@ -119,13 +119,40 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["embedded"] = "embedded"
+    engine: Literal["embedded", "sglang"] = "embedded"
+    tp: PositiveInt = 1  # ranks that one engine spans: rank r serves engine r // tp; the embedded engine spans one
     temperature: PositiveFloat = 1.0
     top_p: Fraction = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0  # 0: off
     max_response_length: PositiveInt = 1024  # tokens
     stop_token_ids: tuple[int, ...] = ()  # besides all eos ids of the model's generation config
-    max_concurrent: PositiveInt = 256  # sequences an embedded replica decodes at once
+    max_concurrent: PositiveInt = 256  # sequences an engine decodes at once
+    # What follows is for servers.
+    cache_tokens: PositiveInt | None = None  # size of the KV cache; None: what max_concurrent needs (CPU), what fits (GPU)
+    memory_fraction: Fraction | None = None  # of a GPU's memory for weights and KV cache; None: the server's default
+    sleep: Literal["auto", "always", "never"] = "auto"  # give GPU memory back while training; auto: unless both fit
+    max_restarts: Annotated[int, Field(ge=0)] = 3  # of one server in a run, before the run stops with a checkpoint
+    start_deadline_s: PositiveFloat = 900.0
+    stall_deadline_s: PositiveFloat = 60.0  # without a sample and without an answer to a health check, a server counts as hung
+    phase_deadline_s: PositiveFloat = 14400.0  # one generation phase
+    mismatch_warn: PositiveFloat = 0.02  # KL (k3) between engine and trainer, nats a token, above which a step warns
+    mismatch_stop: PositiveFloat | None = 1.0  # and above which the run stops; None: never
+    server_args: dict[str, str | int | float | bool] = {}  # further arguments of SGLang's, by its names
+
+    @model_validator(mode="after")
+    def _check(self) -> RolloutConfig:
+        if self.engine == "embedded" and self.tp > 1:
+            raise ValueError(f"rollout.tp={self.tp} needs rollout.engine=sglang; the embedded engine spans one rank")
+        if self.mismatch_stop is not None and self.mismatch_stop < self.mismatch_warn:
+            raise ValueError(
+                f"rollout.mismatch_stop={self.mismatch_stop} is below rollout.mismatch_warn={self.mismatch_warn}; raise it"
+            )
+        return self
+
+
+class SyncConfig(Section):
+    bucket_mib: PositiveFloat = 256.0  # of weights a rank hands to its engine at once; two of them are held
+    prove: bool = True  # compare checksums of what the engine holds with the trainer's weights after every sync
 
 
 class AlgorithmConfig(Section):
@@ -253,6 +280,7 @@ class Config(Section):
     layout: LayoutConfig = LayoutConfig()
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
+    sync: SyncConfig = SyncConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rewards: RewardsConfig = RewardsConfig()
     batch: BatchConfig = BatchConfig()

@@ -35,3 +35,11 @@ class RewardError(UserError):
 
 class NonFiniteError(UserError):
     """Training that gives infinities or NaN step after step."""
+
+
+class EngineError(UserError):
+    """An engine that died, hangs or refuses; says rank, phase and the server's log."""
+
+
+class MismatchError(UserError):
+    """Engine and trainer that give the same tokens too different probabilities."""

@@ -17,11 +17,13 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from grpo_mega.checkpoints import STATE, Checkpoints, Manifest, latest, read_manifest, verify
+from grpo_mega.colocation import Colocation
 from grpo_mega.config import Config
 from grpo_mega.data.load import load_data
 from grpo_mega.data.sampler import Sampler
 from grpo_mega.data.tokenizer_files import check_vocabulary
-from grpo_mega.errors import ConfigError, NonFiniteError, ResumeError
+from grpo_mega.engines import build_engine, build_sync, make_room
+from grpo_mega.errors import ConfigError, EngineError, MismatchError, NonFiniteError, ResumeError
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.model import DTYPES
 from grpo_mega.megatron.policy import Policy
@@ -30,11 +32,10 @@ from grpo_mega.observe.run_log import Log, open_run_log
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
-from grpo_mega.rollout.embedded import EmbeddedEngine
-from grpo_mega.rollout.engine import Engine, Sampling
+from grpo_mega.rollout.board import Board
+from grpo_mega.rollout.engine import Sampling
 from grpo_mega.run_folder import trim
 from grpo_mega.stopping import StopRequest
-from grpo_mega.sync.publish import WeightSync
 from grpo_mega.types import Prompt, Sample, StepMetrics
 from grpo_mega.weights.architecture import check_architecture
 from grpo_mega.weights.export import export
@@ -66,13 +67,14 @@ class Job:
     sampler: Sampler
     sampling: Sampling
     policy: Policy
-    engine: Engine
-    sync: WeightSync
+    colocation: Colocation
+    num_engines: int
     scorer: Scorer
     log: Log
     timers: Timers
     checkpoints: Checkpoints
     stop: StopRequest
+    steps_done: int = 0
     nonfinite_steps: int = 0  # in a row
 
     @property
@@ -101,14 +103,25 @@ class Job:
             step = manifest.step
             self.log.message(f"resumed after step {step} from {found}")
         self.timers.lap()
+        self.steps_done = step
         return step
+
+    @contextmanager
+    def saved_if_engine_fails(self) -> Iterator[None]:
+        """Leaves a checkpoint of the steps done when an engine fails for good."""
+        try:
+            yield
+        except EngineError as error:
+            self.save(self.steps_done)
+            self.checkpoints.finish()
+            raise EngineError(f"{error}; a checkpoint of step {self.steps_done} is in {self.checkpoints.folder}") from None
 
     def stopped_or_saved(self, step: int) -> bool:
         """Saves if a checkpoint is due, makes an earlier one visible, and tells whether the run is to stop here."""
         config = self.config
         is_asked = self.stop.requested() and step < config.steps  # after the last step there is nothing to stop
         if is_asked or self.is_due(config.checkpoint.interval, step) or (config.checkpoint.interval and step == config.steps):
-            with self.timers("checkpoint"):
+            with self.timers("checkpoint"), self.colocation.saving():
                 self.save(step)
         else:
             self.checkpoints.poll()
@@ -153,6 +166,21 @@ class Job:
                 f"a checkpoint is in {self.checkpoints.folder}; lower optimizer.lr, or raise max_nonfinite_steps"
             )
 
+    def check_mismatch(self, step: int, metrics: StepMetrics) -> None:
+        """Warns, or stops the run with MismatchError, where engine and trainer give tokens different probabilities."""
+        rollout = self.config.rollout
+        k3 = metrics.get("mismatch/k3", 0.0)
+        if rollout.mismatch_stop is not None and not k3 <= rollout.mismatch_stop:
+            raise MismatchError(
+                f"step {step}: the KL (k3) between engine and trainer is {k3:.3g} nats a token, above "
+                f"rollout.mismatch_stop={rollout.mismatch_stop}; go on from a checkpoint before it, or raise the limit"
+            )
+        if not k3 <= rollout.mismatch_warn:
+            self.log.message(
+                f"step {step}: engine and trainer disagree: KL (k3) {k3:.3g} nats a token, mean difference "
+                f"{metrics['mismatch/abs_mean']:.3g}, largest {metrics['mismatch/abs_max']:.3g}"
+            )
+
 
 @contextmanager
 def open_job(config: Config) -> Iterator[Job]:
@@ -168,8 +196,14 @@ def open_job(config: Config) -> Iterator[Job]:
 
         runtime = runtimes.start(config)
         stack.callback(runtimes.stop)
+        board = Board(runtime.store, runtime.rank, runtime.layout.world_size)
+        engine = build_engine(config, model.hf_config, model.family, model.shape, model.dtype, runtime, board)
+        stack.callback(engine.close)
+        memory = make_room(engine, runtime, config.rollout)
         policy = build_policy(config, model, runtime)
-        engine = build_engine(config, model, runtime)
+        with runtime.together():
+            engine.wait_until_ready()
+        timers = Timers()
         stop = StopRequest(config.run_dir)
         _trim_log(config, runtime)
         log = open_run_log(config, runtime.rank)
@@ -188,11 +222,20 @@ def open_job(config: Config) -> Iterator[Job]:
             sampler=sampler,
             sampling=training_sampling(config, model, tokenizer),
             policy=policy,
-            engine=engine,
-            sync=WeightSync(policy.holdings(), engine.holdings(runtime.layout.world_size), model.dtype),
+            colocation=Colocation(
+                policy=policy,
+                engine=engine,
+                sync=build_sync(config, model.dtype, policy, engine, board),
+                board=board,
+                timers=timers,
+                config=config.rollout,
+                memory=memory,
+                say=log.message,
+            ),
+            num_engines=runtime.layout.world_size // config.rollout.tp,
             scorer=Scorer(pool, partial(decode, tokenizer)),
             log=log,
-            timers=Timers(),
+            timers=timers,
             checkpoints=Checkpoints(config.run_dir / "checkpoints", config.checkpoint, runtime.rank),
             stop=stop,
         )
@@ -241,12 +284,6 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
             reader.check(tensors)
             policy.load(reader.read)
     return policy
-
-
-def build_engine(config: Config, model: ModelFiles, runtime: Runtime) -> Engine:
-    return EmbeddedEngine(
-        model.hf_config, model.shape, model.family, model.dtype, runtime.device, config.rollout.max_concurrent
-    )
 
 
 def export_policy(policy: Policy, model: ModelFiles, folder: Path) -> None:

@@ -113,12 +113,12 @@ def _start(rank: int, command: list[str], environment: dict[str, str], log_dir: 
             stdout=output,
             stderr=None if log is None else subprocess.STDOUT,
             process_group=0,  # a Ctrl-C reaches the launcher only, which passes it on once
-            preexec_fn=_die_with_parent(os.getpid()),
+            preexec_fn=die_with_parent(os.getpid()),
         )
     return Rank(rank, process, log, start)
 
 
-def _die_with_parent(launcher: int) -> Callable[[], None] | None:
+def die_with_parent(launcher: int) -> Callable[[], None] | None:
     """What a rank does before it starts, so that it is killed when the launcher dies; Linux only."""
     if not sys.platform.startswith("linux"):
         return None

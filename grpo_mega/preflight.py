@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from importlib.machinery import PathFinder
 
-from grpo_mega.config import Config, LayoutConfig, ModelConfig, RewardsConfig
+from grpo_mega.config import Config, LayoutConfig, ModelConfig, RewardsConfig, RolloutConfig
 from grpo_mega.data.load import check_data
 from grpo_mega.data.tokenizer_files import check_tokenizer_files
 from grpo_mega.errors import ConfigError
@@ -18,6 +18,7 @@ from grpo_mega.rewards.registry import BUILT_IN, check_name
 from grpo_mega.weights.architecture import check_architecture
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_files import check_folder
+from grpo_mega.weights.layout import check_engine_layout
 from grpo_mega.weights.spec import ModelShape, read_config
 
 
@@ -26,6 +27,7 @@ def check(config: Config) -> None:
     check_rewards(config.rewards)
     shape = check_model(config.model)
     check_layout(config.layout, shape)
+    check_engine(config.rollout, config.layout, shape)
     check_tokenizer_files(config.model.path, shape.vocab)
     check_data(config.data, config.batch.prompts_per_step)
 
@@ -80,6 +82,21 @@ def check_layout(layout: LayoutConfig, shape: ModelShape) -> None:
         raise ConfigError(
             f"layout.layers_per_chunk={list(sizes)} adds up to {sum(sizes)}, but the model has {shape.num_layers} layers; "
             "change an entry or leave it out"
+        )
+
+
+def check_engine(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelShape) -> None:
+    """Raises ConfigError for an engine that is not installed, or into which model and ranks cannot be cut."""
+    if rollout.engine == "embedded":
+        return
+    if importlib.util.find_spec("sglang") is None:
+        raise ConfigError(
+            "rollout.engine='sglang', but SGLang is not installed; see grpo_mega/rollout/sglang/README.md, or use embedded"
+        )
+    check_engine_layout(shape, rollout.tp)
+    if layout.dp is not None and layout.world_size % rollout.tp:
+        raise ConfigError(
+            f"rollout.tp={rollout.tp} does not divide the job's {layout.world_size} ranks; use {_divisors(layout.world_size)}"
         )
 
 

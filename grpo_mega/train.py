@@ -14,6 +14,7 @@ from grpo_mega.algorithm import advantages
 from grpo_mega.algorithm.aggregate import token_weights
 from grpo_mega.batching import pack
 from grpo_mega.config import Config
+from grpo_mega.errors import SyncError
 from grpo_mega.job import Job, export_policy, open_job
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.progress import progress
@@ -29,9 +30,9 @@ def run(config: Config) -> None:
 
     Exports the policy to RUN_DIR/hf at the end. Asked to stop, it ends after the step under way, with a checkpoint.
     """
-    with open_job(config) as job:
+    with open_job(config) as job, job.saved_if_engine_fails():
         first = job.restore()
-        job.sync.publish(job.policy, job.engine, version=first)
+        job.colocation.publish(first)
         if first == 0:
             evaluate(job, 0)
         for step in range(first, config.steps):
@@ -40,7 +41,8 @@ def run(config: Config) -> None:
                 evaluate(job, step + 1)
             if job.stopped_or_saved(step + 1):
                 return
-        export_policy(job.policy, job.model, config.run_dir / "hf")
+        with job.colocation.training():
+            export_policy(job.policy, job.model, config.run_dir / "hf")
         job.log.message(f"policy saved as a Hugging Face checkpoint in {config.run_dir / 'hf'}")
 
 
@@ -54,34 +56,50 @@ def train_step(job: Job, step: int) -> None:
         with timers("pack"):
             samples = advantages.assign(groups, normalize=job.config.algorithm.normalize_advantages)
             batches = make_batches(job.config, groups, job.policy)
-        with job.engine.asleep():
+        with job.colocation.training():
             with timers("logprobs"):
                 batches = job.policy.attach_logprobs(batches)
             with timers("update"):
                 metrics |= mean_over_updates(job.policy.update(batches))
         job.check_finite(step + 1, metrics, samples)
-    with timers("sync"):
-        job.sync.publish(job.policy, job.engine, version=step + 1)
+    job.steps_done = step + 1
     job.log.log_samples(step + 1, groups, job.decode)
-    job.log.log_step(step + 1, metrics | timers.lap())
+    try:
+        metrics |= job.colocation.publish(step + 1)
+    finally:
+        job.log.log_step(step + 1, metrics | timers.lap())
+    job.check_mismatch(step + 1, metrics)
 
 
 def rollout(job: Job, prompts: Sequence[Prompt], sampling: Sampling, step: int, description: str) -> list[Group]:
-    """Scored groups for all prompts, on every rank. Each rank samples its share, and scores samples as they end."""
-    runtime, config = job.runtime, job.config
-    mine = exchange.share(prompts, runtime.rank, runtime.layout.world_size)
-    is_shown = job.is_main and config.log.progress
-    with job.timers("sample"), progress(len(mine) * sampling.group_size, description, is_shown) as bar:
+    """Scored groups for all prompts, on every rank, all of the current policy. Samples are scored as they end, where they end.
+
+    Raises SyncError if an engine that sampled them held another policy.
+    """
+    num_mine = -(-len(prompts) // job.num_engines) * sampling.group_size
+    is_shown = job.is_main and job.config.log.progress
+    with job.timers("sample"), progress(num_mine, description, is_shown) as bar:
 
         def on_sample(sample: Sample) -> None:
             job.scorer.submit(sample)
             bar.advance()
 
-        groups = job.engine.generate(mine, sampling, step=step, on_sample=on_sample)
-    with runtime.together(), job.timers("reward"):
+        mine = job.colocation.sample(prompts, sampling, step=step, on_sample=on_sample)
+    with job.runtime.together(), job.timers("reward"):
         job.scorer.finish()
     with job.timers("exchange"):
-        return exchange.gather(groups, prompts, [f.name for f in config.rewards.functions], VERDICTS)
+        groups = exchange.gather(mine, prompts, [f.name for f in job.config.rewards.functions], VERDICTS)
+    _check_versions(groups, step)
+    return groups
+
+
+def _check_versions(groups: Sequence[Group], version: int) -> None:
+    for sample in (s for g in groups for s in g.samples):
+        if sample.policy_version != version:
+            raise SyncError(
+                f"sample {sample.index} of prompt {sample.prompt.id} was made by policy version {sample.policy_version}, "
+                f"not {version}; go on from the last checkpoint with --resume"
+            )
 
 
 def make_batches(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[PackedBatch]]:

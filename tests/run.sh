@@ -26,5 +26,6 @@ for argument in "$@"; do
 done
 
 ensure_env dev
+ensure_sglang
 cd "$ROOT"
 exec "$VENV_PYTHON" -m pytest "${arguments[@]}"

@@ -24,6 +24,7 @@ ALLOWED = {
     "run_folder": SETTINGS,
     "checkpoints": SETTINGS | {"megatron"},
     "stopping": LEAVES,
+    "gpu_memory": LEAVES,
     "algorithm": LEAVES,
     "ops": LEAVES,
     "batching": LEAVES,
@@ -38,7 +39,7 @@ ALLOWED = {
     "sync": LEAVES | {"weights"},
 }
 # They put the parts together; nothing that they use may import them.
-ASSEMBLERS = {"train", "job", "check", "check_rank", "export_checkpoint", "cli"}
+ASSEMBLERS = {"train", "job", "engines", "colocation", "check", "check_rank", "export_checkpoint", "cli"}
 
 # Third-party packages that only some may import, by path below the package.
 CONFINED = {"megatron": "megatron/", "sglang": "rollout/sglang/"}
@@ -131,7 +132,16 @@ def test_packages_import_only_what_lies_below_them() -> None:
 
 
 def test_the_command_line_is_imported_by_no_one_and_the_run_by_the_command_line_alone() -> None:
-    order = ["job", "train", "check", "check_rank", "export_checkpoint", "cli"]  # each may import those before it
+    order = [
+        "colocation",
+        "engines",
+        "job",
+        "train",
+        "check",
+        "check_rank",
+        "export_checkpoint",
+        "cli",
+    ]  # each may import those before it
     wrong = [
         found
         for found in PACKAGE_IMPORTS

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,8 @@ def install() -> bool:
     _quieten()
     if torch.cuda.is_available():
         return False
+    # SGLang's requirements bring triton along; on a CPU it serves nobody, and complains at length when the process ends.
+    sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
     _patch_cuda_module()
     _patch_placement()
     return True

@@ -79,6 +79,31 @@ def parts(optimizer: MegatronOptimizer) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
+def state_tensors(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
+    """The fp32 master shards (views of the weights, if these are fp32) and, once Adam has made them, its moments.
+
+    Its `step` is not among them: torch's Adam counts on the host, Transformer Engine's with the parameter group.
+    """
+    tensors: list[torch.Tensor] = []
+    for part in parts(optimizer):
+        for group in part.optimizer.param_groups:
+            tensors += group["params"]
+        for state in part.optimizer.state.values():
+            tensors += [value for name, value in state.items() if name != "step" and torch.is_tensor(value)]
+    return tensors
+
+
+def settle(chunks: list[DistributedDataParallel]) -> None:
+    """Waits until every parameter is the newest, where the gather after an optimizer step overlaps what follows.
+
+    Gathers what was not gathered since the last backward pass, so that a second call costs nothing.
+    """
+    for chunk in chunks:
+        for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+            if group.param_gather_handle is not None or not group.param_gather_dispatched:
+                group.start_param_sync(force_sync=True)
+
+
 def separate_steps(optimizer: MegatronOptimizer) -> None:
     """Gives each parameter its own step count after a load.
 

@@ -1,15 +1,15 @@
 """The policy: a Megatron model with its optimizer and, for a KL penalty, a frozen reference, on this rank.
 
 The reference has the policy's layout; its weights wait in host memory and are swapped in while its log-probs are computed.
-All ranks call every method together.
+Between updates the policy's own memory may go to the host too (`offload_*`, `onload*`); whatever is already in its place is
+left alone. Methods that need more than is there bring it back, except `tensors`. All ranks call every method together.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from grpo_mega.config import Config
 from grpo_mega.megatron import checkpoint
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron.model import build_chunks, uses_transformer_engine
+from grpo_mega.megatron.offload import HostCopy, PolicyMemory
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.megatron.step import Pipeline
 from grpo_mega.ops.logprobs import vocab_parallel_logprobs
@@ -31,13 +32,14 @@ from grpo_mega.types import PackedBatch, StepMetrics
 from grpo_mega.weights.apply import fill
 from grpo_mega.weights.boxes import Box, Holding
 from grpo_mega.weights.layout import megatron_holding
+from grpo_mega.weights.sides import Side, megatron_side
 from grpo_mega.weights.spec import Family, ModelShape
 
 
 class Policy:
     def __init__(self, config: Config, shape: ModelShape, family: Family, hf_config: Any, runtime: Runtime) -> None:
         """Builds the model without weights; `load` fills them."""
-        self._config, self._shape, self._runtime = config, shape, runtime
+        self._config, self._family, self._shape, self._runtime = config, family, shape, runtime
         self._uses_te = uses_transformer_engine(runtime)
         self._holding_of = partial(megatron_holding, family, shape, runtime.layout, fused_norms=self._uses_te)
         models = build_chunks(shape, family, hf_config, config.model, config.layout, runtime)
@@ -48,7 +50,10 @@ class Policy:
         self._pipeline = Pipeline(self._chunks, uses_te=self._uses_te)
         self._optimizer: Any = None
         self._optimizer_step = 0
-        self._reference: dict[str, Tensor] = {}
+        self._memory = PolicyMemory(
+            self._chunks, self._parameters.values(), self._optimizer_state, is_cuda=runtime.device.is_cuda
+        )
+        self._reference: HostCopy | None = None
         self._seen: list[tuple[PackedBatch, Tensor]] = []  # of the mini-batch under way, with its log-probs
         self.nonfinite_samples: set[int] = set()  # indices of the step's samples, of its updates that were dropped
 
@@ -74,8 +79,13 @@ class Policy:
         """What each rank holds of the policy."""
         return [self._holding_of(rank) for rank in range(self._runtime.layout.world_size)]
 
+    def side(self) -> Side:
+        """What each rank holds of the policy, for plans."""
+        return megatron_side(self._family, self._shape, self._runtime.layout, fused_norms=self._uses_te)
+
     def tensors(self) -> Mapping[str, Tensor]:
-        """This rank's parameters by the local names of its holding."""
+        """This rank's parameters by the local names of its holding. They must be on the device."""
+        assert self._memory.has_weights, "the weights are on the host; call onload_weights() first"
         self._settle()
         return self._parameters
 
@@ -84,19 +94,49 @@ class Policy:
         with self._runtime.together():
             fill(self._holding_of(self._runtime.rank), self._parameters, read)
         if self._config.algorithm.kl_beta > 0:
-            self._reference = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
+            self._reference = self._memory.copy_weights()
         # Only now: the optimizer copies the weights into its fp32 master shards.
         self._optimizer = optimizers.build(self._chunks, self._config.optimizer, self._config.layout)
 
     def save(self, folder: Path) -> None:
         """Writes weights, optimizer and counters as a Megatron distributed checkpoint into the empty `folder`."""
+        self._onload_state()
         self._settle()
         checkpoint.save(folder, self._models, self._optimizer, {"optimizer_step": self._optimizer_step})
 
     def restore(self, folder: Path) -> None:
         """Goes on from a checkpoint of any layout, after `load`. Raises ResumeError."""
+        self._onload_state()
         found = checkpoint.load(folder, self._models, self._optimizer, {"optimizer_step": 0})
         self._optimizer_step = found["optimizer_step"]
+
+    def offload_optimizer(self) -> None:
+        """Drops the gradients and moves the optimizer's state to the host; weights stay. After an update, before a sync."""
+        self._memory.offload_optimizer()
+
+    def offload_weights(self) -> None:
+        """Moves the weights to the host, after a sync."""
+        if self._memory.has_weights:
+            self._settle()
+        self._memory.offload_weights()
+
+    def onload_weights(self) -> None:
+        """Brings the weights back, and nothing else."""
+        self._memory.onload_weights()
+
+    def onload(self) -> None:
+        """Brings everything back, gradients as zeros: before log-probs and update."""
+        self._memory.onload()
+
+    @property
+    def device_bytes(self) -> int:
+        """Now held on this rank's device by weights, gradients and optimizer state."""
+        return self._memory.device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that this rank holds for what is or was offloaded, and for the reference."""
+        return self._memory.host_bytes + (self._reference.nbytes if self._reference else 0)
 
     @property
     def state_bytes(self) -> int:
@@ -110,6 +150,7 @@ class Policy:
 
     def fingerprint(self) -> str:
         """A checksum over all ranks of the weights that the optimizer moves (fp32); depends on the layout."""
+        self._onload_state()
         sums = [p.detach().double().sum() for part in optimizers.parts(self._optimizer) for p in _main_parameters(part)]
         mine = zlib.crc32(torch.stack(sums).cpu().numpy().tobytes())
         everyone = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=self._runtime.device.torch_device)
@@ -122,18 +163,21 @@ class Policy:
         With one optimizer step a rollout, old_logprobs equal the update's own log-probs by definition; they are not computed
         here, and `update` takes them from its forward pass.
         """
+        self.onload_weights()
         batches = [[_to_device(b, self._runtime.device.torch_device) for b in mini] for mini in mini_batches]
         if self._config.batch.optimizer_steps > 1:
             for batch, values in self._evaluate(batches):
                 batch.old_logprobs = values
         if self._reference:
-            with self._as_reference():
+            self._settle()
+            with self._memory.with_weights(self._reference):
                 for batch, values in self._evaluate(batches):
                     batch.ref_logprobs = values
         return batches
 
     def update(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[StepMetrics]:
         """All optimizer steps of one rollout, and the metrics of each."""
+        self.onload()
         algorithm = self._config.algorithm
         passes: list[StepMetrics] = []
         self.nonfinite_samples = set()
@@ -160,6 +204,7 @@ class Policy:
             self._config.optimizer, self._optimizer_step, self._config.steps * self._config.batch.optimizer_steps
         )
         optimizers.set_learning_rate(self._optimizer, lr)
+        self._memory.onload_optimizer()
         self._optimizer.step()
         self._optimizer_step += 1
         return {"grad_norm": grad_norm, "lr": lr, "dropped_mini_batches": 0.0, "nonfinite_mini_batches": 0.0}
@@ -241,22 +286,18 @@ class Policy:
             inputs = replace(inputs, entropy=None)
         return self._loss_of(inputs)
 
-    @contextmanager
-    def _as_reference(self) -> Iterator[None]:
-        """The reference's weights in place of the policy's, which come back bit for bit."""
-        self._settle()
-        policy = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
-        _copy_into(self._parameters, self._reference)
-        try:
-            yield
-        finally:
-            _copy_into(self._parameters, policy)
-
     def _settle(self) -> None:
         """Waits until every parameter is the newest: the gather after an optimizer step may be overlapped with what follows."""
         if self._config.layout.overlap_param_gather:
-            for chunk in self._chunks:
-                chunk.start_param_sync(force_sync=True)
+            optimizers.settle(self._chunks)
+
+    def _onload_state(self) -> None:
+        """Weights and optimizer state on the device and ready to be read."""
+        self._memory.onload_weights()
+        self._memory.onload_optimizer()
+
+    def _optimizer_state(self) -> list[Tensor]:
+        return optimizers.state_tensors(self._optimizer) if self._optimizer else []
 
 
 def _main_parameters(optimizer: Any) -> list[Tensor]:
@@ -281,12 +322,6 @@ def _check_partitions(parameters: Mapping[str, Tensor], runtime: Runtime, holdin
     for name, p in parameters.items():
         is_cut = first[name] != second[name]
         assert getattr(p, "tensor_model_parallel", False) == is_cut, (name, is_cut)
-
-
-@torch.no_grad()
-def _copy_into(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, target in targets.items():
-        target.copy_(values[name])
 
 
 def _to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:

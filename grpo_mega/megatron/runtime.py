@@ -29,6 +29,7 @@ class Runtime:
     device: devices.Device
     layout: MegatronLayout
     rank: int
+    store: dist.Store  # shared by all ranks, with no keys but those of this arrangement
 
     @property
     def tp_rank(self) -> int:
@@ -94,7 +95,8 @@ def join(config: Config) -> devices.Device:
 def arrange(config: Config, device: devices.Device) -> Runtime:
     """Megatron's groups for the config's layout, in place of earlier ones, and its random states."""
     _leave_groups()
-    runtime = Runtime(device, resolve_layout(config, dist.get_world_size()), dist.get_rank())
+    rank = dist.get_rank()
+    runtime = Runtime(device, resolve_layout(config, dist.get_world_size()), rank, _fresh_store(rank))
     layout = runtime.layout
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -124,6 +126,13 @@ def resolve_layout(config: Config, world_size: int) -> MegatronLayout:
 def stop() -> None:
     _leave_groups()
     dist.destroy_process_group()
+
+
+def _fresh_store(rank: int) -> dist.Store:
+    """The job's store under a prefix that no earlier arrangement has used; every rank counts for itself."""
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"arrangements/{rank}", 1)
+    return dist.PrefixStore(f"arrangement/{number}", store)
 
 
 def _leave_groups() -> None:

@@ -7,8 +7,7 @@ ends leaves the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,44 +20,95 @@ from grpo_mega.device import Device
 from grpo_mega.rollout.engine import OnSample, Sampling
 from grpo_mega.rollout.sampler import draw, uniforms
 from grpo_mega.types import Group, Prompt, Sample
-from grpo_mega.weights.boxes import Holding
-from grpo_mega.weights.layout import hf_holding
+from grpo_mega.weights.apply import Bucket, Entry
+from grpo_mega.weights.receive import differing, put
+from grpo_mega.weights.sides import Side, hf_side
 from grpo_mega.weights.spec import Family, ModelShape
 
 COMPACT_BELOW = 0.75  # share of live sequences under which the finished ones leave the cache
 
 
 class EmbeddedEngine:
+    failure: str | None = None  # it lives and dies with its rank
+
     def __init__(
-        self, hf_config: Any, shape: ModelShape, family: Family, dtype: torch.dtype, device: Device, max_concurrent: int
+        self,
+        hf_config: Any,
+        family: Family,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        device: Device,
+        max_concurrent: int,
+        *,
+        rank: int,
+        world_size: int,
+        prove: bool,
     ) -> None:
+        """`prove`: compare checksums after each sync."""
         self.version = -1
         self.device = device.torch_device
         self.max_concurrent = max_concurrent
-        self._holding = hf_holding(family, shape)
+        self._rank, self._world_size, self._prove = rank, world_size, prove
+        self._side = hf_side(family, shape, world_size)
         with torch.random.fork_rng(devices=[]):
             model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
         self._model = model.to(self.device).eval().requires_grad_(False)
+        self._dtype = dtype
+        self._received: list[Entry] = []
 
-    def holdings(self, world_size: int) -> list[Holding]:
-        return [self._holding] * world_size
+    def side(self) -> Side:
+        return self._side
+
+    def begin_update(self) -> list[str]:
+        self._received = []
+        return sorted(set(self.tensors()) ^ set(self._side.holding(self._rank)))
+
+    def allocate(self, index: int, num_elements: int) -> Tensor:
+        return torch.empty(num_elements, dtype=self._dtype, device=self.device)
+
+    def load(self, bucket: Bucket) -> None:
+        put(bucket.entries, bucket.values, self.tensors())
+        self._received += bucket.entries
+
+    def end_update(self, version: int) -> list[str]:
+        problems = differing(self._received, self.tensors()) if self._prove else []
+        if not problems:
+            self.version = version
+        return problems
 
     def tensors(self) -> Mapping[str, Tensor]:
+        """The model's parameters, by their Hugging Face names."""
         return dict(self._model.named_parameters())
 
-    @contextmanager
-    def asleep(self) -> Iterator[None]:
-        """Nothing to give back on a CPU: the replica stays where it is."""
-        yield
+    def wait_until_ready(self) -> None:
+        pass
+
+    def revive(self, failed: Collection[int]) -> None:
+        pass
+
+    def sleep(self) -> None:
+        """Keeps its memory: it is meant for machines where both fit."""
+
+    def wake_weights(self) -> None:
+        pass
+
+    def wake_cache(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, on_sample: OnSample) -> list[Group]:
-        groups = [Group(prompt, []) for prompt in prompts]
+    def generate(
+        self, prompts: Mapping[int, Prompt], sampling: Sampling, *, step: int, on_sample: OnSample
+    ) -> dict[int, Group]:
+        """Every rank takes every world_size-th prompt."""
+        groups = {key: Group(prompts[key], []) for key in list(prompts)[self._rank :: self._world_size]}
         per_batch = max(1, self.max_concurrent // sampling.group_size)
         # Prompts of similar length share a batch: less padding.
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
+        order = sorted(groups.values(), key=lambda group: len(group.prompt.token_ids))
         for first in range(0, len(order), per_batch):
-            self._generate_batch([groups[i] for i in order[first : first + per_batch]], sampling, step, on_sample)
+            self._generate_batch(order[first : first + per_batch], sampling, step, on_sample)
         return groups
 
     def _generate_batch(self, groups: list[Group], sampling: Sampling, step: int, on_sample: OnSample) -> None:

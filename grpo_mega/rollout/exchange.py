@@ -1,7 +1,7 @@
-"""Sharing the work of a rollout among the ranks, and its samples with every rank.
+"""Sharing the samples of a rollout with every rank.
 
-Every rank samples a strided share of the prompts; afterwards all ranks hold all groups, in the order of the prompts, so that
-advantages and packing are computed alike everywhere. Samples travel as two host tensors, never pickled.
+Each rank has sampled some of the prompts; afterwards all hold all groups, in the order of the prompts, so that advantages and
+packing are computed alike everywhere. Samples travel as two host tensors, never pickled.
 """
 
 from __future__ import annotations
@@ -18,27 +18,21 @@ _FINISH = ("stop", "length")
 _NONE = float("nan")  # a score of None
 
 
-def share(prompts: Sequence[Prompt], rank: int, world_size: int) -> list[Prompt]:
-    """The prompts that `rank` samples."""
-    return list(prompts[rank::world_size])
-
-
 def gather(
-    groups: Sequence[Group], prompts: Sequence[Prompt], reward_names: Sequence[str], verdict_names: Sequence[str]
+    groups: Mapping[int, Group], prompts: Sequence[Prompt], reward_names: Sequence[str], verdict_names: Sequence[str]
 ) -> list[Group]:
-    """All ranks' groups, in the order of `prompts`; `groups` are this rank's, in the order of its share.
+    """All ranks' groups, in the order of `prompts`, samples by index; `groups` are this rank's, by place among the prompts.
 
     Verdicts that are not in `verdict_names` become "other".
     """
     verdicts = [*verdict_names, "other"]
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    places = range(rank, len(prompts), world_size)
-    ints, floats = _encode(dict(zip(places, groups, strict=True)), reward_names, verdicts)
-    all_ints, all_floats = _all_gather(ints), _all_gather(floats)
+    ints, floats = _encode(groups, reward_names, verdicts)
     found = [Group(p, []) for p in prompts]
-    for i, f in zip(all_ints, all_floats, strict=True):
-        for index, sample in _decode(i, f, prompts, reward_names, verdicts):
-            found[index].samples.append(sample)
+    for i, f in zip(_all_gather(ints), _all_gather(floats), strict=True):
+        for place, sample in _decode(i, f, prompts, reward_names, verdicts):
+            found[place].samples.append(sample)
+    for group in found:
+        group.samples.sort(key=lambda s: s.index)
     return found
 
 

@@ -1,21 +1,23 @@
-"""Publishing the policy: the trainer's slices go to the engine tensors that want them, and the engine takes the new version.
+"""Publishing the policy: the trainer's slices go to the engine ranks that want them, in buckets, and provably arrive.
 
-The plan is made once, since neither layout changes. Every rank takes part in every `publish`.
+The plan is made once, since neither layout changes. Every rank takes part in every `publish`. Each engine rank receives its own
+slices only; while one bucket is loaded by the engine, the next is filled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mega.errors import SyncError
-from grpo_mega.weights.apply import execute
-from grpo_mega.weights.boxes import Holding
-from grpo_mega.weights.plan import plan
+from grpo_mega.weights.apply import Bucket, buckets
+from grpo_mega.weights.plan import Plan
+
+MAX_NAMED = 8  # tensors in an error
+Meet = Callable[[str, list[str]], list[list[str]]]  # (phase, what this rank brings) -> what every rank brought
 
 
 class Source(Protocol):
@@ -23,26 +25,37 @@ class Source(Protocol):
 
 
 class Target(Protocol):
-    version: int
+    def begin_update(self) -> list[str]: ...
 
-    def tensors(self) -> Mapping[str, Tensor]: ...
+    def allocate(self, index: int, num_elements: int) -> Tensor: ...
+
+    def load(self, bucket: Bucket) -> None: ...
+
+    def end_update(self, version: int) -> list[str]: ...
 
 
 class WeightSync:
-    def __init__(self, sources: Sequence[Holding], targets: Sequence[Holding], dtype: torch.dtype) -> None:
-        """`sources[rank]`, `targets[rank]`: what the trainer's and the engine's side of a rank hold; `dtype`: the engine's."""
-        self.transfers = plan(sources, targets)
-        self._target_names = [set(h) for h in targets]
-        self._dtype = dtype
+    def __init__(self, plan: Plan, dtype: torch.dtype, bucket_bytes: int, meet: Meet) -> None:
+        """`dtype`: the engine's. `meet` lets all ranks learn what each has to say."""
+        self._plan, self._dtype, self._bucket_bytes, self._meet = plan, dtype, bucket_bytes, meet
 
     def publish(self, policy: Source, engine: Target, *, version: int) -> int:
-        """Fills the engine's tensors. Returns the bytes this rank received. Raises SyncError before anything moves."""
-        targets = engine.tensors()
-        differing = self._target_names[dist.get_rank()] ^ set(targets)
-        if differing:
-            raise SyncError(
-                f"engine and table differ in the tensor {sorted(differing)[0]!r}; use an engine version that was tested"
-            )
-        received = execute(self.transfers, policy.tensors(), targets, dtype=self._dtype)
-        engine.version = version
-        return received
+        """Fills the engine. Returns the bytes that this rank received from others.
+
+        Raises SyncError on all ranks, naming tensors, if the engine's are not those of the plan or if one did not arrive whole.
+        """
+        self._raise_first("beginning a sync", engine.begin_update(), "the engine's tensors are not those of the plan")
+        num_bytes = 0
+        for bucket in buckets(
+            self._plan, policy.tensors(), dtype=self._dtype, bucket_bytes=self._bucket_bytes, allocate=engine.allocate
+        ):
+            engine.load(bucket)
+            num_bytes += bucket.num_bytes_received
+        self._raise_first("ending a sync", engine.end_update(version), f"policy version {version} is not what the engine has")
+        return num_bytes
+
+    def _raise_first(self, phase: str, problems: list[str], what: str) -> None:
+        for rank, found in enumerate(self._meet(phase, problems)):
+            if found:
+                more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+                raise SyncError(f"{what}, at rank {rank}: {'; '.join(found[:MAX_NAMED])}{more}; start again with --resume")

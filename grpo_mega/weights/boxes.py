@@ -1,14 +1,16 @@
 """Boxes: rectangular slices of Hugging Face tensors, and where they sit in a rank's local tensors.
 
 The Hugging Face tensor is the common coordinate system: what a rank holds, whatever its layout, is said as pieces, each one
-box of one Hugging Face tensor at one offset of one local tensor. Shapes and offsets count elements.
+box of one Hugging Face tensor at one offset of one local tensor. Shapes and offsets count elements. A local tensor named
+"name[3]" is the fourth sub-tensor of the parameter `name`. A `Block` says once what holds for many layers or experts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 Index = tuple[int, ...]
 
@@ -68,6 +70,42 @@ class LocalTensor:
 
 
 Holding = dict[str, LocalTensor]  # what one rank holds, by local name
+
+Kind = Literal["model", "layer", "expert"]  # how often a tensor stands in a model: once, in every layer, for every expert
+ONCE = range(1)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tensors that a rank holds alike for each of some layers and experts, whose numbers names leave open as {i} and {e}.
+
+    The numbers in the names of boxes are the model's; those in local names count from the block's first layer and expert.
+    """
+
+    kind: Kind
+    layers: range
+    experts: range
+    tensors: Holding
+
+
+def expand(blocks: Iterable[Block]) -> Holding:
+    """The blocks' tensors, one by one."""
+    return {
+        local.format(i=layer - block.layers.start, e=expert - block.experts.start): _named(tensor, block, layer, expert)
+        for block in blocks
+        for layer in block.layers
+        for expert in block.experts
+        for local, tensor in block.tensors.items()
+    }
+
+
+def _named(tensor: LocalTensor, block: Block, layer: int, expert: int) -> LocalTensor:
+    place = {"i": layer - block.layers.start, "e": expert - block.experts.start}
+    pieces = tuple(
+        Piece(Box(p.box.tensor.format(i=layer, e=expert), p.box.start, p.box.stop), p.local.format(**place), p.offset)
+        for p in tensor.pieces
+    )
+    return LocalTensor(tensor.shape, pieces)
 
 
 def region(offset: Index, shape: Index) -> tuple[slice, ...]:

@@ -1,17 +1,19 @@
-"""Layouts, and what each rank of one holds: Megatron's (TP, PP, VPP, DP), or whole Hugging Face tensors.
+"""Layouts, and what each rank of one holds: Megatron's (TP, PP, VPP, DP, EP), the engine's, or whole Hugging Face tensors.
 
-A rank's place is (tp_rank, pp_rank, dp_rank), in Megatron's default order tp fastest, then dp, then pp. Local names of a
-Megatron rank are "chunk<v>.<parameter name>", v being the model chunk (0 without interleaving).
+A rank's place in Megatron is (tp_rank, pp_rank, dp_rank), in its default order tp fastest, then dp, then pp; expert-parallel
+ranks are neighbours within dp. Local names of a Megatron rank are "chunk<v>.<parameter name>", v being the model chunk (0
+without interleaving). Each `*_blocks` says what a rank holds in a few blocks, `*_holding` the same tensor by tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo_mega.weights.boxes import Box, Holding, LocalTensor, Piece
-from grpo_mega.weights.spec import Family, ModelShape, Row
+from grpo_mega.errors import ConfigError
+from grpo_mega.weights.boxes import ONCE, Block, Box, Holding, Kind, LocalTensor, Piece, expand
+from grpo_mega.weights.spec import Family, ModelShape, Row, kind_of
 
 RankOrder = Literal["tp-dp-pp", "tp-pp-dp"]
 
@@ -24,6 +26,7 @@ class MegatronLayout:
     dp: int = 1
     order: RankOrder = "tp-dp-pp"  # axes from the one whose ranks are neighbours to the one farthest apart
     layers_per_chunk: tuple[int, ...] | None = None  # in model order, pp * vpp of them; None: as even as can be
+    ep: int = 1  # ranks, of dp, over which experts are spread; an expert is cut along tp as the rest is
 
     @property
     def world_size(self) -> int:
@@ -42,6 +45,10 @@ class MegatronLayout:
             index[axis], rank = rank % size, rank // size
         return index["tp"], index["pp"], index["dp"]
 
+    def ep_rank(self, rank: int) -> int:
+        """Of a global rank: Megatron orders experts' ranks tp, ep, dp, pp, where the dense ones are tp, dp, pp."""
+        return self.place(rank)[2] % self.ep
+
     def chunk_sizes(self, num_layers: int) -> tuple[int, ...]:
         """Layers of each chunk, in model order. A remainder goes to the first ones: the last carries the output layer."""
         if self.layers_per_chunk is not None:
@@ -56,42 +63,156 @@ class MegatronLayout:
         first = sum(sizes[:index])
         return range(first, first + sizes[index])
 
+    def experts_of(self, num_experts: int, ep_rank: int) -> range:
+        width = num_experts // self.ep
+        return range(width * ep_rank, width * (ep_rank + 1))
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """Rank r of the world serves engine r // tp at its tensor-parallel rank r % tp; those beyond the engines serve none."""
+
+    tp: int = 1
+    num_engines: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.num_engines
+
+
+def check_megatron_layout(shape: ModelShape, layout: MegatronLayout) -> None:
+    """Raises ConfigError for a layout into which Megatron cannot cut the model."""
+    obstacle = _obstacle(shape, layout.tp)
+    if obstacle:
+        raise ConfigError(f"layout.tp={layout.tp} {obstacle}; use {_legal(shape)}")
+    if layout.vpp > 1 and layout.pp == 1:
+        raise ConfigError(f"layout.vpp={layout.vpp} interleaves pipeline stages, but layout.pp=1; use vpp=1 or a larger pp")
+    if layout.num_chunks > shape.num_layers:
+        raise ConfigError(
+            f"layout.pp={layout.pp} with vpp={layout.vpp} makes {layout.num_chunks} model chunks, "
+            f"but the model has {shape.num_layers} layers; use fewer"
+        )
+    if layout.ep > 1 and not shape.num_experts:
+        raise ConfigError(f"layout.ep={layout.ep} spreads experts, but the model is dense; use ep=1")
+    for size, what in ((layout.dp, "data-parallel ranks"), (shape.num_experts, "experts of a layer")):
+        if size % layout.ep:
+            raise ConfigError(f"layout.ep={layout.ep} does not divide the {size} {what}; use a divisor of them")
+    if layout.ep > 1 and layout.pp > 1 and layout.order != "tp-dp-pp":
+        raise ConfigError(f"layout.ep={layout.ep} needs layout.order=tp-dp-pp, Megatron's only one for it; change the order")
+
+
+def check_engine_layout(shape: ModelShape, tp: int) -> None:
+    """Raises ConfigError for a tensor-parallel size into which SGLang cannot cut the model."""
+    obstacle = _obstacle(shape, tp)
+    if obstacle:
+        raise ConfigError(f"rollout.tp={tp} {obstacle}; use {_legal(shape)}")
+
+
+def _legal(shape: ModelShape) -> str:
+    return ", ".join(str(size) for size in range(1, shape.num_heads + 1) if not _obstacle(shape, size))
+
+
+def _obstacle(shape: ModelShape, tp: int) -> str | None:
+    """Why a tensor-parallel size does not fit; None if it does."""
+    rows = (shape.moe_ffn, "rows of an expert") if shape.num_experts else (shape.ffn, "rows of the MLP")
+    for size, what in ((shape.num_heads, "attention heads"), rows):
+        if size % tp:
+            return f"does not divide the model's {size} {what}"
+    kv = shape.num_kv_heads
+    return f"is neither a multiple nor a divisor of the model's {kv} key-value heads" if kv % tp and tp % kv else None
+
+
+def megatron_blocks(
+    family: Family, shape: ModelShape, layout: MegatronLayout, rank: int, *, fused_norms: bool = False
+) -> list[Block]:
+    """What a rank of the trainer holds. `fused_norms`: names as Transformer Engine's layer spec gives them."""
+    tp_rank, pp_rank, _ = layout.place(rank)
+    experts = layout.experts_of(shape.num_experts, layout.ep_rank(rank))
+
+    def tensors(rows: Iterable[Row], chunk: int) -> Holding:
+        found: Holding = {}
+        for row in rows:
+            name = row.megatron_te if fused_norms and row.megatron_te else row.megatron
+            # A tied output layer holds a copy of the embedding.
+            hf = family.embedding.hf if row is family.output and shape.tied else row.hf
+            local = f"chunk{chunk}.{name}"
+            found[local] = row.op.megatron(hf, local, shape, layout.tp, tp_rank)
+        return found
+
+    blocks = []
+    for chunk in range(layout.vpp):
+        is_first = pp_rank == 0 and chunk == 0
+        is_last = pp_rank == layout.pp - 1 and chunk == layout.vpp - 1
+        once = [family.embedding] if is_first else []
+        once += [row for row in family.rows if (row.where == "first" and is_first) or (row.where == "last" and is_last)]
+        if is_last and not (shape.tied and is_first):  # else the embedding itself serves
+            once.append(family.output)
+        layers = layout.layers_of(shape.num_layers, pp_rank, chunk)
+        blocks.append(Block("model", ONCE, ONCE, tensors(once, chunk)))
+        blocks.append(Block("layer", layers, ONCE, tensors(_rows(family, "layer"), chunk)))
+        blocks.append(Block("expert", layers, experts, tensors(_rows(family, "expert"), chunk)))
+    return [block for block in blocks if block.tensors]
+
 
 def megatron_holding(
     family: Family, shape: ModelShape, layout: MegatronLayout, rank: int, *, fused_norms: bool = False
 ) -> Holding:
-    """What a rank of the trainer holds. `fused_norms`: names as Transformer Engine's layer spec gives them."""
-    tp_rank, pp_rank, _ = layout.place(rank)
-    holding: Holding = {}
+    return expand(megatron_blocks(family, shape, layout, rank, fused_norms=fused_norms))
 
-    def add(row: Row, chunk: int, local_layer: int, layer: int, hf: tuple[str, ...]) -> None:
-        name = row.megatron_te if fused_norms and row.megatron_te else row.megatron
-        local = f"chunk{chunk}.{name.format(i=local_layer)}"
-        names = tuple(n.format(i=layer) for n in hf)
-        holding[local] = row.op.megatron(names, local, shape, layout.tp, tp_rank)
 
-    for chunk in range(layout.vpp):
-        is_first = pp_rank == 0 and chunk == 0
-        is_last = pp_rank == layout.pp - 1 and chunk == layout.vpp - 1
-        if is_first:
-            add(family.embedding, chunk, 0, 0, family.embedding.hf)
-        for row in family.rows:
-            if row.where == "layer":
-                for local_layer, layer in enumerate(layout.layers_of(shape.num_layers, pp_rank, chunk)):
-                    add(row, chunk, local_layer, layer, row.hf)
-            elif (row.where == "first" and is_first) or (row.where == "last" and is_last):
-                add(row, chunk, 0, 0, row.hf)
-        if is_last and not shape.tied:
-            add(family.output, chunk, 0, 0, family.output.hf)
-        elif is_last and not is_first:  # a tied output layer on a stage of its own holds a copy of the embedding
-            add(family.output, chunk, 0, 0, family.embedding.hf)
-    return holding
+def engine_blocks(family: Family, shape: ModelShape, layout: EngineLayout, rank: int) -> list[Block]:
+    """What SGLang's process of a rank holds, under its names; nothing on a rank that serves no engine."""
+    if rank >= layout.world_size:
+        return []
+    once = [family.embedding, *_rows(family, "model")]
+    if not (shape.tied and family.engine_ties):
+        once.append(family.output)
+
+    def tensors(rows: Iterable[Row]) -> Holding:
+        found: Holding = {}
+        for row in rows:
+            hf = family.embedding.hf if row is family.output and shape.tied else row.hf
+            local = row.engine or row.hf[0]
+            found[local] = row.op.engine(hf, local, shape, layout.tp, rank % layout.tp)
+        return found
+
+    return _blocks(shape, tensors(once), tensors(_rows(family, "layer")), tensors(_rows(family, "expert")))
+
+
+def engine_holding(family: Family, shape: ModelShape, layout: EngineLayout, rank: int) -> Holding:
+    return expand(engine_blocks(family, shape, layout, rank))
+
+
+def hf_blocks(family: Family, shape: ModelShape) -> list[Block]:
+    """Whole Hugging Face tensors under their own names."""
+    heads = [family.embedding] if shape.tied else [family.embedding, family.output]
+
+    def tensors(rows: Sequence[Row]) -> Holding:
+        pairs = (pair for row in rows for pair in zip(row.hf, row.op.hf_shapes(shape), strict=True))
+        return {name: _whole(name, size) for name, size in pairs}
+
+    model, layer, expert = (_rows(family, kind) for kind in ("model", "layer", "expert"))
+    return _blocks(shape, tensors([*heads, *model]), tensors(layer), tensors(expert))
 
 
 def hf_holding(family: Family, shape: ModelShape, names: Iterable[str] | None = None) -> Holding:
     """Whole Hugging Face tensors under their own names: a checkpoint's writer, or an engine at TP1 (all, or those named)."""
     tensors = family.hf_tensors(shape)
     return {name: _whole(name, tensors[name]) for name in (tensors if names is None else names)}
+
+
+def _blocks(shape: ModelShape, model: Holding, layer: Holding, expert: Holding) -> list[Block]:
+    layers = range(shape.num_layers)
+    blocks = [
+        Block("model", ONCE, ONCE, model),
+        Block("layer", layers, ONCE, layer),
+        Block("expert", layers, range(shape.num_experts), expert),
+    ]
+    return [block for block in blocks if block.tensors]
+
+
+def _rows(family: Family, kind: Kind) -> list[Row]:
+    return [row for row in family.rows if kind_of(row) == kind]
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> LocalTensor:

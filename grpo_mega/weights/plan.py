@@ -1,74 +1,164 @@
-"""Plans: which slices go from which rank to which, so that every target holds what its layout wants.
+"""Plans: the transfers that lead from one side to another, said once for all layers and experts that move alike.
 
-`plan(sources, targets)` intersects the boxes of both sides. Each element a target holds is fetched exactly once, from its own
-rank where that holds it, else from the holder that has sent least so far; so the bytes moved equal the lower bound (what the
-targets hold, less what they have already). The result is the same on every rank that computes it.
+Layers of one pipeline chunk are held alike on both sides, so a plan holds transfers with names that leave the layer open, and
+the layers they repeat for. What a plan moves is told without writing it out; `rounds` says in which order. `plan` is for
+arbitrary holdings. A plan is the same on every rank that makes it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.weights.boxes import Box, Holding, Index, Piece
+from grpo_mega.weights.boxes import Holding, Kind
+from grpo_mega.weights.rounds import Rounds, make_rounds
+from grpo_mega.weights.sides import Side
+from grpo_mega.weights.template import Place, Template
+from grpo_mega.weights.transfers import Need, Transfer, choose, match
+
+__all__ = ["Plan", "Traffic", "Transfer", "plan", "plan_sides"]
+
+_SHARES = 4  # a giver's average share of the largest tensor is at least this many transfers, so that loads come out even
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Copy `source[source_offset : + shape]` of one rank to `target[target_offset : + shape]` of another (or the same)."""
+@dataclass(frozen=True)
+class Traffic:
+    """What a plan moves, in bytes."""
 
-    source_rank: int
-    target_rank: int
-    source: str
-    target: str
-    source_offset: Index
-    target_offset: Index
-    box: Box
+    same_rank: int
+    same_node: int  # between ranks of a node
+    between_nodes: int
+    sent: tuple[int, ...]  # by rank, to others
+    received: tuple[int, ...]  # by rank, from others
 
     @property
-    def size(self) -> int:
-        return self.box.size
+    def moved(self) -> int:
+        """Between ranks."""
+        return self.same_node + self.between_nodes
 
 
-def plan(sources: Sequence[Holding], targets: Sequence[Holding]) -> list[Transfer]:
-    """Transfers from `sources[rank]` to `targets[rank]`, ordered by Hugging Face tensor.
+@dataclass(frozen=True)
+class Plan:
+    templates: tuple[Template, ...]
+    world_size: int
+    ranks_per_node: int
+    _rounds: dict[int, Rounds] = field(default_factory=dict, repr=False, compare=False)
+
+    def transfers(self) -> Iterator[Transfer]:
+        """All of them, one by one; for small models."""
+        return (one.at(t, place) for one in self.templates for place in one.places for t in one.transfers)
+
+    def traffic(self, itemsize: int) -> Traffic:
+        """What moves if an element takes `itemsize` bytes."""
+        same_rank = same_node = between_nodes = 0
+        sent, received = [0] * self.world_size, [0] * self.world_size
+        for template in self.templates:
+            factor = itemsize * len(template.places)
+            for transfer in template.transfers:
+                num_bytes = transfer.size * factor
+                source, target = transfer.source_rank, transfer.target_rank
+                if source == target:
+                    same_rank += num_bytes
+                    continue
+                sent[source] += num_bytes
+                received[target] += num_bytes
+                if source // self.ranks_per_node == target // self.ranks_per_node:
+                    same_node += num_bytes
+                else:
+                    between_nodes += num_bytes
+        return Traffic(same_rank, same_node, between_nodes, tuple(sent), tuple(received))
+
+    def rounds(self, capacity: int) -> Rounds:
+        """The order of the transfers in rounds of at most `capacity` elements a rank; made once."""
+        if capacity not in self._rounds:
+            self._rounds[capacity] = make_rounds(self.templates, self.world_size, capacity)
+        return self._rounds[capacity]
+
+
+def plan(sources: Sequence[Holding], targets: Sequence[Holding], *, ranks_per_node: int | None = None) -> list[Transfer]:
+    """Transfers from `sources[rank]` to `targets[rank]`, ordered by Hugging Face tensor. `ranks_per_node`: None for one node.
 
     Raises WeightMappingError if a target wants what no source holds.
     """
-    holders: dict[str, dict[Box, list[tuple[int, Piece]]]] = defaultdict(lambda: defaultdict(list))
-    for rank, holding in enumerate(sources):
-        for tensor in holding.values():
-            for piece in tensor.pieces:
-                holders[piece.box.tensor][piece.box].append((rank, piece))
-    wanted: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
-    for rank, holding in enumerate(targets):
-        for tensor in holding.values():
-            for piece in tensor.pieces:
-                wanted[piece.box.tensor].append((rank, piece))
-    sent = [0] * len(sources)  # elements, to spread the load over replicas
-    return [t for name in wanted for rank, piece in wanted[name] for t in _fetch(rank, piece, holders[name], sent)]
+    world_size = max(len(sources), len(targets))
+    return choose(match(sources, targets, ranks_per_node or world_size), [0] * world_size)
 
 
-def _fetch(target_rank: int, target: Piece, holders: dict[Box, list[tuple[int, Piece]]], sent: list[int]) -> list[Transfer]:
-    def is_remote(box: Box) -> bool:
-        return all(rank != target_rank for rank, _ in holders[box])
+def plan_sides(sources: Side, targets: Side, *, ranks_per_node: int) -> Plan:
+    """From one side to the other, in time that does not grow with the number of layers and experts.
 
-    transfers: list[Transfer] = []
-    missing = [target.box]
-    for box in sorted(holders, key=is_remote):
-        still_missing: list[Box] = []
-        for need in missing:
-            part = need.intersect(box)
-            if part is None:
-                still_missing.append(need)
+    Raises WeightMappingError if a target wants what no source holds.
+    """
+    world_size = max(sources.world_size, targets.world_size)
+    sent = [0] * world_size
+    templates: list[Template] = []
+    held = _by_extent(sources)
+    for wanted, holdings in _by_extent(targets).items():
+        num_places = 0
+        for extent, source_holdings in held.items():
+            layers, experts = _common(extent.layers, wanted.layers), _common(extent.experts, wanted.experts)
+            if extent.kind != wanted.kind or not layers or not experts:
                 continue
-            still_missing.extend(need.subtract(part))
-            rank, piece = min(holders[box], key=lambda h: (h[0] != target_rank, sent[h[0]], h[0]))
-            sent[rank] += part.size if rank != target_rank else 0
-            transfers.append(Transfer(rank, target_rank, piece.local, target.local, piece.at(part), target.at(part), part))
-        missing = still_missing
-        if not missing:
-            return transfers
-    raise WeightMappingError(f"no rank holds {missing[0]} which {target.local} of rank {target_rank} needs")
+            num_places += len(layers) * len(experts)
+            needs = match(source_holdings, holdings, ranks_per_node)
+            firsts = (extent.layers.start, extent.experts.start), (wanted.layers.start, wanted.experts.start)
+            templates += _templates(needs, layers, experts, firsts, sent)
+        if num_places != len(wanted.layers) * len(wanted.experts):
+            raise WeightMappingError(f"the targets want {wanted}, of which no rank holds some; plan for one and the same model")
+    return Plan(tuple(templates), world_size, ranks_per_node)
+
+
+@dataclass(frozen=True)
+class _Extent:
+    kind: Kind
+    layers: range
+    experts: range
+
+    def __str__(self) -> str:
+        layers, experts = (f"{r.start} to {r.stop - 1}" for r in (self.layers, self.experts))
+        return f"tensors of kind {self.kind!r}, layers {layers}, experts {experts}"
+
+
+def _by_extent(side: Side) -> dict[_Extent, list[Holding]]:
+    """What each rank holds of the blocks with the same layers and experts, whose names are left open."""
+    found: dict[_Extent, list[Holding]] = {}
+    for rank, blocks in enumerate(side.blocks):
+        for block in blocks:
+            of_rank = found.setdefault(_Extent(block.kind, block.layers, block.experts), [{}] * side.world_size)
+            of_rank[rank] = of_rank[rank] | block.tensors
+    return found
+
+
+def _common(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
+
+
+def _templates(
+    needs: list[Need], layers: range, experts: range, firsts: tuple[Place, Place], sent: list[int]
+) -> Iterator[Template]:
+    """Several, each with other givers, where one would leave some givers without work."""
+    num_places = len(layers) * len(experts)
+    step = min(num_places, _num_choices(needs))
+    for start in range(step):
+        places = range(start, num_places, step)
+        yield Template(tuple(choose(needs, sent, len(places))), layers, experts, places, *firsts)
+
+
+def _num_choices(needs: list[Need]) -> int:
+    """How many times to choose givers for the same needs, judged by those that have the most to give."""
+    num_needs: dict[int, int] = defaultdict(int)
+    num_elements: dict[int, int] = defaultdict(int)
+    num_givers: dict[int, int] = {}
+    for need in needs:
+        if len(need.givers) > 1:
+            group = id(need.givers)
+            num_needs[group] += 1
+            num_elements[group] += need.part.size
+            num_givers[group] = len(need.givers)
+    if not num_needs:
+        return 1
+    group = max(num_elements, key=lambda g: num_elements[g])
+    return math.ceil(_SHARES * num_givers[group] / num_needs[group])

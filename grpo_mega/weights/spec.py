@@ -1,7 +1,7 @@
 """A model's shape as its Hugging Face config states it, and the rows of which a family's table consists.
 
 `ModelShape.from_hf_config` is the only reader of config.json's field names. `Row` ties the Hugging Face names of a logical
-tensor to its Megatron name through an op, which knows how the tensor is cut for tensor parallelism.
+tensor to its names in Megatron and in the engine, SGLang, through an op, which knows how each cuts it for tensor parallelism.
 """
 
 from __future__ import annotations
@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.weights.boxes import Box, Index, LocalTensor, Piece
+from grpo_mega.weights.boxes import ONCE, Box, Index, Kind, LocalTensor, Piece
 
-Where = Literal["first", "layer", "last"]  # pipeline position: with the embedding, in every layer, with the output layer
+# Pipeline position: with the embedding, in every layer, for every expert of every layer, with the output layer.
+Where = Literal["first", "layer", "expert", "last"]
+ENGINE_VOCAB_MULTIPLE = 64  # of the rows that SGLang allocates for a vocabulary
+
+# By model type, of those whose every MLP is a mixture: the fields with the number of experts (of which transformers writes one
+# or the other) and with the rows of an expert.
+_MIXTURES = {
+    "mixtral": (("num_local_experts", "num_experts"), "intermediate_size"),
+    "qwen3_moe": (("num_experts", "num_local_experts"), "moe_intermediate_size"),
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,8 @@ class ModelShape:
     head_dim: int
     vocab: int
     tied: bool
+    num_experts: int = 0  # of each layer; 0: dense
+    moe_ffn: int = 0
 
     @property
     def q(self) -> int:
@@ -63,6 +74,11 @@ class ModelShape:
             raise WeightMappingError(
                 f"config.json has num_key_value_heads={kv_heads}, which must divide num_attention_heads={heads}; mend it"
             )
+        num_experts = moe_ffn = 0
+        if model_type in _MIXTURES:
+            (usual, other), rows = _MIXTURES[model_type]
+            num_experts, moe_ffn = field(usual, config.get(other)), field(rows)
+            _check_every_layer_is_a_mixture(config)
         return cls(
             model_type=model_type,
             num_layers=field("num_hidden_layers"),
@@ -73,18 +89,31 @@ class ModelShape:
             head_dim=field("head_dim", field("hidden_size") // heads),
             vocab=field("vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
+            num_experts=num_experts,
+            moe_ffn=moe_ffn,
         )
 
 
+def _check_every_layer_is_a_mixture(config: dict[str, Any]) -> None:
+    for name, value in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        found = config.get(name)
+        if found and found != value:
+            raise WeightMappingError(f"config.json has {name}={found!r}; only {value!r} is known, so name another model")
+
+
 class Op(Protocol):
-    """How the Hugging Face tensors of a row make up one Megatron tensor."""
+    """How the Hugging Face tensors of a row make up one tensor of Megatron's, and one of the engine's."""
 
     def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
         """Of each Hugging Face tensor of the row, in the row's order."""
         ...
 
     def megatron(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
-        """The tensor `local` of one tensor-parallel rank."""
+        """The tensor `local` of one tensor-parallel rank of Megatron."""
+        ...
+
+    def engine(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
+        """The tensor `local` of one tensor-parallel rank of SGLang."""
         ...
 
 
@@ -106,18 +135,31 @@ class Copy:
         box = Box(names[0], tuple(start), tuple(stop))
         return LocalTensor(box.shape, (Piece(box, local, (0,) * len(start)),))
 
+    engine = megatron
+
 
 @dataclass(frozen=True)
 class Vocab:
-    """An embedding: cut along the vocabulary, which Megatron pads so that it divides by the tensor-parallel size."""
+    """An embedding: cut into equal runs of the vocabulary, which Megatron pads until it divides by the tensor-parallel size.
+
+    SGLang pads it to a multiple of 64, and where that does not divide, to one of 64 times the size.
+    """
 
     def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
         return ((shape.vocab, shape.hidden),)
 
     def megatron(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
-        width = padded_vocab(shape.vocab, tp_size) // tp_size
+        return self._run(names[0], local, shape, padded_vocab(shape.vocab, tp_size) // tp_size, tp_rank)
+
+    def engine(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
+        padded = _round_up(shape.vocab, ENGINE_VOCAB_MULTIPLE)
+        if padded % tp_size:
+            padded = _round_up(shape.vocab, ENGINE_VOCAB_MULTIPLE * tp_size)
+        return self._run(names[0], local, shape, padded // tp_size, tp_rank)
+
+    def _run(self, name: str, local: str, shape: ModelShape, width: int, tp_rank: int) -> LocalTensor:
         start, stop = width * tp_rank, min(width * (tp_rank + 1), shape.vocab)
-        box = Box(names[0], (start, 0), (stop, shape.hidden))
+        box = Box(name, (start, 0), (stop, shape.hidden))
         return LocalTensor((width, shape.hidden), (Piece(box, local, (0, 0)),) if start < stop else ())
 
 
@@ -126,7 +168,8 @@ class QKV:
     """Megatron's fused projection: for each key-value head its query heads, then its key, then its value.
 
     Ranks hold equal runs of its rows. With fewer key-value heads than ranks a run is a part of one head's rows, and Megatron
-    gathers the activations.
+    gathers the activations. SGLang has a rank's query heads, then its keys, then its values, and with fewer key-value heads
+    than ranks neighbouring ranks hold the same one.
     """
 
     trailing: tuple[str, ...]  # ("hidden",) for weights, () for biases
@@ -152,58 +195,89 @@ class QKV:
                 row += rows
         return LocalTensor((width, *rest), tuple(pieces))
 
+    def engine(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
+        rest = shape.dims(self.trailing)
+        zeros = (0,) * len(rest)
+        kv_parts = min(tp_size, shape.num_kv_heads)
+        kv_part = tp_rank // (tp_size // kv_parts)
+        parts = ((shape.q // tp_size, tp_rank), (shape.kv // kv_parts, kv_part), (shape.kv // kv_parts, kv_part))
+        pieces, row = [], 0
+        for name, (rows, part) in zip(names, parts, strict=True):
+            box = Box(name, (rows * part, *zeros), (rows * (part + 1), *rest))
+            pieces.append(Piece(box, local, (row, *zeros)))
+            row += rows
+        return LocalTensor((row, *rest), tuple(pieces))
+
 
 @dataclass(frozen=True)
 class GateUp:
-    """Megatron's fused gated MLP input: this rank's rows of the gate projection above its rows of the up projection."""
+    """The fused gated MLP input: a rank's rows of the gate projection above its rows of the up projection."""
+
+    rows: str = "ffn"
 
     def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
-        return ((shape.ffn, shape.hidden),) * 2
+        return (shape.dims((self.rows, "hidden")),) * 2
 
     def megatron(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
-        rows = shape.ffn // tp_size
+        rows = shape.dims((self.rows,))[0] // tp_size
         pieces = tuple(
             Piece(Box(name, (rows * tp_rank, 0), (rows * (tp_rank + 1), shape.hidden)), local, (rows * part, 0))
             for part, name in enumerate(names)
         )
         return LocalTensor((2 * rows, shape.hidden), pieces)
 
+    engine = megatron
+
 
 @dataclass(frozen=True)
 class Row:
-    """One logical tensor of a family. "{i}" in names is the layer: global on the Hugging Face side, local in Megatron."""
+    """One logical tensor of a family. In names {i} is the layer, {e} the expert; Megatron counts both from a rank's first."""
 
     hf: tuple[str, ...]
     megatron: str
     op: Op
     where: Where = "layer"
     megatron_te: str | None = None  # its name where Transformer Engine fuses the norm into the linear layer
+    engine: str | None = None  # SGLang's; None: the (first) Hugging Face name
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family's table. With tied embeddings `output` holds `embedding`'s tensor, which stands alone in the checkpoint."""
+    """A family's table. With tied embeddings `output` holds `embedding`'s tensor, which stands alone in the checkpoint.
+
+    `engine_ties`: whether SGLang then has that parameter alone too; else it keeps an output layer of its own beside it.
+    """
 
     rows: tuple[Row, ...]
     embedding: Row
     output: Row
     qkv_bias: bool = False
     qk_norm: bool = False
+    engine_ties: bool = True
 
     def hf_tensors(self, shape: ModelShape) -> dict[str, Index]:
         """Name and shape of every tensor of the checkpoint."""
         head = (self.embedding,) if shape.tied else (self.embedding, self.output)
         found: dict[str, Index] = {}
         for row in (*head, *self.rows):
-            layers = range(shape.num_layers) if row.where == "layer" else range(1)
-            for i in layers:
-                found |= {n.format(i=i): s for n, s in zip(row.hf, row.op.hf_shapes(shape), strict=True)}
+            shapes = row.op.hf_shapes(shape)
+            for i in range(shape.num_layers) if kind_of(row) != "model" else ONCE:
+                for e in range(shape.num_experts) if kind_of(row) == "expert" else ONCE:
+                    found |= {n.format(i=i, e=e): s for n, s in zip(row.hf, shapes, strict=True)}
         return found
+
+
+def kind_of(row: Row) -> Kind:
+    return row.where if row.where in ("layer", "expert") else "model"
 
 
 def padded_vocab(vocab: int, tp_size: int) -> int:
     """The vocabulary rounded up to a multiple of the tensor-parallel size."""
-    return -(-vocab // tp_size) * tp_size
+    return _round_up(vocab, tp_size)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -1,29 +1,36 @@
-"""One of the four ranks of test_moving_between_ranks.py: execute, publish, export and gather, case after case."""
+"""One of the four ranks of test_moving_between_ranks.py: buckets, execute, publish, export, gather, case after case."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from mapping import Tensors, assert_equal, blank, filled, megatron_side, numbered
+from mapping import Tensors, assert_equal, blank, filled, megatron_side, numbered, slice_of
 from ranks import run_cases
 
 from grpo_mega.errors import SyncError
 from grpo_mega.rollout import exchange
 from grpo_mega.sync.publish import WeightSync
 from grpo_mega.types import Group, Prompt, Sample
-from grpo_mega.weights.apply import execute, fill
-from grpo_mega.weights.boxes import Holding
+from grpo_mega.weights.apply import Bucket, buckets, execute, fill
+from grpo_mega.weights.boxes import Holding, region
 from grpo_mega.weights.export import export
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_io import CheckpointReader
-from grpo_mega.weights.layout import MegatronLayout, hf_holding
-from grpo_mega.weights.plan import plan
-from grpo_mega.weights.spec import ModelShape, read_config
+from grpo_mega.weights.layout import EngineLayout, MegatronLayout, hf_holding
+from grpo_mega.weights.plan import plan, plan_sides
+from grpo_mega.weights.receive import Entry, differing, part_of, put
+from grpo_mega.weights.sides import Side, engine_side, hf_side
+from grpo_mega.weights.sides import megatron_side as package_side
+from grpo_mega.weights.spec import Family, ModelShape, read_config
 
 WORLD_SIZE = 4
 FAMILY = family_of("qwen2")
@@ -31,11 +38,27 @@ FAMILY = family_of("qwen2")
 SHAPE = ModelShape("qwen2", num_layers=4, hidden=6, ffn=8, num_heads=4, num_kv_heads=2, head_dim=3, vocab=11, tied=True)
 TENSORS = numbered(FAMILY, SHAPE)
 TRAINER = megatron_side(FAMILY, SHAPE, MegatronLayout(tp=2, pp=2))
+LONGEST_ROW = 12  # elements; of o_proj
+MIXTURE = family_of("mixtral")
+MIXTURE_SHAPE = ModelShape(
+    "mixtral", 2, hidden=6, ffn=8, num_heads=4, num_kv_heads=2, head_dim=2, vocab=70, tied=True, num_experts=4, moe_ffn=8
+)
+
+
+@dataclass(frozen=True)
+class Moving:
+    """From a trainer to engines, in a dtype."""
+
+    family: Family
+    shape: ModelShape
+    layout: MegatronLayout
+    targets: Side
+    dtype: torch.dtype
 
 
 @contextmanager
 def recorded_sends() -> Iterator[list[tuple[int, int]]]:
-    """(outgoing, incoming) bytes of each exchange of this rank."""
+    """(outgoing, incoming) bytes of each exchange of this rank's weights, without those of their checksums."""
     sizes: list[tuple[int, int]] = []
     original = dist.all_to_all_single
 
@@ -48,6 +71,7 @@ def recorded_sends() -> Iterator[list[tuple[int, int]]]:
         yield sizes
     finally:
         dist.all_to_all_single = original
+        del sizes[1::2]
 
 
 def check_execute(rank: int, targets: Sequence[Holding], bucket_bytes: int) -> None:
@@ -59,10 +83,8 @@ def check_execute(rank: int, targets: Sequence[Holding], bucket_bytes: int) -> N
     remote = [t for t in transfers if t.source_rank != t.target_rank]
     assert received == sum(incoming for _, incoming in sizes) == 8 * sum(t.size for t in remote if t.target_rank == rank)
     assert sum(outgoing for outgoing, _ in sizes) == 8 * sum(t.size for t in remote if t.source_rank == rank)
-    limit = max(bucket_bytes, 8 * max((t.size for t in remote), default=0))
+    limit = max(bucket_bytes, 8 * LONGEST_ROW)
     assert all(size <= limit for pair in sizes for size in pair), (sizes, limit)
-    if bucket_bytes < 8:
-        assert len(sizes) == len(remote)
 
 
 def reshards(rank: int, folder: Path) -> None:
@@ -71,25 +93,126 @@ def reshards(rank: int, folder: Path) -> None:
     for layout in layouts:
         targets = megatron_side(FAMILY, SHAPE, layout)
         targets += [{}] * (WORLD_SIZE - len(targets))
-        for bucket_bytes in (1, 200, 1 << 20):
+        for bucket_bytes in (500, 1 << 20):
             check_execute(rank, targets, bucket_bytes)
 
 
 def fills_engines(rank: int, folder: Path) -> None:
     for holders in ((0, 1, 2, 3), (3,), (1, 2), ()):
         targets = [hf_holding(FAMILY, SHAPE) if r in holders else {} for r in range(WORLD_SIZE)]
-        for bucket_bytes in (100, 1 << 20):
+        for bucket_bytes in (500, 1 << 20):
             check_execute(rank, targets, bucket_bytes)
 
 
-def casts(rank: int, folder: Path) -> None:
-    """float32 to bfloat16, on the way and on the rank itself."""
-    values = {name: torch.linspace(-1, 1, t.numel()).reshape(t.shape) / 3 for name, t in TENSORS.items()}
-    sources = {name: torch.zeros(local.shape) for name, local in TRAINER[rank].items()}
-    fill(TRAINER[rank], sources, lambda box: values[box.tensor][tuple(map(slice, box.start, box.stop))])
-    found = {name: torch.zeros(t.shape, dtype=torch.bfloat16) for name, t in values.items()}
-    execute(plan(TRAINER, [hf_holding(FAMILY, SHAPE)] * WORLD_SIZE), sources, found, dtype=torch.bfloat16, bucket_bytes=333)
-    assert_equal([found], [{name: t.bfloat16() for name, t in values.items()}])
+class Ring:
+    """Two buffers, taken in turn; a buffer's bucket is read when the next but one is to be filled, and not before.
+
+    What was in it is then compared with a copy made when it was given: nothing may have touched it.
+    """
+
+    def __init__(self, dtype: torch.dtype, targets: Tensors) -> None:
+        self._dtype, self._targets = dtype, targets
+        self._buffers = [torch.empty(0, dtype=dtype)] * 2
+        self._waiting: dict[int, tuple[Bucket, torch.Tensor]] = {}
+        self.sizes: list[int] = []
+
+    def allocate(self, index: int, num_elements: int) -> torch.Tensor:
+        assert index == len(self.sizes)
+        self.sizes.append(num_elements)
+        self._read(index - 2)
+        if self._buffers[index % 2].numel() < num_elements:
+            self._buffers[index % 2] = torch.zeros(num_elements, dtype=self._dtype)
+        return self._buffers[index % 2][:num_elements]
+
+    def take(self, bucket: Bucket) -> None:
+        assert not bucket.entries or bucket.values.data_ptr() == self._buffers[bucket.index % 2].data_ptr()
+        assert bucket.values.numel() == self.sizes[bucket.index] == sum(math.prod(e.shape) for e in bucket.entries)
+        self._waiting[bucket.index] = (bucket, bucket.values.clone())
+
+    def finish(self) -> None:
+        for index in list(self._waiting):
+            self._read(index)
+
+    def _read(self, index: int) -> None:
+        if index in self._waiting:
+            bucket, copy = self._waiting.pop(index)
+            assert torch.equal(as_bytes(bucket.values), as_bytes(copy))
+            put(bucket.entries, bucket.values, self._targets)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def check_buckets(case: Moving, rank: int, bucket_bytes: int) -> list[Bucket]:
+    """Moves float32 weights in `case.dtype` through a ring and compares bytes and checksums with a direct fill."""
+    values = {name: (t % 251 / 7).float() for name, t in numbered(case.family, case.shape).items()}
+    trainer = megatron_side(case.family, case.shape, case.layout)
+    sources = {name: torch.zeros(local.shape) for name, local in trainer[rank].items()} if rank < len(trainer) else {}
+    fill(trainer[rank] if sources else {}, sources, lambda box: slice_of(values, box))
+    wanted = case.targets.holding(rank)
+    found = {name: torch.zeros(local.shape, dtype=case.dtype) for name, local in wanted.items()}
+    expected = {name: torch.zeros(local.shape, dtype=case.dtype) for name, local in wanted.items()}
+    fill(wanted, expected, lambda box: slice_of(values, box).to(case.dtype))
+
+    made = plan_sides(package_side(case.family, case.shape, case.layout), case.targets, ranks_per_node=2)
+    ring, taken = Ring(case.dtype, found), []
+    with recorded_sends() as sizes:
+        for bucket in buckets(made, sources, dtype=case.dtype, bucket_bytes=bucket_bytes, allocate=ring.allocate):
+            ring.take(bucket)
+            taken.append(bucket)
+    ring.finish()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(as_bytes(found[name]), as_bytes(expected[name])) for name in found)
+    entries = [entry for bucket in taken for entry in bucket.entries]
+    assert not differing(entries, found)
+    limit = max(bucket_bytes, case.dtype.itemsize * max(1, LONGEST_ROW))
+    assert all(outgoing <= limit for outgoing, _ in sizes)
+    assert all(size * case.dtype.itemsize <= limit for size in ring.sizes)
+    received = sum(bucket.num_bytes_received for bucket in taken)
+    assert received == sum(incoming for _, incoming in sizes) == made.traffic(case.dtype.itemsize).received[rank]
+    if entries:  # a changed element is seen
+        last = part_of(found, entries[-1].target)[region(entries[-1].offset, entries[-1].shape)]
+        last.view(torch.uint8)[..., 0].bitwise_xor_(1)
+        assert differing(entries, found) == [entries[-1].target]
+    return taken
+
+
+def fills_servers(rank: int, folder: Path) -> None:
+    """Tensor-parallel servers on some of the ranks, all of them or one, dense and mixture, in several dtypes."""
+    trainers = (MegatronLayout(tp=2, pp=2), MegatronLayout(tp=1, pp=2, dp=2), MegatronLayout(dp=4, ep=2))
+    for number, (layout, engines) in enumerate(product(trainers, (EngineLayout(2, 2), EngineLayout(4, 1), EngineLayout(1, 1)))):
+        family, shape = (FAMILY, SHAPE) if layout.ep == 1 else (MIXTURE, MIXTURE_SHAPE)
+        dtype = (torch.bfloat16, torch.float8_e4m3fn, torch.float32)[number % 3]
+        case = Moving(family, shape, layout, engine_side(family, shape, engines, WORLD_SIZE), dtype)
+        for bucket_bytes in (1 if number == 0 else 80 * dtype.itemsize, 1 << 20):
+            taken = check_buckets(case, rank, bucket_bytes)
+            if rank >= engines.world_size:
+                assert not any(bucket.entries or bucket.values.numel() for bucket in taken)
+            assert len(taken) >= (300 if bucket_bytes == 1 else 4 if bucket_bytes < 1 << 20 else 1), len(taken)
+
+
+def fills_whole_replicas(rank: int, folder: Path) -> None:
+    case = Moving(FAMILY, SHAPE, MegatronLayout(tp=2, pp=2), hf_side(FAMILY, SHAPE, WORLD_SIZE), torch.bfloat16)
+    for bucket_bytes in (64, 1 << 20):
+        check_buckets(case, rank, bucket_bytes)
+
+
+def fills_experts_in_one_parameter(rank: int, folder: Path) -> None:
+    """The engine's tensor has all experts; names with an index mean its parts."""
+    targets = engine_side(MIXTURE, MIXTURE_SHAPE, EngineLayout(2, 2), WORLD_SIZE)
+    trainer = MegatronLayout(dp=4, ep=4)
+    made = plan_sides(package_side(MIXTURE, MIXTURE_SHAPE, trainer), targets, ranks_per_node=4)
+    tensors = numbered(MIXTURE, MIXTURE_SHAPE)
+    wanted = targets.holding(rank)
+    [apart] = filled([wanted], tensors)
+    together = {name: torch.zeros_like(t) for name, t in apart.items() if "[" not in name}
+    for name in {name.partition("[")[0] for name in apart} - together.keys():
+        together[name] = torch.zeros(MIXTURE_SHAPE.num_experts, *apart[f"{name}[0]"].shape, dtype=torch.int64)
+    sources = filled(megatron_side(MIXTURE, MIXTURE_SHAPE, trainer), tensors)[rank]
+    execute(made, sources, together, dtype=torch.int64, bucket_bytes=1000)
+    assert len(together) < len(apart)
+    assert all(torch.equal(part_of(together, name), t) for name, t in apart.items())
 
 
 def works_in_a_group(rank: int, folder: Path) -> None:
@@ -104,36 +227,79 @@ def works_in_a_group(rank: int, folder: Path) -> None:
     assert_equal([found], [filled(targets, TENSORS)[place]])
 
 
-class Store:
-    """What a sync sees of a policy or an engine."""
+class Engine:
+    """What a sync sees of an engine: `plain` tensors, filled as buckets come."""
 
+    def __init__(self, side: Side, rank: int) -> None:
+        self.version, self.damage = -1, False
+        self.plain = {name: torch.zeros(t.shape, dtype=torch.int64) for name, t in side.holding(rank).items()}
+        self._names, self._entries = set(self.plain), list[Entry]()
+
+    def begin_update(self) -> list[str]:
+        self._entries = []
+        return sorted(self.plain.keys() ^ self._names)
+
+    def allocate(self, index: int, num_elements: int) -> torch.Tensor:
+        return torch.empty(num_elements, dtype=torch.int64)
+
+    def load(self, bucket: Bucket) -> None:
+        put(bucket.entries, bucket.values, self.plain)
+        self._entries += bucket.entries
+
+    def end_update(self, version: int) -> list[str]:
+        if self.damage:
+            self.plain["model.norm.weight"][1] += 1
+        problems = differing(self._entries, self.plain)
+        self.version = self.version if problems else version
+        return problems
+
+
+class Policy:
     def __init__(self, tensors: Tensors) -> None:
-        self.version = -1
         self._tensors = tensors
 
     def tensors(self) -> Tensors:
         return self._tensors
 
 
+def meet(phase: str, mine: list[str]) -> list[list[str]]:
+    found: list[list[str]] = [[]] * WORLD_SIZE
+    dist.all_gather_object(found, mine)
+    return found
+
+
 def publishes(rank: int, folder: Path) -> None:
-    engines = [hf_holding(FAMILY, SHAPE)] * WORLD_SIZE
-    sync = WeightSync(TRAINER, engines, torch.int64)
-    policy, engine = Store(filled(TRAINER, TENSORS)[rank]), Store(blank(engines)[rank])
+    engines = hf_side(FAMILY, SHAPE, WORLD_SIZE)
+    made = plan_sides(package_side(FAMILY, SHAPE, MegatronLayout(tp=2, pp=2)), engines, ranks_per_node=WORLD_SIZE)
+    sync = WeightSync(made, torch.int64, 3000, meet)
+    policy, engine = Policy(filled(TRAINER, TENSORS)[rank]), Engine(engines, rank)
     for version, factor in ((0, 1), (1, -3)):
         for t in policy.tensors().values():
             t *= factor
         assert sync.publish(policy, engine, version=version) > 0
         assert engine.version == version
-        assert_equal([engine.tensors()], [{name: t * factor for name, t in TENSORS.items()}])
-    renamed = Store({f"{name}_scale" if "bias" in name else name: t for name, t in blank(engines)[rank].items()})
+        assert_equal([engine.plain], [{name: t * factor for name, t in TENSORS.items()}])
+    engine.damage = rank == 2
+    with raises(SyncError, "version 2 .*at rank 2: model.norm.weight"):
+        sync.publish(policy, engine, version=2)
+    assert engine.version == (1 if rank == 2 else 2)
+    other = Engine(engines, rank)
+    if rank == 1:
+        other.plain["model.layers.0.self_attn.k_proj.bias_scale"] = other.plain.pop("model.layers.0.self_attn.k_proj.bias")
+    with raises(SyncError, "at rank 1: model.layers.0.self_attn.k_proj.bias;"):
+        sync.publish(policy, other, version=3)
+    assert other.version == -1
+    assert not any(t.any() for t in other.plain.values())
+
+
+@contextmanager
+def raises(kind: type[Exception], pattern: str) -> Iterator[None]:
     try:
-        sync.publish(policy, renamed, version=2)
-    except SyncError as error:
-        assert "model.layers.0.self_attn.k_proj.bias" in str(error)
+        yield
+    except kind as error:
+        assert re.search(pattern, str(error)), error
     else:
-        raise AssertionError("an engine with other names was filled")
-    assert renamed.version == -1
-    assert not any(t.any() for t in renamed.tensors().values())
+        raise AssertionError(f"no {kind.__name__}")
 
 
 def exports(rank: int, folder: Path) -> None:
@@ -187,8 +353,7 @@ def gathers(rank: int, folder: Path) -> None:
     for num_prompts in (6, 4, 2, 1):  # from uneven shares to ranks with none
         expected = make_groups(num_prompts)
         prompts = [g.prompt for g in expected]
-        mine = exchange.share(prompts, rank, WORLD_SIZE)
-        groups = [next(g for g in expected if g.prompt is prompt) for prompt in mine]
+        groups = {place: expected[place] for place in range(rank, num_prompts, WORLD_SIZE)}
         found = exchange.gather(groups, prompts, ["accuracy", "format"], ["correct", "wrong", "timeout"])
         assert found == expected, (found, expected)
         assert all(s.prompt is g.prompt is p for g, p in zip(found, prompts, strict=True) for s in g.samples)
@@ -197,4 +362,5 @@ def gathers(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_cases({f.__name__: f for f in (reshards, fills_engines, casts, works_in_a_group, publishes, exports, gathers)})
+    moves = (reshards, fills_engines, fills_servers, fills_whole_replicas, fills_experts_in_one_parameter, works_in_a_group)
+    run_cases({f.__name__: f for f in (*moves, publishes, exports, gathers)})

@@ -34,15 +34,23 @@ def test_execute_fills_engines_on_all_ranks_on_some_and_on_none(launched: Launch
     check(launched, "fills_engines")
 
 
-def test_execute_casts_to_the_targets_dtype(launched: Launched) -> None:
-    check(launched, "casts")
+def test_servers_are_filled_through_two_buffers_in_turn_with_checksums_that_hold(launched: Launched) -> None:
+    check(launched, "fills_servers")
+
+
+def test_whole_replicas_are_filled_through_two_buffers_in_turn(launched: Launched) -> None:
+    check(launched, "fills_whole_replicas")
+
+
+def test_all_experts_of_a_layer_may_lie_in_one_parameter(launched: Launched) -> None:
+    check(launched, "fills_experts_in_one_parameter")
 
 
 def test_execute_works_in_a_group_of_some_of_the_ranks(launched: Launched) -> None:
     check(launched, "works_in_a_group")
 
 
-def test_publish_brings_each_version_and_refuses_an_engine_with_other_tensors_before_it_moves_any(launched: Launched) -> None:
+def test_publish_brings_each_version_and_tells_all_ranks_which_tensor_of_which_engine_is_not_right(launched: Launched) -> None:
     check(launched, "publishes")
 
 

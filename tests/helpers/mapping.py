@@ -1,13 +1,13 @@
 """What rank holds what, filled with numbers that cannot be confused, and a plan's execution in one process.
 
-A "side" is the holdings of all ranks of a Megatron layout, or of engines with whole Hugging Face tensors. Weights are int64
-numbers, all different and none 0: a wrong, missing or doubled element cannot go unseen.
+A "side" here is the list of what all ranks hold, of a Megatron layout or of engines. Weights are int64 numbers, all different
+and none 0: a wrong, missing or doubled element cannot go unseen.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from torch import Tensor
 from grpo_mega.weights.apply import fill
 from grpo_mega.weights.boxes import Box, Holding, region
 from grpo_mega.weights.layout import MegatronLayout, megatron_holding
-from grpo_mega.weights.plan import Transfer
 from grpo_mega.weights.spec import Family, ModelShape
+from grpo_mega.weights.transfers import Transfer
 
 Tensors = dict[str, Tensor]
 
@@ -50,13 +50,24 @@ def filled(side: Sequence[Holding], tensors: Tensors) -> list[Tensors]:
     return ranks
 
 
-def simulate(transfers: Sequence[Transfer], sources: list[Tensors], targets: list[Tensors]) -> None:
+def simulate(transfers: Iterable[Transfer], sources: list[Tensors], targets: list[Tensors]) -> None:
     """Carries a plan out for all ranks at once; every transfer must bring something new."""
     for t in transfers:
         taken = sources[t.source_rank][t.source][region(t.source_offset, t.box.shape)]
         place = targets[t.target_rank][t.target][region(t.target_offset, t.box.shape)]
         assert not place.any(), f"{t} overwrites what another transfer brought"
         place.copy_(taken)
+
+
+def lower_bound(source: Holding, target: Holding, tensors: Tensors) -> int:
+    """Elements that a rank must receive: all that its pieces hold, less what stands in its own source pieces."""
+    held: dict[str, torch.Tensor] = {}
+    for local in source.values():
+        for piece in local.pieces:
+            held.setdefault(piece.box.tensor, torch.zeros(tensors[piece.box.tensor].shape, dtype=torch.bool))
+            slice_of(held, piece.box).fill_(True)
+    pieces = [piece for local in target.values() for piece in local.pieces]
+    return sum(p.box.size - (int(slice_of(held, p.box).sum()) if p.box.tensor in held else 0) for p in pieces)
 
 
 def assert_equal(found: list[Tensors], expected: list[Tensors]) -> None:

@@ -8,43 +8,68 @@ from itertools import pairwise
 from typing import get_args
 
 from hypothesis import strategies as st
-from mapping import megatron_side
 
 from grpo_mega.weights.boxes import Holding
 from grpo_mega.weights.families import FAMILIES, family_of
-from grpo_mega.weights.layout import MegatronLayout, RankOrder, hf_holding
+from grpo_mega.weights.layout import EngineLayout, MegatronLayout, RankOrder, hf_holding
+from grpo_mega.weights.sides import Side, engine_side, hf_side, megatron_side
 from grpo_mega.weights.spec import Family, ModelShape
 
 
 @dataclass(frozen=True)
 class Case:
-    """A small model and layouts that fit it."""
+    """A small model, and layouts of the trainer and of engines that fit it."""
 
     shape: ModelShape
     layouts: tuple[MegatronLayout, ...]
     fused_norms: bool
+    engine: EngineLayout
+    num_idle: int  # ranks that neither train in the first layout nor serve
 
     @property
     def family(self) -> Family:
         return family_of(self.shape.model_type)
 
-    def side(self, index: int) -> list[Holding]:
+    @property
+    def world_size(self) -> int:
+        return max(self.layouts[0].world_size, self.engine.world_size) + self.num_idle
+
+    def trainer(self, index: int = 0) -> Side:
         return megatron_side(self.family, self.shape, self.layouts[index], fused_norms=self.fused_norms)
+
+    def servers(self) -> Side:
+        return engine_side(self.family, self.shape, self.engine, self.world_size)
+
+    def embedded(self) -> Side:
+        """On the first few ranks."""
+        return hf_side(self.family, self.shape, min(4, self.world_size))
+
+    def side(self, index: int) -> list[Holding]:
+        return holdings(self.trainer(index))
 
     def engines(self, holds: Sequence[bool]) -> list[Holding]:
         """Whole tensors on the ranks that `holds` names, nothing elsewhere."""
         return [hf_holding(self.family, self.shape) if is_engine else {} for is_engine in holds]
 
 
+def holdings(side: Side) -> list[Holding]:
+    """By rank, tensor by tensor."""
+    return [side.holding(rank) for rank in range(side.world_size)]
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> MegatronLayout:
     pp = draw(st.sampled_from([1, 2, 4]))
+    dp = draw(st.sampled_from([1, 2, 4] if pp < 4 else [1, 2]))
+    order = draw(st.sampled_from(get_args(RankOrder)))
     return MegatronLayout(
         tp=draw(st.sampled_from([1, 2, 4])),
         pp=pp,
         vpp=draw(st.sampled_from([1, 2])) if pp > 1 else 1,
-        dp=draw(st.sampled_from([1, 2])),
-        order=draw(st.sampled_from(get_args(RankOrder))),
+        dp=dp,
+        order=order,
+        # Megatron takes no other order with experts spread over stages.
+        ep=draw(st.sampled_from([n for n in (1, 2, 4) if dp % n == 0])) if order == "tp-dp-pp" or pp == 1 else 1,
     )
 
 
@@ -52,24 +77,29 @@ def layouts(draw: st.DrawFn) -> MegatronLayout:
 def cases(draw: st.DrawFn, num_layouts: int = 1) -> Case:
     """Any model whose query heads and ffn divide by tp; kv heads may be fewer, layers and vocabulary need not divide."""
     chosen = [draw(layouts()) for _ in range(num_layouts)]
-    tp = max(layout.tp for layout in chosen)  # a power of 2
+    engine = EngineLayout(tp=draw(st.sampled_from([1, 2, 4])), num_engines=draw(st.integers(1, 3)))
+    tp = max(layout.tp for layout in (*chosen, engine))  # a power of 2
     kv_heads = draw(st.sampled_from([n for n in (1, 2, 4, 8) if n <= 2 * tp]))
     head_dim = draw(st.integers(1, 3)) * max(1, tp // kv_heads)
     most_chunks = max(layout.num_chunks for layout in chosen)
     num_layers = draw(st.integers(most_chunks, most_chunks + 3))
+    model_type = draw(st.sampled_from(sorted(FAMILIES)))
+    is_mixture = any(row.where == "expert" for row in family_of(model_type).rows)
     shape = ModelShape(
-        model_type=draw(st.sampled_from(sorted(FAMILIES))),
+        model_type=model_type,
         num_layers=num_layers,
         hidden=draw(st.integers(1, 5)),
         ffn=tp * draw(st.integers(1, 3)),
         num_heads=max(tp, kv_heads) * draw(st.integers(1, 3)),
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab=draw(st.integers(1, 17)),
+        vocab=draw(st.integers(1, 17) | st.integers(60, 140)),
         tied=draw(st.booleans()),
+        num_experts=max(layout.ep for layout in chosen) * draw(st.integers(1, 2)) if is_mixture else 0,
+        moe_ffn=tp * draw(st.integers(1, 2)) if is_mixture else 0,
     )
     divided = tuple(replace(layout, layers_per_chunk=draw(st.none() | divisions(num_layers, layout))) for layout in chosen)
-    return Case(shape, divided, fused_norms=draw(st.booleans()))
+    return Case(shape, divided, fused_norms=draw(st.booleans()), engine=engine, num_idle=draw(st.integers(0, 2)))
 
 
 @st.composite

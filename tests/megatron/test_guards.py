@@ -22,10 +22,11 @@ from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout
 from grpo_mega.weights.spec import ModelShape
 import torch
+import torch.distributed as dist
 from types import SimpleNamespace
 shape = ModelShape("qwen2", 4, 32, 48, 4, 2, 8, 102, False)
 def config(layout, **changes):
-    runtime = Runtime(device.Device("cpu", torch.device("cpu")), layout, 0)
+    runtime = Runtime(device.Device("cpu", torch.device("cpu")), layout, 0, dist.HashStore())
     settings = configs.ModelConfig(path="unused", **changes)
     hf_config = SimpleNamespace(rms_norm_eps=1e-6)
     return model.transformer_config(shape, family_of("qwen2"), hf_config, settings, configs.LayoutConfig(), runtime)

@@ -29,11 +29,21 @@ def make_engine(model: Any, max_concurrent: int = 256) -> EmbeddedEngine:
     """An engine with the model's weights, brought in through its holding."""
     shape = ModelShape.from_hf_config(model.config.to_dict())
     cpu = Device("cpu", torch.device("cpu"))
-    engine = EmbeddedEngine(model.config, shape, family_of(shape.model_type), model.dtype, cpu, max_concurrent)
+    engine = EmbeddedEngine(
+        model.config, family_of(shape.model_type), shape, model.dtype, cpu, max_concurrent, rank=0, world_size=1, prove=True
+    )
     parameters = dict(model.named_parameters())
-    fill(engine.holdings(1)[0], engine.tensors(), lambda box: parameters[box.tensor][region(box.start, box.shape)])
+    fill(engine.side().holding(0), engine.tensors(), lambda box: parameters[box.tensor][region(box.start, box.shape)])
     engine.version = 7
     return engine
+
+
+def generate(
+    engine: EmbeddedEngine, prompts: list[Prompt], sampling: Sampling, *, step: int, on_sample: Any = None
+) -> list[Group]:
+    """The groups in the order of the prompts."""
+    found = engine.generate(dict(enumerate(prompts)), sampling, step=step, on_sample=on_sample or (lambda s: None))
+    return [found[i] for i in range(len(prompts))]
 
 
 def make_prompts() -> list[Prompt]:
@@ -49,7 +59,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def sampled(model: Any) -> list[Group]:
-    return make_engine(model).generate(make_prompts(), SAMPLING, step=2, on_sample=lambda s: None)
+    return generate(make_engine(model), make_prompts(), SAMPLING, step=2)
 
 
 def samples_of(groups: list[Group]) -> list[Sample]:
@@ -68,7 +78,7 @@ def full_logprobs(model: Any, sample: Sample, temperature: float) -> torch.Tenso
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_decoding_of_prompts_of_different_lengths_equals_transformers_one_by_one(family: str, tied: bool) -> None:
     model = make_model(family, tied=tied, seed=3)
-    groups = make_engine(model).generate(make_prompts(), GREEDY, step=0, on_sample=lambda s: None)
+    groups = generate(make_engine(model), make_prompts(), GREEDY, step=0)
     reasons = set()
     for group, prompt in zip(groups, make_prompts(), strict=True):
         [sample] = group.samples
@@ -91,7 +101,7 @@ def test_greedy_decoding_of_prompts_of_different_lengths_equals_transformers_one
 @pytest.mark.parametrize("changes", [{}, {"top_p": 0.8}, {"top_k": 7}, {"temperature": 1.5, "top_p": 0.9, "top_k": 20}])
 def test_rollout_logprobs_are_those_of_a_full_forward_pass_before_top_p_and_top_k(model: Any, changes: dict[str, Any]) -> None:
     sampling = replace(SAMPLING, **changes)
-    groups = make_engine(model, max_concurrent=16).generate(make_prompts(), sampling, step=1, on_sample=lambda s: None)
+    groups = generate(make_engine(model, max_concurrent=16), make_prompts(), sampling, step=1)
     for sample in samples_of(groups):
         found = torch.tensor(sample.rollout_logprobs, dtype=torch.float64)
         torch.testing.assert_close(found, full_logprobs(model, sample, sampling.temperature), rtol=0, atol=1e-5)
@@ -116,7 +126,7 @@ def test_a_response_ends_with_its_stop_token_or_at_the_limit(sampled: list[Group
 
 def test_a_stop_token_in_the_last_place_counts_as_stopped(model: Any) -> None:
     short = replace(SAMPLING, max_response_length=1, group_size=16)
-    samples = samples_of(make_engine(model).generate(make_prompts(), short, step=0, on_sample=lambda s: None))
+    samples = samples_of(generate(make_engine(model), make_prompts(), short, step=0))
     assert {s.finish_reason for s in samples} == {"stop", "length"}
     assert all((s.finish_reason == "stop") == (s.response_ids[0] in STOPS) for s in samples)
 
@@ -131,7 +141,7 @@ def assert_same_samples(found: list[Group], expected: list[Group]) -> None:
 
 @pytest.mark.parametrize("max_concurrent", [1, 4, 12])
 def test_a_sample_is_the_same_however_many_are_decoded_at_once(model: Any, sampled: list[Group], max_concurrent: int) -> None:
-    found = make_engine(model, max_concurrent).generate(make_prompts(), SAMPLING, step=2, on_sample=lambda s: None)
+    found = generate(make_engine(model, max_concurrent), make_prompts(), SAMPLING, step=2)
     assert_same_samples(found, sampled)
 
 
@@ -139,7 +149,7 @@ def test_a_sample_does_not_depend_on_the_other_prompts_or_their_order(model: Any
     engine, prompts = make_engine(model), make_prompts()
     shuffled = random.Random(1).sample(prompts, len(prompts))
     for chosen in (shuffled, prompts[::-1], prompts[:3], prompts[3:], prompts[5:6]):
-        found = engine.generate(chosen, SAMPLING, step=2, on_sample=lambda s: None)
+        found = generate(engine, chosen, SAMPLING, step=2)
         assert [g.prompt for g in found] == chosen
         assert_same_samples(found, sampled)
 
@@ -149,7 +159,7 @@ def test_a_sample_does_not_depend_on_the_group_size_but_on_seed_step_and_prompt_
 
     def first_responses(step: int = 2, shift: int = 0, **changes: Any) -> list[list[int]]:
         chosen = [replace(p, id=p.id + shift) for p in prompts]
-        groups = engine.generate(chosen, replace(SAMPLING, **changes), step=step, on_sample=lambda s: None)
+        groups = generate(engine, chosen, replace(SAMPLING, **changes), step=step)
         return [g.samples[0].response_ids for g in groups]
 
     expected = [g.samples[0].response_ids for g in sampled]
@@ -161,7 +171,7 @@ def test_a_sample_does_not_depend_on_the_group_size_but_on_seed_step_and_prompt_
 
 def test_on_sample_is_called_once_for_each_sample_as_soon_as_it_has_ended(model: Any) -> None:
     heard: list[Sample] = []
-    groups = make_engine(model).generate(make_prompts(), SAMPLING, step=2, on_sample=heard.append)
+    groups = generate(make_engine(model), make_prompts(), SAMPLING, step=2, on_sample=heard.append)
     assert sorted(map(id, heard)) == sorted(map(id, samples_of(groups)))
     lengths = [s.response_len for s in heard]
     assert lengths == sorted(lengths)  # in one batch the shortest response ends first
@@ -172,7 +182,5 @@ def test_the_engine_holds_the_checkpoints_tensors_and_building_it_leaves_the_gen
     before = torch.get_rng_state()
     engine = make_engine(model)
     assert torch.equal(torch.get_rng_state(), before)
-    assert [set(holding) for holding in engine.holdings(3)] == [set(engine.tensors())] * 3
-    with engine.asleep():
-        pass
-    assert engine.generate([], SAMPLING, step=0, on_sample=lambda s: None) == []
+    assert engine.begin_update() == []
+    assert generate(engine, [], SAMPLING, step=0) == []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mapping import Tensors, assert_equal, blank, filled, numbered, simulate, slice_of
+from mapping import Tensors, assert_equal, blank, filled, lower_bound, numbered, simulate, slice_of
 from random_layouts import Case, cases
 
 from grpo_mega.errors import WeightMappingError
@@ -19,14 +19,13 @@ from grpo_mega.weights.spec import padded_vocab
 few = settings(max_examples=40, deadline=None)
 
 
-def counts_of(case: Case, side: list[Holding], dp_rank: int) -> Tensors:
-    """How often each element of each Hugging Face tensor stands in one replica."""
+def counts_of(case: Case, side: list[Holding]) -> Tensors:
+    """How often each element of each Hugging Face tensor stands on all ranks together."""
     counts = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in case.family.hf_tensors(case.shape).items()}
-    for rank, holding in enumerate(side):
-        if case.layouts[0].place(rank)[2] == dp_rank:
-            for local in holding.values():
-                for piece in local.pieces:
-                    slice_of(counts, piece.box).add_(1)
+    for holding in side:
+        for local in holding.values():
+            for piece in local.pieces:
+                slice_of(counts, piece.box).add_(1)
     return counts
 
 
@@ -34,12 +33,13 @@ def counts_of(case: Case, side: list[Holding], dp_rank: int) -> Tensors:
 @given(cases())
 def test_the_ranks_of_a_replica_hold_every_element_exactly_once(case: Case) -> None:
     side, [layout] = case.side(0), case.layouts
-    for dp_rank in range(layout.dp):
-        for name, counts in counts_of(case, side, dp_rank).items():
-            copies = layout.tp if name.endswith("norm.weight") else 1
-            if case.shape.tied and name == "model.embed_tokens.weight" and layout.pp > 1:
-                copies = 2  # the last stage's output layer
-            assert (counts == copies).all(), f"{name}: {counts.unique().tolist()} instead of {copies}"
+    for name, counts in counts_of(case, side).items():
+        copies = layout.dp // layout.ep if ".experts." in name else layout.dp
+        if name.endswith("norm.weight") or ".gate." in name:  # whole on every rank
+            copies *= layout.tp
+        if case.shape.tied and name == "model.embed_tokens.weight" and layout.pp > 1:
+            copies *= 2  # the last stage's output layer
+        assert (counts == copies).all(), f"{name}: {counts.unique().tolist()} instead of {copies}"
 
 
 @few
@@ -64,11 +64,11 @@ def test_pieces_fill_a_local_tensor_without_overlap_up_to_the_vocabularys_paddin
 @given(cases())
 def test_all_replicas_hold_the_same(case: Case) -> None:
     side, [layout] = case.side(0), case.layouts
-    of_place: dict[tuple[int, int], Holding] = {}
+    of_place: dict[tuple[int, int, int], Holding] = {}
     for rank, holding in enumerate(side):
         tp_rank, pp_rank, _ = layout.place(rank)
-        assert of_place.setdefault((tp_rank, pp_rank), holding) == holding
-    assert len(of_place) == layout.tp * layout.pp
+        assert of_place.setdefault((tp_rank, pp_rank, layout.ep_rank(rank)), holding) == holding
+    assert len(of_place) == layout.tp * layout.pp * layout.ep
 
 
 @few
@@ -94,17 +94,6 @@ def test_engines_and_the_writer_get_whole_tensors_and_the_way_back_is_the_identi
     assert_equal(there, [tensors if is_engine else {} for is_engine in holds])
     simulate(plan(engines, trainer), there, back)
     assert_equal(back, start)
-
-
-def lower_bound(source: Holding, target: Holding, tensors: Tensors) -> int:
-    """Elements that a rank must receive: all that its pieces hold, less what stands in its own source pieces."""
-    held: dict[str, torch.Tensor] = {}
-    for local in source.values():
-        for piece in local.pieces:
-            held.setdefault(piece.box.tensor, torch.zeros(tensors[piece.box.tensor].shape, dtype=torch.bool))
-            slice_of(held, piece.box).fill_(True)
-    pieces = [piece for local in target.values() for piece in local.pieces]
-    return sum(p.box.size - (int(slice_of(held, p.box).sum()) if p.box.tensor in held else 0) for p in pieces)
 
 
 @few

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.families.dense import LLAMA, QWEN2, QWEN3
+from grpo_mega.weights.families.moe import MIXTRAL, QWEN3_MOE
 from grpo_mega.weights.spec import Family
 
-FAMILIES: dict[str, Family] = {"llama": LLAMA, "mistral": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+FAMILIES: dict[str, Family] = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "mixtral": MIXTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+}
 
 
 def family_of(model_type: str) -> Family:

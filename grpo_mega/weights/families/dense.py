@@ -13,10 +13,15 @@ _MCORE = "decoder.layers.{i}."
 
 def _qkv(kind: str, trailing: tuple[str, ...]) -> Row:
     names = tuple(f"{_HF}self_attn.{x}_proj.{kind}" for x in "qkv")
-    return Row(names, f"{_MCORE}self_attention.linear_qkv.{kind}", QKV(trailing))
+    return Row(
+        names,
+        f"{_MCORE}self_attention.linear_qkv.{kind}",
+        QKV(trailing),
+        engine=f"{_HF}self_attn.qkv_proj.{kind}",
+    )
 
 
-BODY = (
+ATTENTION = (
     Row(
         (_HF + "input_layernorm.weight",),
         _MCORE + "input_layernorm.weight",
@@ -29,6 +34,8 @@ BODY = (
         _MCORE + "self_attention.linear_proj.weight",
         Copy(("hidden", "q"), axis=1),
     ),
+)
+MLP = (
     Row(
         (_HF + "post_attention_layernorm.weight",),
         _MCORE + "pre_mlp_layernorm.weight",
@@ -39,10 +46,11 @@ BODY = (
         (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"),
         _MCORE + "mlp.linear_fc1.weight",
         GateUp(),
+        engine=_HF + "mlp.gate_up_proj.weight",
     ),
     Row((_HF + "mlp.down_proj.weight",), _MCORE + "mlp.linear_fc2.weight", Copy(("hidden", "ffn"), axis=1)),
-    Row(("model.norm.weight",), "decoder.final_layernorm.weight", Copy(("hidden",)), "last"),
 )
+FINAL_NORM = Row(("model.norm.weight",), "decoder.final_layernorm.weight", Copy(("hidden",)), "last")
 QK_NORMS = tuple(
     Row(
         (f"{_HF}self_attn.{x}_norm.weight",),
@@ -51,6 +59,7 @@ QK_NORMS = tuple(
     )
     for x in "qk"
 )
+BODY = (*ATTENTION, *MLP, FINAL_NORM)
 
 LLAMA = Family(BODY, EMBEDDING, OUTPUT)
 QWEN2 = Family((*BODY, _qkv("bias", ())), EMBEDDING, OUTPUT, qkv_bias=True)

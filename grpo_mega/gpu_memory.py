@@ -1,0 +1,48 @@
+"""Measured GPU memory of the two that share a device, and whether both fit at once; the same answer on all ranks.
+
+The trainer's need is the peak of its own allocations while it trained; the engine's is what it holds when awake. CUDA only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+MARGIN = 0.08  # of the device, for fragmentation, NCCL's buffers and longer batches to come
+
+
+class GpuMemory:
+    def __init__(self, device: torch.device, engine_bytes: int) -> None:
+        """`engine_bytes`: what the engine holds awake, measured when it was started."""
+        self._device = device
+        self._engine_bytes = engine_bytes
+        self._training_bytes = 0
+        self._total_bytes = torch.cuda.get_device_properties(device).total_memory
+
+    @contextmanager
+    def peak_of_training(self) -> Iterator[None]:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        yield
+        self._training_bytes = max(self._training_bytes, torch.cuda.max_memory_reserved(self._device))
+
+    def both_fit(self) -> bool:
+        """On every rank; all ranks ask together."""
+        is_enough = fits(self._total_bytes, self._training_bytes, self._engine_bytes)
+        answer = torch.tensor([int(is_enough)])
+        dist.all_reduce(answer, op=dist.ReduceOp.MIN)
+        return bool(answer)
+
+    def summary(self) -> str:
+        gib = 2**30
+        return (
+            f"training peaks at {self._training_bytes / gib:.1f} GiB, the engine holds {self._engine_bytes / gib:.1f} GiB, "
+            f"of {self._total_bytes / gib:.1f} GiB"
+        )
+
+
+def fits(total_bytes: int, training_bytes: int, engine_bytes: int) -> bool:
+    """Whether both fit with MARGIN of the device to spare."""
+    return training_bytes + engine_bytes <= (1 - MARGIN) * total_bytes

@@ -1,0 +1,139 @@
+"""One SGLang server and its guardian: `python -m grpo_mega.rollout.sglang.server_main OWNER_PID ARGUMENTS-OF-SGLANG`.
+
+The process forks. The child is SGLang. The parent, the guardian, imports nothing heavy and adopts every orphan below it; once
+SGLang has ended, the owner is gone or a signal has come, it kills all that still runs, removes what is left and exits: with
+SGLang's exit code, or 0 where the end was asked for. SGLang in turn is killed with its guardian, and its children with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from grpo_mega.rollout.sglang import compat, import_stubs, leftovers
+
+SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_TO_DIE = 60.0  # a process in the midst of a system call, or one that holds much GPU memory, takes its time
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def main(owner: int, arguments: Sequence[str]) -> int:
+    watched = {*_STOP_SIGNALS, signal.SIGCHLD}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # they wait until they are asked for
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    leftovers.remove_unused()
+    folder, lock = leftovers.make_folder()
+    guardian = os.getpid()
+    server = os.fork()
+    if server == 0:
+        _die_with(guardian)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+        _serve_and_exit(arguments)
+    code = _wait_for_end(server, owner, watched)
+    _kill_descendants()
+    os.close(lock)
+    leftovers.remove_unused()
+    return code
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """SGLang, until it ends."""
+    prepare()
+    sys.argv = ["sglang", *arguments]  # the name with which it begins its complaints
+    gc.disable()  # while modules are made there is nothing to collect, though a seventh of the time goes to looking for it
+    from sglang.launch_server import run_server
+    from sglang.srt.entrypoints import http_server  # noqa: F401  # else imported in run_server, with the collector on
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    gc.enable()
+    gc.freeze()
+    try:
+        run_server(prepare_server_args(list(arguments)))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def prepare() -> None:
+    """What a process of SGLang needs before its first import; of each, where they are spawned."""
+    compat.hide_megatron()
+    compat.drop_idle_warnings()
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        import_stubs.install()
+        compat.fork_children()
+
+
+def _serve_and_exit(arguments: Sequence[str]) -> NoReturn:
+    """Leaves without the interpreter's clean-up, in which some libraries write pages to the log."""
+    code = 1
+    try:
+        serve(arguments)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait_for_end(server: int, owner: int, watched: set[signal.Signals]) -> int:
+    while os.getppid() == owner:
+        received = signal.sigtimedwait(watched, SECONDS_BETWEEN_LOOKS)
+        if received is not None and received.si_signo in _STOP_SIGNALS:
+            return 0
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                if ended[0] == server:
+                    code = os.waitstatus_to_exitcode(ended[1])
+                    return code if code >= 0 else 128 - code
+    return 0
+
+
+def _kill_descendants() -> None:
+    """Until there are none: whoever loses its parent becomes a child of this process."""
+    until = time.monotonic() + SECONDS_TO_DIE
+    while time.monotonic() < until:
+        for pid in leftovers.descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.01)
+
+
+def _die_with(parent: int) -> None:
+    """Has the kernel kill this process when its parent ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+if __name__ == "__mp_main__":  # imported by a process that SGLang spawned, seconds before that asks the kernel itself
+    _die_with(os.getppid())
+    prepare()

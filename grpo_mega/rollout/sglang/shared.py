@@ -1,0 +1,93 @@
+"""Bucket buffers that a server on the same machine reads: shared memory without a name on the CPU, CUDA IPC on a GPU.
+
+A rank fills the buffers, its engine's process on the same device opens them by the handle. The memory on the CPU belongs to
+file descriptors of the rank (memfd), so nothing is left in /dev/shm, however the processes end.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+import torch.multiprocessing  # teaches ForkingPickler tensors
+from torch import Tensor
+
+NUM_BUFFERS = 2  # one is loaded while the other is filled
+
+
+class HostBuckets:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._files: list[int | None] = [None] * NUM_BUFFERS
+        self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * NUM_BUFFERS
+
+    def allocate(self, index: int, num_elements: int) -> Tensor:
+        slot, size = index % NUM_BUFFERS, num_elements * self._dtype.itemsize
+        if self._buffers[slot].numel() < size:
+            file = self._files[slot]
+            if file is None:
+                file = self._files[slot] = os.memfd_create(f"grpo_mega_bucket_{slot}")
+            os.ftruncate(file, size)
+            self._buffers[slot] = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=size, dtype=torch.uint8)
+        return self._buffers[slot][:size].view(self._dtype)
+
+    def describe(self, index: int) -> dict[str, Any]:
+        """How the server finds the buffer of round `index`."""
+        slot = index % NUM_BUFFERS
+        return {"file": f"/proc/{os.getpid()}/fd/{self._files[slot]}", "num_bytes": self._buffers[slot].numel()}
+
+    def handle(self, index: int) -> Tensor:
+        """What travels beside the description: nothing, the server opens the file."""
+        return torch.empty(0)
+
+    def close(self) -> None:
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * NUM_BUFFERS
+        for file in self._files:
+            if file is not None:
+                os.close(file)
+        self._files = [None] * NUM_BUFFERS
+
+
+class DeviceBuckets:
+    """Buffers on a GPU, of a fixed size, taken once and kept: IPC handles of them stay valid.
+
+    They may not lie in expandable segments, which CUDA IPC cannot share: those are switched off while they are taken.
+    """
+
+    def __init__(self, dtype: torch.dtype, num_bytes: int, device: torch.device, *, has_expandable_segments: bool) -> None:
+        self._dtype = dtype
+        if has_expandable_segments:
+            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        self._pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(self._pool):
+            self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
+        if has_expandable_segments:
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+    def allocate(self, index: int, num_elements: int) -> Tensor:
+        size = num_elements * self._dtype.itemsize
+        slot = index % NUM_BUFFERS
+        if size > self._buffers[slot].numel():  # a single row larger than a bucket
+            self._buffers[slot] = torch.empty(size, dtype=torch.uint8, device=self._buffers[slot].device)
+        return self._buffers[slot][:size].view(self._dtype)
+
+    def describe(self, index: int) -> dict[str, Any]:
+        return {}
+
+    def handle(self, index: int) -> Tensor:
+        torch.cuda.current_stream().synchronize()  # the server reads on a stream that knows nothing of ours
+        return self._buffers[index % NUM_BUFFERS]
+
+    def close(self) -> None:
+        self._buffers = []
+
+
+def payload(request: str, handle: Tensor) -> str:
+    """One rank's part of an update request: a list of one named tensor, as SGLang's own serialiser writes it."""
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump([(request, handle)])
+    return base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,50 @@
+"""Mixtures of experts: Llama's attention with a router and experts for the MLP. qwen3_moe (q and k norms) and mixtral.
+
+Megatron's names are those of SequentialMLP, which holds each expert as a module of its own; TEGroupedMLP's are left out until
+a model with it is trained. The engine has one parameter for an expert's part in all experts of a layer, [experts, ...]; the
+one of expert e is "parameter[e]" here. Its layout is that of SGLang's Triton kernels, without expert parallelism.
+"""
+
+from __future__ import annotations
+
+from grpo_mega.weights.families.dense import ATTENTION, EMBEDDING, FINAL_NORM, OUTPUT, QK_NORMS
+from grpo_mega.weights.spec import Copy, Family, GateUp, Row
+
+_HF = "model.layers.{i}."
+_MCORE = "decoder.layers.{i}."
+_EXPERT = _MCORE + "mlp.experts.local_experts.{e}."
+
+
+def _mixture(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """`block`, and `gate`, `up` and `down` of an expert, as the Hugging Face names have them."""
+    experts = f"{_HF}{block}.experts."
+    return (
+        Row((_HF + "post_attention_layernorm.weight",), _MCORE + "pre_mlp_layernorm.weight", Copy(("hidden",))),
+        Row((f"{_HF}{block}.gate.weight",), _MCORE + "mlp.router.weight", Copy(("num_experts", "hidden"))),
+        Row(
+            (f"{experts}{{e}}.{gate}.weight", f"{experts}{{e}}.{up}.weight"),
+            _EXPERT + "linear_fc1.weight",
+            GateUp("moe_ffn"),
+            "expert",
+            engine=experts + "w13_weight[{e}]",
+        ),
+        Row(
+            (f"{experts}{{e}}.{down}.weight",),
+            _EXPERT + "linear_fc2.weight",
+            Copy(("hidden", "moe_ffn"), axis=1),
+            "expert",
+            engine=experts + "w2_weight[{e}]",
+        ),
+    )
+
+
+QWEN3_MOE = Family(
+    (*ATTENTION, *_mixture("mlp", "gate_proj", "up_proj", "down_proj"), FINAL_NORM, *QK_NORMS),
+    EMBEDDING,
+    OUTPUT,
+    qk_norm=True,
+    engine_ties=False,
+)
+MIXTRAL = Family(
+    (*ATTENTION, *_mixture("block_sparse_moe", "w1", "w3", "w2"), FINAL_NORM), EMBEDDING, OUTPUT, engine_ties=False
+)

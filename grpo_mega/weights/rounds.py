@@ -1,0 +1,131 @@
+"""Rounds: the order in which the ranks carry a plan out together, so that no buffer grows beyond its limit.
+
+In one round each rank sends and receives at most `capacity` elements; what it keeps for itself counts as received. All parts of
+a plan advance side by side, in proportion to their length, so that in every round the senders of all pipeline stages have
+work. Rounds follow from the plan alone: every rank makes the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grpo_mega.weights.boxes import Box
+from grpo_mega.weights.template import Template
+from grpo_mega.weights.transfers import Transfer
+
+GRAIN = 4  # a tensor is cut until what any rank sends or receives of it at a time is at most this part of a round
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Transfers of one tensor that go into the same round, at each place of their template."""
+
+    template: Template
+    transfers: tuple[Transfer, ...]
+    by_rank: dict[int, list[Transfer]]  # those in which a rank takes part
+    load: NDArray[np.int64]  # [2 * world]: elements that each rank sends, then those that it receives
+
+
+@dataclass(frozen=True)
+class Rounds:
+    units: list[list[tuple[Unit, int]]]  # by round: units, with the place
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def of(self, index: int, rank: int) -> list[Transfer]:
+        """A rank's transfers of a round; both ends of any two ranks have them in the same order."""
+        return [unit.template.at(t, place) for unit, place in self.units[index] for t in unit.by_rank.get(rank, ())]
+
+
+def make_rounds(templates: Sequence[Template], world_size: int, capacity: int) -> Rounds:
+    """Transfers of more than `capacity` elements are cut along dim 0; a single row larger than that goes alone."""
+    steps = []
+    for number, template in enumerate(templates):
+        for tensor, units in enumerate(_units(template, world_size, capacity)):
+            for j, unit in enumerate(units):
+                share = (j + 0.5) / len(units)
+                steps += [((place + share) / template.num_places, tensor, number, place, unit) for place in template.places]
+    steps.sort(key=lambda step: step[:4])
+    rounds: list[list[tuple[Unit, int]]] = []
+    used = np.zeros(2 * world_size, dtype=np.int64)
+    for *_, place, unit in steps:
+        used += unit.load
+        if not rounds or used.max() > capacity:
+            rounds.append([])
+            used[:] = unit.load
+        rounds[-1].append((unit, place))
+    return Rounds(rounds)
+
+
+def _units(template: Template, world_size: int, capacity: int) -> Iterator[list[Unit]]:
+    """The units of each Hugging Face tensor of a template; all ranks that want a tensor advance through it together."""
+    grain = max(1, capacity // GRAIN)
+    of_tensor: dict[str, list[Transfer]] = defaultdict(list)
+    for transfer in template.transfers:
+        of_tensor[transfer.box.tensor].append(transfer)
+    for transfers in of_tensor.values():
+        whole = _unit(template, transfers, world_size)
+        num_cuts = math.ceil(whole.load.max() / grain)
+        if num_cuts == 1:
+            yield [whole]
+            continue
+        cuts = zip_longest(*(_cut(t, num_cuts) for t in transfers))
+        yield [
+            _unit(template, part, world_size) for cut in cuts for part in _parts([t for t in cut if t is not None], capacity)
+        ]
+
+
+def _cut(transfer: Transfer, num_cuts: int) -> Iterator[Transfer]:
+    """Runs of rows; as many as that, or as there are rows."""
+    box = transfer.box
+    rows = box.stop[0] - box.start[0]
+    step = math.ceil(rows / num_cuts)
+    for row in range(0, rows, step):
+        begin, end = box.start[0] + row, min(box.start[0] + row + step, box.stop[0])
+        yield transfer._replace(
+            source_offset=(transfer.source_offset[0] + row, *transfer.source_offset[1:]),
+            target_offset=(transfer.target_offset[0] + row, *transfer.target_offset[1:]),
+            box=Box(box.tensor, (begin, *box.start[1:]), (end, *box.stop[1:])),
+        )
+
+
+def _parts(transfers: list[Transfer], most: int) -> Iterator[list[Transfer]]:
+    """Runs in which no rank sends or receives more than `most` elements, unless in a single transfer."""
+    part: list[Transfer] = []
+    used: dict[int, int] = defaultdict(int)
+    for transfer in transfers:
+        ends = _ends(transfer)
+        if part and any(used[end] + transfer.size > most for end in ends):
+            yield part
+            part = []
+            used.clear()
+        part.append(transfer)
+        for end in ends:
+            used[end] += transfer.size
+    yield part
+
+
+def _ends(transfer: Transfer) -> tuple[int, ...]:
+    """The rank that receives, and the one that sends as its complement."""
+    is_local = transfer.source_rank == transfer.target_rank
+    return (transfer.target_rank,) if is_local else (transfer.target_rank, ~transfer.source_rank)
+
+
+def _unit(template: Template, transfers: list[Transfer], world_size: int) -> Unit:
+    load = np.zeros(2 * world_size, dtype=np.int64)
+    by_rank: dict[int, list[Transfer]] = defaultdict(list)
+    for transfer in transfers:
+        by_rank[transfer.target_rank].append(transfer)
+        load[world_size + transfer.target_rank] += transfer.size
+        if transfer.source_rank != transfer.target_rank:
+            by_rank[transfer.source_rank].append(transfer)
+            load[transfer.source_rank] += transfer.size
+    return Unit(template, tuple(transfers), dict(by_rank), load)

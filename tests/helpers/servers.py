@@ -1,0 +1,158 @@
+"""Real SGLang servers on a tiny random model, and what of them can be seen from outside: processes, shared memory, ports."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mega.rollout.sglang import leftovers
+from grpo_mega.rollout.sglang.server import ServerSettings
+
+START_DEADLINE_S = 120.0
+LOADER = "servers.note_names"  # in the server's processes: PYTHONPATH leads here
+# Of a trainer's rank, and not for its server.
+TRAINERS = {
+    "RANK": "3",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "nowhere",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "ROLE_RANK": "3",
+    "OMP_NUM_THREADS": "17",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "GRPO_MEGA_STOP": "x",
+}
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+    "dtype": "float32",
+}
+
+
+def write_model(folder: Path) -> Path:
+    """A model folder with a config alone, which is all that a server wants."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+def make_settings(model: Path, folder: Path, *, tp: int = 1, extra: dict[str, Any] | None = None) -> ServerSettings:
+    return ServerSettings(
+        model_path=model,
+        folder=folder,
+        tp=tp,
+        dtype="float32",
+        device_type="cpu",
+        base_gpu_id=0,
+        context_length=512,
+        max_running_requests=64,
+        max_total_tokens=16384,
+        memory_fraction=None,
+        seed=0,
+        has_memory_saver=False,
+        cores=(0, 1),
+        weight_loader=LOADER,
+        extra=extra or {},
+    )
+
+
+@contextlib.contextmanager
+def trainers_environment(temporary: Path) -> Iterator[None]:
+    """While it lasts this process is as a trainer's rank whose temporary files go to `temporary`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(temporary))
+        patch.setattr(tempfile, "tempdir", str(temporary))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        for name, value in TRAINERS.items():
+            patch.setenv(name, value)
+        yield
+
+
+def note_names(model: Any, named_tensors: Any) -> None:
+    """A weight loader that writes the parameters' names to the file that the tensor's name gives."""
+    for name, _ in named_tensors:
+        Path(name).write_text(json.dumps([parameter for parameter, _ in model.named_parameters()]))
+
+
+def generate(url: str, num_tokens: int = 8, num_samples: int = 1, timeout_s: float = 60) -> list[dict[str, Any]]:
+    params = {"max_new_tokens": num_tokens, "temperature": 1.0, "ignore_eos": True, "n": num_samples}
+    answer = post(url, "/generate", {"input_ids": [5, 6, 7], "sampling_params": params, "return_logprob": True}, timeout_s)
+    return answer if isinstance(answer, list) else [answer]
+
+
+def post(url: str, path: str, body: dict[str, Any], timeout_s: float = 60) -> Any:
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        return json.loads(response.read())
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The processes below one, and what they hold."""
+
+    pids: list[int]
+    shared_memory: set[str]
+    ports: set[int]
+
+    @classmethod
+    def below(cls, pid: int, without: Collection[int] = ()) -> Tree:
+        pids = [found for found in leftovers.descendants(pid) if found not in without]
+        open_files = {file for found in pids for file in _open_files(found)}
+        return cls(
+            pids=pids,
+            shared_memory={file for file in open_files if file.startswith("/dev/shm/")},
+            ports={port for port, inode in _listening() if f"socket:[{inode}]" in open_files},
+        )
+
+    def named(self, title: str) -> list[int]:
+        """The processes whose command line begins with `title`."""
+        return [pid for pid in self.pids if Path(f"/proc/{pid}/cmdline").read_text().startswith(title)]
+
+    def remains(self) -> list[str]:
+        alive = {process.pid for process in leftovers.living()}
+        found = [f"process {pid}" for pid in self.pids if pid in alive]
+        found += [file for file in self.shared_memory if os.path.exists(file)]
+        return found + [f"port {port}" for port, _ in _listening() if port in self.ports]
+
+
+def is_true_within(seconds: float, condition: Callable[[], bool]) -> bool:
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _open_files(pid: int) -> list[str]:
+    found = []
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    return found
+
+
+def _listening() -> list[tuple[int, str]]:
+    """(port, inode) of every TCP socket that listens."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [(int(row[1].rpartition(":")[2], 16), row[9]) for row in rows if row[3] == "0A"]

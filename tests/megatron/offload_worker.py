@@ -1,0 +1,330 @@
+"""One rank of the offload tests: policies that move to the host and back between all steps, against ones that stay."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import VOCAB_SIZE, make_config
+from ranks import run_cases
+
+from grpo_mega import config as configs
+from grpo_mega import device as devices
+from grpo_mega.algorithm import advantages
+from grpo_mega.batching.pack import pack
+from grpo_mega.config import Config
+from grpo_mega.megatron import optimizer as optimizers
+from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.policy import Policy
+from grpo_mega.types import Group, PackedBatch, Prompt, Sample
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.initial import random_reader
+from grpo_mega.weights.spec import ModelShape
+
+OVERLAP = ",overlap_grad_reduce=true,overlap_param_gather=true"
+LAYOUTS = {
+    1: ("tp=1 float32", "tp=1 bfloat16", f"tp=1{OVERLAP} bfloat16"),
+    4: (
+        "tp=2,dp=2 float32",
+        f"tp=2,dp=2,sequence_parallel=true{OVERLAP} bfloat16",
+        "pp=2,dp=2 bfloat16",
+        f"pp=2,dp=2{OVERLAP} float32",
+        f"pp=2,vpp=2,dp=2{OVERLAP} bfloat16",
+    ),
+}
+RESUMED = {1: ("tp=1 float32", "tp=1 bfloat16"), 4: (f"pp=2,dp=2{OVERLAP} bfloat16",)}
+WITH_REFERENCE = {1: ("tp=1 float32",), 4: (f"pp=2,dp=2{OVERLAP} bfloat16",)}
+MANY_STEPS = 200
+
+# What a step leaves: its metrics, a checksum of this rank's weights, and the fingerprint of the master weights.
+Record = tuple[list[dict[str, float]], int, str]
+
+
+class Trainee:
+    """A policy and the steps it took; a fresh start in the same processes."""
+
+    def __init__(self, config: Config) -> None:
+        runtime = runtimes.arrange(config, devices.select("cpu", 0))
+        hf_config = make_config("qwen2")
+        shape = ModelShape.from_hf_config(hf_config.to_dict())
+        family = family_of("qwen2")
+        self.config = config
+        self.policy = Policy(config, shape, family, hf_config, runtime)
+        self.policy.load(random_reader(family.hf_tensors(shape), seed=3, std=0.15))
+
+    def update(self, step: int) -> list[dict[str, float]]:
+        return self.policy.update(self.policy.attach_logprobs(make_batches(self.policy, self.config, step)))
+
+    def record(self, metrics: list[dict[str, float]]) -> Record:
+        return metrics, self.checksum(), self.policy.fingerprint()
+
+    def checksum(self) -> int:
+        copies = [t.detach().clone() for t in self.policy.tensors().values()]  # numpy() of the tensor itself would pin it
+        return zlib.crc32(b"".join(t.view(torch.uint8).numpy().tobytes() for t in copies))
+
+    def away(self) -> None:
+        self.policy.offload_optimizer()
+        self.policy.offload_weights()
+
+    # What Megatron holds, by its own structures.
+
+    @property
+    def buffers(self) -> list[Any]:
+        return [buffer for chunk in self.policy._chunks for buffer in chunk.buffers]
+
+    @property
+    def inner_optimizers(self) -> list[Any]:
+        return [part.optimizer for part in optimizers.parts(self.policy._optimizer)]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(b.numel * b.param_dtype.itemsize for b in self.buffers)
+
+    @property
+    def grad_bytes(self) -> int:
+        return sum(b.numel * 4 for b in self.buffers)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """fp32 shards are views of fp32 weights; the moments are there from the first step on."""
+        sizes = [p.numel() for o in self.inner_optimizers for group in o.param_groups for p in group["params"]]
+        has_moments = all(o.state for o in self.inner_optimizers)
+        is_fp32 = self.config.model.dtype == "float32"
+        return sum(sizes) * ((0 if is_fp32 else 4) + (8 if has_moments else 0))
+
+    def held(self) -> dict[str, int]:
+        """Bytes that the storages really have now."""
+        states = [s for o in self.inner_optimizers for s in o.state.values()]
+        return {
+            "weights": _storage_bytes([b.param_data for b in self.buffers]),
+            "weights' views": _storage_bytes(self.policy._parameters.values()),
+            "gradients": _storage_bytes([b.grad_data for b in self.buffers]),
+            "gradients' views": _storage_bytes([p.main_grad for p in self.policy._parameters.values()]),
+            "moments": _storage_bytes([s[name] for s in states for name in ("exp_avg", "exp_avg_sq")]),
+            "masters": _storage_bytes([p for o in self.inner_optimizers for g in o.param_groups for p in g["params"]]),
+        }
+
+
+def check_moving_changes_nothing(text: str, rank: int, folder: Path) -> None:
+    config = make_config_of(text)
+    staying = Trainee(config)
+    expected = [staying.record(staying.update(step)) for step in range(3)]
+    for (metrics, _, fingerprint), (_, _, later) in itertools.pairwise(expected):
+        assert metrics[-1]["grad_norm"] > 0 and fingerprint != later
+    moving = Trainee(config)
+    for inner in moving.inner_optimizers:
+        inner.register_step_pre_hook(lambda *_: check_all_has_arrived(moving))
+    check_moves(moving)  # as before the first step, when Adam has no moments
+    for step, record in enumerate(expected):
+        if step != 1:  # the update itself brings back what it needs
+            moving.policy.onload()
+            moving.policy.onload()
+        found = moving.update(step)
+        assert found == record[0], (step, found, record[0])
+        check_moves(moving)
+        if step % 2:  # a fingerprint brings back what it needs
+            assert moving.policy.fingerprint() == record[2]
+        moving.policy.onload_weights()
+        assert moving.checksum() == record[1]
+        check_replicas_are_equal(moving)
+
+
+def check_reference(text: str, rank: int, folder: Path) -> None:
+    """At first it says what the policy says, later what it said at first; the policy's weights are back each time."""
+    trainee = Trainee(make_config_of(text))
+
+    def logprobs() -> tuple[list[Any], list[Any]]:
+        before = trainee.checksum()
+        batches = trainee.policy.attach_logprobs(make_batches(trainee.policy, trainee.config, 5))
+        assert trainee.checksum() == before
+        flat = [b for mini_batch in batches for b in mini_batch if b.ref_logprobs is not None]  # those of the last stage
+        return [b.old_logprobs.tolist() for b in flat], [b.ref_logprobs.tolist() for b in flat]
+
+    old, first = logprobs()
+    assert first == old
+    trainee.update(0)
+    trainee.away()
+    trainee.policy.onload_weights()
+    old, later = logprobs()
+    assert later == first and (old != first or not first)
+
+
+def check_all_has_arrived(trainee: Trainee) -> None:
+    """On a GPU the optimizer's state may still be on its way while log-probs are computed, but not when it is used."""
+    memory = trainee.policy._memory
+    for moved in (memory._moved_weights, memory._moved_optimizer):
+        assert not moved.is_away and moved._arrival is None
+
+
+def check_moves(trainee: Trainee) -> None:
+    """There and back: what is freed is free, to the byte, and what is there already stays."""
+    policy = trainee.policy
+    everything = trainee.weight_bytes + trainee.grad_bytes + trainee.optimizer_bytes
+    assert policy.device_bytes == everything, (policy.device_bytes, everything)
+    before = trainee.checksum()
+    for _ in range(2):
+        policy.offload_optimizer()
+        assert policy.device_bytes == trainee.weight_bytes
+    held = trainee.held()
+    assert held["gradients"] == held["gradients' views"] == held["moments"] == 0, held
+    assert trainee.checksum() == before, "a sync reads the weights while the rest is away"
+    for _ in range(2):
+        policy.offload_weights()
+        assert policy.device_bytes == 0
+        assert not any(trainee.held().values()), trainee.held()
+    host_bytes = policy.host_bytes
+    assert host_bytes >= trainee.weight_bytes + trainee.optimizer_bytes
+    try:
+        policy.tensors()
+    except AssertionError as error:
+        assert "onload_weights" in str(error)
+    else:
+        raise AssertionError("tensors() gave weights that are on the host")
+    policy.onload()
+    assert policy.device_bytes == everything
+    assert all(not b.grad_data.any() for b in trainee.buffers), "gradients come back as zeros"
+    assert trainee.checksum() == before
+    trainee.away()
+    assert policy.host_bytes == host_bytes, "host memory is used again"
+
+
+def check_replicas_are_equal(trainee: Trainee) -> None:
+    """With an overlapped gather too, each data-parallel rank has every weight of the last update."""
+    mine = (trainee.policy._runtime.layout.place(dist.get_rank())[:2], trainee.checksum())
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    assert len(set(everyone)) == len({place for place, _ in everyone}), everyone
+
+
+def check_resume(text: str, rank: int, folder: Path) -> None:
+    """Saved while all is on the host, restored into a policy that is on the host, and the run goes on as if never stopped."""
+    config = make_config_of(text)
+    staying = Trainee(config)
+    expected = [staying.record(staying.update(step)) for step in range(3)]
+    moving = Trainee(config)
+    for step in range(2):
+        moving.update(step)
+        moving.away()
+    state = folder / text
+    if rank == 0:
+        state.mkdir()
+    dist.barrier()
+    moving.policy.save(state)
+    moving.away()
+    resumed = Trainee(config)
+    resumed.update(9)
+    resumed.away()
+    resumed.policy.restore(state)
+    assert resumed.policy.optimizer_step == moving.policy.optimizer_step
+    for trainee in (resumed, moving):
+        trainee.away()
+        trainee.policy.onload_weights()
+        assert trainee.checksum() == expected[1][1] and trainee.policy.fingerprint() == expected[1][2]
+    resumed.away()
+    assert resumed.record(resumed.update(2)) == expected[2]
+
+
+def check_many_steps(rank: int, folder: Path) -> None:
+    """One forward and backward pass and one optimizer step each."""
+    overrides = ("algorithm.kl_beta=0", "batch.mini_batches=1", "batch.tokens_per_micro_batch=512")
+    config = make_config_of("tp=1 bfloat16", *overrides)
+    start = time.perf_counter()
+    staying, expected = Trainee(config), []
+    for step in range(MANY_STEPS):
+        expected.append(staying.update(step % 8))
+    moving, found = Trainee(config), []
+    for step in range(MANY_STEPS):
+        moving.policy.onload()
+        found.append(moving.update(step % 8))
+        moving.away()
+    assert found == expected
+    assert moving.policy.fingerprint() == staying.policy.fingerprint()
+    print(f"{MANY_STEPS} steps twice: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+
+
+def check_fp8_weights_go(rank: int, folder: Path) -> None:
+    """Transformer Engine keeps fp8 copies of weights in its modules' `_fp8_workspaces`."""
+    trainee = Trainee(make_config_of("tp=1 bfloat16"))
+    module: Any = next(m for chunk in trainee.policy._chunks for m in chunk.modules() if not list(m.children()))
+    module._fp8_workspaces = {"weight": torch.zeros(2)}
+    trainee.policy.offload_optimizer()
+    assert module._fp8_workspaces == {}
+
+
+def make_config_of(text: str, *overrides: str) -> Config:
+    """From "layout dtype". Two mini-batches and a reference, so that log-probs are computed before the update too."""
+    layout, dtype = text.split(" ")
+    raw = {
+        "run_dir": "unused",
+        "steps": MANY_STEPS,
+        "model": {"path": "unused", "dtype": dtype},
+        "data": {"train": "unused", "max_prompt_length": 12},
+        "rollout": {"max_response_length": 24},
+        "algorithm": {"group_size": 4, "kl_beta": 0.02},
+        "batch": {"prompts_per_step": 2, "mini_batches": 2, "tokens_per_micro_batch": 64},
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
+    }
+    for part in layout.split(","):
+        configs.apply_override(raw, f"layout.{part}")
+    for override in overrides:
+        configs.apply_override(raw, override)
+    return configs.validate(raw)
+
+
+def make_batches(policy: Policy, config: Config, step: int) -> list[list[PackedBatch]]:
+    """Two prompts with four ragged responses each, in the config's mini-batches."""
+    generator = torch.Generator().manual_seed(step)
+
+    def ints(n: int) -> list[int]:
+        return torch.randint(2, VOCAB_SIZE, (n,), generator=generator).tolist()
+
+    groups = []
+    for g in range(2):
+        prompt = Prompt(g, "", tuple(ints(3 + g)), "")
+        responses = [ints(4 + 3 * i + g) for i in range(4)]
+        rewards = torch.rand(4, generator=generator).tolist()
+        groups.append(
+            Group(
+                prompt, [Sample(prompt, i, r, [-3.0] * len(r), "stop", 0, reward=rewards[i]) for i, r in enumerate(responses)]
+            )
+        )
+    advantages.assign(groups, normalize=False)
+    size = len(groups) // config.batch.mini_batches
+    mini_batches = [[s for g in groups[i : i + size] for s in g.samples] for i in range(0, len(groups), size)]
+    return pack(
+        mini_batches,
+        [[1 / sum(s.response_len for s in samples)] * len(samples) for samples in mini_batches],
+        dp_size=policy.dp_size,
+        dp_rank=policy.dp_rank,
+        token_budget=config.batch.tokens_per_micro_batch,
+        length_multiple=policy.length_multiple,
+        micro_batch_multiple=policy.micro_batch_multiple,
+    )
+
+
+def _storage_bytes(tensors: Any) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+def main() -> None:
+    world_size = int(sys.argv[2])
+    cases: dict[str, Callable[[int, Path], None]] = {
+        f"moving: {text}": partial(check_moving_changes_nothing, text) for text in LAYOUTS[world_size]
+    }
+    cases |= {f"reference: {text}": partial(check_reference, text) for text in WITH_REFERENCE[world_size]}
+    cases |= {f"resume: {text}": partial(check_resume, text) for text in RESUMED[world_size]}
+    if world_size == 1:
+        cases |= {"many steps": check_many_steps, "fp8 weights": check_fp8_weights_go}
+    run_cases(cases)
+
+
+if __name__ == "__main__":
+    main()

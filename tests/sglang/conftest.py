@@ -1,0 +1,34 @@
+"""What tests with a real server share: a model, and a server at TP1 that was started as a trainer's rank would start it."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from servers import START_DEADLINE_S, make_settings, trainers_environment, write_model
+
+from grpo_mega.rollout.sglang.server import Server
+
+
+@pytest.fixture(scope="package")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(scope="package")
+def temporary() -> Iterator[Path]:
+    """For the files of servers; short, as the names of sockets must be."""
+    with tempfile.TemporaryDirectory(prefix="gm", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="package")
+def server(model: Path, temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(make_settings(model, tmp_path_factory.mktemp("engine")))
+    with trainers_environment(temporary):
+        server.start()
+    try:
+        server.wait_until_healthy(START_DEADLINE_S, lambda _: None)
+        yield server
+    finally:
+        server.stop()

@@ -1,0 +1,15 @@
+"""Owns a server until someone ends this process: `python owner.py MODEL FOLDER TP`; says its address when it is ready."""
+
+import sys
+import time
+from pathlib import Path
+
+from servers import START_DEADLINE_S, make_settings
+
+from grpo_mega.rollout.sglang.server import Server
+
+model, folder, tp = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+with Server(make_settings(model, folder, tp=tp)) as server:
+    server.wait_until_healthy(START_DEADLINE_S, lambda _: None)
+    print(server.url, flush=True)
+    time.sleep(600)

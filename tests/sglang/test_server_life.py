@@ -1,0 +1,199 @@
+"""The life of a server process: what it starts with, what it serves, and that nothing is left however it ends.
+
+Starts take ten seconds, so each carries several tests; ends that do not depend on how far the start has come are tested early.
+The last test kills the server that all files here share, after the tests of api.py have used it.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import pytest
+from servers import (
+    START_DEADLINE_S,
+    TRAINERS,
+    Tree,
+    generate,
+    is_true_within,
+    make_settings,
+    trainers_environment,
+)
+
+from grpo_mega.errors import EngineError
+from grpo_mega.rollout.sglang import server as servers_module
+from grpo_mega.rollout.sglang.server import Server
+
+pytestmark = pytest.mark.sglang
+OWNER = Path(__file__).with_name("owner.py")
+
+
+@pytest.fixture
+def empty(temporary: Path) -> Iterator[Path]:
+    """In the environment of a trainer; its folder for temporary files, apart from that of the shared server's."""
+    folder = temporary / "t"
+    folder.mkdir()
+    with trainers_environment(folder):
+        yield folder
+    folder.rmdir()  # fails unless it is empty
+
+
+def start_owner(model: Path, folder: Path, tp: int) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, str(OWNER), str(model), str(folder), str(tp)], stdout=subprocess.PIPE, text=True)
+
+
+def wait_for_sglang(owner: int, others: Collection[int] = ()) -> Tree:
+    """Until the guardian has forked, which is far from ready."""
+    assert is_true_within(20, lambda: len(Tree.below(owner, others).pids) >= 2)
+    return Tree.below(owner, others)
+
+
+@pytest.fixture
+def others() -> list[int]:
+    """Processes that were there before."""
+    return Tree.below(os.getpid()).pids
+
+
+def check_gone(tree: Tree, temporary: Path, seconds: float = 5) -> None:
+    assert is_true_within(seconds, lambda: not tree.remains() and not os.listdir(temporary)), (
+        tree.remains(),
+        os.listdir(temporary),
+    )
+
+
+def test_a_started_server_generates_token_ids_with_logprobs(server: Server) -> None:
+    assert server.is_alive()
+    answers = generate(server.url, num_tokens=8, num_samples=3)
+    assert len(answers) == 3
+    for answer in answers:
+        logprobs = answer["meta_info"]["output_token_logprobs"]
+        assert [entry[1] for entry in logprobs] == answer["output_ids"]
+        assert len(logprobs) == 8
+        assert all(entry[0] < 0 for entry in logprobs)
+
+
+def test_no_process_of_it_inherits_what_is_meant_for_the_trainer(server: Server) -> None:
+    pids = Tree.below(os.getpid()).pids
+    titles = [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids]
+    assert sum("sglang::scheduler" in title for title in titles) == 1
+    for pid in pids:
+        environment = dict(
+            entry.split("=", 1) for entry in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in entry
+        )
+        assert TRAINERS.keys() & environment.keys() == {"OMP_NUM_THREADS"}
+        assert environment["OMP_NUM_THREADS"] == "2"
+
+
+def test_its_log_is_in_its_folder_and_short(server: Server) -> None:
+    path = Path(server.tail().split(" ends: ")[0])
+    assert path.name == "server.log"
+    assert path.parent.name.startswith("engine")
+    text = path.read_text()
+    assert "Ignore import error" not in text  # it has imported the models of our families alone
+    assert text.count("\n") < 40
+
+
+def test_an_argument_that_sglang_does_not_know_is_one_clear_line(
+    model: Path, tmp_path: Path, empty: Path, others: list[int]
+) -> None:
+    with Server(make_settings(model, tmp_path, extra={"no_such_argument": 7})) as server:
+        tree = wait_for_sglang(os.getpid(), others)
+        with pytest.raises(EngineError) as caught:
+            server.wait_until_healthy(START_DEADLINE_S, lambda _: None)
+        problem = "unrecognized arguments: --no-such-argument 7"
+        assert str(caught.value) == f"the SGLang server of {tmp_path} did not start: {problem}; see {tmp_path}/server.log"
+        assert not server.is_alive()
+        check_gone(tree, empty)
+
+
+def test_another_port_is_taken_if_one_is_in_use_and_an_exception_ends_the_server(
+    model: Path, tmp_path: Path, empty: Path, server: Server, others: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = int(server.url.rpartition(":")[2])
+    free_ports = servers_module.free_ports
+    offers = [[taken, free_ports(1)[0]]]
+    monkeypatch.setattr(servers_module, "free_ports", lambda count: offers.pop() if offers else free_ports(count))
+    waits: list[float] = []
+    other = Server(make_settings(model, tmp_path))
+    with pytest.raises(ZeroDivisionError), other:
+        other.wait_until_healthy(START_DEADLINE_S, waits.append)
+        assert not offers
+        assert other.url != server.url
+        assert waits == sorted(waits)
+        generate(other.url)
+        tree = Tree.below(os.getpid(), others)
+        assert len(tree.pids) == 4  # guardian, SGLang, scheduler, detokenizer
+        began = time.monotonic()
+        raise ZeroDivisionError
+    assert time.monotonic() - began < 5
+    check_gone(tree, empty, seconds=0)
+    assert server.is_alive()
+    generate(server.url)
+
+
+def test_a_server_over_two_processes_goes_with_its_owner_by_kill_9(model: Path, tmp_path: Path, empty: Path) -> None:
+    owner = start_owner(model, tmp_path, tp=2)
+    assert owner.stdout is not None
+    url = owner.stdout.readline().strip()
+    assert len(generate(url, num_samples=4)) == 4
+    tree = Tree.below(owner.pid)
+    assert len(tree.named("sglang::scheduler")) == 2
+    assert len(tree.shared_memory) >= 2
+    assert len(tree.ports) > 2
+    owner.kill()
+    owner.communicate()
+    check_gone(tree, empty)
+
+
+def test_a_server_goes_with_its_owner_by_sigterm(model: Path, tmp_path: Path, empty: Path) -> None:
+    owner = start_owner(model, tmp_path, tp=1)
+    assert owner.stdout is not None
+    assert owner.stdout.readline().startswith("http")
+    tree = Tree.below(owner.pid)
+    assert len(tree.named("sglang::")) == 2
+    owner.terminate()
+    owner.communicate()
+    check_gone(tree, empty)
+
+
+@pytest.mark.parametrize("victim", ["owner", "guardian", "SGLang"])
+def test_a_server_that_still_starts_ends_with_any_of_its_processes(
+    victim: str, model: Path, tmp_path: Path, empty: Path
+) -> None:
+    owner = start_owner(model, tmp_path, tp=1)
+    tree = wait_for_sglang(owner.pid)
+    guardian, sglang = tree.pids
+    os.kill({"owner": owner.pid, "guardian": guardian, "SGLang": sglang}[victim], signal.SIGKILL)
+    _, _ = owner.communicate(timeout=20)  # the two others raise in it
+    assert owner.returncode == (-signal.SIGKILL if victim == "owner" else 1)
+    check_gone(tree, empty)
+
+
+def test_a_server_can_be_stopped_while_it_starts(model: Path, tmp_path: Path, empty: Path, others: list[int]) -> None:
+    server = Server(make_settings(model, tmp_path))
+    server.start()
+    tree = wait_for_sglang(os.getpid(), others)
+    server.stop()
+    server.stop()
+    assert not server.is_alive()
+    check_gone(tree, empty, seconds=0)
+
+
+def test_a_server_that_is_not_ready_in_time_is_ended(model: Path, tmp_path: Path, empty: Path) -> None:
+    server = Server(make_settings(model, tmp_path))
+    server.start()
+    with pytest.raises(EngineError, match=r"was not ready after 1 s; .*server\.log ends: "):
+        server.wait_until_healthy(1, lambda _: None)
+    assert not server.is_alive()
+
+
+def test_the_server_ends_when_its_scheduler_is_killed(server: Server, temporary: Path) -> None:
+    tree = Tree.below(os.getpid())
+    assert len(tree.shared_memory) == 1
+    (scheduler,) = tree.named("sglang::scheduler")
+    os.kill(scheduler, signal.SIGKILL)
+    assert is_true_within(5, lambda: not server.is_alive())
+    check_gone(tree, temporary)

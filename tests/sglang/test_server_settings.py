@@ -1,0 +1,109 @@
+"""What a server is started with, and what is changed of SGLang; no server is started here."""
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from servers import TRAINERS, make_settings
+
+from grpo_mega.errors import ConfigError
+from grpo_mega.rollout.sglang import import_stubs, served_models
+from grpo_mega.rollout.sglang.server import free_ports, server_arguments, server_environment
+from grpo_mega.weights.families import FAMILIES
+
+SETTINGS = make_settings(Path("/m"), Path("/f"))
+CUDA = replace(SETTINGS, device_type="cuda", base_gpu_id=4, tp=4, has_memory_saver=True, memory_fraction=0.6, cores=())
+
+
+def sglang_source(path: str) -> str:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.origin is not None
+    return (Path(spec.origin).parent / path).read_text(encoding="utf-8")
+
+
+def test_the_server_gets_the_environment_without_what_is_meant_for_the_trainer() -> None:
+    kept = {"PATH": "/bin", "HOME": "/h", "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_SOCKET_IFNAME": "eth0", "RANKING": "x"}
+    found = server_environment(TRAINERS | kept, CUDA)
+    assert kept.items() <= found.items()
+    assert not TRAINERS.keys() & found.keys()
+    assert not any(name.endswith("OMP_THREADS_BIND") or name == "SGLANG_USE_CPU_ENGINE" for name in found)
+    assert server_environment({"SGLANG_EXTERNAL_MODEL_PACKAGE": "mine"}, CUDA)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("cores", "tp", "threads", "binding"),
+    [((0, 1), 1, "2", None), ((4, 5, 6, 7, 8), 2, "2", "4,5|6,7,8"), ((3,), 2, "1", "3|3")],
+)
+def test_the_processes_of_a_server_share_its_cores(cores: tuple[int, ...], tp: int, threads: str, binding: str | None) -> None:
+    found = server_environment({}, replace(SETTINGS, cores=cores, tp=tp))
+    assert found["OMP_NUM_THREADS"] == threads
+    assert found.get("SGLANG_CPU_OMP_THREADS_BIND") == binding
+
+
+def test_arguments_are_those_of_the_settings_and_a_persons_own_before_them() -> None:
+    extra = {"attention_backend": "fa3", "enable-metrics": True, "sleep_on_idle": False, "json_model_override_args": {"a": 1}}
+    words = server_arguments(replace(CUDA, extra=extra), "name", 1, 2)
+    text = " ".join(words)
+    assert "--attention-backend fa3" in text
+    assert "--enable-metrics --json-model-override-args" in text
+    assert '{"a": 1}' in words
+    assert "--sleep-on-idle" not in words
+    assert "--tp-size 4 --base-gpu-id 4" in text
+    assert "--mem-fraction-static 0.6 --enable-memory-saver --random-seed 0" in text
+    assert text.endswith("--served-model-name name --host 127.0.0.1 --port 1 --nccl-port 2")
+    assert "--max-total-tokens" in words
+    assert "--max-total-tokens" not in server_arguments(replace(CUDA, max_total_tokens=None), "name", 1, 2)
+    assert "--attention-backend torch_native" in " ".join(server_arguments(SETTINGS, "name", 1, 2))
+    assert "--enable-memory-saver" not in server_arguments(replace(SETTINGS, has_memory_saver=True), "name", 1, 2)
+
+
+@pytest.mark.parametrize("name", ["tp_size", "port", "load-format", "random_seed"])
+def test_what_the_trainer_relies_on_cannot_be_set_by_a_person(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.server_args.{name} is set by the trainer; remove it"):
+        replace(SETTINGS, extra={name: 1})
+
+
+def test_free_ports_differ() -> None:
+    assert len(set(free_ports(20))) == 20
+
+
+@pytest.fixture
+def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(import_stubs, "STUBBED", ("no_such_package", "json"))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    import_stubs.install()
+    import_stubs.install()
+    yield
+    for name in [name for name in sys.modules if name.startswith("no_such_package")]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("stubs")
+def test_a_stub_can_be_imported_and_not_called_and_a_real_package_wins() -> None:
+    module = importlib.import_module("no_such_package.of.this_kind")
+    with pytest.raises(NotImplementedError, match="no_such_package.of.this_kind.do does not exist for a CPU-only torch"):
+        module.do(1)
+    assert not hasattr(module, "__path_of_no_kind__")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("another_such_package")
+    assert not isinstance(importlib.import_module("json.tool"), import_stubs.Stub)
+    assert sum(isinstance(finder, import_stubs.StubFinder) for finder in sys.meta_path) == 1
+
+
+def test_every_change_of_sglang_is_still_needed() -> None:
+    assert 'mp.set_start_method("spawn", force=True)' in sglang_source("srt/entrypoints/engine.py")
+    assert "from megatron.core import" in sglang_source("srt/debug_utils/dumper.py")
+    assert '"post-warmup freeze_gc failed"' in sglang_source("srt/entrypoints/http_server.py")
+    assert "\nfrom IPython" in sglang_source("utils.py") or "\nimport torchvision" in sglang_source("srt/utils/common.py")
+
+
+def test_sglang_imports_the_models_of_all_our_families_first() -> None:
+    source = Path(served_models.__file__).with_name("dense.py").read_text(encoding="utf-8")
+    imported = {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert imported
+    assert FAMILIES

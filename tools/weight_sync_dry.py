@@ -1,0 +1,98 @@
+"""What a weight sync would move, from shapes and layouts alone; no tensor is made and no rank is started.
+
+`traffic_of` asks the plan. The bounds beside it are counted from what the ranks hold, without it: `lower_bound`, all that the
+engines want less what the same rank has; `full_gather_bytes`, what all ranks would receive if each gathered every weight.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import starmap
+
+from grpo_mega.weights.boxes import Block, Box
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.layout import EngineLayout, MegatronLayout
+from grpo_mega.weights.plan import Plan, Traffic, plan_sides
+from grpo_mega.weights.sides import Side, engine_side, hf_side, megatron_side
+from grpo_mega.weights.spec import ModelShape
+
+ITEM_BYTES = 2  # weights move in bfloat16
+
+
+@dataclass(frozen=True)
+class Dry:
+    """One layout of the trainer. All but `plan_seconds` in bytes."""
+
+    plan: Plan
+    traffic: Traffic
+    lower_bound: int
+    full_gather_bytes: int
+    plan_seconds: float  # with what describes both sides
+
+
+def dry_run(shape: ModelShape, source: MegatronLayout, target: EngineLayout, ranks_per_node: int) -> Dry:
+    family = family_of(shape.model_type)
+    world_size = max(source.world_size, target.world_size)
+    began = time.perf_counter()
+    trainer = megatron_side(family, shape, source)
+    engines = engine_side(family, shape, target, world_size)
+    plan = plan_sides(trainer, engines, ranks_per_node=ranks_per_node)
+    seconds = time.perf_counter() - began
+    return Dry(
+        plan,
+        plan.traffic(ITEM_BYTES),
+        ITEM_BYTES * lower_bound(trainer, engines),
+        ITEM_BYTES * full_gather(trainer, num_parameters(shape), world_size),
+        seconds,
+    )
+
+
+def num_parameters(shape: ModelShape) -> int:
+    return num_elements(hf_side(family_of(shape.model_type), shape, 1).blocks[0])
+
+
+def lower_bound(sources: Side, targets: Side) -> int:
+    """Elements that ranks want and do not have themselves; no two source tensors of a rank hold the same element."""
+    ranks = zip(targets.blocks, (*sources.blocks, *[()] * targets.world_size), strict=False)
+    return sum(num_elements(wanted) - num_common(held, wanted) for wanted, held in ranks)
+
+
+def full_gather(sources: Side, num_parameters: int, world_size: int) -> int:
+    """Elements that the ranks of the world receive if each of them gathers all weights."""
+    return num_parameters * world_size - sum(map(num_elements, sources.blocks))
+
+
+def num_elements(blocks: Iterable[Block]) -> int:
+    """Of all pieces."""
+    return sum(
+        len(block.layers) * len(block.experts) * sum(piece.box.size for t in block.tensors.values() for piece in t.pieces)
+        for block in blocks
+    )
+
+
+def num_common(first: Iterable[Block], second: Iterable[Block]) -> int:
+    """Elements that stand in both."""
+    second = list(second)
+    return sum(
+        num_shared(a.layers, b.layers) * num_shared(a.experts, b.experts) * num_overlapping(a, b)
+        for a in first
+        for b in second
+        if a.kind == b.kind
+    )
+
+
+def num_overlapping(a: Block, b: Block) -> int:
+    """In one layer and for one expert of both."""
+    boxes = [[piece.box for t in block.tensors.values() for piece in t.pieces] for block in (a, b)]
+    return sum(overlap(x, y) for x in boxes[0] for y in boxes[1] if x.tensor == y.tensor)
+
+
+def overlap(a: Box, b: Box) -> int:
+    return math.prod(starmap(num_shared, zip(map(range, a.start, a.stop), map(range, b.start, b.stop), strict=True)))
+
+
+def num_shared(a: range, b: range) -> int:
+    return max(0, min(a.stop, b.stop) - max(a.start, b.start))
