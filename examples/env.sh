@@ -26,20 +26,25 @@ ensure_env() {
     echo "$checksum ${extras//,/ }" > "$stamp"
 }
 
-# SGLang, after ensure_env: on a CPU without its own dependencies, most of which need CUDA; with an NVIDIA GPU the extra `gpu`.
+# `ensure_sglang`, after ensure_env: the extra `gpu` where the machine has an NVIDIA GPU. Elsewhere the same version of SGLang
+# without its own dependencies, most of which want CUDA, and with those of requirements-cpu.txt, whose checksum is in
+# .venv/.installed-sglang.
 ensure_sglang() {
     if nvidia-smi > /dev/null 2>&1; then
         ensure_env gpu
         return
     fi
-    local list="$ROOT/grpo_mega/rollout/sglang/requirements-cpu.txt" stamp="$ROOT/.venv/.installed-sglang" checksum
-    checksum="$(cksum < "$list" | tr ' ' '-')"
-    [[ -f "$stamp" && "$(< "$stamp")" == "$checksum" ]] && return
-    echo "installing SGLang for the CPU into .venv; the first time takes some minutes" >&2
-    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.21 &&
-        "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check -r "$list" ||
+    local list="$ROOT/grpo_mega/rollout/sglang/requirements-cpu.txt" stamp="$ROOT/.venv/.installed-sglang"
+    local version wanted
+    version="$(grep -om1 'sglang==[0-9.]*[0-9]' "$ROOT/pyproject.toml")"
+    wanted="$version $(cksum < "$list")"
+    [[ -f "$stamp" && "$(< "$stamp")" == "$wanted" ]] && return
+    echo "installing $version for the CPU into .venv, 2 GB; the first time takes some minutes" >&2
+    # In this order pip does not complain of the dependencies that are left out.
+    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts --requirement "$list" &&
+        "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps "$version" ||
         _fail "pip could not install SGLang; see its message above"
-    echo "$checksum" > "$stamp"
+    echo "$wanted" > "$stamp"
 }
 
 _make_venv() {

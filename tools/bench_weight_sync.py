@@ -99,9 +99,9 @@ def shape_of(model: str) -> ModelShape:
     if model in MODELS:
         return ModelShape.from_hf_config(MODELS[model])
     path = Path(model)
-    if not path.exists():
-        raise ConfigError(f"--model={model} is neither of {', '.join(MODELS)} nor a file; give the path of a config.json")
-    return ModelShape.from_hf_config(read_config(path if path.is_dir() else path.parent))
+    if path.name != "config.json" or not path.exists():
+        raise ConfigError(f"--model={model} is none of {', '.join(MODELS)}; give one of them or the path of a config.json")
+    return ModelShape.from_hf_config(read_config(path.parent))
 
 
 def source_of(text: str) -> MegatronLayout:

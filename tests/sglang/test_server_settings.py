@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from servers import TRAINERS, make_settings
 
 from grpo_mega.errors import ConfigError
@@ -86,7 +87,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("stubs")
 def test_a_stub_can_be_imported_and_not_called_and_a_real_package_wins() -> None:
     module = importlib.import_module("no_such_package.of.this_kind")
-    with pytest.raises(NotImplementedError, match="no_such_package.of.this_kind.do does not exist for a CPU-only torch"):
+    with pytest.raises(NotImplementedError, match=r"no_such_package\.of\.this_kind\.do does not exist for a CPU-only torch"):
         module.do(1)
     assert not hasattr(module, "__path_of_no_kind__")
     with pytest.raises(ModuleNotFoundError):
@@ -99,11 +100,10 @@ def test_every_change_of_sglang_is_still_needed() -> None:
     assert 'mp.set_start_method("spawn", force=True)' in sglang_source("srt/entrypoints/engine.py")
     assert "from megatron.core import" in sglang_source("srt/debug_utils/dumper.py")
     assert '"post-warmup freeze_gc failed"' in sglang_source("srt/entrypoints/http_server.py")
-    assert "\nfrom IPython" in sglang_source("utils.py") or "\nimport torchvision" in sglang_source("srt/utils/common.py")
+    assert all(importlib.util.find_spec(name) is None for name in import_stubs.STUBBED) or torch.version.cuda
 
 
 def test_sglang_imports_the_models_of_all_our_families_first() -> None:
-    source = Path(served_models.__file__).with_name("dense.py").read_text(encoding="utf-8")
-    imported = {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert imported
-    assert FAMILIES
+    source = Path(served_models.__file__).with_name("families.py").read_text(encoding="utf-8")
+    modules = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+    assert modules == {f"sglang.srt.models.{model_type}" for model_type in FAMILIES}

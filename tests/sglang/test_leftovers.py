@@ -1,0 +1,73 @@
+"""What a server could leave behind, and that it is removed as soon as no living process has it, and not before."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from servers import is_true_within
+
+from grpo_mega.rollout.sglang import leftovers
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(leftovers, "_base", lambda: tmp_path)
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+def test_a_folder_stays_as_long_as_a_process_forked_from_its_maker_lives(base: Path) -> None:
+    folder, lock = leftovers.make_folder()
+    (folder / "socket").touch()
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    os.close(lock)
+    leftovers.remove_unused()
+    assert (folder / "socket").exists()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    leftovers.remove_unused()
+    assert not list(base.iterdir())
+
+
+def test_the_folder_of_a_maker_that_was_killed_goes_and_what_others_made_stays(base: Path) -> None:
+    (base / f"{leftovers.FOLDER_PREFIX}dead").mkdir()
+    (base / "someone-elses").mkdir()
+    leftovers.remove_unused()
+    assert [path.name for path in base.iterdir()] == ["someone-elses"]
+
+
+def test_shared_memory_goes_once_no_process_has_it_open(base: Path) -> None:
+    for name in ("sglang_loads_1", "sgl_shm_mq_1", "torch_1"):
+        (base / name).touch()
+    with (base / "sgl_shm_mq_1").open():
+        leftovers.remove_unused()
+        assert sorted(path.name for path in base.iterdir()) == ["sgl_shm_mq_1", "torch_1"]
+    leftovers.remove_unused()
+    assert [path.name for path in base.iterdir()] == ["torch_1"]
+
+
+def test_descendants_are_found_at_any_depth_and_zombies_are_none() -> None:
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    child = subprocess.Popen([sys.executable, "-c", program])
+    assert is_true_within(20, lambda: len(leftovers.descendants(child.pid)) == 1)
+    (grandchild,) = leftovers.descendants(child.pid)
+    assert {child.pid, grandchild} <= set(leftovers.descendants(os.getpid()))
+    os.kill(grandchild, signal.SIGKILL)
+    child.kill()
+    assert is_true_within(5, lambda: child.pid not in leftovers.descendants(os.getpid()))  # though no one has waited for it
+    child.wait()
+
+
+def test_a_temporary_folder_with_a_long_name_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 60)
+    assert leftovers._base() == Path("/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", "/scratch")
+    assert leftovers._base() == Path("/scratch")
