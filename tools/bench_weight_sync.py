@@ -109,7 +109,9 @@ def source_of(text: str) -> MegatronLayout:
     order = found.pop("order", ORDERS[0])
     if order not in ORDERS:
         raise ConfigError(f"--source: order={order} is not known; use {' or '.join(ORDERS)}")
-    return MegatronLayout(**whole_numbers("--source", found), order=order)
+    sizes = {"tp": 1, "pp": 1, "vpp": 1, "dp": 1, "ep": 1} | whole_numbers("--source", found)
+    tp, pp, vpp, dp, ep = sizes.values()
+    return MegatronLayout(tp, pp, vpp, dp, order, ep=ep)
 
 
 def target_of(text: str) -> EngineLayout:
