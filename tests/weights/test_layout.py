@@ -64,5 +64,5 @@ def test_a_config_without_a_needed_field_and_an_unknown_family_are_refused_by_na
 
 
 def test_a_mixture_has_a_table_but_is_refused_for_training() -> None:
-    with pytest\.raises(ConfigError, match=r"config\.json has 8 experts; mixtures cannot be trained yet"):
+    with pytest.raises(ConfigError, match=r"config\.json has 8 experts; mixtures cannot be trained yet"):
         check_architecture({"model_type": "mixtral", "num_local_experts": 8})
