@@ -114,17 +114,18 @@ def check_world_size(environ: Mapping[str, str], layout: LayoutConfig) -> None:
     if not text.isdecimal():
         raise ConfigError(f"RANK={environ.get('RANK')} is set but WORLD_SIZE={text!r}; start with torchrun, or unset RANK")
     world_size = int(text)
-    model_parallel = layout.tp * layout.pp
+    unit = layout.tp * layout.pp * layout.ep
     if layout.dp is not None and world_size != layout.world_size:
         raise ConfigError(
             f"WORLD_SIZE={world_size} contradicts layout.tp={layout.tp}, pp={layout.pp}, dp={layout.dp}; "
             f"start {layout.world_size} processes, or leave layout.dp out"
         )
-    if world_size == 0 or world_size % model_parallel:
-        more = (world_size // model_parallel + 1) * model_parallel
-        fewer = f"{more - model_parallel} or " if more > model_parallel else ""
+    if world_size == 0 or world_size % unit:
+        more = (world_size // unit + 1) * unit
+        experts = f" times layout.ep={layout.ep}" if layout.ep > 1 else ""
+        fewer = f"{more - unit} or " if more > unit else ""
         raise ConfigError(
-            f"WORLD_SIZE={world_size} is not a multiple of layout.tp={layout.tp} times layout.pp={layout.pp}; "
+            f"WORLD_SIZE={world_size} is not a multiple of layout.tp={layout.tp} times layout.pp={layout.pp}{experts}; "
             f"start {fewer}{more} processes, or change the layout"
         )
 

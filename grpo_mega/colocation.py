@@ -82,18 +82,6 @@ class Colocation:
             self.engine.wake_weights()
             self.engine.wake_cache()
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """While it lasts the policy may bring all of itself back to the device; afterwards the engine has its weights again."""
-        if not self._moves:
-            yield
-            return
-        version = self.engine.version
-        self.engine.sleep()
-        yield
-        if version >= 0:  # else it failed for good
-            self.publish(version)
-
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, on_sample: OnSample) -> dict[int, Group]:
         """This rank's share of the groups, by place among the prompts; each prompt is sampled by one rank.
 

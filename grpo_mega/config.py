@@ -27,7 +27,7 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    path: Path  # a Hugging Face checkpoint folder, or one with a config.json alone if init is "random"
+    path: Path  # a Hugging Face or converted Megatron checkpoint, or a folder with a config.json alone if init is "random"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     init: Literal["checkpoint", "random"] = "checkpoint"
     fp8: Literal["e4m3", "hybrid"] | None = None  # needs Transformer Engine; never ignored without it
@@ -38,7 +38,8 @@ class LayoutConfig(Section):
     tp: PositiveInt = 1
     pp: PositiveInt = 1
     vpp: PositiveInt | None = None  # model chunks a pipeline rank holds; None or 1: no interleaving
-    dp: PositiveInt | None = None  # None: what is left of the world size under torchrun, else 1
+    dp: PositiveInt | None = None  # None: what is left of the world size under torchrun, else ep
+    ep: PositiveInt = 1  # of the data-parallel ranks, those over which a mixture's experts are spread
     sequence_parallel: bool = False
     order: Literal["tp-dp-pp", "tp-pp-dp"] = "tp-dp-pp"  # axes of the ranks, neighbours first
     layers_per_chunk: tuple[PositiveInt, ...] | None = None  # pp * vpp numbers, in model order; None: as even as can be
@@ -47,12 +48,14 @@ class LayoutConfig(Section):
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * (self.dp or 1)
+        return self.tp * self.pp * (self.dp or self.ep)
 
     @model_validator(mode="after")
     def _check(self) -> LayoutConfig:
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("layout.sequence_parallel=true needs layout.tp > 1; set it to false or raise tp")
+        if self.dp is not None and self.dp % self.ep:
+            raise ValueError(f"layout.ep={self.ep} does not divide layout.dp={self.dp}; use {_divisors(self.dp)}")
         if (self.vpp or 1) > 1 and self.pp == 1:
             raise ValueError(f"layout.vpp={self.vpp} needs layout.pp > 1; leave vpp out or raise pp")
         num_chunks = self.pp * (self.vpp or 1)
@@ -202,7 +205,7 @@ class RewardsConfig(Section):
         RewardFunctionConfig(name="accuracy"),
         RewardFunctionConfig(name="format", weight=0.5),
     )
-    num_workers: PositiveInt = 2  # worker processes a rank
+    num_workers: PositiveInt = 2  # worker processes of each engine (embedded: of each rank)
     deadline_s: PositiveFloat = 5.0  # one check; past it the worker is killed and the verdict is "timeout"
 
     @field_validator("functions")

@@ -30,6 +30,7 @@ from grpo_mega.weights.plan import plan_sides
 from grpo_mega.weights.sides import engine_side
 from grpo_mega.weights.spec import Family, ModelShape
 
+CPU_ROWS = 32  # to whose multiple SGLang pads each rank's part of an MLP on a CPU
 CACHE_MARGIN = 256  # tokens of KV cache beyond what the sequences need: pages and the server's own warm-up
 
 
@@ -59,6 +60,7 @@ def build_sync(config: Config, dtype: torch.dtype, policy: Policy, engine: Engin
         dtype,
         int(config.sync.bucket_mib * 2**20),
         partial(board.meet, deadline_s=config.rollout.start_deadline_s),
+        prove=config.sync.prove,
     )
 
 
@@ -75,6 +77,21 @@ def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig) -> GpuMe
     return memory
 
 
+def check_padding(shape: ModelShape, tp: int) -> None:
+    """Raises ConfigError for a model that SGLang would pad on a CPU, where no checkpoint's tensors fit its own."""
+    rows = shape.moe_ffn or shape.ffn
+    if rows % (CPU_ROWS * tp):
+        raise ConfigError(
+            f"SGLang pads an MLP of {rows} rows on a CPU, where rollout.tp={tp} wants a multiple of {CPU_ROWS * tp}; "
+            "use rollout.engine=embedded, or another model"
+        )
+    if shape.num_kv_heads % tp:
+        raise ConfigError(
+            f"SGLang pads {shape.num_kv_heads} key-value heads on a CPU, where rollout.tp={tp} does not divide them; "
+            "use a divisor of them, or rollout.engine=embedded"
+        )
+
+
 def ranks_per_node() -> int:
     """As the launcher says; torchrun and our own set it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
@@ -87,6 +104,8 @@ def _sglang(
     for ranks, what in ((world_size, "the job's"), (ranks_per_node(), "each node's")):
         if ranks % rollout.tp:
             raise ConfigError(f"rollout.tp={rollout.tp} does not divide {what} {ranks} ranks; use a divisor of it")
+    if not device.is_cuda:
+        check_padding(shape, rollout.tp)
     place = Place(runtime.rank // rollout.tp, runtime.rank % rollout.tp, rollout.tp, runtime.rank)
     layout = EngineLayout(rollout.tp, world_size // rollout.tp)
     first_local = int(os.environ.get("LOCAL_RANK", "0")) - place.tp_rank
@@ -113,7 +132,7 @@ def _sglang(
         weight_loader=LOADER,
         extra=rollout.server_args,
     )
-    limits = Limits(rollout.max_concurrent, rollout.start_deadline_s, rollout.stall_deadline_s)
+    limits = Limits(rollout.max_concurrent, rollout.start_deadline_s, rollout.stall_deadline_s, rollout.phase_deadline_s)
     options = Options(limits, layout.num_engines, config.sync.prove, _waiting(runtime.rank == 0 and config.log.progress))
     buckets = _buckets(device.is_cuda, dtype, int(config.sync.bucket_mib * 2**20), device.torch_device)
     return SGLangEngine(settings, options, place, engine_side(family, shape, layout, world_size), board, buckets)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from grpo_mega.checkpoints import STATE, Checkpoints, Manifest, latest, read_manifest, verify
 from grpo_mega.colocation import Colocation
 from grpo_mega.config import Config
+from grpo_mega.convert.reader import open_reader
 from grpo_mega.data.load import load_data
 from grpo_mega.data.sampler import Sampler
 from grpo_mega.data.tokenizer_files import check_vocabulary
@@ -40,7 +42,6 @@ from grpo_mega.types import Prompt, Sample, StepMetrics
 from grpo_mega.weights.architecture import check_architecture
 from grpo_mega.weights.export import export
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.hf_io import CheckpointReader
 from grpo_mega.weights.initial import random_reader
 from grpo_mega.weights.spec import Family, ModelShape
 
@@ -68,13 +69,13 @@ class Job:
     sampling: Sampling
     policy: Policy
     colocation: Colocation
-    num_engines: int
     scorer: Scorer
     log: Log
     timers: Timers
     checkpoints: Checkpoints
     stop: StopRequest
     steps_done: int = 0
+    is_stopping: bool = False
     nonfinite_steps: int = 0  # in a row
 
     @property
@@ -112,26 +113,33 @@ class Job:
         try:
             yield
         except EngineError as error:
+            self.colocation.engine.close()  # whose memory the policy may need
             self.save(self.steps_done)
             self.checkpoints.finish()
             raise EngineError(f"{error}; a checkpoint of step {self.steps_done} is in {self.checkpoints.folder}") from None
 
-    def stopped_or_saved(self, step: int) -> bool:
-        """Saves if a checkpoint is due, makes an earlier one visible, and tells whether the run is to stop here."""
+    def save_if_due(self, step: int) -> None:
+        """After the update, while the devices are the policy's; also when the run was asked to stop."""
         config = self.config
-        is_asked = self.stop.requested() and step < config.steps  # after the last step there is nothing to stop
-        if is_asked or self.is_due(config.checkpoint.interval, step) or (config.checkpoint.interval and step == config.steps):
-            with self.timers("checkpoint"), self.colocation.saving():
+        self.is_stopping = self.stop.requested() and step < config.steps  # after the last step there is nothing to stop
+        is_last = step == config.steps and config.checkpoint.interval > 0
+        if self.is_stopping or is_last or self.is_due(config.checkpoint.interval, step):
+            with self.timers("checkpoint"):
                 self.save(step)
-        else:
+
+    def is_stopped(self, step: int) -> bool:
+        """Makes a checkpoint visible that is written, now that the step is logged; tells whether the run is to stop here."""
+        if not self.is_stopping and step < self.config.steps:
             self.checkpoints.poll()
-        if is_asked or step == config.steps:
-            self.checkpoints.finish()
-        if is_asked:
+            return False
+        self.checkpoints.finish()
+        if self.is_stopping:
             if self.is_main:
                 self.stop.clear()
-            self.log.message(f"stopped after step {step} of {config.steps} as asked; go on with the same command and --resume")
-        return is_asked
+            self.log.message(
+                f"stopped after step {step} of {self.config.steps} as asked; go on with the same command and --resume"
+            )
+        return self.is_stopping
 
     def save(self, step: int) -> None:
         layout = self.runtime.layout
@@ -232,7 +240,6 @@ def open_job(config: Config) -> Iterator[Job]:
                 memory=memory,
                 say=log.message,
             ),
-            num_engines=runtime.layout.world_size // config.rollout.tp,
             scorer=Scorer(pool, partial(decode, tokenizer)),
             log=log,
             timers=timers,
@@ -249,8 +256,10 @@ def _trim_log(config: Config, runtime: Runtime) -> None:
 
 
 def reward_pool(config: Config) -> RewardPool:
+    """The workers of this rank, which scores what its engine samples: the first rank of an engine does, the others rest."""
+    is_leader = int(os.environ.get("RANK", "0")) % config.rollout.tp == 0
     functions = [(f.name, f.weight) for f in config.rewards.functions]
-    return RewardPool(functions, config.rewards.num_workers, config.rewards.deadline_s)
+    return RewardPool(functions, config.rewards.num_workers if is_leader else 0, config.rewards.deadline_s)
 
 
 def read_model(config: Config) -> ModelFiles:
@@ -280,7 +289,7 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
     if config.model.init == "random":
         policy.load(random_reader(tensors, config.seed, model.hf_config.initializer_range))
     else:
-        with CheckpointReader(model.folder) as reader:
+        with open_reader(model.folder, model.family, model.shape) as reader:
             reader.check(tensors)
             policy.load(reader.read)
     return policy

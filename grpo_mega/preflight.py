@@ -11,6 +11,8 @@ import importlib.util
 from importlib.machinery import PathFinder
 
 from grpo_mega.config import Config, LayoutConfig, ModelConfig, RewardsConfig, RolloutConfig
+from grpo_mega.convert.dist_metadata import is_distributed_checkpoint
+from grpo_mega.convert.megatron_weights import MegatronWeights
 from grpo_mega.data.load import check_data
 from grpo_mega.data.tokenizer_files import check_tokenizer_files
 from grpo_mega.errors import ConfigError
@@ -18,7 +20,7 @@ from grpo_mega.rewards.registry import BUILT_IN, check_name
 from grpo_mega.weights.architecture import check_architecture
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_files import check_folder
-from grpo_mega.weights.layout import check_engine_layout
+from grpo_mega.weights.layout import MegatronLayout, check_engine_layout, check_megatron_layout
 from grpo_mega.weights.spec import ModelShape, read_config
 
 
@@ -46,7 +48,10 @@ def check_model(model: ModelConfig) -> ModelShape:
     family = family_of(shape.model_type)
     check_architecture(fields)
     if model.init == "checkpoint":
-        check_folder(model.path, family.hf_tensors(shape))
+        if is_distributed_checkpoint(model.path):
+            MegatronWeights(model.path, family, shape).close()
+        else:
+            check_folder(model.path, family.hf_tensors(shape))
     return shape
 
 
@@ -65,17 +70,15 @@ def check_rewards(rewards: RewardsConfig) -> None:
 
 def check_layout(layout: LayoutConfig, shape: ModelShape) -> None:
     """Raises ConfigError for a layout into which the model cannot be cut."""
-    tp, kv = layout.tp, shape.num_kv_heads
-    for what, size in (("attention heads", shape.num_heads), ("rows of the MLP", shape.ffn)):
-        if size % tp:
-            raise ConfigError(f"layout.tp={tp} does not divide the model's {size} {what}; use {_divisors(size)}")
-    if kv % tp and tp % kv:
-        raise ConfigError(f"layout.tp={tp} is neither a multiple nor a divisor of the model's {kv} key-value heads; use {kv}")
-    num_chunks = layout.pp * (layout.vpp or 1)
-    if num_chunks > shape.num_layers:
+    check_megatron_layout(
+        shape,
+        MegatronLayout(
+            tp=layout.tp, pp=layout.pp, vpp=layout.vpp or 1, dp=layout.dp or layout.ep, ep=layout.ep, order=layout.order
+        ),
+    )
+    if shape.num_experts and layout.tp > 1 and not layout.sequence_parallel:
         raise ConfigError(
-            f"layout.pp={layout.pp} with vpp={layout.vpp or 1} makes {num_chunks} model chunks, "
-            f"but the model has {shape.num_layers} layers; use fewer"
+            f"layout.tp={layout.tp} with a mixture of experts needs layout.sequence_parallel=true; set it"
         )
     sizes = layout.layers_per_chunk
     if sizes is not None and sum(sizes) != shape.num_layers:

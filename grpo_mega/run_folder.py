@@ -37,7 +37,10 @@ RUN_FILE = "run.json"
 LOCK_FILE = "lock"
 PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang", "math-verify")
 # What may differ when a run goes on; all else would make it another run.
-FREE_ON_RESUME = ("run_dir", "steps", "device", "layout", "eval", "checkpoint", "log", "max_nonfinite_steps")
+FREE_ON_RESUME = {"run_dir", "steps", "device", "layout", "sync", "eval", "checkpoint", "log", "max_nonfinite_steps"}
+FREE_ON_RESUME |= {f"rollout.{name}" for name in ("tp", "max_concurrent", "cache_tokens", "memory_fraction", "sleep")}
+FREE_ON_RESUME |= {f"rollout.{name}" for name in ("start_deadline_s", "stall_deadline_s", "phase_deadline_s", "max_restarts")}
+FREE_ON_RESUME |= {f"rollout.{name}" for name in ("mismatch_warn", "mismatch_stop", "server_args")}
 
 
 @contextmanager
@@ -105,11 +108,12 @@ def _check_same(folder: Path, config: Config) -> None:
     recorded = yaml.safe_load((folder / CONFIG_FILE).read_text())
     current = config.model_dump(mode="json")
     for section in current:
-        if section not in FREE_ON_RESUME:
-            _compare(section, recorded.get(section), current[section])
+        _compare(section, recorded.get(section), current[section])
 
 
 def _compare(key: str, recorded: Any, current: Any) -> None:
+    if key in FREE_ON_RESUME:
+        return
     if isinstance(recorded, dict) and isinstance(current, dict):
         for name in current:
             _compare(f"{key}.{name}", recorded.get(name), current[name])

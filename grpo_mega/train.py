@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from grpo_mega.algorithm import advantages
 from grpo_mega.algorithm.aggregate import token_weights
 from grpo_mega.batching import pack
 from grpo_mega.config import Config
-from grpo_mega.errors import SyncError
 from grpo_mega.job import Job, export_policy, open_job
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.progress import progress
@@ -33,36 +33,28 @@ def run(config: Config) -> None:
     with open_job(config) as job, job.saved_if_engine_fails():
         first = job.restore()
         job.colocation.publish(first)
-        if first == 0:
-            evaluate(job, 0)
+        evaluate_if_due(job, first)
         for step in range(first, config.steps):
             train_step(job, step)
-            if job.is_due(config.eval.interval, step + 1) or step + 1 == config.steps:
-                evaluate(job, step + 1)
-            if job.stopped_or_saved(step + 1):
+            if job.is_stopped(step + 1):
                 return
+            evaluate_if_due(job, step + 1)
         with job.colocation.training():
             export_policy(job.policy, job.model, config.run_dir / "hf")
         job.log.message(f"policy saved as a Hugging Face checkpoint in {config.run_dir / 'hf'}")
 
 
 def train_step(job: Job, step: int) -> None:
-    """One rollout and its optimizer steps; afterwards the engine holds the new policy, version step + 1."""
+    """One rollout and its optimizer steps, and a checkpoint if one is due; then the engine has the new policy, step + 1."""
     timers = job.timers
     groups = rollout(job, job.prompts(step), job.sampling, step, "sampling")
     groups, num_dropped = drop_unusable(groups)
     metrics: StepMetrics = {"prompts_dropped/gold_unparsable": float(num_dropped)} | rollout_metrics(groups)
-    if len(groups) >= job.config.batch.mini_batches:
-        with timers("pack"):
-            samples = advantages.assign(groups, normalize=job.config.algorithm.normalize_advantages)
-            batches = make_batches(job.config, groups, job.policy)
-        with job.colocation.training():
-            with timers("logprobs"):
-                batches = job.policy.attach_logprobs(batches)
-            with timers("update"):
-                metrics |= mean_over_updates(job.policy.update(batches))
-        job.check_finite(step + 1, metrics, samples)
-    job.steps_done = step + 1
+    with job.colocation.training():
+        if len(groups) >= job.config.batch.mini_batches:
+            metrics |= update(job, step, groups)
+        job.steps_done = step + 1
+        job.save_if_due(step + 1)
     job.log.log_samples(step + 1, groups, job.decode)
     try:
         metrics |= job.colocation.publish(step + 1)
@@ -71,35 +63,43 @@ def train_step(job: Job, step: int) -> None:
     job.check_mismatch(step + 1, metrics)
 
 
+def update(job: Job, step: int, groups: Sequence[Group]) -> StepMetrics:
+    """The optimizer steps of one rollout. Raises NonFiniteError, with a checkpoint, after too many that are not finite."""
+    timers = job.timers
+    with timers("pack"):
+        samples = advantages.assign(groups, normalize=job.config.algorithm.normalize_advantages)
+        batches = make_batches(job.config, groups, job.policy)
+    with timers("logprobs"):
+        batches = job.policy.attach_logprobs(batches)
+    with timers("update"):
+        metrics = mean_over_updates(job.policy.update(batches))
+    job.check_finite(step + 1, metrics, samples)
+    return metrics
+
+
 def rollout(job: Job, prompts: Sequence[Prompt], sampling: Sampling, step: int, description: str) -> list[Group]:
     """Scored groups for all prompts, on every rank, all of the current policy. Samples are scored as they end, where they end.
 
     Raises SyncError if an engine that sampled them held another policy.
     """
-    num_mine = -(-len(prompts) // job.num_engines) * sampling.group_size
     is_shown = job.is_main and job.config.log.progress
-    with job.timers("sample"), progress(num_mine, description, is_shown) as bar:
+    with job.timers("sample"), progress(len(prompts) * sampling.group_size, description, is_shown) as bar:
+        num_shown = 0
 
         def on_sample(sample: Sample) -> None:
+            nonlocal num_shown
             job.scorer.submit(sample)
-            bar.advance()
+            num_done = job.colocation.board.take(f"{description} of step {step}") + 1  # by all ranks
+            bar.advance(num_done - num_shown)
+            num_shown = num_done
 
         mine = job.colocation.sample(prompts, sampling, step=step, on_sample=on_sample)
     with job.runtime.together(), job.timers("reward"):
         job.scorer.finish()
     with job.timers("exchange"):
         groups = exchange.gather(mine, prompts, [f.name for f in job.config.rewards.functions], VERDICTS)
-    _check_versions(groups, step)
+    exchange.check_versions(groups, step)
     return groups
-
-
-def _check_versions(groups: Sequence[Group], version: int) -> None:
-    for sample in (s for g in groups for s in g.samples):
-        if sample.policy_version != version:
-            raise SyncError(
-                f"sample {sample.index} of prompt {sample.prompt.id} was made by policy version {sample.policy_version}, "
-                f"not {version}; go on from the last checkpoint with --resume"
-            )
 
 
 def make_batches(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[PackedBatch]]:
@@ -134,20 +134,31 @@ def _weights(config: Config, samples: Sequence[Sample], mini_batches: Sequence[S
     return [next(weights) if s.reward is not None else 0.0 for s in samples]
 
 
+def evaluate_if_due(job: Job, step: int) -> None:
+    """Before the first step, after the last, and every eval.interval steps; a run that goes on does not repeat one."""
+    is_due = step in (0, job.config.steps) or job.is_due(job.config.eval.interval, step)
+    if is_due and job.heldout_prompts:
+        board, deadline_s = job.colocation.board, job.config.rollout.phase_deadline_s
+        is_done, *_ = board.meet("evaluation", heldout_path(job, step).exists(), deadline_s)
+        if not is_done:  # as the first rank sees it, which writes the file
+            evaluate(job, step)
+
+
 def evaluate(job: Job, step: int) -> None:
     """Answers the held-out prompts greedily; the score is the share of responses with full marks from every reward."""
-    if not job.heldout_prompts:
-        return
     greedy = replace(job.sampling, group_size=1, temperature=0.0)
     groups = rollout(job, job.heldout_prompts, greedy, step, "held-out prompts")
     usable, _ = drop_unusable(groups)
     job.log.log_eval(step, heldout_metrics(usable))
     if job.is_main:
-        path = job.config.run_dir / f"heldout-{step:06d}.jsonl"
         rows = [
             {"id": g.prompt.id, "prompt": g.prompt.text, "response": job.decode(s.response_ids), "token_ids": s.response_ids}
             | {"scores": s.scores}
             for g in groups
             for s in g.samples
         ]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        heldout_path(job, step).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def heldout_path(job: Job, step: int) -> Path:
+    return job.config.run_dir / f"heldout-{step:06d}.jsonl"

@@ -75,6 +75,55 @@ def keep_adam_steps_apart() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
 
 
+@functools.cache
+def run_mixtures() -> None:
+    """Megatron's router asks for a name that only Transformer Engine's import defines, and its dispatcher wants counts of
+    tokens as an array, which it makes of tensors on a GPU only."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    patched: Any = moe_utils
+    if not hasattr(moe_utils, "te_general_gemm"):
+        patched.te_general_gemm = None
+    move = moe_utils.maybe_move_tensor_to_cpu
+
+    def as_array(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        moved = move(tensor, as_numpy, record_stream)
+        return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
+
+    dispatcher: Any = token_dispatcher
+    dispatcher.maybe_move_tensor_to_cpu = as_array
+    if not torch.cuda.is_available():
+        _pad_uneven_collectives()
+
+
+def _pad_uneven_collectives() -> None:
+    """gloo gathers and scatters equal parts only; the tokens of an expert that is cut along tp are as many as they are."""
+    from megatron.core.tensor_parallel import mappings
+
+    patched: Any = mappings
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_padded(values: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(values, group, None, use_global_buffer)
+        longest = int(max(output_split_sizes))
+        parts = gather(_padded(values, longest), group).split(longest)
+        return torch.cat([part[: int(size)] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    def reduce_scatter_padded(values: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(values, group, None, use_global_buffer)
+        sizes = [int(size) for size in input_split_sizes]
+        parts = [_padded(part, max(sizes)) for part in values.split(sizes)]
+        return reduce_scatter(torch.cat(parts), group)[: sizes[group.rank()]]
+
+    patched._gather_along_first_dim, patched._reduce_scatter_along_first_dim = gather_padded, reduce_scatter_padded
+
+
+def _padded(values: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return torch.cat((values, values.new_zeros(num_rows - len(values), *values.shape[1:])))
+
+
 def _quieten() -> None:
     """Megatron warns of each optional package that it did not find, and of torch's newer names for its collectives."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")

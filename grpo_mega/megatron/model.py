@@ -31,6 +31,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_mega.config import LayoutConfig, ModelConfig
 from grpo_mega.errors import ConfigError
+from grpo_mega.megatron import compat
 from grpo_mega.megatron.packed import PackedAttention, PackedRotary, RMSNorm
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.weights.spec import Family, ModelShape, padded_vocab
@@ -46,6 +47,8 @@ def build_chunks(
     shape: ModelShape, family: Family, hf_config: Any, model: ModelConfig, layout: LayoutConfig, runtime: Runtime
 ) -> list[GPTModel]:
     """This rank's model chunks, first to last; one without virtual pipeline parallelism."""
+    if shape.num_experts:
+        compat.run_mixtures()
     config = transformer_config(shape, family, hf_config, model, layout, runtime)
     return [_build(shape, hf_config, config, runtime, chunk) for chunk in range(runtime.layout.vpp)]
 
@@ -84,6 +87,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         fp8=model.fp8,
+        **_mixture(shape, hf_config, runtime),
         use_cpu_initialization=not is_cuda,
         perform_initialization=False,
         # The fused kernels below are CUDA's (the first is Apex's or TE's).
@@ -102,6 +106,25 @@ def transformer_config(
         recompute_method="uniform" if model.recompute == "full" else None,
         recompute_num_layers=1 if model.recompute == "full" else None,
     )
+
+
+def _mixture(shape: ModelShape, hf_config: Any, runtime: Runtime) -> dict[str, Any]:
+    """Megatron's settings for a mixture of experts: routing as in the Hugging Face model, nothing added to the loss."""
+    if not shape.num_experts:
+        return {}
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_ffn_hidden_size": shape.moe_ffn,
+        "moe_router_topk": hf_config.num_experts_per_tok,
+        # A softmax over the chosen experts is one over all, made to add up to 1 over the chosen.
+        "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": runtime.layout.ep,
+        "expert_tensor_parallel_size": runtime.layout.tp,
+    }
 
 
 def _uneven_stages(shape: ModelShape, runtime: Runtime) -> list[list[str]] | None:
@@ -155,7 +178,9 @@ def rotary_inv_freq(hf_config: Any) -> torch.Tensor:
 
 
 def _local_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     parts.self_attention.submodules.core_attention = PackedAttention
@@ -165,4 +190,4 @@ def _local_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockS
 
 
 def _te_spec(config: TransformerConfig) -> ModuleSpec:
-    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    return get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)

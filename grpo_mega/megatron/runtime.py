@@ -102,6 +102,7 @@ def arrange(config: Config, device: devices.Device) -> Runtime:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        expert_model_parallel_size=layout.ep,
         order={"tp-dp-pp": "tp-cp-ep-dp-pp", "tp-pp-dp": "tp-cp-ep-pp-dp"}[layout.order],
     )
     _check_order(runtime)
@@ -118,6 +119,7 @@ def resolve_layout(config: Config, world_size: int) -> MegatronLayout:
         pp=wanted.pp,
         vpp=wanted.vpp or 1,
         dp=world_size // (wanted.tp * wanted.pp),
+        ep=wanted.ep,
         order=wanted.order,
         layers_per_chunk=wanted.layers_per_chunk,
     )
@@ -148,5 +150,7 @@ def _check_order(runtime: Runtime) -> None:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
     )
-    assert theirs == runtime.layout.place(runtime.rank), (theirs, runtime.layout, runtime.rank)
+    ours = *runtime.layout.place(runtime.rank), runtime.layout.ep_rank(runtime.rank)
+    assert theirs == ours, (theirs, ours, runtime.layout)

@@ -49,7 +49,7 @@ class RewardPool:
 
     Args:
         functions: (name, weight) pairs; names as in `registry`.
-        num_workers: processes, each with one check at a time.
+        num_workers: processes, each with one check at a time; 0 where nothing will be submitted.
         deadline_s: seconds for one check, from when a worker gets it (neither queueing nor start-up count).
         memory_limit_bytes: address space of a worker; None for functions that need more, such as a model's.
 
@@ -79,7 +79,7 @@ class RewardPool:
         self._counters: Counter[str] = Counter(killed_workers=0)
         self._first_error: str | None = None
         self._failure: str | None = None
-        self._is_ready = False  # a worker has imported all functions
+        self._is_ready = num_workers == 0  # a worker has imported all functions
         self._is_closing = False
 
         self._workers: list[WorkerProcess] = []  # the thread's own, like the selector
@@ -122,6 +122,7 @@ class RewardPool:
 
     def submit(self, key: Hashable, prompt: str, response: str, answer: str, extras: dict[str, Any]) -> None:
         """Queues one sample for all functions; `key` is its name in what `collect` returns, and new to it."""
+        assert self._num_workers, "a pool without workers"
         payload = pickle.dumps((prompt, response, answer, extras))
         with self._changed:
             self._raise_failure()
@@ -328,7 +329,7 @@ def _check_arguments(functions: Sequence[tuple[str, float]], num_workers: int, d
             raise ConfigError(f"reward function {name!r} is given twice; give it once, with its total weight")
     if not names:
         raise ConfigError("rewards.functions is empty; name at least one, for example accuracy")
-    if num_workers < 1:
+    if num_workers < 0:
         raise ConfigError(f"rewards.num_workers={num_workers}; use at least 1")
     if not deadline_s > 0:
         raise ConfigError(f"rewards.deadline_s={deadline_s}; use a positive number of seconds")

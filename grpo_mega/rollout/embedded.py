@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from grpo_mega.device import Device
+from grpo_mega.rollout.checkpoint_names import checkpoint_tensors
 from grpo_mega.rollout.engine import OnSample, Sampling
 from grpo_mega.rollout.sampler import draw, uniforms
 from grpo_mega.types import Group, Prompt, Sample
@@ -53,6 +54,7 @@ class EmbeddedEngine:
         with torch.random.fork_rng(devices=[]):
             model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
         self._model = model.to(self.device).eval().requires_grad_(False)
+        self._tensors = checkpoint_tensors(self._model, family, shape)
         self._dtype = dtype
         self._received: list[Entry] = []
 
@@ -77,8 +79,8 @@ class EmbeddedEngine:
         return problems
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The model's parameters, by their Hugging Face names."""
-        return dict(self._model.named_parameters())
+        """The model's weights, by the names that they have in its checkpoint."""
+        return self._tensors
 
     def wait_until_ready(self) -> None:
         pass

@@ -17,15 +17,13 @@ _DEMANDS = {
     "mlp_bias": False,
     "sliding_window": None,
     "partial_rotary_factor": 1.0,
+    "router_jitter_noise": 0.0,
 }
 
 
 def check_architecture(config: dict[str, Any]) -> None:
     """Raises ConfigError for what would be computed otherwise than by the Hugging Face model."""
     model_type = config.get("model_type")
-    num_experts = config.get("num_experts") or config.get("num_local_experts")
-    if num_experts:
-        raise ConfigError(f"config.json has {num_experts} experts; mixtures cannot be trained yet, so name a dense model")
     # Qwen names a window even where it is not used, and uses none unless told to; the others always use theirs.
     uses_window = config.get("use_sliding_window", False) if str(model_type).startswith("qwen") else True
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}

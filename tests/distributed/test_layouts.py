@@ -42,6 +42,11 @@ MODELS = {
     "qwen3": ("qwen3", {}),
     "uneven": ("llama", {"num_hidden_layers": 6, "tied": True}),
 }
+MIXTURES = {
+    "mixtral": ("mixtral", {"num_hidden_layers": 4}),
+    "qwen3_moe": ("qwen3_moe", {"num_hidden_layers": 4, "norm_topk_prob": True}),
+    "qwen3_moe-unnormalised": ("qwen3_moe", {"num_hidden_layers": 4, "norm_topk_prob": False, "tied": True}),
+}
 LOGITS_LAYOUTS = (
     "tp=1",
     "tp=2,dp=2,sequence_parallel=true",
@@ -49,6 +54,16 @@ LOGITS_LAYOUTS = (
     "tp=2,pp=2",
     "pp=4,vpp=2",
     "tp=4",
+)
+MIXTURES_LAYOUTS = (
+    "tp=1",
+    "ep=2",
+    "ep=4",
+    "dp=4,ep=2",
+    "tp=2,ep=2,sequence_parallel=true",
+    "tp=4,sequence_parallel=true",
+    "pp=2,ep=2",
+    "pp=2,vpp=2,ep=2",
 )
 # Model, layout, and what else is changed.
 UPDATES = {
@@ -71,6 +86,8 @@ UPDATES = {
         "tp=2,pp=2,dp=2",
     ),
     "qwen3": ("tp=1", "tp=2,pp=2", "tp=4,sequence_parallel=true", "dp=4"),
+    "qwen3_moe": ("tp=1", *MIXTURES_LAYOUTS[1:], "dp=4,ep=2 model.recompute=full"),
+    "mixtral": ("tp=1", "tp=2,ep=2,sequence_parallel=true"),
     "uneven": ("tp=1", "pp=4", "pp=4,layers_per_chunk=[1;2;2;1]", "tp=2,pp=2,sequence_parallel=true", "pp=2,vpp=2,dp=2"),
 }
 
@@ -84,7 +101,7 @@ class Matrix:
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
     folder = tmp_path_factory.mktemp("layouts")
-    models = {name: _make(name, folder / name) for name in MODELS}
+    models = {name: _make(name, folder / name) for name in MODELS | MIXTURES}
     for name in UPDATES:
         torch.save(_random_groups(seed=7), folder / f"groups-{name}.pt")
     sequences = _sequences()
@@ -92,7 +109,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
     for name, model in models.items():
         with torch.no_grad():
             expected = [model(torch.tensor([tokens])).logits[0] for tokens in sequences]
-        for layout in LOGITS_LAYOUTS:
+        for layout in MIXTURES_LAYOUTS if name in MIXTURES else LOGITS_LAYOUTS:
             if name != "uneven" or "vpp" not in layout:
                 cases.append(LogitsCase(f"{name}:{layout}", _config(folder / name, layout), sequences, expected))
     cases += [_update_case(name, text, folder / name) for name, texts in UPDATES.items() for text in texts]
@@ -120,6 +137,12 @@ def test_logits_equal_those_of_transformers_with_uneven_stages(matrix: Matrix, l
     assert matrix.logits[f"uneven:{layout}"] < 2e-6
 
 
+@pytest.mark.parametrize("layout", MIXTURES_LAYOUTS)
+@pytest.mark.parametrize("model", MIXTURES)
+def test_logits_of_mixtures_equal_those_of_transformers(matrix: Matrix, model: str, layout: str) -> None:
+    assert matrix.logits[f"{model}:{layout}"] < 2e-6
+
+
 @pytest.mark.parametrize("name", [f"{m}:{t}" for m, texts in UPDATES.items() for t in texts[1:]])
 def test_three_updates_are_the_same_in_every_layout(matrix: Matrix, name: str) -> None:
     baseline = matrix.updates[f"{name.split(':')[0]}:tp=1"]
@@ -143,7 +166,7 @@ def _is_rounding(d: Difference) -> bool:
 
 
 def _make(name: str, folder: Path) -> torch.nn.Module:
-    family, changes = MODELS[name]
+    family, changes = (MODELS | MIXTURES)[name]
     model = make_model(family, seed=3, **{"num_hidden_layers": 8, **changes})
     save_checkpoint(model, folder)
     return model

@@ -17,11 +17,15 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 CLASSES: dict[str, tuple[Any, Any]] = {
@@ -30,7 +34,11 @@ CLASSES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
-FAMILIES = tuple(CLASSES)
+FAMILIES = tuple(CLASSES)  # the dense ones
+MIXTURES: dict[str, tuple[Any, Any]] = {
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
 CHARACTERS = [*map(chr, range(33, 127)), "Ġ", "Ċ"]  # byte-level BPE's names of " " and "\n" last
@@ -44,7 +52,8 @@ CHAT_TEMPLATE = (
 
 
 def make_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
-    """4 layers, hidden 32, 4 heads over 2 key-value heads of width 8 (qwen3: 16), ffn 48, the tokenizer's vocabulary."""
+    """4 layers, hidden 32, 4 heads over 2 key-value heads of width 8 (qwen3: 16), ffn 48, the tokenizer's vocabulary; mixtures have 4 experts
+    of which each token takes 2."""
     sizes = {
         "num_hidden_layers": 4,
         "hidden_size": 32,
@@ -59,15 +68,17 @@ def make_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
         "eos_token_id": EOS_ID,
         "tie_word_embeddings": tied,
     }
-    own = {"head_dim": 16} if family == "qwen3" else {}
-    return CLASSES[family][0](**(sizes | own | changes))
+    own: dict[str, Any] = {"head_dim": 16} if family.startswith("qwen3") else {}
+    if family in MIXTURES:
+        own |= {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "sliding_window": None}
+    return (CLASSES | MIXTURES)[family][0](**(sizes | own | changes))
 
 
 def make_model(family: str, *, seed: int = 0, tied: bool = False, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A model in evaluation mode; the same seed gives the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = CLASSES[family][1](make_config(family, tied=tied, **changes))
+        model = (CLASSES | MIXTURES)[family][1](make_config(family, tied=tied, **changes))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("norm.weight"):

@@ -9,7 +9,6 @@ import torch
 from models import make_config
 
 from grpo_mega.errors import ConfigError, WeightMappingError
-from grpo_mega.weights.architecture import check_architecture
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.initial import random_reader
@@ -61,8 +60,3 @@ def test_a_config_without_a_needed_field_and_an_unknown_family_are_refused_by_na
         ModelShape.from_hf_config(config | {"intermediate_size": None})
     with pytest.raises(WeightMappingError, match=r"'gpt2' is not known; known are .*qwen2"):
         family_of("gpt2")
-
-
-def test_a_mixture_has_a_table_but_is_refused_for_training() -> None:
-    with pytest.raises(ConfigError, match=r"config\.json has 8 experts; mixtures cannot be trained yet"):
-        check_architecture({"model_type": "mixtral", "num_local_experts": 8})

@@ -1,0 +1,37 @@
+"""The weights of a transformers model under the names that its checkpoints have.
+
+They differ for mixtures of experts alone, of which transformers keeps all experts of a layer in one parameter; here stand the
+views of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor, nn
+
+from grpo_mega.weights.spec import Family, ModelShape
+
+
+def checkpoint_tensors(model: nn.Module, family: Family, shape: ModelShape) -> Mapping[str, Tensor]:
+    """The parameters of `model`, or views of them, by the names of `family.hf_tensors`."""
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    if not shape.num_experts:
+        return parameters
+    tensors: dict[str, Tensor] = {}
+    for layer in range(shape.num_layers):
+        tensors |= dict(_mixture(parameters, family, shape, layer))
+    return tensors | parameters
+
+
+def _mixture(parameters: dict[str, Tensor], family: Family, shape: ModelShape, layer: int) -> Iterator[tuple[str, Tensor]]:
+    """Takes a layer's router and experts out of the parameters, and gives them by their names in the table."""
+    router, gate_up, down = (row.hf for row in family.rows if "mlp.router" in row.megatron or row.where == "expert")
+    block = f"model.layers.{layer}.mlp"
+    yield router[0].format(i=layer), parameters.pop(f"{block}.gate.weight")
+    gates_ups = parameters.pop(f"{block}.experts.gate_up_proj")  # [experts, 2 * moe_ffn, hidden]
+    downs = parameters.pop(f"{block}.experts.down_proj")  # [experts, hidden, moe_ffn]
+    for expert in range(shape.num_experts):
+        for name, part in zip(gate_up, gates_ups[expert].chunk(2), strict=True):
+            yield name.format(i=layer, e=expert), part
+        yield down[0].format(i=layer, e=expert), downs[expert]

@@ -1,0 +1,26 @@
+"""What the ranks of sync_worker.py and the test that reads their results share; imports nothing of Megatron-core."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from models import EOS_ID
+
+from grpo_mega.rollout.engine import Sampling
+
+SAMPLING = Sampling(group_size=4, temperature=0.8, max_response_length=12, stop_token_ids=frozenset({EOS_ID}))
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    changes: dict[str, Any] = field(default_factory=dict)  # of the model's config
+    layouts: tuple[str, ...] = ("{tp: 1}", "{tp: 2}", "{tp: 2, pp: 2}", "{tp: 4}", "{pp: 4, vpp: 2}")  # of the trainer
+    engine_tps: tuple[int, ...] = (1, 2)
+
+
+CASES = {
+    "llama": Case("llama"),
+    "mistral": Case("mistral", {"sliding_window": None}),
+    "qwen2 tied": Case("qwen2", {"tied": True}),
+    "qwen3": Case("qwen3"),
+}

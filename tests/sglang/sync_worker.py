@@ -1,0 +1,246 @@
+"""One of four ranks: for every case, real servers filled from one trainer layout after the other.
+
+`python sync_worker.py RANK 4 FOLDER`. In each layout the policy takes a real optimizer step, is published to both servers, and
+exported to FOLDER/CASE/hfN beside what each server then samples, samplesN_tpM.json. The comparison is not made here, where
+Megatron-core has its hands on torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import VOCAB_SIZE, make_model, save_checkpoint
+from sync_cases import CASES, SAMPLING, Case
+from torch import Tensor
+from torch.distributed import PrefixStore
+
+from grpo_mega import config as configs
+from grpo_mega import job as jobs
+from grpo_mega.algorithm import advantages
+from grpo_mega.config import Config
+from grpo_mega.device import Device
+from grpo_mega.errors import SyncError
+from grpo_mega.job import ModelFiles
+from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.policy import Policy
+from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.rollout.board import Board
+from grpo_mega.rollout.sglang.engine import Options, SGLangEngine
+from grpo_mega.rollout.sglang.link import Limits
+from grpo_mega.rollout.sglang.server import ServerSettings
+from grpo_mega.rollout.sglang.shared import HostBuckets
+from grpo_mega.rollout.sglang.update import LOADER, Place
+from grpo_mega.sync.publish import WeightSync
+from grpo_mega.train import make_batches
+from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.weights.apply import Bucket
+from grpo_mega.weights.layout import EngineLayout
+from grpo_mega.weights.plan import plan_sides
+from grpo_mega.weights.sides import Side, engine_side
+
+WORLD_SIZE = 4
+SIZES = {"num_hidden_layers": 8, "num_key_value_heads": 4, "intermediate_size": 128}
+BUCKET_BYTES = 1 << 16  # several buckets
+DEADLINE_S = 300.0
+PROMPTS = [Prompt(i, "", tuple(range(3 + i, 12 + 3 * i)), "") for i in range(6)]
+
+
+class Flipping:
+    """An engine side of which one byte of one bucket changes on its way."""
+
+    def __init__(self, engine: SGLangEngine, bucket: int) -> None:
+        self._engine, self._bucket = engine, bucket
+        self.begin_update, self.allocate, self.end_update = engine.begin_update, engine.allocate, engine.end_update
+
+    def load(self, bucket: Bucket) -> None:
+        if bucket.index == self._bucket:
+            middle = bucket.entries[len(bucket.entries) // 2]
+            self.flipped = middle.target
+            bucket.values.view(torch.uint8)[middle.start * bucket.values.itemsize] ^= 1
+        self._engine.load(bucket)
+
+
+class Idle:
+    """The engine side of a rank that serves none."""
+
+    failure = None
+    version = -1
+
+    def begin_update(self) -> list[str]:
+        return []
+
+    def allocate(self, index: int, num_elements: int) -> Tensor:
+        assert num_elements == 0
+        return torch.empty(0)
+
+    def load(self, bucket: Bucket) -> None:
+        assert not bucket.entries
+
+    def end_update(self, version: int) -> list[str]:
+        return []
+
+
+@contextmanager
+def engine_of(model: ModelFiles, side: Side, tp: int, runtime: Runtime, folder: Path) -> Iterator[SGLangEngine | Idle]:
+    """One server at the first `tp` ranks, which has begun to start."""
+    rank = runtime.rank
+    if rank >= tp:
+        yield Idle()
+        return
+    settings = ServerSettings(
+        model_path=model.folder,
+        folder=folder,
+        tp=tp,
+        dtype="float32",
+        device_type="cpu",
+        base_gpu_id=0,
+        context_length=64,
+        max_running_requests=32,
+        max_total_tokens=2048,
+        memory_fraction=None,
+        seed=0,
+        has_memory_saver=False,
+        cores=tuple(sorted(os.sched_getaffinity(0))[:tp]),
+        weight_loader=LOADER,
+        extra={},
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    board = Board(PrefixStore(f"engine{tp}", runtime.store), rank, WORLD_SIZE)
+    options = Options(Limits(32, DEADLINE_S, DEADLINE_S), 1, True, lambda seconds: None)
+    engine = SGLangEngine(settings, options, Place(0, rank, tp, rank), side, board, HostBuckets(torch.float32))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def config_of(case: Case, folder: Path, version: int) -> Config:
+    raw: dict[str, Any] = {
+        "run_dir": str(folder / "run"),
+        "steps": 9,
+        "model": {"path": str(folder / "hf0"), "dtype": "float32"},
+        "data": {"train": "none.jsonl", "max_prompt_length": 32},
+        "rollout": {"max_response_length": 12, "temperature": 0.8},
+        "batch": {"prompts_per_step": 4, "tokens_per_micro_batch": 96},
+        "optimizer": {"lr": 1e-2 * version},  # so that no two versions are alike
+        "log": {"progress": False},
+    }
+    configs.apply_override(raw, f"layout={case.layouts[version - 1]}")
+    return configs.validate(raw)
+
+
+def groups() -> list[Group]:
+    """Made-up samples with made-up rewards, from which a step learns."""
+    random = torch.Generator().manual_seed(5)
+    found = []
+    for prompt in PROMPTS[:4]:
+        samples = []
+        for index in range(4):
+            ids = torch.randint(3, VOCAB_SIZE, (4 + index,), generator=random).tolist()
+            samples.append(Sample(prompt, index, ids, [-4.0] * len(ids), "length", 0, reward=float(index % 2)))
+        found.append(Group(prompt, samples))
+    return found
+
+
+def take_step(policy: Policy, config: Config) -> None:
+    made = groups()
+    advantages.assign(made, normalize=False)
+    (metrics,) = policy.update(policy.attach_logprobs(make_batches(config, made, policy)))
+    assert metrics["grad_norm"] > 0 and not metrics["dropped_mini_batches"], metrics
+
+
+def sync_layout(
+    config: Config, runtime: Runtime, board: Board, engines: dict[int, tuple[Side, SGLangEngine | Idle]], version: int
+) -> None:
+    model = jobs.read_model(config)
+    policy = jobs.build_policy(config, model, runtime)
+    take_step(policy, config)
+    folder = model.folder.parent
+    jobs.export_policy(policy, model, folder / f"hf{version}")
+    for tp, (side, engine) in engines.items():
+        plan = plan_sides(policy.side(), side, ranks_per_node=WORLD_SIZE)
+        meet = partial(board.meet, deadline_s=DEADLINE_S)
+        WeightSync(plan, torch.float32, BUCKET_BYTES, meet).publish(policy, engine, version=version)
+        if runtime.rank == 0:
+            assert isinstance(engine, SGLangEngine)
+            found = engine.generate(dict(enumerate(PROMPTS)), SAMPLING, step=version, on_sample=lambda s: None)
+            assert engine.failure is None, engine.failure
+            samples = [sample for i in range(len(PROMPTS)) for sample in found[i].samples]
+            assert len(samples) == len(PROMPTS) * SAMPLING.group_size
+            assert {sample.policy_version for sample in samples} == {version}
+            said = [(s.prompt.token_ids, s.response_ids, s.rollout_logprobs) for s in samples]
+            (folder / f"samples{version}_tp{tp}.json").write_text(json.dumps(said))
+        board.meet("the next sync", None, DEADLINE_S)
+    side, engine = engines[max(engines)]
+    sync_flipped(policy, engine, side, board)
+
+
+def sync_flipped(policy: Policy, engine: SGLangEngine | Idle, side: Side, board: Board) -> None:
+    """A byte that changes on the way is noticed on every rank, and its tensor named."""
+    spoiled = Flipping(engine, bucket=1) if isinstance(engine, SGLangEngine) else engine
+    plan = plan_sides(policy.side(), side, ranks_per_node=WORLD_SIZE)
+    sync = WeightSync(plan, torch.float32, BUCKET_BYTES, partial(board.meet, deadline_s=DEADLINE_S))
+    try:
+        sync.publish(policy, spoiled, version=99)
+    except SyncError as error:
+        said = str(error)
+    else:
+        raise AssertionError("a flipped byte went unnoticed")
+    assert not isinstance(spoiled, Flipping) or spoiled.flipped in said, said
+    assert engine.version != 99
+    sync.publish(policy, engine, version=100)  # nothing is the worse for it
+
+
+def sync_case(case: Case, device: Device, folder: Path) -> None:
+    config = config_of(case, folder, 1)
+    runtime = runtimes.arrange(config, device)
+    if runtime.rank == 0:
+        save_checkpoint(make_model(case.family, seed=3, **(SIZES | case.changes)), folder / "hf0")
+    board = Board(runtime.store, runtime.rank, WORLD_SIZE)
+    board.meet("the checkpoint", None, DEADLINE_S)
+    model = jobs.read_model(config)
+    sides = {tp: engine_side(model.family, model.shape, EngineLayout(tp, 1), WORLD_SIZE) for tp in case.engine_tps}
+    with ExitStack() as stack:
+        engines = {
+            tp: (side, stack.enter_context(engine_of(model, side, tp, runtime, folder / f"engine{tp}")))
+            for tp, side in sides.items()
+        }
+        for _, engine in engines.values():
+            if isinstance(engine, SGLangEngine):
+                engine.wait_until_ready()
+        for version in range(1, len(case.layouts) + 1):
+            config = config_of(case, folder, version)
+            sync_layout(config, runtimes.arrange(config, device), board, engines, version)
+            gc.collect()  # a policy is full of cycles, and holds its process groups with their threads
+
+
+def main(rank: int, folder: Path) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = (folder / "port").read_text()
+    torch.set_num_threads(1)
+    device = runtimes.join(config_of(CASES["llama"], folder, 1))
+    for name, case in CASES.items():
+        sync_case(case, device, folder / name)
+    runtimes.stop()
+
+
+if __name__ == "__main__":
+    rank, folder = int(sys.argv[1]), Path(sys.argv[3])
+    try:
+        main(rank, folder)
+        problem = ""
+    except Exception:
+        problem = f"rank {rank}: {traceback.format_exc()}"
+    (folder / f"results_{rank}.json").write_text(json.dumps({"syncs": problem}))
+    sys.stdout.flush()
+    os._exit(0)  # without waiting for ranks that went another way
