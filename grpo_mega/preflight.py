@@ -77,9 +77,7 @@ def check_layout(layout: LayoutConfig, shape: ModelShape) -> None:
         ),
     )
     if shape.num_experts and layout.tp > 1 and not layout.sequence_parallel:
-        raise ConfigError(
-            f"layout.tp={layout.tp} with a mixture of experts needs layout.sequence_parallel=true; set it"
-        )
+        raise ConfigError(f"layout.tp={layout.tp} with a mixture of experts needs layout.sequence_parallel=true; set it")
     sizes = layout.layers_per_chunk
     if sizes is not None and sum(sizes) != shape.num_layers:
         raise ConfigError(

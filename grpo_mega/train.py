@@ -149,7 +149,7 @@ def evaluate(job: Job, step: int) -> None:
     greedy = replace(job.sampling, group_size=1, temperature=0.0)
     groups = rollout(job, job.heldout_prompts, greedy, step, "held-out prompts")
     usable, _ = drop_unusable(groups)
-    job.log.log_eval(step, heldout_metrics(usable))
+    job.log.log_eval(step, heldout_metrics(usable) | {"seconds/evaluation": job.timers.lap()["seconds/step"]})
     if job.is_main:
         rows = [
             {"id": g.prompt.id, "prompt": g.prompt.text, "response": job.decode(s.response_ids), "token_ids": s.response_ids}

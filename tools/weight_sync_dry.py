@@ -1,7 +1,8 @@
 """What a weight sync would move, from shapes and layouts alone; no tensor is made and no rank is started.
 
-`traffic_of` asks the plan. The bounds beside it are counted from what the ranks hold, without it: `lower_bound`, all that the
-engines want less what the same rank has; `full_gather_bytes`, what all ranks would receive if each gathered every weight.
+`dry_run` asks the plan. The bounds beside it are counted from what the ranks hold, without it: `lower_bound`, all that the
+engines want less what the same rank has; `full_gather_bytes`, what all ranks would receive if each gathered every weight, less
+what it holds already (no padding, and none of the weights that it holds for the output layer too).
 """
 
 from __future__ import annotations
@@ -23,29 +24,43 @@ ITEM_BYTES = 2  # weights move in bfloat16
 
 
 @dataclass(frozen=True)
+class Spec:
+    """A sync to look at. Ranks are numbered node by node."""
+
+    shape: ModelShape
+    source: MegatronLayout
+    target: EngineLayout
+    ranks_per_node: int
+    bucket_bytes: int
+
+
+@dataclass(frozen=True)
 class Dry:
-    """One layout of the trainer. All but `plan_seconds` in bytes."""
+    """What a sync would move, in bytes."""
 
     plan: Plan
     traffic: Traffic
     lower_bound: int
     full_gather_bytes: int
-    plan_seconds: float  # with what describes both sides
+    num_rounds: int
+    plan_seconds: float  # all that precedes the first byte of a first sync: both sides, the plan and its rounds
 
 
-def dry_run(shape: ModelShape, source: MegatronLayout, target: EngineLayout, ranks_per_node: int) -> Dry:
-    family = family_of(shape.model_type)
-    world_size = max(source.world_size, target.world_size)
+def dry_run(spec: Spec) -> Dry:
+    family = family_of(spec.shape.model_type)
+    world_size = max(spec.source.world_size, spec.target.world_size)
     began = time.perf_counter()
-    trainer = megatron_side(family, shape, source)
-    engines = engine_side(family, shape, target, world_size)
-    plan = plan_sides(trainer, engines, ranks_per_node=ranks_per_node)
+    trainer = megatron_side(family, spec.shape, spec.source)
+    engines = engine_side(family, spec.shape, spec.target, world_size)
+    plan = plan_sides(trainer, engines, ranks_per_node=spec.ranks_per_node)
+    num_rounds = len(plan.rounds(spec.bucket_bytes // ITEM_BYTES))
     seconds = time.perf_counter() - began
     return Dry(
         plan,
         plan.traffic(ITEM_BYTES),
         ITEM_BYTES * lower_bound(trainer, engines),
-        ITEM_BYTES * full_gather(trainer, num_parameters(shape), world_size),
+        ITEM_BYTES * full_gather(trainer, num_parameters(spec.shape), world_size),
+        num_rounds,
         seconds,
     )
 

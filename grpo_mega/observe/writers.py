@@ -91,9 +91,11 @@ class SampleWriter:
         self._samples_per_step = samples_per_step
 
     def write(self, step: int, groups: Sequence[Group], decode: Callable[[list[int]], str]) -> None:
-        """One sample each of the first groups, at an index that changes with the step."""
-        for place, group in enumerate(groups[: self._samples_per_step]):
-            sample = group.samples[(step + place) % len(group.samples)]
+        """One sample of each group, at an index that changes with the step, then another of each, and so on."""
+        group_size = len(groups[0].samples) if groups else 0
+        wanted = [(nth, place) for nth in range(group_size) for place in range(len(groups))][: self._samples_per_step]
+        for nth, place in wanted:
+            sample = groups[place].samples[(step + place + nth) % group_size]
             self._file.write(json_line(_sample_record(step, sample, decode)))
         self._file.flush()
 
@@ -151,6 +153,7 @@ def _sample_record(step: int, sample: Sample, decode: Callable[[list[int]], str]
         "step": step,
         "prompt_id": sample.prompt.id,
         "index": sample.index,
+        "policy_version": sample.policy_version,
         "prompt": sample.prompt.text,
         "response": decode(sample.response_ids),
         "answer": sample.prompt.answer,

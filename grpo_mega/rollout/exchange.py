@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_mega.errors import SyncError
 from grpo_mega.types import Group, Prompt, Sample
 
 _FINISH = ("stop", "length")
@@ -34,6 +35,16 @@ def gather(
     for group in found:
         group.samples.sort(key=lambda s: s.index)
     return found
+
+
+def check_versions(groups: Sequence[Group], version: int) -> None:
+    """Raises SyncError, naming a sample, unless policy `version` made all of them."""
+    for sample in (s for g in groups for s in g.samples):
+        if sample.policy_version != version:
+            raise SyncError(
+                f"sample {sample.index} of prompt {sample.prompt.id} was made by policy version {sample.policy_version}, "
+                f"not {version}; go on from the last checkpoint with --resume"
+            )
 
 
 def _encode(groups: Mapping[int, Group], reward_names: Sequence[str], verdicts: list[str]) -> tuple[Tensor, Tensor]:

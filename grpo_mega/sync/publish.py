@@ -35,9 +35,10 @@ class Target(Protocol):
 
 
 class WeightSync:
-    def __init__(self, plan: Plan, dtype: torch.dtype, bucket_bytes: int, meet: Meet) -> None:
-        """`dtype`: the engine's. `meet` lets all ranks learn what each has to say."""
+    def __init__(self, plan: Plan, dtype: torch.dtype, bucket_bytes: int, meet: Meet, *, prove: bool = True) -> None:
+        """`dtype`: the engine's. `meet` lets all ranks learn what each has to say. Without `prove` no checksums are sent."""
         self._plan, self._dtype, self._bucket_bytes, self._meet = plan, dtype, bucket_bytes, meet
+        self._prove = prove
 
     def publish(self, policy: Source, engine: Target, *, version: int) -> int:
         """Fills the engine. Returns the bytes that this rank received from others.
@@ -47,7 +48,12 @@ class WeightSync:
         self._raise_first("beginning a sync", engine.begin_update(), "the engine's tensors are not those of the plan")
         num_bytes = 0
         for bucket in buckets(
-            self._plan, policy.tensors(), dtype=self._dtype, bucket_bytes=self._bucket_bytes, allocate=engine.allocate
+            self._plan,
+            policy.tensors(),
+            dtype=self._dtype,
+            bucket_bytes=self._bucket_bytes,
+            allocate=engine.allocate,
+            prove=self._prove,
         ):
             engine.load(bucket)
             num_bytes += bucket.num_bytes_received

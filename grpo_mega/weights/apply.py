@@ -2,8 +2,8 @@
 
 `fill` reads a rank's tensors from a checkpoint. `buckets` moves weights between ranks in rounds and gives what arrived, round
 by round, in buffers of at most `bucket_bytes`, so the extra memory is a few buckets whatever the model's size; `execute` puts
-it into plain tensors. Elements are cast to the target's dtype before they are sent, and every piece comes with the checksum
-that it had in the tensor it was taken from.
+it into plain tensors. Elements are cast to the target's dtype before they are sent, and a piece that is to be proven comes with
+the checksum that it had in the tensor it was taken from.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def execute(
         return torch.empty(num_elements, dtype=dtype, device=device)
 
     num_bytes = 0
-    for bucket in buckets(plan, sources, dtype=dtype, bucket_bytes=bucket_bytes, allocate=allocate, group=group):
+    for bucket in buckets(plan, sources, dtype=dtype, bucket_bytes=bucket_bytes, allocate=allocate, group=group, prove=False):
         put(bucket.entries, bucket.values, targets)
         num_bytes += bucket.num_bytes_received
     return num_bytes
@@ -81,25 +81,47 @@ def buckets(
     bucket_bytes: int,
     allocate: Callable[[int, int], Tensor],
     group: dist.ProcessGroup | None = None,
+    prove: bool = True,
 ) -> Iterator[Bucket]:
     """This rank's buckets, one a round. Every rank of `group` calls this with the same plan and takes all of its buckets.
 
     `allocate(round, num_elements)` gives the contiguous 1-D tensor of `dtype` that becomes a bucket's values; a bucket is not
     touched again once it is given. A rank that receives nothing in a round gets a bucket without entries. Neither a bucket nor
-    what a rank sends in a round exceeds `bucket_bytes`, unless a single row does, which then goes alone.
+    what a rank sends in a round exceeds `bucket_bytes`, unless a single row does, which then goes alone. Without `prove` all
+    checksums are 0.
     """
-    rank = dist.get_rank(group)
+    rank, sending = dist.get_rank(group), _Sending(dtype)
     rounds = plan.rounds(bucket_bytes // dtype.itemsize)
+    sum_of = checksum if prove else _nothing
     for index in range(len(rounds)):
-        yield _exchange_round(index, rounds.of(index, rank), sources, dtype, allocate, group)
+        yield _exchange_round(index, rounds.of(index, rank), sources, sending, allocate, sum_of, group)
+
+
+class _Sending:
+    """The buffer of what a rank sends, kept from round to round: fresh memory costs a CPU more than the copy into it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._buffer: Tensor | None = None
+
+    def take(self, num_elements: int, device: torch.device) -> Tensor:
+        if self._buffer is None or self._buffer.numel() < num_elements:
+            self._buffer = None  # before there is another
+            self._buffer = torch.empty(num_elements, dtype=self.dtype, device=device)
+        return self._buffer[:num_elements]
+
+
+def _nothing(piece: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=piece.device)
 
 
 def _exchange_round(
     index: int,
     transfers: list[Transfer],
     sources: Mapping[str, Tensor],
-    dtype: torch.dtype,
+    sending: _Sending,
     allocate: Callable[[int, int], Tensor],
+    sum_of: Callable[[Tensor], Tensor],
     group: dist.ProcessGroup | None,
 ) -> Bucket:
     """One round, of which these are this rank's transfers. In the bucket lies first what others send, rank by rank."""
@@ -109,9 +131,9 @@ def _exchange_round(
     received = sorted((t for t in transfers if t.source_rank != rank), key=lambda t: t.source_rank)
     num_received = sum(t.size for t in received)
     values = allocate(index, num_received + sum(t.size for t in kept))
-    outgoing = torch.empty(sum(t.size for t in sent), dtype=dtype, device=values.device)
-    sent_sums = _pack(sent, sources, outgoing)
-    kept_sums = _pack(kept, sources, values[num_received:])
+    outgoing = sending.take(sum(t.size for t in sent), values.device)
+    sent_sums = _pack(sent, sources, outgoing, sum_of)
+    kept_sums = _pack(kept, sources, values[num_received:], sum_of)
     received_sums = sent_sums.new_empty(len(received))
     froms, tos = [t.source_rank for t in received], [t.target_rank for t in sent]
     sizes = _by_rank(froms, [t.size for t in received], world_size), _by_rank(tos, [t.size for t in sent], world_size)
@@ -119,16 +141,18 @@ def _exchange_round(
     _exchange(values[:num_received], outgoing, *sizes, group)
     _exchange(received_sums, sent_sums, *counts, group)
     sums = torch.cat((received_sums, kept_sums)).tolist()  # waits for the device, once a round
-    return Bucket(index, values, _entries([*received, *kept], sums), num_received * dtype.itemsize)
+    return Bucket(index, values, _entries([*received, *kept], sums), num_received * values.itemsize)
 
 
-def _pack(transfers: list[Transfer], sources: Mapping[str, Tensor], buffer: Tensor) -> Tensor:
+def _pack(
+    transfers: list[Transfer], sources: Mapping[str, Tensor], buffer: Tensor, sum_of: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Copies the slices into the buffer, one behind the other. Returns their checksums, [len(transfers)] on its device."""
     sums, start = [], 0
     for t in transfers:
         piece = part_of(sources, t.source)[region(t.source_offset, t.box.shape)].to(buffer.dtype)
         buffer[start : start + t.size].view(t.box.shape).copy_(piece)
-        sums.append(checksum(piece))
+        sums.append(sum_of(piece))
         start += t.size
     return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=buffer.device)
 

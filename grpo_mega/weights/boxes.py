@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import sub
 from typing import Literal
 
 Index = tuple[int, ...]
@@ -25,11 +26,11 @@ class Box:
 
     @property
     def shape(self) -> Index:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(map(sub, self.stop, self.start))
 
     def intersect(self, other: Box) -> Box | None:
         """The common part, or None if it is empty. Both boxes are of the same tensor."""

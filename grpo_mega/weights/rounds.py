@@ -102,14 +102,14 @@ def _parts(transfers: list[Transfer], most: int) -> Iterator[list[Transfer]]:
     part: list[Transfer] = []
     used: dict[int, int] = defaultdict(int)
     for transfer in transfers:
-        ends = _ends(transfer)
-        if part and any(used[end] + transfer.size > most for end in ends):
+        ends, size = _ends(transfer), transfer.size
+        if part and any(used[end] + size > most for end in ends):
             yield part
             part = []
             used.clear()
         part.append(transfer)
         for end in ends:
-            used[end] += transfer.size
+            used[end] += size
     yield part
 
 
@@ -120,12 +120,13 @@ def _ends(transfer: Transfer) -> tuple[int, ...]:
 
 
 def _unit(template: Template, transfers: list[Transfer], world_size: int) -> Unit:
-    load = np.zeros(2 * world_size, dtype=np.int64)
+    load = [0] * (2 * world_size)
     by_rank: dict[int, list[Transfer]] = defaultdict(list)
     for transfer in transfers:
-        by_rank[transfer.target_rank].append(transfer)
-        load[world_size + transfer.target_rank] += transfer.size
-        if transfer.source_rank != transfer.target_rank:
-            by_rank[transfer.source_rank].append(transfer)
-            load[transfer.source_rank] += transfer.size
-    return Unit(template, tuple(transfers), dict(by_rank), load)
+        source, target, size = transfer.source_rank, transfer.target_rank, transfer.size
+        by_rank[target].append(transfer)
+        load[world_size + target] += size
+        if source != target:
+            by_rank[source].append(transfer)
+            load[source] += size
+    return Unit(template, tuple(transfers), dict(by_rank), np.array(load, dtype=np.int64))

@@ -52,8 +52,10 @@ CHAT_TEMPLATE = (
 
 
 def make_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
-    """4 layers, hidden 32, 4 heads over 2 key-value heads of width 8 (qwen3: 16), ffn 48, the tokenizer's vocabulary; mixtures have 4 experts
-    of which each token takes 2."""
+    """4 layers, hidden 32, 4 heads over 2 key-value heads of width 8 (qwen3: 16), ffn 48, the tokenizer's vocabulary.
+
+    Mixtures have 4 experts, of which each token takes 2.
+    """
     sizes = {
         "num_hidden_layers": 4,
         "hidden_size": 32,

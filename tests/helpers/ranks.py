@@ -22,7 +22,10 @@ Results = dict[str, list[str]]  # by case: what went wrong, a traceback for each
 
 def launch(worker: Path, world_size: int, folder: Path, timeout_s: float = 120) -> Results:
     """Runs `worker` with arguments RANK WORLD_SIZE FOLDER; returns what `run_cases` wrote."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS, ROOT / "tools"))),
+        "OMP_NUM_THREADS": "1",
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, str(worker), str(rank), str(world_size), str(folder)],

@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from grpo_mega.rollout.sglang import leftovers
-from grpo_mega.rollout.sglang.server import ServerSettings
+from grpo_mega.rollout.sglang.server import Server, ServerSettings
 
 START_DEADLINE_S = 120.0
 LOADER = "servers.note_names"  # in the server's processes: PYTHONPATH leads here
@@ -107,15 +107,24 @@ def post(url: str, path: str, body: dict[str, Any], timeout_s: float = 60) -> An
 
 @dataclass(frozen=True)
 class Tree:
-    """The processes below one, and what they hold."""
+    """Some processes, and what they hold."""
 
     pids: list[int]
     shared_memory: set[str]
     ports: set[int]
 
     @classmethod
-    def below(cls, pid: int, without: Collection[int] = ()) -> Tree:
-        pids = [found for found in leftovers.descendants(pid) if found not in without]
+    def below(cls, pid: int) -> Tree:
+        return cls.made_of(leftovers.descendants(pid))
+
+    @classmethod
+    def of(cls, server: Server) -> Tree:
+        """The server's processes; of this one's others are children too, such as those that other tests left."""
+        assert server.pid is not None
+        return cls.made_of([server.pid, *leftovers.descendants(server.pid)])
+
+    @classmethod
+    def made_of(cls, pids: list[int]) -> Tree:
         open_files = {file for found in pids for file in _open_files(found)}
         return cls(
             pids=pids,

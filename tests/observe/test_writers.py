@@ -111,6 +111,7 @@ def test_rank_0_writes_steps_evaluations_and_samples(tmp_path: Path, capsys: pyt
         "step": 0,
         "prompt_id": 7,
         "index": 0,
+        "policy_version": 0,
         "prompt": "<user>1+1=?<assistant>",
         "response": "AB",
         "answer": "2",

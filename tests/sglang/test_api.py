@@ -108,7 +108,7 @@ def test_a_paused_server_is_healthy_and_samples_once_it_may(server: Server) -> N
 
 
 def test_a_server_whose_scheduler_is_stopped_is_not_healthy(server: Server) -> None:
-    (scheduler,) = Tree.below(os.getpid()).named("sglang::scheduler")
+    (scheduler,) = Tree.of(server).named("sglang::scheduler")
     os.kill(scheduler, signal.SIGSTOP)
     try:
         assert not call(server.url, lambda api: api.is_healthy(1))

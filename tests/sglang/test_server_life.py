@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,16 +45,14 @@ def start_owner(model: Path, folder: Path, tp: int) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, str(OWNER), str(model), str(folder), str(tp)], stdout=subprocess.PIPE, text=True)
 
 
-def wait_for_sglang(owner: int, others: Collection[int] = ()) -> Tree:
+def wait_for_sglang(look: Callable[[], Tree]) -> Tree:
     """Until the guardian has forked, which is far from ready."""
-    assert is_true_within(20, lambda: len(Tree.below(owner, others).pids) >= 2)
-    return Tree.below(owner, others)
+    assert is_true_within(20, lambda: len(look().pids) >= 2)
+    return look()
 
 
-@pytest.fixture
-def others() -> list[int]:
-    """Processes that were there before."""
-    return Tree.below(os.getpid()).pids
+def environment_of(pid: int) -> dict[str, str]:
+    return dict(entry.split("=", 1) for entry in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in entry)
 
 
 def check_gone(tree: Tree, temporary: Path, seconds: float = 5) -> None:
@@ -76,15 +74,12 @@ def test_a_started_server_generates_token_ids_with_logprobs(server: Server) -> N
 
 
 def test_no_process_of_it_inherits_what_is_meant_for_the_trainer(server: Server) -> None:
-    pids = Tree.below(os.getpid()).pids
-    titles = [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids]
-    assert sum("sglang::scheduler" in title for title in titles) == 1
-    for pid in pids:
-        environment = dict(
-            entry.split("=", 1) for entry in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in entry
-        )
-        assert TRAINERS.keys() & environment.keys() == {"OMP_NUM_THREADS"}
-        assert environment["OMP_NUM_THREADS"] == "2"
+    tree = Tree.of(server)
+    (scheduler,) = tree.named("sglang::scheduler")
+    for pid in tree.pids:
+        assert {name for name, value in environment_of(pid).items() if TRAINERS.get(name) == value} == set()
+    assert TRAINERS.keys() & environment_of(scheduler).keys() == {"OMP_NUM_THREADS"}
+    assert environment_of(scheduler)["OMP_NUM_THREADS"] == "2"
 
 
 def test_its_log_is_in_its_folder_and_short(server: Server) -> None:
@@ -96,11 +91,9 @@ def test_its_log_is_in_its_folder_and_short(server: Server) -> None:
     assert text.count("\n") < 40
 
 
-def test_an_argument_that_sglang_does_not_know_is_one_clear_line(
-    model: Path, tmp_path: Path, empty: Path, others: list[int]
-) -> None:
+def test_an_argument_that_sglang_does_not_know_is_one_clear_line(model: Path, tmp_path: Path, empty: Path) -> None:
     with Server(make_settings(model, tmp_path, extra={"no_such_argument": 7})) as server:
-        tree = wait_for_sglang(os.getpid(), others)
+        tree = wait_for_sglang(lambda: Tree.of(server))
         with pytest.raises(EngineError) as caught:
             server.wait_until_healthy(START_DEADLINE_S, lambda _: None)
         problem = "unrecognized arguments: --no-such-argument 7"
@@ -110,7 +103,7 @@ def test_an_argument_that_sglang_does_not_know_is_one_clear_line(
 
 
 def test_another_port_is_taken_if_one_is_in_use_and_an_exception_ends_the_server(
-    model: Path, tmp_path: Path, empty: Path, server: Server, others: list[int], monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, empty: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = int(server.url.rpartition(":")[2])
     free_ports = servers_module.free_ports
@@ -124,7 +117,7 @@ def test_another_port_is_taken_if_one_is_in_use_and_an_exception_ends_the_server
         assert other.url != server.url
         assert waits == sorted(waits)
         generate(other.url)
-        tree = Tree.below(os.getpid(), others)
+        tree = Tree.of(other)
         assert len(tree.pids) == 4  # guardian, SGLang, scheduler, detokenizer
         began = time.monotonic()
         raise ZeroDivisionError
@@ -164,7 +157,7 @@ def test_a_server_that_still_starts_ends_with_any_of_its_processes(
     victim: str, model: Path, tmp_path: Path, empty: Path
 ) -> None:
     owner = start_owner(model, tmp_path, tp=1)
-    tree = wait_for_sglang(owner.pid)
+    tree = wait_for_sglang(lambda: Tree.below(owner.pid))
     guardian, sglang = tree.pids
     os.kill({"owner": owner.pid, "guardian": guardian, "SGLang": sglang}[victim], signal.SIGKILL)
     _, _ = owner.communicate(timeout=20)  # the two others raise in it
@@ -172,10 +165,10 @@ def test_a_server_that_still_starts_ends_with_any_of_its_processes(
     check_gone(tree, empty)
 
 
-def test_a_server_can_be_stopped_while_it_starts(model: Path, tmp_path: Path, empty: Path, others: list[int]) -> None:
+def test_a_server_can_be_stopped_while_it_starts(model: Path, tmp_path: Path, empty: Path) -> None:
     server = Server(make_settings(model, tmp_path))
     server.start()
-    tree = wait_for_sglang(os.getpid(), others)
+    tree = wait_for_sglang(lambda: Tree.of(server))
     server.stop()
     server.stop()
     assert not server.is_alive()
@@ -191,7 +184,7 @@ def test_a_server_that_is_not_ready_in_time_is_ended(model: Path, tmp_path: Path
 
 
 def test_the_server_ends_when_its_scheduler_is_killed(server: Server, temporary: Path) -> None:
-    tree = Tree.below(os.getpid())
+    tree = Tree.of(server)
     assert len(tree.shared_memory) == 1
     (scheduler,) = tree.named("sglang::scheduler")
     os.kill(scheduler, signal.SIGKILL)

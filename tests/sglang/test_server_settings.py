@@ -43,6 +43,7 @@ def test_the_server_gets_the_environment_without_what_is_meant_for_the_trainer()
 def test_the_processes_of_a_server_share_its_cores(cores: tuple[int, ...], tp: int, threads: str, binding: str | None) -> None:
     found = server_environment({}, replace(SETTINGS, cores=cores, tp=tp))
     assert found["OMP_NUM_THREADS"] == threads
+    assert found["OMP_WAIT_POLICY"] == "passive"
     assert found.get("SGLANG_CPU_OMP_THREADS_BIND") == binding
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mapping import assert_equal, blank, filled, lower_bound, numbered, simulate
 from random_layouts import Case, cases, holdings
@@ -62,7 +62,18 @@ def check(case: Case, sources: Side, targets: Side, ranks_per_node: int) -> None
     assert_equal(by_generic, found)
 
 
+def hard_case(model_type: str, layout: MegatronLayout, *, tied: bool) -> Case:
+    """An engine of four ranks for one key-value head, and a vocabulary that SGLang pads in its last ranks."""
+    num_experts = 4 if model_type in ("mixtral", "qwen3_moe") else 0
+    shape = ModelShape(model_type, 5, 3, 8, 8, 1, 4, vocab=101, tied=tied, num_experts=num_experts, moe_ffn=2 * num_experts)
+    return Case(shape, (layout,), fused_norms=False, engine=EngineLayout(4, 2), num_idle=0)
+
+
 @few
+@example(hard_case("qwen2", MegatronLayout(tp=2, pp=2, vpp=2, dp=2), tied=True), 4)
+@example(hard_case("llama", MegatronLayout(tp=4, pp=2, order="tp-pp-dp"), tied=False), 3)
+@example(hard_case("qwen3_moe", MegatronLayout(tp=2, pp=2, dp=4, ep=2), tied=True), 4)
+@example(hard_case("mixtral", MegatronLayout(dp=4, ep=4), tied=True), 2)
 @given(cases(), nodes)
 def test_servers_get_what_a_direct_fill_gives_them_and_what_they_have_is_not_moved(case: Case, ranks_per_node: int) -> None:
     check(case, case.trainer(), case.servers(), ranks_per_node)

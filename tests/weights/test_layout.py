@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import make_config
 
-from grpo_mega.errors import ConfigError, WeightMappingError
+from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.initial import random_reader

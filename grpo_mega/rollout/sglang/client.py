@@ -28,6 +28,7 @@ T = TypeVar("T")
 ATTEMPTS = 4
 FIRST_PAUSE_S = 0.5  # before the second attempt; doubles each time
 CONNECT_DEADLINE_S = 10.0
+SPARE_CONNECTIONS = 4  # for other calls, such as for its health, which may not wait behind samples
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Ended:
 
 class Client:
     def __init__(self, url: str, *, num_connections: int, is_seeded: bool) -> None:
-        """`is_seeded`: the server draws each sample from a seed of its own, which needs a request that names them all."""
+        """`num_connections`: groups sampled at once. `is_seeded`: the server draws each sample from a seed of its own, which
+        needs a request that names them all."""
         self.url = url
         self.events: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._is_seeded = is_seeded
@@ -52,7 +54,7 @@ class Client:
 
     async def _open(self, num_connections: int) -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S)
-        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=num_connections), timeout=timeout)
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=num_connections + SPARE_CONNECTIONS), timeout=timeout)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Runs a coroutine on the session's loop."""
@@ -77,11 +79,19 @@ class Client:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.session.close()
 
-    def sample(self, key: int, prompt: Prompt, sampling: Sampling, step: int) -> Future[None]:
-        """Asks for a group; its samples come as events, group_size of them or one with an error."""
-        return self.start(self._sample(key, prompt, sampling, step))
+    def sample(self, key: int, prompt: Prompt, sampling: Sampling, step: int) -> None:
+        """Asks for a group; its samples come as events, group_size of them or, as the last, one with an error."""
+        self.start(self._sample(key, prompt, sampling, step))
 
     async def _sample(self, key: int, prompt: Prompt, sampling: Sampling, step: int) -> None:
+        try:
+            await self._sample_or_raise(key, prompt, sampling, step)
+        except EngineError as error:
+            self.events.put(Ended(key, None, str(error)))
+        except Exception as error:  # an answer that is not as expected; unsaid, its group would be waited for without end
+            self.events.put(Ended(key, None, f"prompt {prompt.id} at {self.url}: {error!r}"))
+
+    async def _sample_or_raise(self, key: int, prompt: Prompt, sampling: Sampling, step: int) -> None:
         missing = list(range(sampling.group_size))
         pause = FIRST_PAUSE_S
         for attempt in range(1, ATTEMPTS + 1):
@@ -96,15 +106,12 @@ class Client:
                 if not missing:
                     return
                 problem = f"its answer lacks {len(missing)} samples"
-            except EngineError as error:
-                self.events.put(Ended(key, None, str(error)))
-                return
             except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
                 problem = repr(error)
             if attempt < ATTEMPTS:
                 await asyncio.sleep(pause)
                 pause *= 2
-        self.events.put(Ended(key, None, f"prompt {prompt.id} failed {ATTEMPTS} times at {self.url}: {problem}"))
+        raise EngineError(f"prompt {prompt.id} failed {ATTEMPTS} times at {self.url}: {problem}")
 
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The events of samples that ended. Raises EngineError where trying again cannot help."""

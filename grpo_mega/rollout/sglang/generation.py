@@ -9,7 +9,6 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 
 from grpo_mega.rollout.engine import OnSample, Sampling
 from grpo_mega.rollout.sglang.link import LOOK_S, ServerLink
@@ -30,32 +29,31 @@ def drive(
 
     If the server fails, `link.failure` is set and groups are missing: those under way, of which nothing is kept.
     """
-    keys = list(prompts)
-    under_way: dict[int, tuple[Group, Future[None]]] = {}
+    phase, keys = f"sampling in step {step}", list(prompts)
+    under_way: dict[int, Group] = {}
     finished: dict[int, Group] = {}
     has_more = True
-    heard = time.monotonic()
+    began = heard = time.monotonic()
     while link.failure is None:
         while has_more and len(under_way) < most_groups:
             number = take()
             has_more = number < len(keys)
             if has_more:
                 key = keys[number]
-                asked = link.client.sample(key, prompts[key], sampling, step)
-                under_way[key] = Group(prompts[key], []), asked
+                under_way[key] = Group(prompts[key], [])
+                link.client.sample(key, prompts[key], sampling, step)
         if not under_way:
             return finished
         try:
             event = link.client.events.get(timeout=LOOK_S)
         except queue.Empty:
-            if not link.check_alive(f"sampling in step {step}", time.monotonic() - heard):
-                break
+            heard = link.check_alive(phase, heard, began)
             continue
         heard = time.monotonic()
         if event.sample is None:
-            link.fail(f"sampling in step {step}: {event.error}")
+            link.fail(f"{phase}: {event.error}")
             break
-        group, _ = under_way[event.key]
+        group = under_way[event.key]
         group.samples.append(event.sample)
         on_sample(event.sample)
         if len(group.samples) == sampling.group_size:

@@ -5,6 +5,7 @@ What fails is kept in `failure`, with the phase and the end of the server's log;
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ class Limits:
     max_concurrent: int  # sequences that the server decodes at once
     start_deadline_s: float
     stall_deadline_s: float  # without a sign of life, a server counts as hung
+    phase_deadline_s: float = math.inf  # of one generation phase, whatever the signs of life
 
 
 class ServerLink:
@@ -103,12 +105,16 @@ class ServerLink:
         """`submit` and `settle`."""
         return self.settle(phase, self.submit(call))
 
-    def check_alive(self, phase: str, quiet_s: float) -> bool:
-        """Whether to go on waiting for a server that has sent nothing for `quiet_s`; if not, `failure` is set."""
+    def check_alive(self, phase: str, heard: float, began: float) -> float:
+        """When a server that was last heard of at `heard` was, having been asked if need be; sets `failure` where it is of no
+        use any more. Times are time.monotonic's."""
+        now, deadline = time.monotonic(), self._limits.stall_deadline_s
         if not self.server.is_alive():
             self.fail(f"{self.server.url} died, {phase}")
-        elif quiet_s > self._limits.stall_deadline_s:
-            deadline = self._limits.stall_deadline_s
-            if not self.attempt(f"{phase}, asked for its health", lambda api: api.is_healthy(deadline / 2)):
-                self.fail(f"{self.server.url} hangs, {phase}: nothing for {quiet_s:.0f} s, and not healthy")
-        return self.failure is None
+        elif now - began > self._limits.phase_deadline_s:
+            self.fail(f"{self.server.url} is not done after {now - began:.0f} s, {phase}")
+        elif now - heard > deadline:
+            if self.attempt(f"{phase}, asked for its health", lambda api: api.is_healthy(deadline / 2)):
+                return time.monotonic()
+            self.fail(f"{self.server.url} hangs, {phase}: nothing for {now - heard:.0f} s, and not healthy")
+        return heard

@@ -138,6 +138,11 @@ class Server:
             on_wait(seconds)
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
+    @property
+    def pid(self) -> int | None:
+        """Of the guardian, the first of its processes and above all others; None when there is none."""
+        return self._process.pid if self._process is not None else None
+
     def is_alive(self) -> bool:
         """Whether the process runs, be it of use or not."""
         if self._process is None:
@@ -284,7 +289,8 @@ def server_environment(environ: Mapping[str, str], settings: ServerSettings) -> 
 def _threads(cores: tuple[int, ...], tp: int) -> dict[str, str]:
     """OpenMP's variables for `tp` processes that share these cores."""
     parts = [cores[i * len(cores) // tp : (i + 1) * len(cores) // tp] or (cores[i % len(cores)],) for i in range(tp)]
-    threads = {"OMP_NUM_THREADS": str(min(map(len, parts)))}
+    # Threads that wait in a loop, as is usual, cost several times the work itself when others want the cores too.
+    threads = {"OMP_NUM_THREADS": str(min(map(len, parts))), "OMP_WAIT_POLICY": "passive"}
     if tp > 1:
         threads["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
     return threads
