@@ -115,11 +115,11 @@ CASES = [
     Case("--set not YAML", ("--set 'steps=['", "not a YAML value"), ("steps=[",)),
     # the layout
     Case("layout unknown order", ("layout.order='dp-tp-pp'", "should be 'tp-dp-pp'"), ("layout.order=dp-tp-pp",)),
-    Case("layout heads", ("layout.tp=3", "4 attention heads; use one of 1, 2, 4"), ("layout.tp=3",)),
+    Case("layout heads", ("layout.tp=3", "4 attention heads; use 1, 2, 4"), ("layout.tp=3",)),
     Case("layout MLP", ("layout.tp=4", "50 rows of the MLP; use"), ("layout.tp=4", *RANDOM), model(intermediate_size=50)),
     Case(
         "layout key-value heads",
-        ("layout.tp=2", "3 key-value heads; use 3"),
+        ("layout.tp=2", "3 key-value heads; use 1, 3"),
         ("layout.tp=2", *RANDOM),
         model(num_attention_heads=6, num_key_value_heads=3, hidden_size=48),
     ),

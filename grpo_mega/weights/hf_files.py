@@ -15,6 +15,10 @@ from grpo_mega.weights.safetensors_header import TensorInfo, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+WEIGHT_SUFFIXES = (
+    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"),
+    *(".distcp", ".metadata", "metadata.json"),  # a Megatron checkpoint with Hugging Face's other files beside it
+)
 DTYPES = ("F32", "BF16", "F16", "F64")  # of weights that can be trained
 
 
@@ -34,6 +38,11 @@ def weight_files(folder: Path) -> list[Path]:
         if not (folder / name).exists():
             raise WeightMappingError(f"{folder / name} is named by {INDEX} but does not exist; fetch the missing shard")
     return [folder / name for name in names]
+
+
+def side_files(folder: Path) -> list[Path]:
+    """Config, generation config, tokenizer and whatever else belongs to a model but its weights."""
+    return [p for p in sorted(folder.iterdir()) if p.is_file() and not p.name.endswith(WEIGHT_SUFFIXES)]
 
 
 def check_folder(folder: Path, expected: Mapping[str, Index]) -> None:

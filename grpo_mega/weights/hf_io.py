@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,7 @@ from torch import Tensor
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Box, Index
-from grpo_mega.weights.hf_files import INDEX, SINGLE, check_shapes, weight_files
-
-WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+from grpo_mega.weights.hf_files import INDEX, SINGLE, check_shapes, side_files, weight_files
 
 
 class CheckpointReader:
@@ -107,7 +105,8 @@ class CheckpointWriter:
         self.partial.mkdir(parents=True)
         self._weight_map: dict[str, str] = {}
         self._total = 0
-        _copy_side_files(Path(source), self.partial)
+        for path in side_files(Path(source)):
+            shutil.copyfile(path, self.partial / path.name)
 
     def write(self, shard: int, tensors: Mapping[str, Tensor]) -> None:
         name = SINGLE if self.num_shards == 1 else f"model-{shard + 1:05d}-of-{self.num_shards:05d}.safetensors"
@@ -122,12 +121,3 @@ class CheckpointWriter:
         if self.folder.exists():
             shutil.rmtree(self.folder)
         os.rename(self.partial, self.folder)
-
-
-def _copy_side_files(source: Path, target: Path) -> None:
-    for path in _side_files(source):
-        shutil.copyfile(path, target / path.name)
-
-
-def _side_files(source: Path) -> Iterable[Path]:
-    return (p for p in sorted(source.iterdir()) if p.is_file() and not p.name.endswith(WEIGHT_SUFFIXES))

@@ -27,6 +27,7 @@ _ITEM_BITS = {
 class TensorInfo:
     dtype: str  # as the format writes it: "BF16"
     shape: tuple[int, ...]
+    offset: int = 0  # of its first byte in the file
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -40,7 +41,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
-        infos = {name: TensorInfo(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+        infos = {
+            name: TensorInfo(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+            for name, entry in header.items()
+        }
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         wrong = next((name for name, entry in header.items() if not _has_its_bytes(entry)), None)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

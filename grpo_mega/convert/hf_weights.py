@@ -1,0 +1,155 @@
+"""Hugging Face folders as `Weights`: safetensors, sharded or not, or pytorch_model.bin; block-quantised FP8 is dequantised.
+
+Headers alone are read. A .bin is unpickled with torch's weights-only loader onto tensors without memory, which tells where in
+the file each tensor lies.
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.convert.dtypes import FP8, FROM_TORCH, ITEM_BYTES, WEIGHTS
+from grpo_mega.convert.sources import Extent, Part, Scale, matrix, whole
+from grpo_mega.errors import WeightMappingError
+from grpo_mega.weights.boxes import Index
+from grpo_mega.weights.hf_files import INDEX, SINGLE, weight_files
+from grpo_mega.weights.safetensors_header import TensorInfo, read_header
+
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+SCALE_SUFFIX = "_scale_inv"
+_DEFAULT_BLOCK = (128, 128)
+
+
+class HfWeights:
+    """`config` is the contents of config.json. Raises WeightMappingError for files that are missing, cut short or at odds with
+    the index, and for tensors of a dtype that cannot be converted."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        self._folder = Path(folder)
+        is_bin = not any((folder / name).exists() for name in (INDEX, SINGLE))
+        index = folder / (BIN_INDEX if is_bin else INDEX)
+        self._files = _bin_files(folder) if is_bin else weight_files(folder)
+        self._of: dict[str, tuple[Path, TensorInfo]] = {}
+        for path in self._files:
+            for name, info in (_read_bin(path) if is_bin else read_header(path)).items():
+                self._of[name] = path, info
+        _check_index(index, self._of)
+        self._config = config
+        self._block = _block_size(config)
+        self._names = [n for n in self._of if not (n.endswith(SCALE_SUFFIX) and n.removesuffix(SCALE_SUFFIX) in self._of)]
+        self._shapes = {name: self._of[name][1].shape for name in self._names}
+        for name in self._names:
+            self._check_dtype(name)
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    @property
+    def files(self) -> list[Path]:
+        return self._files
+
+    @property
+    def is_quantised(self) -> bool:
+        return len(self._names) < len(self._of)
+
+    def shapes(self) -> dict[str, Index]:
+        return self._shapes
+
+    def dtype(self, name: str) -> str:
+        info = self._of[name][1]
+        return self._compute_dtype() if self._scale_of(name) else info.dtype
+
+    def parts(self, name: str) -> list[Part]:
+        path, info = self._of[name]
+        scale = None
+        scale_name = self._scale_of(name)
+        if scale_name:
+            scale_path, scale_info = self._of[scale_name]
+            scale = Scale(Extent(scale_path, scale_info.offset, scale_info.dtype, *matrix(scale_info.shape)), *self._block)
+        return [Part(whole(name, info.shape), Extent(path, info.offset, info.dtype, *matrix(info.shape), scale), 0, 0)]
+
+    def _scale_of(self, name: str) -> str | None:
+        scale = name + SCALE_SUFFIX
+        return scale if scale in self._of else None
+
+    def _compute_dtype(self) -> str:
+        named = self._config.get("dtype") or self._config.get("torch_dtype") or "bfloat16"
+        return FROM_TORCH.get(str(named).removeprefix("torch."), "BF16")
+
+    def _check_dtype(self, name: str) -> None:
+        path, info = self._of[name]
+        scale = self._scale_of(name)
+        if scale is None and info.dtype not in WEIGHTS:
+            wanted = f"none of {', '.join(WEIGHTS)}" + (f", and there is no {name}{SCALE_SUFFIX}" if info.dtype == FP8 else "")
+            raise WeightMappingError(f"{path}: {name} has dtype {info.dtype}, {wanted}; give one that is not quantized")
+        if scale is None:
+            return
+        found, (rows, columns) = self._of[scale][1], matrix(info.shape)
+        expected = (-(-rows // self._block[0]), -(-columns // self._block[1]))
+        if info.dtype != FP8 or found.shape != expected or found.dtype not in WEIGHTS:
+            raise WeightMappingError(
+                f"{path}: {scale} has dtype {found.dtype} and shape {list(found.shape)} for {name} of {info.dtype} "
+                f"{list(info.shape)}; known is {FP8} with a scale for each block of {self._block[0]}x{self._block[1]}"
+            )
+
+
+def _block_size(config: dict[str, Any]) -> tuple[int, int]:
+    quantization = config.get("quantization_config") or {}
+    rows, columns = quantization.get("weight_block_size") or _DEFAULT_BLOCK
+    return int(rows), int(columns)
+
+
+def _check_index(path: Path, found: dict[str, tuple[Path, TensorInfo]]) -> None:
+    if not path.exists():
+        return
+    for name, file in json.loads(path.read_text())["weight_map"].items():
+        if name not in found or found[name][0].name != file:
+            raise WeightMappingError(f"{path} names {name!r} in {file}, which does not hold it; fetch index and shards again")
+
+
+def _bin_files(folder: Path) -> list[Path]:
+    index = folder / BIN_INDEX
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WeightMappingError(f"{index} is no index of shards ({error!r}); fetch the file again") from None
+        for name in names:
+            if not (folder / name).exists():
+                raise WeightMappingError(f"{folder / name} is named by {BIN_INDEX} but does not exist; fetch the missing shard")
+        return [folder / name for name in names]
+    if (folder / BIN).exists():
+        return [folder / BIN]
+    raise WeightMappingError(f"{folder} has none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}; give a folder with weights")
+
+
+def _read_bin(path: Path) -> dict[str, TensorInfo]:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with FakeTensorMode():
+            tensors = torch.load(path, weights_only=True, map_location="cpu")
+        infos = {name: _located(name, tensor) for name, tensor in tensors.items()}
+    except Exception as error:  # unpickling raises what it likes
+        reason = (str(error) or repr(error)).splitlines()[0][:200]
+        raise WeightMappingError(f"{path} cannot be read by torch's weights-only loader ({reason}); use safetensors") from None
+    size = path.stat().st_size
+    for name, info in infos.items():
+        if info.offset + prod(info.shape) * ITEM_BYTES[info.dtype] > size:
+            raise WeightMappingError(f"{path} is cut short: it does not hold all of {name}; fetch the file again")
+    return infos
+
+
+def _located(name: str, tensor: Any) -> TensorInfo:
+    dtype = FROM_TORCH[str(tensor.dtype).removeprefix("torch.")]
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous")
+    begin = tensor.untyped_storage()._checkpoint_offset
+    if begin is None:
+        raise ValueError("it is in the format that torch used before 1.6")
+    return TensorInfo(dtype, tuple(tensor.shape), begin + tensor.storage_offset() * ITEM_BYTES[dtype])

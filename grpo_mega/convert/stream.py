@@ -1,0 +1,104 @@
+"""The bytes of a target, block by block, in memory that does not depend on its size.
+
+Runs of bytes are read to where they are written from. Columns, casts and block scales go through torch, some rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from grpo_mega.convert.copies import Copy, Target
+from grpo_mega.convert.dtypes import ITEM_BYTES, TORCH_NAMES
+from grpo_mega.convert.sources import Extent, Files
+
+BLOCK_BYTES = 1 << 20  # stays in a core's cache between reading and writing
+
+
+def torch_dtype(dtype: str) -> torch.dtype:
+    return getattr(torch, TORCH_NAMES[dtype])
+
+
+class Streamer:
+    """One worker's buffers. A block that is given is valid until the next one is asked for."""
+
+    def __init__(self, files: Files, block_bytes: int = BLOCK_BYTES) -> None:
+        self._files, self._block_bytes = files, block_bytes
+        self._block = bytearray(block_bytes)
+        self._scratch = bytearray(0)
+
+    def blocks(self, target: Target) -> Iterator[memoryview]:
+        """All bytes of the target in order."""
+        return self._runs(target) if target.is_runs else self._rows(target)
+
+    def _runs(self, target: Target) -> Iterator[memoryview]:
+        view, filled = memoryview(self._block), 0
+        for copy in target.copies:
+            offset, left = copy.extent.offset + copy.row * copy.extent.row_bytes, copy.rows * copy.extent.row_bytes
+            while left:
+                length = min(left, self._block_bytes - filled)
+                self._files.read_into(copy.extent.path, offset, view[filled : filled + length])
+                offset, left, filled = offset + length, left - length, filled + length
+                if filled == self._block_bytes:
+                    yield view
+                    filled = 0
+        if filled:
+            yield view[:filled]
+
+    @torch.no_grad()
+    def _rows(self, target: Target) -> Iterator[memoryview]:
+        row_bytes = target.columns * ITEM_BYTES[target.dtype]
+        step = max(1, self._block_bytes // max(1, row_bytes))
+        if len(self._block) < step * row_bytes:
+            self._block = bytearray(step * row_bytes)
+        view = memoryview(self._block)
+        for first in range(0, target.rows, step):
+            count = min(step, target.rows - first)
+            block = view[: count * row_bytes]
+            matrix = torch.frombuffer(block, dtype=torch_dtype(target.dtype)).view(count, target.columns)
+            for copy in target.copies:
+                begin, end = max(copy.to_row, first), min(copy.to_row + copy.rows, first + count)
+                if begin < end:
+                    place = matrix[begin - first : end - first, copy.to_column : copy.to_column + copy.columns]
+                    self._fill(place, copy, copy.row + begin - copy.to_row)
+            yield block
+
+    def _fill(self, place: Tensor, copy: Copy, row: int) -> None:
+        """`place` gets the copy's columns of the extent's rows from `row` on, as many as it has."""
+        extent = copy.extent
+        step = max(1, self._block_bytes // max(1, extent.row_bytes))
+        for begin in range(0, place.shape[0], step):
+            count = min(step, place.shape[0] - begin)
+            values = self._read(extent, row + begin, count)[:, copy.column : copy.column + copy.columns]
+            if extent.scale is not None:
+                values = values.float() * self._scales(extent, row + begin, count, copy)
+            place[begin : begin + count].copy_(values)
+
+    def _read(self, extent: Extent, row: int, count: int) -> Tensor:
+        """Valid until the next read."""
+        length = count * extent.row_bytes
+        if len(self._scratch) < length:
+            self._scratch = bytearray(length)
+        view = memoryview(self._scratch)[:length]
+        self._files.read_into(extent.path, extent.offset + row * extent.row_bytes, view)
+        return torch.frombuffer(view, dtype=torch_dtype(extent.dtype)).view(count, extent.columns)
+
+    def _scales(self, extent: Extent, row: int, count: int, copy: Copy) -> Tensor:
+        """[count, copy.columns] fp32."""
+        assert extent.scale is not None
+        scales, height, width = extent.scale.extent, extent.scale.rows, extent.scale.columns
+        first, last = row // height, (row + count - 1) // height
+        length = (last - first + 1) * scales.row_bytes
+        raw = bytearray(self._files.read(scales.path, scales.offset + first * scales.row_bytes, length))
+        blocks = torch.frombuffer(raw, dtype=torch_dtype(scales.dtype)).view(-1, scales.columns).float()
+        rows = torch.arange(row, row + count) // height - first
+        columns = torch.arange(copy.column, copy.column + copy.columns) // width
+        return blocks[rows][:, columns]
+
+
+def has_nonfinite(block: memoryview, dtype: str) -> bool:
+    """Whether a block of whole elements holds NaN or infinity."""
+    low, high = torch.aminmax(torch.frombuffer(block, dtype=torch_dtype(dtype)))
+    return not bool(torch.isfinite(low) & torch.isfinite(high))

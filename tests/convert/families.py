@@ -1,0 +1,115 @@
+"""Tiny checkpoints of every family that is converted, made by transformers itself, and comparing folders of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import make_model, make_tokenizer
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`model`: tests' name of the family; `changes`: fields of its config."""
+
+    model: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+
+
+# Eight layers where pp=4 with vpp=2 is to load them; the vocabulary of 102 does not divide by 4.
+CASES = {
+    "llama1": Case("llama", {"num_key_value_heads": 4}, torch.float16),
+    "llama2": Case("llama", {"num_hidden_layers": 8}),
+    "llama3": Case("llama", {"rope_parameters": LLAMA3_ROPE, "tied": True}, torch.bfloat16),
+    "mistral": Case("mistral", {"sliding_window": None}),
+    "qwen2": Case("qwen2", {}, torch.bfloat16),
+    "qwen2_5": Case("qwen2", {"tied": True, "use_sliding_window": False, "max_window_layers": 4}),
+    "qwen3": Case("qwen3", {"tied": True}),
+    "mixtral": Case("mixtral"),
+    "qwen3_moe": Case("qwen3_moe", {}, torch.bfloat16),
+}
+_MIXTURES = {"mixtral": (MixtralConfig, MixtralForCausalLM), "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM)}
+
+
+def save(case: Case, folder: Path, max_shard_size: str = "5GB") -> Path:
+    """A checkpoint with config, generation config and tokenizer; returns its folder."""
+    model = _mixture(case) if case.model in _MIXTURES else make_model(case.model, dtype=case.dtype, **case.changes)
+    model.generation_config = GenerationConfig(eos_token_id=[1], pad_token_id=0, temperature=0.6, do_sample=True)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    make_tokenizer().save_pretrained(folder, save_jinja_files=False)
+    return folder
+
+
+def _mixture(case: Case) -> Any:
+    """Four experts; norms away from 1."""
+    config_class, model_class = _MIXTURES[case.model]
+    own = (
+        {"num_local_experts": 4} if case.model == "mixtral" else {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16}
+    )
+    sizes = {
+        "num_hidden_layers": 4,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 102,
+        "max_position_embeddings": 256,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+        "initializer_range": 0.15,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "tie_word_embeddings": False,
+        "router_jitter_noise": 0.0,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_class(config_class(**(sizes | own | case.changes)))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("norm.weight"):
+                    parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+    return model.to(case.dtype).eval().requires_grad_(False)
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def assert_same_folder(found: Path, expected: Path) -> None:
+    """All tensors bit for bit, and every other file byte for byte, the index of shards aside."""
+    ours, theirs = tensors_of(found), tensors_of(expected)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype and ours[name].shape == tensor.shape, name
+        assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    sides = [{p.name for p in folder.iterdir() if "safetensors" not in p.name} for folder in (found, expected)]
+    assert sides[0] == sides[1]
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= sides[0]
+    for name in sides[0]:
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Fields whose value is None are taken out."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))

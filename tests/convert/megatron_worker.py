@@ -1,0 +1,90 @@
+"""One rank of the layout tests: `python megatron_worker.py FOLDER` reads cases.json and runs all of them in turn.
+
+Each case loads a converted checkpoint with Megatron's own loader into a model of the case's layout, whose parameters are NaN
+before, and saves that model with Megatron's own saver. It also builds the policy from the converted checkpoint as training
+does, saves its state with the optimizer's, and compares it with the policy built from the Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grpo_mega import config as configs
+from grpo_mega import job as jobs
+from grpo_mega.megatron import model as models
+from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.checkpoint import _InProcessSave
+
+# isort: split
+from megatron.core import dist_checkpointing, parallel_state
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    cases: list[dict[str, Any]] = json.loads((folder / "cases.json").read_text())
+    device = runtimes.join(_config(cases[0], "hf"))
+    for case in cases:
+        config = _config(case, "megatron")
+        runtime = runtimes.arrange(config, device)
+        model = jobs.read_model(config)
+        chunks = models.build_chunks(model.shape, model.family, model.hf_config, config.model, config.layout, runtime)
+        with torch.no_grad():
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    parameter.fill_(float("nan"))
+        _load(chunks, Path(case["megatron"]))
+        out = Path(case["out"])
+        if runtime.rank == 0:
+            out.mkdir()
+        dist.barrier()
+        dist_checkpointing.save(_state(chunks), str(out), sharded_strategy=_InProcessSave("torch_dist", 1))
+
+        policy = jobs.build_policy(config, model, runtime)
+        trained = out.with_name(f"{out.name}-trained")
+        if runtime.rank == 0:
+            trained.mkdir()
+        dist.barrier()
+        policy.save(trained)
+        loaded = policy.tensors()
+        expected_config = _config(case, "hf")
+        expected = jobs.build_policy(expected_config, jobs.read_model(expected_config), runtime).tensors()
+        assert loaded.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(loaded[name], tensor), (case["layout"], name)
+    dist.barrier()
+    runtimes.stop()
+
+
+def _config(case: dict[str, Any], source: str) -> configs.Config:
+    return configs.Config.model_validate(
+        {
+            "steps": 1,
+            "device": "cpu",
+            "run_dir": "unused",
+            "data": {"train": "unused.jsonl"},
+            "model": {"path": case[source], "dtype": case["dtype"]},
+            "layout": case["layout"],
+        }
+    )
+
+
+def _load(chunks: list[Any], folder: Path) -> None:
+    state = dist_checkpointing.load(_state(chunks), str(folder))
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(state[f"model{index}"])
+
+
+def _state(chunks: list[Any]) -> dict[str, Any]:
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"dp_cp_group": group, "singleton_local_shards": False}
+    return {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,70 @@
+"""Converted checkpoints load in Megatron at any layout, and what Megatron saves there converts back to the same bits.
+
+One launch of four ranks for all cases; loading, saving and the models are Megatron-core's own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import CASES, assert_same_folder, save
+
+from grpo_mega.convert.convert import convert_hf_to_mcore, convert_mcore_to_hf
+from grpo_mega.convert.inspect import describe
+from grpo_mega.launch import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+WORKER = Path(__file__).with_name("megatron_worker.py")
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("llama2", {"tp": 2, "pp": 2}),
+    ("llama2", {"tp": 4}),
+    ("llama2", {"pp": 4, "vpp": 2}),
+    ("llama3", {"tp": 2, "pp": 2, "sequence_parallel": True}),
+    ("qwen2", {"tp": 4}),
+    ("qwen3_moe", {"dp": 4, "ep": 2}),
+    ("mixtral", {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}),
+]
+NAMES = [f"{model} {' '.join(f'{k}{v}' for k, v in layout.items())}" for model, layout in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with "<model>-hf" and "<model>-megatron", and by number of the layout what Megatron saved there."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for name in {model for model, _ in LAYOUTS}:
+        save(CASES[name], folder / f"{name}-hf")
+        convert_hf_to_mcore(folder / f"{name}-hf", folder / f"{name}-megatron", show_progress=False)
+    cases = [
+        {
+            "hf": str(folder / f"{name}-hf"),
+            "megatron": str(folder / f"{name}-megatron"),
+            "out": str(folder / str(number)),
+            "dtype": str(CASES[name].dtype).removeprefix("torch."),
+            "layout": layout,
+        }
+        for number, (name, layout) in enumerate(LAYOUTS)
+    ]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    code = run_ranks([sys.executable, str(WORKER), str(folder)], 4, folder / "logs")
+    assert code == 0, "a rank failed; see the output above"
+    return folder
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=NAMES)
+def test_what_megatron_loads_and_saves_converts_back_to_the_same_bits(saved: Path, tmp_path: Path, number: int) -> None:
+    source = saved / f"{LAYOUTS[number][0]}-hf"
+    convert_mcore_to_hf(saved / str(number), tmp_path / "back", config_folder=source, show_progress=False)
+    assert_same_folder(tmp_path / "back", source)
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=NAMES)
+def test_a_training_checkpoint_converts_and_its_optimizer_is_passed_over(saved: Path, tmp_path: Path, number: int) -> None:
+    source, trained = saved / f"{LAYOUTS[number][0]}-hf", saved / f"{number}-trained"
+    assert describe(trained, source)["optimizer"] is True
+    convert_mcore_to_hf(trained, tmp_path / "back", config_folder=source, show_progress=False)
+    assert_same_folder(tmp_path / "back", source)

@@ -1,0 +1,103 @@
+"""inspect_checkpoint.py and the dry run tell from config and headers what a checkpoint is and where its tensors go."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import convert_hf_to_mcore
+import inspect_checkpoint
+import pytest
+from bench_weight_sync import MODELS
+from families import CASES, save, tensors_of
+
+from grpo_mega.convert.convert import convert_hf_to_mcore as convert
+
+
+def described(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert inspect_checkpoint.main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_folder_and_its_conversion_are_described_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = save(CASES["qwen3_moe"], tmp_path / "hf")
+    convert(source, tmp_path / "megatron", show_progress=False)
+    tensors = tensors_of(source)
+    for path, kind in (("hf", "Hugging Face folder"), ("megatron", "Megatron distributed checkpoint")):
+        found = described([str(tmp_path / path)], capsys)
+        assert found["kind"] == kind and found["family"] == "qwen3_moe" and found["dtype"] == "bfloat16"
+        assert found["parameters"] == sum(t.numel() for t in tensors.values()) and found["tensors"] == len(tensors)
+        assert (found["layers"], found["experts"], found["step"]) == (4, 4, None)
+        assert found["bytes"] > 2 * found["parameters"]
+    assert found["layout"] == "any (saved in pieces of tp=1)" and found["optimizer"] is False
+    assert inspect_checkpoint.main([str(tmp_path / "hf")]) == 0
+    assert "parameters       " in capsys.readouterr().out
+    assert inspect_checkpoint.main([str(tmp_path)]) == 2
+    assert "is not a checkpoint" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_run_is_found_with_its_config_step_and_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the run's folder, its checkpoints or one of them; config.yaml leads to the model."""
+    source = save(CASES["llama2"], tmp_path / "hf")
+    run = tmp_path / "run"
+    step = run / "checkpoints/step-000007"
+    step.mkdir(parents=True)
+    convert(source, tmp_path / "state", show_progress=False)
+    (step / "state").mkdir()
+    for name in (".metadata", "metadata.json", "common.pt", "__0_0.distcp", "__1_0.distcp"):
+        (tmp_path / "state" / name).rename(step / "state" / name)
+    (run / "checkpoints/latest").write_text("step-000007\n")
+    (run / "config.yaml").write_text(f"model: {{path: {source}}}\n")
+    manifest = {"step": 7, "optimizer_step": 14, "layout": "tp=2,pp=2,vpp=1,dp=1"}
+    (step / "checkpoint.json").write_text(json.dumps(manifest))
+    for path in (run, run / "checkpoints", step, step / "state"):
+        found = described([str(path)], capsys)
+        assert found["kind"] == "Megatron distributed checkpoint of a training run"
+        assert (found["step"], found["policy_version"], found["optimizer_step"]) == (7, 7, 14)
+        assert found["layout"] == "tp=2,pp=2,vpp=1,dp=1" and found["config"] == str(source / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "tensors", "parameters"),
+    [
+        # 6 tensors a layer and stage's tp rank, embedding, final norm and output layer
+        ("llama-70b", "tp=4,pp=4", (80 * 6 + 3) * 4, "70.554 billion parameters"),
+        # 7 a layer without experts, on each of 8 ep ranks; 2 an expert
+        ("qwen3-235b", "tp=4,pp=4,ep=8", (94 * 7 + 3) * 4 * 8 + 94 * 128 * 2 * 4, "235.094 billion parameters"),
+    ],
+)
+def test_the_dry_run_lists_every_slice_of_a_large_model_within_seconds(
+    model: str, layout: str, tensors: int, parameters: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
+    began = time.process_time()
+    assert convert_hf_to_mcore.main(["--dry", "--layout", layout, "--config", str(tmp_path / "config.json")]) == 0
+    assert time.process_time() - began < 5
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert len(lines) == tensors and last.startswith(f"{tensors} tensors of ") and parameters in last
+    if model == "llama-70b":
+        assert (
+            "pp3 tp1 chunk0 decoder.layers.79.mlp.linear_fc1.weight [14336, 8192] <- "
+            "model.layers.79.mlp.gate_proj.weight[7168:14336, 0:8192]; "
+            "model.layers.79.mlp.up_proj.weight[7168:14336, 0:8192] at 7168,0"
+        ) in lines
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("tp=3", "layout.tp=3 does not divide the model's 64 attention heads; use 1, 2, 4, 8"),
+        ("tp", "--layout=tp: 'tp' is not understood; give some of tp, pp, vpp, dp, ep as tp=2"),
+        ("ep=2", "layout.ep=2 spreads experts, but the model is dense; use ep=1"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(
+    layout: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["llama-70b"]))
+    assert convert_hf_to_mcore.main(["--dry", "--layout", layout, "--config", str(tmp_path / "config.json")]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,55 @@
+"""verify_checkpoint.py names what differs: fields, tensors, bits, and the first layer whose outputs are others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import verify_checkpoint
+from families import CASES, edit_config, save, tensors_of
+from safetensors.torch import save_file
+
+from grpo_mega.convert.convert import convert_hf_to_mcore
+
+
+def test_a_conversion_agrees_with_its_source_bit_for_bit_and_layer_by_layer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron-core computes the converted one, transformers the source."""
+    for name in ("llama3", "qwen3_moe"):
+        save(CASES[name], tmp_path / name)
+        convert_hf_to_mcore(tmp_path / name, tmp_path / f"{name}-megatron", show_progress=False)
+        assert verify_checkpoint.main([str(tmp_path / name), str(tmp_path / f"{name}-megatron")]) == 0
+        out = capsys.readouterr().out
+        assert f"{len(tensors_of(tmp_path / name))} tensors equal bit for bit" in out
+        assert "all 4 layers and the logits agree on 2 prompts" in out and out.endswith("\nthe same\n")
+
+
+def test_the_first_layer_that_differs_is_named_with_its_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = save(CASES["qwen2"], tmp_path / "a")
+    other = save(CASES["qwen2"], tmp_path / "b")
+    tensors = tensors_of(other)
+    for layer in (2, 3):
+        tensors[f"model.layers.{layer}.mlp.down_proj.weight"][5] *= 1.5
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    assert verify_checkpoint.main([str(source), str(other)]) == 1
+    out = capsys.readouterr().out
+    assert "bits differ: model.layers.2.mlp.down_proj.weight\nbits differ: model.layers.3.mlp.down_proj.weight\n" in out
+    assert "logits: layer 2 is the first that differs, by " in out and out.endswith("NOT the same\n")
+
+
+def test_fields_names_shapes_and_dtypes_that_differ_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = save(CASES["llama2"], tmp_path / "a")
+    other = save(CASES["llama2"], tmp_path / "b")
+    tensors = tensors_of(other)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
+    tensors["model.layers.0.self_attn.q_norm.weight"] = tensors.pop("model.layers.0.input_layernorm.weight")
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    edit_config(other, rms_norm_eps=0.5, transformers_version="1.0")
+    assert verify_checkpoint.main([str(source), str(other)]) == 1
+    out = capsys.readouterr().out
+    assert "config: rms_norm_eps is 1e-06 in A and 0.5 in B\n" in out and "transformers_version" not in out
+    assert "missing in B: model.layers.0.input_layernorm.weight\n" in out
+    assert "extra in B: model.layers.0.self_attn.q_norm.weight\n" in out
+    assert "other: model.norm.weight is F32 [32] in A and BF16 [32] in B\n" in out
+    assert "logits: not computed" in out

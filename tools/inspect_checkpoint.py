@@ -1,0 +1,49 @@
+"""Says what a checkpoint is: `python tools/inspect_checkpoint.py PATH [--config HF_DIR] [--json]`.
+
+PATH is a Hugging Face folder, a converted checkpoint, or a run's folder or one of its checkpoints. Reads headers alone. Exit
+code 2 if it is none of these, or damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from convert_options import Parser, run
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = Parser(__doc__)
+    parser.add_argument("path", type=Path, metavar="PATH")
+    parser.add_argument("--config", type=Path, help="folder with config.json, if the checkpoint does not lead to it")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    return run(lambda: inspect(options))
+
+
+def inspect(options: argparse.Namespace) -> int:
+    from grpo_mega.convert.inspect import describe
+
+    found = describe(options.path, options.config)
+    if options.json:
+        print(json.dumps(found))
+        return 0
+    for name, value in found.items():
+        if value is not None:
+            print(f"{name.replace('_', ' '):<16} {said(name, value)}")
+    return 0
+
+
+def said(name: str, value: Any) -> str:
+    if name == "bytes":
+        return f"{value} ({value / 1e9:.2f} GB)"
+    if name == "parameters":
+        return f"{value} ({value / 1e9:.3f} billion)"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Compares two checkpoints, each a Hugging Face folder or a Megatron one: `python tools/verify_checkpoint.py A B`.
+
+First config, names, shapes, dtypes and the bits of every tensor, in blocks. Then, where the model fits into memory, what every
+layer puts out on fixed prompts: a Hugging Face folder is computed by transformers, a Megatron checkpoint by Megatron-core, so
+that a mapping that is wrong in both directions is found too. Names the first layer that differs. --no-logits leaves that out.
+--config-a and --config-b: folder with config.json, for a checkpoint that does not lead to one. Exit code 0 if both are the
+same, 1 if not, 2 if one of them cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from convert_options import Parser, count, run
+
+from grpo_mega.convert.checkpoint import Checkpoint, find_checkpoint
+from grpo_mega.convert.compare import Difference, compare
+from grpo_mega.errors import ConfigError
+
+_SHOWN = 10  # names of a kind
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = Parser(__doc__)
+    parser.add_argument("a", type=Path, metavar="A")
+    parser.add_argument("b", type=Path, metavar="B")
+    parser.add_argument("--no-logits", action="store_true")
+    parser.add_argument("--workers", type=count, default=2)
+    parser.add_argument("--config-a", type=Path)
+    parser.add_argument("--config-b", type=Path)
+    options = parser.parse_args(arguments)
+    return run(lambda: verify(options))
+
+
+def verify(options: argparse.Namespace) -> int:
+    a, b = find_checkpoint(options.a, options.config_a), find_checkpoint(options.b, options.config_b)
+    print(f"A: {a.path} ({a.kind})\nB: {b.path} ({b.kind})")
+    found = compare(a, b, options.workers)
+    print_difference(found)
+    is_same = not found
+    can_run = not (found.missing or found.extra or found.other)
+    if options.no_logits or not can_run:
+        print("logits: not computed")
+    else:
+        is_same = compare_logits(a, b) and is_same
+    print("the same" if is_same else "NOT the same")
+    return 0 if is_same else 1
+
+
+def print_difference(found: Difference) -> None:
+    for name, ours, theirs in found.config:
+        print(f"config: {name} is {ours!r} in A and {theirs!r} in B")
+    kinds = (("missing in B", found.missing), ("extra in B", found.extra), ("other", found.other), ("bits differ", found.bits))
+    for kind, names in kinds:
+        for name in names[:_SHOWN]:
+            print(f"{kind}: {name}")
+        if len(names) > _SHOWN:
+            print(f"{kind}: {len(names) - _SHOWN} more")
+    print(f"{found.num_equal} tensors equal bit for bit")
+
+
+def compare_logits(a: Checkpoint, b: Checkpoint) -> bool:
+    import verify_logits
+
+    if not (verify_logits.fits(a) and verify_logits.fits(b)):
+        print("logits: not computed, the model does not fit into memory")
+        return True
+    try:
+        ours, theirs = verify_logits.outputs(a), verify_logits.outputs(b)
+    except ConfigError as error:
+        print(f"logits: not computed ({error})")
+        return True
+    found = verify_logits.first_difference(ours, theirs)
+    if found is None:
+        print(f"logits: all {len(ours) - 1} layers and the logits agree on {len(verify_logits._LENGTHS)} prompts")
+        return True
+    print(f"logits: {found[0]} is the first that differs, by {found[1]:.2g} of its largest number")
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

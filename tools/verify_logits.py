@@ -1,0 +1,163 @@
+"""What each layer of a checkpoint's model puts out on fixed prompts, in fp32: by transformers for a Hugging Face folder, by
+Megatron-core for a Megatron checkpoint. Two that agree show that the names and the order of rows mean the same to both.
+
+transformers runs in a process of its own, `verify_logits.py HF_DIR OUT`: the patches that Megatron needs without a GPU change
+torch's constructors, and `from_pretrained` then leaves the rotary frequencies uninitialised.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_mega.convert.checkpoint import Checkpoint, find_checkpoint
+from grpo_mega.convert.reader import open_reader
+from grpo_mega.errors import ConfigError
+from grpo_mega.weights.apply import fill
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TOLERANCE = 1e-4  # of the largest number that a layer puts out; fp32 gives 1e-6
+_BYTES_A_PARAMETER = 10  # fp32 weights, Megatron's buffer of gradients, and some more
+_LENGTHS = (7, 19)
+
+Outputs = dict[str, Tensor]  # by layer, from the first to the logits; [tokens, width]
+
+
+def fits(checkpoint: Checkpoint) -> bool:
+    """Whether the model fits into the memory that is free."""
+    family, shape = checkpoint.model()
+    needed = _BYTES_A_PARAMETER * sum(prod(s) for s in family.hf_tensors(shape).values())
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    return needed < free
+
+
+def outputs(checkpoint: Checkpoint) -> Outputs:
+    """Raises ConfigError for a model that Megatron's layers do not compute as transformers does."""
+    if checkpoint.is_megatron:
+        return _by_megatron(checkpoint)
+    if "quantization_config" in checkpoint.config():
+        raise ConfigError(f"{checkpoint.path} is quantized; convert it, and verify what was written")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "outputs.pt"
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, __file__, str(checkpoint.weights), str(out)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise ConfigError(f"transformers cannot run {checkpoint.path} ({done.stderr.strip().splitlines()[-1]})")
+        return torch.load(out)
+
+
+def first_difference(a: Outputs, b: Outputs) -> tuple[str, float] | None:
+    """The first layer whose outputs differ by more than TOLERANCE, and by how much of its largest number."""
+    for name, values in a.items():
+        difference = float((values - b[name]).abs().max() / values.abs().max().clamp_min(1e-30))
+        if not difference <= TOLERANCE:
+            return name, difference
+    return None
+
+
+def prompts(vocab: int) -> list[list[int]]:
+    """The same tokens for every model of a vocabulary's size."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in _LENGTHS]
+
+
+@torch.no_grad()
+def _by_transformers(checkpoint: Checkpoint) -> Outputs:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.weights, dtype=torch.float32).eval()
+    found: dict[str, list[Tensor]] = {}
+    for number, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(_keep(found, f"layer {number}"))
+    for tokens in prompts(checkpoint.model()[1].vocab):
+        logits = model(torch.tensor([tokens])).logits
+        found.setdefault("logits", []).append(logits[0])
+    return {name: torch.cat([v.reshape(-1, v.shape[-1]) for v in values]) for name, values in found.items()}
+
+
+def _keep(found: dict[str, list[Tensor]], name: str) -> Any:
+    def hook(module: Any, inputs: Any, output: Any) -> None:
+        found.setdefault(name, []).append((output[0] if isinstance(output, tuple) else output).detach())
+
+    return hook
+
+
+def _by_megatron(checkpoint: Checkpoint) -> Outputs:
+    from grpo_mega import config as configs
+    from grpo_mega import job as jobs
+    from grpo_mega.batching.pack import pack
+    from grpo_mega.megatron import runtime as runtimes
+    from grpo_mega.megatron.policy import Policy
+    from grpo_mega.types import Prompt, Sample
+
+    config = configs.Config.model_validate(
+        {
+            "steps": 1,
+            "device": "cpu",
+            "run_dir": "unused",
+            "data": {"train": "unused"},
+            "model": {"path": str(checkpoint.side), "dtype": "float32"},
+        }
+    )
+    samples = []
+    for number, tokens in enumerate(prompts(checkpoint.model()[1].vocab)):
+        prompt = Prompt(number, "", (tokens[0],), "")
+        sample = Sample(prompt, 0, tokens[1:], [0.0] * (len(tokens) - 1), "stop", 0, reward=1.0)
+        sample.advantages = torch.zeros(len(tokens) - 1)
+        samples.append(sample)
+    found: dict[str, list[Tensor]] = {}
+    with _one_rank():
+        runtime = runtimes.start(config)
+        try:
+            model = jobs.read_model(config)
+            policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
+            with open_reader(checkpoint.weights, model.family, model.shape) as reader:
+                fill(policy.holdings()[0], policy.tensors(), reader.read)
+            for number, layer in enumerate(policy._models[0].decoder.layers):
+                layer.register_forward_hook(_keep(found, f"layer {number}"))
+            batches = [
+                pack([[s]], [[1.0]], dp_size=1, dp_rank=0, token_budget=64, length_multiple=16, micro_batch_multiple=1)[0][0]
+                for s in samples
+            ]
+
+            def keep_logits(logits: Tensor, batch: Any) -> None:
+                found.setdefault("logits", []).append(logits)
+
+            policy._pipeline.forward(batches, keep_logits)
+        finally:
+            runtimes.stop()
+    vocab = checkpoint.model()[1].vocab
+    cut = {name: [v.reshape(-1, v.shape[-1])[:n] for v, n in zip(vs, _LENGTHS, strict=True)] for name, vs in found.items()}
+    return {name: torch.cat(values)[:, : vocab if name == "logits" else None] for name, values in cut.items()}
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    before = dict(os.environ)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
+if __name__ == "__main__":
+    torch.save(_by_transformers(find_checkpoint(Path(sys.argv[1]))), sys.argv[2])
