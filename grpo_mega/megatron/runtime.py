@@ -7,6 +7,7 @@ ranks, groups, device. Nothing of Megatron's global state leaks further than thi
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,8 +139,12 @@ def _fresh_store(rank: int) -> dist.Store:
 
 
 def _leave_groups() -> None:
-    """Megatron only forgets its groups; each would keep its threads and connections."""
+    """Megatron only forgets its groups; each would keep its threads and connections.
+
+    So would a policy that nobody needs any more: it is full of cycles, and holds its groups.
+    """
     parallel_state.destroy_model_parallel()
+    gc.collect()
     for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
         dist.destroy_process_group(group)
 

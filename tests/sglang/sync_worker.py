@@ -7,7 +7,6 @@ Megatron-core has its hands on torch.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -221,7 +220,6 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
         for version in range(1, len(case.layouts) + 1):
             config = config_of(case, folder, version)
             sync_layout(config, runtimes.arrange(config, device), board, engines, version)
-            gc.collect()  # a policy is full of cycles, and holds its process groups with their threads
 
 
 def main(rank: int, folder: Path) -> None:
