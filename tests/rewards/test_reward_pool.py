@@ -170,13 +170,19 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     [
         ([], 1, 5.0),
         ([("format", 1.0), ("format", 2.0)], 1, 5.0),
-        ([("format", 1.0)], 0, 5.0),
+        ([("format", 1.0)], -1, 5.0),
         ([("format", 1.0)], 1, 0.0),
     ],
 )
 def test_impossible_arguments_are_refused(functions: list[tuple[str, float]], num_workers: int, deadline_s: float) -> None:
     with pytest.raises(ConfigError):
         RewardPool(functions, num_workers, deadline_s)
+
+
+def test_a_pool_without_workers_starts_none_and_is_ready_at_once() -> None:
+    with RewardPool([("format", 1.0)], num_workers=0, deadline_s=5) as pool:
+        pool.wait_until_ready()
+        assert pool.worker_pids == [] and pool.collect() == {}
 
 
 def test_a_key_is_submitted_once_and_a_closed_pool_says_so() -> None:
