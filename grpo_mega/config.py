@@ -30,8 +30,30 @@ class ModelConfig(Section):
     path: Path  # a Hugging Face or converted Megatron checkpoint, or a folder with a config.json alone if init is "random"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     init: Literal["checkpoint", "random"] = "checkpoint"
-    fp8: Literal["e4m3", "hybrid"] | None = None  # needs Transformer Engine; never ignored without it
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"  # in the backward pass; selective: attention's core, and the MLP
+
+
+class PrecisionConfig(Section):
+    """FP8 for the linear layers of attention and MLP; norms, router, embedding and output layer stay in model.dtype."""
+
+    fp8: Literal["e4m3", "hybrid"] | None = None  # hybrid: gradients in e5m2; needs Transformer Engine, never ignored without
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"  # what each needs: fp8.py
+    first_layers_bf16: Annotated[int, Field(ge=0)] = 0  # decoder layers at either end that stay in bf16
+    last_layers_bf16: Annotated[int, Field(ge=0)] = 0
+    fp8_reference: bool = False  # the reference computes in FP8 too
+
+    @model_validator(mode="after")
+    def _check(self) -> PrecisionConfig:
+        if self.fp8 is None:
+            given = self.model_dump(exclude={"fp8", "fp8_recipe"}, exclude_defaults=True)
+            for name, value in given.items():
+                raise ValueError(f"precision.{name}={value} needs precision.fp8; set it to hybrid or e4m3, or leave {name} out")
+        elif self.fp8_recipe == "delayed" and (self.first_layers_bf16 or self.last_layers_bf16 or not self.fp8_reference):
+            raise ValueError(
+                "precision.fp8_recipe='delayed' cannot leave layers or the reference in bf16; use tensorwise, "
+                "or set fp8_reference=true and first_layers_bf16=last_layers_bf16=0"
+            )
+        return self
 
 
 class LayoutConfig(Section):
@@ -280,6 +302,7 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     model: ModelConfig
+    precision: PrecisionConfig = PrecisionConfig()
     layout: LayoutConfig = LayoutConfig()
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -295,6 +318,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
+        if self.precision.fp8 and self.model.dtype != "bfloat16":
+            raise ValueError(f"precision.fp8={self.precision.fp8!r} needs model.dtype=bfloat16, not {self.model.dtype}; set it")
         longest = self.data.max_prompt_length + self.rollout.max_response_length
         if longest > self.batch.tokens_per_micro_batch:
             raise ValueError(

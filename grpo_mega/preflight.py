@@ -16,6 +16,7 @@ from grpo_mega.convert.megatron_weights import MegatronWeights
 from grpo_mega.data.load import check_data
 from grpo_mega.data.tokenizer_files import check_tokenizer_files
 from grpo_mega.errors import ConfigError
+from grpo_mega.fp8 import check_blocks, check_transformer_engine, transformer_engine_version
 from grpo_mega.rewards.registry import BUILT_IN, check_name
 from grpo_mega.weights.architecture import check_architecture
 from grpo_mega.weights.families import family_of
@@ -29,6 +30,8 @@ def check(config: Config) -> None:
     check_rewards(config.rewards)
     shape = check_model(config.model)
     check_layout(config.layout, shape)
+    check_transformer_engine(config.precision, transformer_engine_version())
+    check_blocks(config.precision, config.layout, shape)
     check_engine(config.rollout, config.layout, shape)
     check_tokenizer_files(config.model.path, shape.vocab)
     check_data(config.data, config.batch.prompts_per_step)
@@ -40,9 +43,6 @@ def check_model(model: ModelConfig) -> ModelShape:
         raise ConfigError(f"model.path={model.path} is not a folder; name the folder of a Hugging Face checkpoint")
     if not (model.path / "config.json").is_file():
         raise ConfigError(f"model.path={model.path} holds no config.json; name the folder of a Hugging Face checkpoint")
-    # Megatron ignores fp8 without Transformer Engine, silently.
-    if model.fp8 and importlib.util.find_spec("transformer_engine") is None:
-        raise ConfigError(f"model.fp8={model.fp8!r} needs Transformer Engine; install it or leave model.fp8 out")
     fields = read_config(model.path)
     shape = ModelShape.from_hf_config(fields)
     family = family_of(shape.model_type)

@@ -229,7 +229,11 @@ CASES = [
         after_start=True,
     ),
     # the machine
-    Case("fp8", ("model.fp8='hybrid'", "install it or leave model.fp8 out"), ("model.fp8=hybrid",)),
+    Case(
+        "fp8",
+        ("precision.fp8='hybrid'", "install it or leave precision.fp8 out"),
+        ("precision.fp8=hybrid", "model.dtype=bfloat16"),
+    ),
     Case("no GPU", ("device='cuda'", "use device=auto or device=cpu"), ("device=cuda",), in_rank=True),
 ]
 NEEDS = {"fp8": importlib.util.find_spec("transformer_engine") is None, "no GPU": not torch.cuda.is_available()}

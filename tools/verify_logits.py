@@ -101,6 +101,7 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
     from grpo_mega import job as jobs
     from grpo_mega.batching.pack import pack
     from grpo_mega.megatron import runtime as runtimes
+    from grpo_mega.megatron.model import output_weight
     from grpo_mega.megatron.policy import Policy
     from grpo_mega.types import Prompt, Sample
 
@@ -134,8 +135,8 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
                 for s in samples
             ]
 
-            def keep_logits(logits: Tensor, batch: Any) -> None:
-                found.setdefault("logits", []).append(logits)
+            def keep_logits(hidden: Tensor, batch: Any) -> None:
+                found.setdefault("logits", []).append(hidden @ output_weight(policy._models[-1]).t())
 
             policy._pipeline.forward(batches, keep_logits)
         finally:

@@ -1,12 +1,14 @@
 """Building this rank's model chunks: a GPTModel for each, from a Hugging Face config and the layout.
 
 With Transformer Engine on a GPU the layers are TE's; elsewhere they are Megatron's local ones with the parts of packed.py.
+The last chunk gives hidden states, whole on every tensor-parallel rank: log-probs are made of those and the output weight.
 Parameters are not initialised here: weights.apply fills every one of them, from a checkpoint or from a seed.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -29,39 +33,40 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from grpo_mega.config import LayoutConfig, ModelConfig
-from grpo_mega.errors import ConfigError
+from grpo_mega.config import Config
 from grpo_mega.megatron import compat
 from grpo_mega.megatron.packed import PackedAttention, PackedRotary, RMSNorm
+from grpo_mega.megatron.precision import megatron_settings
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.weights.spec import Family, ModelShape, padded_vocab
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "moe"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 def uses_transformer_engine(runtime: Runtime) -> bool:
     return runtime.device.is_cuda and importlib.util.find_spec("transformer_engine") is not None
 
 
-def build_chunks(
-    shape: ModelShape, family: Family, hf_config: Any, model: ModelConfig, layout: LayoutConfig, runtime: Runtime
-) -> list[GPTModel]:
+def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Config, runtime: Runtime) -> list[GPTModel]:
     """This rank's model chunks, first to last; one without virtual pipeline parallelism."""
     if shape.num_experts:
         compat.run_mixtures()
-    config = transformer_config(shape, family, hf_config, model, layout, runtime)
-    return [_build(shape, hf_config, config, runtime, chunk) for chunk in range(runtime.layout.vpp)]
+    megatron = transformer_config(shape, family, hf_config, config, runtime)
+    return [_build(shape, hf_config, megatron, runtime, chunk) for chunk in range(runtime.layout.vpp)]
 
 
 def transformer_config(
-    shape: ModelShape, family: Family, hf_config: Any, model: ModelConfig, layout: LayoutConfig, runtime: Runtime
+    shape: ModelShape, family: Family, hf_config: Any, config: Config, runtime: Runtime
 ) -> TransformerConfig:
     """Megatron's config, with the guards of what it would get wrong without a word."""
-    dtype = DTYPES[model.dtype]
+    dtype = DTYPES[config.model.dtype]
     is_cuda, is_interleaved = runtime.device.is_cuda, runtime.layout.vpp > 1
     use_te = uses_transformer_engine(runtime)
-    if model.fp8 and not use_te:  # Megatron ignores fp8 without TE, silently
-        raise ConfigError(f"model.fp8={model.fp8!r} needs Transformer Engine on a GPU; install it or leave model.fp8 out")
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,
@@ -82,11 +87,11 @@ def transformer_config(
         pipeline_model_parallel_size=runtime.layout.pp,
         virtual_pipeline_model_parallel_size=runtime.layout.vpp if is_interleaved else None,
         pipeline_model_parallel_layout=_uneven_stages(shape, runtime),
-        sequence_parallel=layout.sequence_parallel,
+        sequence_parallel=config.layout.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        fp8=model.fp8,
+        **megatron_settings(config.precision, runtime.device),
         **_mixture(shape, hf_config, runtime),
         use_cpu_initialization=not is_cuda,
         perform_initialization=False,
@@ -102,9 +107,7 @@ def transformer_config(
         # Batched p2p swaps previous and next stage on gloo with interleaving at pp=2.
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
-        recompute_granularity="full" if model.recompute == "full" else None,
-        recompute_method="uniform" if model.recompute == "full" else None,
-        recompute_num_layers=1 if model.recompute == "full" else None,
+        **_RECOMPUTE[config.model.recompute],
     )
 
 
@@ -155,12 +158,27 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
         vp_stage=vp_stage,
     )
     _mark_partitions(model)
+    if model.post_process:
+        model.output_layer.forward = partial(_hand_on, model.output_layer)
     inv_freq = rotary_inv_freq(hf_config)
     if use_te:
         model.rotary_pos_emb.inv_freq = inv_freq
     else:
         model.rotary_pos_emb = PackedRotary(inv_freq)
     return model.to(runtime.device.torch_device)
+
+
+def output_weight(model: GPTModel) -> Any:
+    """The last chunk's output weight [padded_vocab / tp, hidden], which is the embedding's where the two are tied."""
+    return model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else model.output_layer.weight
+
+
+def _hand_on(layer: ColumnParallelLinear, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """The output layer's forward, up to its product: hidden states whole on every rank, whose gradients are added up over tp.
+    It stays a module that is called, since Megatron waits there for a gather of its parameters."""
+    if layer.sequence_parallel:
+        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.tp_group), None
+    return copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group), None
 
 
 def _mark_partitions(model: GPTModel) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,9 @@ from grpo_mega.algorithm.losses import LOSSES, LossInputs, LossOutputs, accumula
 from grpo_mega.config import Config
 from grpo_mega.megatron import checkpoint
 from grpo_mega.megatron import optimizer as optimizers
-from grpo_mega.megatron.model import build_chunks, uses_transformer_engine
+from grpo_mega.megatron.model import build_chunks, output_weight, uses_transformer_engine
 from grpo_mega.megatron.offload import HostCopy, PolicyMemory
+from grpo_mega.megatron.precision import in_bf16
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.megatron.step import Pipeline
 from grpo_mega.ops.logprobs import vocab_parallel_logprobs
@@ -42,7 +44,7 @@ class Policy:
         self._config, self._family, self._shape, self._runtime = config, family, shape, runtime
         self._uses_te = uses_transformer_engine(runtime)
         self._holding_of = partial(megatron_holding, family, shape, runtime.layout, fused_norms=self._uses_te)
-        models = build_chunks(shape, family, hf_config, config.model, config.layout, runtime)
+        models = build_chunks(shape, family, hf_config, config, runtime)
         self._parameters = _parameters_of(models, self._holding_of(runtime.rank))
         _check_partitions(self._parameters, runtime, self._holding_of)
         self._models = models
@@ -170,7 +172,9 @@ class Policy:
                 batch.old_logprobs = values
         if self._reference:
             self._settle()
-            with self._memory.with_weights(self._reference):
+            precision = self._config.precision
+            in_dtype = in_bf16(self._models[0].config) if precision.fp8 and not precision.fp8_reference else nullcontext()
+            with self._memory.with_weights(self._reference), in_dtype:
                 for batch, values in self._evaluate(batches):
                     batch.ref_logprobs = values
         return batches
@@ -226,22 +230,28 @@ class Policy:
         """Each batch with its [T] log-probs under the current weights; none on all but the last stage."""
         pairs: list[tuple[PackedBatch, Tensor]] = []
         for batches in mini_batches:
-            values = self._pipeline.forward(batches, lambda logits_TV, batch: self._logprobs(logits_TV, batch)[0])
+            values = self._pipeline.forward(batches, lambda hidden_TH, batch: self._logprobs(hidden_TH, batch)[0])
             pairs += zip(batches, values, strict=bool(values))
         return pairs
 
-    def _logprobs(self, logits_TV: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
+    def _logprobs(self, hidden_TH: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
+        """Of the tokens that train; 0 for the others."""
+        weight_VH = output_weight(self._models[-1])
         return vocab_parallel_logprobs(
-            logits_TV,
+            hidden_TH,
+            weight_VH,
             batch.targets,
             vocab_size=self._shape.vocab,
             temperature=self._config.rollout.temperature,
             tp_group=self._runtime.tp_group if self._runtime.layout.tp > 1 else None,
             with_entropy=self._config.algorithm.calculate_entropy,
+            needed_T=batch.loss_mask > 0,
+            # Where reductions overlap with the backward, Megatron insists on a gradient that autograd brought.
+            weight_grad_VH=None if self._config.layout.overlap_grad_reduce else weight_VH.main_grad,
         )
 
-    def _loss(self, logits_TV: Tensor, batch: PackedBatch) -> LossOutputs:
-        logprobs, entropy = self._logprobs(logits_TV, batch)
+    def _loss(self, hidden_TH: Tensor, batch: PackedBatch) -> LossOutputs:
+        logprobs, entropy = self._logprobs(hidden_TH, batch)
         self._seen.append((batch, logprobs.detach()))
         return self._loss_of(
             LossInputs(

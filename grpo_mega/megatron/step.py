@@ -1,7 +1,7 @@
 """One pass of packed micro-batches through the pipeline: forward only, or forward and backward.
 
-Megatron's schedule runs the micro-batches; what becomes of the logits is a function of the caller, called on the last stage
-with this rank's vocabulary shard. All micro-batches of one call have the same number of tokens.
+Megatron's schedule runs the micro-batches; what becomes of the last hidden states is a function of the caller, called on the
+last stage. All micro-batches of one call have the same number of tokens.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ class Pipeline:
     def __init__(self, chunks: Sequence[Any], *, uses_te: bool) -> None:
         self._chunks = list(chunks)
         self._uses_te = uses_te
-        # Megatron's casting wrapper would otherwise copy all logits to fp32; our log-probs read bf16 logits tile by tile.
+        # Megatron's casting wrapper would otherwise copy the hidden states to fp32.
         self._model_kwargs = {"fp32_output": False} if chunks[0].config.bf16 else {}
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[PackedBatch], on_logits: Callable[[Tensor, PackedBatch], T]) -> list[T]:
-        """`on_logits(logits_TV, batch)` of each micro-batch in order on the last stage; an empty list on the others."""
+    def forward(self, batches: Sequence[PackedBatch], on_hidden: Callable[[Tensor, PackedBatch], T]) -> list[T]:
+        """`on_hidden(hidden_TH, batch)` of each micro-batch in order on the last stage; an empty list on the others."""
 
         def forward_step(items: Iterator[Item], model: Any) -> tuple[Tensor, Callable[..., T]]:
             item = next(items)
-            return self._logits(item, model), lambda out, non_loss_data: on_logits(out.squeeze(0), item[0])
+            return self._hidden(item, model), lambda out, non_loss_data: on_hidden(out.squeeze(0), item[0])
 
         return self._run(batches, forward_step, forward_only=True, collect_non_loss_data=True)
 
     def forward_backward(
-        self, batches: Sequence[PackedBatch], on_logits: Callable[[Tensor, PackedBatch], LossOutputs]
+        self, batches: Sequence[PackedBatch], on_hidden: Callable[[Tensor, PackedBatch], LossOutputs]
     ) -> list[LossOutputs]:
         """Adds the gradient of the sum of all losses, over micro-batches and data-parallel ranks, to the gradient buffers."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
 
         def loss(batch: PackedBatch, out: Tensor) -> tuple[Tensor, Tensor, LossOutputs]:
-            outputs = on_logits(out.squeeze(0), batch)
+            outputs = on_hidden(out.squeeze(0), batch)
             return outputs.loss, torch.zeros([], dtype=torch.int32, device=out.device), outputs
 
         def forward_step(items: Iterator[Item], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             item = next(items)
-            return self._logits(item, model), partial(loss, item[0])
+            return self._hidden(item, model), partial(loss, item[0])
 
         return self._run(batches, forward_step, forward_only=False)
 
-    def _logits(self, item: Item, model: Any) -> Tensor:
-        """[1, T, padded_vocab / tp] on the last stage, the hidden states [T, 1, hidden] on the others."""
+    def _hidden(self, item: Item, model: Any) -> Tensor:
+        """Hidden states: [1, T, hidden] on the last stage, [T (/ tp with sequence parallelism), 1, hidden] on the others."""
         batch, packed_seq_params = item
         return model(
             batch.tokens[None], batch.position_ids[None], None, packed_seq_params=packed_seq_params, **self._model_kwargs

@@ -1,8 +1,9 @@
-"""Log-probabilities and entropies of a softmax whose vocabulary is split over tensor-parallel ranks.
+"""Log-probabilities and entropies of softmax(hidden @ weight.T / temperature), its vocabulary split over tensor-parallel ranks.
 
-In: this rank's [T, padded_vocab / tp] shard of the logits. Out: [T] vectors, the same on every rank of the group. No [T, V]
-array other than the logits and their gradient ever exists: forward and backward walk over tiles of tokens, in float32 (float64
-for float64 logits). The forward costs two collectives on [T] vectors (a max and a sum), the backward none.
+In: hidden states [T, H] and this rank's rows [padded_vocab / tp, H] of the output weight. Out: [T] vectors, the same on every
+rank of the group. Logits exist one tile of tokens and columns at a time, in float32 (float64 for float64 weights): forward and
+backward both compute them, a fourth matrix product in exchange for never holding [T, V]. The forward costs two collectives on
+[T] vectors (a max and a sum), the backward none: the hidden states' gradient is this rank's part of a sum over the group.
 """
 
 from __future__ import annotations
@@ -18,66 +19,99 @@ from torch.autograd.function import once_differentiable
 
 # exp of it is 0 in float64 as in float32, yet it can be multiplied with anything finite: where p is 0, p * log p stays 0.
 _LOG_ZERO = -1e4
+# Tokens and columns of a tile: on a CPU two of them stay in its cache, on a GPU each fills it with work.
+_CPU_TILE, _GPU_TILE = (1024, 4096), (4096, 8192)
 
 
 def vocab_parallel_logprobs(
-    logits_TV: Tensor,
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
     targets_T: Tensor,
     *,
     vocab_size: int,
     temperature: float = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     with_entropy: bool = False,
-    tile: int = 1024,
+    needed_T: Tensor | None = None,
+    weight_grad_VH: Tensor | None = None,
+    tile: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of `targets_T` under softmax(logits / temperature), and the softmax's entropies if asked for.
+    """Log-probabilities of `targets_T` under softmax(hidden_TH @ weight.T / temperature), and its entropies if asked for.
 
-    logits_TV: [T, width] float32, bfloat16 or float64; rank r of `tp_group` holds columns r * width to (r + 1) * width of the
-    padded vocabulary. Columns from `vocab_size` on are padding and never reach the softmax. targets_T: [T] int64, each in
-    0 .. vocab_size - 1. Logits of -inf have probability 0; a row of nothing else has no softmax and gives NaN.
-    Returns logprobs_T and entropy_T (nats; None without `with_entropy`), float32 (float64 for float64 logits). Gradients
-    flow to the logits from both, in the logits' dtype. All ranks of the group must call with the same T.
+    hidden_TH: [T, H], the same on all ranks of `tp_group`; weight_VH: [width, H]; both float32, bfloat16 or float64. Rank r
+    holds rows r * width to (r + 1) * width of the padded vocabulary; those from `vocab_size` on are padding: they are never
+    read, and their gradient is 0. targets_T: [T] int64, each in 0 .. vocab_size - 1. Tokens where `needed_T` (bool) is False
+    give 0 and cost nothing. Logits of -inf have probability 0; a row of nothing else has no softmax and gives NaN.
+    Returns logprobs_T and entropy_T (nats; None without `with_entropy`), float32 (float64 for float64 weights).
+    All ranks of the group must call with the same T and needed_T.
+
+    Gradients flow from both. That of hidden_TH is this rank's part: whatever made hidden_TH the same on all ranks has to add
+    the parts up in its backward, as a column-parallel linear's input does. That of the weight is summed in float32, and either
+    returned in the weight's dtype or, with `weight_grad_VH` ([width, H]), added to that, the weight itself getting none.
+    Tokens whose upstream gradients are 0 are left out of the backward.
     """
-    width = logits_TV.shape[1]
+    width = weight_VH.shape[0]
     start = width * (dist.get_rank(tp_group) if tp_group is not None else 0)
-    shard = _Shard(start, max(0, min(width, vocab_size - start)), temperature, tile)
-    return _VocabParallelLogprobs.apply(logits_TV, targets_T, shard, tp_group, with_entropy)
+    tile = tile or (_GPU_TILE if weight_VH.is_cuda else _CPU_TILE)
+    shard = _Shard(start, max(0, min(width, vocab_size - start)), 1 / temperature, *tile)
+    if needed_T is None:
+        return _Logprobs.apply(hidden_TH, weight_VH, targets_T, weight_grad_VH, shard, tp_group, with_entropy)
+    index_N = needed_T.nonzero().squeeze(1)
+    logprobs_N, entropy_N = _Logprobs.apply(
+        hidden_TH.index_select(0, index_N), weight_VH, targets_T[index_N], weight_grad_VH, shard, tp_group, with_entropy
+    )
+    zeros_T = torch.zeros_like(needed_T, dtype=logprobs_N.dtype)
+    logprobs_T = zeros_T.index_copy(0, index_N, logprobs_N)
+    return logprobs_T, None if entropy_N is None else zeros_T.index_copy(0, index_N, entropy_N)
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """Which columns of the vocabulary a rank holds, and how its logits are walked over."""
+    """Which columns of the vocabulary a rank holds, and how [T, V] is walked over."""
 
     start: int
     num_columns: int  # those that are no padding; 0 on a rank that holds padding only
-    temperature: float
-    tile: int
+    inverse_temperature: float
+    num_tile_tokens: int
+    num_tile_columns: int
 
-    def tiles(self, logits_TV: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yields (tokens of the tile, its scaled logits [n, num_columns] in the dtype of computation)."""
-        for begin in range(0, logits_TV.shape[0], self.tile):
-            tokens = slice(begin, begin + self.tile)
-            x_nv = logits_TV[tokens, : self.num_columns].to(_compute_dtype(logits_TV))
-            yield tokens, x_nv if self.temperature == 1.0 else x_nv / self.temperature
+    def column_tiles(self) -> Iterator[slice]:
+        return _slices(self.num_columns, self.num_tile_columns)
 
-    def columns(self, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Each target's column in this shard (any valid column if it is elsewhere), and whether it is here."""
-        column_T = targets_T - self.start
-        is_here_T = (column_T >= 0) & (column_T < self.num_columns)
-        return torch.where(is_here_T, column_T, 0), is_here_T
+    def token_tiles(self, num_tokens: int) -> Iterator[slice]:
+        return _slices(num_tokens, self.num_tile_tokens)
+
+    def scratch(self, like: Tensor) -> Tensor:
+        """Memory for a tile, in the dtype of computation."""
+        size = min(self.num_tile_tokens, like.shape[0]) * min(self.num_tile_columns, self.num_columns)
+        return torch.empty(size, dtype=_compute_dtype(like), device=like.device)
+
+    def logits(self, hidden_nH: Tensor, weight_vH: Tensor, scratch: Tensor) -> Tensor:
+        """A tile's scaled logits [n, v], in `scratch`."""
+        x_nv = _tile_of(scratch, hidden_nH.shape[0], weight_vH.shape[0])
+        _add_product(x_nv, hidden_nH, weight_vH.t(), beta=0.0, alpha=self.inverse_temperature)
+        return x_nv
+
+    def targets(self, targets_n: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+        """Each target's column in a tile (any valid one if it is elsewhere) [n, 1], and whether it is here [n, 1]."""
+        column_n1 = (targets_n - (self.start + columns.start)).unsqueeze(1)
+        is_here_n1 = (column_n1 >= 0) & (column_n1 < columns.stop - columns.start)
+        return torch.where(is_here_n1, column_n1, 0), is_here_n1
 
 
-class _VocabParallelLogprobs(torch.autograd.Function):
+class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits_TV: Tensor,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
         targets_T: Tensor,
+        weight_grad_VH: Tensor | None,
         shard: _Shard,
         tp_group: dist.ProcessGroup | None,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        local_max_T, sums_kT = _local_statistics(logits_TV, targets_T, shard, with_entropy)
+        local_max_T, sums_kT = _statistics(hidden_TH, weight_VH, targets_T, shard, with_entropy)
         max_T = local_max_T.clone()
         if tp_group is not None:
             dist.all_reduce(max_T, dist.ReduceOp.MAX, group=tp_group)
@@ -88,72 +122,157 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         log_sum_T = sum_exp_T.log()
         # Both terms of the entropy are >= 0, so that nothing cancels: log sum e^y - sum y e^y / sum e^y with y = x - max <= 0.
         entropy_T = log_sum_T - sums_kT[2] / sum_exp_T if with_entropy else None
-        ctx.shard = shard
+        ctx.shard, ctx.weight_grad_VH = shard, weight_grad_VH
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits_TV, targets_T, max_T, log_sum_T, entropy_T)
+        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, max_T, sum_exp_T, entropy_T)
         return (target_T - max_T) - log_sum_T, entropy_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
-        """d logprob / dx_j = [j = target] - p_j and d entropy / dx_j = -p_j (log p_j + entropy), over the temperature."""
-        logits_TV, targets_T, max_T, log_sum_T, entropy_T = ctx.saved_tensors
-        shard: _Shard = ctx.shard
-        if grad_logprobs_T is not None:
-            grad_logprobs_T = grad_logprobs_T / shard.temperature
+        hidden_TH, weight_VH, targets_T, max_T, sum_exp_T, entropy_T = ctx.saved_tensors
+        if grad_logprobs_T is None:
+            grad_logprobs_T = torch.zeros_like(max_T)
+        is_moved_T = grad_logprobs_T != 0
         if grad_entropy_T is not None:
-            grad_entropy_T = grad_entropy_T / shard.temperature
-        column_T, is_here_T = shard.columns(targets_T)
-        grad_TV = torch.empty_like(logits_TV)
-        grad_TV[:, shard.num_columns :] = 0
-        for tokens, x_nv in shard.tiles(logits_TV):
-            logp_nv = (x_nv - max_T[tokens, None]).sub_(log_sum_T[tokens, None])
-            if grad_entropy_T is None:
-                grad_nv = logp_nv.exp_().mul_(-grad_logprobs_T[tokens, None] if grad_logprobs_T is not None else 0)
-            else:
-                p_nv = logp_nv.clamp_(min=_LOG_ZERO).exp()
-                grad_nv = logp_nv.add_(entropy_T[tokens, None]).mul_(-grad_entropy_T[tokens, None])
-                if grad_logprobs_T is not None:
-                    grad_nv.sub_(grad_logprobs_T[tokens, None])
-                grad_nv.mul_(p_nv)
-            if grad_logprobs_T is not None and shard.num_columns:
-                grad_target_n1 = (grad_logprobs_T[tokens] * is_here_T[tokens]).unsqueeze(1)
-                grad_nv.scatter_add_(1, column_T[tokens, None], grad_target_n1)
-            grad_TV[tokens, : shard.num_columns] = grad_nv
-        return grad_TV, None, None, None, None
+            is_moved_T |= grad_entropy_T != 0
+        index_N = is_moved_T.nonzero().squeeze(1)
+        scale_N = ctx.shard.inverse_temperature / sum_exp_T[index_N]  # of gradients to logits, times e^y / sum e^y
+        slope_N = offset_N = None
+        if grad_entropy_T is not None:
+            slope_N = -grad_entropy_T[index_N] * scale_N
+            offset_N = slope_N * (entropy_T - sum_exp_T.log())[index_N]
+        upstream = _Upstream(
+            targets_T[index_N], max_T[index_N], sum_exp_T[index_N], grad_logprobs_T[index_N] * scale_N, slope_N, offset_N
+        )
+        hidden_NH = hidden_TH if len(index_N) == len(hidden_TH) else hidden_TH[index_N]
+        grad_hidden_NH, grad_weight_VH = _gradients(
+            hidden_NH, weight_VH, upstream, ctx.shard, ctx.weight_grad_VH, needs=ctx.needs_input_grad[:2]
+        )
+        if grad_hidden_NH is not None and hidden_NH is not hidden_TH:
+            grad_hidden_NH = torch.zeros_like(hidden_TH).index_copy_(0, index_N, grad_hidden_NH)
+        return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
 
 
-def _local_statistics(logits_TV: Tensor, targets_T: Tensor, shard: _Shard, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """The shard's max_T, and rows of sums [k, T]: target logit, sum e^y, and with entropy sum y e^y, with y = x - max."""
-    dtype = _compute_dtype(logits_TV)
-    floor = torch.finfo(dtype).min  # stands for -inf, whose differences would be NaN
-    num_tokens = logits_TV.shape[0]
-    max_T = torch.full((num_tokens,), floor, dtype=dtype, device=logits_TV.device)
-    sums_kT = torch.zeros((3 if with_entropy else 2, num_tokens), dtype=dtype, device=logits_TV.device)
-    if shard.num_columns == 0:
-        return max_T, sums_kT
-    column_T, is_here_T = shard.columns(targets_T)
-    for tokens, x_nv in shard.tiles(logits_TV):
-        max_T[tokens] = x_nv.amax(dim=1).clamp_(min=floor)
-        target_n = x_nv.gather(1, column_T[tokens, None]).squeeze(1)
-        sums_kT[0, tokens] = torch.where(is_here_T[tokens], target_n, 0)
-        y_nv = x_nv - max_T[tokens, None]
-        if with_entropy:
-            exp_nv = y_nv.clamp_(min=_LOG_ZERO).exp()
-            sums_kT[2, tokens] = y_nv.mul_(exp_nv).sum(dim=1)
+@dataclass(frozen=True)
+class _Upstream:
+    """What the gradient of the logits follows from, for the tokens that have one.
+
+    With y = x - max and p = e^y / sum e^y: d logprob / dx_j = [j = target] - p_j, d entropy / dx_j = -p_j (log p_j + entropy).
+    Both are multiples of e^y but for the target's own: e^y (slope y + offset - grad) + [j = target] grad sum_exp.
+    """
+
+    targets_N: Tensor
+    max_N: Tensor
+    sum_exp_N: Tensor
+    grad_N: Tensor  # of the log-prob, over temperature and sum_exp
+    slope_N: Tensor | None  # minus that of the entropy, over the same
+    offset_N: Tensor | None  # slope times (entropy - log sum_exp)
+
+    def to_logits(self, x_nv: Tensor, spare: Tensor, tokens: slice, target_n1: Tensor, is_here_n1: Tensor) -> Tensor:
+        """The gradient of a tile's logits, in their place; `spare` is scratch."""
+        y_nv = x_nv.sub_(self.max_N[tokens, None])
+        grad_n1 = self.grad_N[tokens, None]
+        if self.slope_N is None or self.offset_N is None:
+            grad_nv = y_nv.exp_().mul_(-grad_n1)
         else:
-            exp_nv = y_nv.exp_()
-        sums_kT[1, tokens] = exp_nv.sum(dim=1)
+            exp_nv = torch.exp(y_nv.clamp_(min=_LOG_ZERO), out=_tile_of(spare, *y_nv.shape))
+            grad_nv = torch.addcmul(self.offset_N[tokens, None] - grad_n1, y_nv, self.slope_N[tokens, None], out=y_nv)
+            grad_nv.mul_(exp_nv)
+        return grad_nv.scatter_add_(1, target_n1, grad_n1 * self.sum_exp_N[tokens, None] * is_here_n1)
+
+
+def _statistics(
+    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, shard: _Shard, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """The shard's max_T, and rows of sums [k, T]: target logit, sum e^y, and with entropy sum y e^y, with y = x - max."""
+    dtype, num_tokens = _compute_dtype(weight_VH), hidden_TH.shape[0]
+    # The least finite number stands for -inf, whose differences would be NaN.
+    max_T = torch.full((num_tokens,), torch.finfo(dtype).min, dtype=dtype, device=hidden_TH.device)
+    sums_kT = torch.zeros((3 if with_entropy else 2, num_tokens), dtype=dtype, device=hidden_TH.device)
+    scratch, spare = shard.scratch(hidden_TH), shard.scratch(hidden_TH) if with_entropy else None
+    hidden_TH = _operand(hidden_TH)
+    for columns in shard.column_tiles():
+        weight_vH = _operand(weight_VH[columns])
+        for tokens in shard.token_tiles(num_tokens):
+            x_nv = shard.logits(hidden_TH[tokens], weight_vH, scratch)
+            column_n1, is_here_n1 = shard.targets(targets_T[tokens], columns)
+            sums_kT[0, tokens] += torch.where(is_here_n1, x_nv.gather(1, column_n1), 0).squeeze(1)
+            max_n = torch.maximum(max_T[tokens], x_nv.amax(dim=1))
+            _shift(sums_kT[:, tokens], max_T[tokens] - max_n)
+            max_T[tokens] = max_n
+            y_nv = x_nv.sub_(max_n[:, None])
+            if spare is None:
+                exp_nv = y_nv.exp_()
+                sums_kT[1, tokens] += exp_nv.sum(dim=1)
+            else:
+                exp_nv = torch.exp(y_nv.clamp_(min=_LOG_ZERO), out=_tile_of(spare, *y_nv.shape))
+                sums_kT[1, tokens] += exp_nv.sum(dim=1)
+                sums_kT[2, tokens] += y_nv.mul_(exp_nv).sum(dim=1)
     return max_T, sums_kT
 
 
+def _gradients(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    upstream: _Upstream,
+    shard: _Shard,
+    weight_grad_VH: Tensor | None,
+    *,
+    needs: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden states and weight, None where not needed; the weight's goes into `weight_grad_VH` if there is one."""
+    needs_hidden, needs_weight = needs
+    dtype, operands_NH = _compute_dtype(weight_VH), _operand(hidden_NH)
+    grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=dtype) if needs_hidden else None
+    grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight and weight_grad_VH is None else None
+    sink_VH = grad_weight_VH if weight_grad_VH is None else weight_grad_VH
+    scratch, spare = shard.scratch(hidden_NH), shard.scratch(hidden_NH) if upstream.slope_N is not None else torch.empty(0)
+    for columns in shard.column_tiles() if len(hidden_NH) else ():
+        weight_vH = _operand(weight_VH[columns])
+        sink_vH = None if sink_VH is None or not needs_weight else sink_VH[columns]
+        sum_vH = sink_vH if sink_vH is None or sink_vH.dtype == dtype else torch.zeros_like(sink_vH, dtype=dtype)
+        for tokens in shard.token_tiles(len(hidden_NH)):
+            x_nv = shard.logits(operands_NH[tokens], weight_vH, scratch)
+            target = shard.targets(upstream.targets_N[tokens], columns)
+            grad_nv = upstream.to_logits(x_nv, spare, tokens, *target).to(weight_vH.dtype)
+            if grad_hidden_NH is not None:
+                _add_product(grad_hidden_NH[tokens], grad_nv, weight_vH)
+            if sum_vH is not None:
+                _add_product(sum_vH, grad_nv.t(), operands_NH[tokens])
+        if sink_vH is not None and sum_vH is not None and sum_vH is not sink_vH:
+            sink_vH += sum_vH
+    return None if grad_hidden_NH is None else grad_hidden_NH.to(hidden_NH.dtype), grad_weight_VH
+
+
 def _shift(sums_kT: Tensor, delta_T: Tensor) -> None:
-    """Restates the sums over y = x - local max for the group's max, in place; delta_T = local max - the group's max <= 0."""
+    """Restates the sums over y = x - old max for a new max, in place; delta_T = old - new <= 0."""
     delta_T = delta_T.clamp(min=_LOG_ZERO)
     if sums_kT.shape[0] == 3:
         sums_kT[2].add_(delta_T * sums_kT[1])
     sums_kT[1:].mul_(delta_T.exp())
 
 
-def _compute_dtype(logits_TV: Tensor) -> torch.dtype:
-    return torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
+def _add_product(out: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
+    """out = beta out + alpha a @ b, in place; sums and `out` may be float32 where a and b are bfloat16 (on a GPU)."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
+    else:
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
+
+
+def _operand(x: Tensor) -> Tensor:
+    """As matrix products take it: a GPU multiplies bfloat16 with float32 sums, a CPU here only float32 fast."""
+    return x if x.is_cuda else x.to(_compute_dtype(x))
+
+
+def _tile_of(scratch: Tensor, num_tokens: int, num_columns: int) -> Tensor:
+    return scratch[: num_tokens * num_columns].view(num_tokens, num_columns)
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    return (slice(begin, min(begin + size, total)) for begin in range(0, total, size))
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

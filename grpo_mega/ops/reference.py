@@ -20,3 +20,11 @@ def logprobs_and_entropy(
     finite_TV = torch.where(is_possible_TV, logp_TV, 0)
     entropy_T = -torch.where(is_possible_TV, finite_TV.exp() * finite_TV, 0).sum(dim=-1)
     return logprobs_T, entropy_T
+
+
+def logprobs_and_entropy_of_hidden(
+    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, *, vocab_size: int, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The same of the logits that the first `vocab_size` rows of an output weight make of hidden states."""
+    logits_TV = hidden_TH @ weight_VH[:vocab_size].t()
+    return logprobs_and_entropy(logits_TV, targets_T, vocab_size=vocab_size, temperature=temperature)

@@ -33,7 +33,7 @@ def main(folder: Path) -> None:
         config = _config(case, "megatron")
         runtime = runtimes.arrange(config, device)
         model = jobs.read_model(config)
-        chunks = models.build_chunks(model.shape, model.family, model.hf_config, config.model, config.layout, runtime)
+        chunks = models.build_chunks(model.shape, model.family, model.hf_config, config, runtime)
         with torch.no_grad():
             for chunk in chunks:
                 for parameter in chunk.parameters():

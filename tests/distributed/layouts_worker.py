@@ -17,6 +17,8 @@ from grpo_mega.batching.pack import pack
 from grpo_mega.check import Case
 from grpo_mega.check_rank import run_case
 from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.model import output_weight
+from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.types import PackedBatch, Prompt, Sample
 
@@ -52,13 +54,16 @@ def logits_difference(case: LogitsCase, runtime: Runtime) -> float:
         length_multiple=policy.length_multiple,
         micro_batch_multiple=policy.micro_batch_multiple,
     )[0]
-    found = policy._pipeline.forward(batches, partial(_differences, case, runtime, model.shape.vocab))
+    found = policy._pipeline.forward(batches, partial(_differences, case, runtime, policy, model.shape.vocab))
     worst = torch.tensor(max((d for micro_batch in found for d in micro_batch), default=0.0))
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst)
 
 
-def _differences(case: LogitsCase, runtime: Runtime, vocab: int, logits_TV: torch.Tensor, batch: PackedBatch) -> list[float]:
+def _differences(
+    case: LogitsCase, runtime: Runtime, policy: Policy, vocab: int, hidden_TH: torch.Tensor, batch: PackedBatch
+) -> list[float]:
+    logits_TV = hidden_TH @ output_weight(policy._models[-1]).t()
     shards = [torch.empty_like(logits_TV) for _ in range(runtime.layout.tp)]
     dist.all_gather(shards, logits_TV.contiguous(), group=runtime.tp_group)
     full_TV = torch.cat(shards, dim=1)[:, :vocab].float()

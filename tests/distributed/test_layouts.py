@@ -71,6 +71,7 @@ UPDATES = {
         "tp=1",
         "tp=1 batch.tokens_per_micro_batch=40",
         "tp=1 model.recompute=full",
+        "tp=1 model.recompute=selective",
         "tp=1 reversed",
         "tp=2,dp=2,sequence_parallel=true",
         "pp=2,dp=2",
@@ -86,7 +87,7 @@ UPDATES = {
         "tp=2,pp=2,dp=2",
     ),
     "qwen3": ("tp=1", "tp=2,pp=2", "tp=4,sequence_parallel=true", "dp=4"),
-    "qwen3_moe": ("tp=1", *MIXTURES_LAYOUTS[1:], "dp=4,ep=2 model.recompute=full"),
+    "qwen3_moe": ("tp=1", *MIXTURES_LAYOUTS[1:], "dp=4,ep=2 model.recompute=selective"),
     "mixtral": ("tp=1", "tp=2,ep=2,sequence_parallel=true"),
     "uneven": ("tp=1", "pp=4", "pp=4,layers_per_chunk=[1;2;2;1]", "tp=2,pp=2,sequence_parallel=true", "pp=2,vpp=2,dp=2"),
 }

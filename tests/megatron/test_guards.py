@@ -27,9 +27,9 @@ from types import SimpleNamespace
 shape = ModelShape("qwen2", 4, 32, 48, 4, 2, 8, 102, False)
 def config(layout, **changes):
     runtime = Runtime(device.Device("cpu", torch.device("cpu")), layout, 0, dist.HashStore())
-    settings = configs.ModelConfig(path="unused", **changes)
+    raw = {"run_dir": "r", "steps": 1, "model": {"path": "m"}, "data": {"train": "t"}, **changes}
     hf_config = SimpleNamespace(rms_norm_eps=1e-6)
-    return model.transformer_config(shape, family_of("qwen2"), hf_config, settings, configs.LayoutConfig(), runtime)
+    return model.transformer_config(shape, family_of("qwen2"), hf_config, configs.validate(raw), runtime)
 """
 
 
@@ -59,10 +59,27 @@ def test_fp8_without_transformer_engine_is_refused_and_not_ignored() -> None:
     result = python(
         PRELUDE
         + "from grpo_mega.errors import ConfigError\n"
-        + "try: config(MegatronLayout(), fp8='hybrid')\n"
+        + "try: config(MegatronLayout(), precision={'fp8': 'hybrid'})\n"
         + "except ConfigError as error: print(error)\n"
     )
-    assert result.stdout.startswith("model.fp8='hybrid' needs Transformer Engine"), result.stderr
+    assert result.stdout.startswith("precision.fp8='hybrid' needs a GPU, and this run is on a CPU"), result.stderr
+
+
+def test_a_reference_in_bf16_has_all_layers_in_bf16_for_its_pass_alone() -> None:
+    """By Megatron's own answer, of a config as on a GPU."""
+    result = python(
+        PRELUDE
+        + "from grpo_mega.megatron.precision import fp8_settings, in_bf16\n"
+        + "from megatron.core.fp8_utils import is_first_last_bf16_layer\n"
+        + "from megatron.core.transformer.transformer_config import TransformerConfig\n"
+        + "precision = configs.PrecisionConfig(fp8='hybrid', fp8_recipe='blockwise', last_layers_bf16=1)\n"
+        + "c = TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=4, **fp8_settings(precision))\n"
+        + "layers = lambda: [is_first_last_bf16_layer(c, i) for i in range(4)]\n"
+        + "assert layers() == [False, False, False, True], layers()\n"
+        + "with in_bf16(c): assert all(layers())\n"
+        + "assert layers() == [False, False, False, True], layers()\n"
+    )
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize(

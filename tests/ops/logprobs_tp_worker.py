@@ -1,88 +1,60 @@
-"""One of the ranks that test_logprobs_tp.py starts: `logprobs_tp_worker.py RANK WORLD_SIZE STORE_FILE`; fails by exception."""
+"""One of the ranks that test_logprobs_tp.py starts; each pair of cases and tensor-parallel sizes compares with the twin."""
 
-import sys
+from functools import cache, partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from logprob_cases import Case, assert_equal, of_ours, of_twin
+from ranks import run_cases
 
 from grpo_mega.ops.logprobs import vocab_parallel_logprobs
-from grpo_mega.ops.reference import logprobs_and_entropy
 
-# (tokens, vocabulary, width of a rank's shard, dtype, temperature, tile, share of -inf); width 8 of 5: rank 1 has padding only
-CASES = [
-    (7, 16, 8, torch.float64, 1.0, 1024, 0.0),
-    (7, 13, 8, torch.float64, 0.7, 3, 0.0),
-    (5, 8, 8, torch.float64, 1.0, 2, 0.0),
-    (5, 5, 8, torch.float64, 1.3, 2, 0.3),
-    (9, 30, 16, torch.float64, 0.5, 4, 0.6),
-    (9, 30, 16, torch.float64, 0.5, 4, 0.95),
-    (40, 60, 32, torch.float32, 0.8, 16, 0.0),
-    (40, 60, 32, torch.float32, 1.0, 7, 0.5),
-    (40, 60, 32, torch.bfloat16, 0.8, 16, 0.0),
-    (1, 2, 1, torch.float64, 1.0, 1, 0.0),
-    (0, 16, 8, torch.float64, 1.0, 4, 0.0),
-]
-TOLERANCES = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-5, 2**-8)}
-
-
-def check(case, seed, rank, world_size):
-    num_tokens, vocab_size, width, dtype, temperature, tile, forbidden = case
-    generator = torch.Generator().manual_seed(seed)
-    full = torch.randn(num_tokens, width * world_size, generator=generator, dtype=torch.float64) * 3
-    targets = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
-    is_forbidden = torch.rand(full.shape, generator=generator) < forbidden
-    is_forbidden[torch.arange(num_tokens), targets] = False
-    full[is_forbidden] = -torch.inf
-    full[:, vocab_size:] = torch.nan
-    full = full.to(dtype)
-    weights = torch.randn(2, num_tokens, generator=generator, dtype=torch.float64)
-
-    columns = slice(rank * width, (rank + 1) * width)
-    shard = full[:, columns].clone().requires_grad_()
-    options = {"vocab_size": vocab_size, "temperature": temperature}
-    logprobs, entropy = vocab_parallel_logprobs(
-        shard, targets, tp_group=dist.group.WORLD, with_entropy=True, tile=tile, **options
-    )
-    (weights.to(logprobs.dtype) * torch.stack([logprobs, entropy])).sum().backward()
-
-    twin = full.double().requires_grad_()
-    twin_logprobs, twin_entropy = logprobs_and_entropy(twin, targets, **options)
-    (weights * torch.stack([twin_logprobs, twin_entropy])).sum().backward()
-
-    value_tolerance, gradient_tolerance = TOLERANCES[dtype]
-    for actual, expected in [(logprobs, twin_logprobs), (entropy, twin_entropy)]:
-        torch.testing.assert_close(actual.double(), expected, rtol=value_tolerance, atol=value_tolerance)
-    gradient = shard.grad.double()
-    torch.testing.assert_close(gradient, twin.grad[:, columns], rtol=gradient_tolerance, atol=min(gradient_tolerance, 1e-5))
+CASES = {
+    "float64": Case(7, 16, 16),
+    "temperature and tiles": Case(7, 13, 16, temperature=0.7, tile=(3, 2)),
+    "last ranks with padding only": Case(5, 5, 20, temperature=1.3, tile=(2, 4)),
+    "one row for all but the first rank": Case(5, 2, 4),
+    "minus infinity": Case(9, 30, 32, temperature=0.5, tile=(4, 5), forbidden=0.6),
+    "all but the targets of minus infinity": Case(9, 30, 32, tile=(4, 5), forbidden=1.0),
+    "masked tokens": Case(12, 30, 32, tile=(5, 3), needed=0.5),
+    "all tokens masked": Case(12, 30, 32, needed=0.0),
+    "no tokens": Case(0, 16, 16),
+    "gradient buffer": Case(12, 30, 32, tile=(5, 3), needed=0.5, with_buffer=True),
+    "float32": Case(40, 120, 128, hidden=24, dtype=torch.float32, temperature=0.8, tile=(16, 10)),
+    "float32 minus infinity": Case(40, 120, 128, dtype=torch.float32, forbidden=0.5, tile=(7, 100)),
+    "bfloat16": Case(40, 120, 128, hidden=24, dtype=torch.bfloat16, temperature=0.8, tile=(16, 10), with_buffer=True),
+}
 
 
-def check_collectives():
+def check(case: Case, tp_size: int, rank: int, folder: Path) -> None:
+    tp_rank, group = rank % tp_size, _group(rank, tp_size)
+    assert_equal(case, of_ours(case, tp_rank, tp_size, group), of_twin(case), tp_rank, tp_size)
+
+
+def check_collectives(rank: int, folder: Path) -> None:
     """However many tiles and whatever is asked for, the forward costs two all-reduces and the backward none."""
     calls = []
     all_reduce = dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: (calls.append(args), all_reduce(*args, **kwargs))[1]
-    logits = torch.zeros(20, 8, requires_grad=True)
+    hidden, weight = torch.ones(20, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
     targets = torch.zeros(20, dtype=torch.int64)
-    logprobs, _ = vocab_parallel_logprobs(logits, targets, vocab_size=16, tp_group=dist.group.WORLD, with_entropy=True, tile=2)
+    logprobs, _ = vocab_parallel_logprobs(
+        hidden, weight, targets, vocab_size=16, tp_group=dist.group.WORLD, with_entropy=True, tile=(2, 3)
+    )
     assert len(calls) == 2, calls
     logprobs.sum().backward()
     assert len(calls) == 2, calls
     dist.all_reduce = all_reduce
 
 
-def main():
-    rank, world_size, store_path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    store = dist.FileStore(store_path, world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    for seed, case in enumerate(CASES):
-        try:
-            check(case, seed, rank, world_size)
-        except Exception as error:
-            raise AssertionError(f"rank {rank}, case {case}: {error}") from error
-    check_collectives()
-    dist.destroy_process_group()
+@cache
+def _group(rank: int, tp_size: int) -> dist.ProcessGroup:
+    """Ranks side by side; every rank makes every group."""
+    groups = [dist.new_group(range(begin, begin + tp_size)) for begin in range(0, 4, tp_size)]
+    return groups[rank // tp_size]
 
 
 if __name__ == "__main__":
-    main()
+    named = {f"tp={tp} {name}": partial(check, case, tp) for tp in (1, 2, 4) for name, case in CASES.items()}
+    run_cases(named | {"collectives": check_collectives})

@@ -1,149 +1,175 @@
 """vocab_parallel_logprobs on one rank against its naive twin; tensor parallelism is in test_logprobs_tp.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logprob_cases import Case, assert_equal, of_ours, of_twin
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_mega.ops.logprobs import vocab_parallel_logprobs
-from grpo_mega.ops.reference import logprobs_and_entropy
 
 
-def make_case(seed, num_tokens, vocab_size, padding, dtype=torch.float64, scale=3.0, forbidden=0.0):
-    """Random logits and targets; padding columns hold NaN, and `forbidden` is the share of -inf (never all of a row)."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(num_tokens, vocab_size + padding, generator=generator, dtype=torch.float64) * scale
-    targets = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
-    is_forbidden = torch.rand(logits.shape, generator=generator) < forbidden
-    is_forbidden[torch.arange(num_tokens), targets] = False
-    logits[is_forbidden] = -torch.inf
-    logits[:, vocab_size:] = torch.nan
-    return logits.to(dtype), targets
-
-
-def values_and_gradient(function, logits, targets, **options):
-    """(logprobs, entropy, gradient) for a random mix of both outputs."""
-    logits = logits.clone().requires_grad_()
-    logprobs, entropy = function(logits, targets, **options)
-    weights = torch.linspace(-1.0, 2.0, 2 * len(targets)).to(logprobs.dtype).reshape(2, -1)
-    (weights[0] @ logprobs + weights[1] @ entropy).backward()
-    return logprobs.detach(), entropy.detach(), logits.grad
-
-
-def assert_like_twin(logits, targets, tolerance, *, vocab_size, temperature=1.0, tile=1024):
-    ours = values_and_gradient(
-        vocab_parallel_logprobs,
-        logits,
-        targets,
+@st.composite
+def cases(draw):
+    vocab_size = draw(st.integers(1, 40))
+    return Case(
+        num_tokens=draw(st.integers(0, 9)),
         vocab_size=vocab_size,
-        temperature=temperature,
-        with_entropy=True,
-        tile=tile,
+        width=vocab_size + draw(st.integers(0, 5)),
+        hidden=draw(st.integers(1, 12)),
+        temperature=draw(st.floats(0.3, 3.0)),
+        tile=(draw(st.integers(1, 10)), draw(st.integers(1, 45))),
+        forbidden=draw(st.sampled_from([0.0, 0.0, 0.5, 0.95])),
+        needed=draw(st.sampled_from([1.0, 0.5, 0.0])),
+        with_buffer=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**31)),
     )
-    twin = values_and_gradient(logprobs_and_entropy, logits, targets, vocab_size=vocab_size, temperature=temperature)
-    for actual, expected in zip(ours, twin, strict=True):
-        torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=tolerance, atol=tolerance)
 
 
-CASES = {
-    "seed": st.integers(0, 2**31),
-    "num_tokens": st.integers(1, 9),
-    "vocab_size": st.integers(1, 40),
-    "padding": st.integers(0, 5),
-    "forbidden": st.sampled_from([0.0, 0.5, 0.95]),
-}
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_values_and_gradients_equal_the_naive_twin_in_float64(case):
+    assert_equal(case, of_ours(case), of_twin(case))
 
 
-@settings(max_examples=60, deadline=None)
-@given(**CASES, temperature=st.floats(0.3, 3.0), tile=st.integers(1, 10))
-def test_values_and_gradients_equal_the_naive_twin_in_float64(
-    seed, num_tokens, vocab_size, padding, forbidden, temperature, tile
-):
-    logits, targets = make_case(seed, num_tokens, vocab_size, padding, forbidden=forbidden)
-    assert_like_twin(logits, targets, 1e-12, vocab_size=vocab_size, temperature=temperature, tile=tile)
+@settings(max_examples=50, deadline=None)
+@given(cases())
+def test_values_and_gradients_equal_the_naive_twin_in_float32(case):
+    case = replace(case, dtype=torch.float32)
+    assert_equal(case, of_ours(case), of_twin(case))
 
 
 @settings(max_examples=30, deadline=None)
-@given(**CASES, temperature=st.floats(0.3, 3.0), tile=st.integers(1, 10))
-def test_values_and_gradients_equal_the_naive_twin_in_float32(
-    seed, num_tokens, vocab_size, padding, forbidden, temperature, tile
-):
-    logits, targets = make_case(seed, num_tokens, vocab_size, padding, torch.float32, forbidden=forbidden)
-    assert_like_twin(logits, targets, 1e-5, vocab_size=vocab_size, temperature=temperature, tile=tile)
+@given(cases())
+def test_values_from_bfloat16_are_those_of_float32_and_its_gradients_are_rounded_once(case):
+    case = replace(case, dtype=torch.bfloat16, forbidden=0.0)
+    assert_equal(case, of_ours(case), of_twin(case))
 
 
-def test_bfloat16_logits_give_float32_values_and_a_bfloat16_gradient():
-    logits, targets = make_case(0, 20, 50, 3, torch.bfloat16)
-    options = {"vocab_size": 50, "temperature": 0.7}
-    ours = values_and_gradient(vocab_parallel_logprobs, logits, targets, with_entropy=True, tile=7, **options)
-    twin = values_and_gradient(logprobs_and_entropy, logits.double(), targets, **options)
-    assert [x.dtype for x in ours] == [torch.float32, torch.float32, torch.bfloat16]
-    torch.testing.assert_close(ours[0].double(), twin[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours[1].double(), twin[1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours[2].double(), twin[2], rtol=2**-8, atol=1e-6)
+def test_tiles_of_the_default_size_equal_the_naive_twin():
+    case = Case(num_tokens=1030, vocab_size=4100, width=4101, hidden=8, dtype=torch.float32)
+    assert_equal(case, of_ours(case), of_twin(case))
 
 
-def test_the_gradient_of_padding_columns_is_zero_even_where_they_hold_nan():
-    logits, targets = make_case(1, 6, 10, 4)
-    gradient = values_and_gradient(vocab_parallel_logprobs, logits, targets, vocab_size=10, with_entropy=True)[2]
-    assert gradient[:, 10:].eq(0).all()
-    assert gradient[:, :10].isfinite().all()
-
-
-def test_forbidden_tokens_of_minus_infinity_have_no_gradient_and_a_forbidden_target_minus_infinity():
-    logits = torch.tensor([[0.0, -torch.inf, 1.0], [2.0, -torch.inf, -torch.inf]], requires_grad=True)
-    logprobs, entropy = vocab_parallel_logprobs(logits, torch.tensor([1, 0]), vocab_size=3, with_entropy=True)
-    assert logprobs.tolist() == [-torch.inf, 0.0]
-    assert entropy[1] == 0 and entropy.isfinite().all()
-    entropy.sum().backward()
-    assert logits.grad.isfinite().all() and logits.grad[0, 1] == 0
-
-
-def test_logits_of_any_size_do_not_overflow():
-    logits = torch.tensor([[1e6, 0.0, -1e6], [-1e6, -1e6, -1e6], [88.0, 90.0, 95.0]], requires_grad=True)
-    logprobs, entropy = vocab_parallel_logprobs(logits, torch.tensor([0, 1, 2]), vocab_size=3, with_entropy=True)
-    (logprobs.sum() + entropy.sum()).backward()
-    assert logprobs[0] == 0 and logits.grad.isfinite().all()
-    torch.testing.assert_close(entropy[1], torch.tensor(3.0).log())
+def inputs(num_tokens=4, vocab_size=7, hidden=3, dtype=torch.float64):
+    hidden_TH, weight_VH, targets_T, _ = Case(num_tokens, vocab_size, vocab_size, hidden, dtype).inputs()
+    return hidden_TH.requires_grad_(), weight_VH.requires_grad_(), targets_T
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_gradients_equal_numeric_gradients(with_entropy):
-    logits, targets = make_case(2, 4, 7, 0)
+    hidden, weight, targets = inputs()
 
-    def function(x):
-        outputs = vocab_parallel_logprobs(x, targets, vocab_size=7, temperature=0.6, with_entropy=with_entropy, tile=3)
+    def function(*args):
+        options = {"vocab_size": 7, "temperature": 0.6, "with_entropy": with_entropy, "tile": (3, 4)}
+        outputs = vocab_parallel_logprobs(*args, targets, **options)
         return outputs if with_entropy else outputs[0]
 
-    assert torch.autograd.gradcheck(function, logits.requires_grad_())
+    assert torch.autograd.gradcheck(function, (hidden, weight))
 
 
 def test_the_entropy_is_left_out_unless_asked_for():
-    logits, targets = make_case(3, 4, 7, 0)
-    assert vocab_parallel_logprobs(logits, targets, vocab_size=7)[1] is None
+    assert vocab_parallel_logprobs(*inputs(), vocab_size=7)[1] is None
+
+
+@pytest.mark.parametrize("moves", ["hidden", "weight", "entropy"])
+def test_gradients_that_nobody_wants_are_not_computed_and_the_others_are_the_same(moves):
+    both, alone = inputs(), inputs()
+    kwargs = {"vocab_size": 7, "with_entropy": True}
+    index = 1 if moves == "entropy" else 0
+    alone[0].requires_grad_(moves != "weight")
+    alone[1].requires_grad_(moves != "hidden")
+    for tensors in (both, alone):
+        vocab_parallel_logprobs(*tensors, **kwargs)[index].sum().backward()
+    for ours, expected in zip(alone[:2], both[:2], strict=True):
+        assert ours.grad is None if not ours.requires_grad else torch.equal(ours.grad, expected.grad)
+
+
+def test_tokens_that_are_not_needed_are_never_read():
+    hidden, weight, targets = inputs()
+    needed = torch.tensor([True, False, True, False])
+    with torch.no_grad():
+        hidden[~needed] = torch.nan
+    targets[~needed] = -100
+    logprobs, entropy = vocab_parallel_logprobs(hidden, weight, targets, vocab_size=7, with_entropy=True, needed_T=needed)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert logprobs[~needed].eq(0).all() and entropy[~needed].eq(0).all() and hidden.grad[~needed].eq(0).all()
+    assert logprobs[needed].lt(0).all() and hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+
+
+def test_tokens_without_an_upstream_gradient_cost_the_backward_nothing():
+    hidden, weight, targets = inputs()
+    logprobs, _ = vocab_parallel_logprobs(hidden, weight, targets, vocab_size=7)
+    with LargestTensor() as largest:
+        (logprobs * torch.zeros(4, dtype=torch.float64)).sum().backward()
+    assert weight.grad.eq(0).all() and hidden.grad.eq(0).all()
+    assert not {"addmm", "mm"} & largest.names
+
+
+def test_logits_of_minus_infinity_have_no_gradient_and_make_a_target_minus_infinity():
+    weight = torch.tensor([[0.0, 1.0], [-1e30, 1.0], [0.0, 2.0]], requires_grad=True)  # -1e30 * 1e30 overflows
+    hidden = torch.tensor([[1e30, 0.5], [1e30, -0.5]], requires_grad=True)
+    logprobs, entropy = vocab_parallel_logprobs(hidden, weight, torch.tensor([1, 0]), vocab_size=3, with_entropy=True)
+    assert logprobs[0] == -torch.inf and logprobs[1].isfinite() and entropy.isfinite().all()
+    (logprobs[1] + entropy.sum()).backward()
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all() and weight.grad[1].eq(0).all()
+
+
+def test_logits_of_any_size_do_not_overflow_and_their_gradients_keep_their_precision():
+    weight = torch.tensor([[1e6], [0.0], [-1e6]], requires_grad=True)
+    hidden = torch.tensor([[1.0], [1e-9], [-1.0]], requires_grad=True)
+    logprobs, entropy = vocab_parallel_logprobs(hidden, weight, torch.tensor([0, 1, 1]), vocab_size=3, with_entropy=True)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert logprobs[0] == 0 and logprobs[2] == -1e6
+    torch.testing.assert_close(entropy[1], torch.tensor(3.0).log(), rtol=1e-5, atol=0)
+    assert hidden.grad.isfinite().all() and hidden.grad[0] == 0 and hidden.grad[2] == 1e6
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_gives_nan_and_leaves_the_others_alone(value):
+    hidden, weight, targets = inputs()
+    with torch.no_grad():
+        hidden[1, 0] = value
+    logprobs, entropy = vocab_parallel_logprobs(hidden, weight, targets, vocab_size=7, with_entropy=True, tile=(2, 3))
+    assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [False, True, False, False]
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the number of elements of the largest float32 tensor that any operation gave."""
+    """Notes the number of elements of the largest tensor that any operation gave, and the names of the operations."""
 
     def __init__(self):
         super().__init__()
-        self.num_elements = 0
+        self.num_elements, self.names = 0, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32:
-                self.num_elements = max(self.num_elements, leaf.numel())
+        self.names.add(func.__name__.split(".")[0])
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.num_elements = max([self.num_elements, *sizes])
         return result
 
 
-def test_no_float32_tensor_is_larger_than_a_tile():
-    logits, targets = make_case(4, 64, 100, 0, torch.bfloat16)
-    logits.requires_grad_()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("needed", [0.7, 1.0])
+def test_no_tensor_is_larger_than_the_weight_or_a_tile(dtype, needed):
+    """So none of tokens times vocabulary exists, in any dtype: 60 * 100 elements here."""
+    case = Case(num_tokens=60, vocab_size=97, width=100, hidden=4, dtype=dtype, tile=(16, 30), needed=needed, temperature=0.5)
     with LargestTensor() as largest:
-        logprobs, entropy = vocab_parallel_logprobs(logits, targets, vocab_size=100, temperature=0.5, with_entropy=True, tile=8)
+        of_ours(case)
+    assert largest.num_elements == 16 * 30
+
+
+def test_with_a_buffer_for_the_gradient_no_other_tensor_is_larger_than_a_tile():
+    hidden, weight, targets = inputs(num_tokens=60, vocab_size=100, hidden=50, dtype=torch.bfloat16)
+    buffer = torch.zeros(100, 50)
+    with LargestTensor() as largest:
+        logprobs, entropy = vocab_parallel_logprobs(
+            hidden, weight, targets, vocab_size=100, with_entropy=True, weight_grad_VH=buffer, tile=(20, 20)
+        )
         (logprobs.sum() + entropy.sum()).backward()
-    assert largest.num_elements == 8 * 100
+    assert buffer.ne(0).any() and weight.grad is None
+    assert largest.num_elements == 60 * 50  # the hidden states

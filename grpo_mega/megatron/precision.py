@@ -1,0 +1,48 @@
+"""FP8 by Transformer Engine: Megatron's settings for a config, and the passes that stay in bf16.
+
+Norms, router, embedding and output layer are in bf16 whatever is set; log-probs, loss and reductions in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from grpo_mega.config import PrecisionConfig
+from grpo_mega.device import Device
+from grpo_mega.fp8 import check_card, check_transformer_engine, transformer_engine_version
+
+
+def megatron_settings(precision: PrecisionConfig, device: Device) -> dict[str, Any]:
+    """Fields of Megatron's config. Raises ConfigError for what this device cannot compute, which Megatron would ignore."""
+    if precision.fp8 is None:
+        return {}
+    capability = torch.cuda.get_device_capability(device.torch_device) if device.is_cuda else None
+    check_card(precision, capability, torch.cuda.get_device_name(device.torch_device) if device.is_cuda else "a CPU")
+    check_transformer_engine(precision, transformer_engine_version())
+    return fp8_settings(precision)
+
+
+def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:
+    return {
+        "fp8": precision.fp8,
+        "fp8_recipe": precision.fp8_recipe,
+        "first_last_layers_bf16": bool(precision.first_layers_bf16 or precision.last_layers_bf16),
+        "num_layers_at_start_in_bf16": precision.first_layers_bf16,
+        "num_layers_at_end_in_bf16": precision.last_layers_bf16,
+    }
+
+
+@contextmanager
+def in_bf16(config: TransformerConfig) -> Iterator[None]:
+    """While it lasts every layer is computed in bf16: Megatron asks its config anew in each forward pass."""
+    before = config.first_last_layers_bf16, config.num_layers_at_start_in_bf16
+    config.first_last_layers_bf16, config.num_layers_at_start_in_bf16 = True, config.num_layers
+    try:
+        yield
+    finally:
+        config.first_last_layers_bf16, config.num_layers_at_start_in_bf16 = before

@@ -1,0 +1,88 @@
+"""What FP8 training is refused for, before anything is started."""
+
+from dataclasses import replace
+
+import pytest
+
+from grpo_mega.config import LayoutConfig, PrecisionConfig, validate
+from grpo_mega.errors import ConfigError
+from grpo_mega.fp8 import RECIPES, check_blocks, check_card, check_transformer_engine
+from grpo_mega.weights.spec import ModelShape
+
+LLAMA_70B = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 128256, tied=False)
+QWEN_72B = replace(LLAMA_70B, model_type="qwen2", ffn=29568)
+RAW = {"run_dir": "r", "steps": 1, "model": {"path": "m"}, "data": {"train": "t"}}
+
+
+def precision(recipe: str = "blockwise") -> PrecisionConfig:
+    return PrecisionConfig.model_validate({"fp8": "hybrid", "fp8_recipe": recipe, "fp8_reference": True})
+
+
+def test_without_fp8_nothing_is_asked_for() -> None:
+    bf16 = PrecisionConfig()
+    check_transformer_engine(bf16, None)
+    check_card(bf16, None, "a CPU")
+    check_blocks(bf16, LayoutConfig(tp=8), QWEN_72B)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "found", "message"),
+    [
+        ("tensorwise", None, "precision.fp8='hybrid' needs Transformer Engine; install it"),
+        ("tensorwise", "2.1.0", "needs Transformer Engine 2.2, found 2.1.0; .* or use delayed or mxfp8"),
+        ("blockwise", "2.2.0+cu12", "needs Transformer Engine 2.3"),
+        ("mxfp8", "1.13", "needs Transformer Engine 2.1, found 1.13; .* or use delayed$"),
+    ],
+)
+def test_a_missing_or_old_transformer_engine_is_named_with_the_recipes_that_it_has(
+    recipe: str, found: str | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_transformer_engine(precision(recipe), found)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_present_transformer_engine_and_card_are_taken(recipe: str) -> None:
+    check_transformer_engine(precision(recipe), "2.11.0")
+    check_card(precision(recipe), (10, 0), "B200")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "name", "message"),
+    [
+        ("tensorwise", None, "a CPU", "needs a GPU, and this run is on a CPU"),
+        ("tensorwise", (8, 0), "A100", "needs an L40, H100, H200 or later, found A100; leave precision.fp8 out"),
+        ("blockwise", (8, 9), "L40", "needs an H100, H200 or later, found L40; use delayed or tensorwise$"),
+        ("mxfp8", (9, 0), "H200", "needs a B200 or later, found H200; use delayed or tensorwise or blockwise$"),
+    ],
+)
+def test_a_card_without_the_recipe_is_named_with_those_that_it_has(
+    recipe: str, capability: tuple[int, int] | None, name: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_card(precision(recipe), capability, name)
+
+
+def test_blocks_that_would_straddle_ranks_are_refused() -> None:
+    check_blocks(precision(), LayoutConfig(tp=8), LLAMA_70B)
+    check_blocks(precision(), LayoutConfig(tp=1), QWEN_72B)
+    check_blocks(precision("tensorwise"), LayoutConfig(tp=2), QWEN_72B)
+    expected = r"layout.tp=2 cuts the 29568 rows of the MLP \(29568 / 128 = 231 blocks\) amid a block .*; use layout.tp=1, or"
+    with pytest.raises(ConfigError, match=expected):
+        check_blocks(precision(), LayoutConfig(tp=2), QWEN_72B)
+    with pytest.raises(ConfigError, match=r"no whole blocks of 128.*; use another recipe"):
+        check_blocks(precision(), LayoutConfig(tp=1), replace(LLAMA_70B, ffn=300))
+
+
+@pytest.mark.parametrize(
+    ("section", "dtype", "message"),
+    [
+        ({"fp8_reference": True}, "bfloat16", "precision.fp8_reference=True needs precision.fp8; set it"),
+        ({"first_layers_bf16": 2}, "bfloat16", "precision.first_layers_bf16=2 needs precision.fp8"),
+        ({"fp8": "e4m3", "fp8_recipe": "delayed", "last_layers_bf16": 1}, "bfloat16", "'delayed' cannot leave layers"),
+        ({"fp8": "e4m3"}, "float32", "precision.fp8='e4m3' needs model.dtype=bfloat16, not float32"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_one_clear_line(section: dict[str, object], dtype: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(RAW | {"precision": section, "model": {"path": "m", "dtype": dtype}})
