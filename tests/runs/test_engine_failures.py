@@ -186,8 +186,9 @@ def test_ctrl_c_while_the_servers_start_leaves_nothing(config: Path, tmp_path: P
     run.wait_for(lambda: len(run.servers()) == 2)
     tree = Tree.below(run.process.pid)
     run.process.send_signal(signal.SIGINT)
-    run.end()
-    assert run.process.returncode != 0
+    log = run.end()
+    # On a slow machine the servers may be up by now: then it ends as a run that was stopped.
+    assert run.process.returncode != 0 or "go on with the same command and --resume" in log, log
     check_nothing_is_left(tree, temporary)
 
 
