@@ -37,7 +37,7 @@ def train(folder: Path, **sections: Any) -> tuple[int, list[str], float]:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "PYTHONWARNINGS": "ignore"}
     began = time.monotonic()
     command = [sys.executable, "-m", "grpo_mega.cli", "train", "config.yaml"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stderr.splitlines(), time.monotonic() - began
 
 

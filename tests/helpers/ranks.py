@@ -20,7 +20,7 @@ ROOT = HELPERS.parents[1]
 Results = dict[str, list[str]]  # by case: what went wrong, a traceback for each rank that failed
 
 
-def launch(worker: Path, world_size: int, folder: Path, timeout_s: float = 120) -> Results:
+def launch(worker: Path, world_size: int, folder: Path, timeout_s: float = 300) -> Results:
     """Runs `worker` with arguments RANK WORLD_SIZE FOLDER; returns what `run_cases` wrote."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS, ROOT / "tools"))),
@@ -53,7 +53,7 @@ def run_cases(cases: dict[str, Callable[[int, Path], None]]) -> None:
     rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
     results = dict.fromkeys(cases, "not run, since another case failed")
     for name, case in cases.items():
         try:

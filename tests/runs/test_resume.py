@@ -51,13 +51,13 @@ def stop_after(config: Path, run_dir: Path, step: int, *arguments: str) -> str:
     process = start(config, run_dir, *arguments)
     wait_for_step(run_dir, step, process)
     (run_dir / "stop").touch()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     return output
 
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while f'{{"step": {step}, ' not in _read(run_dir / "metrics.jsonl"):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
@@ -98,7 +98,7 @@ def test_sigterm_leads_to_a_checkpoint_and_exit_code_0(inputs: Path, tmp_path: P
         subprocess.run(["kill", "-TERM", ranks[-1]], check=True)
     else:
         process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "go on with the same command and --resume" in output
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()

@@ -102,6 +102,6 @@ def test_wandb_logs_offline_without_a_key(run_dir: Path) -> None:
 
 def test_a_second_start_in_the_same_folder_is_refused(run_dir: Path) -> None:
     process = bench_kills.start(run_dir.parent / "config.json", run_dir, [], output=subprocess.PIPE)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 2
     assert "holds a run; go on with it by --resume" in output and len(output.splitlines()) == 1
