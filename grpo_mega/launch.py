@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+PORTS = range(10000, 20000)
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_TO_STOP = 10.0
 SECONDS_FOR_RANK_0_TO_SPEAK = 2.0
@@ -90,10 +92,12 @@ def rank_environments(environ: Mapping[str, str], world_size: int) -> list[dict[
 
 
 def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
+    """A port that no one listens on, from below those that the kernel gives to clients: they come and go until it is used."""
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as server:
+            server.bind(("", port))
+            return port
+    raise OSError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free")
 
 
 def num_cores() -> int:

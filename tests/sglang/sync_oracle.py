@@ -1,0 +1,42 @@
+"""What transformers makes of the weights that sync_worker.py exported; in a process where nothing is patched.
+
+`python sync_oracle.py FOLDER` writes FOLDER/differences.json: by case and version, the largest difference of a rollout log-prob
+from transformers' on the same weights, by the engine's tp, and on the weights of the version before.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from sync_cases import CASES, SAMPLING
+from transformers import AutoModelForCausalLM
+
+
+@torch.no_grad()
+def difference(folder: Path, version: int, tp: int, weights_of: int) -> float:
+    model = AutoModelForCausalLM.from_pretrained(folder / f"hf{weights_of}", dtype=torch.float32)
+    worst = 0.0
+    for prompt, response, said in json.loads((folder / f"samples{version}_tp{tp}.json").read_text()):
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / SAMPLING.temperature
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+        worst = max(worst, float((expected - torch.tensor(said)).abs().max()))
+    return worst
+
+
+def main(folder: Path) -> None:
+    found = {
+        name: [
+            {
+                "same": {tp: difference(folder / name, version, tp, version) for tp in case.engine_tps},
+                "before": difference(folder / name, version, case.engine_tps[0], version - 1),
+            }
+            for version in range(1, len(case.layouts) + 1)
+        ]
+        for name, case in CASES.items()
+    }
+    (folder / "differences.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
