@@ -38,6 +38,8 @@ class Colocation:
     def __post_init__(self) -> None:
         self._moves = self.config.sleep == "always" or (self.config.sleep == "auto" and self.memory is not None)
         self._restarts: Counter[int] = Counter()  # by rank of the leader
+        if self.config.engine == "sglang" and self.memory is None:
+            self.say("engines neither sleep nor wake here: without a GPU their memory is the host's")
 
     def publish(self, version: int) -> StepMetrics:
         """Gives the engine the policy as it is, as policy `version`. Raises SyncError or EngineError, on all ranks."""
