@@ -33,6 +33,16 @@ class ModelConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"  # in the backward pass; selective: attention's core, and the MLP
 
 
+class GuardConfig(Section):
+    """Watches gradient norms by layer, and the mismatch that rollout.mismatch_warn limits; see guard.py."""
+
+    grad_spike: Annotated[float, Field(gt=1)] | None = 10.0  # times the median of a layer's last norms; None: not watched
+    history: Annotated[int, Field(ge=4)] = 32  # optimizer steps that make up the median
+    fall_back: bool = False  # FP8 only: the first and last `layers` decoder layers, then all, compute in bf16 for `steps` steps
+    layers: PositiveInt = 2
+    steps: PositiveInt = 20
+
+
 class PrecisionConfig(Section):
     """FP8 for the linear layers of attention and MLP; norms, router, embedding and output layer stay in model.dtype."""
 
@@ -41,17 +51,27 @@ class PrecisionConfig(Section):
     first_layers_bf16: Annotated[int, Field(ge=0)] = 0  # decoder layers at either end that stay in bf16
     last_layers_bf16: Annotated[int, Field(ge=0)] = 0
     fp8_reference: bool = False  # the reference computes in FP8 too
+    fp8_parameters: bool = False  # the weights themselves are kept, and gathered over DP ranks, in FP8; fp32 masters as ever
+    guard: GuardConfig = GuardConfig()
 
     @model_validator(mode="after")
     def _check(self) -> PrecisionConfig:
         if self.fp8 is None:
-            given = self.model_dump(exclude={"fp8", "fp8_recipe"}, exclude_defaults=True)
+            given = self.model_dump(exclude={"fp8", "fp8_recipe", "guard"}, exclude_defaults=True)
+            given |= {"guard.fall_back": True} if self.guard.fall_back else {}
             for name, value in given.items():
                 raise ValueError(f"precision.{name}={value} needs precision.fp8; set it to hybrid or e4m3, or leave {name} out")
-        elif self.fp8_recipe == "delayed" and (self.first_layers_bf16 or self.last_layers_bf16 or not self.fp8_reference):
+        elif self.fp8_parameters and (self.guard.fall_back or not self.fp8_reference):
+            raise ValueError(
+                "precision.fp8_parameters=true leaves no bf16 weights to compute with; set precision.fp8_reference=true and "
+                "precision.guard.fall_back=false, or leave fp8_parameters out"
+            )
+        elif self.fp8_recipe == "delayed" and (
+            self.first_layers_bf16 or self.last_layers_bf16 or self.guard.fall_back or not self.fp8_reference
+        ):
             raise ValueError(
                 "precision.fp8_recipe='delayed' cannot leave layers or the reference in bf16; use tensorwise, "
-                "or set fp8_reference=true and first_layers_bf16=last_layers_bf16=0"
+                "or set fp8_reference=true, guard.fall_back=false and first_layers_bf16=last_layers_bf16=0"
             )
         return self
 
@@ -152,6 +172,7 @@ class RolloutConfig(Section):
     max_response_length: PositiveInt = 1024  # tokens
     stop_token_ids: tuple[int, ...] = ()  # besides all eos ids of the model's generation config
     max_concurrent: PositiveInt = 256  # sequences an engine decodes at once
+    quantization: Literal["fp8"] | None = None  # of linear layers, before they are sent: blocks of 128 x 128, see weights/
     # What follows is for servers.
     cache_tokens: PositiveInt | None = None  # size of the KV cache; None: what max_concurrent needs (CPU), what fits (GPU)
     memory_fraction: Fraction | None = None  # of a GPU's memory for weights and KV cache; None: the server's default
@@ -271,11 +292,16 @@ class OptimizerConfig(Section):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     clip_grad: NonNegativeFloat = 1.0  # global L2 norm; 0: off
+    # Transformer Engine's Adam keeps of a bf16 weight's fp32 master only the 16 bits that the weight itself has not.
+    precision_aware: bool = False
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerConfig:
         if self.min_lr > self.lr:
             raise ValueError(f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower it")
+        if self.moments_dtype != "float32" and not self.precision_aware:
+            raise ValueError(f"optimizer.moments_dtype={self.moments_dtype} needs optimizer.precision_aware=true; set it")
         return self
 
 
@@ -314,12 +340,15 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    hang_deadline_s: PositiveFloat = 480.0  # without progress at a rank, outside of phases with deadlines of their own
     max_nonfinite_steps: PositiveInt = 3  # in a row with a loss or gradient that is not finite, before the run stops
 
     @model_validator(mode="after")
     def _check(self) -> Config:
         if self.precision.fp8 and self.model.dtype != "bfloat16":
             raise ValueError(f"precision.fp8={self.precision.fp8!r} needs model.dtype=bfloat16, not {self.model.dtype}; set it")
+        if self.optimizer.precision_aware and self.model.dtype != "bfloat16":
+            raise ValueError(f"optimizer.precision_aware=true needs model.dtype=bfloat16, not {self.model.dtype}; set it")
         longest = self.data.max_prompt_length + self.rollout.max_response_length
         if longest > self.batch.tokens_per_micro_batch:
             raise ValueError(

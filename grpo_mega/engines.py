@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from grpo_mega.config import Config, RolloutConfig
+from grpo_mega.device import PeakMemory
 from grpo_mega.errors import ConfigError
+from grpo_mega.fp8 import check_served_card
 from grpo_mega.gpu_memory import GpuMemory
 from grpo_mega.launch import num_cores
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import SECONDS_BETWEEN_LINES
+from grpo_mega.preflight import engine_rank_problems
 from grpo_mega.rollout.board import Board
 from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
@@ -50,6 +53,7 @@ def build_engine(
         rank=runtime.rank,
         world_size=runtime.layout.world_size,
         prove=config.sync.prove,
+        quantise=config.rollout.quantization is not None,
     )
 
 
@@ -64,14 +68,14 @@ def build_sync(config: Config, dtype: torch.dtype, policy: Policy, engine: Engin
     )
 
 
-def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig) -> GpuMemory | None:
+def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: PeakMemory) -> GpuMemory | None:
     """On a GPU a server takes its memory first and then sleeps, so that the policy can be built; None on a CPU."""
     if not runtime.device.is_cuda or rollout.engine == "embedded":
         return None
     before = torch.cuda.mem_get_info()[0]
     with runtime.together():
         engine.wait_until_ready()
-    memory = GpuMemory(runtime.device.torch_device, before - torch.cuda.mem_get_info()[0])
+    memory = GpuMemory(runtime.device.torch_device, before - torch.cuda.mem_get_info()[0], peak)
     if rollout.sleep != "never":
         engine.sleep()
     return memory
@@ -101,10 +105,14 @@ def _sglang(
     config: Config, family: Family, shape: ModelShape, dtype: torch.dtype, runtime: Runtime, board: Board
 ) -> SGLangEngine:
     rollout, device, world_size = config.rollout, runtime.device, runtime.layout.world_size
-    for ranks, what in ((world_size, "the job's"), (ranks_per_node(), "each node's")):
-        if ranks % rollout.tp:
-            raise ConfigError(f"rollout.tp={rollout.tp} does not divide {what} {ranks} ranks; use a divisor of it")
-    if not device.is_cuda:
+    for problem in engine_rank_problems(rollout.tp, world_size, ranks_per_node()):
+        raise ConfigError(problem)
+    if device.is_cuda:
+        index = device.torch_device
+        check_served_card(
+            rollout, config.model.dtype, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
+        )
+    else:
         check_padding(shape, rollout.tp)
     place = Place(runtime.rank // rollout.tp, runtime.rank % rollout.tp, rollout.tp, runtime.rank)
     layout = EngineLayout(rollout.tp, world_size // rollout.tp)
@@ -131,18 +139,20 @@ def _sglang(
         cores=_cores(first_local, rollout.tp),
         weight_loader=LOADER,
         extra=rollout.server_args,
+        quantization=rollout.quantization,
     )
     limits = Limits(rollout.max_concurrent, rollout.start_deadline_s, rollout.stall_deadline_s, rollout.phase_deadline_s)
     options = Options(limits, layout.num_engines, config.sync.prove, _waiting(runtime.rank == 0 and config.log.progress))
-    buckets = _buckets(device.is_cuda, dtype, int(config.sync.bucket_mib * 2**20), device.torch_device)
-    return SGLangEngine(settings, options, place, engine_side(family, shape, layout, world_size), board, buckets)
+    buckets = _buckets(device.is_cuda, int(config.sync.bucket_mib * 2**20), device.torch_device)
+    side = engine_side(family, shape, layout, world_size, quantise=rollout.quantization is not None)
+    return SGLangEngine(settings, options, place, side, board, buckets)
 
 
-def _buckets(is_cuda: bool, dtype: torch.dtype, num_bytes: int, device: torch.device) -> HostBuckets | DeviceBuckets:
+def _buckets(is_cuda: bool, num_bytes: int, device: torch.device) -> HostBuckets | DeviceBuckets:
     if not is_cuda:
-        return HostBuckets(dtype)
+        return HostBuckets()
     setting = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-    return DeviceBuckets(dtype, num_bytes, device, has_expandable_segments="expandable_segments:True" in setting)
+    return DeviceBuckets(num_bytes, device, has_expandable_segments="expandable_segments:True" in setting)
 
 
 def _cores(first_local: int, tp: int) -> tuple[int, ...]:

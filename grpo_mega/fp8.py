@@ -1,4 +1,4 @@
-"""What training in FP8 asks of the machine and of the layout, known before anything is started; never imports torch.
+"""What FP8 in training and in rollouts asks of machine and layout, known before anything is started; never imports torch.
 
 Four recipes of Transformer Engine, by how they scale to the range of FP8: `delayed` by a history of maxima, `tensorwise` by
 each tensor's own, `blockwise` in blocks of 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3), `mxfp8` in blocks of 32 (OCP MX).
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
-from grpo_mega.config import LayoutConfig, PrecisionConfig
+from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig, RolloutConfig
 from grpo_mega.errors import ConfigError
-from grpo_mega.weights.spec import ModelShape
+from grpo_mega.weights.boxes import LocalTensor
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.layout import MegatronLayout, check_engine_layout, check_megatron_layout
+from grpo_mega.weights.spec import BLOCK, ModelShape, Row
 
 Version = tuple[int, ...]
-BLOCK = 128  # rows and columns of a weight that share a scale, with recipe blockwise
+PRECISION_AWARE: Version = (2, 1)  # since when Transformer Engine's Adam keeps the 16 missing bits of a master weight
+SERVED_CAPABILITY: Version = (8, 9)  # the least with which SGLang computes in FP8 blocks instead of repacking them
 
 
 @dataclass(frozen=True)
@@ -29,19 +32,9 @@ class Needs:
 RECIPES = {
     "delayed": Needs((1, 0), (8, 9), "an L40, H100, H200 or later", 16),
     "tensorwise": Needs((2, 2), (8, 9), "an L40, H100, H200 or later", 16),
-    "blockwise": Needs((2, 3), (9, 0), "an H100, H200 or later", 16),
+    "blockwise": Needs((2, 3), (9, 0), "an H100, H200 or later", BLOCK),
     "mxfp8": Needs((2, 1), (10, 0), "a B200 or later", 32),
 }
-
-
-def transformer_engine_version() -> str | None:
-    """The installed one's; None without one."""
-    for package in ("transformer-engine", "transformer_engine"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            pass
-    return None
 
 
 def check_transformer_engine(precision: PrecisionConfig, found: str | None) -> None:
@@ -56,6 +49,15 @@ def check_transformer_engine(precision: PrecisionConfig, found: str | None) -> N
             f"precision.fp8_recipe={precision.fp8_recipe!r} needs Transformer Engine {'.'.join(map(str, needed))}, "
             f"found {found}; "
             f"install a newer one, or use {_those(lambda needs: needs.transformer_engine <= _numbers(found))}"
+        )
+
+
+def check_precision_aware(optimizer: OptimizerConfig, found: str | None) -> None:
+    """Raises ConfigError where Transformer Engine, whose Adam it is, is missing or too old."""
+    if optimizer.precision_aware and (found is None or _numbers(found) < PRECISION_AWARE):
+        raise ConfigError(
+            f"optimizer.precision_aware=true needs Transformer Engine {'.'.join(map(str, PRECISION_AWARE))} or later, "
+            f"found {found or 'none'}; install it, or set precision_aware=false"
         )
 
 
@@ -87,6 +89,76 @@ def check_blocks(precision: PrecisionConfig, layout: LayoutConfig, shape: ModelS
                 f"layout.tp={layout.tp} cuts the {size} {what} ({blocks}) amid a block of precision.fp8_recipe='blockwise'; "
                 f"use {remedy}another recipe, such as tensorwise"
             )
+
+
+def rollout_block_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
+    """Where a block of rollout.quantization would straddle ranks of the trainer or of an engine, with the remedy."""
+    if rollout.quantization is None:
+        return
+    sides: list[tuple[str, int, Callable[[int], str | None]]] = [
+        ("layout.tp", layout.tp, lambda tp: _trainer_cut(shape, tp)),
+        ("rollout.tp", rollout.tp, lambda tp: _engine_cut(shape, tp)),
+    ]
+    for name, tp, cut in sides if rollout.engine == "sglang" else sides[:1]:
+        found = cut(tp)
+        if found:
+            legal = [str(other) for other in (1, 2, 4, 8, 16) if cut(other) is None]
+            remedy = f"use {name}={' or '.join(legal)}, or leave" if legal else "leave"
+            yield (
+                f"{name}={tp} cuts {found}, amid a block of rollout.quantization={rollout.quantization!r}; "
+                f"{remedy} rollout.quantization out"
+            )
+
+
+def check_served_card(rollout: RolloutConfig, dtype: str, capability: Version, name: str) -> None:
+    """Raises ConfigError for a GPU, called `name`, on which a server cannot hold FP8 blocks as they are sent."""
+    if rollout.quantization is None:
+        return
+    if capability < SERVED_CAPABILITY:
+        raise ConfigError(
+            f"rollout.quantization={rollout.quantization!r} needs an L40, H100, H200 or later, found {name}; "
+            "leave rollout.quantization out"
+        )
+    if dtype != "bfloat16":
+        raise ConfigError(
+            f"rollout.quantization={rollout.quantization!r} needs model.dtype=bfloat16 on a GPU, not {dtype}; set it"
+        )
+
+
+def _trainer_cut(shape: ModelShape, tp: int) -> str | None:
+    """Where Megatron cuts a linear layer amid a block; None if nowhere, "" if it cannot cut the model so at all."""
+    try:
+        check_megatron_layout(shape, MegatronLayout(tp=tp))
+    except ConfigError:
+        return ""
+    return _cut(shape, tp, lambda row, rank: row.op.megatron(row.hf, "", shape, tp, rank))
+
+
+def _engine_cut(shape: ModelShape, tp: int) -> str | None:
+    """The same of SGLang, where the parts of fused layers must begin with a block too."""
+    try:
+        check_engine_layout(shape, tp)
+    except ConfigError:
+        return ""
+    return _cut(shape, tp, lambda row, rank: row.op.engine(row.hf, "", shape, tp, rank), fused=True)
+
+
+def _cut(shape: ModelShape, tp: int, held: Callable[[Row, int], LocalTensor], *, fused: bool = False) -> str | None:
+    rows = [row for row in family_of(shape.model_type).rows if row.is_linear]
+    for row in rows:
+        sizes = dict(zip(row.hf, row.op.hf_shapes(shape), strict=True))
+        for piece in (piece for rank in range(tp) for piece in held(row, rank).pieces):
+            box = piece.box
+            for dim, (start, offset) in enumerate(zip(box.start, piece.offset, strict=True)):
+                # The boxes of a tensor cover it, so it is enough to look at where they begin.
+                if start % BLOCK or (fused and offset % BLOCK):
+                    size = sizes[box.tensor][dim]
+                    return (
+                        f"{box.tensor} at {('row', 'column')[dim]} {start} of {size} (blocks of {BLOCK}: {size / BLOCK:g})"
+                        if start % BLOCK
+                        else f"fused layers so that {box.tensor} begins at row {offset}"
+                    )
+    return None
 
 
 def _cut_sizes(shape: ModelShape) -> Iterator[tuple[int, str]]:

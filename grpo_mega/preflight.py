@@ -8,7 +8,10 @@ tokenizer itself, the weights' values or the user's code is told by the ranks, b
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
 
 from grpo_mega.config import Config, LayoutConfig, ModelConfig, RewardsConfig, RolloutConfig
 from grpo_mega.convert.dist_metadata import is_distributed_checkpoint
@@ -16,12 +19,13 @@ from grpo_mega.convert.megatron_weights import MegatronWeights
 from grpo_mega.data.load import check_data
 from grpo_mega.data.tokenizer_files import check_tokenizer_files
 from grpo_mega.errors import ConfigError
-from grpo_mega.fp8 import check_blocks, check_transformer_engine, transformer_engine_version
+from grpo_mega.fp8 import check_blocks, check_precision_aware, check_transformer_engine, rollout_block_problems
+from grpo_mega.kernels import check_apex, transformer_engine_version
 from grpo_mega.rewards.registry import BUILT_IN, check_name
 from grpo_mega.weights.architecture import check_architecture
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_files import check_folder
-from grpo_mega.weights.layout import MegatronLayout, check_engine_layout, check_megatron_layout
+from grpo_mega.weights.layout import MegatronLayout, check_engine_layout, megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape, read_config
 
 
@@ -30,7 +34,9 @@ def check(config: Config) -> None:
     check_rewards(config.rewards)
     shape = check_model(config.model)
     check_layout(config.layout, shape)
+    check_apex()
     check_transformer_engine(config.precision, transformer_engine_version())
+    check_precision_aware(config.optimizer, transformer_engine_version())
     check_blocks(config.precision, config.layout, shape)
     check_engine(config.rollout, config.layout, shape)
     check_tokenizer_files(config.model.path, shape.vocab)
@@ -39,66 +45,128 @@ def check(config: Config) -> None:
 
 def check_model(model: ModelConfig) -> ModelShape:
     """The shape of the model, whose files are all there and whole. Raises ConfigError or WeightMappingError."""
+    shape = check_model_config(model)
+    if model.init == "checkpoint":
+        check_weights(model.path, shape)
+    return shape
+
+
+def check_model_config(model: ModelConfig) -> ModelShape:
+    """The shape that config.json states, of a model that can be trained. Raises ConfigError or WeightMappingError."""
     if not model.path.is_dir():
         raise ConfigError(f"model.path={model.path} is not a folder; name the folder of a Hugging Face checkpoint")
     if not (model.path / "config.json").is_file():
         raise ConfigError(f"model.path={model.path} holds no config.json; name the folder of a Hugging Face checkpoint")
-    fields = read_config(model.path)
+    return check_fields(read_config(model.path))
+
+
+def check_fields(fields: dict[str, Any]) -> ModelShape:
+    """The same, of the contents of a config.json."""
     shape = ModelShape.from_hf_config(fields)
-    family = family_of(shape.model_type)
+    family_of(shape.model_type)
     check_architecture(fields)
-    if model.init == "checkpoint":
-        if is_distributed_checkpoint(model.path):
-            MegatronWeights(model.path, family, shape).close()
-        else:
-            check_folder(model.path, family.hf_tensors(shape))
     return shape
+
+
+def check_weights(folder: Path, shape: ModelShape) -> None:
+    """Raises WeightMappingError for a folder whose weights are not whole, or not the model's."""
+    family = family_of(shape.model_type)
+    if is_distributed_checkpoint(folder):
+        MegatronWeights(folder, family, shape).close()
+    else:
+        check_folder(folder, family.hf_tensors(shape))
 
 
 def check_rewards(rewards: RewardsConfig) -> None:
     """Raises ConfigError for a reward function that is not known or whose module cannot be found; imports none."""
     for function in rewards.functions:
-        check_name(function.name)
-        if function.name not in BUILT_IN:
-            module = function.name.rpartition(".")[0]
-            if not _can_find(module):
-                raise ConfigError(
-                    f"reward function {function.name!r}: there is no module {module} to import; "
-                    "check the name, and set PYTHONPATH to the folder that holds it"
-                )
+        check_reward(function.name)
+
+
+def check_reward(name: str) -> None:
+    """The same, of one function."""
+    check_name(name)
+    if name not in BUILT_IN:
+        module = name.rpartition(".")[0]
+        if not _can_find(module):
+            raise ConfigError(
+                f"reward function {name!r}: there is no module {module} to import; "
+                "check the name, and set PYTHONPATH to the folder that holds it"
+            )
 
 
 def check_layout(layout: LayoutConfig, shape: ModelShape) -> None:
     """Raises ConfigError for a layout into which the model cannot be cut."""
-    check_megatron_layout(
+    for problem in layout_problems(layout, shape):
+        raise ConfigError(problem)
+
+
+def layout_problems(layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
+    """Every rule that the layout breaks, a line each with its remedy."""
+    yield from megatron_layout_problems(
         shape,
         MegatronLayout(
             tp=layout.tp, pp=layout.pp, vpp=layout.vpp or 1, dp=layout.dp or layout.ep, ep=layout.ep, order=layout.order
         ),
     )
     if shape.num_experts and layout.tp > 1 and not layout.sequence_parallel:
-        raise ConfigError(f"layout.tp={layout.tp} with a mixture of experts needs layout.sequence_parallel=true; set it")
+        yield f"layout.tp={layout.tp} with a mixture of experts needs layout.sequence_parallel=true; set it"
     sizes = layout.layers_per_chunk
     if sizes is not None and sum(sizes) != shape.num_layers:
-        raise ConfigError(
+        yield (
             f"layout.layers_per_chunk={list(sizes)} adds up to {sum(sizes)}, but the model has {shape.num_layers} layers; "
             "change an entry or leave it out"
         )
 
 
+def world_size_problems(layout: LayoutConfig, world_size: int) -> Iterator[str]:
+    """Why so many ranks cannot be arranged as the layout says."""
+    unit = layout.tp * layout.pp * layout.ep
+    if layout.dp is not None and world_size != layout.world_size:
+        yield (
+            f"WORLD_SIZE={world_size} contradicts layout.tp={layout.tp}, pp={layout.pp}, dp={layout.dp}; "
+            f"start {layout.world_size} processes, or leave layout.dp out"
+        )
+    elif world_size == 0 or world_size % unit:
+        more = (world_size // unit + 1) * unit
+        experts = f" times layout.ep={layout.ep}" if layout.ep > 1 else ""
+        fewer = f"{more - unit} or " if more > unit else ""
+        yield (
+            f"WORLD_SIZE={world_size} is not a multiple of layout.tp={layout.tp} times layout.pp={layout.pp}{experts}; "
+            f"start {fewer}{more} processes, or change the layout"
+        )
+
+
 def check_engine(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelShape) -> None:
     """Raises ConfigError for an engine that is not installed, or into which model and ranks cannot be cut."""
-    if rollout.engine == "embedded":
-        return
-    if importlib.util.find_spec("sglang") is None:
+    if rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             "rollout.engine='sglang', but SGLang is not installed; see grpo_mega/rollout/sglang/README.md, or use embedded"
         )
-    check_engine_layout(shape, rollout.tp)
+    for problem in engine_problems(rollout, layout, shape):
+        raise ConfigError(problem)
+
+
+def engine_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
+    """Every rule that the engine's own layout, and what it is sent, breaks, a line each with its remedy."""
+    yield from rollout_block_problems(rollout, layout, shape)
+    if rollout.engine == "embedded":
+        return
+    try:
+        check_engine_layout(shape, rollout.tp)
+    except ConfigError as error:
+        yield str(error)
     if layout.dp is not None and layout.world_size % rollout.tp:
-        raise ConfigError(
+        yield (
             f"rollout.tp={rollout.tp} does not divide the job's {layout.world_size} ranks; use {_divisors(layout.world_size)}"
         )
+
+
+def engine_rank_problems(tp: int, world_size: int, ranks_per_node: int) -> Iterator[str]:
+    """Why engines of `tp` ranks do not fill the job, or would lie across nodes."""
+    for ranks, what in ((world_size, "the job's"), (ranks_per_node, "each node's")):
+        if ranks % tp:
+            yield f"rollout.tp={tp} does not divide {what} {ranks} ranks; use a divisor of it"
 
 
 def _can_find(module: str) -> bool:

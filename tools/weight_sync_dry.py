@@ -53,7 +53,7 @@ def dry_run(spec: Spec) -> Dry:
     trainer = megatron_side(family, spec.shape, spec.source)
     engines = engine_side(family, spec.shape, spec.target, world_size)
     plan = plan_sides(trainer, engines, ranks_per_node=spec.ranks_per_node)
-    num_rounds = len(plan.rounds(spec.bucket_bytes // ITEM_BYTES))
+    num_rounds = len(plan.rounds(spec.bucket_bytes, ITEM_BYTES))
     seconds = time.perf_counter() - began
     return Dry(
         plan,

@@ -45,20 +45,20 @@ class Engine:
 
     def __init__(self, holding: Holding) -> None:
         self.tensors, self.proves = blank(holding), True
-        self._buffers = [torch.empty(0, dtype=DTYPE)] * 2
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self._entries: list[Entry] = []
 
     def begin_update(self) -> list[str]:
         self._entries = []
         return []
 
-    def allocate(self, index: int, num_elements: int) -> Tensor:
-        if self._buffers[index % 2].numel() < num_elements:
-            self._buffers[index % 2] = torch.empty(num_elements, dtype=DTYPE)
-        return self._buffers[index % 2][:num_elements]
+    def allocate(self, index: int, num_bytes: int) -> Tensor:
+        if self._buffers[index % 2].numel() < num_bytes:
+            self._buffers[index % 2] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._buffers[index % 2][:num_bytes]
 
     def load(self, bucket: Bucket) -> None:
-        put(bucket.entries, bucket.values, self.tensors)
+        put(bucket.entries, bucket.values, self.tensors, bucket.dtype)
         self._entries += bucket.entries
 
     def end_update(self, version: int) -> list[str]:

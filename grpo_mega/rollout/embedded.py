@@ -22,7 +22,7 @@ from grpo_mega.rollout.engine import OnSample, Sampling
 from grpo_mega.rollout.sampler import draw, uniforms
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket, Entry
-from grpo_mega.weights.receive import differing, put
+from grpo_mega.weights.receive import differing, differing_blocks, put
 from grpo_mega.weights.sides import Side, hf_side
 from grpo_mega.weights.spec import Family, ModelShape
 
@@ -44,36 +44,39 @@ class EmbeddedEngine:
         rank: int,
         world_size: int,
         prove: bool,
+        quantise: bool = False,
     ) -> None:
-        """`prove`: compare checksums after each sync."""
+        """`prove`: compare checksums after each sync. `quantise`: linear layers hold what FP8 blocks stand for."""
         self.version = -1
         self.device = device.torch_device
         self.max_concurrent = max_concurrent
         self._rank, self._world_size, self._prove = rank, world_size, prove
-        self._side = hf_side(family, shape, world_size)
+        self._side = hf_side(family, shape, world_size, quantise=quantise)
         with torch.random.fork_rng(devices=[]):
             model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
         self._model = model.to(self.device).eval().requires_grad_(False)
         self._tensors = checkpoint_tensors(self._model, family, shape)
-        self._dtype = dtype
         self._received: list[Entry] = []
+        self._problems: list[str] = []
 
     def side(self) -> Side:
         return self._side
 
     def begin_update(self) -> list[str]:
-        self._received = []
+        self._received, self._problems = [], []
         return sorted(set(self.tensors()) ^ set(self._side.holding(self._rank)))
 
-    def allocate(self, index: int, num_elements: int) -> Tensor:
-        return torch.empty(num_elements, dtype=self._dtype, device=self.device)
+    def allocate(self, index: int, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def load(self, bucket: Bucket) -> None:
-        put(bucket.entries, bucket.values, self.tensors())
-        self._received += bucket.entries
+        put(bucket.entries, bucket.values, self.tensors(), bucket.dtype)
+        if self._prove:
+            self._received += bucket.entries
+            self._problems += differing_blocks(bucket.entries, bucket.values, self.tensors())
 
     def end_update(self, version: int) -> list[str]:
-        problems = differing(self._received, self.tensors()) if self._prove else []
+        problems = self._problems + differing(self._received, self.tensors())
         if not problems:
             self.version = version
         return problems

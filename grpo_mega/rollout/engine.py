@@ -81,8 +81,8 @@ class Engine(Protocol):
         """Opens a sync. Returns what differs between the engine's tensors and those of `side`; then nothing may be loaded."""
         ...
 
-    def allocate(self, index: int, num_elements: int) -> Tensor:
-        """The [num_elements] tensor in which round `index` of a sync is to be put; waits until it is free again."""
+    def allocate(self, index: int, num_bytes: int) -> Tensor:
+        """The [num_bytes] uint8 tensor in which round `index` of a sync is to be put; waits until it is free again."""
         ...
 
     def load(self, bucket: Bucket) -> None:
@@ -93,6 +93,7 @@ class Engine(Protocol):
         """Waits until all buckets are loaded; then the engine holds `version`.
 
         Returns the names of tensors whose checksums are not those that came with the buckets; then the version stays as it was.
+        What came as FP8 blocks was proven as it came.
         """
         ...
 

@@ -27,7 +27,7 @@ class Source(Protocol):
 class Target(Protocol):
     def begin_update(self) -> list[str]: ...
 
-    def allocate(self, index: int, num_elements: int) -> Tensor: ...
+    def allocate(self, index: int, num_bytes: int) -> Tensor: ...
 
     def load(self, bucket: Bucket) -> None: ...
 
@@ -36,7 +36,10 @@ class Target(Protocol):
 
 class WeightSync:
     def __init__(self, plan: Plan, dtype: torch.dtype, bucket_bytes: int, meet: Meet, *, prove: bool = True) -> None:
-        """`dtype`: the engine's. `meet` lets all ranks learn what each has to say. Without `prove` no checksums are sent."""
+        """`dtype`: the engine's, of what the plan does not quantise. `meet` lets all ranks learn what each has to say.
+
+        Without `prove` no checksums are sent.
+        """
         self._plan, self._dtype, self._bucket_bytes, self._meet = plan, dtype, bucket_bytes, meet
         self._prove = prove
 

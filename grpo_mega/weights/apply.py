@@ -2,8 +2,8 @@
 
 `fill` reads a rank's tensors from a checkpoint. `buckets` moves weights between ranks in rounds and gives what arrived, round
 by round, in buffers of at most `bucket_bytes`, so the extra memory is a few buckets whatever the model's size; `execute` puts
-it into plain tensors. Elements are cast to the target's dtype before they are sent, and a piece that is to be proven comes with
-the checksum that it had in the tensor it was taken from.
+it into plain tensors. Elements are cast to the target's dtype, or quantised where the plan says so, before they are sent, and a
+piece that is to be proven comes with the checksum of the bytes that were made of the tensor it was taken from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mega.weights.boxes import Box, Holding, region
+from grpo_mega.weights.blockwise_fp8 import quantise
+from grpo_mega.weights.boxes import Box, Holding, Index, region
 from grpo_mega.weights.checksum import checksum
 from grpo_mega.weights.plan import Plan
 from grpo_mega.weights.receive import Entry, part_of, put
@@ -28,9 +29,10 @@ class Bucket:
     """What one round brought to this rank, complete when it is given."""
 
     index: int  # of the round
-    values: Tensor  # 1-D
+    values: Tensor  # 1-D, bytes
     entries: tuple[Entry, ...]
     num_bytes_received: int  # from other ranks; the rest comes from this one
+    dtype: torch.dtype  # of what is not quantised
 
 
 @torch.no_grad()
@@ -62,12 +64,12 @@ def execute(
         plan = Plan((Template(tuple(plan)),), world_size, ranks_per_node=world_size)
     device = next((t.device for t in (*sources.values(), *targets.values())), torch.device("cpu"))
 
-    def allocate(index: int, num_elements: int) -> Tensor:
-        return torch.empty(num_elements, dtype=dtype, device=device)
+    def allocate(index: int, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     num_bytes = 0
     for bucket in buckets(plan, sources, dtype=dtype, bucket_bytes=bucket_bytes, allocate=allocate, group=group, prove=False):
-        put(bucket.entries, bucket.values, targets)
+        put(bucket.entries, bucket.values, targets, dtype)
         num_bytes += bucket.num_bytes_received
     return num_bytes
 
@@ -85,13 +87,13 @@ def buckets(
 ) -> Iterator[Bucket]:
     """This rank's buckets, one a round. Every rank of `group` calls this with the same plan and takes all of its buckets.
 
-    `allocate(round, num_elements)` gives the contiguous 1-D tensor of `dtype` that becomes a bucket's values; a bucket is not
-    touched again once it is given. A rank that receives nothing in a round gets a bucket without entries. Neither a bucket nor
-    what a rank sends in a round exceeds `bucket_bytes`, unless a single row does, which then goes alone. Without `prove` all
-    checksums are 0.
+    `dtype` is that of what is not quantised. `allocate(round, num_bytes)` gives the contiguous 1-D tensor of uint8 that becomes
+    a bucket's values; a bucket is not touched again once it is given. A rank that receives nothing in a round gets a bucket
+    without entries. Neither a bucket nor what a rank sends in a round exceeds `bucket_bytes`, unless a single row does, or if
+    quantised a row of blocks, which then goes alone. Without `prove` all checksums are 0.
     """
     rank, sending = dist.get_rank(group), _Sending(dtype)
-    rounds = plan.rounds(bucket_bytes // dtype.itemsize)
+    rounds = plan.rounds(bucket_bytes, dtype.itemsize)
     sum_of = checksum if prove else _nothing
     for index in range(len(rounds)):
         yield _exchange_round(index, rounds.of(index, rank), sources, sending, allocate, sum_of, group)
@@ -104,11 +106,11 @@ class _Sending:
         self.dtype = dtype
         self._buffer: Tensor | None = None
 
-    def take(self, num_elements: int, device: torch.device) -> Tensor:
-        if self._buffer is None or self._buffer.numel() < num_elements:
+    def take(self, num_bytes: int, device: torch.device) -> Tensor:
+        if self._buffer is None or self._buffer.numel() < num_bytes:
             self._buffer = None  # before there is another
-            self._buffer = torch.empty(num_elements, dtype=self.dtype, device=device)
-        return self._buffer[:num_elements]
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return self._buffer[:num_bytes]
 
 
 def _nothing(piece: Tensor) -> Tensor:
@@ -129,32 +131,60 @@ def _exchange_round(
     kept = [t for t in transfers if t.source_rank == t.target_rank]
     sent = sorted((t for t in transfers if t.target_rank != rank), key=lambda t: t.target_rank)
     received = sorted((t for t in transfers if t.source_rank != rank), key=lambda t: t.source_rank)
-    num_received = sum(t.size for t in received)
-    values = allocate(index, num_received + sum(t.size for t in kept))
-    outgoing = sending.take(sum(t.size for t in sent), values.device)
-    sent_sums = _pack(sent, sources, outgoing, sum_of)
-    kept_sums = _pack(kept, sources, values[num_received:], sum_of)
+    dtype = sending.dtype
+    sizes_of = {way: [t.num_bytes(dtype.itemsize) for t in some] for way, some in (("to", sent), ("from", received))}
+    num_received = sum(sizes_of["from"])
+    values = allocate(index, num_received + sum(t.num_bytes(dtype.itemsize) for t in kept))
+    outgoing = sending.take(sum(sizes_of["to"]), values.device)
+    sent_sums = _pack(sent, sources, outgoing, dtype, sum_of)
+    kept_sums = _pack(kept, sources, values[num_received:], dtype, sum_of)
     received_sums = sent_sums.new_empty(len(received))
     froms, tos = [t.source_rank for t in received], [t.target_rank for t in sent]
-    sizes = _by_rank(froms, [t.size for t in received], world_size), _by_rank(tos, [t.size for t in sent], world_size)
+    sizes = _by_rank(froms, sizes_of["from"], world_size), _by_rank(tos, sizes_of["to"], world_size)
     counts = _by_rank(froms, [1] * len(froms), world_size), _by_rank(tos, [1] * len(tos), world_size)
-    _exchange(values[:num_received], outgoing, *sizes, group)
-    _exchange(received_sums, sent_sums, *counts, group)
+    dist.all_to_all_single(values[:num_received], outgoing, *sizes, group=group)  # bytes, since gloo knows no fp8
+    dist.all_to_all_single(received_sums, sent_sums, *counts, group=group)
     sums = torch.cat((received_sums, kept_sums)).tolist()  # waits for the device, once a round
-    return Bucket(index, values, _entries([*received, *kept], sums), num_received * values.itemsize)
+    return Bucket(index, values, _entries([*received, *kept], dtype, sums), num_received, dtype)
 
 
 def _pack(
-    transfers: list[Transfer], sources: Mapping[str, Tensor], buffer: Tensor, sum_of: Callable[[Tensor], Tensor]
+    transfers: list[Transfer],
+    sources: Mapping[str, Tensor],
+    buffer: Tensor,
+    dtype: torch.dtype,
+    sum_of: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Copies the slices into the buffer, one behind the other. Returns their checksums, [len(transfers)] on its device."""
+    """Puts the slices into the buffer, one behind the other. Returns their checksums, [len(transfers)] on its device."""
     sums, start = [], 0
+    quantised: dict[tuple[str, Index, Index], tuple[Tensor, Tensor]] = {}  # bytes and checksum: several ranks may want the same
     for t in transfers:
-        piece = part_of(sources, t.source)[region(t.source_offset, t.box.shape)].to(buffer.dtype)
-        buffer[start : start + t.size].view(t.box.shape).copy_(piece)
+        piece = part_of(sources, t.source)[region(t.source_offset, t.box.shape)]
+        place = buffer[start : start + t.num_bytes(dtype.itemsize)]
+        start += place.numel()
+        if t.is_quantised:
+            key = t.source, t.source_offset, t.box.shape
+            if key in quantised:
+                place.copy_(quantised[key][0])
+            else:
+                _quantise(piece, place)
+                quantised[key] = place, sum_of(place)
+            sums.append(quantised[key][1])
+            continue
+        piece = piece.to(dtype)
+        if place.storage_offset() % dtype.itemsize:  # behind quantised ones
+            place.copy_(piece.contiguous().view(-1).view(torch.uint8))
+        else:
+            place.view(dtype).view(t.box.shape).copy_(piece)
         sums.append(sum_of(piece))
-        start += t.size
     return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=buffer.device)
+
+
+def _quantise(piece: Tensor, place: Tensor) -> None:
+    """Values, and behind them the scales of their blocks."""
+    values, scales = quantise(piece)
+    place[: values.numel()].copy_(values.view(-1).view(torch.uint8))
+    place[values.numel() :].copy_(scales.view(-1).view(torch.uint8))
 
 
 def _by_rank(ranks: list[int], sizes: list[int], world_size: int) -> list[int]:
@@ -164,23 +194,9 @@ def _by_rank(ranks: list[int], sizes: list[int], world_size: int) -> list[int]:
     return totals
 
 
-def _exchange(
-    incoming: Tensor, outgoing: Tensor, incoming_sizes: list[int], outgoing_sizes: list[int], group: dist.ProcessGroup | None
-) -> None:
-    """Sizes count elements, by rank. Bytes travel, since gloo knows no fp8."""
-    width = incoming.itemsize
-    dist.all_to_all_single(
-        incoming.view(torch.uint8),
-        outgoing.view(torch.uint8),
-        [n * width for n in incoming_sizes],
-        [n * width for n in outgoing_sizes],
-        group=group,
-    )
-
-
-def _entries(transfers: list[Transfer], sums: list[int]) -> tuple[Entry, ...]:
+def _entries(transfers: list[Transfer], dtype: torch.dtype, sums: list[int]) -> tuple[Entry, ...]:
     entries, start = [], 0
     for t, value in zip(transfers, sums, strict=True):
-        entries.append(Entry(t.target, t.target_offset, t.box.shape, start, value))
-        start += t.size
+        entries.append(Entry(t.target, t.target_offset, t.box.shape, start, value, t.is_quantised))
+        start += t.num_bytes(dtype.itemsize)
     return tuple(entries)

@@ -7,7 +7,7 @@ without interleaving). Each `*_blocks` says what a rank holds in a few blocks, `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,23 +82,29 @@ class EngineLayout:
 
 def check_megatron_layout(shape: ModelShape, layout: MegatronLayout) -> None:
     """Raises ConfigError for a layout into which Megatron cannot cut the model."""
+    for problem in megatron_layout_problems(shape, layout):
+        raise ConfigError(problem)
+
+
+def megatron_layout_problems(shape: ModelShape, layout: MegatronLayout) -> Iterator[str]:
+    """Every rule that the layout breaks, a line each with its remedy."""
     obstacle = _obstacle(shape, layout.tp)
     if obstacle:
-        raise ConfigError(f"layout.tp={layout.tp} {obstacle}; use {_legal(shape)}")
+        yield f"layout.tp={layout.tp} {obstacle}; use {_legal(shape)}"
     if layout.vpp > 1 and layout.pp == 1:
-        raise ConfigError(f"layout.vpp={layout.vpp} interleaves pipeline stages, but layout.pp=1; use vpp=1 or a larger pp")
+        yield f"layout.vpp={layout.vpp} interleaves pipeline stages, but layout.pp=1; use vpp=1 or a larger pp"
     if layout.num_chunks > shape.num_layers:
-        raise ConfigError(
+        yield (
             f"layout.pp={layout.pp} with vpp={layout.vpp} makes {layout.num_chunks} model chunks, "
             f"but the model has {shape.num_layers} layers; use fewer"
         )
     if layout.ep > 1 and not shape.num_experts:
-        raise ConfigError(f"layout.ep={layout.ep} spreads experts, but the model is dense; use ep=1")
+        yield f"layout.ep={layout.ep} spreads experts, but the model is dense; use ep=1"
     for size, what in ((layout.dp, "data-parallel ranks"), (shape.num_experts, "experts of a layer")):
         if size % layout.ep:
-            raise ConfigError(f"layout.ep={layout.ep} does not divide the {size} {what}; use a divisor of them")
+            yield f"layout.ep={layout.ep} does not divide the {size} {what}; use a divisor of them"
     if layout.ep > 1 and layout.pp > 1 and layout.order != "tp-dp-pp":
-        raise ConfigError(f"layout.ep={layout.ep} needs layout.order=tp-dp-pp, Megatron's only one for it; change the order")
+        yield f"layout.ep={layout.ep} needs layout.order=tp-dp-pp, Megatron's only one for it; change the order"
 
 
 def check_engine_layout(shape: ModelShape, tp: int) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Holding, Kind
 from grpo_mega.weights.rounds import Rounds, make_rounds
 from grpo_mega.weights.sides import Side
+from grpo_mega.weights.spec import BLOCK
 from grpo_mega.weights.template import Place, Template
 from grpo_mega.weights.transfers import Need, Transfer, choose, match
 
@@ -45,20 +46,20 @@ class Plan:
     templates: tuple[Template, ...]
     world_size: int
     ranks_per_node: int
-    _rounds: dict[int, Rounds] = field(default_factory=dict, repr=False, compare=False)
+    _rounds: dict[tuple[int, int], Rounds] = field(default_factory=dict, repr=False, compare=False)
 
     def transfers(self) -> Iterator[Transfer]:
         """All of them, one by one; for small models."""
         return (one.at(t, place) for one in self.templates for place in one.places for t in one.transfers)
 
     def traffic(self, itemsize: int) -> Traffic:
-        """What moves if an element takes `itemsize` bytes."""
+        """What moves if an element that is not quantised takes `itemsize` bytes."""
         same_rank = same_node = between_nodes = 0
         sent, received = [0] * self.world_size, [0] * self.world_size
         for template in self.templates:
-            factor = itemsize * len(template.places)
+            factor = len(template.places)
             for transfer in template.transfers:
-                num_bytes = transfer.size * factor
+                num_bytes = transfer.num_bytes(itemsize) * factor
                 source, target = transfer.source_rank, transfer.target_rank
                 if source == target:
                     same_rank += num_bytes
@@ -71,11 +72,12 @@ class Plan:
                     between_nodes += num_bytes
         return Traffic(same_rank, same_node, between_nodes, tuple(sent), tuple(received))
 
-    def rounds(self, capacity: int) -> Rounds:
-        """The order of the transfers in rounds of at most `capacity` elements a rank; made once."""
-        if capacity not in self._rounds:
-            self._rounds[capacity] = make_rounds(self.templates, self.world_size, capacity)
-        return self._rounds[capacity]
+    def rounds(self, capacity: int, itemsize: int = 1) -> Rounds:
+        """The order of the transfers in rounds of at most `capacity` bytes a rank; made once for each."""
+        key = capacity, itemsize
+        if key not in self._rounds:
+            self._rounds[key] = make_rounds(self.templates, self.world_size, capacity, itemsize)
+        return self._rounds[key]
 
 
 def plan(sources: Sequence[Holding], targets: Sequence[Holding], *, ranks_per_node: int | None = None) -> list[Transfer]:
@@ -90,7 +92,7 @@ def plan(sources: Sequence[Holding], targets: Sequence[Holding], *, ranks_per_no
 def plan_sides(sources: Side, targets: Side, *, ranks_per_node: int) -> Plan:
     """From one side to the other, in time that does not grow with the number of layers and experts.
 
-    Raises WeightMappingError if a target wants what no source holds.
+    Raises WeightMappingError if a target wants what no source holds, or if a block of FP8 would have to come from several.
     """
     world_size = max(sources.world_size, targets.world_size)
     sent = [0] * world_size
@@ -105,7 +107,8 @@ def plan_sides(sources: Side, targets: Side, *, ranks_per_node: int) -> Plan:
             num_places += len(layers) * len(experts)
             needs = match(source_holdings, holdings, ranks_per_node)
             firsts = (extent.layers.start, extent.experts.start), (wanted.layers.start, wanted.experts.start)
-            templates += _templates(needs, layers, experts, firsts, sent)
+            found = _templates(needs, layers, experts, firsts, sent)
+            templates += (_quantised(template, targets.quantised) for template in found) if targets.quantised else found
         if num_places != len(wanted.layers) * len(wanted.experts):
             raise WeightMappingError(f"the targets want {wanted}, of which no rank holds some; plan for one and the same model")
     return Plan(tuple(templates), world_size, ranks_per_node)
@@ -145,6 +148,23 @@ def _templates(
     for start in range(step):
         places = range(start, num_places, step)
         yield Template(tuple(choose(needs, sent, len(places))), layers, experts, places, *firsts)
+
+
+def _quantised(template: Template, tensors: frozenset[str]) -> Template:
+    """With the transfers of these tensors marked as quantised."""
+    transfers = []
+    for transfer in template.transfers:
+        box = transfer.box
+        if box.tensor in tensors:
+            # The boxes of a tensor cover it: where all of them begin with a block, they end with one too.
+            if any(start % BLOCK for start in box.start):
+                raise WeightMappingError(
+                    f"a rank has {box.tensor} from {box.start}, amid a block of {BLOCK} that is quantised as a whole; "
+                    "use other tensor-parallel sizes, or do not quantise"
+                )
+            transfer = transfer._replace(is_quantised=True)
+        transfers.append(transfer)
+    return replace(template, transfers=tuple(transfers))
 
 
 def _num_choices(needs: list[Need]) -> int:

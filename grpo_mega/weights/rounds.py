@@ -1,8 +1,8 @@
 """Rounds: the order in which the ranks carry a plan out together, so that no buffer grows beyond its limit.
 
-In one round each rank sends and receives at most `capacity` elements; what it keeps for itself counts as received. All parts of
-a plan advance side by side, in proportion to their length, so that in every round the senders of all pipeline stages have
-work. Rounds follow from the plan alone: every rank makes the same ones.
+In one round each rank sends and receives at most `capacity` bytes; what it keeps for itself counts as received. All parts of a
+plan advance side by side, in proportion to their length, so that in every round the senders of all pipeline stages have work.
+Rounds follow from the plan alone: every rank makes the same ones.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_mega.weights.boxes import Box
+from grpo_mega.weights.spec import BLOCK
 from grpo_mega.weights.template import Template
 from grpo_mega.weights.transfers import Transfer
 
@@ -30,7 +31,7 @@ class Unit:
     template: Template
     transfers: tuple[Transfer, ...]
     by_rank: dict[int, list[Transfer]]  # those in which a rank takes part
-    load: NDArray[np.int64]  # [2 * world]: elements that each rank sends, then those that it receives
+    load: NDArray[np.int64]  # [2 * world]: bytes that each rank sends, then those that it receives
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,14 @@ class Rounds:
         return [unit.template.at(t, place) for unit, place in self.units[index] for t in unit.by_rank.get(rank, ())]
 
 
-def make_rounds(templates: Sequence[Template], world_size: int, capacity: int) -> Rounds:
-    """Transfers of more than `capacity` elements are cut along dim 0; a single row larger than that goes alone."""
+def make_rounds(templates: Sequence[Template], world_size: int, capacity: int, itemsize: int) -> Rounds:
+    """Transfers of more than `capacity` bytes are cut along dim 0; a single row larger than that goes alone.
+
+    An element takes `itemsize` bytes. What is quantised is cut between two rows of blocks only, so that 128 rows go alone.
+    """
     steps = []
     for number, template in enumerate(templates):
-        for tensor, units in enumerate(_units(template, world_size, capacity)):
+        for tensor, units in enumerate(_units(template, world_size, capacity, itemsize)):
             for j, unit in enumerate(units):
                 share = (j + 0.5) / len(units)
                 steps += [((place + share) / template.num_places, tensor, number, place, unit) for place in template.places]
@@ -65,29 +69,33 @@ def make_rounds(templates: Sequence[Template], world_size: int, capacity: int) -
     return Rounds(rounds)
 
 
-def _units(template: Template, world_size: int, capacity: int) -> Iterator[list[Unit]]:
+def _units(template: Template, world_size: int, capacity: int, itemsize: int) -> Iterator[list[Unit]]:
     """The units of each Hugging Face tensor of a template; all ranks that want a tensor advance through it together."""
     grain = max(1, capacity // GRAIN)
     of_tensor: dict[str, list[Transfer]] = defaultdict(list)
     for transfer in template.transfers:
         of_tensor[transfer.box.tensor].append(transfer)
     for transfers in of_tensor.values():
-        whole = _unit(template, transfers, world_size)
+        whole = _unit(template, transfers, world_size, itemsize)
         num_cuts = math.ceil(whole.load.max() / grain)
         if num_cuts == 1:
             yield [whole]
             continue
         cuts = zip_longest(*(_cut(t, num_cuts) for t in transfers))
         yield [
-            _unit(template, part, world_size) for cut in cuts for part in _parts([t for t in cut if t is not None], capacity)
+            _unit(template, part, world_size, itemsize)
+            for cut in cuts
+            for part in _parts([t for t in cut if t is not None], capacity, itemsize)
         ]
 
 
 def _cut(transfer: Transfer, num_cuts: int) -> Iterator[Transfer]:
-    """Runs of rows; as many as that, or as there are rows."""
+    """Runs of rows; as many as that, or as there are rows, or rows of blocks."""
     box = transfer.box
     rows = box.stop[0] - box.start[0]
     step = math.ceil(rows / num_cuts)
+    if transfer.is_quantised:
+        step = math.ceil(step / BLOCK) * BLOCK
     for row in range(0, rows, step):
         begin, end = box.start[0] + row, min(box.start[0] + row + step, box.stop[0])
         yield transfer._replace(
@@ -97,12 +105,12 @@ def _cut(transfer: Transfer, num_cuts: int) -> Iterator[Transfer]:
         )
 
 
-def _parts(transfers: list[Transfer], most: int) -> Iterator[list[Transfer]]:
-    """Runs in which no rank sends or receives more than `most` elements, unless in a single transfer."""
+def _parts(transfers: list[Transfer], most: int, itemsize: int) -> Iterator[list[Transfer]]:
+    """Runs in which no rank sends or receives more than `most` bytes, unless in a single transfer."""
     part: list[Transfer] = []
     used: dict[int, int] = defaultdict(int)
     for transfer in transfers:
-        ends, size = _ends(transfer), transfer.size
+        ends, size = _ends(transfer), transfer.num_bytes(itemsize)
         if part and any(used[end] + size > most for end in ends):
             yield part
             part = []
@@ -119,11 +127,11 @@ def _ends(transfer: Transfer) -> tuple[int, ...]:
     return (transfer.target_rank,) if is_local else (transfer.target_rank, ~transfer.source_rank)
 
 
-def _unit(template: Template, transfers: list[Transfer], world_size: int) -> Unit:
+def _unit(template: Template, transfers: list[Transfer], world_size: int, itemsize: int) -> Unit:
     load = [0] * (2 * world_size)
     by_rank: dict[int, list[Transfer]] = defaultdict(list)
     for transfer in transfers:
-        source, target, size = transfer.source_rank, transfer.target_rank, transfer.size
+        source, target, size = transfer.source_rank, transfer.target_rank, transfer.num_bytes(itemsize)
         by_rank[target].append(transfer)
         load[world_size + target] += size
         if source != target:

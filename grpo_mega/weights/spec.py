@@ -17,6 +17,7 @@ from grpo_mega.weights.boxes import ONCE, Box, Index, Kind, LocalTensor, Piece
 # Pipeline position: with the embedding, in every layer, for every expert of every layer, with the output layer.
 Where = Literal["first", "layer", "expert", "last"]
 ENGINE_VOCAB_MULTIPLE = 64  # of the rows that SGLang allocates for a vocabulary
+BLOCK = 128  # rows and columns of a linear layer that share a scale, in FP8
 
 # By model type, of those whose every MLP is a mixture: the fields with the number of experts (of which transformers writes one
 # or the other) and with the rows of an expert.
@@ -239,6 +240,7 @@ class Row:
     where: Where = "layer"
     megatron_te: str | None = None  # its name where Transformer Engine fuses the norm into the linear layer
     engine: str | None = None  # SGLang's; None: the (first) Hugging Face name
+    is_linear: bool = False  # the weight of a linear layer of attention, MLP or an expert: what FP8 is for
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,13 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     engine_ties: bool = True
+
+    def linear_tensors(self) -> frozenset[str]:
+        """The Hugging Face names, layer and expert left open, of what FP8 is for: SGLang quantises these and no others.
+
+        Never an embedding, the output layer, a norm, a router or a bias.
+        """
+        return frozenset(name for row in self.rows if row.is_linear for name in row.hf)
 
     def hf_tensors(self, shape: ModelShape) -> dict[str, Index]:
         """Name and shape of every tensor of the checkpoint."""
@@ -274,6 +283,11 @@ def kind_of(row: Row) -> Kind:
 def padded_vocab(vocab: int, tp_size: int) -> int:
     """The vocabulary rounded up to a multiple of the tensor-parallel size."""
     return _round_up(vocab, tp_size)
+
+
+def num_blocks(shape: Index) -> Index:
+    """Of FP8, along each dim; the last one may be smaller."""
+    return tuple(-(-size // BLOCK) for size in shape)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -41,4 +41,5 @@ class Template:
             transfer.source_offset,
             transfer.target_offset,
             Box(box.tensor.format(i=i, e=e), box.start, box.stop),
+            transfer.is_quantised,
         )

@@ -7,16 +7,23 @@ hold, less what they have already), and the result is the same on every rank tha
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Box, Holding, Index, Piece
+from grpo_mega.weights.spec import num_blocks
+
+SCALE_BYTES = 4
 
 
 class Transfer(NamedTuple):
-    """Copy `source[source_offset : + shape]` of one rank to `target[target_offset : + shape]` of another (or the same)."""
+    """Copy `source[source_offset : + shape]` of one rank to `target[target_offset : + shape]` of another (or the same).
+
+    One that is quantised travels as FP8 values and the scales of its blocks, which it holds whole.
+    """
 
     source_rank: int
     target_rank: int
@@ -25,10 +32,17 @@ class Transfer(NamedTuple):
     source_offset: Index
     target_offset: Index
     box: Box
+    is_quantised: bool = False
 
     @property
     def size(self) -> int:
         return self.box.size
+
+    def num_bytes(self, itemsize: int) -> int:
+        """As it travels, where an element that is not quantised takes `itemsize` bytes."""
+        if not self.is_quantised:
+            return self.box.size * itemsize
+        return self.box.size + SCALE_BYTES * math.prod(num_blocks(self.box.shape))
 
 
 class Need(NamedTuple):

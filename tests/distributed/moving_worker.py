@@ -110,23 +110,23 @@ class Ring:
     What was in it is then compared with a copy made when it was given: nothing may have touched it.
     """
 
-    def __init__(self, dtype: torch.dtype, targets: Tensors) -> None:
-        self._dtype, self._targets = dtype, targets
-        self._buffers = [torch.empty(0, dtype=dtype)] * 2
+    def __init__(self, targets: Tensors) -> None:
+        self._targets = targets
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self._waiting: dict[int, tuple[Bucket, torch.Tensor]] = {}
         self.sizes: list[int] = []
 
-    def allocate(self, index: int, num_elements: int) -> torch.Tensor:
+    def allocate(self, index: int, num_bytes: int) -> torch.Tensor:
         assert index == len(self.sizes)
-        self.sizes.append(num_elements)
+        self.sizes.append(num_bytes)
         self._read(index - 2)
-        if self._buffers[index % 2].numel() < num_elements:
-            self._buffers[index % 2] = torch.zeros(num_elements, dtype=self._dtype)
-        return self._buffers[index % 2][:num_elements]
+        if self._buffers[index % 2].numel() < num_bytes:
+            self._buffers[index % 2] = torch.zeros(num_bytes, dtype=torch.uint8)
+        return self._buffers[index % 2][:num_bytes]
 
     def take(self, bucket: Bucket) -> None:
         assert not bucket.entries or bucket.values.data_ptr() == self._buffers[bucket.index % 2].data_ptr()
-        assert bucket.values.numel() == self.sizes[bucket.index] == sum(math.prod(e.shape) for e in bucket.entries)
+        assert bucket.values.numel() == self.sizes[bucket.index] == sum(num_bytes_of(e, bucket.dtype) for e in bucket.entries)
         self._waiting[bucket.index] = (bucket, bucket.values.clone())
 
     def finish(self) -> None:
@@ -137,7 +137,11 @@ class Ring:
         if index in self._waiting:
             bucket, copy = self._waiting.pop(index)
             assert torch.equal(as_bytes(bucket.values), as_bytes(copy))
-            put(bucket.entries, bucket.values, self._targets)
+            put(bucket.entries, bucket.values, self._targets, bucket.dtype)
+
+
+def num_bytes_of(entry: Entry, dtype: torch.dtype) -> int:
+    return math.prod(entry.shape) * dtype.itemsize
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,7 +160,7 @@ def check_buckets(case: Moving, rank: int, bucket_bytes: int) -> list[Bucket]:
     fill(wanted, expected, lambda box: slice_of(values, box).to(case.dtype))
 
     made = plan_sides(package_side(case.family, case.shape, case.layout), case.targets, ranks_per_node=2)
-    ring, taken = Ring(case.dtype, found), []
+    ring, taken = Ring(found), []
     with recorded_sends() as sizes:
         for bucket in buckets(made, sources, dtype=case.dtype, bucket_bytes=bucket_bytes, allocate=ring.allocate):
             ring.take(bucket)
@@ -168,7 +172,7 @@ def check_buckets(case: Moving, rank: int, bucket_bytes: int) -> list[Bucket]:
     assert not differing(entries, found)
     limit = max(bucket_bytes, case.dtype.itemsize * max(1, LONGEST_ROW))
     assert all(outgoing <= limit for outgoing, _ in sizes)
-    assert all(size * case.dtype.itemsize <= limit for size in ring.sizes)
+    assert all(size <= limit for size in ring.sizes)
     received = sum(bucket.num_bytes_received for bucket in taken)
     assert received == sum(incoming for _, incoming in sizes) == made.traffic(case.dtype.itemsize).received[rank]
     if entries:  # a changed element is seen
@@ -239,11 +243,11 @@ class Engine:
         self._entries = []
         return sorted(self.plain.keys() ^ self._names)
 
-    def allocate(self, index: int, num_elements: int) -> torch.Tensor:
-        return torch.empty(num_elements, dtype=torch.int64)
+    def allocate(self, index: int, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def load(self, bucket: Bucket) -> None:
-        put(bucket.entries, bucket.values, self.plain)
+        put(bucket.entries, bucket.values, self.plain, bucket.dtype)
         self._entries += bucket.entries
 
     def end_update(self, version: int) -> list[str]:

@@ -16,11 +16,14 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)  # of the model's config
     layouts: tuple[str, ...] = ("{tp: 1}", "{tp: 2}", "{tp: 2, pp: 2}", "{tp: 4}", "{pp: 4, vpp: 2}")  # of the trainer
     engine_tps: tuple[int, ...] = (1, 2)
+    quantise: bool = False  # linear layers travel in FP8 blocks
 
 
+BLOCKS = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 512, "head_dim": 128, "initializer_range": 0.06}
 CASES = {
     "llama": Case("llama"),
     "mistral": Case("mistral", {"sliding_window": None}),
     "qwen2 tied": Case("qwen2", {"tied": True}),
     "qwen3": Case("qwen3"),
+    "qwen3 in FP8": Case("qwen3", BLOCKS, ("{tp: 2, pp: 2}", "{tp: 4}"), (2,), quantise=True),
 }

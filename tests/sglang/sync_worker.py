@@ -65,7 +65,7 @@ class Flipping:
         if bucket.index == self._bucket:
             middle = bucket.entries[len(bucket.entries) // 2]
             self.flipped = middle.target
-            bucket.values.view(torch.uint8)[middle.start * bucket.values.itemsize] ^= 1
+            bucket.values[middle.start] ^= 1
         self._engine.load(bucket)
 
 
@@ -78,9 +78,9 @@ class Idle:
     def begin_update(self) -> list[str]:
         return []
 
-    def allocate(self, index: int, num_elements: int) -> Tensor:
-        assert num_elements == 0
-        return torch.empty(0)
+    def allocate(self, index: int, num_bytes: int) -> Tensor:
+        assert num_bytes == 0
+        return torch.empty(0, dtype=torch.uint8)
 
     def load(self, bucket: Bucket) -> None:
         assert not bucket.entries
@@ -90,7 +90,9 @@ class Idle:
 
 
 @contextmanager
-def engine_of(model: ModelFiles, side: Side, tp: int, runtime: Runtime, folder: Path) -> Iterator[SGLangEngine | Idle]:
+def engine_of(
+    case: Case, model: ModelFiles, side: Side, tp: int, runtime: Runtime, folder: Path
+) -> Iterator[SGLangEngine | Idle]:
     """One server at the first `tp` ranks, which has begun to start."""
     rank = runtime.rank
     if rank >= tp:
@@ -112,11 +114,12 @@ def engine_of(model: ModelFiles, side: Side, tp: int, runtime: Runtime, folder: 
         cores=tuple(sorted(os.sched_getaffinity(0))[:tp]),
         weight_loader=LOADER,
         extra={},
+        quantization="fp8" if case.quantise else None,
     )
     folder.mkdir(parents=True, exist_ok=True)
     board = Board(PrefixStore(f"engine{tp}", runtime.store), rank, WORLD_SIZE)
     options = Options(Limits(32, DEADLINE_S, DEADLINE_S), 1, True, lambda seconds: None)
-    engine = SGLangEngine(settings, options, Place(0, rank, tp, rank), side, board, HostBuckets(torch.float32))
+    engine = SGLangEngine(settings, options, Place(0, rank, tp, rank), side, board, HostBuckets())
     try:
         yield engine
     finally:
@@ -208,10 +211,13 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
     board = Board(runtime.store, runtime.rank, WORLD_SIZE)
     board.meet("the checkpoint", None, DEADLINE_S)
     model = jobs.read_model(config)
-    sides = {tp: engine_side(model.family, model.shape, EngineLayout(tp, 1), WORLD_SIZE) for tp in case.engine_tps}
+    sides = {
+        tp: engine_side(model.family, model.shape, EngineLayout(tp, 1), WORLD_SIZE, quantise=case.quantise)
+        for tp in case.engine_tps
+    }
     with ExitStack() as stack:
         engines = {
-            tp: (side, stack.enter_context(engine_of(model, side, tp, runtime, folder / f"engine{tp}")))
+            tp: (side, stack.enter_context(engine_of(case, model, side, tp, runtime, folder / f"engine{tp}")))
             for tp, side in sides.items()
         }
         for _, engine in engines.values():

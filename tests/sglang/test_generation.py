@@ -166,7 +166,7 @@ def test_a_prompt_that_leaves_no_room_for_its_response_is_refused_before_anythin
     options = Options(LIMITS, num_engines=1, prove=True, on_wait=lambda _: None)
     lent = Place(engine=0, tp_rank=1, tp=2, rank=1)  # a rank that starts no server and sends nothing
     board: Any = None
-    engine = SGLangEngine(make_settings(model, tmp_path), options, lent, Side(((), ())), board, HostBuckets(torch.float32))
+    engine = SGLangEngine(make_settings(model, tmp_path), options, lent, Side(((), ())), board, HostBuckets())
     fits = replace(PROMPTS[0], token_ids=(5,) * (512 - SAMPLING.max_response_length))
     assert engine.generate({0: fits}, SAMPLING, step=0, on_sample=lambda _: None) == {}
     too_long = replace(fits, token_ids=(*fits.token_ids, 5))

@@ -40,3 +40,4 @@ def test_the_server_gives_transformers_logprobs_after_a_real_step_in_every_layou
         assert len(found["same"]) == len(CASES[name].engine_tps)
         assert max(found["same"].values()) < TOLERANCE, (layout, found)
         assert found["before"] > 100 * TOLERANCE, (layout, found)
+        assert (found["exact"] > 100 * TOLERANCE) == CASES[name].quantise, (layout, found)

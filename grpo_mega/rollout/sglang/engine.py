@@ -145,10 +145,18 @@ class SGLangEngine:
     def begin_update(self) -> list[str]:
         self._updates += 1
         self._update = update = Update(
-            self._updates, self._place, self._link, self._board, self._buckets, self._settings.folder, self._deadline_s
+            self._updates,
+            self._place,
+            self._link,
+            self._board,
+            self._buckets,
+            self._settings.folder,
+            self._deadline_s,
+            prove=self._options.prove,
         )
         update.begin()
-        problems = update.check(self._holding, str(self._dtype)) if self._is_blank else []
+        blocks = self._side.quantised_holding(self._place.rank) if self._settings.holds_blocks else {}
+        problems = update.check(self._holding, blocks, self._dtype) if self._is_blank else []
         self._is_blank = self._is_blank and bool(problems or self.failure)
         return problems
 
@@ -158,9 +166,9 @@ class SGLangEngine:
         assert isinstance(found, torch.dtype)
         return found
 
-    def allocate(self, index: int, num_elements: int) -> Tensor:
+    def allocate(self, index: int, num_bytes: int) -> Tensor:
         assert self._update is not None
-        return self._update.allocate(index, num_elements)
+        return self._update.allocate(index, num_bytes)
 
     def load(self, bucket: Bucket) -> None:
         assert self._update is not None
@@ -168,7 +176,7 @@ class SGLangEngine:
 
     def end_update(self, version: int) -> list[str]:
         assert self._update is not None
-        problems = self._update.end(version, prove=self._options.prove)
+        problems = self._update.end(version)
         self._update = None
         if not problems and self.failure is None:
             self.version = version

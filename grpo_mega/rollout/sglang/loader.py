@@ -1,8 +1,9 @@
 """Runs inside the server, in each of its tensor-parallel processes: takes buckets over into the parameters, and proves them.
 
 SGLang calls `load` (--custom-weight-loader) with one named tensor, whose name is a request in JSON and whose value is the
-bucket where that comes by CUDA IPC. An exception here would end the server, so there is none: what went
-wrong is written to the file that the request names, which the trainer reads.
+bucket where that comes by CUDA IPC. An exception here would end the server, so there is none: what went wrong is written to the
+file that the request names, which the trainer reads. What differs of FP8 blocks is told with the bucket that brought them; the
+trainer keeps it until the update ends.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mega.weights.apply import Entry, part_of
-from grpo_mega.weights.receive import differing, put
+from grpo_mega.rollout.sglang import blocks
+from grpo_mega.weights.receive import Entry, differing, differing_blocks, part_of, put
 
 Request = dict[str, Any]
 MAX_NAMED = 20  # problems in a report
@@ -27,49 +28,57 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) ->
     for text, values in named_tensors:
         request = json.loads(text)
         try:
-            problems = _ACTIONS[request["action"]](_parameters(model), request, values)
+            problems, has_failed = _ACTIONS[request["action"]](model, request, values), False
         except Exception as error:  # told to the trainer; here it would end the server
-            problems = [f"{request['action']} failed: {error!r}"]
-        _report(request, problems)
+            problems, has_failed = [f"{request['action']} failed: {error!r}"], True
+        _report(request, problems, has_failed=has_failed)
 
 
-def _check(parameters: dict[str, Tensor], request: Request, values: Tensor) -> list[str]:
+def _check(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
     """Before the first bucket: the server's parameters are those of the table; padding, which no bucket fills, is zeroed."""
-    wanted = {name: tuple(shape) for name, shape in request["shapes"].items()}
-    found = {name: tuple(p.shape) for name, p in parameters.items()}
+    parameters, without = _parameters(model), "none"
+    wanted = {name: f"{tuple(shape)} of {dtype}" for name, (shape, dtype) in request["parameters"].items()}
+    found = {name: f"{tuple(p.shape)} of {p.dtype}" for name, p in parameters.items()}
     problems = [
-        f"{name}: the server has {found.get(name, 'none')}, the table {wanted.get(name, 'none')}"
+        f"{name}: the server has {found.get(name, without)}, the table {wanted.get(name, without)}{_remedy(name)}"
         for name in sorted(wanted.keys() | found.keys())
         if wanted.get(name) != found.get(name)
     ]
-    problems += [f"{name}: not {request['dtype']}" for name, p in parameters.items() if str(p.dtype) != request["dtype"]]
+    if not problems:
+        problems = blocks.settle(model)
     if not problems:
         for name in request["padded"]:
             part_of(parameters, name).zero_()
     return problems
 
 
-def _fill(parameters: dict[str, Tensor], request: Request, values: Tensor) -> list[str]:
-    """Copies a bucket's pieces to their places."""
+def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
+    """Copies a bucket's pieces to their places. Returns the names of tensors whose FP8 blocks are not the trainer's."""
     if "file" in request:
         values = torch.from_file(request["file"], shared=True, size=request["num_bytes"], dtype=torch.uint8)
-    flat = values[: request["used_bytes"]].view(_dtype(request["dtype"]))
-    put(_entries(request), flat, parameters)
-    if flat.is_cuda:
+    used, entries, parameters = values[: request["used_bytes"]], _entries(request), _parameters(model)
+    put(entries, used, parameters, _dtype(request["dtype"]))
+    problems = differing_blocks(entries, used, parameters) if request["prove"] else []
+    if used.is_cuda:
         torch.cuda.synchronize()  # the trainer fills the bucket again as soon as this is acknowledged
-    return []
+    return problems
 
 
-def _prove(parameters: dict[str, Tensor], request: Request, values: Tensor) -> list[str]:
+def _prove(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
     """The names of tensors of which a piece has another checksum than the trainer's."""
-    return differing(_entries(request), parameters)
+    blocks.reset_cache_scales(model)
+    return differing(_entries(request), _parameters(model))
+
+
+def _remedy(name: str) -> str:
+    return f"; {blocks.REMEDY}" if name.endswith("_scale_inv") else ""
 
 
 def _entries(request: Request) -> list[Entry]:
     return [Entry(*fields) for fields in request["entries"]]
 
 
-_ACTIONS: dict[str, Callable[[dict[str, Tensor], Request, Tensor], list[str]]] = {
+_ACTIONS: dict[str, Callable[[torch.nn.Module, Request, Tensor], list[str]]] = {
     "check": _check,
     "fill": _fill,
     "prove": _prove,
@@ -77,7 +86,7 @@ _ACTIONS: dict[str, Callable[[dict[str, Tensor], Request, Tensor], list[str]]] =
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters())
+    return {name: p for name, p in model.named_parameters() if not blocks.is_cache_scale(name)}
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -86,8 +95,8 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def _report(request: Request, problems: list[str]) -> None:
+def _report(request: Request, problems: list[str], *, has_failed: bool) -> None:
     path = request["report"]
     with open(f"{path}.part", "w", encoding="utf-8") as file:
-        json.dump({"id": request["id"], "num_problems": len(problems), "problems": problems[:MAX_NAMED]}, file)
+        json.dump({"id": request["id"], "problems": problems[:MAX_NAMED], "has_failed": has_failed}, file)
     os.replace(f"{path}.part", path)

@@ -27,6 +27,7 @@ from typing import Any
 
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.rollout.sglang import leftovers
+from grpo_mega.weights.spec import BLOCK
 
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_FOR_A_TOKEN = 5.0
@@ -41,6 +42,9 @@ NOT_INHERITED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_
 NOT_INHERITED |= {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
 NOT_INHERITED |= {"NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG"}
 NOT_INHERITED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "GRPO_MEGA_")
+
+# As if the checkpoint said so: SGLang then makes FP8 parameters and their scales, and nothing is left to be quantised there.
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 
 _PORT_CONFLICT = re.compile(r"address already in use|EADDRINUSE|port \S+ is (already in use|not available)", re.IGNORECASE)
 _REASONS = (  # the first line of the first kind that occurs
@@ -69,6 +73,7 @@ class ServerSettings:
     cores: tuple[int, ...]  # of a server on a CPU
     weight_loader: str  # dotted path of a function in the server's processes
     extra: Mapping[str, Any] = field(default_factory=dict)  # further arguments, by SGLang's names
+    quantization: str | None = None  # "fp8": linear layers come as FP8 blocks, which a server on a GPU holds as they are
 
     def __post_init__(self) -> None:
         assert self.cores or self.device_type != "cpu", "a server on a CPU needs cores"
@@ -76,6 +81,11 @@ class ServerSettings:
         for name in self.extra:
             if name.replace("-", "_") in fixed:
                 raise ConfigError(f"rollout.server_args.{name} is set by the trainer; remove it")
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether its parameters are FP8 blocks. On a CPU they are of `dtype`: SGLang computes with blocks on AMX alone."""
+        return self.quantization is not None and self.device_type == "cuda"
 
 
 class Server:
@@ -251,6 +261,7 @@ def server_arguments(settings: ServerSettings, name: str, port: int, nccl_port: 
 
 
 def fixed_arguments(settings: ServerSettings) -> dict[str, Any]:
+    blocks = {"json_model_override_args": {"quantization_config": BLOCKS}} if settings.holds_blocks else {}
     return {
         "model_path": settings.model_path,
         "load_format": "dummy",  # the first sync brings the weights
@@ -266,6 +277,8 @@ def fixed_arguments(settings: ServerSettings) -> dict[str, Any]:
         "mem_fraction_static": settings.memory_fraction,
         "enable_memory_saver": settings.has_memory_saver and settings.device_type == "cuda",
         "random_seed": settings.seed,
+        "quantization": settings.quantization if settings.holds_blocks else None,
+        **blocks,
     }
 
 

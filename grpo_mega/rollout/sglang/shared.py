@@ -20,20 +20,19 @@ NUM_BUFFERS = 2  # one is loaded while the other is filled
 
 
 class HostBuckets:
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self) -> None:
         self._files: list[int | None] = [None] * NUM_BUFFERS
         self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * NUM_BUFFERS
 
-    def allocate(self, index: int, num_elements: int) -> Tensor:
-        slot, size = index % NUM_BUFFERS, num_elements * self._dtype.itemsize
-        if self._buffers[slot].numel() < size:
+    def allocate(self, index: int, num_bytes: int) -> Tensor:
+        slot = index % NUM_BUFFERS
+        if self._buffers[slot].numel() < num_bytes:
             file = self._files[slot]
             if file is None:
                 file = self._files[slot] = os.memfd_create(f"grpo_mega_bucket_{slot}")
-            os.ftruncate(file, size)
-            self._buffers[slot] = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=size, dtype=torch.uint8)
-        return self._buffers[slot][:size].view(self._dtype)
+            os.ftruncate(file, num_bytes)
+            self._buffers[slot] = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=num_bytes, dtype=torch.uint8)
+        return self._buffers[slot][:num_bytes]
 
     def describe(self, index: int) -> dict[str, Any]:
         """How the server finds the buffer of round `index`."""
@@ -58,8 +57,7 @@ class DeviceBuckets:
     They may not lie in expandable segments, which CUDA IPC cannot share: those are switched off while they are taken.
     """
 
-    def __init__(self, dtype: torch.dtype, num_bytes: int, device: torch.device, *, has_expandable_segments: bool) -> None:
-        self._dtype = dtype
+    def __init__(self, num_bytes: int, device: torch.device, *, has_expandable_segments: bool) -> None:
         if has_expandable_segments:
             torch.cuda.memory._set_allocator_settings("expandable_segments:False")
         self._pool = torch.cuda.MemPool()
@@ -68,12 +66,11 @@ class DeviceBuckets:
         if has_expandable_segments:
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
-    def allocate(self, index: int, num_elements: int) -> Tensor:
-        size = num_elements * self._dtype.itemsize
+    def allocate(self, index: int, num_bytes: int) -> Tensor:
         slot = index % NUM_BUFFERS
-        if size > self._buffers[slot].numel():  # a single row larger than a bucket
-            self._buffers[slot] = torch.empty(size, dtype=torch.uint8, device=self._buffers[slot].device)
-        return self._buffers[slot][:size].view(self._dtype)
+        if num_bytes > self._buffers[slot].numel():  # a single row larger than a bucket
+            self._buffers[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=self._buffers[slot].device)
+        return self._buffers[slot][:num_bytes]
 
     def describe(self, index: int) -> dict[str, Any]:
         return {}

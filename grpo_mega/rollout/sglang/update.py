@@ -2,13 +2,15 @@
 
 Each rank describes the bucket that it has filled for its own device; the leader gathers these descriptions and posts them as
 one request, and a bucket is filled again once its request was acknowledged. With two buffers one bucket is loaded while the
-next is filled. After the last one the checksums that came with the buckets are compared with what the server holds.
+next is filled. After the last one the checksums that came with the buckets are compared with what the server holds; those of
+FP8 blocks were compared with each bucket, before anything could be made of them, and what then differed is told here too.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,10 @@ from grpo_mega.rollout.board import Board
 from grpo_mega.rollout.sglang.link import ServerLink
 from grpo_mega.rollout.sglang.shared import NUM_BUFFERS, DeviceBuckets, HostBuckets, payload
 from grpo_mega.weights.apply import Bucket, Entry
+from grpo_mega.weights.blockwise_fp8 import SCALES, VALUES
 from grpo_mega.weights.boxes import Holding, Index
+from grpo_mega.weights.receive import scales_name
+from grpo_mega.weights.spec import num_blocks
 
 LOADER = "grpo_mega.rollout.sglang.loader.load"
 
@@ -61,7 +66,10 @@ class Update:
         buckets: HostBuckets | DeviceBuckets,
         folder: Path,
         deadline_s: float,
+        *,
+        prove: bool,
     ) -> None:
+        self._prove = prove
         self._place, self._link, self._board, self._buckets = place, link, board, buckets
         self._folder, self._deadline_s = folder, deadline_s
         self._key = f"update/{number}/{place.engine}"
@@ -69,35 +77,41 @@ class Update:
         self._posted: list[tuple[int, Future[Any] | None]] = []  # by bucket: number of its request, and its answer
         self._num_settled = 0
         self._proof: list[Entry] = []
+        self._differing: list[str] = []  # at the leader: what the server found as it took buckets over
 
     def begin(self) -> None:
         if self._link is not None:
             self._link.attempt("beginning an update", lambda api: api.begin_update())
 
-    def check(self, holding: Holding, dtype: str) -> list[str]:
-        """What differs between the server's parameters and the table; for a server that has no weights yet."""
-        request = {"action": "check", "shapes": parameter_shapes(holding), "padded": padded(holding), "dtype": dtype}
-        return self._request(request, version=None)
+    def check(self, holding: Holding, blocks: Collection[str], dtype: torch.dtype) -> list[str]:
+        """What differs between the server's parameters and the table; for a server that has no weights yet.
 
-    def allocate(self, index: int, num_elements: int) -> Tensor:
+        `blocks`: the tensors that the server keeps as FP8 blocks, and not as `dtype`.
+        """
+        wanted = parameters(holding, blocks, dtype)
+        return self._request({"action": "check", "parameters": wanted, "padded": padded(holding)}, version=None)
+
+    def allocate(self, index: int, num_bytes: int) -> Tensor:
         self._free(index - NUM_BUFFERS)
-        return self._buckets.allocate(index, num_elements)
+        return self._buckets.allocate(index, num_bytes)
 
     def load(self, bucket: Bucket) -> None:
-        self._proof += bucket.entries
+        if self._prove:
+            self._proof += [entry for entry in bucket.entries if not entry.is_quantised]
         request = self._buckets.describe(bucket.index) | {
             "action": "fill",
             "entries": bucket.entries,
             "used_bytes": bucket.values.nbytes,
-            "dtype": str(bucket.values.dtype),
+            "dtype": str(bucket.dtype),
+            "prove": self._prove,
         }
         number = self._requests
         self._posted.append((number, self._post(request, self._buckets.handle(bucket.index), version=None)))
 
-    def end(self, version: int, *, prove: bool) -> list[str]:
+    def end(self, version: int) -> list[str]:
         """Closes the update; the problems found, as (tensor-parallel rank, tensor)."""
         self._free(len(self._posted) - 1)
-        problems = self._request({"action": "prove", "entries": self._proof if prove else []}, version=str(version))
+        problems = self._request({"action": "prove", "entries": self._proof}, version=str(version))
         if self._link is not None:
             self._link.attempt("ending an update", lambda api: api.end_update())
         return problems
@@ -108,8 +122,11 @@ class Update:
             if self._link is not None:
                 number, answer = self._posted[self._num_settled]
                 self._link.settle("loading a bucket", answer)
-                for problem in [] if self._link.failure else self._reports(number):
-                    self._link.fail(f"loading a bucket: {problem}")
+                if self._link.failure is None:
+                    problems, has_failed = self._reports(number)
+                    if has_failed:
+                        self._link.fail(f"loading a bucket: {'; '.join(problems)}")
+                    self._differing += problems
                 self._tell(f"loaded/{self._num_settled}", "")
             else:
                 self._board.read(f"{self._key}/loaded/{self._num_settled}", "the leader of its engine", self._deadline_s)
@@ -122,7 +139,8 @@ class Update:
         if self._link is None:
             return json.loads(self._board.read(f"{self._key}/problems/{number}", "the leader of its engine", self._deadline_s))
         self._link.settle(f"at {request['action']}", future)
-        problems = [] if self._link.failure else self._reports(number)
+        problems = [] if self._link.failure else self._differing + self._reports(number)[0]
+        self._differing = []
         self._tell(f"problems/{number}", json.dumps(problems))
         return problems
 
@@ -143,13 +161,15 @@ class Update:
         flush = version is not None
         return self._link.submit(lambda api: api.load(payloads, LOADER, version, flush))
 
-    def _reports(self, number: int) -> list[str]:
-        found = []
+    def _reports(self, number: int) -> tuple[list[str], bool]:
+        """What the server's processes found, and whether one of them could not do what was asked of it."""
+        found, has_failed = [], False
         for tp_rank in range(self._place.tp):
             report = json.loads(self._report_path(number, tp_rank).read_text())
             assert report["id"] == f"{self._key}/{number}", "a report of another request"
             found += [f"{problem} (tensor-parallel rank {tp_rank})" for problem in report["problems"]]
-        return found
+            has_failed = has_failed or report["has_failed"]
+        return found, has_failed
 
     def _report_path(self, number: int, tp_rank: int) -> Path:
         """A report is read before the request after the next is posted."""
@@ -160,13 +180,27 @@ class Update:
             self._board.post(f"{self._key}/{key}", text)
 
 
-def parameter_shapes(holding: Holding) -> dict[str, Index]:
-    """The server's parameters: local tensors "name[0]", "name[1]", ... are parts of one, along a new first dim."""
-    shapes: dict[str, Index] = {}
-    for name, tensor in holding.items():
+def parameters(holding: Holding, blocks: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Index, str]]:
+    """Shape and dtype of the server's parameters: those of the table, and the scales of what it keeps as FP8 `blocks`.
+
+    Local tensors "name[0]", "name[1]", ... are parts of one, along a new first dim.
+    """
+    found: dict[str, tuple[Index, str]] = {}
+
+    def add(name: str, shape: Index, dtype: torch.dtype) -> None:
         base, bracket, index = name.partition("[")
-        shapes[base] = (max(int(index[:-1]) + 1, shapes.get(base, (0,))[0]), *tensor.shape) if bracket else tensor.shape
-    return shapes
+        if bracket:
+            known = found[base][0][0] if base in found else 0
+            shape = (max(int(index[:-1]) + 1, known), *shape)
+        found[base] = shape, str(dtype)
+
+    for name, tensor in holding.items():
+        if name in blocks:
+            add(name, tensor.shape, VALUES)
+            add(scales_name(name), num_blocks(tensor.shape), SCALES)
+        else:
+            add(name, tensor.shape, dtype)
+    return found
 
 
 def padded(holding: Holding) -> list[str]:

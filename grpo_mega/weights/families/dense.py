@@ -18,6 +18,7 @@ def _qkv(kind: str, trailing: tuple[str, ...]) -> Row:
         f"{_MCORE}self_attention.linear_qkv.{kind}",
         QKV(trailing),
         engine=f"{_HF}self_attn.qkv_proj.{kind}",
+        is_linear=kind == "weight",
     )
 
 
@@ -33,6 +34,7 @@ ATTENTION = (
         (_HF + "self_attn.o_proj.weight",),
         _MCORE + "self_attention.linear_proj.weight",
         Copy(("hidden", "q"), axis=1),
+        is_linear=True,
     ),
 )
 MLP = (
@@ -47,8 +49,14 @@ MLP = (
         _MCORE + "mlp.linear_fc1.weight",
         GateUp(),
         engine=_HF + "mlp.gate_up_proj.weight",
+        is_linear=True,
     ),
-    Row((_HF + "mlp.down_proj.weight",), _MCORE + "mlp.linear_fc2.weight", Copy(("hidden", "ffn"), axis=1)),
+    Row(
+        (_HF + "mlp.down_proj.weight",),
+        _MCORE + "mlp.linear_fc2.weight",
+        Copy(("hidden", "ffn"), axis=1),
+        is_linear=True,
+    ),
 )
 FINAL_NORM = Row(("model.norm.weight",), "decoder.final_layernorm.weight", Copy(("hidden",)), "last")
 QK_NORMS = tuple(

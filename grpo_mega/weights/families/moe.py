@@ -27,6 +27,7 @@ def _mixture(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
             GateUp("moe_ffn"),
             "expert",
             engine=experts + "w13_weight[{e}]",
+            is_linear=True,
         ),
         Row(
             (f"{experts}{{e}}.{down}.weight",),
@@ -34,6 +35,7 @@ def _mixture(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
             Copy(("hidden", "moe_ffn"), axis=1),
             "expert",
             engine=experts + "w2_weight[{e}]",
+            is_linear=True,
         ),
     )
 

@@ -1,0 +1,67 @@
+"""Runs inside the server: whether SGLang's FP8 parameters keep the format in which they are sent.
+
+After a load SGLang may rearrange FP8 blocks for the kernels that it has chosen (`process_weights_after_loading`). On Hopper,
+and wherever its Triton kernels compute, it leaves 128 x 128 blocks with float32 scales as they are; a sync then writes them in
+place, as the addresses in its CUDA graphs ask for. Elsewhere (DeepGEMM on Blackwell packs scales as powers of two, Marlin below
+an L40 repacks the weights) shapes and types are others, or bytes change their places. All of that is found before the first
+bucket, by processing a pattern once more.
+
+The scales of an FP8 key-value cache, which the model then has too, are in no checkpoint. A dummy load leaves random ones, and
+sleep loses them; here they become SGLang's own default, 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_mega.weights.blockwise_fp8 import VALUES
+
+_CACHE_SCALES = ("k_scale", "v_scale")
+REMEDY = "use rollout.server_args={fp8_gemm_backend: triton} or another GPU, or leave rollout.quantization out"
+
+
+def is_cache_scale(name: str) -> bool:
+    return name.endswith(tuple(f".attn.{scale}" for scale in _CACHE_SCALES))
+
+
+@torch.no_grad()
+def settle(model: torch.nn.Module) -> list[str]:
+    """For a model that has no weights yet: sets the cache's scales; the FP8 parameters that SGLang does not leave as sent."""
+    problems = []
+    for path, module in model.named_modules():
+        method, own = getattr(module, "quant_method", None), dict(module.named_parameters(recurse=False))
+        if method is None:
+            continue
+        for name in own.keys() & set(_CACHE_SCALES):
+            own[name].fill_(-1.0)  # "none was loaded"
+        sent = {name: p for name, p in own.items() if p.dtype == VALUES or name.endswith("_scale_inv")}
+        before = {name: _stamp(p) for name, p in sent.items()}
+        if sent or own.keys() & set(_CACHE_SCALES):
+            method.process_weights_after_loading(module)
+        after = dict(module.named_parameters(recurse=False))
+        problems += [
+            f"{path}.{name}: SGLang rearranges it on this device, so that it cannot be filled in place; {REMEDY}"
+            for name, p in sent.items()
+            if name not in after or after[name].data_ptr() != p.data_ptr() or not torch.equal(_bytes(after[name]), before[name])
+        ]
+    return problems
+
+
+@torch.no_grad()
+def reset_cache_scales(model: torch.nn.Module) -> None:
+    """For a model that may have slept since it was settled."""
+    for name, parameter in model.named_parameters():
+        if is_cache_scale(name):
+            parameter.fill_(1.0)
+
+
+def _stamp(parameter: Tensor) -> Tensor:
+    """Writes numbers in which no two neighbours are alike, and returns their bytes."""
+    numbers = torch.arange(parameter.numel(), device=parameter.device).remainder_(113).add_(1).view(parameter.shape)
+    parameter.copy_(numbers.to(torch.float32))
+    return _bytes(parameter).clone()
+
+
+def _bytes(parameter: Tensor) -> Tensor:
+    return parameter.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,82 @@
+"""FP8 blocks against SGLang's own code: what it is told, the parameters it makes, and whether they keep the format sent."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import ROOT
+from servers import make_settings
+
+from grpo_mega.errors import ConfigError
+from grpo_mega.rollout.sglang.blocks import REMEDY
+from grpo_mega.rollout.sglang.server import fixed_arguments, server_arguments
+from grpo_mega.rollout.sglang.update import parameters
+from grpo_mega.weights.boxes import LocalTensor
+
+CUDA = replace(make_settings(Path("/m"), Path("/f")), device_type="cuda", dtype="bfloat16", cores=(), quantization="fp8")
+
+
+@pytest.fixture(scope="module")
+def found(model: Path) -> dict[str, Any]:
+    """What a server on a GPU would be told, read by SGLang."""
+    fixed = fixed_arguments(CUDA)
+    override = json.dumps(fixed["json_model_override_args"])
+    script = str(Path(__file__).with_name("blocks_in_sglang.py"))
+    words = ["--model-path", str(model), "--quantization", fixed["quantization"], "--json-model-override-args", override]
+    command = [sys.executable, script, str(model), *words]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=_environment())
+    assert result.returncode == 0, result.stderr
+    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return answer
+
+
+def _environment() -> dict[str, str]:
+    return {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def test_sglang_reads_blocks_of_128_from_what_the_server_is_told(found: dict[str, Any]) -> None:
+    assert found["config"] == {
+        "class": "Fp8Config",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+        "is_checkpoint_fp8_serialized": True,
+        "ignored_layers": [],
+    }
+
+
+def test_the_tables_parameters_are_those_that_sglang_makes(found: dict[str, Any]) -> None:
+    ours = parameters({"weight": LocalTensor((300, 256), ())}, {"weight"}, torch.bfloat16)
+    assert {name: [list(shape), dtype] for name, (shape, dtype) in ours.items()} == found["parameters"]
+
+
+def test_blocks_that_sglang_leaves_are_taken_and_those_it_rearranges_are_named_with_the_remedy(found: dict[str, Any]) -> None:
+    shuffled, packed = found["problems"]
+    assert shuffled == f"shuffling.weight: SGLang rearranges it on this device, so that it cannot be filled in place; {REMEDY}"
+    assert packed.startswith("packing.weight_scale_inv: SGLang rearranges it")
+
+
+def test_the_scales_of_a_key_value_cache_that_a_dummy_load_leaves_become_one(found: dict[str, Any]) -> None:
+    assert found["cache"] == [1.0] * 4
+
+
+def test_a_server_on_a_cpu_is_not_told_of_blocks_and_nobody_else_may_tell() -> None:
+    words = server_arguments(replace(CUDA, device_type="cpu", cores=(0,)), "name", 1, 2)
+    assert not {"--quantization", "--json-model-override-args"} & set(words)
+    assert "--quantization fp8" in " ".join(server_arguments(CUDA, "name", 1, 2))
+    for name in ("quantization", "json_model_override_args"):
+        with pytest.raises(ConfigError, match=f"rollout.server_args.{name} is set by the trainer; remove it"):
+            replace(CUDA, extra={name: "x"})
+
+
+def test_experts_in_one_parameter_have_their_scales_in_one() -> None:
+    holding = {f"w13_weight[{e}]": LocalTensor((512, 128), ()) for e in range(3)}
+    assert parameters(holding | {"router": LocalTensor((3, 128), ())}, set(holding), torch.bfloat16) == {
+        "w13_weight": ((3, 512, 128), "torch.float8_e4m3fn"),
+        "w13_weight_scale_inv": ((3, 4, 1), "torch.float32"),
+        "router": ((3, 128), "torch.bfloat16"),
+    }

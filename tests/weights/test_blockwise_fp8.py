@@ -1,0 +1,206 @@
+"""FP8 blocks, bit for bit against the naive twin; and which tensors and layouts they are for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mega.config import LayoutConfig, RolloutConfig
+from grpo_mega.errors import ConfigError, WeightMappingError
+from grpo_mega.fp8 import check_served_card, rollout_block_problems
+from grpo_mega.weights import blockwise_fp8, reference
+from grpo_mega.weights.families import FAMILIES, family_of
+from grpo_mega.weights.layout import EngineLayout, MegatronLayout
+from grpo_mega.weights.plan import plan_sides
+from grpo_mega.weights.sides import engine_side, megatron_side
+from grpo_mega.weights.spec import ModelShape
+
+DTYPES = (torch.bfloat16, torch.float32)
+LLAMA_70B = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 128256, tied=False)
+QWEN_72B = replace(LLAMA_70B, model_type="qwen2", ffn=29568)
+QWEN_SMALL = ModelShape("qwen2", 24, 896, 4864, 14, 2, 64, 151936, tied=True)
+
+
+def weight_of(rows: int, cols: int, dtype: torch.dtype, magnitude: float, seed: int = 0) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, cols, generator=random, dtype=torch.float64) * magnitude).to(dtype)
+
+
+def as_bits(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return values.view(torch.uint8), scales.view(torch.int32)
+
+
+def assert_equals_twin(weight: torch.Tensor) -> None:
+    found, expected = blockwise_fp8.quantise(weight), reference.quantise(weight)
+    assert [t.shape for t in found] == [t.shape for t in expected]
+    assert all(torch.equal(a, b) for a, b in zip(as_bits(*found), as_bits(*expected), strict=True))
+    for dtype in DTYPES:
+        ours, theirs = blockwise_fp8.dequantise(*found, dtype), reference.dequantise(*expected, dtype)
+        assert ours.dtype == dtype
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 400),
+    st.integers(1, 400),
+    st.sampled_from(DTYPES),
+    st.sampled_from([1e-45, 1e-40, 1e-36, 5e-36, 1e-20, 1e-4, 0.02, 1.0, 300.0, 1e30, 2e37]),
+    st.integers(0, 9),
+)
+def test_any_shape_and_magnitude_gives_the_bits_of_the_naive_twin(
+    rows: int, cols: int, dtype: torch.dtype, magnitude: float, seed: int
+) -> None:
+    assert_equals_twin(weight_of(rows, cols, dtype, magnitude, seed))
+
+
+def test_a_tensor_of_more_than_one_step_gives_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise_fp8, "_ELEMENTS_AT_ONCE", {"cpu": 300 * 256})
+    assert_equals_twin(weight_of(900, 300, torch.bfloat16, 0.02))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_of_zeros_stay_zero_and_those_that_are_not_finite_become_nan(dtype: torch.dtype) -> None:
+    weight = weight_of(384, 256, dtype, 0.02)
+    weight[:128, :128] = 0
+    weight[130, 7], weight[300, 200] = torch.nan, torch.inf
+    assert_equals_twin(weight)
+    values, scales = blockwise_fp8.quantise(weight)
+    assert not values[:128, :128].view(torch.uint8).any()
+    assert scales[0, 0] == 1
+    assert scales.isnan().nonzero().tolist() == [[1, 0], [2, 1]]
+    found = blockwise_fp8.dequantise(values, scales, torch.float32)
+    assert found.isnan().view(3, 128, 2, 128).any(3).any(1).nonzero().tolist() == [[1, 0], [2, 1]]
+
+
+def test_values_that_are_neighbours_in_e4m3_and_halfway_between_two_round_as_the_twins() -> None:
+    steps = torch.arange(128 * 128).reshape(128, 128) / 16384 * 448  # every range of e4m3, and its ties, with scale 1
+    steps[0, 0] = 448.0
+    assert_equals_twin(steps)
+    assert float(blockwise_fp8.quantise(steps)[1]) == 1.0
+
+
+@pytest.mark.parametrize("magnitude", [1e-6, 0.02, 50.0])
+def test_what_blocks_stand_for_is_within_a_sixteenth_of_each_weight(magnitude: float) -> None:
+    weight = weight_of(256, 384, torch.float32, magnitude)
+    found = blockwise_fp8.dequantise(*blockwise_fp8.quantise(weight), torch.float32)
+    amax = weight.abs().max()
+    assert ((found - weight).abs() <= weight.abs() / 15.9 + amax * 2**-17).all()
+    assert float((found - weight).norm() / weight.norm()) < 0.03
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2), st.integers(0, 2), st.integers(1, 3), st.integers(1, 3))
+def test_a_slice_that_is_cut_between_blocks_gives_the_slice_of_the_whole(i: int, j: int, rows: int, cols: int) -> None:
+    weight = weight_of(600, 500, torch.bfloat16, 0.02)
+    values, scales = blockwise_fp8.quantise(weight)
+    place = slice(128 * i, 128 * (i + rows)), slice(128 * j, 128 * (j + cols))
+    found = blockwise_fp8.quantise(weight[place])
+    blocks = scales[i : i + rows, j : j + cols]
+    assert all(torch.equal(a, b) for a, b in zip(as_bits(*found), as_bits(values[place], blocks), strict=True))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_linear_layers_of_attention_and_mlp_are_quantised_and_nothing_else(model_type: str) -> None:
+    """By the last words of their names, which the table does not look at."""
+    found = family_of(model_type).linear_tensors()
+    ends = {name.removesuffix(".weight").rpartition(".")[2] for name in found}
+    attention = {f"{x}_proj" for x in "qkvo"}
+    assert ends == attention | ({"w1", "w2", "w3"} if model_type == "mixtral" else {"gate_proj", "up_proj", "down_proj"})
+    assert all(name.endswith(".weight") for name in found)
+
+
+def problems_of(shape: ModelShape, tp: int, engine_tp: int = 1, engine: str = "sglang") -> list[str]:
+    rollout = RolloutConfig.model_validate({"engine": engine, "tp": engine_tp, "quantization": "fp8"})
+    return list(rollout_block_problems(rollout, LayoutConfig(tp=tp), shape))
+
+
+def test_layouts_that_cut_between_blocks_are_taken() -> None:
+    assert problems_of(LLAMA_70B, 8, 8) == []
+    assert problems_of(QWEN_72B, 1, 1) == []
+    assert list(rollout_block_problems(RolloutConfig(), LayoutConfig(tp=2), QWEN_72B)) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp", "engine_tp", "engine", "message"),
+    [
+        (
+            QWEN_72B,
+            2,
+            1,
+            "sglang",
+            "layout.tp=2 cuts model.layers.{i}.mlp.gate_proj.weight at row 14784 of 29568 (blocks of 128: 231), amid a block "
+            "of rollout.quantization='fp8'; use layout.tp=1, or leave rollout.quantization out",
+        ),
+        (
+            QWEN_72B,
+            1,
+            8,
+            "sglang",
+            "rollout.tp=8 cuts fused layers so that model.layers.{i}.mlp.up_proj.weight begins at row 3",
+        ),
+        (
+            QWEN_SMALL,
+            1,
+            1,
+            "embedded",
+            "layout.tp=1 cuts model.layers.{i}.self_attn.q_proj.weight at row 448 of 896 (blocks of 128: 7), amid a block of "
+            "rollout.quantization='fp8'; leave rollout.quantization out",
+        ),
+        (
+            replace(LLAMA_70B, ffn=300),
+            1,
+            1,
+            "sglang",
+            "rollout.tp=1 cuts fused layers so that model.layers.{i}.mlp.up_proj.weight begins at row 300, amid a block",
+        ),
+    ],
+)
+def test_a_layout_that_cuts_a_block_is_refused_in_one_line_with_the_remedy(
+    shape: ModelShape, tp: int, engine_tp: int, engine: str, message: str
+) -> None:
+    [found] = problems_of(shape, tp, engine_tp, engine)
+    assert message in found
+
+
+def test_the_last_block_may_be_smaller_where_nothing_is_fused_behind_it() -> None:
+    assert problems_of(replace(LLAMA_70B, ffn=300), 1, engine="embedded") == []
+
+
+@pytest.mark.parametrize("shape", [QWEN_72B, QWEN_SMALL])
+def test_what_is_refused_cannot_be_planned_either(shape: ModelShape) -> None:
+    family = family_of(shape.model_type)
+    trainer, engines = megatron_side(family, shape, MegatronLayout(tp=2)), EngineLayout(2, 1)
+    plan_sides(trainer, engine_side(family, shape, engines, 2), ranks_per_node=2)
+    with pytest.raises(WeightMappingError, match="amid a block of 128 that is quantised as a whole; use other"):
+        plan_sides(trainer, engine_side(family, shape, engines, 2, quantise=True), ranks_per_node=2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "message"),
+    [
+        ("bfloat16", (8, 0), "needs an L40, H100, H200 or later, found A100"),
+        ("float32", (9, 0), "needs model.dtype=bfloat16"),
+    ],
+)
+def test_a_server_on_a_gpu_that_cannot_hold_blocks_is_refused(dtype: str, capability: tuple[int, int], message: str) -> None:
+    rollout = RolloutConfig(engine="sglang", quantization="fp8")
+    with pytest.raises(ConfigError, match=message):
+        check_served_card(rollout, dtype, capability, "A100")
+    check_served_card(RolloutConfig(), dtype, capability, "A100")
+    check_served_card(rollout, "bfloat16", (9, 0), "H100")
+
+
+def test_the_plan_of_a_large_model_moves_about_half_the_bytes() -> None:
+    family, layout, engines = family_of("llama"), MegatronLayout(tp=4, pp=4, dp=4), EngineLayout(8, 8)
+    trainer = megatron_side(family, LLAMA_70B, layout)
+    plain, quantised = (
+        plan_sides(trainer, engine_side(family, LLAMA_70B, engines, 64, quantise=on), ranks_per_node=8) for on in (False, True)
+    )
+    ratio = quantised.traffic(2).moved / plain.traffic(2).moved
+    assert 0.5 < ratio < 0.52, ratio
+    assert 0.5 < len(quantised.rounds(256 << 20, 2)) / len(plain.rounds(256 << 20, 2)) < 0.6
