@@ -1,8 +1,10 @@
-"""CPU or CUDA: the one place that asks which, so that the same code runs on a laptop and on 64 GPUs."""
+"""CPU or CUDA: the one place that asks which, so that the same code runs on a laptop and on 64 GPUs; and its memory."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -23,6 +25,29 @@ class Device:
     @property
     def is_cuda(self) -> bool:
         return self.type == "cuda"
+
+
+class PeakMemory:
+    """The most memory held since it was last asked: tensors' on a GPU, this process's resident memory on a CPU."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.reserved = 0  # bytes that torch's allocator took from a GPU, at most, since this was last set to 0
+        self.take()
+
+    def take(self) -> int:
+        """Bytes. From now on the peak is counted anew."""
+        if self._device.is_cuda:
+            device = self._device.torch_device
+            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(device))
+            peak = torch.cuda.max_memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            return peak
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+        with contextlib.suppress(OSError):  # where that is not allowed the peak is the process's so far
+            Path("/proc/self/clear_refs").write_text("5")
+        return peak
 
 
 def select(choice: Literal["auto", "cpu", "cuda"], local_rank: int) -> Device:

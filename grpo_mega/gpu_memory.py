@@ -11,22 +11,26 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from grpo_mega.device import PeakMemory
+
 MARGIN = 0.08  # of the device, for fragmentation, NCCL's buffers and longer batches to come
 
 
 class GpuMemory:
-    def __init__(self, device: torch.device, engine_bytes: int) -> None:
+    def __init__(self, device: torch.device, engine_bytes: int, peak: PeakMemory) -> None:
         """`engine_bytes`: what the engine holds awake, measured when it was started."""
-        self._device = device
+        self._peak = peak
         self._engine_bytes = engine_bytes
         self._training_bytes = 0
         self._total_bytes = torch.cuda.get_device_properties(device).total_memory
 
     @contextmanager
     def peak_of_training(self) -> Iterator[None]:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._peak.take()
+        self._peak.reserved = 0
         yield
-        self._training_bytes = max(self._training_bytes, torch.cuda.max_memory_reserved(self._device))
+        self._peak.take()
+        self._training_bytes = max(self._training_bytes, self._peak.reserved)
 
     def both_fit(self) -> bool:
         """On every rank; all ranks ask together."""

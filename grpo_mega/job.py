@@ -15,20 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from grpo_mega import kernels
 from grpo_mega.checkpoints import STATE, Checkpoints, Manifest, latest, read_manifest, verify
+from grpo_mega.collectives import recorder
 from grpo_mega.colocation import Colocation
 from grpo_mega.config import Config
 from grpo_mega.convert.reader import open_reader
 from grpo_mega.data.load import load_data
 from grpo_mega.data.sampler import Sampler
 from grpo_mega.data.tokenizer_files import check_vocabulary
+from grpo_mega.device import PeakMemory
 from grpo_mega.engines import build_engine, build_sync, make_room
 from grpo_mega.errors import ConfigError, EngineError, MismatchError, NonFiniteError, ResumeError
+from grpo_mega.hang import HangWatch
 from grpo_mega.megatron import runtime as runtimes
-from grpo_mega.megatron.model import DTYPES
 from grpo_mega.megatron.policy import Policy
+from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.run_log import Log, open_run_log
 from grpo_mega.observe.timers import Timers
@@ -156,6 +161,15 @@ class Job:
             ),
         )
 
+    def tell_memory(self) -> None:
+        """Logs the most memory that each phase has held so far, on the rank that held most. All ranks call it."""
+        peaks: list[dict[str, int]] = [{}] * self.runtime.layout.world_size
+        dist.all_gather_object(peaks, self.timers.peaks)
+        worst = {phase: max(p.get(phase, 0) for p in peaks) / 2**30 for phase in self.timers.peaks}
+        of = "of the GPU's tensors" if self.runtime.device.is_cuda else "of a rank's process"
+        listed = ", ".join(f"{phase} {gib:.2f}" for phase, gib in sorted(worst.items(), key=lambda item: -item[1]))
+        self.log.message(f"peak memory {of} by phase, GiB: {listed}")
+
     def check_finite(self, step: int, metrics: StepMetrics, samples: Sequence[Sample]) -> None:
         """Names the samples of updates that were dropped because of infinities or NaN; after too many such steps in a row the
         run stops, with a checkpoint. Raises NonFiniteError."""
@@ -175,18 +189,13 @@ class Job:
             )
 
     def check_mismatch(self, step: int, metrics: StepMetrics) -> None:
-        """Warns, or stops the run with MismatchError, where engine and trainer give tokens different probabilities."""
+        """Stops the run with MismatchError where engine and trainer give tokens too different probabilities."""
         rollout = self.config.rollout
         k3 = metrics.get("mismatch/k3", 0.0)
         if rollout.mismatch_stop is not None and not k3 <= rollout.mismatch_stop:
             raise MismatchError(
                 f"step {step}: the KL (k3) between engine and trainer is {k3:.3g} nats a token, above "
                 f"rollout.mismatch_stop={rollout.mismatch_stop}; go on from a checkpoint before it, or raise the limit"
-            )
-        if not k3 <= rollout.mismatch_warn:
-            self.log.message(
-                f"step {step}: engine and trainer disagree: KL (k3) {k3:.3g} nats a token, mean difference "
-                f"{metrics['mismatch/abs_mean']:.3g}, largest {metrics['mismatch/abs_max']:.3g}"
             )
 
 
@@ -207,19 +216,22 @@ def open_job(config: Config) -> Iterator[Job]:
         board = Board(runtime.store, runtime.rank, runtime.layout.world_size)
         engine = build_engine(config, model.hf_config, model.family, model.shape, model.dtype, runtime, board)
         stack.callback(engine.close)
-        memory = make_room(engine, runtime, config.rollout)
+        peak = PeakMemory(runtime.device)
+        memory = make_room(engine, runtime, config.rollout, peak)
         policy = build_policy(config, model, runtime)
         with runtime.together():
             engine.wait_until_ready()
-        timers = Timers()
+        timers = Timers(take_peak=peak.take)
         stop = StopRequest(config.run_dir)
         _trim_log(config, runtime)
         log = open_run_log(config, runtime.rank)
         stack.callback(log.close)
+        log.message(kernels.choose(is_cuda=runtime.device.is_cuda).line())
         for note in data.notes:
             log.message(note)
         # What is alive now stays so: Megatron collects garbage in every save, which would go through all of it.
         gc.freeze()
+        stack.enter_context(_hang_watch(config, runtime, timers))
         yield Job(
             config=config,
             runtime=runtime,
@@ -246,6 +258,29 @@ def open_job(config: Config) -> Iterator[Job]:
             checkpoints=Checkpoints(config.run_dir / "checkpoints", config.checkpoint, runtime.rank),
             stop=stop,
         )
+
+
+def _hang_watch(config: Config, runtime: Runtime, timers: Timers) -> HangWatch:
+    rollout = config.rollout
+
+    def last_checkpoint() -> str:
+        found = latest(config.run_dir / "checkpoints")
+        return f"the last good checkpoint is {found}: go on with --resume" if found else "there is no checkpoint yet"
+
+    return HangWatch(
+        runtime.store,
+        runtime.rank,
+        runtime.layout.world_size,
+        timers=timers,
+        recorder=recorder(),
+        deadline_s=config.hang_deadline_s,
+        deadline_of_phase={
+            "sample": rollout.phase_deadline_s + config.hang_deadline_s,
+            **dict.fromkeys(("wake", "sleep", "sync"), rollout.start_deadline_s + config.hang_deadline_s),
+        },
+        run_dir=config.run_dir,
+        last_checkpoint=last_checkpoint,
+    )
 
 
 def _trim_log(config: Config, runtime: Runtime) -> None:

@@ -5,7 +5,7 @@
     checkpoints/     step-N folders and `latest`            heldout-N.jsonl answers to the held-out prompts after step N
     logs/            output of the ranks but the first      hf/             the trained policy, at the end
     lock             held by the process that trains here   curves.png      from `grpo-mega report`
-    stop             made by you: stop after this step
+    stop             made by you: stop after this step      hang/           where every rank was, if it got stuck
 
 `claim` is called before any rank starts. A folder is never shared: it is new, or resumed by asking for it, or refused.
 """
@@ -41,6 +41,7 @@ FREE_ON_RESUME = {"run_dir", "steps", "device", "layout", "sync", "eval", "check
 FREE_ON_RESUME |= {f"rollout.{name}" for name in ("tp", "max_concurrent", "cache_tokens", "memory_fraction", "sleep")}
 FREE_ON_RESUME |= {f"rollout.{name}" for name in ("start_deadline_s", "stall_deadline_s", "phase_deadline_s", "max_restarts")}
 FREE_ON_RESUME |= {f"rollout.{name}" for name in ("mismatch_warn", "mismatch_stop", "server_args")}
+FREE_ON_RESUME |= {"precision.guard", "hang_deadline_s"}
 
 
 @contextmanager
@@ -93,8 +94,8 @@ def trim(folder: Path, step: int) -> None:
 
 
 def _is_free(folder: Path) -> bool:
-    """Empty, or left by a start that was killed before the folder was a run's."""
-    return folder.is_dir() and {path.name for path in folder.iterdir()} <= {CONFIG_FILE, LOCK_FILE, f".{RUN_FILE}"}
+    """Empty but for logs, or left by a start that was killed before the folder was a run's."""
+    return folder.is_dir() and {path.name for path in folder.iterdir()} <= {CONFIG_FILE, LOCK_FILE, f".{RUN_FILE}", "logs"}
 
 
 def _replace(path: Path, text: str) -> None:

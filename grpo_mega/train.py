@@ -36,6 +36,8 @@ def run(config: Config) -> None:
         evaluate_if_due(job, first)
         for step in range(first, config.steps):
             train_step(job, step)
+            if step == first:
+                job.tell_memory()
             if job.is_stopped(step + 1):
                 return
             evaluate_if_due(job, step + 1)
@@ -74,7 +76,9 @@ def update(job: Job, step: int, groups: Sequence[Group]) -> StepMetrics:
     with timers("update"):
         metrics = mean_over_updates(job.policy.update(batches))
     job.check_finite(step + 1, metrics, samples)
-    return metrics
+    for message in job.policy.watch(step + 1, metrics.get("mismatch/k3", 0.0)):
+        job.log.message(message)
+    return metrics | {"guard/level": float(job.policy.guard.level)}
 
 
 def rollout(job: Job, prompts: Sequence[Prompt], sampling: Sampling, step: int, description: str) -> list[Group]:

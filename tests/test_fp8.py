@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_mega.config import LayoutConfig, PrecisionConfig, validate
+from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig, validate
 from grpo_mega.errors import ConfigError
-from grpo_mega.fp8 import RECIPES, check_blocks, check_card, check_transformer_engine
+from grpo_mega.fp8 import RECIPES, check_blocks, check_card, check_precision_aware, check_transformer_engine
 from grpo_mega.weights.spec import ModelShape
 
 LLAMA_70B = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 128256, tied=False)
@@ -80,9 +80,37 @@ def test_blocks_that_would_straddle_ranks_are_refused() -> None:
         ({"fp8_reference": True}, "bfloat16", "precision.fp8_reference=True needs precision.fp8; set it"),
         ({"first_layers_bf16": 2}, "bfloat16", "precision.first_layers_bf16=2 needs precision.fp8"),
         ({"fp8": "e4m3", "fp8_recipe": "delayed", "last_layers_bf16": 1}, "bfloat16", "'delayed' cannot leave layers"),
+        (
+            {"fp8": "e4m3", "fp8_recipe": "delayed", "fp8_reference": True, "guard": {"fall_back": True}},
+            "bfloat16",
+            "'delayed'",
+        ),
+        ({"fp8_parameters": True}, "bfloat16", "precision.fp8_parameters=True needs precision.fp8"),
+        ({"guard": {"fall_back": True}}, "bfloat16", "precision.guard.fall_back=True needs precision.fp8"),
+        ({"fp8": "e4m3", "fp8_parameters": True}, "bfloat16", "leaves no bf16 weights to compute with; set precision.fp8_ref"),
+        (
+            {"fp8": "e4m3", "fp8_parameters": True, "fp8_reference": True, "guard": {"fall_back": True}},
+            "bfloat16",
+            "precision.fp8_parameters=true leaves no bf16 weights",
+        ),
         ({"fp8": "e4m3"}, "float32", "precision.fp8='e4m3' needs model.dtype=bfloat16, not float32"),
     ],
 )
 def test_settings_that_contradict_each_other_are_one_clear_line(section: dict[str, object], dtype: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(RAW | {"precision": section, "model": {"path": "m", "dtype": dtype}})
+
+
+def test_an_optimizer_of_less_memory_needs_transformer_engine_and_bf16() -> None:
+    aware = OptimizerConfig(precision_aware=True, moments_dtype="bfloat16")
+    check_precision_aware(OptimizerConfig(), None)
+    check_precision_aware(aware, "2.11.0")
+    for found, text in ((None, "found none"), ("2.0", r"found 2\.0")):
+        with pytest.raises(ConfigError, match=r"optimizer.precision_aware=true needs Transformer Engine 2.1 or later, " + text):
+            check_precision_aware(aware, found)
+    for section, dtype, message in (
+        ({"precision_aware": True}, "float32", "needs model.dtype=bfloat16, not float32"),
+        ({"moments_dtype": "bfloat16"}, "bfloat16", "optimizer.moments_dtype=bfloat16 needs optimizer.precision_aware=true"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            validate(RAW | {"optimizer": section, "model": {"path": "m", "dtype": dtype}})

@@ -82,8 +82,11 @@ def _state(
 
 
 def _make_states(optimizer: MegatronOptimizer) -> None:
-    """torch's Adam makes its states at the first step, but Megatron saves and loads only states that are there."""
+    """Adam makes its states at the first step, but Megatron saves and loads only states that are there."""
     for part in parts(optimizer):
+        if not isinstance(part.optimizer, torch.optim.AdamW):  # a fused one, whose states are Megatron's to make
+            part.init_state_fn(part.optimizer, part.config)
+            continue
         for group in part.optimizer.param_groups:
             for p in group["params"]:
                 if not part.optimizer.state[p]:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from grpo_mega.collectives import recorder
+
 CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
 
@@ -47,6 +49,7 @@ class _InOrder:
 def install() -> bool:
     """Installs the stand-in where there is no GPU; True if it did."""
     _quieten()
+    recorder()
     if torch.cuda.is_available():
         return False
     # SGLang's requirements bring triton along; on a CPU it serves nobody, and complains at length when the process ends.
@@ -73,6 +76,16 @@ def keep_adam_steps_apart() -> None:
             state["step"] = step
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+
+
+@functools.cache
+def allow_fused_weight_gradients() -> None:
+    """Megatron's own column-parallel layer refuses a config with fused weight gradients where Apex's kernel is not installed,
+    though Transformer Engine's layers, which are meant, bring their own. The output layer is the only one left of that kind,
+    and its product is computed elsewhere."""
+    from megatron.core.tensor_parallel import layers
+
+    layers._grad_accum_fusion_available = True
 
 
 @functools.cache

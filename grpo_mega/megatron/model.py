@@ -7,7 +7,6 @@ Parameters are not initialised here: weights.apply fills every one of them, from
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 from typing import Any
 
@@ -33,14 +32,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from grpo_mega import kernels
 from grpo_mega.config import Config
 from grpo_mega.megatron import compat
 from grpo_mega.megatron.packed import PackedAttention, PackedRotary, RMSNorm
-from grpo_mega.megatron.precision import megatron_settings
+from grpo_mega.megatron.precision import DTYPES, megatron_settings
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.weights.spec import Family, ModelShape, padded_vocab
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "moe"]},
@@ -49,13 +48,15 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def uses_transformer_engine(runtime: Runtime) -> bool:
-    return runtime.device.is_cuda and importlib.util.find_spec("transformer_engine") is not None
+    return kernels.choose(is_cuda=runtime.device.is_cuda).transformer_engine
 
 
 def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Config, runtime: Runtime) -> list[GPTModel]:
     """This rank's model chunks, first to last; one without virtual pipeline parallelism."""
     if shape.num_experts:
         compat.run_mixtures()
+    if uses_transformer_engine(runtime):
+        compat.allow_fused_weight_gradients()
     megatron = transformer_config(shape, family, hf_config, config, runtime)
     return [_build(shape, hf_config, megatron, runtime, chunk) for chunk in range(runtime.layout.vpp)]
 
@@ -95,8 +96,8 @@ def transformer_config(
         **_mixture(shape, hf_config, runtime),
         use_cpu_initialization=not is_cuda,
         perform_initialization=False,
-        # The fused kernels below are CUDA's (the first is Apex's or TE's).
-        gradient_accumulation_fusion=use_te,
+        gradient_accumulation_fusion=kernels.choose(is_cuda=is_cuda).fuses_weight_gradients,
+        # These two are compiled for CUDA.
         bias_dropout_fusion=is_cuda,
         bias_activation_fusion=is_cuda,
         apply_rope_fusion=use_te,

@@ -128,11 +128,16 @@ class PolicyMemory:
     """Where a policy's weights, gradients and optimizer state are. Whatever is already in its place is left alone."""
 
     def __init__(
-        self, chunks: Sequence[Any], weights: Iterable[Tensor], optimizer_state: Callable[[], list[Tensor]], *, is_cuda: bool
+        self,
+        chunks: Sequence[Any],
+        weights: Callable[[], list[Tensor]],
+        optimizer_state: Callable[[], list[Tensor]],
+        *,
+        is_cuda: bool,
     ) -> None:
-        """`chunks`: wrapped for data parallelism. `optimizer_state()`: tensors as they are now; Adam makes its moments at its
-        first step, and a restore makes them anew."""
-        self._chunks, self._weights, self._optimizer_state = chunks, list(weights), optimizer_state
+        """`chunks`: wrapped for data parallelism. `weights()` and `optimizer_state()`: tensors as they are now; Adam makes its
+        moments at its first step, a restore makes them anew, and weights in FP8 get transposed copies as they are used."""
+        self._chunks, self._weights, self._optimizer_state = chunks, weights, optimizer_state
         self._stream, self._is_cuda = torch.cuda.Stream(), is_cuda
         self._moved_weights = Movable(self._stream, is_pinned=is_cuda)
         self._moved_optimizer = Movable(self._stream, is_pinned=is_cuda)
@@ -144,7 +149,7 @@ class PolicyMemory:
     @property
     def device_bytes(self) -> int:
         """Held by weights, gradients, fp32 master weights and Adam's moments."""
-        tensors = [*self._weights, *self._optimizer_state(), *(b.grad_data for c in self._chunks for b in _buffers(c))]
+        tensors = [*self._weights(), *self._optimizer_state(), *(b.grad_data for c in self._chunks for b in _buffers(c))]
         return sum(s.nbytes() for s in storages_of(tensors))
 
     @property
@@ -158,13 +163,13 @@ class PolicyMemory:
         for chunk in self._chunks:
             chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
             _drop_fp8_weights(chunk)
-        self._moved_optimizer.offload(storages_of(self._optimizer_state(), but_of=self._weights))
+        self._moved_optimizer.offload(storages_of(self._optimizer_state(), but_of=self._weights()))
         self._give_back(before)
 
     def offload_weights(self) -> None:
         """The weights, which no collective may still be writing, go to the host."""
         before = self.device_bytes
-        self._moved_weights.offload(storages_of(self._weights))
+        self._moved_weights.offload(storages_of(self._weights()))
         self._give_back(before)
 
     def onload_weights(self) -> None:
@@ -184,7 +189,7 @@ class PolicyMemory:
     def copy_weights(self) -> HostCopy:
         """A copy of the weights as they are now, for `with_weights`."""
         copy = HostCopy(self._stream, is_pinned=self._is_cuda)
-        copy.take(storages_of(self._weights))
+        copy.take(storages_of(self._weights()))
         self._stream.synchronize()
         return copy
 
@@ -193,7 +198,7 @@ class PolicyMemory:
         """Other weights while it lasts; then the policy's own again, bit for bit. They wait where they go when offloaded."""
         assert self.has_weights
         own = self._moved_weights.copy
-        own.take(storages_of(self._weights))
+        own.take(storages_of(self._weights()))
         torch.cuda.current_stream().wait_event(copy.put())
         try:
             yield

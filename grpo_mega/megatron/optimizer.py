@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,17 +12,20 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.transformer.module import Float16Module
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import Float16Module, param_is_not_shared
 
-from grpo_mega.config import LayoutConfig, OptimizerConfig
+from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig
+from grpo_mega.megatron.precision import DTYPES
 
 
-def wrap(chunks: list[GPTModel], layout: LayoutConfig) -> list[DistributedDataParallel]:
+def wrap(chunks: list[GPTModel], layout: LayoutConfig, precision: PrecisionConfig) -> list[DistributedDataParallel]:
     """Chunks with gradient buffers (fp32), reduced over data-parallel ranks; in bf16 with Megatron's casting at the borders."""
     config = chunks[0].config
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
+        fp8_param_gather=precision.fp8_parameters,
         overlap_grad_reduce=layout.overlap_grad_reduce,
         overlap_param_gather=layout.overlap_param_gather,
     )
@@ -38,7 +42,10 @@ def _add_up_grads(model: list[Any], num_tokens: torch.Tensor | None = None, **kw
     finalize_model_grads(model, None, **kwargs)
 
 
-def build(chunks: list[DistributedDataParallel], optimizer: OptimizerConfig, layout: LayoutConfig) -> MegatronOptimizer:
+def build(
+    chunks: list[DistributedDataParallel], optimizer: OptimizerConfig, layout: LayoutConfig, precision: PrecisionConfig
+) -> MegatronOptimizer:
+    """Adam, its state cut over data-parallel ranks. The weights must be there: it copies them into its fp32 masters."""
     config = chunks[0].config
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -53,6 +60,11 @@ def build(chunks: list[DistributedDataParallel], optimizer: OptimizerConfig, lay
             params_dtype=config.params_dtype,
             use_distributed_optimizer=True,
             overlap_param_gather=layout.overlap_param_gather,
+            # It tells the optimizer how weights in FP8 are written; bf16 weights it would take for such.
+            fp8_recipe=precision.fp8_recipe if precision.fp8_parameters else None,
+            use_precision_aware_optimizer=optimizer.precision_aware,
+            exp_avg_dtype=DTYPES[optimizer.moments_dtype],
+            exp_avg_sq_dtype=DTYPES[optimizer.moments_dtype],
         ),
         chunks,
     )
@@ -77,6 +89,23 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
 def parts(optimizer: MegatronOptimizer) -> list[Any]:
     """The optimizers that a chained one consists of."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def squared_norms(optimizer: MegatronOptimizer, group_of: Mapping[torch.Tensor, int], num_groups: int) -> torch.Tensor:
+    """[num_groups] float64: by group of parameters, this rank's part of the squared gradient norm; all ranks' add up.
+
+    Call it when the gradients are reduced, before the step. As in Megatron's own norm, what other ranks hold too counts once.
+    """
+    squares = torch.zeros(num_groups, dtype=torch.float64, device=next(iter(group_of)).device)
+    gradients: dict[int, list[torch.Tensor]] = {}
+    for part in parts(optimizer):
+        for p in [] if part.is_stub_optimizer else part.model_param_gbuf_map:
+            if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p, part.tp_group):
+                mine = part._get_model_param_range_map(p)["param"]
+                gradients.setdefault(group_of[p], []).append(p.main_grad.view(-1)[mine.start : mine.end])
+    for group, found in gradients.items():
+        squares[group] = torch.stack(torch._foreach_norm(found)).double().square().sum()
+    return squares
 
 
 def state_tensors(optimizer: MegatronOptimizer) -> list[torch.Tensor]:

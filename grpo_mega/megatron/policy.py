@@ -22,11 +22,14 @@ from torch import Tensor
 
 from grpo_mega.algorithm.losses import LOSSES, LossInputs, LossOutputs, accumulate, finalize
 from grpo_mega.config import Config
+from grpo_mega.fp8 import RECIPES
+from grpo_mega.guard import Guard, num_groups
 from grpo_mega.megatron import checkpoint
 from grpo_mega.megatron import optimizer as optimizers
+from grpo_mega.megatron.fp8_weights import PlainTensors, held, is_quantised, write_back
 from grpo_mega.megatron.model import build_chunks, output_weight, uses_transformer_engine
 from grpo_mega.megatron.offload import HostCopy, PolicyMemory
-from grpo_mega.megatron.precision import in_bf16
+from grpo_mega.megatron.precision import in_bf16, set_level
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.megatron.step import Pipeline
 from grpo_mega.ops.logprobs import vocab_parallel_logprobs
@@ -48,21 +51,25 @@ class Policy:
         self._parameters = _parameters_of(models, self._holding_of(runtime.rank))
         _check_partitions(self._parameters, runtime, self._holding_of)
         self._models = models
-        self._chunks = optimizers.wrap(models, config.layout)
+        self._layer_group = _layer_groups(models, shape.num_layers)
+        self._chunks = optimizers.wrap(models, config.layout, config.precision)
         self._pipeline = Pipeline(self._chunks, uses_te=self._uses_te)
         self._optimizer: Any = None
         self._optimizer_step = 0
         self._memory = PolicyMemory(
-            self._chunks, self._parameters.values(), self._optimizer_state, is_cuda=runtime.device.is_cuda
+            self._chunks, partial(held, self._parameters.values()), self._optimizer_state, is_cuda=runtime.device.is_cuda
         )
         self._reference: HostCopy | None = None
         self._seen: list[tuple[PackedBatch, Tensor]] = []  # of the mini-batch under way, with its log-probs
+        self.guard = Guard(config.precision.guard, shape.num_layers, config.rollout.mismatch_warn)
+        self._layer_norms: list[list[float]] = []  # of each optimizer step of the last update, by the guard's groups
         self.nonfinite_samples: set[int] = set()  # indices of the step's samples, of its updates that were dropped
 
     @property
     def length_multiple(self) -> int:
-        """To what packed micro-batches are padded: sequence parallelism cuts them into tp parts; 16 is what FP8 needs."""
-        return 16 * self._runtime.layout.tp
+        """To what packed micro-batches are padded: sequence parallelism cuts them into tp parts, and FP8 wants whole blocks."""
+        precision = self._config.precision
+        return (RECIPES[precision.fp8_recipe].length_multiple if precision.fp8 else 16) * self._runtime.layout.tp
 
     @property
     def micro_batch_multiple(self) -> int:
@@ -89,28 +96,32 @@ class Policy:
         """This rank's parameters by the local names of its holding. They must be on the device."""
         assert self._memory.has_weights, "the weights are on the host; call onload_weights() first"
         self._settle()
-        return self._parameters
+        return PlainTensors(self._parameters)
 
     def load(self, read: Callable[[Box], Tensor]) -> None:
         """Fills the weights from a checkpoint's slices; keeps them as the reference if one is needed; makes the optimizer."""
         with self._runtime.together():
-            fill(self._holding_of(self._runtime.rank), self._parameters, read)
+            self._fill(read)
         if self._config.algorithm.kl_beta > 0:
             self._reference = self._memory.copy_weights()
         # Only now: the optimizer copies the weights into its fp32 master shards.
-        self._optimizer = optimizers.build(self._chunks, self._config.optimizer, self._config.layout)
+        self._optimizer = optimizers.build(self._chunks, self._config.optimizer, self._config.layout, self._config.precision)
 
     def save(self, folder: Path) -> None:
         """Writes weights, optimizer and counters as a Megatron distributed checkpoint into the empty `folder`."""
         self._onload_state()
         self._settle()
-        checkpoint.save(folder, self._models, self._optimizer, {"optimizer_step": self._optimizer_step})
+        checkpoint.save(
+            folder, self._models, self._optimizer, {"optimizer_step": self._optimizer_step, "guard": self.guard.state()}
+        )
 
     def restore(self, folder: Path) -> None:
         """Goes on from a checkpoint of any layout, after `load`. Raises ResumeError."""
         self._onload_state()
-        found = checkpoint.load(folder, self._models, self._optimizer, {"optimizer_step": 0})
+        found = checkpoint.load(folder, self._models, self._optimizer, {"optimizer_step": 0, "guard": {}})
         self._optimizer_step = found["optimizer_step"]
+        self.guard.restore(found["guard"])
+        set_level(self._models[0].config, self._config.precision, self.guard.level)
 
     def offload_optimizer(self) -> None:
         """Drops the gradients and moves the optimizer's state to the host; weights stay. After an update, before a sync."""
@@ -184,7 +195,7 @@ class Policy:
         self.onload()
         algorithm = self._config.algorithm
         passes: list[StepMetrics] = []
-        self.nonfinite_samples = set()
+        self.nonfinite_samples, self._layer_norms = set(), []
         for _ in range(self._config.batch.epochs):
             for batches in mini_batches:
                 self._seen = []
@@ -197,10 +208,18 @@ class Policy:
                 passes.append(metrics)
         return passes
 
+    def watch(self, step: int, mismatch: float) -> Sequence[str]:
+        """Shows the guard the update of `step`; the next one computes as it decides. Returns what is to be told."""
+        verdict = self.guard.observe(step, mismatch, self._layer_norms)
+        set_level(self._models[0].config, self._config.precision, verdict.level)
+        return verdict.messages
+
     def _optimizer_update(self, loss: float) -> StepMetrics:
         """One optimizer step, unless loss or gradient is not finite: then nothing of the mini-batch reaches the weights."""
         self._optimizer.prepare_grads()
-        grad_norm = float(self._optimizer.get_grad_norm())
+        squares = optimizers.squared_norms(self._optimizer, self._layer_group, num_groups(self._shape.num_layers))
+        self._layer_norms.append(self._runtime.sum(squares).sqrt().tolist())
+        grad_norm = math.hypot(*self._layer_norms[-1])
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.nonfinite_samples |= self._find_nonfinite()
             return {"dropped_mini_batches": 1.0, "nonfinite_mini_batches": 1.0}
@@ -296,6 +315,17 @@ class Policy:
             inputs = replace(inputs, entropy=None)
         return self._loss_of(inputs)
 
+    def _fill(self, read: Callable[[Box], Tensor]) -> None:
+        """The parameters from a checkpoint's slices; those in FP8 one by one by way of plain ones."""
+        holding = self._holding_of(self._runtime.rank)
+        plain = {name: p for name, p in self._parameters.items() if not is_quantised(p)}
+        fill({name: holding[name] for name in plain}, plain, read)
+        for name in holding.keys() - plain.keys():
+            p = self._parameters[name]
+            values = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+            fill({name: holding[name]}, {name: values}, read)
+            write_back(p, values)
+
     def _settle(self) -> None:
         """Waits until every parameter is the newest: the gather after an optimizer step may be overlapped with what follows."""
         if self._config.layout.overlap_param_gather:
@@ -311,7 +341,10 @@ class Policy:
 
 
 def _main_parameters(optimizer: Any) -> list[Tensor]:
-    return [p for group in optimizer.optimizer.param_groups for p in group["params"]] or [torch.zeros(1)]
+    """The fp32 masters; with a precision-aware optimizer the bf16 weights, and what these lack."""
+    groups = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+    remainders = [state["master_param"] for state in optimizer.optimizer.state.values() if "master_param" in state]
+    return [*groups, *remainders] or [torch.zeros(1)]
 
 
 def _parameters_of(models: Sequence[Any], holding: Holding) -> dict[str, Tensor]:
@@ -321,6 +354,18 @@ def _parameters_of(models: Sequence[Any], holding: Holding) -> dict[str, Tensor]
     for name, p in found.items():
         assert tuple(p.shape) == holding[name].shape, (name, tuple(p.shape), holding[name].shape)
     return found
+
+
+def _layer_groups(models: Sequence[Any], num_layers: int) -> dict[Tensor, int]:
+    """The guard's group of each parameter: 0 for the embedding, then the decoder layers, then what follows them."""
+    groups: dict[Tensor, int] = {}
+    for model in models:
+        groups |= dict.fromkeys(model.parameters(), num_layers + 1)
+        if model.pre_process:
+            groups |= dict.fromkeys(model.embedding.parameters(), 0)
+        for layer in model.decoder.layers:
+            groups |= dict.fromkeys(layer.parameters(), layer.layer_number)
+    return groups
 
 
 def _check_partitions(parameters: Mapping[str, Tensor], runtime: Runtime, holding_of: Callable[[int], Holding]) -> None:

@@ -1,4 +1,4 @@
-"""FP8 by Transformer Engine: Megatron's settings for a config, and the passes that stay in bf16.
+"""FP8 by Transformer Engine: Megatron's settings for a config, which layers stay in bf16, and weights kept in FP8.
 
 Norms, router, embedding and output layer are in bf16 whatever is set; log-probs, loss and reductions in fp32.
 """
@@ -14,7 +14,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_mega.config import PrecisionConfig
 from grpo_mega.device import Device
-from grpo_mega.fp8 import check_card, check_transformer_engine, transformer_engine_version
+from grpo_mega.fp8 import check_card, check_transformer_engine
+from grpo_mega.guard import Level
+from grpo_mega.kernels import transformer_engine_version
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def megatron_settings(precision: PrecisionConfig, device: Device) -> dict[str, Any]:
@@ -31,10 +35,22 @@ def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:
     return {
         "fp8": precision.fp8,
         "fp8_recipe": precision.fp8_recipe,
+        "fp8_param": precision.fp8_parameters,
         "first_last_layers_bf16": bool(precision.first_layers_bf16 or precision.last_layers_bf16),
         "num_layers_at_start_in_bf16": precision.first_layers_bf16,
         "num_layers_at_end_in_bf16": precision.last_layers_bf16,
     }
+
+
+def set_level(config: TransformerConfig, precision: PrecisionConfig, level: Level) -> None:
+    """Which layers compute in bf16 from the next pass on: those of the config, and what the guard adds."""
+    if precision.fp8 is None:
+        return
+    added = {Level.AS_CONFIGURED: 0, Level.ENDS: precision.guard.layers, Level.ALL: config.num_layers}[level]
+    first, last = max(precision.first_layers_bf16, added), max(precision.last_layers_bf16, added)
+    config.first_last_layers_bf16 = bool(first or last)
+    config.num_layers_at_start_in_bf16 = min(first, config.num_layers)
+    config.num_layers_at_end_in_bf16 = min(last, config.num_layers)
 
 
 @contextmanager

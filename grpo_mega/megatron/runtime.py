@@ -89,7 +89,8 @@ def join(config: Config) -> devices.Device:
     """Joins the ranks into one process group; returns this rank's device."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = devices.select(config.device, int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(device.backend, rank=rank, world_size=world_size, timeout=timedelta(minutes=10))
+    timeout = timedelta(seconds=max(600.0, 2 * config.hang_deadline_s))  # hang.py, which says more, comes first
+    dist.init_process_group(device.backend, rank=rank, world_size=world_size, timeout=timeout)
     return device
 
 

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from grpo_mega.algorithm.losses import LossOutputs
+from grpo_mega.collectives import recorder
 from grpo_mega.megatron.packed import pack_params
 from grpo_mega.types import PackedBatch
 
@@ -62,6 +63,7 @@ class Pipeline:
     def _hidden(self, item: Item, model: Any) -> Tensor:
         """Hidden states: [1, T, hidden] on the last stage, [T (/ tp with sequence parallelism), 1, hidden] on the others."""
         batch, packed_seq_params = item
+        recorder().beat()
         return model(
             batch.tokens[None], batch.position_ids[None], None, packed_seq_params=packed_seq_params, **self._model_kwargs
         )

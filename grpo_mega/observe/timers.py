@@ -1,7 +1,7 @@
-"""Seconds by phase: `with timers("sample"):` around a phase, `timers.lap()` once a step.
+"""Seconds and peak memory by phase: `with timers("sample"):` around a phase, `timers.lap()` once a step.
 
 Every moment is charged to exactly one phase: to the innermost one that is open, or to "other". So the phases of a lap sum
-to its wall time, whatever is nested, and "other" shows what nobody measured.
+to its wall time, whatever is nested, and "other" shows what nobody measured. Peaks are charged likewise.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ _OTHER = "other"
 class Timers:
     """A stopwatch with named phases. The first lap begins when it is made."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, take_peak: Callable[[], int] | None = None) -> None:
+        """`take_peak()`: the most bytes held since its last call; None: memory is not measured."""
+        self._clock, self._take_peak = clock, take_peak
+        self.peaks: dict[str, int] = {}  # bytes by phase, the most in any lap
+        self._lap_peaks: dict[str, int] = {}
         self._open: list[str] = [_OTHER]
         self._seconds: dict[str, float] = {}
         self._lap_began = self._mark = clock()
@@ -34,14 +37,20 @@ class Timers:
             self._charge()
             self._open.pop()
 
+    def current(self) -> tuple[str, float]:
+        """The innermost open phase, and when it began or went on, by the clock; from any thread."""
+        return self._open[-1], self._mark
+
     def lap(self) -> StepMetrics:
-        """{"seconds/<phase>": ..., "seconds/other": ..., "seconds/step": their sum} since the last lap; begins the next."""
+        """{"seconds/<phase>": ..., "seconds/other": ..., "seconds/step": their sum, and "memory/<phase>_gib": ...} since the
+        last lap; begins the next."""
         self._charge()
         self._seconds.setdefault(_OTHER, 0.0)
         metrics = {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items() if phase != _OTHER}
         metrics["seconds/other"] = self._seconds[_OTHER]
         metrics["seconds/step"] = self._mark - self._lap_began
-        self._seconds = {}
+        metrics |= {f"memory/{phase}_gib": peak / 2**30 for phase, peak in self._lap_peaks.items()}
+        self._seconds, self._lap_peaks = {}, {}
         self._lap_began = self._mark
         return metrics
 
@@ -50,3 +59,7 @@ class Timers:
         phase = self._open[-1]
         self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._mark
         self._mark = now
+        if self._take_peak is not None:
+            peak = self._take_peak()
+            for peaks in (self._lap_peaks, self.peaks):
+                peaks[phase] = max(peaks.get(phase, 0), peak)

@@ -1,12 +1,16 @@
 """One rank of the layout tests: all cases of one world size, one after the other in the same processes.
 
 `python layouts_worker.py FOLDER` reads cases.pt. A logits case compares the policy's logits with those that the parent
-computed with transformers, and leaves the largest difference; an update case is `grpo_mega.check_rank`'s.
+computed with transformers, and leaves the largest difference; an update case is `grpo_mega.check_rank`'s, and leaves the
+gradient norms by layer too, whose total is compared with Megatron's own.
 """
 
+import math
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,11 +20,26 @@ from grpo_mega import job as jobs
 from grpo_mega.batching.pack import pack
 from grpo_mega.check import Case
 from grpo_mega.check_rank import run_case
+from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.model import output_weight
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.types import PackedBatch, Prompt, Sample
+
+SQUARED_NORMS = optimizers.squared_norms
+
+
+def checked_norms(
+    squared_norms: Any, seen: list[list[float]], optimizer: Any, group_of: Mapping[torch.Tensor, int], num_groups: int
+) -> torch.Tensor:
+    squares = squared_norms(optimizer, group_of, num_groups)
+    total = squares.clone()
+    dist.all_reduce(total)
+    seen.append(total.sqrt().tolist())
+    ours, theirs = float(total.sum().sqrt()), float(optimizer.get_grad_norm())
+    assert math.isclose(ours, theirs, rel_tol=1e-6), (ours, theirs)
+    return squares
 
 
 def main(folder: Path) -> None:
@@ -35,7 +54,11 @@ def main(folder: Path) -> None:
                 torch.save(worst, folder / f"{index}.pt")
         else:
             groups = torch.load(folder / f"groups-{case.name.split(':')[0]}.pt", weights_only=False)
+            norms: list[list[float]] = []
+            optimizers.squared_norms = partial(checked_norms, SQUARED_NORMS, norms)
             run_case(case, groups[::-1] if case.reverse_groups else groups, runtime, folder / str(index))
+            if runtime.rank == 0:
+                torch.save(norms, folder / str(index) / "norms.pt")
     dist.barrier()
     runtimes.stop()
 

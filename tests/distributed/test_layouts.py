@@ -97,6 +97,7 @@ UPDATES = {
 class Matrix:
     logits: dict[str, float]  # "model:layout" -> largest relative difference
     updates: dict[str, Outcome]
+    norms: dict[str, torch.Tensor]  # [optimizer steps, the guard's groups]
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +119,14 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
         torch.save({i: case for i, case in enumerate(cases) if case.world_size == world_size}, folder / "cases.pt")
         code = run_ranks([sys.executable, str(WORKER), str(folder)], world_size, folder / f"logs-{world_size}")
         assert code == 0, f"the ranks of world size {world_size} failed; see the output above"
-    logits, updates = {}, {}
+    logits, updates, norms = {}, {}, {}
     for i, case in enumerate(cases):
         if isinstance(case, LogitsCase):
             logits[case.name] = torch.load(folder / f"{i}.pt")
         else:
             updates[case.name] = torch.load(folder / str(i) / "outcome.pt", weights_only=False)
-    yield Matrix(logits, updates)
+            norms[case.name] = torch.tensor(torch.load(folder / str(i) / "norms.pt"))
+    yield Matrix(logits, updates, norms)
 
 
 @pytest.mark.parametrize("layout", LOGITS_LAYOUTS)
@@ -149,6 +151,13 @@ def test_three_updates_are_the_same_in_every_layout(matrix: Matrix, name: str) -
     baseline = matrix.updates[f"{name.split(':')[0]}:tp=1"]
     difference = compare(name, matrix.updates[name], baseline)
     assert _is_rounding(difference), difference
+
+
+@pytest.mark.parametrize("name", [f"{m}:{t}" for m, texts in UPDATES.items() for t in texts[1:]])
+def test_the_gradient_norm_of_every_layer_is_the_same_in_every_layout(matrix: Matrix, name: str) -> None:
+    found, baseline = matrix.norms[name], matrix.norms[f"{name.split(':')[0]}:tp=1"]
+    assert found.shape == baseline.shape == (3, baseline.shape[1]) and (baseline > 0).all()
+    assert ((found - baseline).abs() / baseline).max() < 1e-5
 
 
 def test_the_updates_compared_are_real_ones(matrix: Matrix) -> None:

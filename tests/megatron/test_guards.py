@@ -82,6 +82,24 @@ def test_a_reference_in_bf16_has_all_layers_in_bf16_for_its_pass_alone() -> None
     assert result.returncode == 0, result.stderr
 
 
+def test_what_the_guard_says_is_what_megatron_computes_in_bf16() -> None:
+    result = python(
+        PRELUDE
+        + "from grpo_mega.guard import Level\n"
+        + "from grpo_mega.megatron.precision import fp8_settings, set_level\n"
+        + "from megatron.core.fp8_utils import is_first_last_bf16_layer\n"
+        + "from megatron.core.transformer.transformer_config import TransformerConfig\n"
+        + "guard = configs.GuardConfig(fall_back=True, layers=2)\n"
+        + "precision = configs.PrecisionConfig(fp8='hybrid', fp8_recipe='blockwise', last_layers_bf16=1, guard=guard)\n"
+        + "c = TransformerConfig(num_layers=8, hidden_size=32, num_attention_heads=4, **fp8_settings(precision))\n"
+        + "layers = lambda: [i for i in range(8) if is_first_last_bf16_layer(c, i)]\n"
+        + "for level, expected in ((Level.ENDS, [0, 1, 6, 7]), (Level.ALL, list(range(8))), (Level.AS_CONFIGURED, [7])):\n"
+        + "    set_level(c, precision, level)\n"
+        + "    assert layers() == expected, (level, layers())\n"
+    )
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -109,6 +127,12 @@ def test_megatron_still_loads_every_entry_of_the_optimizers_state() -> None:
         .split("\n    def ")[0]
     )
     assert "step" not in body
+
+
+def test_an_output_layer_still_refuses_fused_weight_gradients_without_apex() -> None:
+    """The reason for compat.allow_fused_weight_gradients."""
+    constructor = megatron_source("tensor_parallel/layers.py").split("class ColumnParallelLinear")[1].split("def forward")[0]
+    assert "if config.gradient_accumulation_fusion and not _grad_accum_fusion_available:\n            raise" in constructor
 
 
 def test_a_tensor_parallel_weight_is_still_left_unmarked_without_initialisation() -> None:

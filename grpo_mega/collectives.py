@@ -1,0 +1,67 @@
+"""What this rank last did with others: every collective of torch.distributed leaves a note of its beginning and end.
+
+`recorder()` wraps the functions once, for good; it must come before whoever takes them by name, such as Megatron. A note costs
+about a microsecond.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NAMES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "_all_gather_base", "all_gather_object"),
+    *("reduce_scatter_tensor", "_reduce_scatter_base", "all_to_all", "all_to_all_single", "broadcast"),
+    *("barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
+)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.last_beat = time.monotonic()  # when there was progress
+        self._name, self._arguments, self._is_done = "nothing yet", "", True
+
+    def beat(self) -> None:
+        """Progress without a collective, such as a micro-batch."""
+        self.last_beat = time.monotonic()
+
+    def last(self) -> str:
+        """ "in all_reduce of 16 float32 over 4 ranks", or "after" it when it has returned."""
+        return f"{'after' if self._is_done else 'in'} {self._name}{self._arguments}"
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+
+        @functools.wraps(function)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._name, self._arguments, self._is_done = name, _describe(args, kwargs), False
+            self.last_beat = time.monotonic()
+            result = function(*args, **kwargs)
+            self._is_done = True
+            return result
+
+        return noted
+
+
+@functools.cache
+def recorder() -> Recorder:
+    """The process's one; the first call wraps torch.distributed's functions."""
+    made = Recorder()
+    for name in NAMES:
+        setattr(dist, name, made.wrap(getattr(dist, name)))
+    for name in ("isend", "irecv"):  # P2POp takes no others than its own module's
+        setattr(dist.distributed_c10d, name, getattr(dist, name))
+    return made
+
+
+def _describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    values = (*args, *kwargs.values())
+    tensor = next((v for v in values if isinstance(v, torch.Tensor)), None)
+    group = next((v for v in values if isinstance(v, dist.ProcessGroup)), None)
+    what = f" of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" if tensor is not None else ""
+    return f"{what} over {group.size() if group is not None else 'all'} ranks"

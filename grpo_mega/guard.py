@@ -1,0 +1,120 @@
+"""Watches the numbers in which low precision shows first, and says when fewer layers should be in FP8.
+
+Two things trip it: a gradient norm, by layer, far above the median of that layer's last ones, or not finite; and a mismatch
+between engine and trainer past its limit. Tripping is a warning that names the layers. With `fall_back`, the decoder layers at
+both ends compute in bf16 for some steps, and all of them if it trips again meanwhile; then FP8 has its turn again. The same
+numbers give the same answers: a guard knows no clock and no chance, and goes on from its `state()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from statistics import median
+from typing import Any
+
+from grpo_mega.config import GuardConfig
+
+
+class Level(IntEnum):
+    """Which decoder layers compute in bf16."""
+
+    AS_CONFIGURED = 0
+    ENDS = 1
+    ALL = 2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    level: Level  # for the next step
+    messages: tuple[str, ...]
+
+
+class Guard:
+    def __init__(self, config: GuardConfig, num_layers: int, mismatch_limit: float) -> None:
+        """`mismatch_limit`: KL (k3) between engine and trainer, nats a token."""
+        self._config, self._num_layers, self._mismatch_limit = config, num_layers, mismatch_limit
+        self.level = Level.AS_CONFIGURED
+        self._until = 0  # the step with which a fall-back ends
+        self._norms: list[deque[float]] = [deque(maxlen=config.history) for _ in range(num_groups(num_layers))]
+
+    def observe(self, step: int, mismatch: float, passes: Sequence[Sequence[float]]) -> Verdict:
+        """After the updates of a step: `passes` has the gradient norms by group of each of its optimizer steps."""
+        worst = self._spikes(passes)
+        why = [f"the gradient norm of {names(worst, self._num_layers)} is {_times(max(worst.values()))}"] if worst else []
+        if not mismatch <= self._mismatch_limit:
+            why.append(f"engine and trainer disagree by a KL (k3) of {mismatch:.3g} nats a token")
+        messages = [f"step {step}: {' and '.join(why)}{self._fall_back(step)}"] if why else []
+        if not why and self.level and step >= self._until:
+            self.level = Level.AS_CONFIGURED
+            messages.append(f"step {step}: nothing amiss for a while; the layers compute as configured again")
+        return Verdict(self.level, tuple(messages))
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return {"level": int(self.level), "until": self._until, "norms": [list(norms) for norms in self._norms]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.level, self._until = Level(state["level"]), state["until"]
+        for norms, values in zip(self._norms, state["norms"], strict=True):
+            norms.extend(values)
+
+    def _spikes(self, passes: Sequence[Sequence[float]]) -> dict[int, float]:
+        """By group, the largest ratio to the median of the past, where that is too large."""
+        limit = self._config.grad_spike
+        found: dict[int, float] = {}
+        for norms in passes:
+            for group, (norm, past) in enumerate(zip(norms, self._norms, strict=True)):
+                ratio = _ratio(norm, past) if limit is not None else 0.0
+                if limit is not None and ratio > limit:
+                    found[group] = max(ratio, found.get(group, 0.0))
+                if math.isfinite(norm) and norm > 0:  # rewards without spread give no gradient
+                    past.append(norm)
+        return found
+
+    def _fall_back(self, step: int) -> str:
+        config = self._config
+        if not config.fall_back:
+            return ""
+        self.level = Level(min(self.level + 1, Level.ALL))
+        self._until = step + config.steps
+        which = f"the first and last {config.layers} layers" if self.level == Level.ENDS else "all layers"
+        return f"; {which} compute in bf16 for the next {config.steps} steps"
+
+
+def num_groups(num_layers: int) -> int:
+    """The embedding, each decoder layer, and what follows the last."""
+    return num_layers + 2
+
+
+def names(groups: Sequence[int] | dict[int, float], num_layers: int) -> str:
+    """ "embedding, layers 0-3, layer 7": groups by number, runs of layers together."""
+    parts: list[str] = []
+    ordered = sorted(groups)
+    position = 0
+    while position < len(ordered):
+        first = last = ordered[position]
+        while last + 1 in groups and first > 0 and last + 1 <= num_layers:
+            last += 1
+        position = ordered.index(last) + 1
+        if first == 0:
+            parts.append("embedding")
+        elif first == num_layers + 1:
+            parts.append("output layer")
+        else:
+            parts.append(f"layer {first - 1}" if first == last else f"layers {first - 1}-{last - 1}")
+    return ", ".join(parts)
+
+
+def _ratio(norm: float, past: deque[float]) -> float:
+    if not math.isfinite(norm):
+        return math.inf
+    assert past.maxlen is not None
+    return norm / median(past) if len(past) >= max(4, past.maxlen // 4) else 0.0
+
+
+def _times(ratio: float) -> str:
+    return f"up to {ratio:.0f} times its median" if math.isfinite(ratio) else "not finite"

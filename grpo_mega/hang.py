@@ -1,0 +1,182 @@
+"""Ends a run that is stuck, and says who waits where: a thread on every rank.
+
+The first rank without progress for longer than its phase allows asks all others; so does rank 0 when another's thread gives no
+sign of life, whatever the phase. Each answers from its own thread with its phase, its last collective and the place in its
+code, and writes the stacks of all its threads to RUN_DIR/hang/rank_N.txt; who does not answer is dead, stopped, or stuck
+outside of Python. The rank that asked prints the answers, alike ones together, and ends its process with EXIT_HANG, on which
+launchers end the others. Nothing is saved: a stuck policy may be half updated.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import platform
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import Store
+
+from grpo_mega.collectives import Recorder
+from grpo_mega.observe.timers import Timers
+
+EXIT_HANG = 3
+FOLDER = "hang"
+SECONDS_TO_ANSWER = 10.0
+SECONDS_AFTER_FIRST = 20.0  # rank 0 asks first; others only if it does not
+PACKAGE = Path(__file__).parent
+
+
+class HangWatch:
+    """While the context lasts."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        timers: Timers,
+        recorder: Recorder,
+        deadline_s: float,
+        deadline_of_phase: Mapping[str, float],
+        run_dir: Path,
+        last_checkpoint: Callable[[], str],
+    ) -> None:
+        """`deadline_of_phase`: of those phases that have deadlines of their own. `last_checkpoint()`: what to tell of it."""
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # a store serves one thread at a time
+        self._store.set_timeout(timedelta(seconds=SECONDS_TO_ANSWER))
+        self._store.set(f"hang/node/{rank}", os.environ.get("SLURMD_NODENAME") or platform.node())
+        self._rank, self._world_size = rank, world_size
+        self._timers, self._recorder = timers, recorder
+        self._deadline_s, self._deadline_of_phase = deadline_s, deadline_of_phase
+        self._folder, self._last_checkpoint = run_dir / FOLDER, last_checkpoint
+        self._pause_s = min(1.0, deadline_s / 10)
+        self._heard: dict[int, tuple[int, float]] = {}  # by rank: its beats, and when they last grew
+        self._is_over = threading.Event()
+        self._main_thread = threading.main_thread().ident
+        self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
+
+    def __enter__(self) -> HangWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        has_answered = False
+        store_answered = time.monotonic()
+        while not self._is_over.wait(self._pause_s):
+            try:
+                self._store.add(f"hang/beats/{self._rank}", 1)
+                if not has_answered and self._store.check(["hang/asked"]):
+                    self._answer()
+                    has_answered = True
+                reason = self._reason()
+                if reason and self._store.add("hang/claims", 1) == 1:
+                    self._report(reason)
+                store_answered = time.monotonic()
+            except RuntimeError as error:  # the store's process is dead or stopped, or this process is on its way out
+                silence = time.monotonic() - store_answered
+                if silence > self._deadline_s and not self._is_over.is_set():
+                    self._end(f"no answer for {silence:.0f} s from the job's store ({_first_line(error)})", [self._where()])
+
+    def _reason(self) -> str | None:
+        """Why the run is to end; None if all is well."""
+        if self._is_stuck():
+            phase, _ = self._timers.current()
+            return f"no progress for {self._idle():.0f} s in {phase}"
+        silent = self._silent_ranks() if self._rank == 0 else []
+        return f"no sign of life from {_ranks(silent)} for {self._deadline_s:.0f} s" if silent else None
+
+    def _silent_ranks(self) -> list[int]:
+        now = time.monotonic()
+        for rank in range(1, self._world_size):
+            beats = self._store.add(f"hang/beats/{rank}", 0)
+            if self._heard.get(rank, (-1, 0.0))[0] != beats:
+                self._heard[rank] = beats, now
+        return [rank for rank, (_, when) in self._heard.items() if now - when > self._deadline_s]
+
+    def _is_stuck(self) -> bool:
+        limit = self._deadline_of_phase.get(self._timers.current()[0], self._deadline_s)
+        return self._idle() > limit + (0 if self._rank == 0 else SECONDS_AFTER_FIRST)
+
+    def _idle(self) -> float:
+        return time.monotonic() - max(self._timers.current()[1], self._recorder.last_beat)
+
+    def _answer(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / f"rank_{self._rank}.txt").open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        self._store.set(f"hang/{self._rank}", self._where())
+
+    def _where(self) -> str:
+        phase, _ = self._timers.current()
+        return f"{phase}, {self._recorder.last()}, at {_place(sys._current_frames().get(self._main_thread or 0))}"
+
+    def _report(self, reason: str) -> None:
+        self._store.set("hang/asked", "1")
+        self._answer()
+        ranks = range(self._world_size)
+        until = time.monotonic() + SECONDS_TO_ANSWER
+        while time.monotonic() < until and not self._store.check([f"hang/{rank}" for rank in ranks]):
+            time.sleep(0.1)
+        by_answer: dict[str, list[int]] = {}
+        for rank in ranks:
+            is_there = self._store.check([f"hang/{rank}"])
+            answer = (
+                self._store.get(f"hang/{rank}").decode() if is_there else "no answer: dead, stopped, or stuck outside of Python"
+            )
+            by_answer.setdefault(answer, []).append(rank)
+        nodes = [self._store.get(f"hang/node/{rank}").decode() for rank in ranks]
+        alone_first = sorted(by_answer.items(), key=lambda item: len(item[1]))
+        self._end(reason, [f"{_ranks(found)}{_on_nodes(found, nodes)}: {answer}" for answer, found in alone_first])
+
+    def _end(self, reason: str, lines: list[str]) -> None:
+        text = "\n  ".join(
+            [
+                f"grpo-mega: {reason}, says rank {self._rank}; the run ends here",
+                *lines,
+                f"stacks are in {self._folder}; {self._last_checkpoint()}",
+            ]
+        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "report.txt").write_text(text + "\n")
+        print(text, file=sys.stderr, flush=True)
+        os._exit(EXIT_HANG)
+
+
+def _place(frame: object) -> str:
+    """The innermost line of ours on a stack, and the innermost of all where that is another's."""
+    stack = traceback.extract_stack(frame) if frame is not None else []  # type: ignore[arg-type]
+    ours = [f for f in stack if Path(f.filename).is_relative_to(PACKAGE)]
+    places = [*ours[-1:], *(stack[-1:] if stack and stack[-1] not in ours[-1:] else [])]
+    return ", in ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in places) or "nowhere"
+
+
+def _ranks(numbers: list[int]) -> str:
+    """ "rank 4" or "ranks 0-3, 5": runs together."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and runs[-1][-1] == n - 1:
+            runs[-1][1:] = [n]
+        else:
+            runs.append([n])
+    text = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {text}"
+
+
+def _on_nodes(numbers: list[int], nodes: list[str]) -> str:
+    """ " on n1", where the job has more than one node; `nodes` by rank."""
+    return f" on {', '.join(sorted({nodes[n] for n in numbers}))}" if len(set(nodes)) > 1 else ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0][:100]

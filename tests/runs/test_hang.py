@@ -1,0 +1,55 @@
+"""A run of which one rank stops: it ends by itself, names the rank, and goes on from its last checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import bench_kills
+import pytest
+
+pytestmark = pytest.mark.distributed
+SETTINGS = ("steps=1000", "checkpoint.interval=2", "hang_deadline_s=4", "log.progress=false")
+SECONDS = 120
+
+
+def test_a_run_with_a_stopped_rank_ends_with_a_report_and_resumes(tmp_path: Path) -> None:
+    config, run_dir = bench_kills.write_inputs(tmp_path, "tp=2"), tmp_path / "run"
+    settings = [part for setting in SETTINGS for part in ("--set", setting)]
+    process = bench_kills.start(config, run_dir, settings)
+    _wait_for(lambda: (run_dir / "checkpoints" / "latest").exists(), process)
+    stopped = _rank(process.pid, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    began = time.monotonic()
+    assert process.wait(timeout=SECONDS) == 3
+    assert time.monotonic() - began < 60
+    report = (run_dir / "hang" / "report.txt").read_text()
+    assert "says rank 0; the run ends here" in report and "rank 1: no answer: dead, stopped, or stuck" in report
+    assert f"the last good checkpoint is {run_dir}/checkpoints/step-" in report
+    assert report.strip() in bench_kills.log_of(run_dir).read_text()
+    assert not Path(f"/proc/{stopped}").exists()
+
+    (run_dir / "stop").touch()
+    again = bench_kills.start(config, run_dir, [*settings, "--resume"])
+    assert again.wait(timeout=SECONDS) == 0
+    assert "resumed after step" in bench_kills.log_of(run_dir).read_text()
+
+
+def _rank(launcher: int, number: int) -> int:
+    """The process of a rank."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    for child in children:
+        if f"RANK={number}" in Path(f"/proc/{child}/environ").read_text().split("\0"):
+            return int(child)
+    raise AssertionError(f"rank {number} is not among {children}")
+
+
+def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + SECONDS
+    while not condition():
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.05)

@@ -1,0 +1,97 @@
+"""A run that is stuck ends, and says who waits where. Each rank here is a process on gloo."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_mega.hang import EXIT_HANG, _on_nodes, _ranks
+
+RANK = """
+import os, signal, sys, time
+from datetime import timedelta
+from grpo_mega.collectives import recorder
+record = recorder()
+import torch, torch.distributed as dist
+from grpo_mega.hang import HangWatch
+from grpo_mega.observe.timers import Timers
+from pathlib import Path
+folder, behaviour = Path(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+rank = dist.get_rank()
+store = dist.PrefixStore("job", dist.distributed_c10d._get_default_store())
+timers = Timers()
+
+def lost_in_thought():
+    time.sleep(60)
+
+dist.barrier()
+settings = dict(deadline_s=1.5, deadline_of_phase={"sample": 4.0}, last_checkpoint=lambda: "the last good one is step-7")
+with HangWatch(store, rank, 4, timers=timers, recorder=record, run_dir=folder, **settings):
+    with timers("sample"):
+        time.sleep(2.5)  # longer than any other phase may take
+    for _ in range(20):  # longer than the deadline too, but there is progress
+        dist.all_reduce(torch.zeros(8))
+        time.sleep(0.1)
+    with timers("update"):
+        if rank == 2 and behaviour == "lost":
+            lost_in_thought()
+        if rank == 2 and behaviour == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.zeros(1024))
+dist.barrier()
+"""
+
+
+def run(folder: Path, behaviour: str) -> tuple[int, str, float]:
+    code = "import sys; from pathlib import Path; from grpo_mega.launch import run_ranks; "
+    code += "sys.exit(run_ranks([sys.executable, *sys.argv[2:]], 4, Path(sys.argv[1])))"
+    command = [sys.executable, "-c", code, str(folder / "logs"), "-c", RANK, str(folder), behaviour]
+    began = time.monotonic()
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return result.returncode, result.stderr, time.monotonic() - began
+
+
+@pytest.mark.distributed
+def test_a_rank_that_does_not_come_is_named_with_its_place_and_all_stacks_are_kept(tmp_path: Path) -> None:
+    code, said, seconds = run(tmp_path, "lost")
+    assert code == EXIT_HANG and seconds < 45, said
+    assert re.search(r"no progress for \d+ s in update, says rank 0; the run ends here", said)
+    assert re.search(r"rank 2: update, after all_reduce of 8 float32 over all ranks, at <string>:\d+ lost_in_thought", said)
+    assert re.search(r"ranks 0-1, 3: update, in all_reduce of 1024 float32 over all ranks, at", said), said
+    assert "the last good one is step-7" in said
+    assert said.index("rank 2:") < said.index("ranks 0-1, 3:")  # whoever is alone comes first
+    assert "lost_in_thought" in (tmp_path / "hang" / "rank_2.txt").read_text()
+    assert len(list((tmp_path / "hang").glob("rank_*.txt"))) == 4
+    assert (tmp_path / "hang" / "report.txt").read_text().strip() in said
+
+
+@pytest.mark.distributed
+def test_a_rank_that_cannot_answer_is_named(tmp_path: Path) -> None:
+    code, said, _ = run(tmp_path, "stopped")
+    assert code == EXIT_HANG and re.search(r"(no progress|no sign of life from rank 2) for \d+ s", said), said
+    assert "rank 2: no answer: dead, stopped, or stuck outside of Python" in said
+    assert "ranks 0-1, 3: update, in all_reduce" in said
+
+
+@pytest.mark.distributed
+def test_a_run_that_makes_progress_is_left_alone(tmp_path: Path) -> None:
+    code, said, _ = run(tmp_path, "well")
+    assert (code, "no progress" in said) == (0, False), said
+    assert not (tmp_path / "hang").exists()
+
+
+@pytest.mark.parametrize(("numbers", "text"), [([4], "rank 4"), ([0, 1, 2, 3, 5], "ranks 0-3, 5"), ([1, 3, 4], "ranks 1, 3-4")])
+def test_ranks_are_named_by_runs(numbers: list[int], text: str) -> None:
+    assert _ranks(numbers) == text
+
+
+def test_nodes_are_named_where_there_are_several() -> None:
+    assert _on_nodes([2, 3], ["n0", "n0", "n1", "n1"]) == " on n1"
+    assert _on_nodes([1, 2], ["n0", "n0", "n1", "n1"]) == " on n0, n1"
+    assert _on_nodes([1, 2], ["n0", "n0", "n0"]) == ""
