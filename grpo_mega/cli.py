@@ -1,4 +1,5 @@
-"""The command line: `grpo-mega train CONFIG`, `check CONFIG --layouts "..."`, `export RUN_DIR OUT`, `report RUN_DIR`.
+"""The command line: `grpo-mega train CONFIG`, `plan CONFIG`, `check CONFIG --layouts "..."`, `export RUN_DIR OUT`,
+`report RUN_DIR`.
 
 Imports nothing heavy until a command runs. What a person can mend (UserError) is printed in one line on stderr and ends the
 process with code 2. `train` is one rank where torchrun has set RANK; elsewhere it starts the ranks of the layout by itself.
@@ -30,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.command == "train":
             return train(options.config, options.set, options.resume, arguments)
+        if options.command == "plan":
+            return plan(options)
         if options.command == "check":
             return check(options.config, options.set, options.layouts.split())
         if options.command == "export":
@@ -68,6 +71,29 @@ def train(config_path: Path, overrides: list[str], resume: bool, argv: list[str]
         if not is_rank:
             _become_only_rank()
         return _train_as_rank(config)
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Tells whether a job will run, and how fast: 0 if it fits, 1 if it does not, 2 if its config breaks a rule."""
+    from grpo_mega.planner.command import Request, run
+
+    return run(
+        Request(
+            config=options.config,
+            overrides=options.set,
+            gpu=options.gpu,
+            world_size=options.world_size,
+            gpus_per_node=options.gpus_per_node,
+            model_config=options.model_config,
+            mean_prompt=options.mean_prompt,
+            mean_response=options.mean_response,
+            is_json=options.json,
+            suggests=options.suggest,
+            explains=options.explain,
+            rehearses=options.rehearse,
+            ranks=options.ranks,
+        )
+    )
 
 
 def check(config_path: Path, overrides: list[str], layouts: list[str]) -> int:
@@ -113,21 +139,10 @@ def check_world_size(environ: Mapping[str, str], layout: LayoutConfig) -> None:
     text = environ.get("WORLD_SIZE", "")
     if not text.isdecimal():
         raise ConfigError(f"RANK={environ.get('RANK')} is set but WORLD_SIZE={text!r}; start with torchrun, or unset RANK")
-    world_size = int(text)
-    unit = layout.tp * layout.pp * layout.ep
-    if layout.dp is not None and world_size != layout.world_size:
-        raise ConfigError(
-            f"WORLD_SIZE={world_size} contradicts layout.tp={layout.tp}, pp={layout.pp}, dp={layout.dp}; "
-            f"start {layout.world_size} processes, or leave layout.dp out"
-        )
-    if world_size == 0 or world_size % unit:
-        more = (world_size // unit + 1) * unit
-        experts = f" times layout.ep={layout.ep}" if layout.ep > 1 else ""
-        fewer = f"{more - unit} or " if more > unit else ""
-        raise ConfigError(
-            f"WORLD_SIZE={world_size} is not a multiple of layout.tp={layout.tp} times layout.pp={layout.pp}{experts}; "
-            f"start {fewer}{more} processes, or change the layout"
-        )
+    from grpo_mega.preflight import world_size_problems
+
+    for problem in world_size_problems(layout, int(text)):
+        raise ConfigError(problem)
 
 
 def _one_line(error: Exception) -> str:
@@ -155,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     train_parser = commands.add_parser("train", help="train as a YAML file says")
     _add_config(train_parser)
     train_parser.add_argument("--resume", action="store_true", help="go on with the run in run_dir from its last checkpoint")
+    _add_plan(commands.add_parser("plan", help="tell without a GPU whether a job will fit, and how fast it will be"))
     check_parser = commands.add_parser("check", help="prove that layouts give the same numbers as a single rank")
     _add_config(check_parser)
     check_parser.add_argument(
@@ -170,6 +186,21 @@ def _parser() -> argparse.ArgumentParser:
     report_parser = commands.add_parser("report", help="draw the curves of a run into its folder")
     report_parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run_dir of its config")
     return parser
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--gpu", default="h100", choices=("a100", "h100", "h200", "b200"), help="default: h100")
+    parser.add_argument("--world-size", type=int, metavar="N", help="number of GPUs; the layout's tp * pp * dp by default")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default: 8")
+    parser.add_argument("--model-config", type=Path, metavar="FILE", help="a config.json to plan with in place of model.path's")
+    parser.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="mean length of prompts; for times")
+    parser.add_argument("--mean-response", type=float, metavar="TOKENS", help="mean length of responses; for times")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--suggest", action="store_true", help="search other layouts, and name the fastest that fit")
+    parser.add_argument("--rehearse", action="store_true", help="compare with real Megatron on a few ranks, without a GPU")
+    parser.add_argument("--ranks", type=int, nargs="+", default=(), metavar="N", help="those to rehearse")
+    parser.add_argument("--explain", action="store_true", help="print every figure's formula and inputs, and all assumptions")
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,196 @@
+"""One rank of a layout, built and run without the others: real Megatron on fake tensors, in a fake process group.
+
+`python -m grpo_mega.megatron.rehearse_rank` reads requests from stdin, each a line of JSON with config, model (the fields of
+its config.json), rank, world_size, num_batches, num_tokens (of a micro-batch) and segment (tokens of a sample). For each it
+prints a line of JSON with what it counted: parameters, the bytes that this rank sends by group and kind, and what autograd
+keeps for the backward pass at most. No memory is taken for tensors and nothing is computed, so that a rank of a 70B model takes
+seconds. It needs a process of its own: it replaces torch.distributed's functions for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+class _Done:
+    def wait(self, *args: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Counted:
+    """Bytes that this rank sends to others by ring algorithms, by the ranks that take part."""
+
+    def __init__(self) -> None:
+        self.sent: Counter[tuple[tuple[int, ...], str]] = Counter()
+
+    def add(self, group: dist.ProcessGroup | None, name: str, num_bytes: float) -> None:
+        ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+        if len(ranks) > 1:
+            self.sent[tuple(ranks), name] += int(num_bytes)
+
+    def install(self) -> None:
+        """In place of the functions; before Megatron takes them by name."""
+        for name, share in (
+            ("all_reduce", lambda n, tensor: 2 * _bytes(tensor) * (n - 1) / n),
+            ("broadcast", lambda n, tensor: _bytes(tensor)),
+            ("all_gather_into_tensor", lambda n, output, given: _bytes(given) * (n - 1)),
+            ("_all_gather_base", lambda n, output, given: _bytes(given) * (n - 1)),
+            ("reduce_scatter_tensor", lambda n, output, given: _bytes(given) * (n - 1) / n),
+            ("_reduce_scatter_base", lambda n, output, given: _bytes(given) * (n - 1) / n),
+            ("all_to_all_single", lambda n, output, given, *sizes: _bytes(given) * (n - 1) / n),
+        ):
+            setattr(dist, name, self._collective(name, share))
+        setattr(dist, "batch_isend_irecv", self._batch)  # noqa: B010  # of another type
+        for name in ("isend", "irecv", "send", "recv"):
+            setattr(dist, name, self._point_to_point(name))
+            setattr(dist.distributed_c10d, name, getattr(dist, name))  # P2POp takes no others than its own module's
+        dist.barrier = lambda *args, **kwargs: None
+
+    def _collective(self, name: str, share: Callable[..., float]) -> Callable[..., _Done]:
+        def counted(*args: Any, **kwargs: Any) -> _Done:
+            tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+            group = next((v for v in (*args, *kwargs.values()) if isinstance(v, dist.ProcessGroup)), None)
+            size = group.size() if group is not None else dist.get_world_size()
+            self.add(group, name, share(size, *tensors))
+            return _Done()
+
+        counted.__name__ = name
+        return counted
+
+    def _point_to_point(self, name: str) -> Callable[..., _Done]:
+        def counted(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> _Done:
+            if "send" in name:
+                self.add(group, name, _bytes(tensor))
+            return _Done()
+
+        counted.__name__ = name
+        return counted
+
+    def _batch(self, operations: Sequence[Any]) -> list[Any]:
+        for operation in operations:
+            operation.op(operation.tensor, group=operation.group)
+        return [_Done()]
+
+
+class Kept:
+    """Bytes of storages that autograd keeps for the backward pass, those of `parameters` aside; now and at most."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._fixed = {p.untyped_storage()._cdata for p in parameters}
+        self._seen: set[int] = set()
+        self.now = self.most = 0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._seen and key not in self._fixed:
+            self._seen.add(key)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._drop, key, size)
+        return tensor
+
+    def _drop(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def main() -> None:
+    counted = Counted()
+    counted.install()
+    make_group = dist.new_group
+    dist.new_group = lambda *args, **kwargs: make_group(*args, **(kwargs | {"backend": None}))  # Megatron asks for gloo's
+    from grpo_mega.megatron import runtime as runtimes
+
+    for line in sys.stdin:  # one rank after the other: groups are forgotten in between
+        request = json.loads(line)
+        dist.init_process_group("fake", store=dist.HashStore(), rank=request["rank"], world_size=request["world_size"])
+        print(json.dumps(rehearse(request, counted)), flush=True)
+        runtimes.stop()
+
+
+def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    from grpo_mega import config as configs
+    from grpo_mega.device import Device
+    from grpo_mega.megatron import runtime as runtimes
+    from grpo_mega.megatron.packed import pack_params
+    from grpo_mega.megatron.policy import Policy
+    from grpo_mega.types import PackedBatch
+    from grpo_mega.weights.families import family_of
+    from grpo_mega.weights.spec import ModelShape
+
+    config = configs.validate(request["config"])
+    hf_config = AutoConfig.for_model(**request["model"])
+    shape = ModelShape.from_hf_config(hf_config.to_dict())
+    runtime = runtimes.arrange(config, Device("cpu", torch.device("cpu")))
+    length = request["num_tokens"]
+    cuts = torch.tensor([*range(0, length, request["segment"]), length], dtype=torch.int32)
+    params = pack_params(cuts, torch.arange(length))
+    counted.sent.clear()
+    with FakeTensorMode(allow_non_fake_inputs=True), _fit_for_fakes():
+        policy = Policy(config, shape, family_of(shape.model_type), hf_config, runtime)
+        policy._pipeline._seq_params = lambda batch: params  # type: ignore[method-assign]
+        kept = Kept(list(policy._parameters.values()))
+        zeros, ids = torch.zeros(length), torch.zeros(length, dtype=torch.int64)
+        batch = PackedBatch(ids, ids, ids, cuts, zeros, zeros, zeros, zeros, [])
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x):
+            policy._pipeline.forward_backward([batch] * request["num_batches"], _touch)
+        for chunk in policy._chunks:
+            for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+                group.start_param_sync(force_sync=True)
+    buffers = [b for chunk in policy._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return {
+        "num_parameters": sum(p.numel() for p in policy._parameters.values()),
+        "weights": sum(b.param_data.nbytes for b in buffers),
+        "gradients": sum(b.grad_data.nbytes for b in buffers),
+        "kept": kept.most,
+        "sent": [[list(ranks), name, sent] for (ranks, name), sent in sorted(counted.sent.items())],
+    }
+
+
+@contextlib.contextmanager
+def _fit_for_fakes() -> Iterator[None]:
+    """Fake tensors have no random state to save or restore, and cannot be moved; they are made where and as they should be."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    module: Any = torch.nn.Module
+    before = module.to, module.bfloat16, torch.set_rng_state
+    CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
+    module.to = module.bfloat16 = lambda self, *args, **kwargs: self
+    torch.set_rng_state = lambda new_state: None
+    try:
+        yield
+    finally:
+        module.to, module.bfloat16, torch.set_rng_state = before
+
+
+def _touch(hidden_TH: Tensor, batch: Any) -> Any:
+    """A loss that keeps nothing but what the model does; log-probs have formulas of their own."""
+    from grpo_mega.algorithm.losses import LossOutputs
+
+    return LossOutputs(hidden_TH.sum(), {}, {})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""A plan: whether a job will run, on which devices what sits, how much memory it takes and how long a step lasts.
+
+`make_plan` takes a config that breaks no rule (see legality.py) as a Setup. Everything is arithmetic on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from grpo_mega.planner.batch import Batch, batch
+from grpo_mega.planner.communication import Link, communication
+from grpo_mega.planner.engine import EngineMemory, engine_memory
+from grpo_mega.planner.figures import Figure
+from grpo_mega.planner.memory import HostMemory, StageMemory, checkpoint_bytes, device_memory, host_memory
+from grpo_mega.planner.setup import Setup
+from grpo_mega.planner.timing import Timing, timing
+from grpo_mega.weights.layout import EngineLayout
+from grpo_mega.weights.plan import Traffic, plan_sides
+from grpo_mega.weights.sides import engine_side, hf_side, megatron_side
+
+MARGIN = 0.08  # of a device that a plan should leave free: what is estimated may be off by that much
+
+
+@dataclass(frozen=True)
+class Plan:
+    setup: Setup
+    stages: list[StageMemory]
+    engine: EngineMemory
+    batch: Batch
+    links: list[Link]
+    timing: Timing
+
+    @property
+    def worst(self) -> StageMemory:
+        """The stage with the highest peak; while sampling all are alike, so then the one that trains with least room."""
+        return max(self.stages, key=lambda stage: (stage.peak.value, stage.totals["update"].value))
+
+    @property
+    def peak_gib(self) -> float:
+        return self.worst.peak.gib
+
+    @property
+    def capacity_gib(self) -> float:
+        return self.setup.card.memory_gib
+
+    @property
+    def spare(self) -> float:
+        """Share of the device that the peak leaves free; negative where it does not fit."""
+        return 1 - self.peak_gib / self.capacity_gib
+
+    @property
+    def shortfalls(self) -> list[str]:
+        """Why it does not run, though no rule is broken."""
+        found = [self.engine.shortfall] if self.engine.shortfall else []
+        if self.spare < 0:
+            largest = max(self.worst.phases[self.worst.peak_phase], key=lambda figure: figure.value)
+            found.append(
+                f"{self.worst.peak_phase} takes {self.peak_gib:.1f} GiB of {self.capacity_gib:.1f} on pipeline stage "
+                f"{self.worst.pp_rank}, most of it {largest.label} ({largest.gib:.1f} GiB)"
+            )
+        return found
+
+    @property
+    def fits(self) -> bool:
+        return not self.shortfalls
+
+    @property
+    def both_fit(self) -> bool:
+        """Whether sleep=auto will find after the first update that policy and engine need not take turns."""
+        engine = self.engine.weights.gib + self.engine.cache.gib + self.engine.extra.gib
+        training = max(stage.totals["update"].gib for stage in self.stages)
+        is_asked = self.setup.takes_turns and self.setup.config.rollout.sleep == "auto"
+        return is_asked and training + engine <= (1 - MARGIN) * self.capacity_gib
+
+    @property
+    def is_tight(self) -> bool:
+        return self.fits and self.spare < MARGIN
+
+    @cached_property
+    def host(self) -> HostMemory:
+        return host_memory(self.setup)
+
+    @cached_property
+    def checkpoint(self) -> Figure:
+        return checkpoint_bytes(self.setup)
+
+    @cached_property
+    def sync_traffic(self) -> Traffic:
+        """What a sync moves between ranks, counted transfer by transfer."""
+        return sync_traffic(self.setup)
+
+
+def make_plan(setup: Setup) -> Plan:
+    stages = device_memory(setup)
+    engine = engine_memory(setup)
+    batches = batch(setup)
+    largest = max((stage.state for stage in stages), key=lambda state: state.elements + state.fp8_elements)
+    links = communication(setup, batches, largest)
+    return Plan(setup, stages, engine, batches, links, timing(setup, batches, links, largest, engine))
+
+
+def sync_traffic(setup: Setup) -> Traffic:
+    family, shape, world_size = setup.family, setup.shape, setup.world_size
+    source = megatron_side(family, shape, setup.layout, fused_norms=setup.uses_te and not shape.num_experts)
+    quantise = setup.config.rollout.quantization is not None
+    target = hf_side(family, shape, world_size, quantise=quantise)
+    if setup.is_served:
+        tp = setup.config.rollout.tp
+        target = engine_side(family, shape, EngineLayout(tp, world_size // tp), world_size, quantise=quantise)
+    return plan_sides(source, target, ranks_per_node=setup.gpus_per_node).traffic(setup.itemsize)
+
+
+def disk_bytes(plan: Plan) -> tuple[float, float]:
+    """(held at once: those kept and the one being written; what a save wants to find free)."""
+    config = plan.setup.config.checkpoint
+    layout = plan.setup.layout
+    # A save asks for what all ranks hold, data-parallel copies included.
+    each = plan.setup.itemsize + 12
+    asked = sum(stage.state.num_parameters for stage in plan.stages) * layout.tp * layout.dp * each
+    return plan.checkpoint.value * (config.keep + 1), asked

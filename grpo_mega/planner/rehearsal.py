@@ -1,0 +1,154 @@
+"""The plan's arithmetic beside what real Megatron does on chosen ranks of the layout, without the other ranks or a GPU.
+
+Each rank is built and run by `grpo_mega.megatron.rehearse_rank`, in a process that takes no memory for tensors. Compared are
+parameters, buffers, communication by kind and what autograd keeps, for a few micro-batches of full length. It proves the
+formulas of Megatron's local layers; those of Transformer Engine's layers stay unproven, and a mixture cannot be rehearsed:
+where its tokens go depends on their values.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grpo_mega.config import OptimizerConfig, PrecisionConfig
+from grpo_mega.errors import ConfigError, PlanError
+from grpo_mega.planner.activations import activations
+from grpo_mega.planner.batch import batch
+from grpo_mega.planner.communication import communication, groups
+from grpo_mega.planner.figures import Figure, Number, evaluate
+from grpo_mega.planner.memory import device_memory
+from grpo_mega.planner.setup import Setup
+
+TOLERANCE = {"parameters": 0.03, "communication": 0.03, "activations": 0.10}  # of the rehearsed number
+SEGMENTS = 8  # samples of equal length in a micro-batch
+KINDS = {"tensor parallel": "tp", "pipeline": "pp", "gradients and weights": "dp"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    rank: int
+    label: str
+    planned: float
+    rehearsed: float
+    tolerance: float
+
+    @property
+    def difference(self) -> float:
+        """Relative to what was rehearsed."""
+        return abs(self.planned - self.rehearsed) / max(abs(self.rehearsed), 1.0)
+
+    @property
+    def agrees(self) -> bool:
+        return self.difference <= self.tolerance
+
+
+def default_ranks(setup: Setup) -> list[int]:
+    """One of the first pipeline stage, one of the middle and one of the last."""
+    stages = sorted({0, setup.layout.pp // 2, setup.layout.pp - 1})
+    places = {setup.layout.place(rank): rank for rank in range(setup.world_size)}
+    return [places[0, stage, 0] for stage in stages]
+
+
+def rehearse(setups: Sequence[tuple[Setup, Sequence[int]]], fields: Mapping[str, Any]) -> list[list[Comparison]]:
+    """Of each setup the comparisons of its ranks. `fields`: of the model's config.json. Raises ConfigError or PlanError."""
+    local = [(_local(setup), ranks) for setup, ranks in setups]
+    requests = [_request(setup, rank, fields) for setup, ranks in local for rank in ranks]
+    process = subprocess.run(
+        [sys.executable, "-m", "grpo_mega.megatron.rehearse_rank"],
+        input="".join(json.dumps(request) + "\n" for request in requests),
+        capture_output=True,
+        text=True,
+    )
+    answers = iter([json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")])
+    try:
+        return [[c for rank in ranks for c in _compare(setup, rank, next(answers))] for setup, ranks in local]
+    except StopIteration:
+        last = (process.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
+        raise PlanError(f"the rehearsal ended with code {process.returncode}: {last}; plan without --rehearse") from None
+
+
+def _local(setup: Setup) -> Setup:
+    """With Megatron's local layers, and nothing that needs Transformer Engine."""
+    config = setup.config.model_copy(update={"precision": PrecisionConfig(), "optimizer": OptimizerConfig()})
+    return replace(setup, config=config, uses_te=False)
+
+
+def _request(setup: Setup, rank: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    if setup.shape.num_experts:
+        raise ConfigError(f"--rehearse: where tokens of {setup.shape.model_type} go depends on their values; plan without it")
+    if not 0 <= rank < setup.world_size:
+        raise ConfigError(f"--ranks={rank} is none of the {setup.world_size} ranks; name some from 0 to {setup.world_size - 1}")
+    config = setup.config.model_dump(mode="json")
+    config["layout"]["dp"] = setup.layout.dp
+    return {
+        "config": config,
+        "model": dict(fields),
+        "rank": rank,
+        "world_size": setup.world_size,
+        "num_batches": num_batches(setup),
+        "num_tokens": setup.micro_batch_tokens,
+        "segment": -(-setup.micro_batch_tokens // SEGMENTS),
+    }
+
+
+def num_batches(setup: Setup) -> int:
+    """Enough to fill the pipeline."""
+    return 2 * setup.layout.pp
+
+
+def _compare(setup: Setup, rank: int, found: Mapping[str, Any]) -> Iterator[Comparison]:
+    _, pp_rank, _ = setup.layout.place(rank)
+    state = device_memory(setup)[pp_rank].state
+    planned = {"parameters": state.num_parameters, "weights": state.weights, "gradients": state.gradients}
+    rehearsed = {"parameters": found["num_parameters"], "weights": found["weights"], "gradients": found["gradients"]}
+    for label, value in planned.items():
+        yield Comparison(rank, label, value, rehearsed[label], TOLERANCE["parameters"])
+    kept = [_with(part, padding=1.0) for part in activations(setup, pp_rank).kept]
+    yield Comparison(rank, "activations kept", sum(kept), found["kept"], TOLERANCE["activations"])
+    links = {link.kind: link.sent for link in communication(setup, batch(setup), state)}
+    for kind, axis in KINDS.items():
+        if kind in links:
+            members = next(group for group in groups(setup.layout, axis) if rank in group)
+            # Two stages send in one direction over a group of all ranks, so that both directions overlap.
+            sent = sum(
+                size
+                for ranks, name, size in found["sent"]
+                if (name == "isend" if kind == "pipeline" else tuple(ranks) == members)
+            )
+            yield Comparison(rank, kind, _sent(setup, kind, links[kind], pp_rank), sent, TOLERANCE["communication"])
+
+
+def _sent(setup: Setup, kind: str, figure: Figure, pp_rank: int) -> float:
+    """What the plan's formula gives for the micro-batches of a rehearsal on this stage."""
+    layout = setup.layout
+    tokens = setup.micro_batch_tokens * num_batches(setup)
+    once: dict[str, Number] = {"tokens": tokens, "updates": 1, "forwards": 0, "optimizer_steps": 1}
+    if "layers" in figure.inputs:
+        once["layers"] = sum(len(layout.layers_of(setup.shape.num_layers, pp_rank, c)) for c in range(layout.vpp))
+    if "ends" in figure.inputs:
+        once["ends"] = (pp_rank == 0) + (pp_rank == layout.pp - 1)
+    sent = _with(figure, **{name: value for name, value in once.items() if name in figure.inputs})
+    if kind == "pipeline" and pp_rank in (0, layout.pp - 1):  # nothing goes beyond the first and the last stage
+        sent -= sent / (2 * layout.vpp)
+    return sent
+
+
+def _with(figure: Figure, **inputs: Number) -> float:
+    return float(evaluate(figure.formula, dict(figure.inputs) | inputs))
+
+
+def render(setup: Setup, comparisons: Sequence[Comparison]) -> str:
+    """For a terminal of 100 columns."""
+    lines = [
+        f"Rehearsal ({num_batches(setup)} micro-batches of {setup.micro_batch_tokens:,} tokens, Megatron's local layers)",
+        f"  {'rank':>4}  {'':26}{'planned':>18}{'rehearsed':>18}{'off by':>9}",
+    ]
+    for c in comparisons:
+        verdict = "" if c.agrees else f"  more than {c.tolerance:.0%}"
+        lines.append(f"  {c.rank:>4}  {c.label:26}{c.planned:>18,.0f}{c.rehearsed:>18,.0f}{c.difference:>9.1%}{verdict}")
+    return "\n".join(lines)

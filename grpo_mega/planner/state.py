@@ -1,0 +1,223 @@
+"""Parameters, gradients and optimizer state of a rank, exact to the byte, from the shape tables.
+
+Megatron lays a chunk's parameters into buffers, in reverse order: each begins at a multiple of 64 elements, and each bucket
+ends at a multiple of lcm(128, data-parallel ranks). Weights and fp32 gradients are such buffers whole, padding included; the
+optimizer holds this rank's share of each bucket, padding excluded. Experts that are spread over ranks have buffers of their
+own, and so have weights in FP8.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from grpo_mega.config import Config
+from grpo_mega.weights.boxes import Block
+from grpo_mega.weights.layout import MegatronLayout, megatron_blocks
+from grpo_mega.weights.spec import Family, ModelShape
+
+START_MULTIPLE, END_MULTIPLE = 64, 128  # elements
+SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, where gradients are reduced while others are computed
+FP32 = 4
+
+# Modules in the order in which Megatron registers them; a name is placed by the first part that it contains.
+_ORDER = (
+    "embedding.",
+    "input_layernorm",
+    "linear_proj",
+    "linear_qkv.layer_norm_weight",
+    "linear_qkv.weight",
+    "linear_qkv.bias",
+    "q_layernorm",
+    "k_layernorm",
+    "pre_mlp_layernorm",
+    "mlp.router",
+    "linear_fc1.layer_norm_weight",
+    "linear_fc1",
+    "linear_fc2",
+    "final_layernorm",
+    "output_layer",
+)
+_FP8 = ("linear_proj.weight", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2.weight")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the elements of a policy are kept."""
+
+    itemsize: int  # of a weight
+    is_overlapped: bool  # layout.overlap_grad_reduce: buckets
+    master_bytes: int  # of an element's fp32 master; 0: the weights themselves
+    moment_bytes: int  # of both moments of an element
+    fp8_layers: range | None = None  # whose linear layers are kept in FP8
+
+    @classmethod
+    def of(cls, config: Config, shape: ModelShape) -> Storage:
+        optimizer, precision = config.optimizer, config.precision
+        is_bf16 = config.model.dtype == "bfloat16"
+        # Of FP8 weights the whole master is kept.
+        is_remainder = optimizer.precision_aware and not precision.fp8_parameters
+        fp8_layers = range(precision.first_layers_bf16, shape.num_layers - precision.last_layers_bf16)
+        return cls(
+            itemsize=2 if is_bf16 else FP32,
+            is_overlapped=config.layout.overlap_grad_reduce,
+            master_bytes=(2 if is_remainder else FP32) if is_bf16 else 0,
+            moment_bytes=2 * (2 if optimizer.moments_dtype == "bfloat16" else FP32),
+            fp8_layers=fp8_layers if precision.fp8_parameters else None,
+        )
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str  # of Megatron's, with its chunk
+    size: int  # elements on this rank
+    is_alone: bool  # in a bucket of its own: an embedding that two stages share
+    is_spread: bool  # an expert's, over expert-parallel ranks
+    layer: int | None  # in the model
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A chunk's parameters of one kind, laid end to end."""
+
+    size: int  # elements, padding included
+    shares: tuple[int, ...]  # elements that each data-parallel rank's optimizer holds
+    is_fp8: bool = False
+
+
+@dataclass(frozen=True)
+class State:
+    """Of the ranks of one pipeline stage; tensor-parallel ranks are alike."""
+
+    num_parameters: int  # without padding
+    elements: int  # with padding, less those in FP8
+    fp8_elements: int  # with padding
+    itemsize: int  # of a weight that is not in FP8
+    optimizer_elements: tuple[int, ...]  # by data-parallel rank
+    master_bytes: int  # of an element
+    moment_bytes: int
+
+    @property
+    def weights(self) -> int:
+        """Bytes."""
+        return self.elements * self.itemsize + self.fp8_elements
+
+    @property
+    def gradients(self) -> int:
+        """Bytes."""
+        return (self.elements + self.fp8_elements) * FP32
+
+    def optimizer(self, dp_rank: int) -> int:
+        """Bytes of masters and moments, once Adam has made them."""
+        return self.optimizer_elements[dp_rank] * (self.master_bytes + self.moment_bytes)
+
+    @property
+    def largest_share(self) -> int:
+        return max(self.optimizer_elements)
+
+
+@functools.cache
+def stage_state(
+    family: Family, shape: ModelShape, layout: MegatronLayout, pp_rank: int, storage: Storage, fused_norms: bool
+) -> State:
+    """What each rank of a stage holds."""
+    rank = next(r for r in range(layout.world_size) if layout.place(r) == (0, pp_rank, 0))
+    chunks = chunk_parameters(family, shape, layout, rank, fused_norms=fused_norms)
+    buffers = [b for i, chunk in enumerate(chunks) for b in _buffers(chunk, layout, storage, has_buckets=i + pp_rank == 0)]
+    shares = [0] * layout.dp
+    for buffer in buffers:
+        for dp_rank in range(layout.dp):  # experts' ranks are neighbours within dp
+            shares[dp_rank] += buffer.shares[dp_rank * len(buffer.shares) // layout.dp]
+    return State(
+        num_parameters=sum(p.size for chunk in chunks for p in chunk),
+        elements=sum(b.size for b in buffers if not b.is_fp8),
+        fp8_elements=sum(b.size for b in buffers if b.is_fp8),
+        itemsize=storage.itemsize,
+        optimizer_elements=tuple(shares),
+        master_bytes=storage.master_bytes,
+        moment_bytes=storage.moment_bytes,
+    )
+
+
+def chunk_parameters(
+    family: Family, shape: ModelShape, layout: MegatronLayout, rank: int, *, fused_norms: bool
+) -> list[list[Parameter]]:
+    """By chunk, a rank's parameters in the order of Megatron's modules."""
+    chunks: list[list[tuple[tuple[int, ...], Parameter]]] = [[] for _ in range(layout.vpp)]
+    for block in megatron_blocks(family, shape, layout, rank, fused_norms=fused_norms):
+        for name, tensor in block.tensors.items():
+            chunk = int(name.partition(".")[0].removeprefix("chunk"))
+            for place, parameter in _repeated(block, name, math.prod(tensor.shape), shape, layout):
+                chunks[chunk].append((place, parameter))
+    return [[parameter for _, parameter in sorted(chunk, key=lambda pair: pair[0])] for chunk in chunks]
+
+
+def buffer_of(parameters: Sequence[Parameter], dp_size: int, bucket_size: int | None, *, is_fp8: bool = False) -> Buffer:
+    """Megatron's arithmetic of one buffer (_ParamAndGradBuffer), and what each rank's optimizer holds of it."""
+    end_multiple = math.lcm(dp_size, END_MULTIPLE)
+    shares = [0] * dp_size
+    begin = position = 0  # of the bucket, and of what is laid
+    spans: list[tuple[int, int]] = []
+
+    def close() -> None:
+        nonlocal begin, position
+        position = _up(position, end_multiple)
+        width = (position - begin) // dp_size
+        for first, last in spans:
+            for rank in range((first - begin) // width, (last - 1 - begin) // width + 1):
+                low = begin + rank * width
+                shares[rank] += min(last, low + width) - max(first, low)
+        begin = position
+        spans.clear()
+
+    for parameter in reversed(parameters):
+        position = _up(position, START_MULTIPLE)
+        if parameter.is_alone and spans:
+            close()
+        spans.append((position, position + parameter.size))
+        position += parameter.size
+        if parameter.is_alone or (bucket_size is not None and position - begin >= bucket_size):
+            close()
+    if spans:
+        close()
+    return Buffer(position, tuple(shares), is_fp8)
+
+
+def _buffers(
+    parameters: Sequence[Parameter], layout: MegatronLayout, storage: Storage, *, has_buckets: bool
+) -> Iterator[Buffer]:
+    """Of one chunk; only the first chunk of the first stage is cut into buckets."""
+    bucket_size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * layout.dp) if storage.is_overlapped and has_buckets else None
+    for is_spread in (False, True):
+        for is_fp8 in (False, True):
+            chosen = [p for p in parameters if p.is_spread == is_spread and _is_fp8(p, storage) == is_fp8]
+            if chosen:
+                dp_size = layout.dp // layout.ep if is_spread else layout.dp
+                yield buffer_of(chosen, dp_size, bucket_size, is_fp8=is_fp8)
+
+
+def _is_fp8(parameter: Parameter, storage: Storage) -> bool:
+    layers = storage.fp8_layers
+    return layers is not None and parameter.layer in layers and parameter.name.endswith(_FP8)
+
+
+def _repeated(
+    block: Block, name: str, size: int, shape: ModelShape, layout: MegatronLayout
+) -> Iterator[tuple[tuple[int, ...], Parameter]]:
+    """The parameters that a block's tensor stands for, each with its place among the chunk's."""
+    order = next(i for i, part in enumerate(_ORDER) if part in name)
+    is_alone = shape.tied and layout.pp > 1 and ("embedding." in name or "output_layer" in name)
+    is_spread = block.kind == "expert" and layout.ep > 1
+    if block.kind == "model":
+        yield ((0 if "embedding." in name else 2, 0, order), Parameter(name, size, is_alone, False, None))
+        return
+    for i, layer in enumerate(block.layers):
+        for e in range(len(block.experts)):
+            place = (1, i, _ORDER.index("mlp.router") + 1, e, order) if block.kind == "expert" else (1, i, order)
+            yield place, Parameter(name.format(i=i, e=e), size, is_alone, is_spread, layer)
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,147 @@
+"""Other layouts and settings for the same job: all that are legal, and single changes to what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from grpo_mega import config as configs
+from grpo_mega.config import Config
+from grpo_mega.errors import ConfigError
+from grpo_mega.planner.legality import rules
+from grpo_mega.planner.plan import Plan, make_plan
+from grpo_mega.planner.setup import Setup
+
+Changes = dict[str, Any]  # values by dotted key of the config
+MAX_VPP = 4
+
+
+@dataclass(frozen=True)
+class Option:
+    changes: Changes
+    plan: Plan
+
+    @property
+    def flags(self) -> str:
+        """As the command line takes them; empty for the config as it is."""
+        return " ".join(f"--set {key}={_text(value)}" for key, value in self.changes.items())
+
+    @property
+    def rate(self) -> float:
+        return float(self.plan.timing.tokens_per_second_per_gpu.value)
+
+
+def suggest(setup: Setup, count: int = 5) -> list[Option]:
+    """The fastest layouts of all that leave plan.MARGIN free, best first; of equal ones that with the fewest cuts."""
+    found = [option for option in _options(setup, _layouts(setup)) if option.plan.fits and not option.plan.is_tight]
+    found.sort(key=lambda option: (-round(option.rate, 2), option.plan.setup.layout.pp, option.plan.setup.layout.tp))
+    return found[:count]
+
+
+def first_changes(plan: Plan, count: int = 3) -> list[Option]:
+    """Single changes: those that make it fit with plan.MARGIN free where it does not, else those that make it faster."""
+    options = [option for option in _options(plan.setup, _single_changes(plan.setup)) if option.plan.fits]
+    own = plan.timing.tokens_per_second_per_gpu.value
+    if plan.fits and not plan.is_tight:
+        options = [option for option in options if not option.plan.is_tight and option.rate > 1.02 * own]
+    else:
+        options = [option for option in options if option.plan.spare > max(plan.spare + 0.005, 0.0)]
+        options.sort(key=lambda option: (option.plan.is_tight, -option.rate))
+        return options[:count]
+    return sorted(options, key=lambda option: -option.rate)[:count]
+
+
+def changed(config: Config, changes: Changes) -> Config | None:
+    """The config with these values; None if it is not one."""
+    raw = config.model_dump(mode="json")
+    for key, value in changes.items():
+        node = raw
+        *parents, leaf = key.split(".")
+        for parent in parents:
+            node = node[parent]
+        node[leaf] = value
+    try:
+        return configs.validate(raw)
+    except ConfigError:
+        return None
+
+
+def _options(setup: Setup, candidates: Iterable[Changes]) -> Iterator[Option]:
+    for changes in candidates:
+        config = changed(setup.config, changes)
+        if config is None or rules(config, setup.shape, setup.card, setup.world_size, setup.gpus_per_node):
+            continue
+        raw = setup.config.model_dump(mode="json")
+        news = {key: value for key, value in changes.items() if _get(raw, key) != value}
+        yield Option(news, make_plan(replace(setup, config=config)))
+
+
+def _layouts(setup: Setup) -> Iterator[Changes]:
+    """All that the world and the node admit. Tensor parallelism stays within a node."""
+    shape, world = setup.shape, setup.world_size
+    node = _divisors(setup.ranks_per_node)
+    served = node if setup.is_served else [1]
+    for tp, pp in product(node, _divisors(world)):
+        if world % (tp * pp) or pp > shape.num_layers:
+            continue
+        dp = world // (tp * pp)
+        chunks = [v for v in range(1, MAX_VPP + 1) if v == 1 or (pp > 1 and shape.num_layers % (pp * v) == 0)]
+        spread = [ep for ep in _divisors(dp) if shape.num_experts % ep == 0] if shape.num_experts else [1]
+        for vpp, ep, recompute, rollout_tp in product(chunks, spread, ("none", "selective", "full"), served):
+            yield {
+                "layout.tp": tp,
+                "layout.pp": pp,
+                "layout.vpp": vpp if vpp > 1 else None,
+                "layout.dp": dp,
+                "layout.sequence_parallel": tp > 1,
+                "layout.layers_per_chunk": None,
+                "model.recompute": recompute,
+                **({"layout.ep": ep} if shape.num_experts else {}),
+                **({"rollout.tp": rollout_tp} if setup.is_served else {}),
+            }
+
+
+def _single_changes(setup: Setup) -> Iterator[Changes]:
+    config, layout = setup.config, setup.layout
+    for recompute in ("none", "selective", "full"):
+        if recompute != config.model.recompute:
+            yield {"model.recompute": recompute}
+    if layout.tp > 1 and not config.layout.sequence_parallel:
+        yield {"layout.sequence_parallel": True}
+    if not config.layout.overlap_param_gather and layout.dp > 1:
+        yield {"layout.overlap_grad_reduce": True, "layout.overlap_param_gather": True}
+    for factor in (0.5, 2.0):
+        budget = round(config.batch.tokens_per_micro_batch * factor)
+        if budget >= setup.longest_sample:
+            yield {"batch.tokens_per_micro_batch": budget}
+    if setup.is_served:
+        for rollout_tp in _divisors(setup.ranks_per_node):
+            if rollout_tp != config.rollout.tp:
+                yield {"rollout.tp": rollout_tp}
+        yield {"rollout.max_concurrent": 2 * config.rollout.max_concurrent}
+        for fraction in (0.6, 0.7, 0.75):
+            yield {"rollout.memory_fraction": fraction}
+    for tp, pp in ((2 * layout.tp, layout.pp), (layout.tp, 2 * layout.pp), (2 * layout.tp, layout.pp // 2)):
+        if pp and setup.world_size % (tp * pp) == 0 and tp <= setup.ranks_per_node:
+            dp = setup.world_size // (tp * pp)
+            yield {"layout.tp": tp, "layout.pp": pp, "layout.dp": dp, "layout.sequence_parallel": tp > 1}
+    if not config.optimizer.precision_aware and config.model.dtype == "bfloat16":
+        yield {"optimizer.precision_aware": True}
+
+
+def _get(raw: Any, key: str) -> Any:
+    for part in key.split("."):
+        raw = raw[part]
+    return raw
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

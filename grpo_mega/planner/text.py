@@ -1,0 +1,294 @@
+"""A plan as text for a terminal of 100 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from grpo_mega.planner.communication import groups
+from grpo_mega.planner.figures import GIB, Figure
+from grpo_mega.planner.legality import Findings
+from grpo_mega.planner.memory import PHASES
+from grpo_mega.planner.plan import MARGIN, Plan, disk_bytes
+from grpo_mega.planner.report import sections
+from grpo_mega.planner.suggest import Option, first_changes
+
+WIDTH = 100
+_LABEL = 26
+
+
+def render(plan: Plan, findings: Findings, options: Sequence[Option] | None, *, explains: bool) -> str:
+    parts = [
+        [_verdict(plan)],
+        _wrapped(findings.notes, "note: "),
+        _placement(plan),
+        _batch(plan),
+        _memory(plan),
+        _host(plan),
+        _communication(plan),
+        _time(plan),
+        _changes(plan),
+    ]
+    if options is not None:
+        parts.append(_suggestions(options))
+    if explains:
+        parts += [*_explanation(plan), _assumptions(plan)]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def violations(findings: Findings) -> str:
+    """What to mend before there is anything to plan."""
+    count = len(findings.violations)
+    lines = [f"{count} rule{'s are' if count > 1 else ' is'} broken; training would refuse this config:"]
+    return "\n".join([*lines, *_wrapped(findings.violations, "  - "), *_wrapped(findings.notes, "note: ")])
+
+
+def _verdict(plan: Plan) -> str:
+    setup, timing = plan.setup, plan.timing
+    room = f"{plan.peak_gib:.1f} of {plan.capacity_gib:.1f} GiB at the peak ({plan.worst.peak_phase})"
+    if plan.fits:
+        tight = f", less than the {MARGIN:.0%} that estimates want" if plan.is_tight else ""
+        answer = f"FITS with {plan.spare:.0%} to spare{tight}: {room}"
+    else:
+        answer = f"DOES NOT FIT: {'; '.join(plan.shortfalls)}"
+    rate = timing.tokens_per_second_per_gpu.value
+    speed = f"A step takes about {_seconds(timing.step.value)}; {rate:,.0f} tokens a second a GPU."
+    title = f"{setup.shape.model_type}, {_billions(plan)} parameters, on {setup.world_size} x {setup.card.title}"
+    return "\n".join([title, *_wrapped([answer]), speed])
+
+
+def _billions(plan: Plan) -> str:
+    parameters = plan.checkpoint.inputs["parameters"]
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
+
+
+def _placement(plan: Plan) -> list[str]:
+    setup, layout, config = plan.setup, plan.setup.layout, plan.setup.config
+    cuts = [f"tp={layout.tp}", f"pp={layout.pp}", *([f"vpp={layout.vpp}"] if layout.vpp > 1 else []), f"dp={layout.dp}"]
+    cuts += [f"ep={layout.ep}"] if setup.shape.num_experts else []
+    cuts += ["sequence parallel"] if config.layout.sequence_parallel else []
+    nodes = "1 node" if setup.num_nodes == 1 else f"{setup.num_nodes} nodes"
+    lines = [_head("Who sits where", f"{', '.join(cuts)}; {nodes} of {setup.ranks_per_node}, order {layout.order}")]
+    for axis, name in (("tp", "tensor parallel"), ("pp", "pipeline"), ("dp", "data parallel"), ("ep", "experts")):
+        found = groups(layout, axis)
+        if len(found[0]) > 1:
+            first = _ranks(found[0])
+            lines.append(f"  {name:{_LABEL}}{len(found):>4} groups of {len(found[0]):<4} the first: ranks {first}")
+    sizes = [
+        "+".join(str(len(layout.layers_of(setup.shape.num_layers, p, c))) for c in range(layout.vpp)) for p in range(layout.pp)
+    ]
+    lines += _wrapped([f"{'layers by stage':{_LABEL}}{', '.join(sizes)}"], "  ")
+    if setup.is_served:
+        number, tp = setup.engine_layout.num_engines, config.rollout.tp
+        place = _ranks(tuple(range(tp)))
+        lines.append(f"  {'engines':{_LABEL}}{number:>4} of tp={tp}, each within a node; the first: ranks {place}")
+    else:
+        lines.append(f"  {'engines':{_LABEL}}{setup.world_size:>4}, the whole model in each rank's process (embedded)")
+    return lines
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and len({b - a for a, b in pairwise(ranks)}) == 1:
+        step = ranks[1] - ranks[0]
+        return f"{ranks[0]}-{ranks[-1]}" if step == 1 else f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def _batch(plan: Plan) -> list[str]:
+    found, config, setup = plan.batch, plan.setup.config, plan.setup
+    budget = config.batch.tokens_per_micro_batch
+    return [
+        _head("Batch", f"mean prompt {setup.mean_prompt:g}, mean response {setup.mean_response:g} tokens (assumed or given)"),
+        f"  {'samples a step':{_LABEL}}{found.samples.value:>10,} = {config.batch.prompts_per_step} prompts x "
+        f"{config.algorithm.group_size}; {found.tokens.value:,.0f} tokens",
+        f"  {'optimizer steps':{_LABEL}}{config.batch.optimizer_steps:>10,} = {config.batch.mini_batches} mini-batches x "
+        f"{config.batch.epochs} epochs",
+        f"  {'micro-batches a rank':{_LABEL}}{found.micro_batches.value:>10,} of up to {budget:,} tokens an optimizer step; at "
+        f"most {found.most_micro_batches.value:,}",
+        f"  {'pipeline bubble':{_LABEL}}{found.bubble.value:>10.0%}",
+    ]
+
+
+def _memory(plan: Plan) -> list[str]:
+    stage = plan.worst
+    by_phase = {phase: {figure.label: figure for figure in parts} for phase, parts in stage.phases.items()}
+    labels = list(dict.fromkeys(label for parts in by_phase.values() for label in parts))
+    recompute = plan.setup.config.model.recompute
+    layers = "Transformer Engine's layers" if plan.setup.uses_te else "local layers"
+    lines = [_head("Memory of a device, GiB", f"stage {stage.pp_rank}, the fullest; recompute {recompute}; {layers}")]
+    lines.append(f"  {'':{_LABEL}}" + "".join(f"{phase:>13}" for phase in PHASES))
+    for label in labels:
+        values = [by_phase[phase].get(label) for phase in PHASES]
+        if any(figure and figure.value for figure in values):
+            lines.append(f"  {label:{_LABEL}}" + "".join(f"{_gib_or_blank(figure):>13}" for figure in values))
+    lines.append(f"  {'total':{_LABEL}}" + "".join(f"{stage.totals[phase].gib:13.1f}" for phase in PHASES))
+    capacity = plan.capacity_gib
+    lines.append(f"  {f'of {capacity:.1f}':{_LABEL}}" + "".join(f"{stage.totals[p].gib / capacity:13.0%}" for p in PHASES))
+    if len(plan.stages) > 1:
+        peaks = ", ".join(f"{one.pp_rank}: {one.peak.gib:.1f}" for one in plan.stages)
+        lines += _wrapped([f"{'peak by stage':{_LABEL}}{peaks}"], "  ")
+    engine = plan.engine
+    if plan.both_fit:
+        lines.append("  Policy and engine fit together: after the first update rollout.sleep=auto moves nothing any more.")
+    lines += _wrapped(
+        [
+            f"A KV cache holds {engine.cache_tokens.value:,.0f} tokens: {engine.concurrent.value:,.0f} sequences of mean "
+            f"length at once (rollout.max_concurrent={plan.setup.config.rollout.max_concurrent})."
+        ],
+        "  ",
+    )
+    return lines
+
+
+def _gib_or_blank(figure: Figure | None) -> str:
+    return f"{figure.gib:.1f}" if figure is not None and figure.value else "."
+
+
+def _host(plan: Plan) -> list[str]:
+    host, setup = plan.host, plan.setup
+    kept, asked = disk_bytes(plan)
+    config = setup.config.checkpoint
+    usual = setup.card.node_memory_gib * setup.ranks_per_node / 8
+    parts = ", ".join(f"{figure.label} {figure.gib:.0f}" for figure in host.pinned if figure.value)
+    return [
+        _head("Host and disk", ""),
+        f"  {'pinned a node':{_LABEL}}{host.pinned_total.gib:>10,.0f} GiB{f': {parts}' if parts else ''}",
+        f"  {'most a node':{_LABEL}}{host.peak.gib:>10,.0f} GiB, {host.saving.gib:,.0f} of it while a checkpoint is gathered",
+        *([f"  {'':{_LABEL}}           more than the {usual:,.0f} GiB of a usual node"] if host.peak.gib > usual else []),
+        f"  {'a checkpoint':{_LABEL}}{plan.checkpoint.value / 1e9:>10,.0f} GB; {kept / 1e9:,.0f} GB with the {config.keep} "
+        "kept and the one being written",
+        f"  {'free disk a save wants':{_LABEL}}{asked / 1e9:>10,.0f} GB",
+    ]
+
+
+def _communication(plan: Plan) -> list[str]:
+    if not plan.links:
+        return []
+    lines = [_head("Communication a step", "sent by the busiest rank")]
+    lines.append(f"  {'':{_LABEL}}{'GB':>10}{'seconds':>10}  {'link':10}groups across nodes")
+    for link in plan.links:
+        where = f"{link.num_crossing} of {link.num_groups}" if plan.setup.num_nodes > 1 else "one node"
+        name = "network" if link.crosses else "NVLink"
+        lines.append(f"  {link.kind:{_LABEL}}{link.sent.value / 1e9:10.1f}{link.seconds.value:10.1f}  {name:10}{where}")
+    traffic = plan.sync_traffic
+    lines += _wrapped(
+        [
+            f"A sync moves {traffic.moved / 1e9:,.0f} GB in all, {traffic.between_nodes / 1e9:,.0f} of it between nodes; at "
+            f"most {max(traffic.received) / 1e9:.1f} GB to one rank."
+        ],
+        "  ",
+    )
+    return lines
+
+
+def _time(plan: Plan) -> list[str]:
+    timing = plan.timing
+    lines = [_head("Time of a step", "an estimate from peak rates and assumed shares of them")]
+    for phase in timing.phases:
+        if phase.value:
+            share = phase.value / timing.step.value
+            lines.append(
+                f"  {phase.label:{_LABEL}}{_seconds(phase.value):>10}{share:>8.0%}  {'#' * round(40 * share)}".rstrip()
+            )
+    lines.append(f"  {'a step':{_LABEL}}{_seconds(timing.step.value):>10}")
+    lines.append(
+        f"  {'tokens a second a GPU':{_LABEL}}{timing.tokens_per_second_per_gpu.value:>10,.0f}        "
+        f"update at {timing.model_flops_share.value:.0%} of the bf16 peak"
+    )
+    return lines
+
+
+def _changes(plan: Plan) -> list[str]:
+    options = first_changes(plan)
+    if not options and not plan.fits:
+        return [_head("What to change first", "no single change makes it fit; --suggest searches whole layouts")]
+    if not options:
+        return []
+    purpose = "what makes it faster" if plan.fits and not plan.is_tight else "what makes room"
+    return [_head("What to change first", f"single changes; {purpose}"), *_option_lines(options)]
+
+
+def _suggestions(options: Sequence[Option]) -> list[str]:
+    if not options:
+        return [_head("Suggested layouts", f"none leaves {MARGIN:.0%} free; lower the token budget or take more GPUs")]
+    return [_head("Suggested layouts", f"the fastest that leave {MARGIN:.0%} free"), *_option_lines(options)]
+
+
+def _option_lines(options: Iterable[Option]) -> Iterator[str]:
+    for number, option in enumerate(options, 1):
+        state = "fits" if option.plan.fits else "does not fit"
+        yield (
+            f"  {number}. {option.rate:>8,.0f} tokens/s/GPU, {_seconds(option.plan.timing.step.value)} a step, "
+            f"{option.plan.peak_gib:.1f} GiB, {option.plan.spare:.0%} to spare, {state}"
+        )
+        yield from textwrap.wrap(
+            option.flags or "the config as it is",
+            WIDTH,
+            initial_indent="     ",
+            subsequent_indent="     ",
+            break_on_hyphens=False,
+        )
+
+
+def _explanation(plan: Plan) -> Iterator[list[str]]:
+    for section, figures in sections(plan):
+        lines = [_head(f"Formulas: {section}", "")]
+        for figure in figures:
+            note = "" if figure.trust == "estimate" else f" ({figure.trust})"
+            lines += _wrapped([f"{figure.label} = {_value(figure)}{note}"], "  ")
+            lines += _wrapped([f"= {figure.formula}"], "      ")
+            inputs = ", ".join(f"{name}={_number(value)}" for name, value in figure.inputs.items())
+            lines += _wrapped([f"with {inputs}"], "      ") if inputs else []
+        yield lines
+
+
+def _assumptions(plan: Plan) -> list[str]:
+    lines = [_head("Assumptions", "planner/hardware.py")]
+    for name, value, why in plan.setup.assumed.rows():
+        lines += _wrapped([f"{name:22} {value:<8g} {why}"], "  ")
+    card = plan.setup.card
+    rates = (
+        f"{card.title}: {card.memory_gib} GiB, {card.bf16_flops / 1e12:g} TFLOP/s bf16, {card.fp8_flops / 1e12:g} fp8, "
+        f"HBM {card.hbm_bytes / 1e9:g} GB/s, NVLink {card.nvlink_bytes / 1e9:g}, network {card.network_bytes / 1e9:g}, "
+        f"host {card.host_bytes / 1e9:g}"
+    )
+    return [*lines, *_wrapped([rates], "  ")]
+
+
+def _value(figure: Figure) -> str:
+    if figure.unit == "B":
+        return f"{figure.value / GIB:,.2f} GiB"
+    if figure.unit == "s":
+        return f"{figure.value:,.3f} s"
+    return f"{_number(figure.value)} {figure.unit}".rstrip()
+
+
+def _number(value: float) -> str:
+    if isinstance(value, int) or float(value).is_integer():
+        return f"{int(value)}"
+    return f"{value:.6g}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 1000 else f"{value / 60:.0f} min"
+
+
+def _head(title: str, detail: str) -> str:
+    return textwrap.shorten(f"{title} ({detail})" if detail else title, WIDTH, placeholder=" ...")
+
+
+def _wrapped(texts: Iterable[str], lead: str = "") -> list[str]:
+    """Lines of at most WIDTH columns; spaces that align a table stay."""
+    return [
+        line
+        for one in texts
+        for line in textwrap.wrap(
+            one,
+            WIDTH,
+            initial_indent=lead,
+            subsequent_indent=" " * len(lead) + ("" if lead.strip() else "  "),
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
+    ]

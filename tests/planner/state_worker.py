@@ -1,0 +1,167 @@
+"""One rank of the planner's comparison with Megatron: every case's real buffers, one layout after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import grpo_mega.megatron  # isort: skip  # noqa: F401  # its patches come before transformers
+import torch
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from models import make_config
+from planner_cases import ACTIVATIONS, CASES, StateCase
+from ranks import run_cases
+from torch import Tensor
+
+from grpo_mega import device as devices
+from grpo_mega.algorithm.losses import LossOutputs
+from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.policy import Policy
+from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.planner.activations import activations
+from grpo_mega.planner.figures import evaluate
+from grpo_mega.planner.hardware import CARDS
+from grpo_mega.planner.setup import Setup
+from grpo_mega.planner.state import Storage, buffer_of, chunk_parameters, stage_state
+from grpo_mega.types import PackedBatch
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.initial import random_reader
+from grpo_mega.weights.spec import ModelShape
+
+SMALL_BUCKET = 1500  # elements, so that tiny models make several
+
+
+def main() -> None:
+    device = devices.select("cpu", 0)
+    run_cases(
+        {
+            "state": partial(compare, CASES, check_state, device),
+            "activations": partial(compare, ACTIVATIONS, check_activations, device),
+        }
+    )
+
+
+def compare(
+    cases: Sequence[StateCase], check: Callable[[StateCase, Runtime], None], device: devices.Device, rank: int, folder: Path
+) -> None:
+    """All cases, whatever one of them says, so that the ranks stay in step. Neighbours share the groups of a layout."""
+    problems = []
+    for _, alike in groupby(cases, key=lambda case: case.config.layout):
+        members = list(alike)
+        runtime = runtimes.arrange(members[0].config, device)
+        for case in members:
+            try:
+                check(case, runtime)
+            except AssertionError as error:
+                problems.append(f"{case.name}: {error}")
+    assert not problems, "\n".join(problems)
+
+
+def build(case: StateCase, runtime: Runtime) -> tuple[Policy, ModelShape]:
+    hf_config = make_config(case.family, tied=case.tied, **case.changes)
+    shape = ModelShape.from_hf_config(hf_config.to_dict())
+    family = family_of(shape.model_type)
+    policy = Policy(case.config, shape, family, hf_config, runtime)
+    policy.load(random_reader(family.hf_tensors(shape), 0, 0.02))
+    return policy, shape
+
+
+def check_state(case: StateCase, runtime: Runtime) -> None:
+    policy, shape = build(case, runtime)
+    layout, family = runtime.layout, family_of(shape.model_type)
+    policy._optimizer.step()  # Adam makes its moments
+    planned = stage_state(family, shape, layout, runtime.pp_rank, Storage.of(case.config, shape), False)
+
+    buffers = [b for chunk in policy._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    weights = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in policy._parameters.values()}.values())
+    gradients = sum(b.grad_data.nbytes for b in buffers)
+    assert planned.num_parameters == sum(p.numel() for p in policy._parameters.values())
+    assert planned.weights == weights == sum(b.param_data.nbytes for b in buffers)
+    assert planned.gradients == gradients
+    assert planned.optimizer(runtime.dp_rank) == policy.device_bytes - weights - gradients
+
+    chunks = chunk_parameters(family, shape, layout, runtime.rank, fused_norms=False)
+    for index, (model, chunk) in enumerate(zip(policy._models, chunks, strict=True)):
+        assert [p.name for p in chunk] == [f"chunk{index}.{name}" for name, _ in model.named_parameters()]
+        dense = [(mine, theirs) for mine, theirs in zip(chunk, model.parameters(), strict=True) if not mine.is_spread]
+        check_buckets([mine for mine, _ in dense], [theirs for _, theirs in dense], policy, layout.dp)
+
+
+def check_buckets(mine: list[Any], theirs: list[Any], policy: Policy, dp_size: int) -> None:
+    """Cut into several buckets, as only models of 40 million parameters would be."""
+    chunk = policy._chunks[0]
+    groups = ProcessGroupCollection()
+    groups.tp, groups.dp_cp = chunk.tp_group, chunk.dp_cp_group
+    real = _ParamAndGradBuffer(
+        chunk.ddp_config,
+        theirs[0].dtype,
+        torch.float32,
+        theirs,
+        chunk.intra_dp_cp_group,
+        SMALL_BUCKET,
+        {p: str(i) for i, p in enumerate(theirs)},
+        1.0,
+        list(range(len(theirs))),
+        False,
+        groups,
+    )
+    planned = buffer_of(mine, dp_size, SMALL_BUCKET)
+    assert planned.size == real.numel, (planned.size, real.numel)
+    assert sum(planned.shares) == sum(p.numel() for p in theirs)
+
+
+def check_activations(case: StateCase, runtime: Runtime) -> None:
+    """What autograd saves in the forward pass of one full micro-batch, by storages."""
+    policy, shape = build(case, runtime)
+    config = case.config
+    setup = Setup(config, shape, 0, CARDS["h100"], 4, 4, 32.0, 32.0, uses_te=False)
+    held: dict[int, torch.UntypedStorage] = {}
+    known = {p.untyped_storage().data_ptr() for p in policy._parameters.values()}
+    at_the_end: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            held[storage.data_ptr()] = storage  # which keeps it, so that no other can take its place
+        return tensor
+
+    def on_hidden(hidden_TH: Tensor, batch: PackedBatch) -> LossOutputs:
+        at_the_end.append(sum(s.nbytes() for s in held.values()))
+        return LossOutputs(loss=hidden_TH.float().sum() * 0, sums={}, maxima={})
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy._pipeline.forward_backward([one_batch(setup.micro_batch_tokens)], on_hidden)
+    saved = activations(setup, 0).saved
+    # Segments of equal length need no padding.
+    planned = evaluate(saved.formula, {name: 1.0 if name == "padding" else value for name, value in saved.inputs.items()})
+    # What does not grow with the model's width, such as positions, is not planned.
+    assert abs(planned - at_the_end[0]) < 0.05 * at_the_end[0] + 2**15, (
+        f"planned {planned:,.0f} bytes, autograd saved {at_the_end[0]:,}"
+    )
+
+
+def one_batch(num_tokens: int) -> PackedBatch:
+    """Eight segments of equal length."""
+    length = num_tokens // 8
+    tokens = torch.arange(num_tokens) % 90
+    batch = PackedBatch(
+        tokens=tokens,
+        targets=tokens,
+        position_ids=torch.arange(num_tokens) % length,
+        cu_seqlens=torch.arange(0, num_tokens + 1, length, dtype=torch.int32),
+        loss_mask=torch.ones(num_tokens),
+        loss_weights=torch.ones(num_tokens),
+        advantages=torch.ones(num_tokens),
+        rollout_logprobs=torch.zeros(num_tokens),
+        sample_indices=list(range(8)),
+    )
+    return replace(batch)
+
+
+if __name__ == "__main__":
+    main()

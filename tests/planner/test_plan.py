@@ -1,0 +1,385 @@
+"""The plan as a whole: what it says of known jobs, its formulas, its forms of output and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_mega import cli
+from grpo_mega.planner.command import Request, prepare
+from grpo_mega.planner.engine import weight_elements
+from grpo_mega.planner.figures import evaluate
+from grpo_mega.planner.memory import PHASES
+from grpo_mega.planner.plan import MARGIN, Plan, make_plan
+from grpo_mega.planner.report import sections
+from grpo_mega.planner.suggest import suggest
+from grpo_mega.weights.layout import megatron_holding
+
+LLAMA_70B = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+}
+QWEN2_HALF_B = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+RECIPE: dict[str, Any] = {
+    "run_dir": "runs/70b",
+    "steps": 100,
+    "model": {"dtype": "bfloat16", "recompute": "selective"},
+    "layout": {"tp": 4, "pp": 4, "dp": 4, "sequence_parallel": True},
+    "data": {"train": "data/elsewhere.jsonl", "max_prompt_length": 1024},
+    "rollout": {"engine": "sglang", "tp": 8, "max_response_length": 3072},
+    "algorithm": {"group_size": 32, "kl_beta": 0.01},
+    "batch": {"prompts_per_step": 64, "mini_batches": 4, "tokens_per_micro_batch": 8192},
+}
+BLOCKWISE = {"layout.pp": 8, "layout.dp": 2, "precision.fp8": "e4m3", "precision.fp8_recipe": "blockwise"}
+
+MakeConfig = Callable[..., Path]
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> MakeConfig:
+    """Writes a model's config.json and a YAML that names it, with `changes` by dotted key."""
+
+    def make(fields: dict[str, Any] = LLAMA_70B, **changes: Any) -> Path:
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(fields))
+        raw = json.loads(json.dumps(RECIPE))
+        raw["model"]["path"] = str(folder)
+        for key, value in changes.items():
+            section, name = key.split(".")
+            raw.setdefault(section, {})[name] = value
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(raw))
+        return path
+
+    return make
+
+
+def plan_of(path: Path, **request: Any) -> Plan:
+    setup, findings = prepare(Request(path, **request))
+    assert setup is not None and not findings.violations
+    return make_plan(setup)
+
+
+@pytest.mark.parametrize("changes", [{}, {"model.recompute": "full"}, BLOCKWISE, {"layout.vpp": 4}], ids=str)
+def test_llama_70b_fits_64_h100_with_room_for_what_is_estimated(make_config: MakeConfig, changes: dict[str, Any]) -> None:
+    plan = plan_of(make_config(**changes))
+    assert plan.fits and plan.spare >= MARGIN
+    assert set(plan.worst.totals) == set(PHASES)
+
+
+def test_llama_70b_has_the_host_memory_and_the_checkpoint_that_arithmetic_by_hand_gives(make_config: MakeConfig) -> None:
+    plan = plan_of(make_config())
+    parameters = 70_553_706_496  # as Meta states them, 70.6B
+    assert plan.checkpoint.value == 14 * parameters
+    # Of 16 shares: weights twice (policy and reference) in bf16, masters and moments over 4 data-parallel ranks; 8 ranks.
+    by_hand = 8 * parameters / 16 * (2 + 2 + 12 / 4) / 2**30
+    assert by_hand == pytest.approx(230, abs=1)
+    assert plan.host.pinned_total.gib == pytest.approx(by_hand, rel=0.05)  # the first stage holds the embedding besides
+
+
+def test_it_does_not_fit_where_it_cannot(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without tensor parallelism an H100 has no room for the gradients of a quarter of 70B parameters."""
+    path = make_config(**{"layout.tp": 1, "layout.sequence_parallel": False, "layout.dp": 16})
+    assert cli.main(["plan", str(path)]) == 1
+    assert "DOES NOT FIT: " in capsys.readouterr().out
+
+
+def test_an_engine_whose_cache_is_too_small_does_not_fit(make_config: MakeConfig) -> None:
+    plan = plan_of(make_config(**{"rollout.tp": 1}))
+    assert not plan.fits
+    assert plan.shortfalls[0].startswith("the engine's KV cache holds 0 tokens, but the longest sample has 4096; ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes"),
+    [
+        (LLAMA_70B, {}),
+        (LLAMA_70B, {**BLOCKWISE, "precision.fp8_parameters": True, "precision.fp8_reference": True}),
+        (LLAMA_70B, {"optimizer.precision_aware": True, "optimizer.moments_dtype": "bfloat16", "rollout.sleep": "never"}),
+        (QWEN3_30B_A3B, {"layout.ep": 4, "layout.pp": 1, "layout.dp": 16, "rollout.tp": 4}),
+        (QWEN2_HALF_B, {"layout.tp": 2, "rollout.engine": "embedded", "rollout.tp": 1, "model.dtype": "float32"}),
+    ],
+    ids=str,
+)
+def test_every_formula_gives_its_figure(make_config: MakeConfig, fields: dict[str, Any], changes: dict[str, Any]) -> None:
+    plan = plan_of(make_config(fields, **changes))
+    count = 0
+    for _, figures in sections(plan):
+        for figure in figures:
+            assert evaluate(figure.formula, figure.inputs) == pytest.approx(figure.value, rel=1e-12), figure
+            assert figure.value >= 0, figure
+            count += 1
+    assert count > 50
+
+
+def test_parameters_are_those_that_the_mapping_of_weights_holds(make_config: MakeConfig) -> None:
+    for fields in (LLAMA_70B, QWEN3_30B_A3B, QWEN2_HALF_B):
+        changes = {"layout.tp": 2, "layout.pp": 4, "layout.dp": 8, "rollout.tp": 2}
+        plan = plan_of(make_config(fields, **changes))
+        setup = plan.setup
+        for stage in plan.stages:
+            rank = next(r for r in range(setup.world_size) if setup.layout.place(r)[1] == stage.pp_rank)
+            holding = megatron_holding(setup.family, setup.shape, setup.layout, rank)
+            elements = sum(_size(tensor.shape) for tensor in holding.values())
+            assert stage.state.num_parameters == elements
+        assert weight_elements(setup.family, setup.shape, None) == plan.checkpoint.inputs["parameters"]
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
+
+@pytest.mark.parametrize("ep", [1, 2, 8])
+def test_the_shares_of_data_parallel_ranks_add_up_to_the_parameters(make_config: MakeConfig, ep: int) -> None:
+    """Every element is in one optimizer; experts over ep ranks are other elements on each of them."""
+    changes = {"layout.ep": ep, "layout.pp": 2, "layout.dp": 8, "rollout.tp": 4, "layout.overlap_grad_reduce": True}
+    plan = plan_of(make_config(QWEN3_30B_A3B, **changes))
+    shape = plan.setup.shape
+    experts_a_stage = 24 * shape.num_experts * 3 * shape.hidden * shape.moe_ffn // 4  # by tensor-parallel rank
+    for stage in plan.stages:
+        dense = stage.state.num_parameters - experts_a_stage // ep
+        assert sum(stage.state.optimizer_elements) == dense + experts_a_stage
+
+
+def test_json_has_what_scripts_ask(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(make_config()), "--json", "--suggest"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is True and found["violations"] == []
+    assert 0 < found["peak_gib"] < found["capacity_gib"]
+    assert found["tokens_per_second_per_gpu"] > 0 and found["step_seconds"] > 0
+    assert len(found["ranks"]) == 64 and found["ranks"][4] == {"tp": 0, "pp": 0, "dp": 1}
+    assert all("formula" in figure for figures in found["figures"].values() for figure in figures)
+    assert len(found["suggestions"]) == 5
+
+
+def test_json_of_an_illegal_config_has_the_same_fields_and_every_violation(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_config(**{"layout.tp": 3, "layout.pp": 100, "rollout.tp": 5, "layout.dp": 1})
+    assert cli.main(["plan", str(path), "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert (found["fits"], found["peak_gib"], found["step_seconds"]) == (False, None, None)
+    problems = [violation.partition("; ")[0] for violation in found["violations"]]
+    assert problems == [
+        "layout.tp=3 does not divide the model's 64 attention heads",
+        "layout.pp=100 with vpp=1 makes 100 model chunks, but the model has 80 layers",
+        "rollout.tp=5 does not divide the model's 64 attention heads",
+        "rollout.tp=5 does not divide each node's 8 ranks",
+    ]
+    assert all("; use " in violation for violation in found["violations"])
+
+
+def test_an_illegal_config_is_told_in_text_with_exit_code_2(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", str(make_config()), "--world-size", "48", "--set", "rollout.tp=16"]) == 2
+    out = capsys.readouterr().out
+    assert "WORLD_SIZE=48 contradicts layout.tp=4, pp=4, dp=4; start 64 processes" in " ".join(out.split())
+    assert "rollout.tp=16 does not divide each node's 8 ranks" in out
+
+
+def test_what_no_plan_can_be_made_of_is_one_line_on_stderr(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_config()
+    for arguments in (["--set", "layout.vpp=2", "--set", "layout.pp=1"], ["--mean-response", "1e9"], ["--gpus-per-node", "0"]):
+        assert cli.main(["plan", str(path), *arguments]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+        assert cli.main(["plan", str(path), *arguments, "--json"]) == 2
+        assert len(json.loads(capsys.readouterr().out)["violations"]) == 1
+
+
+def test_a_model_that_is_not_known_is_a_violation_beside_the_others(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_config(LLAMA_70B | {"model_type": "gpt2"}, **BLOCKWISE)
+    assert cli.main(["plan", str(path), "--gpu", "a100", "--json"]) == 2
+    problems = [problem.partition(";")[0] for problem in json.loads(capsys.readouterr().out)["violations"]]
+    assert problems == [
+        "model_type 'gpt2' is not known",
+        "precision.fp8_recipe='blockwise' needs an H100, H200 or later, found A100 80GB SXM",
+    ]
+
+
+def test_a_card_that_cannot_compute_the_precision_is_a_violation(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", str(make_config(**BLOCKWISE)), "--gpu", "a100"]) == 2
+    assert "precision.fp8_recipe='blockwise' needs an H100, H200 or later, found A100" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "arguments"),
+    [
+        (LLAMA_70B, {}, ["--explain", "--suggest"]),
+        (LLAMA_70B, {"layout.tp": 1, "layout.sequence_parallel": False, "layout.dp": 16, "model.recompute": "none"}, []),
+        (LLAMA_70B, {"layout.tp": 3, "layout.pp": 100, "rollout.tp": 5, "layout.dp": 1}, []),
+        (QWEN3_30B_A3B, {"layout.ep": 4, "layout.pp": 1, "layout.dp": 16, "rollout.tp": 4}, ["--explain", "--gpu", "b200"]),
+        (QWEN2_HALF_B, {"layout.tp": 2, "rollout.engine": "embedded", "rollout.tp": 1}, ["--explain", "--gpu", "a100"]),
+    ],
+    ids=str,
+)
+def test_the_text_reads_well_at_100_columns(
+    make_config: MakeConfig,
+    capsys: pytest.CaptureFixture[str],
+    fields: dict[str, Any],
+    changes: dict[str, Any],
+    arguments: list[str],
+) -> None:
+    cli.main(["plan", str(make_config(fields, **changes)), *arguments])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "/model has no" not in line]  # a path may be long
+    assert lines
+    assert [line for line in lines if len(line) > 100 or line != line.rstrip()] == []
+
+
+def test_what_is_not_on_this_machine_is_a_note(make_config: MakeConfig) -> None:
+    _, findings = prepare(Request(make_config()))
+    assert findings.violations == []
+    notes = " | ".join(findings.notes)
+    assert "no weights here" in notes and "no tokenizer here" in notes and "data/elsewhere.jsonl" in notes
+
+
+def test_the_model_may_be_another_config_json(make_config: MakeConfig, tmp_path: Path) -> None:
+    path = make_config()
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(LLAMA_70B | {"num_hidden_layers": 40}))
+    assert plan_of(path, model_config=other).setup.shape.num_layers == 40
+
+
+def test_suggestions_are_legal_fit_with_room_and_come_best_first(make_config: MakeConfig) -> None:
+    path = make_config()
+    setup, _ = prepare(Request(path))
+    assert setup is not None
+    options = suggest(setup)
+    assert len(options) == 5
+    assert [option.rate for option in options] == sorted((option.rate for option in options), reverse=True)
+    for option in options:
+        again = plan_of(path, overrides=option.flags.replace("--set ", "").split())
+        assert again.fits and again.spare >= MARGIN
+        assert again.timing.tokens_per_second_per_gpu.value == option.plan.timing.tokens_per_second_per_gpu.value
+
+
+def test_more_of_a_thing_never_takes_less_memory(make_config: MakeConfig) -> None:
+    base = plan_of(make_config())
+
+    def peak(**changes: Any) -> float:
+        return float(plan_of(make_config(**changes)).worst.totals["update"].value)
+
+    update = base.worst.totals["update"].value
+    assert peak(**{"batch.tokens_per_micro_batch": 16384}) > update
+    assert peak(**{"model.recompute": "none"}) > update > peak(**{"model.recompute": "full"})
+    assert peak(**{"layout.sequence_parallel": False}) > update
+    assert peak(**{"layout.pp": 8, "layout.dp": 2}) < update
+    assert peak(**{"optimizer.precision_aware": True}) < update
+    assert peak(**{"layout.vpp": 4}) > update  # more micro-batches wait
+
+
+def test_rank_order_decides_who_crosses_nodes(make_config: MakeConfig) -> None:
+    """With 2-way tensor parallelism a node of 8 holds 4 data-parallel neighbours, or 4 pipeline stages."""
+    crossing = {}
+    for order in ("tp-dp-pp", "tp-pp-dp"):
+        plan = plan_of(make_config(**{"layout.tp": 2, "layout.pp": 4, "layout.dp": 4, "rollout.tp": 8, "layout.order": order}))
+        crossing[order] = {link.kind: link.num_crossing for link in plan.links}
+    assert crossing["tp-dp-pp"] | {"sync to the engines": 0} == {
+        "tensor parallel": 0,
+        "pipeline": 8,
+        "gradients and weights": 0,
+        "sync to the engines": 0,
+    }
+    assert crossing["tp-pp-dp"]["pipeline"] == 0 and crossing["tp-pp-dp"]["gradients and weights"] == 8
+
+
+def test_an_engine_that_never_sleeps_takes_its_memory_from_the_trainer(make_config: MakeConfig) -> None:
+    turns = plan_of(make_config())
+    never = plan_of(make_config(**{"rollout.sleep": "never", "rollout.memory_fraction": 0.4}))
+    cache = never.engine.cache.value + never.engine.weights.value
+    for before, after in zip(turns.stages, never.stages, strict=True):
+        assert after.totals["update"].value == pytest.approx(before.totals["update"].value + cache)
+    assert never.host.pinned[1].value == 0
+
+
+def test_twice_the_gpus_do_not_halve_the_step_but_nearly(make_config: MakeConfig) -> None:
+    one = plan_of(make_config())
+    two = plan_of(make_config(**{"layout.dp": 8}))
+    assert 0.45 < two.timing.step.value / one.timing.step.value < 0.8
+
+
+def test_mean_lengths_move_times_and_not_memory(make_config: MakeConfig) -> None:
+    path = make_config()
+    short, long = plan_of(path, mean_response=256.0), plan_of(path, mean_response=3000.0)
+    assert short.timing.step.value < long.timing.step.value
+    assert short.peak_gib == long.peak_gib
+    assert replace(short.setup, mean_response=3000.0) == long.setup
+
+
+def test_fp8_for_the_engine_halves_its_linear_layers(make_config: MakeConfig) -> None:
+    plain, quantised = (plan_of(make_config(**{"rollout.quantization": how})) for how in (None, "fp8"))
+    inputs = quantised.engine.weights.inputs
+    assert inputs["plain"] + inputs["linear"] == plain.engine.weights.inputs["elements"]
+    assert inputs["linear"] == 80 * (8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672) // 8
+    assert inputs["blocks"] == inputs["linear"] // 128**2
+    assert quantised.engine.cache_tokens.value > plain.engine.cache_tokens.value
+
+
+def test_planning_imports_nothing_heavy(make_config: MakeConfig) -> None:
+    program = (
+        "import sys\nfrom grpo_mega import cli\n"
+        "code = cli.main(sys.argv[1:])\n"
+        "heavy = {name.partition('.')[0] for name in sys.modules} & {'torch', 'transformers', 'megatron', 'sglang'}\n"
+        "sys.exit(code or 3 * bool(heavy))"
+    )
+    arguments = ["plan", str(make_config()), "--suggest", "--explain"]
+    assert subprocess.run([sys.executable, "-c", program, *arguments], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_a_small_model_and_its_engine_are_found_to_fit_together(make_config: MakeConfig) -> None:
+    changes = {
+        "layout.tp": 1,
+        "layout.sequence_parallel": False,
+        "layout.pp": 1,
+        "rollout.tp": 1,
+        "rollout.cache_tokens": 65536,
+    }
+    assert plan_of(make_config(QWEN2_HALF_B, **changes)).both_fit
+    assert not plan_of(make_config()).both_fit

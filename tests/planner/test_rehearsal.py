@@ -1,0 +1,113 @@
+"""The plan's formulas for Megatron's local layers, beside real Megatron on ranks of many layouts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_mega import config as configs
+from grpo_mega.errors import ConfigError, PlanError
+from grpo_mega.planner.hardware import card_of
+from grpo_mega.planner.rehearsal import Comparison, default_ranks, rehearse
+from grpo_mega.planner.setup import Setup
+from grpo_mega.weights.spec import ModelShape
+
+FIELDS = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 8,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 1003,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+}
+LAYOUTS = (
+    "tp=1,dp=4",
+    "tp=2,dp=2",
+    "tp=2,dp=2,sequence_parallel=true",
+    "tp=4,dp=8,sequence_parallel=true",
+    "pp=2,dp=2",
+    "pp=4,dp=2",
+    "pp=4,vpp=2",
+    "pp=2,vpp=2,tp=2,sequence_parallel=true",
+    "tp=2,pp=2,dp=2",
+    "tp=2,pp=2,dp=2,sequence_parallel=true model.recompute=selective",
+    "tp=2,pp=4,dp=2,sequence_parallel=true model.recompute=full",
+    "tp=4,pp=2,dp=2,sequence_parallel=true,order=tp-pp-dp",
+    "tp=1,dp=2 model.recompute=full",
+    "tp=2,dp=4,sequence_parallel=true model.dtype=float32",
+)
+
+
+def setup_of(text: str) -> Setup:
+    layout, *rest = text.split(" ")
+    raw = {
+        "run_dir": "unused",
+        "steps": 1,
+        "model": {"path": "unused"},
+        "data": {"train": "unused", "max_prompt_length": 128},
+        "rollout": {"max_response_length": 512},
+        "batch": {"tokens_per_micro_batch": 2048},
+    }
+    for override in [*(f"layout.{part}" for part in layout.split(",")), *rest]:
+        configs.apply_override(raw, override)
+    config = configs.validate(raw)
+    return Setup(config, ModelShape.from_hf_config(FIELDS), 0, card_of("h100"), config.layout.world_size, 8, 64.0, 256.0)
+
+
+@pytest.fixture(scope="module")
+def rehearsed() -> dict[str, list[Comparison]]:
+    setups = [(setup := setup_of(text), default_ranks(setup)) for text in LAYOUTS]
+    return dict(zip(LAYOUTS, rehearse(setups, FIELDS), strict=True))
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_the_plan_agrees_with_real_megatron(rehearsed: dict[str, list[Comparison]], text: str) -> None:
+    wrong = [c for c in rehearsed[text] if not c.agrees]
+    assert not wrong, wrong
+    exact = [c for c in rehearsed[text] if c.label in ("parameters", "weights", "gradients")]
+    assert exact and all(c.planned == c.rehearsed for c in exact)
+    assert all(c.rehearsed > 0 for c in rehearsed[text])
+
+
+def test_every_kind_of_communication_is_compared(rehearsed: dict[str, list[Comparison]]) -> None:
+    found = {c.label for c in rehearsed["tp=2,pp=2,dp=2,sequence_parallel=true model.recompute=selective"]}
+    assert {"tensor parallel", "pipeline", "gradients and weights", "activations kept"} <= found
+
+
+def test_what_cannot_be_rehearsed_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--ranks=9 is none of the 4 ranks; name some from 0 to 3"):
+        rehearse([(setup_of("tp=2,dp=2"), [9])], FIELDS)
+    with pytest.raises(PlanError, match=r"the rehearsal ended with code 1: .*; plan without --rehearse"):
+        rehearse([(setup_of("tp=2,dp=2"), [0])], FIELDS | {"num_attention_heads": 7})
+
+
+def test_the_command_prints_it_beside_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS))
+    lines = [
+        f"run_dir: {tmp_path}/run",
+        "steps: 1",
+        f"model: {{path: {tmp_path}}}",
+        "layout: {tp: 2, dp: 2}",
+        "data: {train: none.jsonl, max_prompt_length: 128}",
+        "rollout: {max_response_length: 512}",
+        "batch: {tokens_per_micro_batch: 2048}",
+    ]
+    (tmp_path / "run.yaml").write_text("\n".join(lines))
+    command = [sys.executable, "-m", "grpo_mega.cli", "plan", str(tmp_path / "run.yaml"), "--rehearse", "--ranks", "3"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stdout + result.stderr
+    table = result.stdout.split("Rehearsal (")[1]
+    assert table.count("0.0%") >= 4 and "more than" not in table
+    assert max(map(len, result.stdout.splitlines())) <= 100

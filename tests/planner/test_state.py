@@ -1,0 +1,17 @@
+"""The planner's bytes against Megatron's own buffers: 40 layouts on 4 ranks, in one launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from planner_cases import CASES
+from ranks import launch
+
+pytestmark = pytest.mark.distributed
+
+
+def test_weights_gradients_and_optimizer_state_are_exact_to_the_byte_and_activations_close(tmp_path: Path) -> None:
+    assert len(CASES) == 40
+    problems = launch(Path(__file__).with_name("state_worker.py"), 4, tmp_path, timeout_s=600)
+    assert not any(problems.values()), "\n".join(text for texts in problems.values() for text in texts)
