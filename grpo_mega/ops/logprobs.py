@@ -149,6 +149,8 @@ class _Logprobs(torch.autograd.Function):
         grad_hidden_NH, grad_weight_VH = _gradients(
             hidden_NH, weight_VH, upstream, ctx.shard, ctx.weight_grad_VH, needs=ctx.needs_input_grad[:2]
         )
+        if grad_hidden_NH is not None:  # cast only here, where the tiles' memory is free again
+            grad_hidden_NH = grad_hidden_NH.to(hidden_TH.dtype)
         if grad_hidden_NH is not None and hidden_NH is not hidden_TH:
             grad_hidden_NH = torch.zeros_like(hidden_TH).index_copy_(0, index_N, grad_hidden_NH)
         return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
@@ -221,7 +223,8 @@ def _gradients(
     *,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of hidden states and weight, None where not needed; the weight's goes into `weight_grad_VH` if there is one."""
+    """Gradients of hidden states (in the dtype of computation) and weight, None where not needed; the weight's goes into
+    `weight_grad_VH` if there is one."""
     needs_hidden, needs_weight = needs
     dtype, operands_NH = _compute_dtype(weight_VH), _operand(hidden_NH)
     grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=dtype) if needs_hidden else None
@@ -242,7 +245,7 @@ def _gradients(
                 _add_product(sum_vH, grad_nv.t(), operands_NH[tokens])
         if sink_vH is not None and sum_vH is not None and sum_vH is not sink_vH:
             sink_vH += sum_vH
-    return None if grad_hidden_NH is None else grad_hidden_NH.to(hidden_NH.dtype), grad_weight_VH
+    return grad_hidden_NH, grad_weight_VH
 
 
 def _shift(sums_kT: Tensor, delta_T: Tensor) -> None:

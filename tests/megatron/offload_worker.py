@@ -51,9 +51,9 @@ Record = tuple[list[dict[str, float]], int, str]
 class Trainee:
     """A policy and the steps it took; a fresh start in the same processes."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, num_layers: int = 4) -> None:
         runtime = runtimes.arrange(config, devices.select("cpu", 0))
-        hf_config = make_config("qwen2")
+        hf_config = make_config("qwen2", num_hidden_layers=num_layers)
         shape = ModelShape.from_hf_config(hf_config.to_dict())
         family = family_of("qwen2")
         self.config = config
@@ -233,20 +233,28 @@ def check_resume(text: str, rank: int, folder: Path) -> None:
 
 
 def check_many_steps(rank: int, folder: Path) -> None:
-    """One forward and backward pass and one optimizer step each."""
-    overrides = ("algorithm.kl_beta=0", "batch.mini_batches=1", "batch.tokens_per_micro_batch=512")
+    """One optimizer step each, on a model of 2 layers. The penalty towards the reference makes the loss one of the weights."""
+    overrides = ("batch.mini_batches=1", "batch.tokens_per_micro_batch=512")
     config = make_config_of("tp=1 bfloat16", *overrides)
     start = time.perf_counter()
-    staying, expected = Trainee(config), []
-    for step in range(MANY_STEPS):
-        expected.append(staying.update(step % 8))
-    moving, found = Trainee(config), []
+    staying = Trainee(config, num_layers=2)
+    expected = [staying.update(step % 8)[0] for step in range(MANY_STEPS)]
+    weights = {name: weight.detach().clone() for name, weight in staying.policy.tensors().items()}
+    fingerprint = staying.policy.fingerprint()
+    moving, found = Trainee(config, num_layers=2), []
     for step in range(MANY_STEPS):
         moving.policy.onload()
-        found.append(moving.update(step % 8))
+        found += moving.update(step % 8)
         moving.away()
-    assert found == expected
-    assert moving.policy.fingerprint() == staying.policy.fingerprint()
+        assert moving.policy.device_bytes == 0
+    losses = [torch.tensor([m["loss/total"] for m in run], dtype=torch.float64).view(torch.int64) for run in (expected, found)]
+    assert torch.equal(*losses), (losses[0] != losses[1]).nonzero()[0]
+    assert len(losses[0].unique()) == MANY_STEPS == moving.policy.optimizer_step, "a loss that says nothing of the weights"
+    assert found == expected  # gradient norms and all else
+    moving.policy.onload()
+    for name, weight in moving.policy.tensors().items():
+        assert torch.equal(weight.view(torch.int16), weights[name].view(torch.int16)), name
+    assert moving.policy.fingerprint() == fingerprint
     print(f"{MANY_STEPS} steps twice: {time.perf_counter() - start:.1f} s", file=sys.stderr)
 
 

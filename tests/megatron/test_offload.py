@@ -15,18 +15,34 @@ from ranks import Results, launch
 
 from grpo_mega.megatron.offload import ALIGNMENT, HostCopy, Movable, storages_of
 
+MANY_STEPS = "many steps"  # the worker's case
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]),
 ]
 
 
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """By case, what went wrong in ranks of their own."""
+    world_size: int = request.param
+    folder = tmp_path_factory.mktemp(f"offload_{world_size}")
+    return launch(Path(__file__).with_name("offload_worker.py"), world_size, folder, timeout_s=400)
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_moving_between_all_steps_changes_no_bit_and_frees_every_byte(world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("found", [1, 4], indirect=True)
+def test_moving_between_all_steps_changes_no_bit_and_frees_every_byte(found: Results) -> None:
     """Losses, gradient norms, weights and fingerprints; device bytes; save and restore while all is on the host."""
-    results: Results = launch(Path(__file__).with_name("offload_worker.py"), world_size, tmp_path, timeout_s=400)
-    assert results and not any(results.values()), "\n".join(line for found in results.values() for line in found)
+    wrong = [line for case, lines in found.items() for line in lines if case != MANY_STEPS]
+    assert found and not wrong, "\n".join(wrong)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("found", [1], indirect=True)
+def test_a_200_step_run_with_offload_on_gives_bit_identical_losses_to_one_without(found: Results) -> None:
+    """And bit-identical weights in the end; both take turns in one process."""
+    assert found[MANY_STEPS] == [], "\n".join(found[MANY_STEPS])
 
 
 def movable(device: str, chunk_bytes: int = 4 * ALIGNMENT) -> Movable:

@@ -1,0 +1,50 @@
+"""Tests of what only a GPU runs; README.md says which test covers which branch of the package. Elsewhere they are skipped.
+
+With GRPO_MEGA_REHEARSAL=1 those marked `rehearsed` run on a CPU at tiny sizes: it shows that the tests themselves work
+(tests/test_gpu_branches.py does so), and nothing of a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from bench_gpu_rank import config_of, one_rank
+
+from grpo_mega.device import Device
+
+HERE = Path(__file__).parent
+IS_REHEARSAL = os.environ.get("GRPO_MEGA_REHEARSAL") == "1"
+
+# So that two runs of one backward pass can be compared.
+os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "rehearsed: of tests/gpu, one that also runs on a CPU when GRPO_MEGA_REHEARSAL=1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not item.path.is_relative_to(HERE):
+            continue
+        item.add_marker(pytest.mark.gpu)
+        is_rehearsed = IS_REHEARSAL and item.get_closest_marker("rehearsed") is not None
+        if not torch.cuda.is_available() and not is_rehearsed:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch sees none here"))
+
+
+@pytest.fixture(scope="session")
+def device() -> Iterator[Device]:
+    """This process as the only rank of a job; each policy arranges it anew."""
+    from grpo_mega.megatron import runtime as runtimes
+
+    with one_rank():
+        found = runtimes.join(config_of(Path("unused"), {"path": "unused"}))
+        try:
+            yield found
+        finally:
+            runtimes.stop()

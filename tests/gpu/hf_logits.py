@@ -1,0 +1,43 @@
+"""`hf_logits.py OUT DEVICE SIZES FAMILY...`: random models and what transformers says of them, in a process of its own.
+
+Writes OUT/FAMILY (a checkpoint in bf16) and OUT/FAMILY.pt with "tokens", some sequences, and "bfloat16" and "float32": the
+logits [tokens, vocab] of each, computed in that dtype from the same bf16 weights. SIZES are fields of the config, as JSON.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import VOCAB_SIZE, make_model, save_checkpoint
+
+LENGTHS = (7, 19, 64, 130)
+
+
+def tokens() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(2, VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@torch.no_grad()
+def main(out: Path, device: str, sizes: str, families: list[str]) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for family in families:
+        more = {"moe_intermediate_size": 128} if family.endswith("moe") else {}
+        model = make_model(family, dtype=torch.bfloat16, tied=family == "qwen2", **json.loads(sizes), **more)
+        save_checkpoint(model, out / family)
+        found: dict[str, list[Any]] = {"tokens": tokens()}
+        for dtype in (torch.bfloat16, torch.float32):
+            copied = copy.deepcopy(model).to(device=device, dtype=dtype)
+            found[str(dtype).removeprefix("torch.")] = [
+                copied(torch.tensor([ids], device=device)).logits[0].float().cpu() for ids in tokens()
+            ]
+        torch.save(found, out / f"{family}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])

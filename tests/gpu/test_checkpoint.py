@@ -1,0 +1,52 @@
+"""A policy on a GPU goes on from its checkpoint as if it had never stopped, with whichever Adam it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_policies import make_policy, make_samples, packed, supported_precisions
+from models import VOCAB_SIZE
+
+from grpo_mega.device import Device
+from grpo_mega.kernels import choose
+from grpo_mega.megatron.policy import Policy
+
+FORMS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "precision-aware": {"optimizer": {"lr": 1e-3, "precision_aware": True}},
+    "moments in bf16": {"optimizer": {"lr": 1e-3, "precision_aware": True, "moments_dtype": "bfloat16"}},
+    "weights in fp8": {"precision": {"fp8": "hybrid", "fp8_parameters": True, "fp8_reference": True}},
+}
+
+
+def train(policy: Policy, step: int) -> dict[str, float]:
+    [metrics] = policy.update(policy.attach_logprobs(packed(policy, make_samples(6, VOCAB_SIZE, seed=step))))
+    return metrics
+
+
+@pytest.mark.rehearsed
+@pytest.mark.parametrize("form", FORMS)
+def test_a_restored_policy_goes_on_as_the_saved_one(form: str, device: Device, tmp_path: Path) -> None:
+    if form != "bf16" and not choose(is_cuda=device.is_cuda).transformer_engine:
+        pytest.skip("needs Transformer Engine")
+    if form == "weights in fp8" and (reason := supported_precisions(device)["tensorwise"]):
+        pytest.skip(reason)
+    sections = {"optimizer": {"lr": 1e-3}} | FORMS[form]
+    policy = make_policy(device, **sections)
+    for step in range(3):
+        train(policy, step)
+    policy.save(tmp_path)
+    saved, weights = policy.fingerprint(), {n: t.detach().clone() for n, t in policy.tensors().items()}
+    expected = train(policy, 3)
+    restored = make_policy(device, **sections)
+    restored.restore(tmp_path)
+    assert restored.fingerprint() == saved and restored.optimizer_step == 3
+    for name, weight in restored.tensors().items():
+        assert torch.equal(weight, weights[name]), name
+    found = train(restored, 3)
+    tolerance = 1e-3 if device.is_cuda else 0.0  # of kernels that add in no fixed order
+    for name in ("loss/total", "grad_norm", "mismatch/abs_mean"):
+        assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=1e-7), name

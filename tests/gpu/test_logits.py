@@ -1,0 +1,93 @@
+"""The policy's logits on a GPU against transformers', of packed sequences, by either set of layers.
+
+In bf16 every operation rounds to 8 bits, in an order of its own: two right implementations differ by as much as each differs
+from fp32. So the measure is transformers' own error: ours, against transformers' fp32, may be 1.5 times as large as that of
+transformers' bf16 (ours is the smaller one as a rule, since the last product is made in fp32).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_policies import SIZES, logits_of, make_policy, make_sample
+from transformers import AutoConfig
+
+from grpo_mega import kernels
+from grpo_mega.convert.reader import open_reader
+from grpo_mega.device import Device
+from grpo_mega.kernels import Kernels
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.spec import ModelShape
+
+HERE = Path(__file__).parent
+FAMILIES = ("qwen2", "llama", "qwen3")
+MIXTURE = "qwen3_moe"
+ALLOWED, ALLOWED_OF_MIXTURE = 1.5, 3.0  # times transformers' own error
+
+pytestmark = pytest.mark.rehearsed
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of each family and its logits. In a process of its own, without the patches of a CPU run."""
+    out = tmp_path_factory.mktemp("hf")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent / "helpers"), str(HERE.parents[1])])}
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    command = [sys.executable, str(HERE / "hf_logits.py"), str(out), kind, json.dumps(SIZES), *FAMILIES, MIXTURE]
+    subprocess.run(command, check=True, env=environment)
+    return out
+
+
+def ours(folder: Path, device: Device, tokens: list[list[int]]) -> list[torch.Tensor]:
+    hf_config = AutoConfig.from_pretrained(folder)
+    shape = ModelShape.from_hf_config(hf_config.to_dict())
+    with open_reader(folder, family_of(shape.model_type), shape) as reader:
+        policy = make_policy(device, hf_config, reader.read)
+    return logits_of(policy, [make_sample(i, ids[:2], ids[2:], 1.0) for i, ids in enumerate(tokens)])
+
+
+def rms(values: list[torch.Tensor]) -> float:
+    return float(torch.cat([v.flatten() for v in values]).square().mean().sqrt())
+
+
+def check(theirs: Path, family: str, device: Device, allowed: float = ALLOWED) -> None:
+    expected: dict[str, Any] = torch.load(theirs / f"{family}.pt")
+    found = ours(theirs / family, device, expected["tokens"])
+    exact = expected["float32"]
+    own = rms([a - b for a, b in zip(found, exact, strict=True)])
+    usual = rms([a - b for a, b in zip(expected["bfloat16"], exact, strict=True)])
+    assert 0 < own <= allowed * usual, (own, usual)
+    assert usual < 0.05 * rms(exact), "weights of which bf16 says nothing"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_layers_of_a_run_give_transformers_logits(family: str, theirs: Path, device: Device) -> None:
+    """Transformer Engine's where it is installed."""
+    check(theirs, family, device)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_without_transformer_engine_give_them_on_a_gpu_too(
+    family: str, theirs: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "choose", lambda *, is_cuda: Kernels(False, False, False, "none is wanted"))
+    check(theirs, family, device)
+
+
+def test_a_mixture_of_experts_gives_transformers_logits(theirs: Path, device: Device) -> None:
+    """A rounded hidden state may choose another expert, so that few tokens make most of either error."""
+    check(theirs, MIXTURE, device, ALLOWED_OF_MIXTURE)
+
+
+def test_transformer_engine_is_in_use_where_it_is_installed(device: Device) -> None:
+    model = make_policy(device)._models[0]
+    is_theirs = any("transformer_engine" in type(m).__module__ for m in model.modules())
+    has_theirs = kernels.choose(is_cuda=device.is_cuda).transformer_engine
+    assert is_theirs == has_theirs

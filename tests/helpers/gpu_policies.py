@@ -1,0 +1,136 @@
+"""Policies of one rank for tests/gpu: on a GPU at sizes that Transformer Engine's kernels like, in a rehearsal tiny ones.
+
+FP8 wants sizes in multiples of 16, its blockwise recipe in multiples of 128.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_gpu_rank import config_of
+from models import make_config
+from torch import Tensor
+
+from grpo_mega.batching.pack import pack
+from grpo_mega.device import Device
+from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.model import output_weight
+from grpo_mega.megatron.policy import Policy
+from grpo_mega.types import PackedBatch, Prompt, Sample
+from grpo_mega.weights.boxes import Box
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.initial import random_reader
+from grpo_mega.weights.spec import ModelShape
+
+IS_REHEARSAL = not torch.cuda.is_available()
+GPU_SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "initializer_range": 0.05,
+}
+SIZES = {} if IS_REHEARSAL else GPU_SIZES
+TOKEN_BUDGET = 4096
+
+
+def make_policy(
+    device: Device,
+    hf_config: Any = None,
+    read: Callable[[Box], Tensor] | None = None,
+    *,
+    recompute: str = "none",
+    dtype: str = "bfloat16",
+    **sections: Any,
+) -> Policy:
+    """With weights: of `read`, or random ones that are the same for every policy. It takes the place of earlier ones."""
+    hf_config = hf_config or make_config("qwen2", **SIZES)
+    sections = {"batch": {"tokens_per_micro_batch": TOKEN_BUDGET}} | sections
+    config = config_of(Path("unused"), {"path": "unused", "dtype": dtype, "recompute": recompute}, **sections)
+    runtime = runtimes.arrange(config, device)
+    shape = ModelShape.from_hf_config(hf_config.to_dict())
+    family = family_of(shape.model_type)
+    policy = Policy(config, shape, family, hf_config, runtime)
+    policy.load(read or random_reader(family.hf_tensors(shape), seed=3, std=0.05))
+    return policy
+
+
+def make_samples(num_samples: int, vocab: int, *, seed: int = 0) -> list[Sample]:
+    """Ragged ones of random tokens, half of them to be made likelier."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for number in range(num_samples):
+        tokens = torch.randint(2, vocab, (20 + 7 * number,), generator=generator).tolist()
+        samples.append(make_sample(number, tokens[:5], tokens[5:], 1.0 if number % 2 else -1.0))
+    return samples
+
+
+def make_sample(number: int, prompt_ids: Sequence[int], response_ids: list[int], advantage: float) -> Sample:
+    """The engine's log-probs are said to be 0: the trainer's mean difference from them is then minus its mean log-prob."""
+    prompt = Prompt(number, "", tuple(prompt_ids), "")
+    sample = Sample(prompt, 0, response_ids, [0.0] * len(response_ids), "stop", 0, reward=1.0)
+    sample.advantages = torch.full((len(response_ids),), advantage)
+    return sample
+
+
+def packed(policy: Policy, samples: Sequence[Sample], token_budget: int = TOKEN_BUDGET) -> list[list[PackedBatch]]:
+    """One mini-batch, its loss a mean over tokens."""
+    weight = 1 / sum(s.response_len for s in samples)
+    return pack(
+        [samples],
+        [[weight] * len(samples)],
+        dp_size=policy.dp_size,
+        dp_rank=policy.dp_rank,
+        token_budget=token_budget,
+        length_multiple=policy.length_multiple,
+        micro_batch_multiple=policy.micro_batch_multiple,
+    )
+
+
+def logits_of(policy: Policy, samples: Sequence[Sample]) -> list[Tensor]:
+    """[tokens, vocab] of each sample, fp32 on the host, from packed micro-batches. The product is made in fp32."""
+    found: dict[int, Tensor] = {}
+
+    def keep(hidden_TH: Tensor, batch: PackedBatch) -> None:
+        logits_TV = (hidden_TH.float() @ output_weight(policy._models[-1]).float().t()).cpu()
+        cuts = batch.cu_seqlens.tolist()
+        for index, begin, end in zip(batch.sample_indices, cuts, cuts[1:], strict=False):
+            found[index] = logits_TV[begin:end, : policy._shape.vocab]
+
+    [batches] = policy.attach_logprobs(packed(policy, samples))
+    policy._pipeline.forward(batches, keep)
+    return [found[index] for index in range(len(samples))]
+
+
+def gradients_of(policy: Policy, samples: Sequence[Sample], token_budget: int = TOKEN_BUDGET) -> dict[str, Tensor]:
+    """By parameter, fp32 on the host; the weights stay as they are."""
+    [batches] = policy.attach_logprobs(packed(policy, samples, token_budget))
+    policy._pipeline.forward_backward(batches, policy._loss)
+    return {name: p.main_grad.float().cpu() for name, p in policy._parameters.items()}
+
+
+def supported_precisions(device: Device) -> dict[str, str]:
+    """By FP8 recipe, why this machine cannot compute it; "" where it can."""
+    from grpo_mega.config import PrecisionConfig
+    from grpo_mega.errors import ConfigError
+    from grpo_mega.fp8 import RECIPES
+    from grpo_mega.megatron.precision import megatron_settings
+
+    found: dict[str, str] = {}
+    for recipe in RECIPES:
+        try:
+            megatron_settings(PrecisionConfig(**precision_of(recipe)), device)
+            found[recipe] = ""
+        except ConfigError as error:
+            found[recipe] = str(error)
+    return found
+
+
+def precision_of(recipe: str) -> dict[str, Any]:
+    """The config's section for a recipe, in the format that goes with it."""
+    more = {"fp8_reference": True} if recipe == "delayed" else {}
+    return {"fp8": "e4m3" if recipe in ("blockwise", "mxfp8") else "hybrid", "fp8_recipe": recipe, **more}

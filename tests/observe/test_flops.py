@@ -1,0 +1,80 @@
+"""Floating-point operations against counts by hand, and against torch's counter on transformers' own models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import make_config, make_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from grpo_mega.errors import ConfigError
+from grpo_mega.observe import flops
+from grpo_mega.weights.spec import ModelShape
+
+# Llama-3.1-8B: 32 heads of 128 over 8 key-value heads.
+LLAMA = ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, False)
+# Qwen2.5-1.5B: tied, 12 heads of 128 over 2.
+QWEN2 = ModelShape("qwen2", 28, 1536, 8960, 12, 2, 128, 151936, True)
+# Qwen3-30B-A3B: 8 of 128 experts a token; queries of 4096 from a hidden size of 2048.
+MIXTURE = ModelShape("qwen3_moe", 48, 2048, 6144, 32, 4, 128, 151936, False, 128, 768)
+
+
+def test_a_llama_with_grouped_queries_counts_as_by_hand() -> None:
+    layer = 4096 * 4096 + 2 * 4096 * 1024 + 4096 * 4096 + 3 * 4096 * 14336
+    assert layer == 218_103_808
+    found = flops.count(LLAMA, [4096])
+    assert found.linear == 2 * 4096 * 32 * layer
+    assert found.attention == 32 * 4 * 4096 * (4096 * 4097 // 2)
+    assert found.output == 2 * 4096 * 4096 * 128256
+    # 7.5e9 weights that multiply, 6 operations each, and 6 % more for attention.
+    assert flops.per_token(LLAMA, 4096) == pytest.approx(6 * 7.505e9 + 3 * 32 * 4 * 4096 * 4097 / 2, rel=1e-4)
+
+
+def test_a_tied_output_layer_counts_once_and_the_lookup_not_at_all() -> None:
+    layer = 1536 * (1536 + 2 * 256) + 1536 * 1536 + 3 * 1536 * 8960
+    found = flops.count(QWEN2, [1])
+    assert found.linear == 2 * 28 * layer and found.output == 2 * 1536 * 151936
+    assert found.attention == 28 * 4 * 1536
+    assert found.linear + found.output == 2 * (1_543_714_304 - 57_344 - 87_552)  # its parameters less biases and norms
+
+
+def test_a_mixture_counts_its_router_and_the_experts_that_a_token_takes() -> None:
+    layer = 2048 * (4096 + 2 * 512) + 4096 * 2048 + 2048 * 128 + 8 * 3 * 2048 * 768
+    found = flops.count(MIXTURE, [10], experts_per_token=8)
+    assert found.linear == 2 * 10 * 48 * layer
+    assert found.attention == 48 * 4 * 4096 * 55
+    assert (found.linear + found.output) / 20 == pytest.approx(3.03e9, rel=0.01)  # "A3B": 3.3e9 with the embedding
+
+
+def test_a_mixture_without_its_number_of_chosen_experts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="experts_per_token=0 is not a number of a mixture's 128 experts"):
+        flops.count(MIXTURE, [10])
+
+
+def test_a_backward_pass_is_two_forward_passes_and_segments_add_up() -> None:
+    both, one, two = (flops.count(QWEN2, lengths) for lengths in ([5, 9], [5], [9]))
+    assert both.training == 3 * both.forward == one.training + two.training
+    assert both.backward == 2 * both.forward
+
+
+def test_the_output_layer_counts_for_the_tokens_that_need_it() -> None:
+    few, none = flops.count(QWEN2, [100], num_outputs=7), flops.count(QWEN2, [100], num_outputs=0)
+    assert few.forward - none.forward == 7 * 2 * 1536 * 151936 and none.output == 0
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False), ("qwen3_moe", False)])
+def test_transformers_forward_pass_counts_the_same(family: str, tied: bool) -> None:
+    """Eager attention multiplies all n x n pairs; rotary angles are a product of [head_dim / 2, 1] and [1, n] there."""
+    n = 24
+    hf_config = make_config(family, tied=tied)
+    shape = ModelShape.from_hf_config(hf_config.to_dict())
+    model = make_model(family, tied=tied)
+    model.set_attn_implementation("eager")
+    if family == "qwen3_moe":
+        model.set_experts_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(n)[None] % shape.vocab)
+    expected = flops.count(shape, [n], experts_per_token=hf_config.num_experts_per_tok if shape.num_experts else 0)
+    rotary = 2 * (shape.head_dim // 2) * n
+    all_pairs = expected.attention * 2 * n // (n + 1)
+    assert counter.get_total_flops() == expected.linear + expected.output + all_pairs + rotary
