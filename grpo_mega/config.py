@@ -7,13 +7,13 @@ remedy. Unknown keys are refused with the nearest known name. What needs the mod
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from grpo_mega.config_errors import one_line
 from grpo_mega.errors import ConfigError
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -292,16 +292,12 @@ class OptimizerConfig(Section):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     clip_grad: NonNegativeFloat = 1.0  # global L2 norm; 0: off
-    # Transformer Engine's Adam keeps of a bf16 weight's fp32 master only the 16 bits that the weight itself has not.
-    precision_aware: bool = False
-    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: Transformer Engine's precision-aware Adam
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerConfig:
         if self.min_lr > self.lr:
             raise ValueError(f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower it")
-        if self.moments_dtype != "float32" and not self.precision_aware:
-            raise ValueError(f"optimizer.moments_dtype={self.moments_dtype} needs optimizer.precision_aware=true; set it")
         return self
 
 
@@ -347,8 +343,8 @@ class Config(Section):
     def _check(self) -> Config:
         if self.precision.fp8 and self.model.dtype != "bfloat16":
             raise ValueError(f"precision.fp8={self.precision.fp8!r} needs model.dtype=bfloat16, not {self.model.dtype}; set it")
-        if self.optimizer.precision_aware and self.model.dtype != "bfloat16":
-            raise ValueError(f"optimizer.precision_aware=true needs model.dtype=bfloat16, not {self.model.dtype}; set it")
+        if self.optimizer.moments_dtype == "bfloat16" and self.model.dtype != "bfloat16":
+            raise ValueError(f"optimizer.moments_dtype=bfloat16 needs model.dtype=bfloat16, not {self.model.dtype}; set it")
         longest = self.data.max_prompt_length + self.rollout.max_response_length
         if longest > self.batch.tokens_per_micro_batch:
             raise ValueError(
@@ -378,7 +374,7 @@ def validate(raw: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(_one_line(error)) from None
+        raise ConfigError(one_line(Config, error)) from None
 
 
 def dump(config: Config) -> str:
@@ -406,35 +402,6 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 def _as_source(value: Any) -> Any:
     return {"path": str(value)} if isinstance(value, (str, Path)) else value
-
-
-def _one_line(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    key = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key {key!r}; {_nearest(problem['loc'])}"
-    if problem["type"] == "missing":
-        return f"{key} is missing; it has no default"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "value_error":
-        return message
-    return f"{key}={problem['input']!r}: {message[0].lower()}{message[1:]}"
-
-
-def _nearest(location: tuple[int | str, ...]) -> str:
-    section: Any = Config
-    for part in location[:-1]:
-        if isinstance(part, str):
-            section = _section_type(section.model_fields[part].annotation)
-    names = list(section.model_fields)
-    close = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known keys here: {', '.join(names)}"
-
-
-def _section_type(annotation: Any) -> Any:
-    """The Section inside an annotation such as `tuple[RewardFunctionConfig, ...]`."""
-    inner = [a for a in getattr(annotation, "__args__", ()) if isinstance(a, type) and issubclass(a, Section)]
-    return inner[0] if inner else annotation
 
 
 def _divisors(n: int) -> str:

@@ -17,7 +17,7 @@ from grpo_mega.weights.layout import MegatronLayout, check_engine_layout, check_
 from grpo_mega.weights.spec import BLOCK, ModelShape, Row
 
 Version = tuple[int, ...]
-PRECISION_AWARE: Version = (2, 1)  # since when Transformer Engine's Adam keeps the 16 missing bits of a master weight
+PRECISION_AWARE: Version = (2, 1)  # since when Transformer Engine's Adam has moments of other dtypes
 SERVED_CAPABILITY: Version = (8, 9)  # the least with which SGLang computes in FP8 blocks instead of repacking them
 
 
@@ -52,12 +52,12 @@ def check_transformer_engine(precision: PrecisionConfig, found: str | None) -> N
         )
 
 
-def check_precision_aware(optimizer: OptimizerConfig, found: str | None) -> None:
+def check_moments(optimizer: OptimizerConfig, found: str | None) -> None:
     """Raises ConfigError where Transformer Engine, whose Adam it is, is missing or too old."""
-    if optimizer.precision_aware and (found is None or _numbers(found) < PRECISION_AWARE):
+    if optimizer.moments_dtype != "float32" and (found is None or _numbers(found) < PRECISION_AWARE):
         raise ConfigError(
-            f"optimizer.precision_aware=true needs Transformer Engine {'.'.join(map(str, PRECISION_AWARE))} or later, "
-            f"found {found or 'none'}; install it, or set precision_aware=false"
+            f"optimizer.moments_dtype={optimizer.moments_dtype} needs Transformer Engine "
+            f"{'.'.join(map(str, PRECISION_AWARE))} or later, found {found or 'none'}; install it, or use float32"
         )
 
 

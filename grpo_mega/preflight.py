@@ -19,7 +19,7 @@ from grpo_mega.convert.megatron_weights import MegatronWeights
 from grpo_mega.data.load import check_data
 from grpo_mega.data.tokenizer_files import check_tokenizer_files
 from grpo_mega.errors import ConfigError
-from grpo_mega.fp8 import check_blocks, check_precision_aware, check_transformer_engine, rollout_block_problems
+from grpo_mega.fp8 import check_blocks, check_moments, check_transformer_engine, rollout_block_problems
 from grpo_mega.kernels import check_apex, transformer_engine_version
 from grpo_mega.rewards.registry import BUILT_IN, check_name
 from grpo_mega.weights.architecture import check_architecture
@@ -36,7 +36,7 @@ def check(config: Config) -> None:
     check_layout(config.layout, shape)
     check_apex()
     check_transformer_engine(config.precision, transformer_engine_version())
-    check_precision_aware(config.optimizer, transformer_engine_version())
+    check_moments(config.optimizer, transformer_engine_version())
     check_blocks(config.precision, config.layout, shape)
     check_engine(config.rollout, config.layout, shape)
     check_tokenizer_files(config.model.path, shape.vocab)

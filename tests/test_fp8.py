@@ -6,7 +6,7 @@ import pytest
 
 from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig, validate
 from grpo_mega.errors import ConfigError
-from grpo_mega.fp8 import RECIPES, check_blocks, check_card, check_precision_aware, check_transformer_engine
+from grpo_mega.fp8 import RECIPES, check_blocks, check_card, check_moments, check_transformer_engine
 from grpo_mega.weights.spec import ModelShape
 
 LLAMA_70B = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 128256, tied=False)
@@ -102,15 +102,13 @@ def test_settings_that_contradict_each_other_are_one_clear_line(section: dict[st
 
 
 def test_an_optimizer_of_less_memory_needs_transformer_engine_and_bf16() -> None:
-    aware = OptimizerConfig(precision_aware=True, moments_dtype="bfloat16")
-    check_precision_aware(OptimizerConfig(), None)
-    check_precision_aware(aware, "2.11.0")
+    aware = OptimizerConfig(moments_dtype="bfloat16")
+    check_moments(OptimizerConfig(), None)
+    check_moments(aware, "2.11.0")
     for found, text in ((None, "found none"), ("2.0", r"found 2\.0")):
-        with pytest.raises(ConfigError, match=r"optimizer.precision_aware=true needs Transformer Engine 2.1 or later, " + text):
-            check_precision_aware(aware, found)
-    for section, dtype, message in (
-        ({"precision_aware": True}, "float32", "needs model.dtype=bfloat16, not float32"),
-        ({"moments_dtype": "bfloat16"}, "bfloat16", "optimizer.moments_dtype=bfloat16 needs optimizer.precision_aware=true"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            validate(RAW | {"optimizer": section, "model": {"path": "m", "dtype": dtype}})
+        with pytest.raises(
+            ConfigError, match=r"optimizer.moments_dtype=bfloat16 needs Transformer Engine 2.1 or later, " + text
+        ):
+            check_moments(aware, found)
+    with pytest.raises(ConfigError, match=r"needs model\.dtype=bfloat16, not float32"):
+        validate(RAW | {"optimizer": {"moments_dtype": "bfloat16"}, "model": {"path": "m", "dtype": "float32"}})

@@ -62,7 +62,9 @@ def build(
             overlap_param_gather=layout.overlap_param_gather,
             # It tells the optimizer how weights in FP8 are written; bf16 weights it would take for such.
             fp8_recipe=precision.fp8_recipe if precision.fp8_parameters else None,
-            use_precision_aware_optimizer=optimizer.precision_aware,
+            use_precision_aware_optimizer=optimizer.moments_dtype != "float32",
+            # A checkpoint's masters are float32; of remainders beside bf16 weights it would keep the bits as numbers.
+            store_param_remainders=False,
             exp_avg_dtype=DTYPES[optimizer.moments_dtype],
             exp_avg_sq_dtype=DTYPES[optimizer.moments_dtype],
         ),

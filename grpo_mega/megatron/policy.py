@@ -153,8 +153,12 @@ class Policy:
 
     @property
     def state_bytes(self) -> int:
-        """At most what this rank adds to a checkpoint: its weights, and three fp32 numbers for each."""
-        return sum(p.numel() * (p.element_size() + 12) for p in self._parameters.values())
+        """This rank's share of a checkpoint: its weights and three fp32 numbers for each, over the ranks that hold the same."""
+        dp, ep = self._runtime.layout.dp, self._runtime.layout.ep
+        copies = {True: dp, False: dp // ep}  # by Megatron's mark: experts are not reduced over all data-parallel ranks
+        return sum(
+            p.numel() * (p.element_size() + 12) // copies[getattr(p, "allreduce", True)] for p in self._parameters.values()
+        )
 
     @property
     def optimizer_step(self) -> int:
@@ -341,10 +345,10 @@ class Policy:
 
 
 def _main_parameters(optimizer: Any) -> list[Tensor]:
-    """The fp32 masters; with a precision-aware optimizer the bf16 weights, and what these lack."""
+    """The fp32 masters, which a precision-aware optimizer has among its states, beside bf16 weights."""
     groups = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
-    remainders = [state["master_param"] for state in optimizer.optimizer.state.values() if "master_param" in state]
-    return [*groups, *remainders] or [torch.zeros(1)]
+    masters = [state["master_param"] for state in optimizer.optimizer.state.values() if "master_param" in state]
+    return [*groups, *masters] or [torch.zeros(1)]
 
 
 def _parameters_of(models: Sequence[Any], holding: Holding) -> dict[str, Tensor]:

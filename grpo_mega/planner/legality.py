@@ -18,7 +18,7 @@ from grpo_mega.config import Config
 from grpo_mega.data.load import check_data
 from grpo_mega.data.tokenizer_files import check_tokenizer_files
 from grpo_mega.errors import ConfigError, UserError
-from grpo_mega.fp8 import check_blocks, check_card, check_precision_aware, check_served_card, check_transformer_engine
+from grpo_mega.fp8 import check_blocks, check_card, check_moments, check_served_card, check_transformer_engine
 from grpo_mega.kernels import check_apex, transformer_engine_version
 from grpo_mega.planner.hardware import Card
 from grpo_mega.weights.hf_files import WEIGHT_SUFFIXES
@@ -145,7 +145,7 @@ def _installed(config: Config) -> list[str]:
     for check in (
         check_apex,
         lambda: check_transformer_engine(config.precision, transformer_engine_version()),
-        lambda: check_precision_aware(config.optimizer, transformer_engine_version()),
+        lambda: check_moments(config.optimizer, transformer_engine_version()),
     ):
         try:
             check()

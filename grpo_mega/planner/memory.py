@@ -69,7 +69,7 @@ def state_of(setup: Setup, pp_rank: int) -> State:
 def state_figures(setup: Setup, state: State) -> list[Figure]:
     """Weights, gradients and optimizer state of the rank that holds most of its stage."""
     config = setup.config
-    trust: Trust = "unproven" if config.precision.fp8_parameters or config.optimizer.precision_aware else "exact"
+    trust: Trust = "unproven" if config.precision.fp8_parameters or config.optimizer.moments_dtype != "float32" else "exact"
     return [
         figure(
             "weights",

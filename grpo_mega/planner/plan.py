@@ -113,9 +113,4 @@ def sync_traffic(setup: Setup) -> Traffic:
 
 def disk_bytes(plan: Plan) -> tuple[float, float]:
     """(held at once: those kept and the one being written; what a save wants to find free)."""
-    config = plan.setup.config.checkpoint
-    layout = plan.setup.layout
-    # A save asks for what all ranks hold, data-parallel copies included.
-    each = plan.setup.itemsize + 12
-    asked = sum(stage.state.num_parameters for stage in plan.stages) * layout.tp * layout.dp * each
-    return plan.checkpoint.value * (config.keep + 1), asked
+    return plan.checkpoint.value * (plan.setup.config.checkpoint.keep + 1), plan.checkpoint.value

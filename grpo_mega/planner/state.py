@@ -57,13 +57,11 @@ class Storage:
     def of(cls, config: Config, shape: ModelShape) -> Storage:
         optimizer, precision = config.optimizer, config.precision
         is_bf16 = config.model.dtype == "bfloat16"
-        # Of FP8 weights the whole master is kept.
-        is_remainder = optimizer.precision_aware and not precision.fp8_parameters
         fp8_layers = range(precision.first_layers_bf16, shape.num_layers - precision.last_layers_bf16)
         return cls(
             itemsize=2 if is_bf16 else FP32,
             is_overlapped=config.layout.overlap_grad_reduce,
-            master_bytes=(2 if is_remainder else FP32) if is_bf16 else 0,
+            master_bytes=FP32 if is_bf16 else 0,
             moment_bytes=2 * (2 if optimizer.moments_dtype == "bfloat16" else FP32),
             fp8_layers=fp8_layers if precision.fp8_parameters else None,
         )

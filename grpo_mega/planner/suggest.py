@@ -127,8 +127,8 @@ def _single_changes(setup: Setup) -> Iterator[Changes]:
         if pp and setup.world_size % (tp * pp) == 0 and tp <= setup.ranks_per_node:
             dp = setup.world_size // (tp * pp)
             yield {"layout.tp": tp, "layout.pp": pp, "layout.dp": dp, "layout.sequence_parallel": tp > 1}
-    if not config.optimizer.precision_aware and config.model.dtype == "bfloat16":
-        yield {"optimizer.precision_aware": True}
+    if config.optimizer.moments_dtype == "float32" and config.model.dtype == "bfloat16":
+        yield {"optimizer.moments_dtype": "bfloat16"}
 
 
 def _get(raw: Any, key: str) -> Any:

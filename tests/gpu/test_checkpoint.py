@@ -16,8 +16,7 @@ from grpo_mega.megatron.policy import Policy
 
 FORMS: dict[str, dict[str, Any]] = {
     "bf16": {},
-    "precision-aware": {"optimizer": {"lr": 1e-3, "precision_aware": True}},
-    "moments in bf16": {"optimizer": {"lr": 1e-3, "precision_aware": True, "moments_dtype": "bfloat16"}},
+    "moments in bf16": {"optimizer": {"lr": 1e-3, "moments_dtype": "bfloat16"}},
     "weights in fp8": {"precision": {"fp8": "hybrid", "fp8_parameters": True, "fp8_reference": True}},
 }
 

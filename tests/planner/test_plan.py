@@ -135,7 +135,7 @@ def test_an_engine_whose_cache_is_too_small_does_not_fit(make_config: MakeConfig
     [
         (LLAMA_70B, {}),
         (LLAMA_70B, {**BLOCKWISE, "precision.fp8_parameters": True, "precision.fp8_reference": True}),
-        (LLAMA_70B, {"optimizer.precision_aware": True, "optimizer.moments_dtype": "bfloat16", "rollout.sleep": "never"}),
+        (LLAMA_70B, {"optimizer.moments_dtype": "bfloat16", "rollout.sleep": "never"}),
         (QWEN3_30B_A3B, {"layout.ep": 4, "layout.pp": 1, "layout.dp": 16, "rollout.tp": 4}),
         (QWEN2_HALF_B, {"layout.tp": 2, "rollout.engine": "embedded", "rollout.tp": 1, "model.dtype": "float32"}),
     ],
@@ -311,7 +311,7 @@ def test_more_of_a_thing_never_takes_less_memory(make_config: MakeConfig) -> Non
     assert peak(**{"model.recompute": "none"}) > update > peak(**{"model.recompute": "full"})
     assert peak(**{"layout.sequence_parallel": False}) > update
     assert peak(**{"layout.pp": 8, "layout.dp": 2}) < update
-    assert peak(**{"optimizer.precision_aware": True}) < update
+    assert peak(**{"optimizer.moments_dtype": "bfloat16"}) < update
     assert peak(**{"layout.vpp": 4}) > update  # more micro-batches wait
 
 
