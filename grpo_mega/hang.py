@@ -135,7 +135,8 @@ class HangWatch:
                 self._store.get(f"hang/{rank}").decode() if is_there else "no answer: dead, stopped, or stuck outside of Python"
             )
             by_answer.setdefault(answer, []).append(rank)
-        nodes = [self._store.get(f"hang/node/{rank}").decode() for rank in ranks]
+        keys = [f"hang/node/{rank}" for rank in ranks]
+        nodes = [self._store.get(key).decode() if self._store.check([key]) else "" for key in keys]
         alone_first = sorted(by_answer.items(), key=lambda item: len(item[1]))
         self._end(reason, [f"{_ranks(found)}{_on_nodes(found, nodes)}: {answer}" for answer, found in alone_first])
 
@@ -174,8 +175,8 @@ def _ranks(numbers: list[int]) -> str:
 
 
 def _on_nodes(numbers: list[int], nodes: list[str]) -> str:
-    """ " on n1", where the job has more than one node; `nodes` by rank."""
-    return f" on {', '.join(sorted({nodes[n] for n in numbers}))}" if len(set(nodes)) > 1 else ""
+    """ " on n1", where the job has more than one node; `nodes` by rank, "" if not known."""
+    return f" on {', '.join(sorted({nodes[n] or 'unknown' for n in numbers}))}" if len(set(nodes) - {""}) > 1 else ""
 
 
 def _first_line(error: Exception) -> str:

@@ -155,7 +155,8 @@ def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
         zeros, ids = torch.zeros(length), torch.zeros(length, dtype=torch.int64)
         batch = PackedBatch(ids, ids, ids, cuts, zeros, zeros, zeros, zeros, [])
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x):
-            policy._pipeline.forward_backward([batch] * request["num_batches"], _touch)
+            if request["num_batches"]:  # none: it is enough that the model can be built
+                policy._pipeline.forward_backward([batch] * request["num_batches"], _touch)
         for chunk in policy._chunks:
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
                 group.start_param_sync(force_sync=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +56,46 @@ def test_the_plan_refuses_what_training_refuses_and_nothing_else(folder: Path, m
     # As on a machine that has it.
     monkeypatch.setattr("grpo_mega.preflight.transformer_engine_version", lambda: "2.9.0")
     chance = random.Random(0)
-    accepted, reasons = 0, set()
+    accepted: list[dict[str, Any]] = []
+    reasons = set()
     for _ in range(COUNT):
         path = write_random(folder, chance)
         expected, found = refusal_of_training(path), refusals_of_the_plan(path)
         if expected is None:
             assert found == [], path.read_text()
-            accepted += 1
+            accepted.append(start_of(path, chance))
         else:
             assert expected in found, (expected, found, path.read_text())
             reasons.add(expected.partition("=")[0])
-    assert COUNT / 5 < accepted < 4 * COUNT / 5
+    assert COUNT / 5 < len(accepted) < 4 * COUNT / 5
     assert len(reasons) >= 8, reasons
+    start(accepted[::4])  # more than a second each
+
+
+def start_of(path: Path, chance: random.Random) -> dict[str, Any]:
+    """How a rank of this config starts without the others: on Megatron's local layers."""
+    config = configs.load(path)
+    raw = config.model_dump(mode="json") | {"precision": {}}
+    raw["layout"]["dp"] = config.layout.world_size // (config.layout.tp * config.layout.pp)
+    return {
+        "config": raw,
+        "model": json.loads((path.parent / "model/config.json").read_text()),
+        "rank": chance.randrange(config.layout.world_size),
+        "world_size": config.layout.world_size,
+        "num_batches": 0,
+        "num_tokens": 64 * config.layout.tp,
+        "segment": 32,
+    }
+
+
+def start(requests: list[dict[str, Any]]) -> None:
+    """What the plan accepts can be built by real Megatron, rank for rank as the mapping of weights has it."""
+    command = [sys.executable, "-m", "grpo_mega.megatron.rehearse_rank"]
+    lines = "".join(json.dumps(request) + "\n" for request in requests)
+    result = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=600)
+    answers = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert len(answers) == len(requests), (requests[len(answers)], result.stderr[-2000:])
+    assert all(answer["num_parameters"] > 0 for answer in answers)
 
 
 def write_random(folder: Path, chance: random.Random) -> Path:
@@ -78,7 +108,7 @@ def write_random(folder: Path, chance: random.Random) -> Path:
     is_mixture = chance.random() < 0.3
     fields: dict[str, Any] = {
         "model_type": rarely("gpt2", "qwen3_moe" if is_mixture else pick(["llama", "qwen2", "qwen3"])),
-        "hidden_size": 512,
+        "hidden_size": 384,  # which transformers wants to be a multiple of the heads
         "intermediate_size": pick([1024, 768]),
         "num_hidden_layers": pick([8, 6, 3]),
         "num_attention_heads": pick([8, 8, 12]),

@@ -58,19 +58,24 @@ class DeviceBuckets:
     """
 
     def __init__(self, num_bytes: int, device: torch.device, *, has_expandable_segments: bool) -> None:
-        if has_expandable_segments:
-            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        self._device, self._has_expandable_segments = device, has_expandable_segments
         self._pool = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(self._pool):
-            self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
-        if has_expandable_segments:
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        self._buffers = [self._make(num_bytes) for _ in range(NUM_BUFFERS)]
 
     def allocate(self, index: int, num_bytes: int) -> Tensor:
         slot = index % NUM_BUFFERS
         if num_bytes > self._buffers[slot].numel():  # a single row larger than a bucket
-            self._buffers[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=self._buffers[slot].device)
+            self._buffers[slot] = self._make(num_bytes)
         return self._buffers[slot][:num_bytes]
+
+    def _make(self, num_bytes: int) -> Tensor:
+        if self._has_expandable_segments:
+            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        with torch.cuda.use_mem_pool(self._pool):
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        if self._has_expandable_segments:
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        return buffer
 
     def describe(self, index: int) -> dict[str, Any]:
         return {}
