@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# What a job does before its ranks start: looks at the config, the nodes and the model's place. Sourced by job.sh, whose
+# variables and functions it uses; each function returns if all is well, and otherwise ends the job or requeues it.
+
+# The config, the model's and the data's files are looked at once, on one node: what is wrong with them is no reason to requeue.
+# The plan tells how long a step and a save take.
+prepare() {
+    TRAIN=("$CONFIG" --set "run_dir=$RUN_DIR" --set "model.path=$MODEL" --set "data.train=$DATA" "${OVERRIDES[@]}")
+    on_nodes "${NODES[0]}" --output="$STATE/prepare.txt" -- "$PYTHON" slurm/prepare.py \
+        --world-size "$((NUM_NODES * RANKS_PER_NODE))" --ranks-per-node "$RANKS_PER_NODE" \
+        --disk-gbps "${DISK_GBPS:-2}" --gpu "${PLAN_GPU:-h100}" "${TRAIN[@]}"
+    local code=0
+    wait_for "$STEP_PID" || code=$?
+    grep -v '^LEAD_SECONDS=' "$STATE/prepare.txt"
+    if ((code == EXIT_CONFIG)); then
+        say "not requeued: the config has to be mended first"
+        discard_state
+        exit "$EXIT_CONFIG"
+    elif ((code != 0)); then
+        say "node ${NODES[0]} cannot run $PYTHON slurm/prepare.py (code $code)"
+        requeue_or_give_up
+    fi
+    LEAD_SECONDS="${LEAD_SECONDS:-$(sed -n 's/^LEAD_SECONDS=//p' "$STATE/prepare.txt")}"
+}
+
+# A run that has logged nothing leaves no folder behind, so that the same command works once what was wrong is mended.
+discard_state() {
+    [[ -e "$RUN_DIR/run.json" ]] && return
+    rm -rf "$STATE"
+    rmdir "$RUN_DIR/logs" "$RUN_DIR" 2> /dev/null
+}
+
+# Each node by itself, then all of them together; a node that fails is named, and the job is requeued without it.
+check_nodes() {
+    [[ "${CHECK_NODES:-1}" == 1 ]] || return 0
+    local folder="$STATE/checks" all code=0
+    all="$(joined "${NODES[@]}")"
+    rm -rf "$folder"
+    mkdir -p "$folder"
+    on_nodes "$all" --kill-on-bad-exit=0 -- timeout 300 "$PYTHON" tools/check_node.py --expect-gpus "$GPUS_PER_NODE" \
+        --disks "$RUN_DIR:${MIN_FREE_GB:-1},${CHECK_DISKS:-}" --out "$folder"
+    wait_for "$STEP_PID" || code=$?
+    on_nodes "${NODES[0]}" -- "$PYTHON" tools/check_node.py --compare "$folder" "${NODES[@]}" > "$folder/bad"
+    wait_for "$STEP_PID" || code=$?
+    if ((code == 0)) && [[ "${CHECK_ALLREDUCE:-1}" == 1 ]]; then
+        on_nodes "$all" --kill-on-bad-exit=0 -- timeout 600 "$PYTHON" tools/check_allreduce.py --ranks "$RANKS_PER_NODE" \
+            --node-floor "${ALLREDUCE_FLOOR_GBPS:-0}" --network-floor "${NETWORK_FLOOR_GBPS:-0}" --out "$folder/bad"
+        wait_for "$STEP_PID" || code=$?
+    fi
+    ((code == 0)) && return
+    BAD_NODES="$(sort -u "$folder/bad" | paste -sd,)"
+    say "pre-flight failed: ${BAD_NODES:-see above, no single node is to blame}"
+    if [[ -n "$BAD_NODES" ]]; then
+        requeue "without $BAD_NODES"
+    fi
+    requeue_or_give_up
+}
+
+# From a disk of its own every node reads 140 GB in a minute; 64 ranks at once from a shared one take many.
+stage_model() {
+    [[ -n "${NODE_LOCAL:-}" ]] || return 0
+    # The same path in every start: a run is resumed with the model it was begun with.
+    local target code=0
+    target="$NODE_LOCAL/grpo_mega/$(basename "$MODEL")-$(cksum <<< "$MODEL" | cut -d ' ' -f 1)"
+    on_nodes "$(joined "${NODES[@]}")" --kill-on-bad-exit=1 -- bash slurm/stage.sh "$MODEL" "$target"
+    wait_for "$STEP_PID" || code=$?
+    if ((code != 0)); then
+        say "$MODEL could not be copied to $target (code $code); see above"
+        requeue_or_give_up
+    fi
+    TRAIN+=(--set "model.path=$target")
+}

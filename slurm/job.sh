@@ -1,0 +1,384 @@
+#!/usr/bin/env bash
+# The whole of a job on several nodes; sourced by train_70b.sh and train_tiny.sh, which set CONFIG and RANKS_PER_NODE.
+#
+# Trains until RUN_DIR/hf is there, over as many starts of one Slurm job as that takes: before the time limit it asks the run to
+# save and stop, and requeues itself; after a failure it names node and rank, and requeues itself if the last start saved
+# something. Runs on the first node, outside of any container; what runs on the nodes is slurm/node.py. See slurm/README.md.
+
+set -uo pipefail
+
+# shellcheck source=slurm/before.sh
+source "$GRPO_MEGA_ROOT/slurm/before.sh"
+
+EXIT_CONFIG=2              # of grpo-mega: what a person can mend, so another start would end the same way
+MAX_STARTS_WITHOUT_SAVE=2  # in a row, before the job gives up
+SECONDS_TO_SPEAK=10        # from one node's failure to the end of all, in which the others tell of theirs
+SECONDS_TO_ANSWER=10       # for a node that is asked whether it lives
+
+main() {
+    require_arguments "$@"
+    settings "$@"
+    if is_finished; then
+        say "the run in $RUN_DIR is finished: $RUN_DIR/hf"
+        exit 0
+    fi
+    trap on_usr1 USR1
+    trap on_term TERM
+    prepare
+    start_timer
+    say "start $((RESTARTS + 1)): $NUM_NODES nodes ($SLURM_JOB_NODELIST) of $RANKS_PER_NODE ranks, rendezvous at" \
+        "$MASTER_ADDR:$MASTER_PORT, run_dir=$RUN_DIR"
+    check_nodes
+    stage_model
+    train
+    judge
+}
+
+say() {
+    echo "$(date '+%F %T') $SLURM_JOB_NAME $SLURM_JOB_ID: $*"
+}
+
+# --- What the job is asked to do -------------------------------------------------------------------------------------------
+
+require_arguments() {
+    if (($# < 2)) || [[ "$1" == -* || "$2" == -* ]]; then
+        echo "usage: sbatch slurm/${SLURM_JOB_NAME:-train_70b}.sh MODEL DATA [--set key=value ...]" >&2
+        exit "$EXIT_CONFIG"
+    fi
+    if [[ -z "${SLURM_JOB_ID:-}" ]]; then
+        echo "error: this is no Slurm job; start it by sbatch, or train on one machine by grpo-mega train CONFIG" >&2
+        exit "$EXIT_CONFIG"
+    fi
+}
+
+settings() {
+    ROOT="$GRPO_MEGA_ROOT"
+    cd "$ROOT" || exit "$EXIT_CONFIG"
+    MODEL="$1" DATA="$2"
+    shift 2
+    OVERRIDES=("$@")
+    [[ -e "$DATA" ]] && DATA="$(realpath "$DATA")"
+    [[ -e "$MODEL" ]] && MODEL="$(realpath "$MODEL")"
+
+    # The id of a job stays the same when it is requeued, so all its starts find the same folder.
+    RUN_DIR="$(realpath -m "${RUN_DIR:-runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}")"
+    STATE="$RUN_DIR/logs/slurm"
+    RESTARTS="${SLURM_RESTART_COUNT:-0}"
+    if [[ -z "${PYTHON:-}" ]]; then # a container has its own
+        PYTHON=python3
+        [[ -n "${CONTAINER:-}" || ! -x "$ROOT/.venv/bin/python" ]] || PYTHON="$ROOT/.venv/bin/python"
+    fi
+    GPUS_PER_NODE="${GPUS_PER_NODE:-$RANKS_PER_NODE}"
+    NUM_NODES="$SLURM_JOB_NUM_NODES"
+    mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+
+    # A node's name need not resolve on the others; the address that Slurm itself reaches it by does. The port is free on the
+    # first node, where this script runs, and not of those that the kernel gives to clients.
+    MASTER_ADDR="$(field NodeAddr "$(scontrol show node "${NODES[0]}")")"
+    MASTER_PORT="${MASTER_PORT:-$(free_port)}"
+    export MASTER_ADDR MASTER_PORT
+
+    NODE_SILENCE_SECONDS="${NODE_SILENCE_SECONDS:-30}"
+    STOPPING="" IS_TERMINATED="" IS_REQUEUED="" BAD_NODES="" STEP_PID="" STOP_AT=9999999999
+    export STATE RUN_DIR RANKS_PER_NODE NODE_SILENCE_SECONDS
+    export START="$SLURM_JOB_ID.$RESTARTS"
+    mkdir -p "$STATE/beats" "$STATE/failures"
+    rm -f "$STATE"/beats/* "$STATE"/failures/*
+    ((RESTARTS > 0)) || rm -f "$STATE/finished" # a new job may have a finished run go on to more steps
+    library_settings
+}
+
+# What the libraries are told. Whatever is set already stays.
+library_settings() {
+    # Tensor parallelism with sequence parallelism overlaps communication with GEMMs only if kernels start in the order in which
+    # they were launched, which one hardware queue guarantees.
+    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+    # Engine and trainer take turns on a GPU's memory. Buffers that NCCL maps through cuMem, and those of NVLink SHARP, which
+    # need it, stay taken while their owner sleeps: some GB that the other one lacks.
+    export NCCL_CUMEM_ENABLE="${NCCL_CUMEM_ENABLE:-0}"
+    export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
+    export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+    # A peer that is gone must end the others, not leave them waiting.
+    export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
+    # 2^22 * 4 us before InfiniBand gives a packet up: links flap for a second or two when a port is retrained.
+    export NCCL_IB_TIMEOUT="${NCCL_IB_TIMEOUT:-22}"
+    # Ranks of one node share its cores; libraries that start a thread a core each would have them fight.
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+    if [[ -n "${NETWORK_INTERFACE:-}" ]]; then
+        export NCCL_SOCKET_IFNAME="$NETWORK_INTERFACE" GLOO_SOCKET_IFNAME="$NETWORK_INTERFACE"
+    fi
+    if [[ "${DETERMINISTIC:-0}" == 1 ]]; then
+        # The same bits in every run, 10-20% slower: no attention kernel that adds up atomically, one reduction order for NCCL,
+        # and a fixed workspace, on which cuBLAS' choice of kernel depends.
+        export NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 NCCL_ALGO=Ring CUBLAS_WORKSPACE_CONFIG=:4096:8
+    fi
+}
+
+# field NAME TEXT: the value of NAME=value in what scontrol prints.
+field() {
+    grep -oP "(?<![A-Za-z])$1=\K\S+" <<< "$2" | head -n 1
+}
+
+free_port() {
+    local port
+    for port in $(shuf -i 10000-19999 -n 50); do
+        if ! (exec 3<> "/dev/tcp/127.0.0.1/$port") 2> /dev/null; then
+            echo "$port"
+            return
+        fi
+    done
+}
+
+# --- Running something on the nodes ----------------------------------------------------------------------------------------
+
+# on_nodes NODES SRUN_ARGUMENT ... -- COMMAND ...: one task on each, in the container if CONTAINER names one: a .sqsh file, or
+# docker:// and enroot's other names, for pyxis; a .sif file for apptainer. In the background, its process id in STEP_PID.
+on_nodes() {
+    local nodes="$1" step=() wrap=()
+    shift
+    while [[ "$1" != -- ]]; do
+        step+=("$1")
+        shift
+    done
+    shift
+    local mounts="$ROOT:$ROOT,$RUN_DIR:$RUN_DIR${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
+    [[ -e "$MODEL" ]] && mounts+=",$MODEL:$MODEL"
+    [[ -e "$DATA" ]] && mounts+=",$DATA:$DATA"
+    [[ -n "${NODE_LOCAL:-}" ]] && mounts+=",$NODE_LOCAL:$NODE_LOCAL"
+    case "${CONTAINER:-}" in
+        "") ;;
+        *.sif) wrap=(apptainer exec --nv --bind "$mounts" --pwd "$ROOT" "$CONTAINER") ;;
+        *) step+=(--container-image="$CONTAINER" --container-mounts="$mounts" --container-workdir="$ROOT") ;;
+    esac
+    # srun does not inherit --cpus-per-task, and would bind every rank of a node to one core.
+    [[ -n "${SLURM_CPUS_PER_TASK:-}" ]] && step+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
+    local count
+    count="$(tr ',' '\n' <<< "$nodes" | wc -l)"
+    srun --nodelist="$nodes" --nodes="$count" --ntasks="$count" --ntasks-per-node=1 "${step[@]}" "${wrap[@]}" "$@" &
+    STEP_PID=$!
+}
+
+# wait_for PID: its exit code. A signal interrupts `wait`, so that its trap runs at once; the process is then waited for again.
+wait_for() {
+    local code
+    while true; do
+        wait "$1"
+        code=$?
+        kill -0 "$1" 2> /dev/null || return "$code"
+    done
+}
+
+joined() {
+    local IFS=,
+    echo "$*"
+}
+
+# --- Training --------------------------------------------------------------------------------------------------------------
+
+train() {
+    local resume=()
+    [[ -f "$RUN_DIR/run.json" ]] && resume=(--resume)
+    rm -f "$RUN_DIR/stop" # from a start that did not live to see it
+    CHECKPOINT_BEFORE="$(latest_checkpoint)"
+    declare -gA LAST_BEAT=() HEARD_AT=()
+    : > "$STATE/training"
+    beat
+    on_nodes "$(joined "${NODES[@]}")" --kill-on-bad-exit=1 -- "$PYTHON" slurm/node.py train "${TRAIN[@]}" "${resume[@]}"
+    local failed_at=""
+    LOST_NODES="" IS_ASKED=""
+    while kill -0 "$STEP_PID" 2> /dev/null; do
+        beat
+        ask_to_stop
+        if [[ -z "$failed_at" ]] && compgen -G "$STATE/failures/*" > /dev/null; then
+            failed_at=$SECONDS
+        fi
+        find_lost_nodes "$NODE_SILENCE_SECONDS"
+        # srun itself waits for a node that is gone until Slurm gives it up, which takes minutes.
+        if [[ -n "$LOST_NODES" ]] || { [[ -n "$failed_at" ]] && ((SECONDS - failed_at > SECONDS_TO_SPEAK)); }; then
+            kill_srun
+        fi
+        [[ -e "$RUN_DIR/stop" ]] && IS_ASKED=1
+        sleep 1 &
+        wait $!
+    done
+    STEP_CODE=0
+    wait_for "$STEP_PID" || STEP_CODE=$?
+}
+
+# With the child that it leaves behind to cancel its step should it die: that goes by the step's number, keeps trying while a node
+# does not answer, and so ends the step of the same number of the next start.
+kill_srun() {
+    pkill -KILL --parent "$STEP_PID"
+    kill -KILL "$STEP_PID" 2> /dev/null
+}
+
+latest_checkpoint() {
+    cat "$RUN_DIR/checkpoints/latest" 2> /dev/null
+}
+
+# Tells the nodes that this start of the job lives; they end their ranks when it does not.
+beat() {
+    mkdir -p "$STATE/beats" "$STATE/failures"
+    echo "$START $SECONDS" > "$STATE/.job_beat" && mv "$STATE/.job_beat" "$STATE/job_beat"
+}
+
+# Into LOST_NODES: nodes that have been silent for so many seconds and do not answer. A node's beat is a file; so that a slow
+# file system is not taken for a dead node, the node is asked too.
+find_lost_nodes() {
+    local node found
+    for node in "${NODES[@]}"; do
+        [[ ",$LOST_NODES," != *",$node,"* ]] || continue
+        found="$(cat "$STATE/beats/$node" 2> /dev/null)"
+        if [[ "${LAST_BEAT[$node]:-}" != "$found" ]]; then
+            LAST_BEAT[$node]="$found"
+            HEARD_AT[$node]=$SECONDS
+        elif [[ -n "$found" ]] && ((SECONDS - HEARD_AT[$node] > $1)) && ! answers "$node"; then
+            LOST_NODES+="${LOST_NODES:+,}$node"
+        fi
+    done
+}
+
+answers() {
+    timeout "$SECONDS_TO_ANSWER" srun --overlap --nodelist="$1" --nodes=1 --ntasks=1 --immediate="$SECONDS_TO_ANSWER" true \
+        > /dev/null 2>&1
+}
+
+# --- Signals ---------------------------------------------------------------------------------------------------------------
+
+# The run is to stop LEAD_SECONDS before the job's time is over: enough for the step under way, a save and its check.
+start_timer() {
+    local end left
+    end="$(field EndTime "$(scontrol show job "$SLURM_JOB_ID")")"
+    end="$(date -d "$end" +%s 2> /dev/null)" || return 0 # "Unknown": no time limit
+    left=$((end - EPOCHSECONDS - LEAD_SECONDS))
+    if ((left <= 0)); then
+        left=$(((left + LEAD_SECONDS) / 2))
+        say "warning: the time limit leaves less than the $LEAD_SECONDS s that a step and a save may take; raise --time"
+    fi
+    STOP_AT=$((EPOCHSECONDS + left))
+    say "will stop in $left s, $LEAD_SECONDS s before the time limit"
+}
+
+on_usr1() {
+    [[ -z "$STOPPING" ]] || return 0
+    say "asked to stop: the run will save after this step, and the job requeue itself"
+    STOPPING=1
+}
+
+# Preemption's grace period, scancel, or what follows on our own `scontrol requeue`.
+on_term() {
+    if [[ -n "$IS_REQUEUED" ]]; then
+        exclude_bad_nodes
+        exit 0
+    fi
+    [[ -n "$STOPPING" ]] || say "told to end: the run will save after this step, if Slurm leaves it the time"
+    STOPPING="${STOPPING:-1}" IS_TERMINATED=1
+}
+
+# Ranks look for the file after every step. Before there is a run, there is nothing to stop.
+ask_to_stop() {
+    ((EPOCHSECONDS < STOP_AT)) || on_usr1
+    if [[ -n "$STOPPING" && "$STOPPING" != told && -f "$RUN_DIR/run.json" ]]; then
+        touch "$RUN_DIR/stop"
+        STOPPING=told
+    fi
+}
+
+# --- The end of a start ----------------------------------------------------------------------------------------------------
+
+is_finished() {
+    [[ -f "$STATE/finished" ]]
+}
+
+judge() {
+    if ((STEP_CODE == 0)) && [[ -z "$LOST_NODES" ]]; then
+        if [[ "$RUN_DIR/hf" -nt "$STATE/training" ]]; then
+            touch "$STATE/finished"
+            say "finished: $RUN_DIR/hf"
+            exit 0
+        fi
+        if [[ -z "$STOPPING" && -n "$IS_ASKED" ]]; then
+            say "stopped as asked by a file; sbatch again with RUN_DIR=$RUN_DIR to go on"
+            exit 0
+        fi
+        rm -f "$STATE/starts_without_save"
+        requeue "stopped at $(latest_checkpoint)"
+    fi
+    report_failure
+    if [[ -z "$LOST_NODES" && "$FIRST_CODE" == "$EXIT_CONFIG" ]]; then
+        say "not requeued: what the line above says has to be mended first"
+        discard_state
+        exit "$EXIT_CONFIG"
+    fi
+    requeue_or_give_up
+}
+
+# What failed first, by node and rank. FIRST_CODE: the exit code of that rank.
+report_failure() {
+    local node first others
+    find_lost_nodes 5
+    for node in ${LOST_NODES//,/ }; do
+        say "node $node ($(ranks_of "$node")) does not answer"
+    done
+    first="$(cat "$STATE"/failures/* 2> /dev/null | sort -n | head -n 1)"
+    FIRST_CODE="$(cut -f 2 <<< "$first")"
+    [[ -z "$first" ]] || say "first failure: $(cut -f 3- <<< "$first")"
+    others="$(cat "$STATE"/failures/* 2> /dev/null | sort -n | tail -n +2 | cut -f 3- | cut -d ' ' -f 2-4 | tr -d ';' | paste -sd ,)"
+    [[ -z "$others" ]] || say "after it: ${others//,/, }"
+    [[ -n "$first$LOST_NODES" ]] || say "srun ended with code $STEP_CODE"
+}
+
+ranks_of() {
+    local number
+    for number in "${!NODES[@]}"; do
+        [[ "${NODES[$number]}" == "$1" ]] || continue
+        echo "ranks $((number * RANKS_PER_NODE))-$(((number + 1) * RANKS_PER_NODE - 1))"
+    done
+}
+
+# After a failure: another start is worth while if this one saved something, or is the first that did not.
+requeue_or_give_up() {
+    local count=0 now
+    now="$(latest_checkpoint)"
+    if [[ -z "$now" || "$now" == "${CHECKPOINT_BEFORE-$now}" ]]; then
+        count=$(($(cat "$STATE/starts_without_save" 2> /dev/null || echo 0) + 1))
+    fi
+    mkdir -p "$STATE"
+    echo "$count" > "$STATE/starts_without_save"
+    if ((count >= MAX_STARTS_WITHOUT_SAVE)); then
+        say "given up after $count starts in a row that saved nothing; sbatch again with RUN_DIR=$RUN_DIR once it is mended"
+        exit 1
+    fi
+    requeue "the last checkpoint is ${now:-none}"
+}
+
+# Ends the script. Slurm ends this start of the job and sends TERM; the next one has the same id and arguments.
+requeue() {
+    if [[ -n "$IS_TERMINATED" && "$(field JobState "$(scontrol show job "$SLURM_JOB_ID")")" != RUNNING ]]; then
+        say "left to Slurm, which has cancelled the job or requeues it"
+        exit 0
+    fi
+    say "requeued: $*"
+    IS_REQUEUED=1
+    if ! scontrol requeue "$SLURM_JOB_ID"; then
+        say "error: cannot be requeued; sbatch again with RUN_DIR=$RUN_DIR"
+        exit 1
+    fi
+    while true; do
+        sleep 1 &
+        wait $!
+    done
+}
+
+# The nodes of a job that runs cannot be changed, and those of a pending one may be given to it at once. In between, while the
+# requeued start is still being ended, both is settled: what is excluded now holds for the next start.
+exclude_bad_nodes() {
+    [[ -n "$BAD_NODES" ]] || return 0
+    local excluded
+    excluded="$(field ExcNodeList "$(scontrol show job "$SLURM_JOB_ID")")"
+    [[ "$excluded" == "(null)" ]] && excluded=""
+    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${excluded:+$excluded,}$BAD_NODES"
+    excluded="$(field ExcNodeList "$(scontrol show job "$SLURM_JOB_ID")")"
+    say "nodes excluded from now on: $excluded"
+}

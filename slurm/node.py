@@ -1,0 +1,127 @@
+"""One node's part of a job, as srun starts it: `node.py ARGUMENTS` runs `grpo-mega ARGUMENTS` by torchrun as this node's ranks.
+
+Writes a beat to STATE/beats/NODE for the job's script, which takes a node without one for lost. Invariant: no rank outlives the
+job's script, the daemon that carries this node's part of the job, or a rank of this node that failed (but by some seconds, in
+which it may say why it fails too).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+SECONDS_BETWEEN_BEATS = 1.0
+SECONDS_AFTER_FAILURE = 5.0
+SILENCES = 3  # of the job's script, in units of what the script allows a node
+
+
+class Node:
+    def __init__(self) -> None:
+        environ = os.environ
+        self.name = environ["SLURMD_NODENAME"]
+        self.state, self.start = Path(environ["STATE"]), environ["START"]
+        self.allowed_s = SILENCES * float(environ["NODE_SILENCE_SECONDS"])
+        self.parent = os.getppid()
+        self.is_ending = False  # because of the others, not of itself
+
+    def run(self, arguments: list[str]) -> int:
+        """torchrun's exit code."""
+        # Sent to all steps of a job by scancel and by Slurm itself. torchrun dies of the first at once, and kills its ranks on
+        # the second; ignored here, it never sees them. The second one ranks get too, and they stop after their step.
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        threading.Thread(target=self.watch, daemon=True).start()
+        code = subprocess.run([sys.executable, "-m", "torch.distributed.run", *torchrun_arguments(), *arguments]).returncode
+        if code and not self.is_ending and not self.failures():
+            write(self.state / "failures" / f"{self.name}-", code, f"node {self.name}: its torchrun exited with code {code}")
+        return code
+
+    def watch(self) -> None:
+        heard, heard_at, failed_at = "", time.monotonic(), 0.0
+        while True:
+            now = time.monotonic()
+            write(self.state / "beats" / self.name, "alive")
+            beat = self.job_beat()
+            if beat != heard:
+                heard, heard_at = beat, now
+            if os.getppid() != self.parent:
+                self.end("Slurm's daemon for this part of the job is gone")
+            if beat and beat.split()[0] != self.start:
+                self.end("the job has been started anew")
+            if now - heard_at > self.allowed_s:
+                self.end(f"no sign of life from the job's script for {self.allowed_s:.0f} s")
+            if self.failures():
+                failed_at = failed_at or now
+                if now - failed_at > SECONDS_AFTER_FAILURE:
+                    self.end("one of its ranks has failed")
+            time.sleep(SECONDS_BETWEEN_BEATS)
+
+    def failures(self) -> list[Path]:
+        return list((self.state / "failures").glob(f"{self.name}-*"))
+
+    def job_beat(self) -> str:
+        try:
+            return (self.state / "job_beat").read_text()
+        except OSError:
+            return ""
+
+    def end(self, reason: str) -> None:
+        """Kills every process below this one, then this one."""
+        self.is_ending = True
+        with contextlib.suppress(OSError):  # who would print it may be gone
+            print(f"node {self.name}: {reason}; its ranks are killed", file=sys.stderr, flush=True)
+        while pids := descendants(os.getpid()):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+        os._exit(1)
+
+
+def torchrun_arguments() -> list[str]:
+    environ = os.environ
+    return [
+        f"--nnodes={environ['SLURM_NNODES']}",
+        # Node N has ranks N * RANKS_PER_NODE and up: who is where does not depend on who comes first.
+        f"--node-rank={environ['SLURM_NODEID']}",
+        f"--nproc-per-node={environ['RANKS_PER_NODE']}",
+        f"--master-addr={environ['MASTER_ADDR']}",
+        f"--master-port={environ['MASTER_PORT']}",
+        "--max-restarts=0",
+        "--signals-to-handle=SIGINT",
+        str(Path(__file__).with_name("rank.py")),
+    ]
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid` that still run."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(stat.parent.name))
+    found, pending = [], [pid]
+    while pending:
+        below = children.get(pending.pop(), [])
+        found += below
+        pending += below
+    return found
+
+
+def write(path: Path, *fields: object) -> None:
+    """A line: the time, then the fields. As a whole, also for who reads it meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # it may be gone with a run that never began
+    fresh = path.parent.parent / f".{path.parent.name}-{path.name}"
+    fresh.write_text("\t".join(map(str, (f"{time.time():.3f}", *fields))) + "\n")
+    os.replace(fresh, path)
+
+
+if __name__ == "__main__":
+    sys.exit(Node().run(sys.argv[1:]))

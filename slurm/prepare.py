@@ -1,0 +1,79 @@
+"""What a job asks before its ranks start: is the config sound, and how long before the time limit must it stop?
+
+Prints what the plan says, and a line LEAD_SECONDS=N: as long as a step, a save and its check may take. Exit code 2, with one
+line on stderr, for what a person has to mend; nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from grpo_mega import config as configs
+from grpo_mega import preflight
+from grpo_mega.config import Config
+from grpo_mega.errors import ConfigError, UserError
+from grpo_mega.planner.command import Request
+from grpo_mega.planner.command import prepare as plan_setup
+from grpo_mega.planner.plan import Plan, make_plan
+
+LEAST_LEAD_S = 600
+STEP_FACTOR = 3.0  # how far a step may be from its estimate, or from the mean when responses grow
+MARGIN_S = 180  # for a sync, the writers' last files, and Slurm itself
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--ranks-per-node", type=int, required=True)
+    parser.add_argument("--disk-gbps", type=float, required=True, help="GB/s that all nodes together write to the run's folder")
+    parser.add_argument("--gpu", default="h100")
+    options = parser.parse_args()
+    try:
+        config = configs.load(options.config, options.set)
+        preflight.check(config)
+        for problem in world_problems(config, options.world_size, options.ranks_per_node):
+            raise ConfigError(problem)
+        request = Request(
+            options.config, options.set, options.gpu, world_size=options.world_size, gpus_per_node=options.ranks_per_node
+        )
+        setup, findings = plan_setup(request)
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    if setup is None or findings.violations:
+        print(f"no plan: {'; '.join(findings.violations)}")
+        print(f"LEAD_SECONDS={LEAST_LEAD_S}")
+        return 0
+    plan = make_plan(setup)
+    if config.device != "cpu":
+        for line in describe(plan):
+            print(line)
+    print(f"LEAD_SECONDS={lead_seconds(plan.timing.step.value, plan.checkpoint.value / 1e9, options.disk_gbps)}")
+    return 0
+
+
+def world_problems(config: Config, world_size: int, ranks_per_node: int) -> Iterator[str]:
+    yield from preflight.world_size_problems(config.layout, world_size)
+    if config.rollout.engine != "embedded":
+        yield from preflight.engine_rank_problems(config.rollout.tp, world_size, ranks_per_node)
+
+
+def describe(plan: Plan) -> Iterator[str]:
+    yield f"plan: {plan.peak_gib:.1f} of {plan.capacity_gib:.1f} GiB at the peak"
+    yield f"plan: a step takes about {plan.timing.step.value:.0f} s, a checkpoint {plan.checkpoint.value / 1e9:.0f} GB"
+    for shortfall in plan.shortfalls:
+        yield f"warning: by the plan it does not fit: {shortfall}"
+
+
+def lead_seconds(step_s: float, checkpoint_gb: float, disk_gbps: float) -> int:
+    """A step may just have begun; what is saved is written and read back."""
+    return max(LEAST_LEAD_S, round(STEP_FACTOR * step_s + 2 * checkpoint_gb / disk_gbps + MARGIN_S))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

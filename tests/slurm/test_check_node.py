@@ -1,0 +1,118 @@
+"""tools/check_node.py on what nvidia-smi prints, and on this machine; tools/check_allreduce.py on three nodes of one rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import check_node
+import pytest
+
+from grpo_mega.launch import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+GPUS = """0, NVIDIA H100 80GB HBM3, 550.54.15, 0, Not Active, Not Active, Not Active, 1980, 4
+1, NVIDIA H100 80GB HBM3, 550.54.15, 0, Not Active, Not Active, Not Active, 1980, 4
+"""
+ROWS = """GPU-5e1c9a2e-0a44-6c1b-9d4a-0c6f3f6d1a10, 0, 0
+GPU-7b7cf0c1-8a0e-9b0a-2a0f-4f6f8f1e2b21, 0, 0
+"""
+LINKS = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5e1c9a2e-0a44-6c1b-9d4a-0c6f3f6d1a10)
+\t Link 0: 26.562 GB/s
+\t Link 1: 26.562 GB/s
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-7b7cf0c1-8a0e-9b0a-2a0f-4f6f8f1e2b21)
+\t Link 0: 26.562 GB/s
+\t Link 1: 26.562 GB/s
+"""
+
+
+def gpu_problems(text: str, num_expected: int = 2) -> list[str]:
+    return check_node.gpu_problems(check_node.parse_csv(text, check_node.FIELDS), num_expected)
+
+
+def test_sound_gpus_have_no_problems() -> None:
+    assert gpu_problems(GPUS) == []
+    assert check_node.row_problems(check_node.parse_csv(ROWS, check_node.ROW_FIELDS)) == []
+    assert check_node.link_problems(check_node.parse_links(LINKS), 2) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "problem"),
+    [
+        ("550.54.15, 0,", "550.54.15, 3,", "GPU 0 has 3 uncorrected memory errors"),
+        (
+            "Not Active, Not Active, Not Active, 1980, 4",
+            "Active, Active, Not Active, 1980, 4",
+            "GPU 0 is slowed down (hw_slowdown,",
+        ),
+        ("1980, 4", "1755, 4", "GPU 0 runs at up to 1755 MHz, others at 1980"),
+        ("1980, 4", "1980, 70123", "70123 MiB of GPU 0 are in use by someone else"),
+        ("H100 80GB HBM3", "H100 PCIe", "its GPUs differ: NVIDIA H100 80GB HBM3, NVIDIA H100 PCIe"),
+    ],
+)
+def test_what_is_wrong_with_a_gpu_is_told(before: str, after: str, problem: str) -> None:
+    [found] = gpu_problems(GPUS.replace(before, after, 1))
+    assert found.startswith(problem)
+
+
+def test_missing_gpus_and_fields_without_a_value_are_known() -> None:
+    assert gpu_problems(GPUS, 8) == ["2 GPUs instead of 8"]
+    assert gpu_problems(GPUS.replace(" 0, Not", " [N/A], Not")) == []
+
+
+def test_rows_and_links_that_are_broken_are_told() -> None:
+    rows = check_node.parse_csv(
+        ROWS.replace("1a10, 0, 0", "1a10, 1, 0").replace("2b21, 0, 0", "2b21, 0, 1"), check_node.ROW_FIELDS
+    )
+    pending, failed = check_node.row_problems(rows)
+    assert pending.endswith("1a10 has memory rows that wait for a reset to be remapped")
+    assert failed.endswith("2b21 has memory rows that could not be remapped")
+    down = LINKS.replace("Link 1: 26.562 GB/s", "Link 1: <inactive>", 1)
+    assert check_node.link_problems(check_node.parse_links(down), 2) == ["GPU 0: NVLink 1 down"]
+    fewer = check_node.parse_links(LINKS.removesuffix("\t Link 1: 26.562 GB/s\n"))
+    assert check_node.link_problems(fewer, 2) == ["GPU 1 has 1 NVLinks, others 2"]
+
+
+def test_nodes_that_failed_are_silent_or_differ_are_named(tmp_path: Path) -> None:
+    good, other = '{"torch": "2.13.0"}', '{"torch": "2.12.0"}'
+    for node, fingerprint, problems in (("n0", good, ""), ("n1", other, ""), ("n2", good, ""), ("n3", good, '"GPU 0 is gone"')):
+        (tmp_path / f"{node}.json").write_text(f'{{"problems": [{problems}], "fingerprint": {fingerprint}}}')
+    command = [sys.executable, str(ROOT / "tools" / "check_node.py"), "--compare", str(tmp_path)]
+    result = subprocess.run([*command, "n0", "n1", "n2", "n3", "n4"], capture_output=True, text=True)
+    assert result.returncode == 1 and sorted(result.stdout.split()) == ["n1", "n3", "n4"]
+    assert "node n1: torch 2.12.0 (others: 2.13.0)" in result.stderr
+    assert "node n3: GPU 0 is gone" in result.stderr and "node n4: the check did not end" in result.stderr
+    result = subprocess.run([*command, "n0", "n2"], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "")
+
+
+def test_this_machine_is_named_with_what_it_lacks(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "check_node.py"), "--disks", f"{tmp_path}:0.001 {tmp_path}/%n:1"]
+    result = subprocess.run(command, env=os.environ | {"SLURMD_NODENAME": "n7"}, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (1, f"node n7: {tmp_path}/n7: No such file or directory\n")
+    assert subprocess.run([*command[:-1], f"{tmp_path}:0.001"], capture_output=True).returncode == 0
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("floor", "slow"), [(0.0, []), (1e6, ["n0", "n1", "n2"])])
+def test_slow_nodes_are_found_by_their_neighbours(floor: float, slow: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "check_allreduce.py"), "--ranks", "1", "--network-floor", str(floor)]
+    command += ["--out", str(tmp_path / "slow")]
+    shared = {"SLURM_NNODES": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    nodes = [
+        subprocess.Popen(command, env=os.environ | shared | {"SLURM_NODEID": str(i), "SLURMD_NODENAME": f"n{i}"})
+        for i in range(3)
+    ]
+    codes = [node.wait(timeout=300) for node in nodes]
+    assert set(codes) == {int(bool(slow))}
+    found = (tmp_path / "slow").read_text().split() if (tmp_path / "slow").exists() else []
+    assert found == slow
+
+
+def test_only_the_node_that_both_neighbours_are_slow_with_is_slow() -> None:
+    code = "from check_allreduce import slow_nodes; print(sorted(slow_nodes([9, 9, 1, 9], [5, 5, 1, 1], 2, 2)))"
+    command = [sys.executable, "-c", code]
+    printed = subprocess.run(command, cwd=ROOT / "tools", capture_output=True, text=True, check=True).stdout
+    assert printed == "[2, 3]\n"  # 2 within itself; pairs 2-3 and 3-0 are slow

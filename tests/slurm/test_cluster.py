@@ -1,0 +1,201 @@
+"""slurm/train_tiny.sh on a real Slurm cluster of this machine: TP2.PP2 over two nodes of two ranks.
+
+Starts of the ranks take most of the time, so one job lives through everything that can befall it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import bench_kills
+import pytest
+from cluster import ROOT, Cluster, missing_programs, wait_for
+
+pytestmark = pytest.mark.distributed
+
+SECONDS = 600.0  # for whatever is waited for
+SECONDS_TO_NAME = 60.0  # from a failure to the line that names node and rank
+STEPS = 24
+SETTINGS = ["--set", f"steps={STEPS}", "--set", "log.samples_per_step=1000", "--set", "eval.interval=10"]
+SGLANG_STEPS = 3
+
+
+class Job:
+    """A job under way, seen from outside."""
+
+    def __init__(
+        self, cluster: Cluster, run_dir: Path, model: Path, *settings: str, options: tuple[str, ...] = (), **more: str
+    ) -> None:
+        self.cluster, self.run_dir = cluster, run_dir
+        self.output = run_dir.with_name(f"{run_dir.name}.out")
+        exports = ["ALL", f"RUN_DIR={run_dir}", f"PYTHON={sys.executable}", *(f"{k}={v}" for k, v in more.items())]
+        script = ["slurm/train_tiny.sh", str(model), "tests/slurm/prompts.jsonl", *settings]
+        given = ["--parsable", f"--output={self.output}", f"--export={','.join(exports)}", *options]
+        self.id = cluster.run("sbatch", *given, *script).strip()
+
+    def log(self) -> str:
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+    def rows(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    def num_steps(self) -> int:
+        return max([row["step"] for row in self.rows() if "seconds/step" in row], default=0)
+
+    def wait_for(self, condition: Callable[[], object], seconds: float = SECONDS) -> None:
+        wait_for(condition, seconds, self._state)
+
+    def wait_for_text(self, text: str, seconds: float = SECONDS, times: int = 1) -> None:
+        self.wait_for(lambda: self.log().count(text) >= times, seconds)
+
+    def wait_for_steps(self, more: int) -> None:
+        wanted = self.num_steps() + more
+        self.wait_for(lambda: self.num_steps() >= wanted)
+
+    def wait_for_start(self, number: int, *changes: str) -> None:
+        """Slurm leaves two minutes between a requeue and the next start, of which a test needs three seconds.
+
+        Sooner, a node would take the new start's credential for the old one's, and refuse it.
+        """
+        self.wait_for(lambda: self.cluster.state_of(self.id).get("JobState") == "PENDING")
+        self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now+3", *changes)
+        self.wait_for_text(f"start {number}: ")
+
+    def end(self) -> str:
+        """How the job ended, once it has."""
+        self.wait_for(lambda: self.cluster.state_of(self.id).get("JobState") in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"))
+        return self.cluster.state_of(self.id)["JobState"]
+
+    def rank_process(self, rank: int) -> int:
+        found = self.cluster.processes(lambda line, environ: "grpo_mega.cli train" in line and environ.get("RANK") == str(rank))
+        return min(found)
+
+    def _state(self) -> str:
+        return f"{self.cluster.state_of(self.id)}\n{self.cluster.run('sinfo', '-N')}\n{self.log()}"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if missing := missing_programs():
+        pytest.skip(f"needs {', '.join(missing)}: tests/run.sh --with-system-packages installs them on Debian")
+    with Cluster(tmp_path_factory.mktemp("slurm")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "tiny_random_model.py"), str(folder)], check=True, capture_output=True
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """The run that nothing befalls, by grpo-mega's own launcher."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    settings = ["--set", f"model.path={model}", "--set", f"data.train={ROOT}/tests/slurm/prompts.jsonl", *SETTINGS]
+    bench_kills.finish(bench_kills.start(ROOT / "slurm" / "tiny.yaml", run_dir, settings), run_dir)
+    return run_dir
+
+
+def test_a_job_that_everything_befalls_ends_as_if_nothing_had(
+    cluster: Cluster, model: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    disks = tmp_path / "disks"
+    for node in ("n0", "n2"):  # n1 has lost its disk
+        (disks / node).mkdir(parents=True)
+    job = Job(
+        cluster,
+        tmp_path / "run",
+        model,
+        *SETTINGS,
+        CHECK_DISKS=f"{disks}/%n:0.001",
+        CHECK_ALLREDUCE="0",
+        NODE_SILENCE_SECONDS="10",
+    )
+
+    job.wait_for_text(f"node n1: {disks}/n1: No such file or directory")
+    job.wait_for_text("nodes excluded from now on: n1")
+    job.wait_for_start(2)
+    assert "2 nodes (n[0,2]) of 2 ranks" in job.log()
+
+    job.wait_for_steps(2)
+    cluster.run("scancel", "--signal=USR1", job.id)  # to all steps: torchrun would die of it
+    cluster.run("scancel", "--batch", "--signal=USR1", job.id)
+    job.wait_for_text("requeued: stopped at step-")
+    assert job.log().count(" as asked; go on with the same command and --resume") == 1
+    job.wait_for_start(3)
+
+    job.wait_for_steps(2)
+    os.kill(job.rank_process(3), 9)
+    job.wait_for_text("first failure: node n2: rank 3 was killed by SIGKILL; ", SECONDS_TO_NAME)
+    job.wait_for_text("requeued: the last checkpoint is step-", SECONDS_TO_NAME)
+    job.wait_for_start(4)
+
+    job.wait_for_steps(2)
+    cluster.lose_node("n2")
+    job.wait_for_text("node n2 (ranks 2-3) does not answer", SECONDS_TO_NAME)
+    job.wait_for_text("requeued: the last checkpoint is step-", SECONDS_TO_NAME, times=2)
+    # It stays lost, and n1 has been mended. (Come back at once, it would be told to end the lost step, whose number the next
+    # start's has too.)
+    cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
+    (disks / "n1").mkdir()
+    job.wait_for_start(5, "ExcNodeList=")
+    assert "start 5: 2 nodes (n[0-1]) of 2 ranks" in job.log()
+
+    assert job.end() == "COMPLETED"
+    assert f"finished: {job.run_dir}/hf" in job.log()
+    assert bench_kills.read_end(job.run_dir) == bench_kills.read_end(whole_run)
+    assert {path.name for path in (job.run_dir / "logs").glob("rank_*.log")} == {"rank_1.log", "rank_2.log", "rank_3.log"}
+
+
+@pytest.mark.sglang
+def test_a_server_on_each_node_goes_on_with_the_same_prompts_after_the_time_is_over(
+    cluster: Cluster, model: Path, whole_run: Path, tmp_path: Path
+) -> None:
+    settings = ["--set", "rollout.engine=sglang", "--set", "rollout.tp=2", "--set", f"steps={SGLANG_STEPS}"]
+    settings += ["--set", "log.samples_per_step=1000", "--set", "data.heldout_size=2"]
+    # Its time is over a few seconds after its start, so that it stops after its first step.
+    job = Job(cluster, tmp_path / "run", model, *settings, options=("--time=10",), LEAD_SECONDS="590", CHECK_NODES="0")
+    job.wait_for_text("requeued: stopped at step-000001")
+    cluster.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")
+    job.wait_for_start(2)
+    assert job.end() == "COMPLETED"
+    assert len(list(job.run_dir.glob("engines/*/server.log"))) == 2
+    assert _counts(job.run_dir) == [counts for counts in _counts(whole_run) if counts["step"] <= SGLANG_STEPS]
+    assert _optimizer_step(job.run_dir) == 2 * SGLANG_STEPS
+
+
+def test_a_config_that_is_wrong_is_told_once_and_leaves_nothing(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    job = Job(cluster, tmp_path / "run", model, "--set", "layout.tp=4", CHECK_NODES="0")
+    assert job.end() == "FAILED"
+    assert "error: WORLD_SIZE=4 contradicts layout.tp=4, pp=2, dp=1; " in job.log()
+    assert job.log().count("not requeued: the config has to be mended first") == 1
+    assert not job.run_dir.exists()
+
+
+def _counts(run_dir: Path) -> list[dict[str, Any]]:
+    """By step: the prompts, of which policy, and how many samples of each."""
+    rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    steps = sorted({row["step"] for row in rows})
+    return [
+        {
+            "step": step,
+            "samples": sorted((row["prompt_id"], row["index"], row["policy_version"]) for row in rows if row["step"] == step),
+        }
+        for step in steps
+    ]
+
+
+def _optimizer_step(run_dir: Path) -> int:
+    checkpoint = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
+    return json.loads((checkpoint / "checkpoint.json").read_text())["optimizer_step"]

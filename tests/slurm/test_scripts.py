@@ -1,0 +1,144 @@
+"""The scripts as text, what they refuse before anything else, and the YAML files by the planner."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mega.config import load
+from grpo_mega.planner.command import Request
+from grpo_mega.planner.command import prepare as plan_setup
+from grpo_mega.planner.plan import MARGIN, make_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted((ROOT / "slurm").glob("*.sh"))
+HEADS = [path for path in SCRIPTS if path.name.startswith("train_")]
+CONFIGS = sorted((ROOT / "slurm").glob("*.yaml"))
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+QWEN = LLAMA | {"model_type": "qwen2", "intermediate_size": 29568, "vocab_size": 152064, "max_position_embeddings": 32768}
+QWEN |= {"rms_norm_eps": 1e-6, "rope_theta": 1000000.0}
+MODELS = {"llama3_70b": LLAMA, "llama3_70b_bf16": LLAMA, "qwen2.5_72b": QWEN}
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_bash_can_read_every_script(path: Path) -> None:
+    subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_shellcheck_finds_nothing() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("needs shellcheck: tests/run.sh --with-system-packages installs it on Debian")
+    result = subprocess.run(["shellcheck", "--external-sources", *map(str, SCRIPTS)], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("path", HEADS, ids=lambda path: path.name)
+@pytest.mark.parametrize("arguments", [[], ["model"], ["model", "--set"]], ids=str)
+def test_missing_arguments_are_refused_in_one_line(path: Path, arguments: list[str]) -> None:
+    code, said = _bash(path, arguments)
+    assert code == 2 and said.startswith("usage: sbatch slurm/train_") and said.count("\n") == 1, said
+
+
+@pytest.mark.parametrize("path", HEADS, ids=lambda path: path.name)
+def test_a_wrong_folder_and_a_missing_slurm_are_told(path: Path, tmp_path: Path) -> None:
+    code, said = _bash(path, ["model", "data"])
+    assert code == 2 and said.startswith("error: this is no Slurm job") and said.count("\n") == 1
+    code, said = _bash(path, ["model", "data"], SLURM_SUBMIT_DIR=str(tmp_path))
+    assert code == 2 and f"{tmp_path}/slurm/job.sh is not there; call sbatch in the repository" in said
+
+
+def test_what_slurm_is_asked_for_is_there_in_both() -> None:
+    """Without them a job would not come back, lose its log, or have every rank signalled."""
+    for path in HEADS:
+        asked = [line for line in path.read_text().splitlines() if line.startswith("#SBATCH ")]
+        for wanted in ("--requeue", "--open-mode=append", "--signal=B:USR1@", "--ntasks-per-node=1"):
+            assert any(wanted in line for line in asked), (path.name, wanted)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_is_valid_and_begins_with_what_it_needs(path: Path) -> None:
+    assert load(path).steps > 0
+    header = "".join(itertools.takewhile(lambda line: line.startswith("#"), path.open()))
+    assert "needs" in header.lower() and "expect" in header.lower()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_70b_model_fits_64_gpus_of_80_gb_with_room_to_spare(name: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(MODELS[name]))
+    setup, findings = plan_setup(Request(ROOT / "slurm" / f"{name}.yaml", gpu="h100", world_size=64, model_config=config))
+    assert setup is not None and not findings.violations
+    plan = make_plan(setup)
+    assert plan.fits and plan.spare >= MARGIN
+
+
+def test_the_lead_covers_a_step_and_a_save_that_is_read_back() -> None:
+    code = "import prepare; print(prepare.lead_seconds(85, 988, 2), prepare.lead_seconds(1, 0.1, 2))"
+    printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "slurm", capture_output=True, text=True, check=True)
+    assert printed.stdout.split() == [str(3 * 85 + 2 * 988 // 2 + 180), "600"]
+
+
+def _bash(path: Path, arguments: list[str], **more: str) -> tuple[int, str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environ |= {"SLURM_SUBMIT_DIR": str(ROOT)} | more
+    result = subprocess.run(["bash", str(path), *arguments], env=environ, capture_output=True, text=True)
+    assert not result.stdout
+    return result.returncode, result.stderr
+
+
+def test_a_model_is_copied_once_and_again_if_it_is_not_whole(tmp_path: Path) -> None:
+    source, target = tmp_path / "model", tmp_path / "disk" / "copy"
+    (source / "sub").mkdir(parents=True)
+    (source / "a").write_text("weights")
+    (source / "sub" / "b").write_text("more")
+
+    def stage() -> subprocess.CompletedProcess[str]:
+        command = ["bash", str(ROOT / "slurm" / "stage.sh"), str(source), str(target)]
+        return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"SLURMD_NODENAME": "n3"})
+
+    assert stage().returncode == 0
+    assert (target / "sub" / "b").read_text() == "more"
+    first = (target / "a").stat().st_ino
+    assert stage().returncode == 0 and (target / "a").stat().st_ino == first
+    (target / "a").write_text("cut off")
+    (target / "sub" / "b").unlink()
+    assert stage().returncode == 0 and (target / "sub" / "b").read_text() == "more" and (target / "a").read_text() == "weights"
+    assert [path.name for path in target.parent.iterdir()] == ["copy"]
+
+
+def test_a_disk_too_small_for_the_model_is_told_with_its_node(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with (tmp_path / "model" / "weights").open("wb") as file:
+        file.truncate(1 << 20)
+        file.write(b"x" * (1 << 20))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small file system (run as root)")
+    try:
+        command = ["bash", str(ROOT / "slurm" / "stage.sh"), str(tmp_path / "model"), str(disk / "copy")]
+        result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"SLURMD_NODENAME": "n3"})
+        assert result.returncode == 1 and result.stderr.startswith(f"node n3: {disk} has ") and "free it" in result.stderr
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

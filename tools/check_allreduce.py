@@ -1,0 +1,145 @@
+"""Measures all-reduces within each node and between neighbours, and names nodes below a floor.
+
+Run once on every node of a Slurm job, which tells it who and where it is: `srun --ntasks-per-node=1 python
+tools/check_allreduce.py --ranks 8 --node-floor 200 --network-floor 100`. Rates are bus bandwidths in GB/s, as nccl-tests gives
+them: 2 (n - 1) / n times the bytes of a rank, by the time. Between nodes, all ranks of two neighbours take part; nodes lie in a
+ring, and the one that both of its pairs are slow with is slow (of two nodes alone, both are named). Names go to --out, a line
+each; exit code 1 if it holds any, or if a rank fails. With gloo on CPUs a floor of 0 asks only that it works at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+SECONDS = 120  # for any one collective
+MIB = {"nccl": 256, "gloo": 1}
+REPEATS = {"nccl": 20, "gloo": 2}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, required=True, help="on a node")
+    parser.add_argument("--node-floor", type=float, default=0.0, help="GB/s")
+    parser.add_argument("--network-floor", type=float, default=0.0, help="GB/s")
+    parser.add_argument("--out", type=Path, help="file that gets the names of slow nodes")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        code = start_ranks(options.ranks)
+        has_names = options.out is not None and options.out.exists() and options.out.read_text() != ""
+        return code or int(has_names)
+    nodes = measure(options.ranks)
+    slow = slow_nodes(nodes[0], nodes[1], options.node_floor, options.network_floor)
+    names = names_of_nodes(options.ranks)
+    if dist.get_rank() == 0:
+        for number, reason in slow.items():
+            print(f"node {names[number]}: {reason}", flush=True)
+        if slow and options.out:
+            with options.out.open("a") as file:
+                file.writelines(f"{names[number]}\n" for number in slow)
+        if not slow:
+            rates = [f"{name} {rate:.1f}" for name, rate in zip(names, nodes[0], strict=True)]
+            between = [f"{rate:.1f}" for rate in nodes[1]]
+            print(f"all-reduce, GB/s: within {', '.join(rates)}; between neighbours {', '.join(between) or 'none'}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def start_ranks(num_ranks: int) -> int:
+    environ = os.environ
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={environ['SLURM_NNODES']}"]
+    command += [f"--node-rank={environ['SLURM_NODEID']}", f"--nproc-per-node={num_ranks}"]
+    command += [f"--master-addr={environ['MASTER_ADDR']}", f"--master-port={environ['MASTER_PORT']}", *sys.argv]
+    return subprocess.run(command).returncode
+
+
+def measure(ranks_per_node: int) -> tuple[list[float], list[float]]:
+    """GB/s within each node, and between node i and i + 1 of the ring."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=SECONDS))
+    num_nodes = dist.get_world_size() // ranks_per_node
+    values = torch.ones(MIB[backend] * 2**18, device=device)
+    within = timed([[node] for node in range(num_nodes)], ranks_per_node, values)
+    num_pairs = num_nodes if num_nodes > 2 else num_nodes - 1
+    between = [0.0] * num_pairs
+    # A node is in one pair at a time; an odd ring needs a third turn for the pair that closes it.
+    is_odd_ring = num_nodes % 2 == 1 and num_nodes > 2
+    turns = [
+        range(0, num_pairs - is_odd_ring, 2),
+        range(1, num_pairs, 2),
+        range(num_pairs - 1, num_pairs) if is_odd_ring else [],
+    ]
+    for turn in turns:
+        pairs = [[i, (i + 1) % num_nodes] for i in turn]
+        if pairs:
+            for i, rate in zip(turn, timed(pairs, ranks_per_node, values), strict=True):
+                between[i] = rate
+    return within, between
+
+
+def timed(groups: list[list[int]], ranks_per_node: int, values: torch.Tensor) -> list[float]:
+    """GB/s of an all-reduce in each group of nodes, all groups at once. All ranks call it."""
+    rank = dist.get_rank()
+    mine, rate = -1, 0.0
+    handles = [dist.new_group([node * ranks_per_node + i for node in nodes for i in range(ranks_per_node)]) for nodes in groups]
+    for number, nodes in enumerate(groups):
+        if rank // ranks_per_node in nodes:
+            mine = number
+    if mine >= 0:
+        repeats = REPEATS[dist.get_backend()]
+        dist.all_reduce(values, group=handles[mine])  # connections are made here
+        synchronize(values)
+        began = time.perf_counter()
+        for _ in range(repeats):
+            dist.all_reduce(values, group=handles[mine], op=dist.ReduceOp.MAX)
+        synchronize(values)
+        seconds = (time.perf_counter() - began) / repeats
+        size = len(groups[mine]) * ranks_per_node
+        rate = 2 * (size - 1) / size * values.numel() * values.element_size() / seconds / 1e9
+    found: list[tuple[int, float]] = [(-1, 0.0)] * dist.get_world_size()
+    dist.all_gather_object(found, (mine, rate))
+    return [min(rate for number, rate in found if number == group) for group in range(len(groups))]
+
+
+def synchronize(values: torch.Tensor) -> None:
+    if values.is_cuda:
+        torch.cuda.synchronize()
+
+
+def slow_nodes(within: list[float], between: list[float], node_floor: float, network_floor: float) -> dict[int, str]:
+    """By number of the node, what is wrong with it."""
+    slow = {
+        node: f"all-reduce within the node runs at {rate:.1f} GB/s, below {node_floor:g}"
+        for node, rate in enumerate(within)
+        if rate < node_floor
+    }
+    num_nodes = len(within)
+    for node in range(num_nodes):
+        pairs = [between[i] for i in range(len(between)) if node in (i, (i + 1) % num_nodes)]
+        if pairs and max(pairs) < network_floor and node not in slow:
+            rates = " and ".join(f"{rate:.1f}" for rate in pairs)
+            slow[node] = f"all-reduce with its neighbours runs at {rates} GB/s, below {network_floor:g}"
+    return slow
+
+
+def names_of_nodes(ranks_per_node: int) -> list[str]:
+    names = [""] * dist.get_world_size()
+    dist.all_gather_object(names, os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
+    return names[::ranks_per_node]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

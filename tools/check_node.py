@@ -1,0 +1,214 @@
+"""Looks whether this node is fit for training: `python tools/check_node.py --expect-gpus 8 [--disks "/scratch:500 /tmp:64"]`.
+
+Checks the number of GPUs and what each says of itself (uncorrected memory errors, rows to be remapped, slowed-down clocks,
+memory that someone else holds), that all NVLinks are up, and free disk space. Prints one line that names the node and what is
+wrong, and exits with 1, or a line with its versions. With `--out FOLDER` both also go to FOLDER/NODE.json, and `--compare
+FOLDER NODE ...` then prints the nodes that failed, did not answer, or differ from the others in versions. Imports nothing but
+Python's own, so that it also runs where the environment is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang")
+FIELDS = (  # of nvidia-smi --query-gpu
+    "index",
+    "name",
+    "driver_version",
+    "ecc.errors.uncorrected.volatile.total",
+    "clocks_throttle_reasons.hw_slowdown",
+    "clocks_throttle_reasons.hw_thermal_slowdown",
+    "clocks_throttle_reasons.hw_power_brake_slowdown",
+    "clocks.max.sm",
+    "memory.used",
+)
+ROW_FIELDS = ("gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")
+MEMORY_IN_USE_MIB = 4096  # a driver without users takes some hundred
+SECONDS_FOR_NVIDIA_SMI = 60
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--expect-gpus", type=int, default=0, help="0: no GPU is looked at")
+    parser.add_argument(
+        "--disks", default="", help='least free GB by path, "PATH:GB PATH:GB"; %%n in a path is the node\'s name'
+    )
+    parser.add_argument("--out", type=Path, help="folder for NODE.json")
+    parser.add_argument("--compare", nargs="+", metavar=("FOLDER", "NODE"), help="what the nodes have left in the folder")
+    options = parser.parse_args()
+    if options.compare:
+        folder, *nodes = options.compare
+        return compare(Path(folder), nodes)
+    node = node_name()
+    problems, fingerprint = check(options.expect_gpus, options.disks.replace("%n", node))
+    if options.out:
+        (options.out / f"{node}.json").write_text(json.dumps({"problems": problems, "fingerprint": fingerprint}))
+    if problems:
+        print(f"node {node}: {'; '.join(problems)}", flush=True)
+        return 1
+    print(f"node {node}: fit, {', '.join(f'{name} {found}' for name, found in fingerprint.items())}", flush=True)
+    return 0
+
+
+def compare(folder: Path, nodes: list[str]) -> int:
+    """Prints the bad ones, a line each, and why on stderr; returns 1 if there are any."""
+    reports = {}
+    bad = {}
+    for node in nodes:
+        try:
+            reports[node] = json.loads((folder / f"{node}.json").read_text())
+        except (OSError, ValueError):
+            bad[node] = "the check did not end"
+    usual = usual_fingerprint([report["fingerprint"] for report in reports.values()])
+    for node, report in reports.items():
+        found = report["fingerprint"]
+        others = [f"{name} {found.get(name)} (others: {usual[name]})" for name in usual if found.get(name) != usual[name]]
+        reasons = [*report["problems"], *others]
+        if reasons:
+            bad[node] = "; ".join(reasons)
+    for node, reason in bad.items():
+        print(f"node {node}: {reason}", file=sys.stderr, flush=True)
+        print(node)
+    return 1 if bad else 0
+
+
+def usual_fingerprint(fingerprints: list[dict[str, str]]) -> dict[str, str]:
+    """What most nodes have, name by name; of two as frequent, the first node's."""
+    names = {name for fingerprint in fingerprints for name in fingerprint}
+    return {name: collections.Counter(f.get(name, "none") for f in fingerprints).most_common(1)[0][0] for name in names}
+
+
+def check(num_gpus: int, disks: str) -> tuple[list[str], dict[str, str]]:
+    """(what is wrong, versions)."""
+    problems = disk_problems(disks)
+    fingerprint = {"python": platform.python_version()} | {name: package_version(name) for name in PACKAGES}
+    if num_gpus:
+        try:
+            gpus = parse_csv(nvidia_smi(f"--query-gpu={','.join(FIELDS)}"), FIELDS)
+            rows = parse_csv(nvidia_smi(f"--query-remapped-rows={','.join(ROW_FIELDS)}"), ROW_FIELDS)
+            links = parse_links(nvidia_smi("nvlink", "-s"))
+        except (OSError, subprocess.SubprocessError) as error:
+            return [*problems, f"nvidia-smi fails ({' '.join(str(error).split())})"], fingerprint
+        problems += gpu_problems(gpus, num_gpus) + row_problems(rows) + link_problems(links, num_gpus)
+        fingerprint |= {"driver": gpus[0]["driver_version"], "gpu": gpus[0]["name"]} if gpus else {}
+    return problems, fingerprint
+
+
+def parse_csv(text: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
+    """The rows of `nvidia-smi --query-... --format=csv,noheader,nounits`."""
+    lines = [line for line in text.splitlines() if line.count(",") == len(fields) - 1]
+    return [dict(zip(fields, (value.strip() for value in line.split(",")), strict=True)) for line in lines]
+
+
+def gpu_problems(gpus: list[dict[str, str]], num_expected: int) -> list[str]:
+    problems = [] if len(gpus) == num_expected else [f"{len(gpus)} GPUs instead of {num_expected}"]
+    fastest = max((number(gpu["clocks.max.sm"]) for gpu in gpus), default=0)
+    for gpu in gpus:
+        name = f"GPU {gpu['index']}"
+        if errors := number(gpu["ecc.errors.uncorrected.volatile.total"]):
+            problems.append(f"{name} has {errors} uncorrected memory errors")
+        slowed = [field.rpartition(".")[2] for field in FIELDS if "throttle" in field and gpu[field] == "Active"]
+        if slowed:
+            problems.append(f"{name} is slowed down ({', '.join(slowed)})")
+        if number(gpu["clocks.max.sm"]) < fastest:
+            problems.append(f"{name} runs at up to {gpu['clocks.max.sm']} MHz, others at {fastest}")
+        if (used := number(gpu["memory.used"])) > MEMORY_IN_USE_MIB:
+            problems.append(f"{used} MiB of {name} are in use by someone else")
+    if len({gpu["name"] for gpu in gpus}) > 1:
+        problems.append(f"its GPUs differ: {', '.join(sorted({gpu['name'] for gpu in gpus}))}")
+    return problems
+
+
+def row_problems(rows: list[dict[str, str]]) -> list[str]:
+    """A GPU with rows to be remapped needs a reset, one that could not remap any needs a replacement."""
+    problems = []
+    for row in rows:
+        if row["remapped_rows.pending"] in ("1", "Yes"):
+            problems.append(f"{row['gpu_uuid']} has memory rows that wait for a reset to be remapped")
+        if row["remapped_rows.failure"] in ("1", "Yes"):
+            problems.append(f"{row['gpu_uuid']} has memory rows that could not be remapped")
+    return problems
+
+
+def parse_links(text: str) -> dict[int, list[str]]:
+    """By GPU, the rate of each link as `nvidia-smi nvlink -s` prints it."""
+    links: dict[int, list[str]] = {}
+    gpu = -1
+    for line in text.splitlines():
+        if found := re.match(r"GPU (\d+):", line):
+            gpu = int(found[1])
+            links[gpu] = []
+        elif found := re.match(r"\s+Link \d+: (.*\S)", line):
+            links[gpu].append(found[1])
+    return links
+
+
+def link_problems(links: dict[int, list[str]], num_gpus: int) -> list[str]:
+    """A single GPU needs no link."""
+    if num_gpus == 1:
+        return []
+    problems = []
+    most = max((len(found) for found in links.values()), default=0)
+    for gpu, found in links.items():
+        down = [str(link) for link, rate in enumerate(found) if "inactive" in rate.lower()]
+        if down:
+            problems.append(f"GPU {gpu}: NVLink {', '.join(down)} down")
+        elif len(found) < most:
+            problems.append(f"GPU {gpu} has {len(found)} NVLinks, others {most}")
+    return problems
+
+
+def disk_problems(disks: str) -> list[str]:
+    problems = []
+    for item in re.split(r"[\s,]+", disks.strip()) if disks.strip() else []:
+        path, _, wanted = item.rpartition(":")
+        if not path:
+            continue
+        try:
+            free = shutil.disk_usage(path).free / 1e9
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+            continue
+        if free < float(wanted):
+            problems.append(f"{path} has {free:.1f} GB free instead of {wanted}")
+        if not os.access(path, os.W_OK):
+            problems.append(f"{path} cannot be written to")
+    return problems
+
+
+def number(text: str) -> int:
+    """0 for what a GPU does not tell ("[N/A]")."""
+    return int(text) if text.isdecimal() else 0
+
+
+def nvidia_smi(*arguments: str) -> str:
+    command = ["nvidia-smi", *arguments]
+    if arguments[0].startswith("--query"):
+        command.append("--format=csv,noheader,nounits")
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS_FOR_NVIDIA_SMI).stdout
+
+
+def package_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
+
+
+def node_name() -> str:
+    return os.environ.get("SLURMD_NODENAME") or platform.node()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
