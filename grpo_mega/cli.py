@@ -150,6 +150,10 @@ def _one_line(error: Exception) -> str:
 
 
 def _train_as_rank(config: Config) -> int:
+    from grpo_mega.fp8 import environment
+
+    for name, value in environment(config).items():
+        os.environ.setdefault(name, value)
     import grpo_mega.megatron  # noqa: F401  # its patches come before transformers
     from grpo_mega import train as train_module
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig, RolloutConfig
+from grpo_mega.config import Config, LayoutConfig, OptimizerConfig, PrecisionConfig, RolloutConfig
 from grpo_mega.errors import ConfigError
 from grpo_mega.weights.boxes import LocalTensor
 from grpo_mega.weights.families import family_of
@@ -50,6 +50,14 @@ def check_transformer_engine(precision: PrecisionConfig, found: str | None) -> N
             f"found {found}; "
             f"install a newer one, or use {_those(lambda needs: needs.transformer_engine <= _numbers(found))}"
         )
+
+
+def environment(config: Config) -> dict[str, str]:
+    """Variables that Transformer Engine reads when it is imported, for those that are not set."""
+    if config.precision.fp8 and config.precision.fp8_recipe == "blockwise" and config.rollout.quantization:
+        # Else its scales are powers of two, and policy and engine would compute with different weights.
+        return {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
+    return {}
 
 
 def check_moments(optimizer: OptimizerConfig, found: str | None) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig, validate
 from grpo_mega.errors import ConfigError
-from grpo_mega.fp8 import RECIPES, check_blocks, check_card, check_moments, check_transformer_engine
+from grpo_mega.fp8 import RECIPES, check_blocks, check_card, check_moments, check_transformer_engine, environment
 from grpo_mega.weights.spec import ModelShape
 
 LLAMA_70B = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 128256, tied=False)
@@ -112,3 +112,10 @@ def test_an_optimizer_of_less_memory_needs_transformer_engine_and_bf16() -> None
             check_moments(aware, found)
     with pytest.raises(ConfigError, match=r"needs model\.dtype=bfloat16, not float32"):
         validate(RAW | {"optimizer": {"moments_dtype": "bfloat16"}, "model": {"path": "m", "dtype": "float32"}})
+
+
+def test_blockwise_training_and_fp8_rollouts_have_the_same_scales() -> None:
+    fp8 = {"precision": {"fp8": "hybrid", "fp8_recipe": "blockwise"}}
+    served = {"rollout": {"quantization": "fp8"}}
+    assert environment(validate(RAW | fp8 | served)) == {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
+    assert environment(validate(RAW | fp8)) == environment(validate(RAW | served)) == {}
