@@ -29,21 +29,30 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(arguments)
     try:
-        if options.command == "train":
-            return train(options.config, options.set, options.resume, arguments)
-        if options.command == "plan":
-            return plan(options)
-        if options.command == "check":
-            return check(options.config, options.set, options.layouts.split())
-        if options.command == "export":
-            return export(options.run_dir, options.out, options.step)
-        return report(options.run_dir)
+        code = _run(options, arguments)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         rank = os.environ.get("RANK", "0")
         print(f"grpo-mega: error: {'' if rank == '0' else f'rank {rank}: '}{_one_line(error)}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # of whom reads the first lines only; at the end Python would write once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_INTERRUPTED
+
+
+def _run(options: argparse.Namespace, argv: list[str]) -> int:
+    if options.command == "train":
+        return train(options.config, options.set, options.resume, argv)
+    if options.command == "plan":
+        return plan(options)
+    if options.command == "check":
+        return check(options.config, options.set, options.layouts.split())
+    if options.command == "export":
+        return export(options.run_dir, options.out, options.step)
+    return report(options.run_dir)
 
 
 def train(config_path: Path, overrides: list[str], resume: bool, argv: list[str]) -> int:

@@ -1,6 +1,7 @@
 """The command line: light until a command runs, one line for what a person can mend, ranks by torchrun or by itself."""
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -170,3 +171,12 @@ def test_report_draws_the_curves_into_the_run_folder(tmp_path: Path, capsys: pyt
 def test_report_of_a_folder_without_metrics_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "name the run_dir of a run that has begun" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error_of_ours(config_file: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "grpo_mega.cli", "plan", str(config_file)]
+    result = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert result.stderr == ""

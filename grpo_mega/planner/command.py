@@ -76,6 +76,8 @@ def _rehearse(setup: Setup, request: Request) -> list[rehearsal.Comparison]:
 def prepare(request: Request) -> tuple[Setup | None, Findings]:
     """The setup, which is of use only where nothing is violated; None for a model of unknown shape. Raises ConfigError."""
     card = card_of(request.gpu)
+    if request.ranks and not request.rehearses:
+        raise ConfigError(f"--ranks {' '.join(map(str, request.ranks))} needs --rehearse; add it")
     for name, value in (("--gpus-per-node", request.gpus_per_node), ("--world-size", request.world_size)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}: must be at least 1")

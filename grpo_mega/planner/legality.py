@@ -57,6 +57,11 @@ class Model:
 def read_model(config: Config, model_config: Path | None) -> Model:
     """From `model_config`, a config.json or its folder, else model.path. Raises ConfigError or WeightMappingError."""
     if model_config is None:
+        if not (config.model.path / "config.json").is_file():
+            raise ConfigError(
+                f"model.path={config.model.path} holds no config.json here; "
+                "name the folder of a Hugging Face checkpoint, or plan with --model-config FILE"
+            )
         shape = preflight.check_model_config(config.model)
         fields = read_config(config.model.path)
     else:

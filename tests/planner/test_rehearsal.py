@@ -11,6 +11,7 @@ import pytest
 
 from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError, PlanError
+from grpo_mega.planner.command import Request, prepare
 from grpo_mega.planner.hardware import card_of
 from grpo_mega.planner.rehearsal import Comparison, default_ranks, rehearse
 from grpo_mega.planner.setup import Setup
@@ -111,3 +112,15 @@ def test_the_command_prints_it_beside_the_plan(tmp_path: Path) -> None:
     table = result.stdout.split("Rehearsal (")[1]
     assert table.count("0.0%") >= 4 and "more than" not in table
     assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_ranks_without_a_rehearsal_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"{{run_dir: {tmp_path}/run, steps: 1, model: {{path: none}}, data: {{train: none}}}}")
+    with pytest.raises(ConfigError, match=r"--ranks 0 3 needs --rehearse; add it"):
+        prepare(Request(tmp_path / "run.yaml", ranks=(0, 3)))
+
+
+def test_a_model_that_is_not_here_is_asked_for_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"{{run_dir: {tmp_path}/run, steps: 1, model: {{path: none}}, data: {{train: none}}}}")
+    _, findings = prepare(Request(tmp_path / "run.yaml"))
+    assert any("or plan with --model-config FILE" in violation for violation in findings.violations)
