@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mega import job as jobs
-from grpo_mega.algorithm import advantages
 from grpo_mega.batching.layout import to_samples
 from grpo_mega.check import Case, Outcome, SampleKey
 from grpo_mega.config import Config
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.train import make_batches, rollout
+from grpo_mega.train import assign_advantages, make_batches, rollout
 from grpo_mega.types import Group, PackedBatch, Sample
 
 
@@ -43,7 +42,7 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
     """Leaves the case's outcome in `folder`. All ranks of the layout take part."""
     model = jobs.read_model(case.config)
     policy = jobs.build_policy(case.config, model, runtime)
-    samples = advantages.assign(groups, normalize=case.config.algorithm.normalize_advantages)
+    samples = assign_advantages(case.config, groups)
     batches = policy.attach_logprobs(make_batches(case.config, groups, policy))
     logprobs = {name: _by_sample(name, batches, samples, runtime) for name in ("old_logprobs", "ref_logprobs")}
     updates = policy.update(batches)

@@ -211,7 +211,11 @@ class AlgorithmConfig(Section):
     )
     group_size: Annotated[int, Field(ge=2)] = 16
     kl_beta: NonNegativeFloat = 0.0
-    kl_penalty_type: Literal["low_var_kl", "kl", "abs", "mse"] = "low_var_kl"
+    normalize_by_std: bool = True  # the group's z-score divides by its deviation; Dr. GRPO's does not
+    std_ddof: Literal[0, 1] = 1  # that deviation is over group_size - std_ddof
+    std_eps: NonNegativeFloat = 1e-6  # added to it
+    kl_penalty_type: Literal["low_var_kl", "low_var_kl_weighted", "kl", "abs", "mse"] = "low_var_kl"
+    kl_clamp: PositiveFloat | None = 10.0  # the most that low_var_kl is for one token; None: no such limit
     ratio_clip_eps: Annotated[float, Field(gt=0, lt=1)] = 0.2
     ratio_clip_eps_low: Annotated[float, Field(gt=0, lt=1)] | None = None  # None: ratio_clip_eps
     ratio_clip_eps_high: PositiveFloat | None = None

@@ -69,7 +69,7 @@ def update(job: Job, step: int, groups: Sequence[Group]) -> StepMetrics:
     """The optimizer steps of one rollout. Raises NonFiniteError, with a checkpoint, after too many that are not finite."""
     timers = job.timers
     with timers("pack"):
-        samples = advantages.assign(groups, normalize=job.config.algorithm.normalize_advantages)
+        samples = assign_advantages(job.config, groups)
         batches = make_batches(job.config, groups, job.policy)
     with timers("logprobs"):
         batches = job.policy.attach_logprobs(batches)
@@ -79,6 +79,14 @@ def update(job: Job, step: int, groups: Sequence[Group]) -> StepMetrics:
     for message in job.policy.watch(step + 1, metrics.get("mismatch/k3", 0.0)):
         job.log.message(message)
     return metrics | {"guard/level": float(job.policy.guard.level)}
+
+
+def assign_advantages(config: Config, groups: Sequence[Group]) -> list[Sample]:
+    """By the group's rewards, on all samples of the step; they come back flat and in order."""
+    a = config.algorithm
+    return advantages.assign(
+        groups, normalize=a.normalize_advantages, by_std=a.normalize_by_std, ddof=a.std_ddof, eps=a.std_eps
+    )
 
 
 def rollout(job: Job, prompts: Sequence[Prompt], sampling: Sampling, step: int, description: str) -> list[Group]:

@@ -16,20 +16,23 @@ from grpo_mega.errors import RewardError
 from grpo_mega.types import Group, Sample
 
 
-def group_zscore(rewards: Tensor, ddof: int = 1, eps: float = 1e-6) -> Tensor:
+def group_zscore(rewards: Tensor, *, by_std: bool = True, ddof: int = 1, eps: float = 1e-6) -> Tensor:
     """(r - mean) / (std + eps) over the [G] rewards of one group; 0 where all are equal, or where there is only one.
 
-    std divides by G - ddof: 1 is what slime, verl, RLinf and TRL use, 0 what Megatron-LM uses.
+    std divides by G - ddof: 1 is what slime, verl, RLinf and TRL use, 0 what Megatron-LM uses. Not `by_std`: r - mean, which
+    gives easy and hard prompts no more weight than others (Dr. GRPO, arXiv 2503.20783, section 3.1).
     """
     # Compared exactly, since the mean of equal rewards may differ from them by one rounding, which std + eps would blow up.
     if rewards.numel() <= ddof or bool((rewards == rewards[0]).all()):
         return torch.zeros_like(rewards)
     centered = rewards - rewards.mean()
+    if not by_std:
+        return centered
     std = (centered.square().sum() / (rewards.numel() - ddof)).sqrt()
     return centered / (std + eps)
 
 
-def assign(groups: Iterable[Group], *, normalize: bool) -> list[Sample]:
+def assign(groups: Iterable[Group], *, normalize: bool, by_std: bool = True, ddof: int = 1, eps: float = 1e-6) -> list[Sample]:
     """Sets every sample's advantages to its reward's z-score in its group, and returns the samples, flat and in order.
 
     Samples whose reward is None get zeros and count in no mean. `normalize` whitens on top of that, over all response
@@ -40,7 +43,8 @@ def assign(groups: Iterable[Group], *, normalize: bool) -> list[Sample]:
     for group in groups:
         scored = [(sample, reward) for sample in group.samples if (reward := _reward(sample)) is not None]
         # float64: the float32 rounding of weighted sums would look like a spread.
-        zscores = group_zscore(torch.tensor([reward for _, reward in scored], dtype=torch.float64))
+        rewards = torch.tensor([reward for _, reward in scored], dtype=torch.float64)
+        zscores = group_zscore(rewards, by_std=by_std, ddof=ddof, eps=eps)
         for sample in group.samples:
             sample.advantages = torch.zeros(sample.response_len, dtype=torch.float32)
         for (sample, _), zscore in zip(scored, zscores.tolist(), strict=True):

@@ -10,20 +10,31 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-KLPenalty = Literal["kl", "abs", "mse", "low_var_kl"]
+KLPenalty = Literal["kl", "abs", "mse", "low_var_kl", "low_var_kl_weighted"]
 
 # verl's and RLinf's clamps: one token far from the reference must not decide the step.
 _MAX_LOG_RATIO = 20.0
-_MAX_PENALTY = 10.0
+MAX_PENALTY = 10.0
 
 
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLPenalty) -> Tensor:
+def kl_penalty(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    kind: KLPenalty,
+    *,
+    old_logprobs: Tensor | None = None,
+    max_penalty: float | None = MAX_PENALTY,
+) -> Tensor:
     """The penalty by name (k1, k2, k3 after Schulman, "Approximating KL Divergence", 2020), d = logprobs - ref_logprobs:
 
     kl          k1 = d. As a loss its gradient has mean 0 over the policy's own samples: for monitoring, or for rewards.
     abs         |d|
     mse         k2 = d^2 / 2
-    low_var_kl  k3 = e^-d - 1 + d, DeepSeekMath (arXiv 2402.03300) eq. 4; d clamped to +-20, the value to at most 10
+    low_var_kl  k3 = e^-d - 1 + d, DeepSeekMath (arXiv 2402.03300) eq. 4; d clamped to +-20, the value to at most max_penalty
+    low_var_kl_weighted  r k3 with r = e^(logprobs - old_logprobs), DeepSeek-V3.2's unbiased estimate (arXiv 2512.02556): over
+                samples of the policy before the update its mean is the policy's KL now, and its gradient that KL's
+
+    max_penalty None: only d is clamped.
     """
     if kind == "kl":
         return logprobs - ref_logprobs
@@ -31,8 +42,13 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLPenalty) -> Tenso
         return (logprobs - ref_logprobs).abs()
     if kind == "mse":
         return 0.5 * (logprobs - ref_logprobs).square()
-    assert kind == "low_var_kl", kind
-    return k3(ref_logprobs - logprobs).clamp(max=_MAX_PENALTY)
+    penalty = k3(ref_logprobs - logprobs)
+    if max_penalty is not None:
+        penalty = penalty.clamp(max=max_penalty)
+    if kind == "low_var_kl":
+        return penalty
+    assert kind == "low_var_kl_weighted" and old_logprobs is not None, kind
+    return (logprobs - old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp() * penalty
 
 
 def k3(log_ratio: Tensor) -> Tensor:

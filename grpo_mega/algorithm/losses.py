@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_mega.algorithm.kl import KLPenalty, k3, kl_penalty
+from grpo_mega.algorithm.kl import MAX_PENALTY, KLPenalty, k3, kl_penalty
 
 # exp(20) = 5e8: far outside of any clip range, and still finite when multiplied with an advantage of 0.
 _MAX_LOG_RATIO = 20.0
@@ -54,6 +54,7 @@ def grpo_loss(
     kl_beta: float,
     kl_penalty_type: KLPenalty,
     entropy_bonus: float,
+    kl_clamp: float | None = MAX_PENALTY,
 ) -> LossOutputs:
     """GRPO's clipped objective with a KL penalty, DeepSeekMath (arXiv 2402.03300) eq. 3 (eq. 21 where it is on-policy):
 
@@ -70,7 +71,8 @@ def grpo_loss(
         is_low_T = (ratio_T < 1 - clip_low) & (x.advantages < 0)
         is_high_T = (ratio_T > 1 + clip_high) & (x.advantages > 0)
     means = {"clip/fraction": is_low_T | is_high_T, "clip/fraction_low": is_low_T, "clip/fraction_high": is_high_T}
-    return _outputs(x, policy_T, ratio_T, means, kl_beta, kl_penalty_type, entropy_bonus)
+    penalty_T = _penalty(x, kl_penalty_type, kl_clamp) if kl_beta != 0.0 else None
+    return _outputs(x, policy_T, ratio_T, means, kl_beta, penalty_T, entropy_bonus)
 
 
 # By the name under which a config asks for it (algorithm.loss_type); "actor" is RLinf's word for the clipped objective.
@@ -127,21 +129,25 @@ def _ratio(x: LossInputs) -> Tensor:
     return (x.logprobs - x.old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
+def _penalty(x: LossInputs, kind: KLPenalty, kl_clamp: float | None) -> Tensor:
+    assert x.ref_logprobs is not None, "a KL penalty needs ref_logprobs"
+    return kl_penalty(x.logprobs, x.ref_logprobs, kind, old_logprobs=x.old_logprobs, max_penalty=kl_clamp)
+
+
 def _outputs(
     x: LossInputs,
     policy_T: Tensor,
     ratio_T: Tensor,
     means: dict[str, Tensor],
     kl_beta: float,
-    kl_penalty_type: KLPenalty,
+    penalty_T: Tensor | None,
     entropy_bonus: float,
 ) -> LossOutputs:
     """What all losses share: KL and entropy terms, the weighted sum, the metrics. `x` holds no masked values any more."""
-    assert x.ref_logprobs is not None or kl_beta == 0.0, "a KL penalty needs ref_logprobs"
     assert x.entropy is not None or entropy_bonus == 0.0, "an entropy bonus needs the entropy"
     terms = {"loss/policy": policy_T}
-    if x.ref_logprobs is not None and kl_beta != 0.0:
-        terms["loss/kl"] = kl_beta * kl_penalty(x.logprobs, x.ref_logprobs, kl_penalty_type)
+    if penalty_T is not None:
+        terms["loss/kl"] = kl_beta * penalty_T
     if x.entropy is not None and entropy_bonus != 0.0:
         terms["loss/entropy"] = -entropy_bonus * x.entropy
     loss_T = sum(terms.values(), start=torch.zeros_like(policy_T))

@@ -297,6 +297,7 @@ class Policy:
             clip_high=a.clip_high,
             kl_beta=a.kl_beta,
             kl_penalty_type=a.kl_penalty_type,
+            kl_clamp=a.kl_clamp,
             entropy_bonus=a.entropy_bonus,
         )
 

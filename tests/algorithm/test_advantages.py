@@ -96,3 +96,18 @@ def test_no_groups_give_no_samples():
 def test_a_reward_that_is_not_finite_is_refused_by_name():
     with pytest.raises(RewardError, match=r"sample 1 of prompt 4 has reward nan"):
         assign([make_group([1.0, float("nan")], prompt_id=4)], normalize=False)
+
+
+def test_without_the_deviation_a_score_is_the_distance_from_the_mean():
+    rewards = torch.tensor([1.0, 0, 0, 0], dtype=torch.float64)
+    assert group_zscore(rewards, by_std=False).tolist() == [0.75, -0.25, -0.25, -0.25]
+    assert group_zscore(torch.ones(4), by_std=False).tolist() == [0.0] * 4
+    samples = assign([make_group([1.0, 0, 0, 0])], normalize=False, by_std=False)
+    assert first_values(samples) == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_divisor_and_epsilon_reach_every_group():
+    samples = assign([make_group([1.0, 0]), make_group([0.0, 4.0])], normalize=False, ddof=0, eps=0.0)
+    assert first_values(samples) == [1.0, -1.0, -1.0, 1.0]
+    (first, _) = assign([make_group([1.0, 0])], normalize=False, ddof=0, eps=0.5)
+    assert first.advantages[0].item() == pytest.approx(0.5 / (0.5 + 0.5))

@@ -49,3 +49,25 @@ def test_the_mean_of_k1_and_of_k3_over_samples_of_the_policy_is_the_kl_divergenc
     divergence = (policy * (policy / reference).log()).sum()
     for kind in ["kl", "low_var_kl"]:
         torch.testing.assert_close(policy @ kl_penalty(policy.log(), reference.log(), kind), divergence)
+
+
+def test_the_weighted_k3_has_the_divergence_for_its_mean_and_its_gradient_for_its_gradient():
+    """Over tokens drawn from the policy before the update, of which the policy has moved away."""
+    reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log()
+    old = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    logits = torch.tensor([0.1, -0.4, 0.3], dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(dim=0)
+    mean = old.exp() @ kl_penalty(logprobs, reference, "low_var_kl_weighted", old_logprobs=old)
+    divergence = (logprobs.exp() * (logprobs - reference)).sum()
+    torch.testing.assert_close(mean, divergence, rtol=1e-12, atol=0)
+    (ours,) = torch.autograd.grad(mean, logits, retain_graph=True)
+    (exact,) = torch.autograd.grad(divergence, logits)
+    torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-12)
+
+
+def test_the_clamp_of_k3_can_be_moved_and_removed():
+    logprobs, reference = torch.tensor([-6.0], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    exact = math.exp(6) - 1 - 6
+    assert kl_penalty(logprobs, reference, "low_var_kl", max_penalty=25.0).item() == 25.0
+    assert kl_penalty(logprobs, reference, "low_var_kl", max_penalty=None).item() == pytest.approx(exact, rel=1e-12)
+    assert kl_penalty(logprobs - 100, reference, "low_var_kl", max_penalty=None).item() < math.exp(20)

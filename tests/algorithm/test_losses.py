@@ -91,13 +91,14 @@ def naive_loss(inputs, clip_low, clip_high, kl_beta, kl_penalty_type, entropy_bo
             "abs": abs(cur - ref),
             "mse": (cur - ref) ** 2 / 2,
             "low_var_kl": math.exp(ref - cur) - (ref - cur) - 1,
+            "low_var_kl_weighted": ratio * (math.exp(ref - cur) - (ref - cur) - 1),
         }[kl_penalty_type]
         value = -min(ratio * advantage, clipped * advantage) + kl_beta * kl - entropy_bonus * float(entropy[t])
         total += float(inputs.loss_weights[t]) * value
     return total
 
 
-@pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl"])
+@pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl", "low_var_kl_weighted"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_loss_equals_the_naive_twin(kind, seed):
     options = {"clip_low": 0.2, "clip_high": 0.28, "kl_beta": 0.3, "kl_penalty_type": kind, "entropy_bonus": 0.1}
@@ -112,7 +113,7 @@ def test_float32_stays_close_to_the_naive_twin_relative_to_the_mean_term():
     assert abs(grpo_loss(inputs, **options).loss.item() - naive_loss(inputs, **options)) < 1e-6 * scale
 
 
-@pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl"])
+@pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl", "low_var_kl_weighted"])
 def test_gradients_equal_numeric_gradients(kind):
     inputs = make_inputs(20, 3)
     options = {"clip_low": 0.2, "clip_high": 0.28, "kl_beta": 0.3, "kl_penalty_type": kind, "entropy_bonus": 0.1}
