@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,8 @@ def _replace(path: Path, text: str) -> None:
 
 def _check_same(folder: Path, config: Config) -> None:
     recorded = yaml.safe_load((folder / CONFIG_FILE).read_text())
+    with suppress(ConfigError):  # keys that were not known then have their defaults
+        recorded = configs.validate(recorded).model_dump(mode="json")
     current = config.model_dump(mode="json")
     for section in current:
         _compare(section, recorded.get(section), current[section])

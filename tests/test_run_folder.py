@@ -1,0 +1,43 @@
+"""What a run's folder takes for the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_mega import config as configs
+from grpo_mega.errors import ResumeError
+from grpo_mega.run_folder import CONFIG_FILE, claim
+
+
+def config(folder: Path, **algorithm: Any) -> configs.Config:
+    raw = {"run_dir": str(folder), "steps": 2, "model": {"path": "m"}, "data": {"train": "t"}, "algorithm": algorithm}
+    return configs.validate(raw)
+
+
+def started(folder: Path) -> None:
+    with claim(config(folder), resume=False, argv=["train"]):
+        pass
+
+
+def test_a_run_goes_on_though_a_setting_was_not_known_when_it_began(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    started(folder)
+    recorded = yaml.safe_load((folder / CONFIG_FILE).read_text())
+    del recorded["algorithm"]["kl_clamp"]
+    (folder / CONFIG_FILE).write_text(yaml.safe_dump(recorded))
+    with claim(config(folder), resume=True, argv=["train"]):
+        pass
+
+
+def test_a_setting_with_another_value_than_the_runs_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    started(folder)
+    with (
+        pytest.raises(ResumeError, match=r"algorithm.kl_clamp=5.0 differs from the run's 10.0; give the run's value"),
+        claim(config(folder, kl_clamp=5.0), resume=True, argv=["train"]),
+    ):
+        pass
