@@ -57,6 +57,11 @@ def make_large(folder: Path) -> tuple[int, int]:
     return offset, max(2 * torch.Size(s).numel() for s in shapes.values())
 
 
+def _take_interrupts() -> None:
+    """A shell has what it starts in the background ignore them, the tests and their children too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
 def test_an_interrupted_conversion_leaves_no_output_and_goes_on(kind: signal.Signals, tmp_path: Path) -> None:
     """The tool is stopped once its journal names a tensor, while most of them are still to be written."""
@@ -66,7 +71,7 @@ def test_an_interrupted_conversion_leaves_no_output_and_goes_on(kind: signal.Sig
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for _ in range(5):  # on a busy machine it may be done before the signal is sent
         shutil.rmtree(out, ignore_errors=True)
-        running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=_take_interrupts)
         while running.poll() is None and not (journal.exists() and journal.read_text().count("\n") > 1):
             time.sleep(0.005)
         running.send_signal(kind)
