@@ -73,7 +73,10 @@ def train(config_path: Path, overrides: list[str], resume: bool, argv: list[str]
             from grpo_mega.launch import launch_local
 
             os.environ[CLAIMED] = str(os.getpid())  # the ranks are part of this claim
-            code = launch_local(argv, config.layout.world_size, config.run_dir / "logs")
+            try:
+                code = launch_local(argv, config.layout.world_size, config.run_dir / "logs")
+            finally:
+                del os.environ[CLAIMED]
             if code == EXIT_USER_ERROR:
                 run_folder.discard_unstarted(config.run_dir)
             return code
