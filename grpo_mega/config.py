@@ -11,19 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from grpo_mega.config_base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from grpo_mega.config_data import DataConfig
 from grpo_mega.config_errors import one_line
 from grpo_mega.errors import ConfigError
-
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -111,58 +104,6 @@ class LayoutConfig(Section):
         return self
 
 
-class DataSource(Section):
-    """One data set, wherever it lies; see data/sources.py for what a path may be."""
-
-    path: Annotated[str, Field(min_length=1)]  # .jsonl, .json, .parquet, a folder of these, or hub:owner/name[:config][@split]
-    prompt_column: str | None = None  # None: data.prompt_column
-    answer_column: str | None = None  # None: data.answer_column
-
-
-class TrainSource(DataSource):
-    weight: PositiveFloat = 1.0  # its share of every step is weight / sum of weights
-
-
-class DataConfig(Section):
-    train: tuple[TrainSource, ...]  # in YAML also a path, or a list of paths
-    heldout: DataSource | None = None  # in YAML also a path
-    heldout_size: PositiveInt | None = None  # prompts split off from train, which are never trained on
-    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None  # likewise, as a share of train
-    prompt_column: str = "prompt"
-    answer_column: str | None = None  # None: "answer" where a data set has it, else "solution"
-    system_prompt: str | None = None
-    max_prompt_length: PositiveInt = 1024  # tokens; longer prompts are dropped and counted
-    shuffle: bool = True
-
-    @field_validator("train", mode="before")
-    @classmethod
-    def _as_list(cls, value: Any) -> Any:
-        return [_as_source(v) for v in value] if isinstance(value, (list, tuple)) else [_as_source(value)]
-
-    @field_validator("heldout", mode="before")
-    @classmethod
-    def _as_mapping(cls, value: Any) -> Any:
-        return _as_source(value)
-
-    @model_validator(mode="after")
-    def _check(self) -> DataConfig:
-        paths = [source.path for source in self.train]
-        if not paths:
-            raise ValueError("data.train=[] is empty; name at least one data set")
-        for path in paths:
-            if paths.count(path) > 1:
-                raise ValueError(f"data.train names {path!r} twice; give it once, with its total weight")
-        heldout = {
-            "data.heldout": self.heldout and self.heldout.path,
-            "data.heldout_size": self.heldout_size,
-            "data.heldout_fraction": self.heldout_fraction,
-        }
-        given = [f"{key}={value}" for key, value in heldout.items() if value is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are set; give one of them")
-        return self
-
-
 class RolloutConfig(Section):
     engine: Literal["embedded", "sglang"] = "embedded"
     tp: PositiveInt = 1  # ranks that one engine spans: rank r serves engine r // tp; the embedded engine spans one
@@ -183,7 +124,7 @@ class RolloutConfig(Section):
     phase_deadline_s: PositiveFloat = 14400.0  # one generation phase
     mismatch_warn: PositiveFloat = 0.02  # KL (k3) between engine and trainer, nats a token, above which a step warns
     mismatch_stop: PositiveFloat | None = 1.0  # and above which the run stops; None: never
-    server_args: dict[str, str | int | float | bool] = {}  # further arguments of SGLang's, by its names
+    server_args: dict[str, str | int | float | bool] = Field(default={})  # further arguments of SGLang's, by its names
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
@@ -402,10 +343,6 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
             raise ConfigError(f"--set {override!r}: {parent!r} is a value, not a section")
         node = node[parent]
     node[leaf] = value
-
-
-def _as_source(value: Any) -> Any:
-    return {"path": str(value)} if isinstance(value, (str, Path)) else value
 
 
 def _divisors(n: int) -> str:

@@ -91,6 +91,18 @@ def rank_environments(environ: Mapping[str, str], world_size: int) -> list[dict[
     return [{**environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
 
 
+@contextlib.contextmanager
+def only_rank() -> Iterator[None]:
+    """The environment of a job's only rank, in this process, while the context lasts."""
+    before = dict(os.environ)
+    os.environ.update(rank_environments(os.environ, world_size=1)[0])
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def free_port() -> int:
     """A port that no one listens on, from below those that the kernel gives to clients: they come and go until it is used."""
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):

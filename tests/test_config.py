@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_mega import config
+from grpo_mega import config, config_data
 from grpo_mega.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"run_dir": "runs/a", "steps": 10, "model": {"path": "m"}, "data": {"train": "d.jsonl"}}
@@ -79,7 +79,7 @@ def test_a_dumped_config_loads_as_the_same_config(tmp_path: Path) -> None:
 def test_set_overrides_the_file_in_order_and_makes_missing_sections(tmp_path: Path) -> None:
     loaded = load(tmp_path, ["optimizer.lr=1e-5", "optimizer.lr=2e-5", "data.heldout=h.jsonl", "log.wandb=true"])
     assert loaded.optimizer.lr == 2e-5
-    assert loaded.data.heldout == config.DataSource(path="h.jsonl")
+    assert loaded.data.heldout == config_data.DataSource(path="h.jsonl")
     assert loaded.log.wandb is True
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from grpo_mega.config import DataConfig, load
+from grpo_mega.config import load
+from grpo_mega.config_data import DataConfig
 from grpo_mega.data import load_data
 from grpo_mega.preflight import check_layout
 from grpo_mega.rewards.accuracy import accuracy

@@ -11,14 +11,16 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "grpo_mega"
 
 LEAVES = {"errors", "types"}  # what everyone may import
-SETTINGS = LEAVES | {"config"}
+SETTINGS = LEAVES | {"config", "config_data"}
 
 # Who may import what of ours besides itself. A name is a module or package directly below grpo_mega.
 ALLOWED = {
     "__init__": set(),
     "errors": set(),
     "types": set(),
-    "config": {"errors", "config_errors"},
+    "config": {"errors", "config_errors", "config_base", "config_data"},
+    "config_base": set(),
+    "config_data": {"config_base"},
     "config_errors": set(),
     "device": LEAVES,
     "launch": {"errors"},

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 from bench_gpu_models import MODELS, hf_config_of, layer_parameters, shape_of, vocab_parameters
-from bench_gpu_rank import Figure, Options, config_of, finish, one_rank
+from bench_gpu_rank import Figure, Options, config_of, finish
 from torch import Tensor
 
 from grpo_mega.config import Config
 from grpo_mega.device import Device
 from grpo_mega.engines import build_engine, build_sync
+from grpo_mega.launch import only_rank
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.rollout.board import Board
 from grpo_mega.weights.families import family_of
@@ -60,7 +61,7 @@ def run(options: Options) -> list[Figure]:
     kind = engine_kind(options)
     if kind is None:
         return []
-    with tempfile.TemporaryDirectory(prefix="bench_gpu_") as name, one_rank():
+    with tempfile.TemporaryDirectory(prefix="bench_gpu_") as name, only_rank():
         config = config_for(model, kind, Path(name))
         device = runtimes.join(config)
         try:

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from bench_gpu_models import hf_config_of, layers_that_fit, peak_tflops, shape_of
-from bench_gpu_rank import Figure, Options, config_of, one_rank, seconds_of
+from bench_gpu_rank import Figure, Options, config_of, seconds_of
 from torch import Tensor
 
 from grpo_mega.batching.pack import pack
 from grpo_mega.errors import ConfigError
+from grpo_mega.launch import only_rank
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe import flops
@@ -61,7 +62,7 @@ def run(options: Options) -> list[Figure]:
     work = Work(8, 32, 2, 2) if options.tiny else Work()
     models = ["tiny"] if options.tiny else ["qwen2.5-1.5b", "qwen3-4b", "qwen3-8b", "llama-3.1-8b"]
     found: list[Figure] = []
-    with one_rank():
+    with only_rank():
         config = config_of(Path("unused"), {"path": "unused"})
         device = runtimes.join(config)
         try:

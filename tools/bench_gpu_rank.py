@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -52,21 +49,6 @@ class Options:
     @property
     def repeat(self) -> int:
         return 2 if self.tiny else 3 if self.quick else 7
-
-
-@contextmanager
-def one_rank() -> Iterator[None]:
-    """The environment of a job's only rank, on a port of its own."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    before = dict(os.environ)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ |= before
 
 
 def config_of(run_dir: Path, model: dict[str, Any], **sections: Any) -> Config:

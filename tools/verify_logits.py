@@ -8,12 +8,9 @@ torch's constructors, and `from_pretrained` then leaves the rotary frequencies u
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from torch import Tensor
 from grpo_mega.convert.checkpoint import Checkpoint, find_checkpoint
 from grpo_mega.convert.reader import open_reader
 from grpo_mega.errors import ConfigError
+from grpo_mega.launch import only_rank
 from grpo_mega.weights.apply import fill
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,7 +119,7 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
         sample.advantages = torch.zeros(len(tokens) - 1)
         samples.append(sample)
     found: dict[str, list[Tensor]] = {}
-    with _one_rank():
+    with only_rank():
         runtime = runtimes.start(config)
         try:
             model = jobs.read_model(config)
@@ -144,20 +142,6 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
     vocab = checkpoint.model()[1].vocab
     cut = {name: [v.reshape(-1, v.shape[-1])[:n] for v, n in zip(vs, _LENGTHS, strict=True)] for name, vs in found.items()}
     return {name: torch.cat(values)[:, : vocab if name == "logits" else None] for name, values in cut.items()}
-
-
-@contextmanager
-def _one_rank() -> Iterator[None]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    before = dict(os.environ)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ |= before
 
 
 if __name__ == "__main__":

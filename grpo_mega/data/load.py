@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_mega.config import DataConfig, DataSource
+from grpo_mega.config_data import DataConfig, DataSource
 from grpo_mega.data.dataset import DatasetReport, load_prompts
 from grpo_mega.data.rows import check_rows
 from grpo_mega.data.sampler import MixedSampler, PromptSampler, Sampler

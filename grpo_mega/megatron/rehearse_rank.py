@@ -133,6 +133,7 @@ def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
 
     from grpo_mega import config as configs
     from grpo_mega.device import Device
+    from grpo_mega.megatron import optimizer as optimizers
     from grpo_mega.megatron import runtime as runtimes
     from grpo_mega.megatron.packed import pack_params
     from grpo_mega.megatron.policy import Policy
@@ -157,9 +158,7 @@ def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x):
             if request["num_batches"]:  # none: it is enough that the model can be built
                 policy._pipeline.forward_backward([batch] * request["num_batches"], _touch)
-        for chunk in policy._chunks:
-            for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
-                group.start_param_sync(force_sync=True)
+        optimizers.settle(policy._chunks)  # as after an optimizer step
     buffers = [b for chunk in policy._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return {
         "num_parameters": sum(p.numel() for p in policy._parameters.values()),

@@ -110,7 +110,7 @@ def layer_sizes(setup: Setup) -> dict[str, Number | Figure]:
         "q": shape.q // layout.tp,
         "kv": max(shape.kv // layout.tp, shape.head_dim),
         "f": (shape.moe_ffn or shape.ffn) // layout.tp,
-        "s": layout.tp if setup.config.layout.sequence_parallel else 1,
+        "s": setup.sequence_parts,
         "k": setup.experts_per_token,
         "r": setup.experts_per_token * spread if shape.num_experts else 0,
         "d": shape.head_dim,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpo_mega.planner.figures import Figure, figure
+from grpo_mega.planner.figures import Figure, Number, figure
 from grpo_mega.planner.setup import Setup
 
 
@@ -35,28 +35,27 @@ def batch(setup: Setup) -> Batch:
         mean_prompt=setup.mean_prompt,
         mean_response=setup.mean_response,
     )
-    rounds = layout.pp if layout.vpp > 1 else 1
+    shared: dict[str, Number | Figure] = {
+        "mini_batches": config.batch.mini_batches,
+        "dp": layout.dp,
+        "budget": config.batch.tokens_per_micro_batch,
+        "rounds": layout.pp if layout.vpp > 1 else 1,
+    }
     micro_batches = figure(
         "micro-batches a rank",
         "",
         "ceil(max(tokens / mini_batches / (dp * budget * fill), 1e-9) / rounds) * rounds",
+        shared,
         tokens=tokens,
-        mini_batches=config.batch.mini_batches,
-        dp=layout.dp,
-        budget=config.batch.tokens_per_micro_batch,
         fill=setup.assumed.packing_fill,
-        rounds=rounds,
     )
     most = figure(
         "micro-batches a rank, at most",
         "",
         "ceil(ceil(samples / mini_batches) / (dp * floor(budget / longest)) / rounds) * rounds",
+        shared,
         samples=samples,
-        mini_batches=config.batch.mini_batches,
-        dp=layout.dp,
-        budget=config.batch.tokens_per_micro_batch,
         longest=setup.longest_sample,
-        rounds=rounds,
     )
     mean_tokens = figure(
         "tokens a micro-batch",

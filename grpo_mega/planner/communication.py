@@ -118,7 +118,7 @@ def _pipeline(setup: Setup, batch: Batch) -> Figure:
         passed_bytes(setup),
         vpp=setup.layout.vpp,
         tokens=tokens_a_rank(setup, batch),
-        cut=setup.layout.tp if setup.config.layout.sequence_parallel else 1,
+        cut=setup.sequence_parts,
     )
 
 
@@ -130,7 +130,7 @@ def _experts(setup: Setup, batch: Batch) -> Figure:
         passed_bytes(setup),
         layers=layers_a_stage(setup),
         tokens=tokens_a_rank(setup, batch),
-        cut=setup.layout.tp if setup.config.layout.sequence_parallel else 1,
+        cut=setup.sequence_parts,
         chosen=setup.experts_per_token,
         ep=setup.layout.ep,
     )

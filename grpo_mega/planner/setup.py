@@ -84,6 +84,11 @@ class Setup:
         return self.config.algorithm.kl_beta > 0
 
     @property
+    def sequence_parts(self) -> int:
+        """Into how many parts sequence parallelism cuts what lies between the layers."""
+        return self.layout.tp if self.config.layout.sequence_parallel else 1
+
+    @property
     def length_multiple(self) -> int:
         """To what micro-batches are padded, as Policy has it."""
         precision = self.config.precision

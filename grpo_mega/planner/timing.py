@@ -69,7 +69,11 @@ def timing(setup: Setup, batch: Batch, links: list[Link], state: State, engine: 
     )
     phases = [sampling, logprobs, update, *_moves(setup, state, by_kind.get("sync to the engines", 0.0)), _overhead(setup)]
     step = total("a step", "s", phases)
-    rate = figure(
+    return Timing(phases, step, _rate(setup, batch, step), _flops_share(setup, batch, update))
+
+
+def _rate(setup: Setup, batch: Batch, step: Figure) -> Figure:
+    return figure(
         "tokens a second a GPU",
         "",
         "tokens / (step * gpus)",
@@ -77,17 +81,19 @@ def timing(setup: Setup, batch: Batch, links: list[Link], state: State, engine: 
         step=step,
         gpus=setup.world_size,
     )
-    share = figure(
+
+
+def _flops_share(setup: Setup, batch: Batch, update: Figure) -> Figure:
+    return figure(
         "model FLOPs of the update, of the bf16 peak",
         "",
         "3 * flops * updates / (update * gpus * peak)",
         flops=model_flops(setup, batch),
-        updates=updates,
+        updates=num_passes(setup)[0],
         update=update,
         gpus=setup.world_size,
         peak=setup.card.bf16_flops,
     )
-    return Timing(phases, step, rate, share)
 
 
 def layer_weights(setup: Setup) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from models import make_tokenizer
 
-from grpo_mega.config import DataConfig
+from grpo_mega.config_data import DataConfig
 from grpo_mega.data import MixedSampler, PromptSampler, RunData, load_data
 from grpo_mega.data.load import IDS_PER_SET, check_data
 from grpo_mega.data.split import split_off

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_gpu_rank import config_of, one_rank
+from bench_gpu_rank import config_of
 
 from grpo_mega.device import Device
+from grpo_mega.launch import only_rank
 
 HERE = Path(__file__).parent
 IS_REHEARSAL = os.environ.get("GRPO_MEGA_REHEARSAL") == "1"
@@ -42,7 +43,7 @@ def device() -> Iterator[Device]:
     """This process as the only rank of a job; each policy arranges it anew."""
     from grpo_mega.megatron import runtime as runtimes
 
-    with one_rank():
+    with only_rank():
         found = runtimes.join(config_of(Path("unused"), {"path": "unused"}))
         try:
             yield found

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from shapes import LLAMA_70B
 
 from grpo_mega import cli
 from grpo_mega.planner.command import Request, prepare
@@ -23,18 +24,6 @@ from grpo_mega.planner.report import sections
 from grpo_mega.planner.suggest import suggest
 from grpo_mega.weights.layout import megatron_holding
 
-LLAMA_70B = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,

@@ -9,9 +9,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from shapes import LLAMA_70B, QWEN_72B
 
 from grpo_mega.config import load
 from grpo_mega.planner.command import Request
@@ -22,22 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sh"))
 HEADS = [path for path in SCRIPTS if path.name.startswith("train_")]
 CONFIGS = sorted((ROOT / "slurm").glob("*.yaml"))
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-}
-QWEN = LLAMA | {"model_type": "qwen2", "intermediate_size": 29568, "vocab_size": 152064, "max_position_embeddings": 32768}
-QWEN |= {"rms_norm_eps": 1e-6, "rope_theta": 1000000.0}
-MODELS = {"llama3_70b": LLAMA, "llama3_70b_bf16": LLAMA, "qwen2.5_72b": QWEN}
+MODELS = {"llama3_70b": LLAMA_70B, "llama3_70b_bf16": LLAMA_70B, "qwen2.5_72b": QWEN_72B}
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
