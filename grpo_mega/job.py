@@ -299,7 +299,12 @@ def reward_pool(config: Config) -> RewardPool:
 
 def read_model(config: Config) -> ModelFiles:
     """Raises ConfigError or WeightMappingError for a model that cannot be trained."""
-    hf_config = AutoConfig.from_pretrained(config.model.path)
+    try:
+        hf_config = AutoConfig.from_pretrained(config.model.path)
+    except Exception as error:  # transformers and what it builds on raise what they like
+        raise ConfigError(
+            f"transformers refuses {config.model.path / 'config.json'} ({' '.join(str(error).split())}); mend the file"
+        ) from None
     check_architecture(hf_config.to_dict())
     shape = ModelShape.from_hf_config(hf_config.to_dict())
     return ModelFiles(config.model.path, hf_config, shape, family_of(shape.model_type), DTYPES[config.model.dtype])
