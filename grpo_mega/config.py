@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from grpo_mega.config_algorithm import AlgorithmConfig
 from grpo_mega.config_base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from grpo_mega.config_data import DataConfig
 from grpo_mega.config_errors import one_line
@@ -140,47 +141,6 @@ class RolloutConfig(Section):
 class SyncConfig(Section):
     bucket_mib: PositiveFloat = 256.0  # of weights a rank hands to its engine at once; two of them are held
     prove: bool = True  # compare checksums of what the engine holds with the trainer's weights after every sync
-
-
-class AlgorithmConfig(Section):
-    """The knobs of RLinf's GRPO page, by its names."""
-
-    adv_type: Literal["grpo"] = "grpo"
-    loss_type: Literal["actor"] = "actor"
-    loss_agg_func: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
-        "seq-mean-token-mean"
-    )
-    group_size: Annotated[int, Field(ge=2)] = 16
-    kl_beta: NonNegativeFloat = 0.0
-    normalize_by_std: bool = True  # the group's z-score divides by its deviation; Dr. GRPO's does not
-    std_ddof: Literal[0, 1] = 1  # that deviation is over group_size - std_ddof
-    std_eps: NonNegativeFloat = 1e-6  # added to it
-    kl_penalty_type: Literal["low_var_kl", "low_var_kl_weighted", "kl", "abs", "mse"] = "low_var_kl"
-    kl_clamp: PositiveFloat | None = 10.0  # the most that low_var_kl is for one token; None: no such limit
-    ratio_clip_eps: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    ratio_clip_eps_low: Annotated[float, Field(gt=0, lt=1)] | None = None  # None: ratio_clip_eps
-    ratio_clip_eps_high: PositiveFloat | None = None
-    calculate_entropy: bool = False
-    entropy_bonus: float = 0.0
-    normalize_advantages: bool = False  # whiten over all tokens of the rollout, on top of the group's z-score
-    early_stop_imp_ratio: PositiveFloat | None = None  # a mini-batch with a larger mean ratio is dropped whole
-    use_valid_token_scale: bool = False  # divide by the rollout's valid tokens instead of the mini-batch's
-
-    @property
-    def clip_low(self) -> float:
-        return self.ratio_clip_eps if self.ratio_clip_eps_low is None else self.ratio_clip_eps_low
-
-    @property
-    def clip_high(self) -> float:
-        return self.ratio_clip_eps if self.ratio_clip_eps_high is None else self.ratio_clip_eps_high
-
-    @model_validator(mode="after")
-    def _check(self) -> AlgorithmConfig:
-        if self.entropy_bonus != 0.0 and not self.calculate_entropy:
-            raise ValueError(
-                f"algorithm.entropy_bonus={self.entropy_bonus} needs algorithm.calculate_entropy=true; set both or neither"
-            )
-        return self
 
 
 class RewardFunctionConfig(Section):

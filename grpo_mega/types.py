@@ -50,6 +50,8 @@ class Sample:
     scores: dict[str, float | None] = field(default_factory=dict)  # by reward function
     verdicts: dict[str, str] = field(default_factory=dict)
     reward: float | None = None  # weighted sum of the scores
+    step_ends: list[int] = field(default_factory=list)  # index of the response token at which each step ends, ascending
+    step_rewards: list[float] = field(default_factory=list)  # of those steps, weighted
     advantages: Tensor | None = None  # [response_len] float32
 
     @property

@@ -1,0 +1,147 @@
+"""The section `algorithm` of the config: RLinf's knobs by its names, and those of the methods that came after GRPO.
+
+`recipe` names a published method and sets the keys that make it up (RECIPES); a key that is given wins over the recipe's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from grpo_mega.config_base import NonNegativeFloat, PositiveFloat, Section
+
+Recipe = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "gspo_token",
+    "cispo",
+    "sapo",
+    "gmpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "process_supervision",
+]
+
+# With their papers' values. grpo is the section's own defaults; the papers stand in algorithm/README.md.
+RECIPES: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"normalize_by_std": False, "loss_agg_func": "seq-mean-token-sum-norm"},
+    "dapo": {
+        "loss_agg_func": "token-mean",
+        "ratio_clip_eps_high": 0.28,
+        "dynamic_sampling_tries": 4,
+        "overlong_buffer": 0.2,
+    },
+    "gspo": {"loss_type": "gspo", "ratio_clip_eps_low": 3e-4, "ratio_clip_eps_high": 4e-4},
+    "gspo_token": {"loss_type": "gspo_token", "ratio_clip_eps_low": 3e-4, "ratio_clip_eps_high": 4e-4},
+    "cispo": {"loss_type": "cispo", "loss_agg_func": "token-mean", "ratio_clip_eps_low": 1.0, "ratio_clip_eps_high": 4.0},
+    "sapo": {"loss_type": "sapo"},
+    "gmpo": {"loss_type": "gmpo", "ratio_clip_eps": 0.4},
+    "rloo": {"adv_type": "rloo", "loss_agg_func": "seq-mean-token-sum", "kl_in": "reward", "kl_penalty_type": "kl"},
+    "reinforce_plus_plus": {
+        "adv_type": "reinforce_plus_plus",
+        "loss_agg_func": "token-mean",
+        "kl_in": "reward",
+        "kl_penalty_type": "kl",
+    },
+    "reinforce_plus_plus_baseline": {
+        "adv_type": "reinforce_plus_plus_baseline",
+        "loss_agg_func": "token-mean",
+        "kl_penalty_type": "mse",
+    },
+    "process_supervision": {"adv_type": "grpo_process"},
+}
+
+
+class CorrectionConfig(Section):
+    """Off-policy correction by the mismatch ratio exp(old_logprobs - rollout_logprobs); see algorithm/correction.py."""
+
+    importance: Literal["none", "token", "sequence"] = "none"  # weigh the policy's term by it, truncated
+    max_importance: PositiveFloat = 2.0  # where it is truncated
+    mask: Literal["none", "token", "sequence", "geometric"] = "none"  # drop what lies outside of mask_low .. mask_high
+    mask_low: PositiveFloat = 0.5
+    mask_high: PositiveFloat = 5.0
+    veto_below: PositiveFloat | None = None  # drop a response that has a token with a smaller ratio
+
+    @model_validator(mode="after")
+    def _check(self) -> CorrectionConfig:
+        if not self.mask_low < self.mask_high:
+            raise ValueError(
+                f"algorithm.correction.mask_low={self.mask_low} is not below algorithm.correction.mask_high={self.mask_high}; "
+                "lower it"
+            )
+        return self
+
+
+class AlgorithmConfig(Section):
+    recipe: Recipe = "grpo"
+    adv_type: Literal["grpo", "grpo_process", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
+    loss_type: Literal["actor", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"] = "actor"
+    loss_agg_func: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        "seq-mean-token-mean"
+    )
+    group_size: Annotated[int, Field(ge=2)] = 16
+    kl_beta: NonNegativeFloat = 0.0
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_penalty_type: Literal["low_var_kl", "low_var_kl_weighted", "kl", "abs", "mse"] = "low_var_kl"
+    kl_clamp: PositiveFloat | None = 10.0  # the most that low_var_kl is for one token; None: no such limit
+    normalize_by_std: bool = True  # the group's z-score divides by its deviation; Dr. GRPO's does not
+    std_ddof: Literal[0, 1] = 1  # that deviation is over group_size - std_ddof
+    std_eps: NonNegativeFloat = 1e-6  # added to it
+    ratio_clip_eps: Annotated[float, Field(gt=0, le=1)] = 0.2  # gmpo: of the ratio's logarithm
+    ratio_clip_eps_low: Annotated[float, Field(gt=0, le=1)] | None = None  # None: ratio_clip_eps
+    ratio_clip_eps_high: PositiveFloat | None = None
+    ratio_clip_c: Annotated[float, Field(gt=1)] = 3.0  # dual_clip: where the loss of a negative advantage is cut off
+    sapo_tau_positive: PositiveFloat = 1.0  # sapo: temperature of its gate for positive advantages
+    sapo_tau_negative: PositiveFloat = 1.05
+    calculate_entropy: bool = False
+    entropy_bonus: float = 0.0
+    normalize_advantages: bool = False  # whiten over all tokens of the rollout, on top of the group's z-score
+    early_stop_imp_ratio: PositiveFloat | None = None  # a mini-batch with a larger mean ratio is dropped whole
+    use_valid_token_scale: bool = False  # divide by the rollout's valid tokens instead of the mini-batch's
+    dynamic_sampling_tries: Annotated[int, Field(ge=0)] = 0  # further rollouts in place of groups whose rewards are all equal
+    overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0  # the last share of max_response_length costs reward
+    overlong_penalty: PositiveFloat = 1.0  # so much at its end
+    overlong_filter: bool = False  # responses that were cut off at max_response_length do not train
+    correction: CorrectionConfig = CorrectionConfig()
+
+    @property
+    def clip_low(self) -> float:
+        return self.ratio_clip_eps if self.ratio_clip_eps_low is None else self.ratio_clip_eps_low
+
+    @property
+    def clip_high(self) -> float:
+        return self.ratio_clip_eps if self.ratio_clip_eps_high is None else self.ratio_clip_eps_high
+
+    @property
+    def has_kl_loss(self) -> bool:
+        return self.kl_beta > 0 and self.kl_in == "loss"
+
+    @property
+    def has_kl_reward(self) -> bool:
+        return self.kl_beta > 0 and self.kl_in == "reward"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_recipe(cls, value: Any) -> Any:
+        """The recipe's keys where none is given. An unknown recipe is left to the field's own check."""
+        if not isinstance(value, dict) or not isinstance(value.get("recipe"), str):
+            return value
+        return {**RECIPES.get(value["recipe"], {}), **value}
+
+    @model_validator(mode="after")
+    def _check(self) -> AlgorithmConfig:
+        if self.entropy_bonus != 0.0 and not self.calculate_entropy:
+            raise ValueError(
+                f"algorithm.entropy_bonus={self.entropy_bonus} needs algorithm.calculate_entropy=true; set both or neither"
+            )
+        if self.kl_in == "reward" and self.adv_type == "grpo_process":
+            raise ValueError(
+                "algorithm.kl_in=reward has no place in the steps of algorithm.adv_type=grpo_process; use algorithm.kl_in=loss"
+            )
+        return self
