@@ -51,8 +51,7 @@ def load(tmp_path: Path, overrides: list[str]) -> config.Config:
 
 def test_the_algorithm_block_of_rlinf_loads_as_it_stands(tmp_path: Path) -> None:
     loaded = config.load(write(tmp_path, RLINF + yaml.safe_dump(MINIMAL))).algorithm
-    ours = {"normalize_by_std", "std_ddof", "std_eps", "kl_clamp"}
-    assert loaded.model_dump(exclude=ours) == {
+    expected = {
         "adv_type": "grpo",
         "loss_type": "actor",
         "loss_agg_func": "token-mean",
@@ -60,14 +59,13 @@ def test_the_algorithm_block_of_rlinf_loads_as_it_stands(tmp_path: Path) -> None
         "kl_beta": 0.0,
         "kl_penalty_type": "low_var_kl",
         "ratio_clip_eps": 0.2,
-        "ratio_clip_eps_low": None,
-        "ratio_clip_eps_high": None,
         "calculate_entropy": False,
         "entropy_bonus": 0.0,
         "normalize_advantages": True,
         "early_stop_imp_ratio": 5.0,
         "use_valid_token_scale": False,
     }
+    assert loaded.model_dump(include=set(expected)) == expected
 
 
 def test_a_dumped_config_loads_as_the_same_config(tmp_path: Path) -> None:
@@ -131,7 +129,7 @@ def test_clip_bounds_default_to_ratio_clip_eps(tmp_path: Path) -> None:
             "algorithm.kl_penalty_type='k3': input should be 'low_var_kl', 'low_var_kl_weighted', 'kl', 'abs' or 'mse'",
         ),
         ("algorithm.loss_agg_func=mean", "algorithm.loss_agg_func='mean': input should be 'token-mean'"),
-        ("algorithm.ratio_clip_eps=1.0", "algorithm.ratio_clip_eps=1.0: input should be less than 1"),
+        ("algorithm.ratio_clip_eps=1.5", "algorithm.ratio_clip_eps=1.5: input should be less than or equal to 1"),
         ("algorithm.kl_beta=-0.1", "algorithm.kl_beta=-0.1: input should be greater than or equal to 0"),
         ("rollout.top_p=1.5", "rollout.top_p=1.5: input should be less than or equal to 1"),
         ("rollout.temperature=0", "rollout.temperature=0: input should be greater than 0"),
