@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mega import job as jobs
-from grpo_mega.batching.layout import to_samples
+from grpo_mega.batches import prepare
 from grpo_mega.check import Case, Outcome, SampleKey
 from grpo_mega.config import Config
 from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.gathered import gather_responses
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.train import assign_advantages, make_batches, rollout
+from grpo_mega.observe.timers import Timers
+from grpo_mega.rollouts import rollout
 from grpo_mega.types import Group, PackedBatch, Sample
 
 
@@ -42,8 +44,7 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
     """Leaves the case's outcome in `folder`. All ranks of the layout take part."""
     model = jobs.read_model(case.config)
     policy = jobs.build_policy(case.config, model, runtime)
-    samples = assign_advantages(case.config, groups)
-    batches = policy.attach_logprobs(make_batches(case.config, groups, policy))
+    samples, batches = prepare(case.config, groups, policy, runtime, Timers())
     logprobs = {name: _by_sample(name, batches, samples, runtime) for name in ("old_logprobs", "ref_logprobs")}
     updates = policy.update(batches)
     jobs.export_policy(policy, model, folder / "hf")
@@ -54,24 +55,20 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
 def _by_sample(
     name: str, batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime
 ) -> dict[SampleKey, Tensor]:
-    """Every sample's values, on every rank. A sample is known by its prompt and index, whatever the order of packing."""
-    mine: dict[SampleKey, Tensor] = {}
-    for batch in (b for mini in batches for b in mini):
-        values = getattr(batch, name)
-        if values is not None and runtime.tp_rank == 0:
-            for index, part in zip(batch.sample_indices, to_samples(values.cpu(), batch, samples), strict=True):
-                sample = samples[index]
-                mine[sample.prompt.id, sample.index] = part.clone()
-    everyone: list[dict[SampleKey, Tensor]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return {key: value for one in everyone for key, value in one.items()}
+    """Every sample's values, on every rank; none where none were computed. A sample is known by its prompt and index, whatever
+    the order of packing."""
+    holders = torch.tensor(float(any(getattr(b, name) is not None for mini in batches for b in mini)))
+    if not runtime.max(holders.to(runtime.device.torch_device)):
+        return {}
+    values = gather_responses(lambda batch: getattr(batch, name), batches, samples, runtime)
+    return {(s.prompt.id, s.index): part for s, part in zip(samples, values, strict=True)}
 
 
 def _sample(config: Config, folder: Path) -> None:
     """A scored rollout of the config's first prompts, by the single rank of the baseline."""
     with jobs.open_job(config.model_copy(update={"run_dir": folder / "run"})) as job:
         job.colocation.publish(0)
-        groups = rollout(job, job.prompts(0), job.sampling, 0, "sampling")
+        groups = rollout(job, job.prompts(0)[: config.batch.prompts_per_step], job.sampling, 0, "sampling")
     torch.save(groups, folder / "groups.pt")
 
 

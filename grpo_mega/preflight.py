@@ -13,7 +13,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.config import Config, LayoutConfig, ModelConfig, RewardsConfig, RolloutConfig
+from grpo_mega.config import Config, LayoutConfig, ModelConfig, RolloutConfig
+from grpo_mega.config_rewards import RewardFunctionConfig, RewardsConfig
 from grpo_mega.convert.dist_metadata import is_distributed_checkpoint
 from grpo_mega.convert.megatron_weights import MegatronWeights
 from grpo_mega.data.load import check_data
@@ -21,7 +22,7 @@ from grpo_mega.data.tokenizer_files import check_tokenizer_files
 from grpo_mega.errors import ConfigError
 from grpo_mega.fp8 import check_blocks, check_moments, check_transformer_engine, rollout_block_problems
 from grpo_mega.kernels import check_apex, transformer_engine_version
-from grpo_mega.rewards.registry import BUILT_IN, check_name
+from grpo_mega.rewards import registry
 from grpo_mega.weights.architecture import check_architecture
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_files import check_folder
@@ -40,7 +41,7 @@ def check(config: Config) -> None:
     check_blocks(config.precision, config.layout, shape)
     check_engine(config.rollout, config.layout, shape)
     check_tokenizer_files(config.model.path, shape.vocab)
-    check_data(config.data, config.batch.prompts_per_step)
+    check_data(config.data, config.batch.prompts_per_step, config.rollout)
 
 
 def check_model(model: ModelConfig) -> ModelShape:
@@ -78,15 +79,17 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
 
 
 def check_rewards(rewards: RewardsConfig) -> None:
-    """Raises ConfigError for a reward function that is not known or whose module cannot be found; imports none."""
+    """Raises ConfigError for a reward function that is not known or whose module cannot be found, and for options that a
+    built-in one does not take; imports nothing of the user's."""
     for function in rewards.functions:
-        check_reward(function.name)
+        check_reward(function, rewards)
 
 
-def check_reward(name: str) -> None:
+def check_reward(function: RewardFunctionConfig, rewards: RewardsConfig) -> None:
     """The same, of one function."""
-    check_name(name)
-    if name not in BUILT_IN:
+    name = function.name
+    registry.check(name, function.options, rewards.step_splitter, rewards.deadline_s)
+    if name not in registry.BUILT_IN:
         module = name.rpartition(".")[0]
         if not _can_find(module):
             raise ConfigError(
@@ -174,7 +177,8 @@ def _can_find(module: str) -> bool:
     path: list[str] | None = None
     parts = module.split(".")
     for number, part in enumerate(parts):
-        spec = PathFinder.find_spec(".".join(parts[: number + 1]), path)
+        # By its last name: for folders without __init__.py a full one is looked up among what was imported.
+        spec = PathFinder.find_spec(part, path)
         if spec is None:
             # Another finder, such as that of an editable installation, may know a top-level module.
             return number == 0 and importlib.util.find_spec(part) is not None

@@ -53,6 +53,12 @@ class Sample:
     step_ends: list[int] = field(default_factory=list)  # index of the response token at which each step ends, ascending
     step_rewards: list[float] = field(default_factory=list)  # of those steps, weighted
     advantages: Tensor | None = None  # [response_len] float32
+    old_logprobs: list[float] | None = None  # of logged samples, on the first rank, once they have trained
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether any reward speaks of it: a sample without one neither trains nor counts."""
+        return self.reward is not None or bool(self.step_rewards)
 
     @property
     def response_len(self) -> int:
@@ -94,3 +100,7 @@ class PackedBatch:
     @property
     def num_tokens(self) -> int:
         return int(self.tokens.shape[0])
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.cu_seqlens) - 1

@@ -8,30 +8,16 @@ and to the gradient, whatever their values, NaN included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from grpo_mega.algorithm.correction import CorrectionSettings, correct
+from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.kl import MAX_PENALTY, KLPenalty, k3, kl_penalty
-
-# exp(20) = 5e8: far outside of any clip range, and still finite when multiplied with an advantage of 0.
-_MAX_LOG_RATIO = 20.0
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """The tokens of a micro-batch, each [T] float32 (float64 in tests); old_, ref_ and rollout_logprobs carry no gradient."""
-
-    logprobs: Tensor  # with gradient
-    old_logprobs: Tensor
-    ref_logprobs: Tensor | None
-    rollout_logprobs: Tensor
-    advantages: Tensor
-    loss_mask: Tensor  # 1 on response tokens that train
-    loss_weights: Tensor  # from aggregate.token_weights
-    entropy: Tensor | None = None  # with gradient if there is an entropy bonus
+from grpo_mega.algorithm.objectives import OBJECTIVES, Limits, Objective
 
 
 @dataclass(frozen=True)
@@ -43,40 +29,47 @@ class LossOutputs:
     maxima: dict[str, Tensor]  # none below 0, which stands for "no token"
 
 
-LossFunction = Callable[..., LossOutputs]
+@dataclass(frozen=True)
+class LossSettings:
+    """What a loss is made of; the names are those of a config's section `algorithm`."""
+
+    loss_type: str = "actor"  # of OBJECTIVES
+    limits: Limits = field(default_factory=Limits)
+    kl_beta: float = 0.0  # of the penalty in the loss
+    kl_penalty_type: KLPenalty = "low_var_kl"
+    kl_clamp: float | None = MAX_PENALTY
+    entropy_bonus: float = 0.0
+    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
 
 
-def grpo_loss(
-    inputs: LossInputs,
-    *,
-    clip_low: float,
-    clip_high: float,
-    kl_beta: float,
-    kl_penalty_type: KLPenalty,
-    entropy_bonus: float,
-    kl_clamp: float | None = MAX_PENALTY,
-) -> LossOutputs:
-    """GRPO's clipped objective with a KL penalty, DeepSeekMath (arXiv 2402.03300) eq. 3 (eq. 21 where it is on-policy):
+def policy_loss(inputs: LossInputs, settings: LossSettings) -> LossOutputs:
+    """One micro-batch's part of sum_t loss_weights_t keep_t (c_t l_t + kl_beta KL_t - entropy_bonus H_t).
 
-    l_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) + kl_beta KL_t - entropy_bonus H_t
-
-    with r_t = exp(logprobs_t - old_logprobs_t), held within e^+-20. clip_high > clip_low is DAPO's clip-higher
-    (arXiv 2503.14476).
+    l_t is the objective's loss of a token (objectives.py), c_t and keep_t are the off-policy correction's weight and mask
+    (correction.py), both 1 without one. Raises KeyError for an unknown loss_type.
     """
-    x = _without_masked(inputs)
-    ratio_T = _ratio(x)
-    clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
-    policy_T = -torch.minimum(ratio_T * x.advantages, clipped_T * x.advantages)
+    x = inputs.without_masked()
+    fixed = correct(x, settings.correction)
+    # Dropped tokens are no part of a response's mean ratio either, or they would still get a gradient through it.
+    objective = OBJECTIVES[settings.loss_type](replace(x, loss_mask=x.loss_mask * fixed.keep), settings.limits)
+    terms = {"loss/policy": fixed.importance * objective.loss}
+    if settings.kl_beta != 0.0:
+        assert x.ref_logprobs is not None, "a KL penalty needs ref_logprobs"
+        penalty_T = kl_penalty(
+            x.logprobs, x.ref_logprobs, settings.kl_penalty_type, old_logprobs=x.old_logprobs, max_penalty=settings.kl_clamp
+        )
+        terms["loss/kl"] = settings.kl_beta * penalty_T
+    if settings.entropy_bonus != 0.0:
+        assert x.entropy is not None, "an entropy bonus needs the entropy"
+        terms["loss/entropy"] = -settings.entropy_bonus * x.entropy
+    weights_T = x.loss_weights * fixed.keep
+    loss_T = sum(terms.values(), start=torch.zeros_like(objective.loss))
     with torch.no_grad():
-        is_low_T = (ratio_T < 1 - clip_low) & (x.advantages < 0)
-        is_high_T = (ratio_T > 1 + clip_high) & (x.advantages > 0)
-    means = {"clip/fraction": is_low_T | is_high_T, "clip/fraction_low": is_low_T, "clip/fraction_high": is_high_T}
-    penalty_T = _penalty(x, kl_penalty_type, kl_clamp) if kl_beta != 0.0 else None
-    return _outputs(x, policy_T, ratio_T, means, kl_beta, penalty_T, entropy_bonus)
-
-
-# By the name under which a config asks for it (algorithm.loss_type); "actor" is RLinf's word for the clipped objective.
-LOSSES: Mapping[str, LossFunction] = {"actor": grpo_loss}
+        sums = {"num_tokens": _sum(x.loss_mask), "loss/total": _sum(weights_T * loss_T)}
+        sums |= {name: _sum(weights_T * term_T) for name, term_T in terms.items()}
+        diagnosed, maxima = _diagnosed(x, objective)
+        sums |= diagnosed | {f"correction/{name}": _sum(x.loss_mask * values_T) for name, values_T in fixed.metrics.items()}
+    return LossOutputs(loss=(weights_T * loss_T).sum(), sums=sums, maxima=maxima)
 
 
 def accumulate(outputs: Iterable[LossOutputs]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -104,67 +97,24 @@ def finalize(sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> dict[s
     return metrics
 
 
-def _without_masked(inputs: LossInputs) -> LossInputs:
-    """The inputs with 0 on tokens that do not train. Done before any arithmetic, so that no NaN of theirs meets a gradient."""
-    is_trained_T = inputs.loss_mask > 0
-
-    def clean(values_T: Tensor) -> Tensor:
-        return torch.where(is_trained_T, values_T, 0.0)
-
-    return replace(
-        inputs,
-        logprobs=clean(inputs.logprobs),
-        old_logprobs=clean(inputs.old_logprobs),
-        ref_logprobs=None if inputs.ref_logprobs is None else clean(inputs.ref_logprobs),
-        rollout_logprobs=clean(inputs.rollout_logprobs),
-        advantages=clean(inputs.advantages),
-        loss_mask=is_trained_T.to(inputs.loss_mask.dtype),
-        loss_weights=clean(inputs.loss_weights),
-        entropy=None if inputs.entropy is None else clean(inputs.entropy),
-    )
-
-
-def _ratio(x: LossInputs) -> Tensor:
-    """The importance ratio exp(logprobs - old_logprobs) of each token."""
-    return (x.logprobs - x.old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-
-
-def _penalty(x: LossInputs, kind: KLPenalty, kl_clamp: float | None) -> Tensor:
-    assert x.ref_logprobs is not None, "a KL penalty needs ref_logprobs"
-    return kl_penalty(x.logprobs, x.ref_logprobs, kind, old_logprobs=x.old_logprobs, max_penalty=kl_clamp)
-
-
-def _outputs(
-    x: LossInputs,
-    policy_T: Tensor,
-    ratio_T: Tensor,
-    means: dict[str, Tensor],
-    kl_beta: float,
-    penalty_T: Tensor | None,
-    entropy_bonus: float,
-) -> LossOutputs:
-    """What all losses share: KL and entropy terms, the weighted sum, the metrics. `x` holds no masked values any more."""
-    assert x.entropy is not None or entropy_bonus == 0.0, "an entropy bonus needs the entropy"
-    terms = {"loss/policy": policy_T}
-    if penalty_T is not None:
-        terms["loss/kl"] = kl_beta * penalty_T
-    if x.entropy is not None and entropy_bonus != 0.0:
-        terms["loss/entropy"] = -entropy_bonus * x.entropy
-    loss_T = sum(terms.values(), start=torch.zeros_like(policy_T))
-    loss = (x.loss_weights * loss_T).sum()
-    with torch.no_grad():
-        sums = {"num_tokens": _sum(x.loss_mask), "loss/total": _sum(x.loss_weights * loss_T)}
-        sums |= {name: _sum(x.loss_weights * term_T) for name, term_T in terms.items()}
-        mismatch_T = x.old_logprobs - x.rollout_logprobs
-        means = {"ratio/mean": ratio_T, **means}
-        if x.ref_logprobs is not None:
-            means["kl/mean"] = kl_penalty(x.logprobs, x.ref_logprobs, "low_var_kl")
-        if x.entropy is not None:
-            means["entropy/mean"] = x.entropy
-        means |= {"mismatch/k1": -mismatch_T, "mismatch/k3": k3(mismatch_T), "mismatch/abs_mean": mismatch_T.abs()}
-        sums |= {name: _sum(x.loss_mask * values_T) for name, values_T in means.items()}
-        maxima = {"ratio/max": _max(x.loss_mask * ratio_T), "mismatch/abs_max": _max(x.loss_mask * mismatch_T.abs())}
-    return LossOutputs(loss, sums, maxima)
+def _diagnosed(x: LossInputs, objective: Objective) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Sums and maxima that every loss reports; `x` holds no masked values any more."""
+    ratio_T = x.log_ratio().exp()
+    mismatch_T = x.old_logprobs - x.rollout_logprobs
+    means = {
+        "ratio/mean": ratio_T,
+        "clip/fraction": objective.is_low | objective.is_high,
+        "clip/fraction_low": objective.is_low,
+        "clip/fraction_high": objective.is_high,
+    }
+    if x.ref_logprobs is not None:
+        means["kl/mean"] = kl_penalty(x.logprobs, x.ref_logprobs, "low_var_kl")
+    if x.entropy is not None:
+        means["entropy/mean"] = x.entropy
+    means |= {"mismatch/k1": -mismatch_T, "mismatch/k3": k3(mismatch_T), "mismatch/abs_mean": mismatch_T.abs()}
+    sums = {name: _sum(x.loss_mask * values_T) for name, values_T in means.items()}
+    maxima = {"ratio/max": _max(x.loss_mask * ratio_T), "mismatch/abs_max": _max(x.loss_mask * mismatch_T.abs())}
+    return sums, maxima
 
 
 def _sum(values_T: Tensor) -> Tensor:

@@ -22,21 +22,28 @@ def response_slice(segment_start: int, sample: Sample) -> slice:
     return slice(begin, begin + sample.response_len)
 
 
+def response_slices(batch: PackedBatch, samples: Sequence[Sample]) -> Iterator[slice]:
+    """The positions that predict the response of each of `batch.sample_indices`; `samples` are all of the step's."""
+    starts = batch.cu_seqlens.tolist()
+    for start, index in zip(starts, batch.sample_indices, strict=False):  # a last segment of padding has no sample
+        yield response_slice(start, samples[index])
+
+
 def to_samples(values_T: Tensor, batch: PackedBatch, samples: Sequence[Sample]) -> list[Tensor]:
     """For each of `batch.sample_indices`, the [response_len] part of values_T; `samples` are all of the step's. Views."""
-    return [values_T[where] for where in _response_slices(batch, samples)]
+    return [values_T[where] for where in response_slices(batch, samples)]
 
 
 def from_samples(values: Sequence[Tensor], batch: PackedBatch, samples: Sequence[Sample]) -> Tensor:
     """The inverse of `to_samples`: a [T] row with `values` on the responses, and 0 elsewhere. Keeps gradients."""
     dtype = values[0].dtype if values else batch.loss_mask.dtype
     values_T = torch.zeros(batch.num_tokens, dtype=dtype, device=batch.tokens.device)
-    for where, values_R in zip(_response_slices(batch, samples), values, strict=True):
+    for where, values_R in zip(response_slices(batch, samples), values, strict=True):
         values_T[where] = values_R
     return values_T
 
 
-def _response_slices(batch: PackedBatch, samples: Sequence[Sample]) -> Iterator[slice]:
-    starts = batch.cu_seqlens.tolist()
-    for start, index in zip(starts, batch.sample_indices, strict=False):  # a last segment of padding has no sample
-        yield response_slice(start, samples[index])
+def segments(batch: PackedBatch) -> Tensor:
+    """[T] int64: the number of the segment that each token is of, padding's last."""
+    numbers = torch.arange(batch.num_segments, device=batch.cu_seqlens.device)
+    return numbers.repeat_interleave(batch.cu_seqlens.diff(), output_size=batch.num_tokens)

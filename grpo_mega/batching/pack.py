@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from grpo_mega.batching.balance import balance
-from grpo_mega.batching.layout import response_slice
+from grpo_mega.batching.layout import from_samples, response_slice
 from grpo_mega.errors import PlanError
 from grpo_mega.types import Group, PackedBatch, Sample
 
@@ -51,12 +51,27 @@ def pack(
     offset = 0
     for samples, weights in zip(mini_batches, token_weights, strict=True):
         lengths = [sample.total_len for sample in samples]
-        ranks = balance(lengths, dp_size=dp_size, token_budget=token_budget, micro_batch_multiple=micro_batch_multiple)
+        ranks = balance(
+            lengths,
+            dp_size=dp_size,
+            token_budget=token_budget,
+            micro_batch_multiple=micro_batch_multiple,
+            length_multiple=length_multiple,
+        )
         longest = max(sum(lengths[i] for i in members) for micro_batches in ranks for members in micro_batches)
         num_tokens = max(1, -(-longest // length_multiple)) * length_multiple
         result.append([_pack_one(samples, weights, members, offset, num_tokens) for members in ranks[dp_rank]])
         offset += len(samples)
     return result
+
+
+def attach_advantages(batches: Sequence[PackedBatch], samples: Sequence[Sample]) -> None:
+    """Puts the samples' advantages in place of those that the batches hold; `samples` are all of the step's."""
+    for batch in batches:
+        values = [samples[i].advantages for i in batch.sample_indices]
+        found = [v.to(batch.tokens.device) for v in values if v is not None]
+        assert len(found) == len(values), "a sample has no advantages"
+        batch.advantages = from_samples(found, batch, samples)
 
 
 def _pack_one(

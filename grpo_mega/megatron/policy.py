@@ -20,7 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mega.algorithm.losses import LOSSES, LossInputs, LossOutputs, accumulate, finalize
+from grpo_mega.algorithm.inputs import LossInputs
+from grpo_mega.algorithm.losses import LossOutputs, accumulate, finalize, policy_loss
+from grpo_mega.algorithm_settings import loss_settings
+from grpo_mega.batching.layout import segments
 from grpo_mega.config import Config
 from grpo_mega.fp8 import RECIPES
 from grpo_mega.guard import Guard, num_groups
@@ -60,6 +63,7 @@ class Policy:
             self._chunks, partial(held, self._parameters.values()), self._optimizer_state, is_cuda=runtime.device.is_cuda
         )
         self._reference: HostCopy | None = None
+        self._loss_settings = loss_settings(config.algorithm)
         self._seen: list[tuple[PackedBatch, Tensor]] = []  # of the mini-batch under way, with its log-probs
         self.guard = Guard(config.precision.guard, shape.num_layers, config.rollout.mismatch_warn)
         self._layer_norms: list[list[float]] = []  # of each optimizer step of the last update, by the guard's groups
@@ -100,12 +104,16 @@ class Policy:
 
     def load(self, read: Callable[[Box], Tensor]) -> None:
         """Fills the weights from a checkpoint's slices; keeps them as the reference if one is needed; makes the optimizer."""
-        with self._runtime.together():
-            self._fill(read)
+        self.load_weights(read)
         if self._config.algorithm.kl_beta > 0:
             self._reference = self._memory.copy_weights()
         # Only now: the optimizer copies the weights into its fp32 master shards.
         self._optimizer = optimizers.build(self._chunks, self._config.optimizer, self._config.layout, self._config.precision)
+
+    def load_weights(self, read: Callable[[Box], Tensor]) -> None:
+        """Fills the weights and makes nothing else: of a policy that is to be published or exported, not trained."""
+        with self._runtime.together():
+            self._fill(read)
 
     def save(self, folder: Path) -> None:
         """Writes weights, optimizer and counters as a Megatron distributed checkpoint into the empty `folder`."""
@@ -177,12 +185,12 @@ class Policy:
     def attach_logprobs(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[list[PackedBatch]]:
         """The batches on the device, with old_ and ref_logprobs where the update needs them (on the last stage).
 
-        With one optimizer step a rollout, old_logprobs equal the update's own log-probs by definition; they are not computed
-        here, and `update` takes them from its forward pass.
+        With one optimizer step a rollout, old_logprobs equal the update's own log-probs by definition; unless the reward needs
+        them, they are not computed here, and `update` takes them from its forward pass.
         """
         self.onload_weights()
         batches = [[_to_device(b, self._runtime.device.torch_device) for b in mini] for mini in mini_batches]
-        if self._config.batch.optimizer_steps > 1:
+        if self._config.needs_old_logprobs:
             for batch, values in self._evaluate(batches):
                 batch.old_logprobs = values
         if self._reference:
@@ -276,29 +284,22 @@ class Policy:
     def _loss(self, hidden_TH: Tensor, batch: PackedBatch) -> LossOutputs:
         logprobs, entropy = self._logprobs(hidden_TH, batch)
         self._seen.append((batch, logprobs.detach()))
-        return self._loss_of(
+        if batch.old_logprobs is None:  # the rollout's only optimizer step: equal by definition
+            batch.old_logprobs = logprobs.detach()
+        return policy_loss(
             LossInputs(
                 logprobs=logprobs,
-                old_logprobs=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
+                old_logprobs=batch.old_logprobs,
                 ref_logprobs=batch.ref_logprobs,
                 rollout_logprobs=batch.rollout_logprobs,
                 advantages=batch.advantages,
                 loss_mask=batch.loss_mask,
                 loss_weights=batch.loss_weights,
+                segments=segments(batch),
+                num_segments=batch.num_segments,
                 entropy=entropy,
-            )
-        )
-
-    def _loss_of(self, inputs: LossInputs) -> LossOutputs:
-        a = self._config.algorithm
-        return LOSSES[a.loss_type](
-            inputs,
-            clip_low=a.clip_low,
-            clip_high=a.clip_high,
-            kl_beta=a.kl_beta,
-            kl_penalty_type=a.kl_penalty_type,
-            kl_clamp=a.kl_clamp,
-            entropy_bonus=a.entropy_bonus,
+            ),
+            self._loss_settings,
         )
 
     def _reduced(self, outputs: list[LossOutputs]) -> StepMetrics:
@@ -313,12 +314,19 @@ class Policy:
     def _nothing(self) -> LossOutputs:
         """The outputs of no token at all: they name the metrics on ranks that compute no loss."""
         zero = torch.zeros(1)
-        inputs = LossInputs(*[zero] * len(fields(LossInputs)))
-        if not self._reference:
-            inputs = replace(inputs, ref_logprobs=None)
-        if not self._config.algorithm.calculate_entropy:
-            inputs = replace(inputs, entropy=None)
-        return self._loss_of(inputs)
+        inputs = LossInputs(
+            logprobs=zero,
+            old_logprobs=zero,
+            ref_logprobs=zero if self._reference else None,
+            rollout_logprobs=zero,
+            advantages=zero,
+            loss_mask=zero,
+            loss_weights=zero,
+            segments=torch.zeros(1, dtype=torch.int64),
+            num_segments=1,
+            entropy=zero if self._config.algorithm.calculate_entropy else None,
+        )
+        return policy_loss(inputs, self._loss_settings)
 
     def _fill(self, read: Callable[[Box], Tensor]) -> None:
         """The parameters from a checkpoint's slices; those in FP8 one by one by way of plain ones."""

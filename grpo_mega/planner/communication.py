@@ -70,7 +70,7 @@ def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
 def num_passes(setup: Setup) -> tuple[int, int]:
     """Of a step's tokens: forward and backward in updates; forward only, for log-probs of policy and reference."""
     batch = setup.config.batch
-    return batch.epochs, int(batch.optimizer_steps > 1) + int(setup.has_reference)
+    return batch.epochs, int(setup.config.needs_old_logprobs) + int(setup.has_reference)
 
 
 def passed_bytes(setup: Setup) -> dict[str, Number | Figure]:

@@ -2,11 +2,17 @@
 
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
+from losses import loss_of
 
-from grpo_mega.algorithm.losses import LOSSES, LossInputs, accumulate, finalize, grpo_loss
+from grpo_mega.algorithm.advantages import ADVANTAGES
+from grpo_mega.algorithm.inputs import LossInputs
+from grpo_mega.algorithm.losses import accumulate, finalize
+from grpo_mega.algorithm.objectives import OBJECTIVES
+from grpo_mega.config import AlgorithmConfig
 
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "kl_penalty_type": "low_var_kl", "entropy_bonus": 0.0}
 
@@ -28,6 +34,8 @@ def make_inputs(num_tokens=12, seed=0, dtype=torch.float64, **changes):
         advantages=uniform(-2, 2),
         loss_mask=mask,
         loss_weights=uniform(0, 0.1) * mask,
+        segments=torch.zeros(num_tokens, dtype=torch.int64),
+        num_segments=1,
         entropy=uniform(0, 3).requires_grad_(),
     )
     return replace(inputs, **changes)
@@ -43,6 +51,8 @@ def one_token(ratio, advantage):
         advantages=zero + advantage,
         loss_mask=zero + 1,
         loss_weights=zero + 1,
+        segments=torch.zeros(1, dtype=torch.int64),
+        num_segments=1,
     )
 
 
@@ -60,7 +70,7 @@ def one_token(ratio, advantage):
 )
 def test_ratios_are_clipped_where_that_lowers_the_objective_and_nowhere_else(ratio, advantage, objective, has_gradient):
     inputs = one_token(ratio, advantage)
-    outputs = grpo_loss(inputs, **OPTIONS)
+    outputs = loss_of(inputs, **OPTIONS)
     outputs.loss.backward()
     assert -outputs.loss.item() == pytest.approx(objective)
     assert -inputs.logprobs.grad.item() == pytest.approx(objective if has_gradient else 0.0)
@@ -70,7 +80,7 @@ def test_ratios_are_clipped_where_that_lowers_the_objective_and_nowhere_else(rat
 
 
 def test_each_side_of_the_clip_has_its_own_range():
-    outputs = [grpo_loss(one_token(r, a), **(OPTIONS | {"clip_high": 0.28})) for r, a in [(1.8, 1.0), (0.4, -1.0)]]
+    outputs = [loss_of(one_token(r, a), **(OPTIONS | {"clip_high": 0.28})) for r, a in [(1.8, 1.0), (0.4, -1.0)]]
     assert [-o.loss.item() for o in outputs] == pytest.approx([1.28, -0.8])
 
 
@@ -103,14 +113,14 @@ def naive_loss(inputs, clip_low, clip_high, kl_beta, kl_penalty_type, entropy_bo
 def test_the_loss_equals_the_naive_twin(kind, seed):
     options = {"clip_low": 0.2, "clip_high": 0.28, "kl_beta": 0.3, "kl_penalty_type": kind, "entropy_bonus": 0.1}
     inputs = make_inputs(50, seed)
-    assert grpo_loss(inputs, **options).loss.item() == pytest.approx(naive_loss(inputs, **options), rel=1e-12)
+    assert loss_of(inputs, **options).loss.item() == pytest.approx(naive_loss(inputs, **options), rel=1e-12)
 
 
 def test_float32_stays_close_to_the_naive_twin_relative_to_the_mean_term():
     inputs = make_inputs(500, 1, torch.float32)
     options = OPTIONS | {"kl_beta": 0.1}
     scale = (inputs.loss_weights * inputs.advantages.abs()).sum().item()
-    assert abs(grpo_loss(inputs, **options).loss.item() - naive_loss(inputs, **options)) < 1e-6 * scale
+    assert abs(loss_of(inputs, **options).loss.item() - naive_loss(inputs, **options)) < 1e-6 * scale
 
 
 @pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl", "low_var_kl_weighted"])
@@ -119,7 +129,7 @@ def test_gradients_equal_numeric_gradients(kind):
     options = {"clip_low": 0.2, "clip_high": 0.28, "kl_beta": 0.3, "kl_penalty_type": kind, "entropy_bonus": 0.1}
 
     def function(logprobs, entropy):
-        return grpo_loss(replace(inputs, logprobs=logprobs, entropy=entropy), **options).loss
+        return loss_of(replace(inputs, logprobs=logprobs, entropy=entropy), **options).loss
 
     assert torch.autograd.gradcheck(function, (inputs.logprobs, inputs.entropy))
 
@@ -128,7 +138,7 @@ def test_on_policy_the_gradient_is_the_papers_coefficient_and_the_ratio_is_one()
     """DeepSeekMath eq. 21: the gradient of a token's log-prob is multiplied by A + beta (pi_ref / pi - 1)."""
     inputs = make_inputs(20, 4)
     inputs = replace(inputs, old_logprobs=inputs.logprobs.detach())
-    outputs = grpo_loss(inputs, **(OPTIONS | {"kl_beta": 0.3}))
+    outputs = loss_of(inputs, **(OPTIONS | {"kl_beta": 0.3}))
     outputs.loss.backward()
     ref_ratio = (inputs.ref_logprobs - inputs.logprobs.detach()).exp()
     expected = -inputs.loss_weights * (inputs.advantages + 0.3 * (ref_ratio - 1))
@@ -151,7 +161,7 @@ def test_masked_tokens_contribute_exactly_nothing_whatever_they_hold(garbage):
     dirty = replace(inputs, **{name: spoilt(getattr(inputs, name)) for name in names})
     dirty.logprobs.requires_grad_()
     dirty.entropy.requires_grad_()
-    expected, actual = grpo_loss(inputs, **options), grpo_loss(dirty, **options)
+    expected, actual = loss_of(inputs, **options), loss_of(dirty, **options)
     expected.loss.backward()
     actual.loss.backward()
     assert actual.loss.item() == expected.loss.item()
@@ -163,7 +173,7 @@ def test_masked_tokens_contribute_exactly_nothing_whatever_they_hold(garbage):
 def test_a_micro_batch_without_trained_tokens_gives_zeros_and_a_zero_gradient():
     inputs = make_inputs(8, 6)
     inputs = replace(inputs, loss_mask=torch.zeros(8))
-    outputs = grpo_loss(inputs, **(OPTIONS | {"kl_beta": 0.3, "entropy_bonus": 0.1}))
+    outputs = loss_of(inputs, **(OPTIONS | {"kl_beta": 0.3, "entropy_bonus": 0.1}))
     outputs.loss.backward()
     assert outputs.loss.item() == 0.0 and inputs.logprobs.grad.eq(0).all()
     assert set(finalize(outputs.sums, outputs.maxima).values()) == {0.0}
@@ -173,14 +183,14 @@ def test_a_micro_batch_without_trained_tokens_gives_zeros_and_a_zero_gradient():
 def test_infinite_ratios_stay_finite(advantage):
     inputs = one_token(1.0, advantage)
     inputs = replace(inputs, old_logprobs=torch.tensor([-1e4]), logprobs=torch.tensor([0.0], requires_grad=True))
-    outputs = grpo_loss(inputs, **OPTIONS)
+    outputs = loss_of(inputs, **OPTIONS)
     outputs.loss.backward()
     assert outputs.loss.isfinite() and inputs.logprobs.grad.isfinite().all()
     assert all(map(math.isfinite, finalize(outputs.sums, outputs.maxima).values()))
 
 
 def test_the_parts_of_the_loss_add_up_to_its_total():
-    outputs = grpo_loss(make_inputs(30, 7), **(OPTIONS | {"kl_beta": 0.3, "entropy_bonus": 0.1}))
+    outputs = loss_of(make_inputs(30, 7), **(OPTIONS | {"kl_beta": 0.3, "entropy_bonus": 0.1}))
     metrics = finalize(outputs.sums, outputs.maxima)
     assert metrics["loss/total"] == pytest.approx(outputs.loss.item(), rel=1e-12)
     assert metrics["loss/total"] == pytest.approx(sum(metrics[f"loss/{part}"] for part in ["policy", "kl", "entropy"]))
@@ -188,7 +198,7 @@ def test_the_parts_of_the_loss_add_up_to_its_total():
 
 def test_metrics_are_means_over_the_trained_tokens():
     inputs = make_inputs(30, 8)
-    outputs = grpo_loss(inputs, **(OPTIONS | {"kl_beta": 0.3}))
+    outputs = loss_of(inputs, **(OPTIONS | {"kl_beta": 0.3}))
     metrics = finalize(outputs.sums, outputs.maxima)
     kept = inputs.loss_mask > 0
     logprobs = inputs.logprobs.detach()[kept]
@@ -219,7 +229,7 @@ def test_metrics_are_means_over_the_trained_tokens():
 
 def test_metrics_of_what_is_not_computed_are_left_out():
     inputs = replace(make_inputs(), ref_logprobs=None, entropy=None)
-    outputs = grpo_loss(inputs, **OPTIONS)
+    outputs = loss_of(inputs, **OPTIONS)
     names = set(finalize(outputs.sums, outputs.maxima))
     assert names.isdisjoint({"kl/mean", "entropy/mean", "loss/kl", "loss/entropy"})
 
@@ -228,13 +238,15 @@ def test_micro_batches_accumulate_to_the_metrics_of_the_whole():
     inputs = make_inputs(30, 9)
     options = OPTIONS | {"kl_beta": 0.3, "entropy_bonus": 0.1}
     parts = [
-        grpo_loss(LossInputs(**{k: v[s] for k, v in vars(inputs).items()}), **options)
+        loss_of(replace(inputs, **{k: v[s] for k, v in vars(inputs).items() if isinstance(v, torch.Tensor)}), **options)
         for s in [slice(0, 7), slice(7, 19), slice(19, 30)]
     ]
-    whole = grpo_loss(inputs, **options)
+    whole = loss_of(inputs, **options)
     assert finalize(*accumulate(parts)) == pytest.approx(finalize(whole.sums, whole.maxima), rel=1e-12)
     assert list(accumulate(parts)[0]) == list(whole.sums)
 
 
-def test_the_config_finds_the_loss_by_its_name():
-    assert LOSSES["actor"] is grpo_loss
+def test_a_config_can_ask_for_every_loss_and_every_advantage_and_for_no_other():
+    fields = AlgorithmConfig.model_fields
+    assert set(get_args(fields["loss_type"].annotation)) == set(OBJECTIVES)
+    assert set(get_args(fields["adv_type"].annotation)) == set(ADVANTAGES)

@@ -9,14 +9,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from losses import loss_of
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from grpo_mega.algorithm.aggregate import token_weights
-from grpo_mega.algorithm.losses import LossInputs, finalize, grpo_loss
+from grpo_mega.algorithm.inputs import LossInputs
+from grpo_mega.algorithm.losses import finalize
 
-AGGREGATIONS = {"grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm", "dapo": "token-mean"}
+# By TRL's loss_type and importance_sampling_level: our loss_type and aggregation.
+OURS = {
+    ("grpo", "token"): ("actor", "seq-mean-token-mean"),
+    ("dr_grpo", "token"): ("actor", "seq-mean-token-sum-norm"),
+    ("dapo", "token"): ("actor", "token-mean"),
+    ("bnpo", "token"): ("actor", "token-mean"),
+    ("grpo", "sequence"): ("gspo", "seq-mean-token-mean"),
+    ("dr_grpo", "sequence"): ("gspo", "seq-mean-token-sum-norm"),
+    ("dapo", "sequence"): ("gspo", "token-mean"),
+    ("luspo", "sequence"): ("gspo", "seq-mean-token-sum"),
+    ("cispo", "token"): ("cispo", "token-mean"),
+    ("sapo", "token"): ("sapo", "seq-mean-token-mean"),
+}
 MAX_LENGTH = 16
 CLIP_LOW, CLIP_HIGH, KL_BETA = 0.2, 0.28, 0.05
+TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.5
 
 
 def make_batch(seed, dtype):
@@ -41,25 +56,32 @@ def make_batch(seed, dtype):
     )
 
 
-def trl_loss(batch, loss_type):
+def trl_loss(batch, loss_type, level="token", *, is_kl_weighted=False, engine_ratio=None):
     """TRL's own code on a trainer that has only what that code reads. Returns (loss, TRL's metrics)."""
     trainer = GRPOTrainer.__new__(GRPOTrainer)
     trainer.__dict__.update(
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
-        importance_sampling_level="token",
+        importance_sampling_level=level,
         beta=KL_BETA,
         loss_type=loss_type,
         epsilon_low=CLIP_LOW,
-        epsilon_high=CLIP_HIGH,
-        use_vllm=False,
+        epsilon_high=1 + CLIP_HIGH if loss_type == "cispo" else CLIP_HIGH,  # of CISPO TRL is given the ratio itself
+        use_vllm=engine_ratio is not None,
+        vllm_importance_sampling_correction=True,
         current_gradient_accumulation_steps=1,
         max_completion_length=MAX_LENGTH,
         _entropy_bonus_enabled=False,
         _metrics={"train": defaultdict(list)},
         model=SimpleNamespace(training=True),
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
+        args=SimpleNamespace(
+            use_bias_correction_kl=is_kl_weighted,
+            delta=None,
+            steps_per_generation=1,
+            sapo_temperature_pos=TAU_POSITIVE,
+            sapo_temperature_neg=TAU_NEGATIVE,
+        ),
         accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
     )
     trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (batch.logprobs, batch.entropy, None)
@@ -73,16 +95,17 @@ def trl_loss(batch, loss_type):
         "old_per_token_logps": batch.old_logprobs,
         "ref_per_token_logps": batch.ref_logprobs,
         "num_items_in_batch": batch.mask.sum(),
+        "importance_sampling_ratio": engine_ratio,
     }
     loss = trainer._compute_loss(trainer.model, inputs)
     return loss, {name: values[0] for name, values in trainer._metrics["train"].items()}
 
 
-def our_outputs(batch, loss_type):
+def our_outputs(batch, loss_type, aggregation, *, rollout_logprobs=None, **options):
     """Ours on the padded batch laid flat, padding masked."""
     weights = token_weights(
         batch.lengths,
-        AGGREGATIONS[loss_type],
+        aggregation,
         max_response_length=MAX_LENGTH,
         num_samples=len(batch.lengths),
         num_tokens=sum(batch.lengths),
@@ -92,20 +115,23 @@ def our_outputs(batch, loss_type):
         logprobs=batch.logprobs.flatten(),
         old_logprobs=batch.old_logprobs.flatten(),
         ref_logprobs=batch.ref_logprobs.flatten(),
-        rollout_logprobs=batch.old_logprobs.flatten(),
+        rollout_logprobs=(batch.old_logprobs if rollout_logprobs is None else rollout_logprobs).flatten(),
         advantages=batch.advantages[:, None].expand_as(batch.logprobs).flatten(),
         loss_mask=batch.mask.flatten().to(dtype),
         loss_weights=(torch.tensor(weights, dtype=dtype)[:, None] * batch.mask).flatten(),
+        segments=torch.arange(len(batch.lengths)).repeat_interleave(MAX_LENGTH),
+        num_segments=len(batch.lengths),
         entropy=batch.entropy.flatten(),
     )
-    return grpo_loss(
-        inputs,
-        clip_low=CLIP_LOW,
-        clip_high=CLIP_HIGH,
-        kl_beta=KL_BETA,
-        kl_penalty_type="low_var_kl",
-        entropy_bonus=0.0,
-    )
+    settings = {
+        "loss_type": loss_type,
+        "clip_low": 1.0 if loss_type == "cispo" else CLIP_LOW,  # CISPO's only limit is the upper one
+        "clip_high": CLIP_HIGH,
+        "tau_positive": TAU_POSITIVE,
+        "tau_negative": TAU_NEGATIVE,
+        "kl_beta": KL_BETA,
+    }
+    return loss_of(inputs, **settings | options)
 
 
 def mean_absolute_term(batch):
@@ -114,26 +140,53 @@ def mean_absolute_term(batch):
     return ((ratio * batch.advantages[:, None]).abs() * batch.mask).sum().item() / sum(batch.lengths)
 
 
-@pytest.mark.parametrize("loss_type", AGGREGATIONS)
+@pytest.mark.parametrize(("loss_type", "level"), OURS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("seed", range(3))
-def test_loss_and_gradient_equal_trls(loss_type, dtype, tolerance, seed):
+def test_loss_and_gradient_equal_trls(loss_type, level, dtype, tolerance, seed):
     batch = make_batch(seed, dtype)
+    expected, _ = trl_loss(batch, loss_type, level)
+    assert_same(batch, our_outputs(batch, *OURS[loss_type, level]).loss, expected, tolerance)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kl_weighted_by_the_importance_ratio_equals_trls(seed):
+    batch = make_batch(seed, torch.float64)
+    expected, _ = trl_loss(batch, "grpo", is_kl_weighted=True)
+    assert_same(batch, our_outputs(batch, *OURS["grpo", "token"], kl_penalty_type="low_var_kl_weighted").loss, expected)
+
+
+@pytest.mark.parametrize(("loss_type", "level"), [("grpo", "token"), ("cispo", "token"), ("dapo", "sequence")])
+@pytest.mark.parametrize("importance", ["token", "sequence"])
+@pytest.mark.parametrize("seed", range(3))
+def test_truncated_importance_weighs_the_policys_term_as_trls_does(loss_type, level, importance, seed):
+    """The ratios are computed here, as TRL does it elsewhere; that they spare the KL is TRL's own code."""
+    batch = make_batch(seed, torch.float64)
+    rollout_logprobs = batch.old_logprobs + 0.3 * torch.sin(torch.arange(6 * MAX_LENGTH).double()).view(6, MAX_LENGTH)
+    log_ratio = (batch.old_logprobs - rollout_logprobs) * batch.mask
+    if importance == "sequence":
+        log_ratio = log_ratio.sum(dim=1, keepdim=True)
+    expected, _ = trl_loss(batch, loss_type, level, engine_ratio=log_ratio.exp().clamp(max=1.1))
+    correction = {"importance": importance, "max_importance": 1.1}
+    options = {"rollout_logprobs": rollout_logprobs, "correction": correction}
+    assert_same(batch, our_outputs(batch, *OURS[loss_type, level], **options).loss, expected)
+
+
+def assert_same(batch, actual, expected, tolerance=1e-12):
+    """Values and gradients."""
     scale = mean_absolute_term(batch)
-    expected, _ = trl_loss(batch, loss_type)
     (expected_gradient,) = torch.autograd.grad(expected, batch.logprobs)
-    actual = our_outputs(batch, loss_type).loss
     (gradient,) = torch.autograd.grad(actual, batch.logprobs)
     assert abs(actual.item() - expected.item()) <= tolerance * scale
     assert (gradient - expected_gradient).abs().max().item() <= tolerance * scale
-    assert abs(expected.item()) > 1e-3 * scale
+    assert abs(expected.item()) > 1e-4 * scale
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_clip_fractions_kl_and_entropy_are_the_numbers_that_trl_logs(seed):
     batch = make_batch(seed, torch.float64)
     _, theirs = trl_loss(batch, "grpo")
-    outputs = our_outputs(batch, "grpo")
+    outputs = our_outputs(batch, *OURS["grpo", "token"])
     ours = finalize(outputs.sums, outputs.maxima)
     names = {
         "clip/fraction_low": "clip_ratio/low_mean",

@@ -4,11 +4,14 @@ import math
 
 import pytest
 import torch
+from losses import loss_of
 
 from grpo_mega.algorithm.advantages import assign
 from grpo_mega.algorithm.aggregate import token_weights
-from grpo_mega.algorithm.losses import LossInputs, accumulate, finalize, grpo_loss
-from grpo_mega.batching.layout import from_samples
+from grpo_mega.algorithm.inputs import LossInputs
+from grpo_mega.algorithm.losses import accumulate, finalize
+from grpo_mega.algorithm.objectives import OBJECTIVES
+from grpo_mega.batching.layout import from_samples, segments
 from grpo_mega.batching.pack import pack
 from grpo_mega.types import Group, Prompt, Sample
 
@@ -37,7 +40,7 @@ def make_samples(generator):
                 [Sample(prompt, i, [3] * lengths[i], [-1.0] * lengths[i], "stop", 0, reward=rewards[i]) for i in range(4)],
             )
         )
-    return assign(groups, normalize=False)
+    return assign(groups)
 
 
 class Policy:
@@ -65,11 +68,13 @@ class Policy:
             advantages=batch.advantages.double(),
             loss_mask=batch.loss_mask.double(),
             loss_weights=batch.loss_weights.double(),
+            segments=segments(batch),
+            num_segments=batch.num_segments,
             entropy=packed(self.entropy),
         )
 
 
-def loss_gradient_and_metrics(policy, weights, layout):
+def loss_gradient_and_metrics(policy, weights, layout, **more):
     dp_size, token_budget, length_multiple, micro_batch_multiple = layout
     outputs = []
     for dp_rank in range(dp_size):
@@ -82,7 +87,7 @@ def loss_gradient_and_metrics(policy, weights, layout):
             length_multiple=length_multiple,
             micro_batch_multiple=micro_batch_multiple,
         )
-        outputs += [grpo_loss(policy.inputs(batch), **OPTIONS) for batch in batches]
+        outputs += [loss_of(policy.inputs(batch), **OPTIONS, **more) for batch in batches]
     loss = torch.stack([output.loss for output in outputs]).sum()
     gradients = torch.autograd.grad(loss, policy.logprobs + policy.entropy)
     return loss.detach(), torch.cat(gradients), finalize(*accumulate(outputs))
@@ -102,6 +107,33 @@ def test_loss_gradient_and_metrics_are_the_same_for_any_packing_and_any_number_o
     assert torch.equal(actual[1], expected[1])
     assert actual[2] == pytest.approx(expected[2], rel=1e-12, abs=1e-14)
     assert actual[2]["num_tokens"] == sum(lengths) and actual[2]["clip/fraction"] > 0.1
+
+
+CORRECTIONS = [
+    {"importance": "token", "mask": "geometric", "mask_low": 0.93, "mask_high": 1.08},
+    {"importance": "sequence", "max_importance": 5.0, "veto_below": 0.6},
+    {"mask": "token", "mask_low": 0.7, "mask_high": 1.5},
+    {"mask": "sequence", "mask_low": 0.5, "mask_high": 2.0},
+]
+
+
+@pytest.mark.parametrize("loss_type", OBJECTIVES)
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda c: "-".join(map(str, c.values())))
+def test_what_looks_at_whole_responses_is_the_same_for_any_packing_too(loss_type, correction):
+    generator = torch.Generator().manual_seed(0)
+    samples = make_samples(generator)
+    policy = Policy(samples, generator)
+    for sample, old in zip(samples, policy.old, strict=True):
+        sample.rollout_logprobs = (old + 0.3 * torch.randn(len(old), generator=generator)).tolist()
+    weights = token_weights(
+        [s.response_len for s in samples], "token-mean", max_response_length=20, num_samples=24, num_tokens=100
+    )
+    expected = loss_gradient_and_metrics(policy, weights, LAYOUTS[0], loss_type=loss_type, correction=correction)
+    actual = loss_gradient_and_metrics(policy, weights, LAYOUTS[3], loss_type=loss_type, correction=correction)
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-12, atol=1e-14)
+    assert actual[2] == pytest.approx(expected[2], rel=1e-12, abs=1e-14)
+    assert all(0 < value < 1 for name, value in actual[2].items() if name in ("correction/masked", "correction/vetoed"))
 
 
 def naive_seq_mean_token_mean(policy):

@@ -346,6 +346,8 @@ def make_groups(num_prompts: int) -> list[Group]:
                 scores={"accuracy": None if (p + i) % 3 == 0 else i / 3, "format": 1.0},
                 verdicts={"accuracy": "timeout" if (p + i) % 3 == 0 else "correct", "format": "wrong"},
                 reward=None if (p + i) % 3 == 0 else 0.1 * i - p,
+                step_ends=list(range((p + i) % 3)),
+                step_rewards=[0.3 * t - p for t in range((p + i) % 3)],
             )
             for i in range(3)
         ]
@@ -358,10 +360,10 @@ def gathers(rank: int, folder: Path) -> None:
         expected = make_groups(num_prompts)
         prompts = [g.prompt for g in expected]
         groups = {place: expected[place] for place in range(rank, num_prompts, WORLD_SIZE)}
-        found = exchange.gather(groups, prompts, ["accuracy", "format"], ["correct", "wrong", "timeout"])
+        found = exchange.gather(groups, dict(enumerate(prompts)), ["accuracy", "format"], ["correct", "wrong", "timeout"])
         assert found == expected, (found, expected)
         assert all(s.prompt is g.prompt is p for g, p in zip(found, prompts, strict=True) for s in g.samples)
-    others = exchange.gather(groups, prompts, ["accuracy", "format"], ["correct"])
+    others = exchange.gather(groups, dict(enumerate(prompts)), ["accuracy", "format"], ["correct"])
     assert {s.verdicts["format"] for g in others for s in g.samples} == {"other"}
 
 

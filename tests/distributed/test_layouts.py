@@ -92,6 +92,26 @@ UPDATES = {
     "uneven": ("tp=1", "pp=4", "pp=4,layers_per_chunk=[1;2;2;1]", "tp=2,pp=2,sequence_parallel=true", "pp=2,vpp=2,dp=2"),
 }
 
+# Methods, on qwen2, by their changes to the config: between them every loss, advantage and kind of correction.
+METHODS = {
+    "dual_clip": (
+        "algorithm.loss_type=dual_clip",
+        "algorithm.use_valid_token_scale=true",
+        "algorithm.loss_agg_func=token-mean",
+    ),
+    "gspo": ("algorithm.recipe=gspo", "algorithm.correction={importance: sequence, veto_below: 0.1}"),
+    "gspo_token": ("algorithm.recipe=gspo_token", "algorithm.adv_type=grpo_process"),
+    "cispo": ("algorithm.recipe=cispo", "algorithm.correction={importance: token, mask: token, mask_low: 0.3, mask_high: 3.0}"),
+    "sapo": ("algorithm.recipe=sapo", "algorithm.correction={mask: geometric, mask_low: 0.7, mask_high: 1.4}"),
+    "gmpo": ("algorithm.recipe=gmpo", "algorithm.correction={mask: sequence, mask_low: 0.05, mask_high: 20.0}"),
+    "rloo": ("algorithm.recipe=rloo", "algorithm.loss_type=reinforce"),
+    "reinforce_plus_plus": ("algorithm.recipe=reinforce_plus_plus", "algorithm.kl_beta=0.1"),
+    "reinforce_plus_plus_baseline": ("algorithm.recipe=reinforce_plus_plus_baseline", "algorithm.overlong_buffer=0.3"),
+    "process_supervision": ("algorithm.recipe=process_supervision", "algorithm.overlong_filter=true"),
+}
+METHODS_LAYOUTS = ("tp=1", "tp=2,pp=2 batch.tokens_per_micro_batch=40", "dp=4 reversed")
+ALL_UPDATES = UPDATES | {f"qwen2+{method}": METHODS_LAYOUTS for method in METHODS}
+
 
 @dataclass
 class Matrix:
@@ -104,7 +124,7 @@ class Matrix:
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
     folder = tmp_path_factory.mktemp("layouts")
     models = {name: _make(name, folder / name) for name in MODELS | MIXTURES}
-    for name in UPDATES:
+    for name in ALL_UPDATES:
         torch.save(_random_groups(seed=7), folder / f"groups-{name}.pt")
     sequences = _sequences()
     cases: list[Case | LogitsCase] = []
@@ -114,7 +134,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
         for layout in MIXTURES_LAYOUTS if name in MIXTURES else LOGITS_LAYOUTS:
             if name != "uneven" or "vpp" not in layout:
                 cases.append(LogitsCase(f"{name}:{layout}", _config(folder / name, layout), sequences, expected))
-    cases += [_update_case(name, text, folder / name) for name, texts in UPDATES.items() for text in texts]
+    cases += [_update_case(name, text, folder) for name, texts in ALL_UPDATES.items() for text in texts]
     for world_size in sorted({case.world_size for case in cases}):
         torch.save({i: case for i, case in enumerate(cases) if case.world_size == world_size}, folder / "cases.pt")
         code = run_ranks([sys.executable, str(WORKER), str(folder)], world_size, folder / f"logs-{world_size}")
@@ -146,14 +166,14 @@ def test_logits_of_mixtures_equal_those_of_transformers(matrix: Matrix, model: s
     assert matrix.logits[f"{model}:{layout}"] < 2e-6
 
 
-@pytest.mark.parametrize("name", [f"{m}:{t}" for m, texts in UPDATES.items() for t in texts[1:]])
+@pytest.mark.parametrize("name", [f"{m}:{t}" for m, texts in ALL_UPDATES.items() for t in texts[1:]])
 def test_three_updates_are_the_same_in_every_layout(matrix: Matrix, name: str) -> None:
     baseline = matrix.updates[f"{name.split(':')[0]}:tp=1"]
     difference = compare(name, matrix.updates[name], baseline)
     assert _is_rounding(difference), difference
 
 
-@pytest.mark.parametrize("name", [f"{m}:{t}" for m, texts in UPDATES.items() for t in texts[1:]])
+@pytest.mark.parametrize("name", [f"{m}:{t}" for m, texts in ALL_UPDATES.items() for t in texts[1:]])
 def test_the_gradient_norm_of_every_layer_is_the_same_in_every_layout(matrix: Matrix, name: str) -> None:
     found, baseline = matrix.norms[name], matrix.norms[f"{name.split(':')[0]}:tp=1"]
     assert found.shape == baseline.shape == (3, baseline.shape[1]) and (baseline > 0).all()
@@ -167,6 +187,15 @@ def test_the_updates_compared_are_real_ones(matrix: Matrix) -> None:
     assert first["ratio/mean"] == pytest.approx(1.0, abs=1e-6) and first["clip/fraction"] == 0
     assert last["ratio/max"] > 1.2 and last["clip/fraction"] > 0.02 and last["kl/mean"] > 1e-4
     assert last["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_methods_compared_do_what_they_are_for(matrix: Matrix, method: str) -> None:
+    metrics = matrix.updates[f"qwen2+{method}:tp=1"].updates[-1]
+    assert metrics["grad_norm"] > 0 and metrics["loss/policy"] != 0
+    dropped = [metrics[name] for name in ("correction/masked", "correction/vetoed") if name in metrics]
+    assert all(0 < share < 1 for share in dropped), dropped
+    assert len(dropped) == ("mask" in str(METHODS[method]) or "veto" in str(METHODS[method]))
 
 
 def _is_rounding(d: Difference) -> bool:
@@ -200,10 +229,12 @@ def _config(model: Path, layout: str, *overrides: str) -> configs.Config:
     return configs.validate(raw)
 
 
-def _update_case(model: str, text: str, folder: Path) -> Case:
+def _update_case(name: str, text: str, folder: Path) -> Case:
+    model, _, method = name.partition("+")
     layout, *rest = text.split(" ")
     overrides = [r for r in rest if r != "reversed"]
-    return Case(f"{model}:{text}", _config(folder, layout, *overrides), reverse_groups="reversed" in rest)
+    config = _config(folder / model, layout, *METHODS.get(method, ()), *overrides)
+    return Case(f"{name}:{text}", config, reverse_groups="reversed" in rest)
 
 
 def _sequences() -> list[list[int]]:
@@ -224,8 +255,13 @@ def _random_groups(seed: int) -> list[Group]:
         samples = []
         for i in range(4):
             length = int(torch.randint(1, 24, (1,), generator=generator))
-            logprobs = (-5 * torch.rand(length, generator=generator)).tolist()
+            logprobs = (-5.3 + 0.3 * torch.randn(length, generator=generator)).tolist()  # near those of a random model
             reward = 1.0 if g == 2 else float(torch.rand(1, generator=generator))
-            samples.append(Sample(prompt, i, ints(length), logprobs, "stop", 0, reward=None if g == i == 1 else reward))
+            sample = Sample(prompt, i, ints(length), logprobs, "stop" if length < 20 else "length", 0)
+            if not g == i == 1:
+                sample.reward = reward
+                sample.step_ends = sorted({length // 3, length - 1})
+                sample.step_rewards = torch.rand(len(sample.step_ends), generator=generator).tolist()
+            samples.append(sample)
         groups.append(Group(prompt, samples))
     return groups

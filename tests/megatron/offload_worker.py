@@ -304,7 +304,7 @@ def make_batches(policy: Policy, config: Config, step: int) -> list[list[PackedB
                 prompt, [Sample(prompt, i, r, [-3.0] * len(r), "stop", 0, reward=rewards[i]) for i, r in enumerate(responses)]
             )
         )
-    advantages.assign(groups, normalize=False)
+    advantages.assign(groups)
     size = len(groups) // config.batch.mini_batches
     mini_batches = [[s for g in groups[i : i + size] for s in g.samples] for i in range(0, len(groups), size)]
     return pack(

@@ -26,6 +26,7 @@ from torch.distributed import PrefixStore
 from grpo_mega import config as configs
 from grpo_mega import job as jobs
 from grpo_mega.algorithm import advantages
+from grpo_mega.batches import make_batches
 from grpo_mega.config import Config
 from grpo_mega.device import Device
 from grpo_mega.errors import SyncError
@@ -40,7 +41,6 @@ from grpo_mega.rollout.sglang.server import ServerSettings
 from grpo_mega.rollout.sglang.shared import HostBuckets
 from grpo_mega.rollout.sglang.update import LOADER, Place
 from grpo_mega.sync.publish import WeightSync
-from grpo_mega.train import make_batches
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import EngineLayout
@@ -156,7 +156,7 @@ def groups() -> list[Group]:
 
 def take_step(policy: Policy, config: Config) -> None:
     made = groups()
-    advantages.assign(made, normalize=False)
+    advantages.assign(made)
     (metrics,) = policy.update(policy.attach_logprobs(make_batches(config, made, policy)))
     assert metrics["grad_norm"] > 0 and not metrics["dropped_mini_batches"], metrics
 

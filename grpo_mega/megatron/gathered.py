@@ -1,0 +1,51 @@
+"""Values of response tokens, brought from the ranks that computed them to all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from grpo_mega.batching.layout import response_slices
+from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.types import PackedBatch, Sample
+
+
+def gather_responses(
+    values_of: Callable[[PackedBatch], Tensor | None],
+    mini_batches: Sequence[Sequence[PackedBatch]],
+    samples: Sequence[Sample],
+    runtime: Runtime,
+    first: int | None = None,
+) -> list[Tensor]:
+    """[response_len] float32 of each of the step's samples, on the host, the same on every rank.
+
+    `values_of(batch)` is a [T] row, or None on stages that have none. All ranks call it; one reduction over all tokens.
+    `first`: only of so many samples; None: of all.
+    """
+    lengths = [sample.response_len for sample in samples[:first]]
+    device = runtime.device.torch_device
+    everyone = torch.zeros(sum(lengths), dtype=torch.float32, device=device)
+    parts = everyone.split(lengths)
+    for batch in (b for mini in mini_batches for b in mini):
+        values_T = values_of(batch)
+        if values_T is not None and runtime.tp_rank == 0:
+            for index, where in zip(batch.sample_indices, response_slices(batch, samples), strict=True):
+                if index < len(parts):
+                    parts[index].copy_(values_T[where])
+    return list(runtime.sum(everyone).cpu().split(lengths))
+
+
+def attach_old_logprobs(
+    mini_batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime, first: int
+) -> None:
+    """Gives the first samples of a step their old_logprobs, on every rank, after the update. Those that did not train get none."""
+    if not first:
+        return
+
+    def values_of(batch: PackedBatch) -> Tensor | None:
+        return None if batch.old_logprobs is None else batch.old_logprobs.where(batch.loss_mask > 0, torch.nan)
+
+    for sample, values in zip(samples, gather_responses(values_of, mini_batches, samples, runtime, first), strict=False):
+        sample.old_logprobs = None if bool(values.isnan().any()) else values.tolist()
