@@ -19,13 +19,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from grpo_mega.checkpoint_files import LATEST, MANIFEST, STATE
 from grpo_mega.config import CheckpointConfig
 from grpo_mega.errors import ResumeError
 from grpo_mega.megatron.policy import Policy
 
-LATEST = "latest"
-MANIFEST = "checkpoint.json"
-STATE = "state"  # the folder of Megatron's files within a checkpoint
 STAGING = Path("/dev/shm")  # memory that is a file system; where it is too small, the disk is used
 _CHUNK = 16 << 20  # bytes
 
@@ -41,6 +39,7 @@ class Manifest:
     model: str  # identity of the model's shape
     seed: int
     checksums: dict[str, str]  # sha256 by file below STATE
+    draws: int | None = None  # of prompts from the data, one after the other; None: one a step
 
 
 class Checkpoints:
@@ -166,19 +165,6 @@ class Checkpoints:
 
     def _partial(self, step: int) -> Path:
         return self.folder / f".step-{step:06d}.partial"
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint, or None. Remains of interrupted saves are not looked at."""
-    pointer = folder / LATEST
-    if not pointer.exists():
-        return None
-    found = folder / pointer.read_text().strip()
-    if not (found / MANIFEST).is_file():
-        raise ResumeError(
-            f"{pointer} names {found.name}, which is not there or not whole; put the name of another step-N into it"
-        )
-    return found
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

@@ -1,5 +1,5 @@
-"""The command line: `grpo-mega train CONFIG`, `plan CONFIG`, `check CONFIG --layouts "..."`, `export RUN_DIR OUT`,
-`report RUN_DIR`.
+"""The command line: `grpo-mega train CONFIG`, `plan CONFIG`, `check CONFIG --layouts "..."`, `eval RUN_DIR_OR_CONFIG`,
+`export RUN_DIR OUT`, `report RUN_DIR`.
 
 Imports nothing heavy until a command runs. What a person can mend (UserError) is printed in one line on stderr and ends the
 process with code 2. `train` is one rank where torchrun has set RANK; elsewhere it starts the ranks of the layout by itself.
@@ -8,6 +8,8 @@ process with code 2. `train` is one rank where torchrun has set RANK; elsewhere 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -27,7 +29,7 @@ EXIT_INTERRUPTED = 130
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the process's exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments if arguments[:1] != ["grpo"] else ["grpo"])  # which reads its own flags
     try:
         code = _run(options, arguments)
         sys.stdout.flush()
@@ -45,21 +47,28 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace, argv: list[str]) -> int:
     if options.command == "train":
-        return train(options.config, options.set, options.resume, argv)
+        from grpo_mega import config as config_module
+        from grpo_mega.flags.rewards import overrides_of
+
+        overrides = [*overrides_of(options), *_profile_override(options.profile)]
+        return train(config_module.load(options.config, overrides), options.resume, argv)
+    if options.command == "grpo":
+        return grpo(argv)
     if options.command == "plan":
         return plan(options)
     if options.command == "check":
         return check(options.config, options.set, options.layouts.split())
+    if options.command == "eval":
+        from grpo_mega import cli_eval
+
+        return cli_eval.run(options, argv)
     if options.command == "export":
         return export(options.run_dir, options.out, options.step)
     return report(options.run_dir)
 
 
-def train(config_path: Path, overrides: list[str], resume: bool, argv: list[str]) -> int:
+def train(config: Config, resume: bool, argv: list[str]) -> int:
     """Trains as one rank, or starts the ranks; `argv` is what they are started with."""
-    from grpo_mega import config as config_module
-
-    config = config_module.load(config_path, overrides)
     from grpo_mega import preflight, run_folder  # numpy: only for a config that is sound
 
     is_rank = "RANK" in os.environ
@@ -83,6 +92,22 @@ def train(config_path: Path, overrides: list[str], resume: bool, argv: list[str]
         if not is_rank:
             _become_only_rank()
         return _train_as_rank(config)
+
+
+def grpo(argv: list[str]) -> int:
+    """Trains as the flags of TRL and open-r1 say; `argv` is "grpo" and the flags."""
+    if {"-h", "--help"} & set(argv):
+        from grpo_mega.flags.parse import help_text
+
+        print(help_text())
+        return 0
+    from grpo_mega.flags import command
+
+    request = command.read(argv[1:], os.environ, is_cached=CLAIMED in os.environ)
+    if CLAIMED not in os.environ and os.environ.get("RANK", "0") == "0":
+        for note in request.notes:
+            print(f"grpo-mega: note: {note}", file=sys.stderr)
+    return train(request.config, request.resume, argv)
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -136,13 +161,16 @@ def export(run_dir: Path, out: Path, step: int | None) -> int:
 
 
 def report(run_dir: Path) -> int:
-    """Draws the run's curves into its folder."""
+    """Writes the run's page, and its curves as a picture once there are any, into its folder."""
     from grpo_mega.observe.plot import draw_curves
+    from grpo_mega.observe.report import write_report
     from grpo_mega.observe.writers import METRICS_FILE
 
+    print(write_report(run_dir))
     picture = run_dir / "curves.png"
-    draw_curves(run_dir / METRICS_FILE, picture)
-    print(picture)
+    with contextlib.suppress(ConfigError):  # nothing to draw: the page says why
+        draw_curves(run_dir / METRICS_FILE, picture)
+        print(picture)
     return 0
 
 
@@ -155,6 +183,10 @@ def check_world_size(environ: Mapping[str, str], layout: LayoutConfig) -> None:
 
     for problem in world_size_problems(layout, int(text)):
         raise ConfigError(problem)
+
+
+def _profile_override(steps: str | None) -> list[str]:
+    return [] if steps is None else [f"log.profile={json.dumps(steps)}"]
 
 
 def _one_line(error: Exception) -> str:
@@ -181,11 +213,17 @@ def _become_only_rank() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from grpo_mega.cli_eval import add_options as add_eval_options
+    from grpo_mega.flags.rewards import add_reward_flags
+
     parser = argparse.ArgumentParser(prog="grpo-mega", description="Trains language models with GRPO on Megatron-core.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train_parser = commands.add_parser("train", help="train as a YAML file says")
     _add_config(train_parser)
     train_parser.add_argument("--resume", action="store_true", help="go on with the run in run_dir from its last checkpoint")
+    train_parser.add_argument("--profile", metavar="STEPS", help="steps to trace into RUN_DIR/trace, like 3 or 3-4")
+    add_reward_flags(train_parser)
+    commands.add_parser("grpo", help="train by the flags of TRL and open-r1, without a file; grpo --help lists them")
     _add_plan(commands.add_parser("plan", help="tell without a GPU whether a job will fit, and how fast it will be"))
     check_parser = commands.add_parser("check", help="prove that layouts give the same numbers as a single rank")
     _add_config(check_parser)
@@ -195,11 +233,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar='"LAYOUT ..."',
         help='layouts to compare, for example "tp=2 pp=2 tp=2,pp=2,sequence_parallel=true"',
     )
+    add_eval_options(commands.add_parser("eval", help="answer held-out or other prompts, greedily and by sampling"))
     export_parser = commands.add_parser("export", help="write a checkpoint of a run as a Hugging Face folder")
     export_parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run_dir of its config")
     export_parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, which must not exist")
     export_parser.add_argument("--step", type=int, help="of the checkpoint; the latest by default")
-    report_parser = commands.add_parser("report", help="draw the curves of a run into its folder")
+    report_parser = commands.add_parser("report", help="write a run's report.html and curves.png into its folder")
     report_parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run_dir of its config")
     return parser
 

@@ -6,9 +6,10 @@ about a microsecond.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,11 +25,23 @@ NAMES = (
 class Recorder:
     def __init__(self) -> None:
         self.last_beat = time.monotonic()  # when there was progress
+        self._on_beat: Callable[[], None] | None = None
         self._name, self._arguments, self._is_done = "nothing yet", "", True
 
     def beat(self) -> None:
         """Progress without a collective, such as a micro-batch."""
         self.last_beat = time.monotonic()
+        if self._on_beat is not None:
+            self._on_beat()
+
+    @contextlib.contextmanager
+    def heard(self, on_beat: Callable[[], None]) -> Iterator[None]:
+        """Calls `on_beat()` at every beat, while it lasts."""
+        self._on_beat = on_beat
+        try:
+            yield
+        finally:
+            self._on_beat = None
 
     def last(self) -> str:
         """ "in all_reduce of 16 float32 over 4 ranks", or "after" it when it has returned."""

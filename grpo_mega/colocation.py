@@ -20,8 +20,10 @@ from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rollout.board import Board
 from grpo_mega.rollout.engine import Engine, OnSample, Sampling
+from grpo_mega.rollout.phase import Economy, Phase
+from grpo_mega.rollout.phase import sample as sample_groups
 from grpo_mega.sync.publish import WeightSync
-from grpo_mega.types import Group, Prompt, StepMetrics
+from grpo_mega.types import Prompt, StepMetrics
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Colocation:
     def __post_init__(self) -> None:
         self._moves = self.config.sleep == "always" or (self.config.sleep == "auto" and self.memory is not None)
         self._restarts: Counter[int] = Counter()  # by rank of the leader
+        self.economy = Economy()
         if self.config.engine == "sglang" and self.memory is None:
             self.say("engines neither sleep nor wake here: without a GPU their memory is the host's")
 
@@ -84,25 +87,32 @@ class Colocation:
             self.engine.wake_weights()
             self.engine.wake_cache()
 
-    def sample(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, on_sample: OnSample) -> dict[int, Group]:
-        """This rank's share of the groups, by place among the prompts; each prompt is sampled by one rank.
+    def sample(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, on_sample: OnSample, wanted: int | None = None
+    ) -> Phase:
+        """The groups of all prompts, or of the first `wanted` that are done; each prompt is sampled by one rank.
 
         Raises EngineError on all ranks once a server has failed more than rollout.max_restarts times.
         """
-        todo: Mapping[int, Prompt] = dict(enumerate(prompts))
-        mine: dict[int, Group] = {}
-        while todo:
-            version = self.engine.version
-            found = self.engine.generate(todo, sampling, step=step, on_sample=on_sample)
-            mine |= found
-            finished = self.board.meet("sampling", list(found), self.config.phase_deadline_s)
-            done = {place for places in finished for place in places}
-            todo = {place: prompt for place, prompt in todo.items() if place not in done}
-            failures = self._meet_failures("sampling")
-            if failures:
-                self._revive(failures)
-                self.publish(version)
-        return mine
+        return sample_groups(
+            self.engine,
+            self.board,
+            prompts,
+            sampling,
+            step=step,
+            on_sample=on_sample,
+            wanted=len(prompts) if wanted is None else min(wanted, len(prompts)),
+            deadline_s=self.config.phase_deadline_s,
+            mend=self._mend,
+            economy=self.economy,
+        )
+
+    def _mend(self, version: int) -> None:
+        """Engines that failed while sampling are started anew, and have policy `version` again."""
+        failures = self._meet_failures("sampling")
+        if failures:
+            self._revive(failures)
+            self.publish(version)
 
     def _meet_failures(self, phase: str) -> dict[int, str]:
         """Why the engines of which leaders failed, known to all ranks."""

@@ -7,6 +7,7 @@ remedy. Unknown keys are refused with the nearest known name. What needs the mod
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from grpo_mega.config_algorithm import AlgorithmConfig
 from grpo_mega.config_base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from grpo_mega.config_data import DataConfig
 from grpo_mega.config_errors import one_line
+from grpo_mega.config_rewards import RewardsConfig
 from grpo_mega.errors import ConfigError
 
 
@@ -114,6 +116,9 @@ class RolloutConfig(Section):
     max_response_length: PositiveInt = 1024  # tokens
     stop_token_ids: tuple[int, ...] = ()  # besides all eos ids of the model's generation config
     max_concurrent: PositiveInt = 256  # sequences an engine decodes at once
+    # A step begins so many times batch.prompts_per_step prompts and aborts the rest once enough groups are done: quicker where
+    # few responses are long, and biased towards short ones (rollout/kept_length, aborted_length). Wants room in max_concurrent.
+    oversample: Annotated[float, Field(ge=1)] = 1.0
     quantization: Literal["fp8"] | None = None  # of linear layers, before they are sent: blocks of 128 x 128, see weights/
     # What follows is for servers.
     cache_tokens: PositiveInt | None = None  # size of the KV cache; None: what max_concurrent needs (CPU), what fits (GPU)
@@ -126,6 +131,10 @@ class RolloutConfig(Section):
     mismatch_warn: PositiveFloat = 0.02  # KL (k3) between engine and trainer, nats a token, above which a step warns
     mismatch_stop: PositiveFloat | None = 1.0  # and above which the run stops; None: never
     server_args: dict[str, str | int | float | bool] = Field(default={})  # further arguments of SGLang's, by its names
+
+    def num_begun(self, prompts_per_step: int) -> int:
+        """Prompts that a step begins."""
+        return math.ceil(round(prompts_per_step * self.oversample, 6))
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
@@ -141,31 +150,6 @@ class RolloutConfig(Section):
 class SyncConfig(Section):
     bucket_mib: PositiveFloat = 256.0  # of weights a rank hands to its engine at once; two of them are held
     prove: bool = True  # compare checksums of what the engine holds with the trainer's weights after every sync
-
-
-class RewardFunctionConfig(Section):
-    name: str
-    weight: float = 1.0
-
-
-class RewardsConfig(Section):
-    functions: tuple[RewardFunctionConfig, ...] = (
-        RewardFunctionConfig(name="accuracy"),
-        RewardFunctionConfig(name="format", weight=0.5),
-    )
-    num_workers: PositiveInt = 2  # worker processes of each engine (embedded: of each rank)
-    deadline_s: PositiveFloat = 5.0  # one check; past it the worker is killed and the verdict is "timeout"
-
-    @field_validator("functions")
-    @classmethod
-    def _distinct(cls, value: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
-        names = [f.name for f in value]
-        if not names:
-            raise ValueError("rewards.functions is empty; name at least one, for example accuracy")
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"rewards.functions names {name!r} twice; give it once, with its total weight")
-        return value
 
 
 class BatchConfig(Section):
@@ -208,7 +192,26 @@ class OptimizerConfig(Section):
 
 class EvalConfig(Section):
     interval: Annotated[int, Field(ge=0)] = 0  # steps between evaluations; 0: before the first and after the last step only
-    num_prompts: PositiveInt | None = None  # None: all of data.heldout
+    num_prompts: PositiveInt | None = None  # of each held-out set; None: all
+    greedy: bool = True  # one answer a prompt by greedy decoding: eval/score
+    samples: Annotated[int, Field(ge=0, le=1024)] = 0  # drawn responses a prompt: eval/mean@N, pass@K, majority@K
+    temperature: PositiveFloat = 1.0  # of the drawn ones
+    top_p: Fraction = 1.0
+    ks: tuple[PositiveInt, ...] | None = None  # the K; None: powers of two up to samples
+
+    @property
+    def all_ks(self) -> tuple[int, ...]:
+        powers = (2**i for i in range(self.samples.bit_length()))
+        return tuple(powers) if self.ks is None else self.ks
+
+    @model_validator(mode="after")
+    def _check(self) -> EvalConfig:
+        if not self.greedy and not self.samples:
+            raise ValueError("eval.greedy=false and eval.samples=0 leave nothing to evaluate; set one of them")
+        for k in self.ks or ():
+            if k > self.samples:
+                raise ValueError(f"eval.ks={list(self.ks or ())} has {k}, above eval.samples={self.samples}; raise samples")
+        return self
 
 
 class CheckpointConfig(Section):
@@ -219,8 +222,25 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     wandb: bool = False  # offline where no API key is set
     wandb_project: str = "grpo_mega"
-    samples_per_step: Annotated[int, Field(ge=0)] = 4  # written to samples.jsonl
+    samples_per_step: Annotated[int, Field(ge=0)] = 4  # written to samples.jsonl, in whole groups: at least so many; 0: none
+    report_interval: Annotated[int, Field(ge=0)] = 10  # steps between refreshes of report.html; 0: at the end only
+    profile: str | None = None  # steps to trace, "3" or "3-4"; see tracing.py
     progress: bool = True
+
+    @property
+    def profiled_steps(self) -> range:
+        first, _, last = (self.profile or "1-0").partition("-")
+        return range(int(first), int(last or first) + 1)
+
+    @field_validator("profile", mode="before")
+    @classmethod
+    def _are_steps(cls, value: object) -> str | None:
+        if value is None:
+            return None
+        first, separator, last = str(value).partition("-")
+        if not (first.isdecimal() and (last.isdecimal() if separator else True) and 1 <= int(first) <= int(last or first)):
+            raise ValueError(f"log.profile={str(value)!r} is neither a step nor a range of steps; give it like 3 or 3-4")
+        return str(value)
 
 
 class Config(Section):
@@ -244,8 +264,15 @@ class Config(Section):
     hang_deadline_s: PositiveFloat = 480.0  # without progress at a rank, outside of phases with deadlines of their own
     max_nonfinite_steps: PositiveInt = 3  # in a row with a loss or gradient that is not finite, before the run stops
 
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether they are computed before the update. With one optimizer step a rollout they are the update's own log-probs."""
+        return self.batch.optimizer_steps > 1 or self.algorithm.has_kl_reward
+
     @model_validator(mode="after")
     def _check(self) -> Config:
+        if self.log.profile and self.log.profiled_steps[-1] > self.steps:
+            raise ValueError(f"log.profile={self.log.profile!r} is beyond steps={self.steps}; name steps of the run")
         if self.precision.fp8 and self.model.dtype != "bfloat16":
             raise ValueError(f"precision.fp8={self.precision.fp8!r} needs model.dtype=bfloat16, not {self.model.dtype}; set it")
         if self.optimizer.moments_dtype == "bfloat16" and self.model.dtype != "bfloat16":

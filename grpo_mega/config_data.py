@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ class TrainSource(DataSource):
 class DataConfig(Section):
     train: tuple[TrainSource, ...]  # in YAML also a path, or a list of paths
     heldout: DataSource | None = None  # in YAML also a path
+    heldout_sets: dict[str, DataSource] = Field(default={})  # in place of heldout: several, by names that their metrics bear
     heldout_size: PositiveInt | None = None  # prompts split off from train, which are never trained on
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None  # likewise, as a share of train
     prompt_column: str = "prompt"
@@ -32,6 +34,14 @@ class DataConfig(Section):
     system_prompt: str | None = None
     max_prompt_length: PositiveInt = 1024  # tokens; longer prompts are dropped and counted
     shuffle: bool = True
+    pass_rates: Path | None = None  # rows of `grpo-mega eval --train-set --samples N --out FILE`; what the limits speak of
+    min_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = None  # prompts of data.train solved more seldom are dropped
+    max_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = None  # and those solved more often
+
+    @property
+    def heldout_sources(self) -> dict[str, DataSource]:
+        """By name; the only one of data.heldout has none."""
+        return {"": self.heldout} if self.heldout is not None else self.heldout_sets
 
     @field_validator("train", mode="before")
     @classmethod
@@ -43,6 +53,26 @@ class DataConfig(Section):
     def _as_mapping(cls, value: Any) -> Any:
         return _as_source(value)
 
+    @field_validator("heldout_sets", mode="before")
+    @classmethod
+    def _as_mappings(cls, value: Any) -> Any:
+        return {name: _as_source(source) for name, source in value.items()} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _check_pass_rates(self) -> DataConfig:
+        low, high = self.min_pass_rate, self.max_pass_rate
+        if self.pass_rates is not None and low is None and high is None:
+            raise ValueError(
+                f"data.pass_rates={self.pass_rates} drops nothing by itself; set data.min_pass_rate, for example to 0.01, "
+                "data.max_pass_rate, for example to 0.99, or both"
+            )
+        for name, limit in (("min_pass_rate", low), ("max_pass_rate", high)):
+            if self.pass_rates is None and limit is not None:
+                raise ValueError(f"data.{name}={limit} needs data.pass_rates, the file that tells them; see data/pass_rates.py")
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"data.min_pass_rate={low} is above data.max_pass_rate={high}; lower it")
+        return self
+
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
         paths = [source.path for source in self.train]
@@ -53,12 +83,16 @@ class DataConfig(Section):
                 raise ValueError(f"data.train names {path!r} twice; give it once, with its total weight")
         heldout = {
             "data.heldout": self.heldout and self.heldout.path,
+            "data.heldout_sets": ", ".join(self.heldout_sets) or None,
             "data.heldout_size": self.heldout_size,
             "data.heldout_fraction": self.heldout_fraction,
         }
         given = [f"{key}={value}" for key, value in heldout.items() if value is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are set; give one of them")
+        for name in self.heldout_sets:
+            if not re.fullmatch(r"[\w.-]+", name):
+                raise ValueError(f"data.heldout_sets has the name {name!r}; use letters, digits, '.', '_' and '-'")
         return self
 
 

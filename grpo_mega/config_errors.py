@@ -25,7 +25,7 @@ def one_line(config: type[BaseModel], error: ValidationError) -> str:
 def _nearest(config: type[BaseModel], location: tuple[int | str, ...]) -> str:
     section: Any = config
     for part in location[:-1]:
-        if isinstance(part, str):
+        if isinstance(part, str) and part in section.model_fields:  # not a name that the person gave
             section = _section_type(section.model_fields[part].annotation)
     names = list(section.model_fields)
     close = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)

@@ -5,18 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from grpo_mega import job as jobs
-from grpo_mega.checkpoints import STATE, latest, read_manifest, verify
+from grpo_mega.checkpoint_files import STATE, find
+from grpo_mega.checkpoints import read_manifest, verify
 from grpo_mega.config import Config
-from grpo_mega.errors import ResumeError
 from grpo_mega.megatron import runtime as runtimes
 
 
 def export_checkpoint(config: Config, checkpoints: Path, step: int | None, out: Path) -> str:
     """Returns a line that says what was written. Raises ResumeError if there is no such checkpoint or it is damaged."""
-    found = latest(checkpoints) if step is None else checkpoints / f"step-{step:06d}"
-    if found is None or not found.is_dir():
-        there = ", ".join(sorted(p.name for p in checkpoints.glob("step-*"))) or "none"
-        raise ResumeError(f"{checkpoints} has no checkpoint of step {step}; there are: {there}")
+    found = find(checkpoints, step)
     manifest = read_manifest(found)
     model = jobs.read_model(config)
     runtime = runtimes.start(config)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,8 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from grpo_mega import kernels
-from grpo_mega.checkpoints import STATE, Checkpoints, Manifest, latest, read_manifest, verify
+from grpo_mega.checkpoint_files import STATE, latest
+from grpo_mega.checkpoints import Checkpoints, Manifest, read_manifest, verify
 from grpo_mega.collectives import recorder
 from grpo_mega.colocation import Colocation
 from grpo_mega.config import Config
@@ -62,6 +63,9 @@ class ModelFiles:
     dtype: torch.dtype  # in which it is trained and served
 
 
+BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
+
+
 @dataclass
 class Job:
     config: Config
@@ -69,7 +73,7 @@ class Job:
     model: ModelFiles
     tokenizer: Any
     train_prompts: list[Prompt]
-    heldout_prompts: list[Prompt]
+    heldout: dict[str, list[Prompt]]  # by the names of their sets; "" where there is only one without a name
     sampler: Sampler
     sampling: Sampling
     policy: Policy
@@ -80,6 +84,7 @@ class Job:
     checkpoints: Checkpoints
     stop: StopRequest
     steps_done: int = 0
+    draws: int = 0  # so many times a step's number of prompts were drawn from the data by the steps done
     is_stopping: bool = False
     nonfinite_steps: int = 0  # in a row
 
@@ -87,8 +92,8 @@ class Job:
     def is_main(self) -> bool:
         return self.runtime.rank == 0
 
-    def prompts(self, step: int) -> list[Prompt]:
-        return [self.train_prompts[i] for i in self.sampler.indices(step)]
+    def prompts(self, draw: int) -> list[Prompt]:
+        return [self.train_prompts[i] for i in self.sampler.indices(draw)]
 
     def decode(self, token_ids: list[int]) -> str:
         return decode(self.tokenizer, token_ids)
@@ -99,7 +104,7 @@ class Job:
     def restore(self) -> int:
         """Loads the run's last checkpoint, if it has one; returns the number of steps done. Raises ResumeError."""
         found = latest(self.checkpoints.folder)
-        step = 0
+        step = draws = 0
         if found is not None:
             manifest = read_manifest(found)
             if manifest.model != str(self.model.shape):
@@ -107,9 +112,10 @@ class Job:
             verify(found, manifest, self.runtime.rank, self.runtime.layout.world_size)
             self.policy.restore(found / STATE)
             step = manifest.step
+            draws = step if manifest.draws is None else manifest.draws
             self.log.message(f"resumed after step {step} from {found}")
         self.timers.lap()
-        self.steps_done = step
+        self.steps_done, self.draws = step, draws
         return step
 
     @contextmanager
@@ -158,6 +164,7 @@ class Job:
                 model=str(self.model.shape),
                 seed=self.config.seed,
                 checksums={},
+                draws=self.draws,
             ),
         )
 
@@ -179,7 +186,7 @@ class Job:
         self.nonfinite_steps += 1
         names = [f"prompt {samples[i].prompt.id} sample {samples[i].index}" for i in sorted(self.policy.nonfinite_samples)]
         blame = f"from {', '.join(names[:8])}" if names else "from the gradient alone"
-        self.log.message(f"step {step}: loss or gradient not finite, {blame}; the mini-batch was dropped")
+        self.log.warn(f"step {step}: loss or gradient not finite, {blame}; the mini-batch was dropped")
         if self.nonfinite_steps >= self.config.max_nonfinite_steps:
             self.save(step)
             self.checkpoints.finish()
@@ -200,15 +207,18 @@ class Job:
 
 
 @contextmanager
-def open_job(config: Config) -> Iterator[Job]:
-    """A job ready for its first step, except that the engine has no weights before the first publish."""
+def open_job(config: Config, build: BuildPolicy | None = None) -> Iterator[Job]:
+    """A job ready for its first step, except that the engine has no weights before the first publish.
+
+    `build` makes the policy; None: one that trains, from the model that the run starts with.
+    """
     with ExitStack() as stack:
         # The workers import in the background while the model is built.
         pool = stack.enter_context(reward_pool(config))
         model = read_model(config)
         tokenizer = read_tokenizer(model)
         data = load_data(config.data, tokenizer)
-        sampler = data.sampler(config.data, config.batch.prompts_per_step, config.seed)
+        sampler = data.sampler(config.data, config.batch.prompts_per_step, config.seed, config.rollout)
         pool.wait_until_ready()
 
         runtime = runtimes.start(config)
@@ -218,7 +228,7 @@ def open_job(config: Config) -> Iterator[Job]:
         stack.callback(engine.close)
         peak = PeakMemory(runtime.device)
         memory = make_room(engine, runtime, config.rollout, peak)
-        policy = build_policy(config, model, runtime)
+        policy = (build or build_policy)(config, model, runtime)
         with runtime.together():
             engine.wait_until_ready()
         timers = Timers(take_peak=peak.take)
@@ -238,7 +248,7 @@ def open_job(config: Config) -> Iterator[Job]:
             model=model,
             tokenizer=tokenizer,
             train_prompts=data.train,
-            heldout_prompts=data.heldout[: config.eval.num_prompts],
+            heldout={name: prompts[: config.eval.num_prompts] for name, prompts in data.heldout_sets.items()},
             sampler=sampler,
             sampling=training_sampling(config, model, tokenizer),
             policy=policy,
@@ -293,8 +303,14 @@ def _trim_log(config: Config, runtime: Runtime) -> None:
 def reward_pool(config: Config) -> RewardPool:
     """The workers of this rank, which scores what its engine samples: the first rank of an engine does, the others rest."""
     is_leader = int(os.environ.get("RANK", "0")) % config.rollout.tp == 0
-    functions = [(f.name, f.weight) for f in config.rewards.functions]
-    return RewardPool(functions, config.rewards.num_workers if is_leader else 0, config.rewards.deadline_s)
+    rewards = config.rewards
+    return RewardPool(
+        [(f.name, f.weight) for f in rewards.functions],
+        rewards.num_workers if is_leader else 0,
+        rewards.deadline_s,
+        options={f.name: f.options for f in rewards.functions},
+        step_splitter=rewards.step_splitter,
+    )
 
 
 def read_model(config: Config) -> ModelFiles:

@@ -3,9 +3,11 @@
     config.yaml      as resolved, defaults included         metrics.jsonl   a line a step, and one an evaluation
     run.json         command, versions, git state, seed     samples.jsonl   some responses of every step
     checkpoints/     step-N folders and `latest`            heldout-N.jsonl answers to the held-out prompts after step N
-    logs/            output of the ranks but the first      hf/             the trained policy, at the end
-    lock             held by the process that trains here   curves.png      from `grpo-mega report`
-    stop             made by you: stop after this step      hang/           where every rank was, if it got stuck
+    logs/            output of the ranks but the first      messages.jsonl  what the run said besides, warnings among it
+    lock             held by the process that trains here   report.html     all of this to look at, from time to time and at the end
+    stop             made by you: stop after this step      curves.png      from `grpo-mega report`
+    hf/              the trained policy, at the end         hang/           where every rank was, if it got stuck
+    trace/           from `train --profile STEPS`
 
 `claim` is called before any rank starts. A folder is never shared: it is new, or resumed by asking for it, or refused.
 """
@@ -82,7 +84,7 @@ def discard_unstarted(folder: Path) -> None:
 
 def trim(folder: Path, step: int) -> None:
     """Takes out what was logged after `step`, from where a resumed run does it again."""
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl", "messages.jsonl"):
         path = folder / name
         if path.exists():
             lines = path.read_text().splitlines(keepends=True)
@@ -139,7 +141,24 @@ def _start(argv: list[str]) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
         "git": _git_state(),
+        "machine": _machine(),
     }
+
+
+def _machine() -> dict[str, Any]:
+    """Of the first rank's node: system, processor, cores, memory, GPUs by their driver."""
+    found: dict[str, Any] = {"system": f"{platform.system()} {platform.release()}", "cores": os.cpu_count()}
+    with suppress(OSError, ValueError):
+        found["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        found["processor"] = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+    found["gpus"] = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        with suppress(OSError):
+            lines = path.read_text().splitlines()
+            found["gpus"] += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    return found
 
 
 def _version(package: str) -> str | None:

@@ -6,23 +6,20 @@ computes the same advantages and the same packing; each then trains on its own p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 
-from grpo_mega.algorithm import advantages
-from grpo_mega.algorithm.aggregate import token_weights
-from grpo_mega.batching import pack
+from grpo_mega.algorithm.advantages import has_spread
+from grpo_mega.batches import prepare
 from grpo_mega.config import Config
+from grpo_mega.evaluation import evaluate_if_due
 from grpo_mega.job import Job, export_policy, open_job
-from grpo_mega.megatron.policy import Policy
-from grpo_mega.observe.progress import progress
-from grpo_mega.observe.rollout_metrics import heldout_metrics, mean_over_updates, rollout_metrics
-from grpo_mega.rewards.scorer import VERDICTS, drop_unusable
-from grpo_mega.rollout import exchange
-from grpo_mega.rollout.engine import Sampling
-from grpo_mega.types import Group, PackedBatch, Prompt, Sample, StepMetrics
+from grpo_mega.megatron.gathered import attach_old_logprobs
+from grpo_mega.observe.rollout_metrics import mean_over_updates, rollout_metrics
+from grpo_mega.observe.samples import num_logged
+from grpo_mega.rewards.scorer import drop_unusable
+from grpo_mega.rollouts import rollout
+from grpo_mega.tracing import Tracer
+from grpo_mega.types import Group, StepMetrics
 
 
 def run(config: Config) -> None:
@@ -31,11 +28,12 @@ def run(config: Config) -> None:
     Exports the policy to RUN_DIR/hf at the end. Asked to stop, it ends after the step under way, with a checkpoint.
     """
     with open_job(config) as job, job.saved_if_engine_fails():
-        first = job.restore()
+        first, tracer = job.restore(), Tracer(config, job.runtime.rank, job.runtime.device, job.timers, job.log)
         job.colocation.publish(first)
         evaluate_if_due(job, first)
         for step in range(first, config.steps):
-            train_step(job, step)
+            with tracer.step(step + 1):
+                train_step(job, step)
             if step == first:
                 job.tell_memory()
             if job.is_stopped(step + 1):
@@ -49,13 +47,12 @@ def run(config: Config) -> None:
 def train_step(job: Job, step: int) -> None:
     """One rollout and its optimizer steps, and a checkpoint if one is due; then the engine has the new policy, step + 1."""
     timers = job.timers
-    groups = rollout(job, job.prompts(step), job.sampling, step, "sampling")
-    groups, num_dropped = drop_unusable(groups)
-    metrics: StepMetrics = {"prompts_dropped/gold_unparsable": float(num_dropped)} | rollout_metrics(groups)
+    groups, num_draws, metrics = sample_groups(job, step)
+    metrics |= rollout_metrics(groups)
     with job.colocation.training():
         if len(groups) >= job.config.batch.mini_batches:
             metrics |= update(job, step, groups)
-        job.steps_done = step + 1
+        job.steps_done, job.draws = step + 1, job.draws + num_draws
         job.save_if_due(step + 1)
     job.log.log_samples(step + 1, groups, job.decode)
     try:
@@ -65,112 +62,47 @@ def train_step(job: Job, step: int) -> None:
     job.check_mismatch(step + 1, metrics)
 
 
+def sample_groups(job: Job, step: int) -> tuple[list[Group], int, StepMetrics]:
+    """A step's groups, how often prompts were drawn for them, and counts of what was left out.
+
+    With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), groups whose rewards are all equal are replaced out of further
+    rollouts, of which there are at most algorithm.dynamic_sampling_tries.
+    """
+    config, found, seen = job.config, list[Group](), set[int]()
+    num_unusable = num_equal = 0
+    for attempt in range(1 + config.algorithm.dynamic_sampling_tries):
+        prompts = [p for p in job.prompts(job.draws + attempt) if p.id not in seen]
+        seen |= {p.id for p in prompts}
+        if not prompts:  # the data is small, and has been through
+            break
+        description = "sampling" if attempt == 0 else f"sampling again ({attempt})"
+        groups = rollout(job, prompts, job.sampling, step, description, wanted=config.batch.prompts_per_step)
+        groups, num_dropped = drop_unusable(groups)
+        num_unusable += num_dropped
+        useful = [g for g in groups if has_spread(g)] if config.algorithm.dynamic_sampling_tries else groups
+        num_equal += len(groups) - len(useful)
+        found += useful
+        if len(found) >= config.batch.prompts_per_step:
+            break
+    metrics = {"prompts_dropped/gold_unparsable": float(num_unusable)} | job.colocation.economy.lap()
+    if config.algorithm.dynamic_sampling_tries:
+        surplus = max(len(found) - config.batch.prompts_per_step, 0)
+        metrics |= {
+            "prompts_dropped/equal_rewards": float(num_equal),
+            "prompts_dropped/surplus": float(surplus),
+            "rollouts": attempt + 1.0,
+        }
+    return found[: config.batch.prompts_per_step], attempt + 1, metrics
+
+
 def update(job: Job, step: int, groups: Sequence[Group]) -> StepMetrics:
     """The optimizer steps of one rollout. Raises NonFiniteError, with a checkpoint, after too many that are not finite."""
-    timers = job.timers
-    with timers("pack"):
-        samples = assign_advantages(job.config, groups)
-        batches = make_batches(job.config, groups, job.policy)
-    with timers("logprobs"):
-        batches = job.policy.attach_logprobs(batches)
-    with timers("update"):
+    samples, batches = prepare(job.config, groups, job.policy, job.runtime, job.timers)
+    with job.timers("update"):
         metrics = mean_over_updates(job.policy.update(batches))
+    with job.timers("exchange"):
+        attach_old_logprobs(batches, samples, job.runtime, num_logged(groups, job.config.log.samples_per_step))
     job.check_finite(step + 1, metrics, samples)
     for message in job.policy.watch(step + 1, metrics.get("mismatch/k3", 0.0)):
-        job.log.message(message)
+        job.log.warn(message)
     return metrics | {"guard/level": float(job.policy.guard.level)}
-
-
-def assign_advantages(config: Config, groups: Sequence[Group]) -> list[Sample]:
-    """By the group's rewards, on all samples of the step; they come back flat and in order."""
-    a = config.algorithm
-    return advantages.assign(
-        groups, normalize=a.normalize_advantages, by_std=a.normalize_by_std, ddof=a.std_ddof, eps=a.std_eps
-    )
-
-
-def rollout(job: Job, prompts: Sequence[Prompt], sampling: Sampling, step: int, description: str) -> list[Group]:
-    """Scored groups for all prompts, on every rank, all of the current policy. Samples are scored as they end, where they end.
-
-    Raises SyncError if an engine that sampled them held another policy.
-    """
-    is_shown = job.is_main and job.config.log.progress
-    with job.timers("sample"), progress(len(prompts) * sampling.group_size, description, is_shown) as bar:
-        num_shown = 0
-
-        def on_sample(sample: Sample) -> None:
-            nonlocal num_shown
-            job.scorer.submit(sample)
-            num_done = job.colocation.board.take(f"{description} of step {step}") + 1  # by all ranks
-            bar.advance(num_done - num_shown)
-            num_shown = num_done
-
-        mine = job.colocation.sample(prompts, sampling, step=step, on_sample=on_sample)
-    with job.runtime.together(), job.timers("reward"):
-        job.scorer.finish()
-    with job.timers("exchange"):
-        groups = exchange.gather(mine, prompts, [f.name for f in job.config.rewards.functions], VERDICTS)
-    exchange.check_versions(groups, step)
-    return groups
-
-
-def make_batches(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[PackedBatch]]:
-    """This data-parallel rank's micro-batches of each mini-batch, with token weights from global counts."""
-    mini_batches = pack.split(groups, config.batch.mini_batches)
-    return pack.pack(
-        mini_batches,
-        [_weights(config, samples, mini_batches) for samples in mini_batches],
-        dp_size=policy.dp_size,
-        dp_rank=policy.dp_rank,
-        token_budget=config.batch.tokens_per_micro_batch,
-        length_multiple=policy.length_multiple,
-        micro_batch_multiple=policy.micro_batch_multiple,
-    )
-
-
-def _weights(config: Config, samples: Sequence[Sample], mini_batches: Sequence[Sequence[Sample]]) -> list[float]:
-    """Samples without a reward do not train and do not count."""
-    counted = [s for s in samples if s.reward is not None]
-    num_tokens: float = sum(s.response_len for s in counted)
-    if config.algorithm.use_valid_token_scale:  # the mini-batch's share of the rollout's valid tokens
-        num_tokens = sum(s.response_len for mini in mini_batches for s in mini if s.reward is not None) / len(mini_batches)
-    weights = iter(
-        token_weights(
-            [s.response_len for s in counted],
-            config.algorithm.loss_agg_func,
-            max_response_length=config.rollout.max_response_length,
-            num_samples=len(counted),
-            num_tokens=num_tokens,
-        )
-    )
-    return [next(weights) if s.reward is not None else 0.0 for s in samples]
-
-
-def evaluate_if_due(job: Job, step: int) -> None:
-    """Before the first step, after the last, and every eval.interval steps; a run that goes on does not repeat one."""
-    is_due = step in (0, job.config.steps) or job.is_due(job.config.eval.interval, step)
-    if is_due and job.heldout_prompts:
-        board, deadline_s = job.colocation.board, job.config.rollout.phase_deadline_s
-        is_done, *_ = board.meet("evaluation", heldout_path(job, step).exists(), deadline_s)
-        if not is_done:  # as the first rank sees it, which writes the file
-            evaluate(job, step)
-
-
-def evaluate(job: Job, step: int) -> None:
-    """Answers the held-out prompts greedily; the score is the share of responses with full marks from every reward."""
-    greedy = replace(job.sampling, group_size=1, temperature=0.0)
-    groups = rollout(job, job.heldout_prompts, greedy, step, "held-out prompts")
-    usable, _ = drop_unusable(groups)
-    job.log.log_eval(step, heldout_metrics(usable) | {"seconds/evaluation": job.timers.lap()["seconds/step"]})
-    if job.is_main:
-        rows = [
-            {"id": g.prompt.id, "prompt": g.prompt.text, "response": job.decode(s.response_ids), "token_ids": s.response_ids}
-            | {"scores": s.scores}
-            for g in groups
-            for s in g.samples
-        ]
-        heldout_path(job, step).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def heldout_path(job: Job, step: int) -> Path:
-    return job.config.run_dir / f"heldout-{step:06d}.jsonl"

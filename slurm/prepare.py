@@ -15,6 +15,7 @@ from grpo_mega import config as configs
 from grpo_mega import preflight
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError, UserError
+from grpo_mega.flags.rewards import add_reward_flags, overrides_of
 from grpo_mega.planner.command import Request
 from grpo_mega.planner.command import prepare as plan_setup
 from grpo_mega.planner.plan import Plan, make_plan
@@ -28,13 +29,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--set", action="append", default=[])
+    add_reward_flags(parser)
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--ranks-per-node", type=int, required=True)
     parser.add_argument("--disk-gbps", type=float, required=True, help="GB/s that all nodes together write to the run's folder")
     parser.add_argument("--gpu", default="h100")
     options = parser.parse_args()
     try:
-        config = configs.load(options.config, options.set)
+        config = configs.load(options.config, overrides_of(options))
         preflight.check(config)
         for problem in world_problems(config, options.world_size, options.ranks_per_node):
             raise ConfigError(problem)

@@ -205,6 +205,7 @@ CASES = [
     Case("Parquet damaged", ("t.parquet", "write it again"), ("data.train=DIR/t.parquet",), write("t.parquet", "PAR1")),
     Case("hub name", ("'hub:a b'", "of the form hub:owner/name"), ("data.train='hub:a b'",)),
     Case("too few prompts", ("prompts_per_step=9", "4 prompts", "use at most 4"), ("batch.prompts_per_step=9",)),
+    Case("too few to oversample", ("rollout.oversample=5.0", "10 prompts", "4 prompts", "lower it"), ("rollout.oversample=5",)),
     Case(
         "one set too small",
         ("data.train.1 has 1", "up to 2", "lower"),

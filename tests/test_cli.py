@@ -161,11 +161,18 @@ def test_world_sizes_that_fit_are_accepted() -> None:
     cli.check_world_size({"WORLD_SIZE": "8"}, LayoutConfig(tp=2, pp=2, dp=2))
 
 
-def test_report_draws_the_curves_into_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_writes_a_page_and_the_curves_into_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}\n')
     assert cli.main(["report", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}/curves.png\n"
-    assert (tmp_path / "curves.png").stat().st_size > 0
+    assert capsys.readouterr().out == f"{tmp_path}/report.html\n{tmp_path}/curves.png\n"
+    assert (tmp_path / "curves.png").stat().st_size > 0 and "reward/mean" in (tmp_path / "report.html").read_text()
+
+
+def test_report_of_a_run_without_a_step_is_a_page_that_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("steps: 3\n")
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/report.html\n"
+    assert "no step was logged" in (tmp_path / "report.html").read_text()
 
 
 def test_report_of_a_folder_without_metrics_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,6 +132,7 @@ def test_clip_bounds_default_to_ratio_clip_eps(tmp_path: Path) -> None:
         ("algorithm.ratio_clip_eps=1.5", "algorithm.ratio_clip_eps=1.5: input should be less than or equal to 1"),
         ("algorithm.kl_beta=-0.1", "algorithm.kl_beta=-0.1: input should be greater than or equal to 0"),
         ("rollout.top_p=1.5", "rollout.top_p=1.5: input should be less than or equal to 1"),
+        ("rollout.oversample=0.9", "rollout.oversample=0.9: input should be greater than or equal to 1"),
         ("rollout.temperature=0", "rollout.temperature=0: input should be greater than 0"),
         ("optimizer.lr=.inf", "optimizer.lr=inf: input should be a finite number"),
         ("algorithm.entropy_bonus=.nan", "algorithm.entropy_bonus=nan: input should be a finite number"),

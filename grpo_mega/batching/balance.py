@@ -1,8 +1,9 @@
 """Spreads samples over the micro-batches of all data-parallel ranks, by their numbers of tokens.
 
 In: the lengths of one mini-batch's samples. Out: for each rank, for each micro-batch, the indices of its samples. Every rank
-has the same number of micro-batches, none over the token budget; some may be empty. A pure function of its arguments, so that
-all ranks find the same plan without talking.
+has the same number of micro-batches, none over the token budget; some may be empty. All micro-batches are padded to the longest
+(pack.py), so that one counts: samples are placed longest first, then exchanged between long and short micro-batches ("bins").
+A pure function of its arguments, so that all ranks find the same plan without talking.
 """
 
 from __future__ import annotations
@@ -10,48 +11,140 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from grpo_mega.errors import PlanError
 
+CLOSE_ENOUGH = (1e-4, 2e-4, 4e-4)  # of the mean: by how much the longest bin may pass it; the next where one is not reached
+MAX_ROUNDS = 40  # of exchanges, for each of these
+NUM_MOVABLE = 11  # samples of a bin that take part in exchanges, its shortest: they leave the finest differences
+NUM_PARTNERS = 24  # bins that one which is too long looks at in a round
 
-def balance(lengths: Sequence[int], *, dp_size: int, token_budget: int, micro_batch_multiple: int = 1) -> list[list[list[int]]]:
+Ints = NDArray[np.int64]
+
+
+def balance(
+    lengths: Sequence[int], *, dp_size: int, token_budget: int, micro_batch_multiple: int = 1, length_multiple: int = 1
+) -> list[list[list[int]]]:
     """[dp_rank][micro_batch] -> indices into `lengths`, ascending; as few micro-batches a rank as the budget allows.
 
-    The number of micro-batches is a multiple of `micro_batch_multiple`, and at least that. Raises PlanError for a length over
-    the budget.
+    The number of micro-batches is a multiple of `micro_batch_multiple`, and at least that. They are evened out until rounding
+    the longest up to `length_multiple`, as the caller does, makes no difference. Raises PlanError for a length over the budget.
     """
     _check_budget(lengths, token_budget)
+    lengths_N = np.array(lengths, dtype=np.int64)
     num_bins = dp_size * micro_batch_multiple
     # No fewer bins can do: neither for all tokens together, nor for samples of which no two share a bin.
-    num_large = sum(2 * length > token_budget for length in lengths)
-    num_needed = max(-(-sum(lengths) // token_budget), num_large)
+    num_needed = max(-(-int(lengths_N.sum()) // token_budget), int((2 * lengths_N > token_budget).sum()))
     num_bins *= max(1, -(-num_needed // num_bins))
-    while (bins := longest_first(lengths, num_bins, token_budget)) is None:
+    bin_of_N = even_bins(lengths_N, num_bins, token_budget, length_multiple)
+    while (loads_B := loads(bin_of_N, lengths_N, num_bins)).max() > token_budget:
         num_bins += dp_size * micro_batch_multiple
-    return _deal(bins, lengths, dp_size)
+        bin_of_N = even_bins(lengths_N, num_bins, token_budget, length_multiple)
+    ends_B = np.bincount(bin_of_N, minlength=num_bins).cumsum().tolist()
+    by_bin_N = np.argsort(bin_of_N, kind="stable").tolist()
+    bins = [by_bin_N[begin:end] for begin, end in zip([0, *ends_B[:-1]], ends_B, strict=True)]
+    return _deal(bins, loads_B, dp_size)
 
 
-def longest_first(lengths: Sequence[int], num_bins: int, capacity: int) -> list[list[int]] | None:
-    """Longest processing time first: each length, in falling order, to the lightest bin. None if a bin overflows."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    heap = [(0, b) for b in range(num_bins)]  # (load, bin), already a heap
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, b = heap[0]
-        if load + lengths[index] > capacity:
-            return None
-        bins[b].append(index)
-        heapq.heapreplace(heap, (load + lengths[index], b))
-    return bins
+def even_bins(lengths_N: Ints, num_bins: int, token_budget: int, length_multiple: int) -> Ints:
+    """The bin of each sample, such that the longest bin is about as short as can be; it may pass the budget all the same."""
+    order_N = np.argsort(-lengths_N, kind="stable")
+    falling_N = lengths_N[order_N]
+    least = int(falling_N.max(initial=0))
+    even = [max(least, int(falling_N.sum() / num_bins * (1 + share))) for share in CLOSE_ENOUGH]
+    bin_of_N = longest_first(falling_N, num_bins)
+    even_out(bin_of_N, falling_N, num_bins, [min(token_budget, -(-n // length_multiple) * length_multiple) for n in even])
+    result_N = np.empty_like(bin_of_N)
+    result_N[order_N] = bin_of_N
+    return result_N
 
 
-def _deal(bins: list[list[int]], lengths: Sequence[int], dp_size: int) -> list[list[list[int]]]:
+def loads(bin_of_N: Ints, lengths_N: Ints, num_bins: int) -> Ints:
+    """The tokens of each bin."""
+    return np.bincount(bin_of_N, weights=lengths_N, minlength=num_bins).astype(np.int64)
+
+
+def longest_first(falling_N: Ints, num_bins: int) -> Ints:
+    """Longest processing time first: the bin of each length, which is the lightest at its turn."""
+    heap = list(range(num_bins))  # load * num_bins + bin, so that numbers alone are compared
+    bins: list[int] = []
+    for added in (falling_N * num_bins).tolist():
+        lightest = heap[0]
+        bins.append(lightest % num_bins)
+        heapq.heapreplace(heap, lightest + added)
+    return np.array(bins, dtype=np.int64)
+
+
+def even_out(bin_of_N: Ints, falling_N: Ints, num_bins: int, targets: Sequence[int]) -> None:
+    """Exchanges samples between bins, in place, until no bin is longer than a target; each is tried for MAX_ROUNDS rounds.
+
+    `falling_N` falls.
+    """
+    loads_B = loads(bin_of_N, falling_N, num_bins)
+    slots_BS = _movable(bin_of_N, num_bins)
+    sizes_BS = np.append(falling_N, 0)[slots_BS].astype(np.int32)  # an empty slot's is 0: to exchange with it is to move
+    for target in targets:
+        num_idle = 0  # rounds without an exchange; after as many as there are bins all have met
+        for round_index in range(MAX_ROUNDS):
+            if loads_B.max() <= target or num_idle == num_bins:
+                break
+            num_idle = 0 if _exchange(loads_B, slots_BS, sizes_BS, target, round_index) else num_idle + 1
+    bins_I, slots_I = np.nonzero(slots_BS >= 0)
+    bin_of_N[slots_BS[bins_I, slots_I]] = bins_I
+
+
+def _exchange(loads_B: Ints, slots_BS: Ints, sizes_BS: NDArray[np.int32], target: int, round_index: int) -> int:
+    """One round; returns the number of exchanges.
+
+    Each bin longer than `target` looks at some of the short ones, other ones every round, and makes the exchange of two
+    samples, or the move of one, that leaves the longer of both shortest, if that is shorter than before.
+    """
+    num_bins, num_slots = slots_BS.shape
+    order_B = np.argsort(-loads_B, kind="stable")
+    num_long = min(int((loads_B > target).sum()), num_bins // 2)
+    num_partners = min(NUM_PARTNERS, num_bins // max(1, num_long) - 1)
+    if num_long == 0 or num_partners == 0:
+        return 0
+    long_P = order_B[:num_long]
+    short_PK = np.roll(order_B[num_long:][::-1], -round_index)[: num_long * num_partners].reshape(num_partners, num_long).T
+    given_PKSS = sizes_BS[long_P][:, None, :, None] - sizes_BS[short_PK][:, :, None, :]
+    loads_P, loads_PK = loads_B[long_P].astype(np.int32), loads_B[short_PK].astype(np.int32)
+    longer_PKSS = np.maximum(loads_P[:, None, None, None] - given_PKSS, loads_PK[:, :, None, None] + given_PKSS)
+    longer_PE = longer_PKSS.reshape(num_long, -1)
+    best_P = longer_PE.argmin(axis=1)
+    better_I = np.flatnonzero(longer_PE[np.arange(num_long), best_P] < loads_P)
+    partner_I, from_I, to_I = np.unravel_index(best_P[better_I], (num_partners, num_slots, num_slots))
+    long_I, short_I = long_P[better_I], short_PK[better_I, partner_I]
+    given_I = sizes_BS[long_I, from_I] - sizes_BS[short_I, to_I]
+    loads_B[long_I] -= given_I
+    loads_B[short_I] += given_I
+    for table_BS in (slots_BS, sizes_BS):
+        kept_I = table_BS[long_I, from_I]
+        table_BS[long_I, from_I] = table_BS[short_I, to_I]
+        table_BS[short_I, to_I] = kept_I
+    return len(better_I)
+
+
+def _movable(bin_of_N: Ints, num_bins: int) -> Ints:
+    """[bins, slots]: the samples of each bin that take part, and -1 in empty slots, of which there is one at least."""
+    counts_B = np.bincount(bin_of_N, minlength=num_bins)
+    by_bin_N = np.argsort(bin_of_N, kind="stable")
+    slot_S = np.arange(min(NUM_MOVABLE, int(counts_B.max())) + 1)
+    places_BS = counts_B.cumsum()[:, None] - 1 - slot_S  # a bin's last samples are its shortest
+    is_sample_BS = (slot_S < counts_B[:, None]) & (slot_S < NUM_MOVABLE)
+    return np.where(is_sample_BS, np.append(by_bin_N, -1)[np.where(is_sample_BS, places_BS, -1)], -1)
+
+
+def _deal(bins: list[list[int]], loads_B: Ints, dp_size: int) -> list[list[list[int]]]:
     """Gives each rank one bin a round, heaviest first, in turning order: ranks then work alike within each round and in all."""
-    loads = [sum(lengths[i] for i in members) for members in bins]
-    order = sorted(range(len(bins)), key=lambda b: (-loads[b], b))
+    order = np.argsort(-loads_B, kind="stable").tolist()
     ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
     for round_index, begin in enumerate(range(0, len(order), dp_size)):
         turn = range(dp_size) if round_index % 2 == 0 else reversed(range(dp_size))
         for rank, b in zip(turn, order[begin : begin + dp_size], strict=True):
-            ranks[rank].append(sorted(bins[b]))
+            ranks[rank].append(bins[b])
     return ranks
 
 

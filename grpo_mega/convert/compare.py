@@ -8,7 +8,7 @@ from itertools import zip_longest
 from math import prod
 from typing import Any
 
-from grpo_mega.convert.bar import byte_bar
+from grpo_mega.observe.byte_bar import byte_bar
 from grpo_mega.convert.checkpoint import Checkpoint
 from grpo_mega.convert.copies import target_of
 from grpo_mega.convert.dtypes import ITEM_BYTES

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_mega.convert.bar import ByteBar, byte_bar
+from grpo_mega.observe.byte_bar import ByteBar, byte_bar
 from grpo_mega.convert.copies import Target
 from grpo_mega.convert.sources import Files
 from grpo_mega.convert.stream import BLOCK_BYTES, Streamer, has_nonfinite

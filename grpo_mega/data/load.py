@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_mega.config import RolloutConfig
 from grpo_mega.config_data import DataConfig, DataSource
 from grpo_mega.data.dataset import DatasetReport, load_prompts
+from grpo_mega.data.pass_rates import drop_by_pass_rate, read_pass_rates
 from grpo_mega.data.rows import check_rows
 from grpo_mega.data.sampler import MixedSampler, PromptSampler, Sampler
 from grpo_mega.data.sources import is_same
@@ -21,12 +24,17 @@ IDS_PER_SET = 10**9  # ids of set number n begin at n times this, so that they d
 class RunData:
     train: list[Prompt]  # ids are unique
     sizes: tuple[int, ...]  # prompts of each training set, in the order of data.train
-    heldout: list[Prompt]
+    heldout_sets: dict[str, list[Prompt]]  # by name; "" where there is only one without a name
     notes: tuple[str, ...]  # what the person should know, a line each
 
-    def sampler(self, config: DataConfig, prompts_per_step: int, seed: int) -> Sampler:
-        """The order in which the training prompts are drawn."""
-        return make_sampler(config, self.sizes, prompts_per_step, seed)
+    @property
+    def heldout(self) -> list[Prompt]:
+        """Of all sets; ids are unique."""
+        return [prompt for prompts in self.heldout_sets.values() for prompt in prompts]
+
+    def sampler(self, config: DataConfig, prompts_per_step: int, seed: int, rollout: RolloutConfig) -> Sampler:
+        """The order in which the training prompts are drawn, as many a step as it begins."""
+        return make_sampler(config, self.sizes, prompts_per_step, seed, rollout)
 
 
 def load_data(config: DataConfig, tokenizer: Any) -> RunData:
@@ -36,14 +44,15 @@ def load_data(config: DataConfig, tokenizer: Any) -> RunData:
         prompts, report = _load(source, config, tokenizer, first_id=number * IDS_PER_SET)
         sets.append(prompts)
         notes.append(str(report))
-    heldout: list[Prompt] = []
+    heldout_sets: dict[str, list[Prompt]] = {}
     size = config.heldout_size or round((config.heldout_fraction or 0.0) * sum(map(len, sets)))
-    if config.heldout is not None:
-        heldout, report = _load(config.heldout, config, tokenizer, first_id=0)
-        notes.append(f"held out: {report}{_overlap(sets, heldout)}")
-    elif size:
+    for number, (name, heldout_source) in enumerate(config.heldout_sources.items()):
+        heldout, report = _load(heldout_source, config, tokenizer, first_id=number * IDS_PER_SET)
+        heldout_sets[name] = heldout
+        notes.append(f"held out{name and f' as {name}'}: {report}{_overlap(sets, heldout)}")
+    if size:
         num_before = sum(map(len, sets))
-        sets, heldout = split_off(sets, size)
+        sets, heldout_sets[""] = split_off(sets, size)
         num_dropped = num_before - size - sum(map(len, sets))
         twins = f"; {num_dropped} more of the same text dropped from training" if num_dropped else ""
         notes.append(f"held out: {size} prompts split off from data.train{twins}")
@@ -51,29 +60,51 @@ def load_data(config: DataConfig, tokenizer: Any) -> RunData:
         raise ConfigError(
             f"data.heldout_fraction={config.heldout_fraction} of {sum(map(len, sets))} prompts is less than one; raise it"
         )
-    return RunData([p for prompts in sets for p in prompts], tuple(map(len, sets)), heldout, tuple(notes))
+    if config.pass_rates is not None:
+        sets, note = drop_by_pass_rate(sets, config)
+        notes.append(note)
+    return RunData([p for prompts in sets for p in prompts], tuple(map(len, sets)), heldout_sets, tuple(notes))
 
 
-def check_data(config: DataConfig, prompts_per_step: int) -> None:
+def check_data(config: DataConfig, prompts_per_step: int, rollout: RolloutConfig) -> None:
     """Whatever can be told without a tokenizer: raises ConfigError for a set or a row that cannot be used."""
-    if config.heldout is not None:
+    for name, heldout in config.heldout_sources.items():
+        key = f"data.heldout_sets.{name}" if name else "data.heldout"
         for source in config.train:
-            if is_same(source.path, config.heldout.path):
+            if is_same(source.path, heldout.path):
                 raise ConfigError(
-                    f"data.heldout={config.heldout.path} is trained on as well (data.train); name another, "
+                    f"{key}={heldout.path} is trained on as well (data.train); name another, "
                     "or split prompts off with data.heldout_size"
                 )
     sizes = [_check(source, config) for source in config.train]
-    if config.heldout is not None:
-        _check(config.heldout, config)
-    make_sampler(config, sizes, prompts_per_step, seed=0)
+    for heldout in config.heldout_sources.values():
+        _check(heldout, config)
+    if config.pass_rates is not None:
+        read_pass_rates(config.pass_rates)
+    make_sampler(config, sizes, prompts_per_step, 0, rollout)
 
 
-def make_sampler(config: DataConfig, sizes: tuple[int, ...] | list[int], prompts_per_step: int, seed: int) -> Sampler:
-    """A sampler over sets of `sizes` prompts. Raises ConfigError if a step cannot be filled."""
-    if len(sizes) == 1:
-        return PromptSampler(sizes[0], prompts_per_step, seed, config.shuffle)
-    return MixedSampler(sizes, [source.weight for source in config.train], prompts_per_step, seed, config.shuffle)
+def make_sampler(config: DataConfig, sizes: Sequence[int], prompts_per_step: int, seed: int, rollout: RolloutConfig) -> Sampler:
+    """A sampler over sets of `sizes` prompts, of which a step draws what it begins. Raises ConfigError if it cannot be filled.
+
+    With oversampling, prompts that were begun and aborted count as drawn: they come again in the next epoch.
+    """
+
+    def make(per_step: int) -> Sampler:
+        if len(sizes) == 1:
+            return PromptSampler(sizes[0], per_step, seed, config.shuffle)
+        return MixedSampler(sizes, [source.weight for source in config.train], per_step, seed, config.shuffle)
+
+    sampler, num_begun = make(prompts_per_step), rollout.num_begun(prompts_per_step)
+    if num_begun == prompts_per_step:
+        return sampler
+    try:
+        return make(num_begun)
+    except ConfigError:
+        raise ConfigError(
+            f"rollout.oversample={rollout.oversample} has a step begin {num_begun} prompts (batch.prompts_per_step="
+            f"{prompts_per_step}), more than data.train, {sum(sizes)} prompts, can give; lower it"
+        ) from None
 
 
 def _load(source: DataSource, config: DataConfig, tokenizer: Any, first_id: int) -> tuple[list[Prompt], DatasetReport]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from statistics import stdev
 
 from grpo_mega.types import Group, Sample, StepMetrics
 
@@ -19,12 +20,14 @@ def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
     lengths = [s.response_len for s in samples]
     return {
         "reward/mean": _mean([s.reward for s in samples]),
+        **_spread([s.reward for s in samples if s.reward is not None]),
         **{f"reward/{name}": _mean([s.scores[name] for s in samples]) for name in samples[0].scores},
         **_verdicts(samples),
         "response_length/mean": sum(lengths) / len(lengths),
+        "response_length/min": float(min(lengths)),
         "response_length/max": float(max(lengths)),
         "response_length/cut": sum(s.finish_reason == "length" for s in samples) / len(samples),
-        "groups/no_spread": sum(len({s.reward for s in g.samples}) == 1 for g in groups) / len(groups),
+        "groups/no_spread": sum(len({(s.reward, *s.step_rewards) for s in g.samples}) == 1 for g in groups) / len(groups),
     }
 
 
@@ -51,17 +54,29 @@ def heldout_metrics(groups: Sequence[Group]) -> StepMetrics:
     samples = [s for g in groups for s in g.samples]
     if not samples:
         return {}
-    marks = [[v for v in s.scores.values() if v is not None] for s in samples]
     return {
-        "eval/score": sum(bool(m) and min(m) >= 1.0 for m in marks) / len(marks),
+        "eval/score": sum(map(has_full_marks, samples)) / len(samples),
         **{f"eval/{name}": _mean([s.scores[name] for s in samples]) for name in samples[0].scores},
         "eval/response_length": sum(s.response_len for s in samples) / len(samples),
     }
 
 
+def has_full_marks(sample: Sample) -> bool:
+    """From every reward function that applies to it, of which there is one."""
+    marks = [value for value in sample.scores.values() if value is not None]
+    return bool(marks) and min(marks) >= 1.0
+
+
 def _verdicts(samples: Sequence[Sample]) -> StepMetrics:
     counts = Counter((name, verdict) for s in samples for name, verdict in s.verdicts.items())
     return {f"verdict/{name}/{verdict}": n / len(samples) for (name, verdict), n in sorted(counts.items())}
+
+
+def _spread(rewards: Sequence[float]) -> StepMetrics:
+    """The standard deviation is the sample's, over all of the step."""
+    if len(rewards) < 2:
+        return {}
+    return {"reward/std": stdev(rewards), "reward/min": min(rewards), "reward/max": max(rewards)}
 
 
 def _mean(values: Sequence[float | None]) -> float:

@@ -6,24 +6,26 @@ line of a step counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from rich import get_console
 
 from grpo_mega.config import Config
+from grpo_mega.observe.report.refresh import ReportWriter
+from grpo_mega.observe.samples import Decode, SampleRows
 from grpo_mega.observe.wandb_writer import WandbWriter
 from grpo_mega.observe.writers import (
+    MESSAGES_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
     ConsoleWriter,
     JsonLinesWriter,
+    MessageWriter,
     SampleWriter,
     Writer,
 )
 from grpo_mega.types import Group, StepMetrics
-
-Decode = Callable[[list[int]], str]
 
 
 class Log(Protocol):
@@ -35,6 +37,8 @@ class Log(Protocol):
 
     def message(self, text: str) -> None: ...
 
+    def warn(self, text: str) -> None: ...
+
     def log_samples(self, step: int, groups: Sequence[Group], decode: Decode) -> None: ...
 
     def close(self) -> None: ...
@@ -45,20 +49,32 @@ def open_run_log(config: Config, rank: int) -> Log:
     if rank != 0:
         return NullRunLog()
     config.run_dir.mkdir(parents=True, exist_ok=True)
+    folder, log = config.run_dir, config.log
     console = ConsoleWriter(get_console(), config.steps)
-    writers: list[Writer] = [console, JsonLinesWriter(config.run_dir / METRICS_FILE)]
-    if config.log.wandb:
-        writers.append(WandbWriter(config, say=console.write_message))
-    samples = SampleWriter(config.run_dir / SAMPLES_FILE, config.log.samples_per_step)
-    return RunLog(writers, samples)
+    samples: list[SampleSink] = [SampleWriter(folder / SAMPLES_FILE)]
+    writers: list[Writer] = [console, JsonLinesWriter(folder / METRICS_FILE), MessageWriter(folder / MESSAGES_FILE)]
+    if log.wandb:
+        wandb = WandbWriter(config, say=console.write_message)
+        writers.append(wandb)
+        samples.append(wandb)
+    rows = SampleRows(log.samples_per_step)
+    run_log = RunLog(writers, samples, rows)
+    # The last one: when it reads the files, the others have written and closed them.
+    writers.append(ReportWriter(folder, log.report_interval, warn=run_log.warn))
+    return run_log
+
+
+class SampleSink(Protocol):
+    def write_samples(self, rows: Sequence[dict[str, Any]]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class RunLog:
     """Hands everything to every writer."""
 
-    def __init__(self, writers: Sequence[Writer], samples: SampleWriter) -> None:
-        self._writers = writers
-        self._samples = samples
+    def __init__(self, writers: Sequence[Writer], sinks: Sequence[SampleSink], rows: SampleRows) -> None:
+        self._writers, self._sinks, self._rows = writers, sinks, rows
 
     def log_step(self, step: int, metrics: StepMetrics) -> None:
         for writer in self._writers:
@@ -72,14 +88,20 @@ class RunLog:
         for writer in self._writers:
             writer.write_message(text)
 
+    def warn(self, text: str) -> None:
+        """A message that a person should act upon."""
+        for writer in self._writers:
+            writer.write_message(text, level="warning")
+
     def log_samples(self, step: int, groups: Sequence[Group], decode: Decode) -> None:
-        """Writes log.samples_per_step of the step's samples to samples.jsonl; `decode` turns token ids into text."""
-        self._samples.write(step, groups, decode)
+        """Writes the step's first whole groups, log.samples_per_step samples or more; `decode` turns token ids into text."""
+        rows = self._rows.of(step, groups, decode)
+        for sink in self._sinks if rows else ():
+            sink.write_samples(rows)
 
     def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
-        self._samples.close()
+        for one in [*(sink for sink in self._sinks if sink not in self._writers), *self._writers]:
+            one.close()
 
 
 class NullRunLog:
@@ -92,6 +114,9 @@ class NullRunLog:
         pass
 
     def message(self, text: str) -> None:
+        pass
+
+    def warn(self, text: str) -> None:
         pass
 
     def log_samples(self, step: int, groups: Sequence[Group], decode: Decode) -> None:

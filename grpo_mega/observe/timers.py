@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from grpo_mega.types import StepMetrics
 
@@ -22,6 +22,7 @@ class Timers:
         """`take_peak()`: the most bytes held since its last call; None: memory is not measured."""
         self._clock, self._take_peak = clock, take_peak
         self.peaks: dict[str, int] = {}  # bytes by phase, the most in any lap
+        self.watch: Callable[[str], AbstractContextManager[None]] | None = None  # entered around every phase
         self._lap_peaks: dict[str, int] = {}
         self._open: list[str] = [_OTHER]
         self._seconds: dict[str, float] = {}
@@ -32,7 +33,8 @@ class Timers:
         self._charge()
         self._open.append(phase)
         try:
-            yield
+            with self.watch(phase) if self.watch else nullcontext():
+                yield
         finally:
             self._charge()
             self._open.pop()

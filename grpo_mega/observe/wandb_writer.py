@@ -1,5 +1,7 @@
 """Weights & Biases, imported only when a run asks for it. Never prompts and never needs a network.
 
+It gets our metrics, the same under the names of TRL and verl (other_names.py), and a table of the logged samples.
+
 Online only if an API key is set (WANDB_API_KEY, or an entry for the server in netrc); else the run is written offline below
 the run folder, from where `wandb sync` sends it. WANDB_MODE, where the user sets it, wins, save that "online" needs a key.
 """
@@ -9,18 +11,21 @@ from __future__ import annotations
 import netrc
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
 from grpo_mega.config import Config
+from grpo_mega.observe.other_names import other_names
+from grpo_mega.observe.writers import Level
 from grpo_mega.types import StepMetrics
 
 _DEFAULT_SERVER = "https://api.wandb.ai"
 _SECONDS_TO_CONNECT = 30.0
 
 ID_FILE = "wandb_id"
+TABLE = "completions"
 
 Mode = Literal["online", "offline", "disabled"]
 
@@ -56,12 +61,25 @@ class WandbWriter:
 
     def write_step(self, step: int, metrics: StepMetrics) -> None:
         # The step is a value, not wandb's own step, which refuses to go back after a resume.
-        self._run.log({"step": step, **metrics})
+        self._run.log({"step": step, **metrics, **other_names(metrics)})
 
     def write_eval(self, step: int, metrics: StepMetrics) -> None:
-        self._run.log({"step": step, **metrics})
+        self.write_step(step, metrics)
 
-    def write_message(self, text: str) -> None:
+    def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
+        """A table under "completions", as TRL has it."""
+        import wandb
+
+        names = list(rows[0]["rewards"])
+        columns = ["step", "prompt", "completion", "answer", *names, "reward", "advantage", "finish_reason"]
+        table = wandb.Table(columns=columns, allow_mixed_types=True)
+        for row in rows:
+            scores = [row["rewards"][name] for name in names]
+            rest = [row["reward"], row["advantage"], row["finish_reason"]]
+            table.add_data(row["step"], row["prompt"], row["response"], row["answer"], *scores, *rest)
+        self._run.log({"step": rows[0]["step"], TABLE: table})
+
+    def write_message(self, text: str, *, level: Level = "info") -> None:
         pass
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a run's log goes: the console, metrics.jsonl, samples.jsonl, and Weights & Biases.
+"""Where a run's log goes: the console, metrics.jsonl, samples.jsonl, messages.jsonl, and Weights & Biases.
 
 Every writer takes (step, metrics) and may be given any subset of the known metrics. Files are appended to and flushed line
 by line, so that a run that dies has told what it knew; a resumed run goes on in the same files, where the last line of a
@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rich.console import Console
 from rich.text import Text
 
-from grpo_mega.types import Group, Sample, StepMetrics
+from grpo_mega.types import StepMetrics
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+MESSAGES_FILE = "messages.jsonl"
 LINE_WIDTH = 120  # columns
 SHORTEST_PHASE_SHOWN = 0.05  # seconds
+
+
+Level = Literal["info", "warning"]
 
 
 class Writer(Protocol):
@@ -29,7 +34,7 @@ class Writer(Protocol):
 
     def write_eval(self, step: int, metrics: StepMetrics) -> None: ...
 
-    def write_message(self, text: str) -> None: ...
+    def write_message(self, text: str, *, level: Level = "info") -> None: ...
 
     def close(self) -> None: ...
 
@@ -49,8 +54,8 @@ class ConsoleWriter:
         values = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items())
         self._print(f"held-out, step {step}", values, "bold green")
 
-    def write_message(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
+    def write_message(self, text: str, *, level: Level = "info") -> None:
+        self._console.print(Text(text, style="yellow" if level == "warning" else ""), soft_wrap=True)
 
     def close(self) -> None:
         pass
@@ -75,7 +80,7 @@ class JsonLinesWriter:
     def write_eval(self, step: int, metrics: StepMetrics) -> None:
         self.write_step(step, metrics)
 
-    def write_message(self, text: str) -> None:
+    def write_message(self, text: str, *, level: Level = "info") -> None:
         pass
 
     def close(self) -> None:
@@ -83,20 +88,37 @@ class JsonLinesWriter:
 
 
 class SampleWriter:
-    """samples.jsonl: a few responses of every step, to be read by a person."""
+    """samples.jsonl: a few responses of every step, as rows of samples.SampleRows."""
 
-    def __init__(self, path: Path, samples_per_step: int) -> None:
+    def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
-        self._samples_per_step = samples_per_step
 
-    def write(self, step: int, groups: Sequence[Group], decode: Callable[[list[int]], str]) -> None:
-        """One sample of each group, at an index that changes with the step, then another of each, and so on."""
-        group_size = len(groups[0].samples) if groups else 0
-        wanted = [(nth, place) for nth in range(group_size) for place in range(len(groups))][: self._samples_per_step]
-        for nth, place in wanted:
-            sample = groups[place].samples[(step + place + nth) % group_size]
-            self._file.write(json_line(_sample_record(step, sample, decode)))
+    def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._file.writelines(json_line(row) for row in rows)
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class MessageWriter:
+    """messages.jsonl: what the console was told besides figures, each with the last step that was done by then."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        self._step = 0
+
+    def write_step(self, step: int, metrics: StepMetrics) -> None:
+        self._step = step
+
+    def write_eval(self, step: int, metrics: StepMetrics) -> None:
+        self._step = step
+
+    def write_message(self, text: str, *, level: Level = "info") -> None:
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._file.write(json_line({"step": self._step, "time": now, "level": level, "text": text}))
         self._file.flush()
 
     def close(self) -> None:
@@ -142,24 +164,8 @@ def json_line(record: dict[str, Any]) -> str:
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     return value
-
-
-def _sample_record(step: int, sample: Sample, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    has_advantage = sample.advantages is not None and sample.response_len > 0
-    return {
-        "step": step,
-        "prompt_id": sample.prompt.id,
-        "index": sample.index,
-        "policy_version": sample.policy_version,
-        "prompt": sample.prompt.text,
-        "response": decode(sample.response_ids),
-        "answer": sample.prompt.answer,
-        "finish_reason": sample.finish_reason,
-        "reward": sample.reward,
-        "rewards": sample.scores,
-        "verdicts": sample.verdicts,
-        "advantage": float(sample.advantages.mean()) if has_advantage and sample.advantages is not None else None,
-    }

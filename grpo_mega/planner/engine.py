@@ -192,4 +192,5 @@ def _concurrent(setup: Setup, tokens: Figure) -> Figure:
 def sequences_per_engine(setup: Setup) -> int:
     """Of a step, on the engine that gets most; a prompt's group stays together."""
     num_engines = setup.engine_layout.num_engines
-    return -(-setup.config.batch.prompts_per_step // num_engines) * setup.config.algorithm.group_size
+    num_begun = setup.config.rollout.num_begun(setup.config.batch.prompts_per_step)
+    return -(-num_begun // num_engines) * setup.config.algorithm.group_size

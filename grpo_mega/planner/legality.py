@@ -116,13 +116,13 @@ def settings(config: Config) -> Findings:
     """What is wrong with rewards and data, and what this machine lacks."""
     found = Findings()
     for function in config.rewards.functions:
-        found.run(lambda name=function.name: preflight.check_reward(name))  # type: ignore[misc]
-    sources = [*config.data.train, *([config.data.heldout] if config.data.heldout else [])]
+        found.run(lambda function=function: preflight.check_reward(function, config.rewards))  # type: ignore[misc]
+    sources = [*config.data.train, *config.data.heldout_sources.values()]
     missing = [source.path for source in sources if source.path.startswith("hub:") or not _exists(source.path)]
     if missing:
         found.notes.append(f"data not on this machine, not checked: {', '.join(missing)}")
     else:
-        found.run(lambda: check_data(config.data, config.batch.prompts_per_step))
+        found.run(lambda: check_data(config.data, config.batch.prompts_per_step, config.rollout))
     found.notes += _installed(config)
     return found
 

@@ -6,6 +6,6 @@ weighted sum. Nothing here imports torch, and importing this package does not im
 
 from grpo_mega.rewards.pool import RewardPool, RewardResult
 from grpo_mega.rewards.registry import BUILT_IN, check_name, resolve
-from grpo_mega.rewards.score import RewardFunction, Score
+from grpo_mega.rewards.score import NoScore, RewardFunction, Score, Step
 
-__all__ = ["BUILT_IN", "RewardFunction", "RewardPool", "RewardResult", "Score", "check_name", "resolve"]
+__all__ = ["BUILT_IN", "NoScore", "RewardFunction", "RewardPool", "RewardResult", "Score", "Step", "check_name", "resolve"]

@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +24,7 @@ from grpo_mega.errors import ConfigError, RewardError
 from grpo_mega.rewards import registry
 from grpo_mega.rewards.process import WorkerProcess
 from grpo_mega.rewards.protocol import FAILED, RAISED, READY, SCORED, Setup, frame
+from grpo_mega.rewards.score import Score, Step
 
 START_LIMIT_S = 300.0  # for a worker's imports; generous, since network file systems are slow
 MEMORY_LIMIT_BYTES = 4 << 30  # address space of one worker
@@ -31,17 +32,23 @@ MEMORY_LIMIT_BYTES = 4 << 30  # address space of one worker
 
 @dataclass(frozen=True)
 class RewardResult:
-    """One sample's outcome. `total` is the weighted sum over the functions that apply; None if none does."""
+    """One sample's outcome.
+
+    `total` is the weighted sum over the functions that gave a value; None if none did. `scores` are those values, and for a
+    function that rewarded steps alone the mean over them. `steps` are weighted, by ascending end; those of two functions may
+    end at the same place. A function of weight 0 is only watched: its steps are not among them.
+    """
 
     total: float | None
     scores: dict[str, float | None]
     verdicts: dict[str, str]
+    steps: tuple[Step, ...] = ()
 
 
 @dataclass
 class _Pending:
     payload: bytes
-    outcomes: dict[str, tuple[float | None, str]] = field(default_factory=dict)
+    outcomes: dict[str, Score] = field(default_factory=dict)
 
 
 class RewardPool:
@@ -52,6 +59,8 @@ class RewardPool:
         num_workers: processes, each with one check at a time; 0 where nothing will be submitted.
         deadline_s: seconds for one check, from when a worker gets it (neither queueing nor start-up count).
         memory_limit_bytes: address space of a worker; None for functions that need more, such as a model's.
+        options: keyword arguments of the functions, by name.
+        step_splitter: where steps end, for the functions that ask (see `steps`).
 
     The workers start at once, in the background. Raises ConfigError for what is wrong with the arguments; what goes wrong in
     the workers' start-up is raised as RewardError by the next `submit` or `collect`.
@@ -63,19 +72,26 @@ class RewardPool:
         num_workers: int,
         deadline_s: float,
         memory_limit_bytes: int | None = MEMORY_LIMIT_BYTES,
+        *,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        step_splitter: str = "blank-lines",
     ) -> None:
         _check_arguments(functions, num_workers, deadline_s)
+        options = {name: dict((options or {}).get(name, {})) for name, _ in functions}
+        for name, given in options.items():
+            registry.check(name, given, step_splitter, deadline_s)
         self._weights = dict(functions)
         self._names = tuple(self._weights)
         self._num_workers = num_workers
         self._deadline_s = deadline_s
-        self._setup = Setup(self._names, tuple(p or os.getcwd() for p in sys.path), memory_limit_bytes, os.getpid())
+        sys_path = tuple(p or os.getcwd() for p in sys.path)
+        self._setup = Setup(options, step_splitter, sys_path, memory_limit_bytes, os.getpid(), is_replacement=False)
 
         self._changed = threading.Condition()  # guards everything up to the blank line
         self._queue: deque[tuple[Hashable, int]] = deque()
         self._pending: dict[Hashable, _Pending] = {}
         self._unfinished = 0  # checks
-        self._raised: dict[str, list[str]] = {}  # this collect's exceptions by function
+        self._raised: dict[str, dict[Hashable, str]] = {}  # this collect's exceptions by function and key
         self._counters: Counter[str] = Counter(killed_workers=0)
         self._first_error: str | None = None
         self._failure: str | None = None
@@ -133,6 +149,17 @@ class RewardPool:
             self._unfinished += len(self._names)
             self._wake()
 
+    def discard(self, keys: Collection[Hashable]) -> None:
+        """Forgets samples submitted since the last collect. A check of theirs that has begun ends, and counts for nothing; so
+        their keys may not be used again."""
+        with self._changed:
+            forgotten = {key: self._pending.pop(key) for key in keys}
+            self._queue = deque(check for check in self._queue if check[0] not in forgotten)
+            self._unfinished -= sum(len(self._names) - len(sample.outcomes) for sample in forgotten.values())
+            for errors in self._raised.values():
+                for key in forgotten:
+                    errors.pop(key, None)
+
     def collect(self) -> dict[Any, RewardResult]:
         """Waits for all samples submitted since the last collect; their results in the order of submission.
 
@@ -146,10 +173,10 @@ class RewardPool:
             pending, self._pending = self._pending, {}
             raised, self._raised = self._raised, {}
         for name, errors in raised.items():
-            if len(errors) == len(pending):
+            if errors and len(errors) == len(pending):
                 raise RewardError(
                     f"reward function {name!r} raised an exception for every one of {len(pending)} samples, first "
-                    f"{errors[0]}; mend the function or take it out of rewards.functions"
+                    f"{next(iter(errors.values()))}; mend the function or take it out of rewards.functions"
                 )
         return {key: self._result(sample) for key, sample in pending.items()}
 
@@ -171,10 +198,13 @@ class RewardPool:
 
     def _result(self, sample: _Pending) -> RewardResult:
         outcomes = {name: sample.outcomes[name] for name in self._names}
-        values = {name: value for name, (value, _) in outcomes.items()}
-        weighted = [self._weights[name] * value for name, value in values.items() if value is not None]
+        weighted = [self._weights[name] * score.value for name, score in outcomes.items() if score.value is not None]
+        counted = [(weight, step) for name, weight in self._weights.items() if weight for step in outcomes[name].steps]
         return RewardResult(
-            sum(weighted) if weighted else None, values, {name: verdict for name, (_, verdict) in outcomes.items()}
+            sum(weighted) if weighted else None,
+            {name: score.metric for name, score in outcomes.items()},
+            {name: score.verdict for name, score in outcomes.items()},
+            tuple(sorted((Step(step.end, weight * step.value) for weight, step in counted), key=lambda step: step.end)),
         )
 
     def _wake(self) -> None:
@@ -238,20 +268,22 @@ class RewardPool:
             elif kind == FAILED:
                 self._fail(f"reward workers cannot start: {rest[0]}")
             elif kind == SCORED:
-                self._finish(worker, rest[0], rest[1])
+                self._finish(worker, Score(rest[0], rest[1], tuple(Step(end, value) for end, value in rest[2])))
             elif kind == RAISED:
-                self._finish(worker, 0.0, "error", rest[0])
+                self._finish(worker, Score(rest[1], "error"), rest[0])
 
-    def _finish(self, worker: WorkerProcess, value: float | None, verdict: str, error: str | None = None) -> None:
+    def _finish(self, worker: WorkerProcess, score: Score, error: str | None = None) -> None:
         """Records the outcome of the worker's check; `error` is the text of the exception that was raised, if any."""
         assert worker.check is not None
         (key, index), worker.check = worker.check, None
         name = self._names[index]
         with self._changed:
-            self._pending[key].outcomes[name] = (value, verdict)
-            self._counters[verdict] += 1
+            if key not in self._pending:  # it was discarded
+                return
+            self._pending[key].outcomes[name] = score
+            self._counters[score.verdict] += 1
             if error is not None:
-                self._raised.setdefault(name, []).append(error)
+                self._raised.setdefault(name, {})[key] = error
                 self._first_error = self._first_error or f"{name}: {error}"
             self._unfinished -= 1
             if not self._unfinished:
@@ -268,8 +300,8 @@ class RewardPool:
             with self._changed:
                 crash = f"{self._names[worker.check[1]]}: the worker process ended with {cause}"
                 self._first_error = self._first_error or crash
-            self._finish(worker, 0.0, "error")
-        self._start_worker()
+            self._finish(worker, Score(0.0, "error"))
+        self._replace_worker()
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()
@@ -282,8 +314,8 @@ class RewardPool:
                 continue
             with self._changed:
                 self._counters["killed_workers"] += 1
-            self._finish(worker, 0.0, "timeout")
-            self._start_worker()
+            self._finish(worker, Score(0.0, "timeout"))
+            self._replace_worker()
 
     def _deadline(self, worker: WorkerProcess) -> float:
         if worker.check is not None:
@@ -293,6 +325,10 @@ class RewardPool:
     def _seconds_to_next_deadline(self) -> float | None:
         soonest = min(map(self._deadline, self._workers), default=float("inf"))
         return None if soonest == float("inf") else max(0.0, soonest - time.monotonic())
+
+    def _replace_worker(self) -> None:
+        self._setup = replace(self._setup, is_replacement=True)
+        self._start_worker()
 
     def _start_worker(self) -> None:
         worker = WorkerProcess(self._setup)
@@ -324,7 +360,6 @@ class RewardPool:
 def _check_arguments(functions: Sequence[tuple[str, float]], num_workers: int, deadline_s: float) -> None:
     names = [name for name, _ in functions]
     for name in names:
-        registry.check_name(name)
         if names.count(name) > 1:
             raise ConfigError(f"reward function {name!r} is given twice; give it once, with its total weight")
     if not names:

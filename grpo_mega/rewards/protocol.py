@@ -2,11 +2,13 @@
 
 Pool to worker: first one frame with the pickled `Setup`; then for each check a frame with the function's name and one with
 the pickled (prompt, response, answer, extras). Worker to pool: one frame per message, a pickled tuple whose first element is
-READY, FAILED (text), SCORED (value, verdict) or RAISED (text). End of file at either end means: stop.
+READY, FAILED (text), SCORED (value, verdict, steps as (end, value) pairs) or RAISED (text, value that the check then has).
+End of file at either end means: stop.
 """
 
 import pickle
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -18,10 +20,12 @@ _LENGTH = struct.Struct("<Q")
 class Setup:
     """What a worker needs before its first check."""
 
-    functions: tuple[str, ...]
+    functions: Mapping[str, Mapping[str, Any]]  # the options of each function
+    step_splitter: str
     sys_path: tuple[str, ...]
     memory_limit_bytes: int | None
     parent_pid: int
+    is_replacement: bool  # of one that ended in the midst of the run
 
 
 def frame(payload: bytes) -> bytes:

@@ -1,19 +1,29 @@
-"""Reward functions by name: `accuracy`, `format`, or the dotted path of the user's own, `package.module.function`.
+"""Reward functions by name: one of BUILT_IN, or the dotted path of the user's own, `package.module.function`.
 
-`check_name` imports nothing, so that a misspelt name is refused before anything starts; `resolve` imports the function's
-module, which for a dotted path is the user's code and is therefore done in the worker processes only.
+`check` imports nothing of the user's, so that a misspelt name or option is refused before anything starts; `bind` imports the
+function's module, which for a dotted path is the user's code and is therefore done in the worker processes only. Options are
+the keyword arguments that a function takes after (prompt, response, answer, extras); one that takes `step_splitter` is given
+rewards.step_splitter unless its options say otherwise.
 """
 
 import difflib
 import importlib
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards.score import RewardFunction
+from grpo_mega.rewards.steps import splitter
 
 BUILT_IN = {
     "accuracy": "grpo_mega.rewards.accuracy.accuracy",
+    "arithmetic_steps": "grpo_mega.rewards.arithmetic.arithmetic_steps",
     "format": "grpo_mega.rewards.format.format_reward",
+    "reward_model": "grpo_mega.rewards.server.reward_model",
 }
+_NUM_ARGUMENTS = 4  # prompt, response, answer, extras
 
 
 def check_name(name: str) -> None:
@@ -26,6 +36,47 @@ def check_name(name: str) -> None:
         f"reward function {name!r} is unknown; {hint}use one of {', '.join(sorted(BUILT_IN))}, or the "
         "dotted path of your own function, like my_package.my_module.my_function"
     )
+
+
+def check(name: str, options: Mapping[str, Any], step_splitter: str, deadline_s: float) -> None:
+    """Raises ConfigError for an unknown name, and for a built-in function's options; imports nothing of the user's."""
+    check_name(name)
+    if name not in BUILT_IN:
+        return
+    bound = bind(name, options, step_splitter)
+    if name == "reward_model":
+        from grpo_mega.rewards.server import check_deadline  # not for others: its imports take time
+
+        check_deadline(bound, deadline_s)
+
+
+def bind(name: str, options: Mapping[str, Any], step_splitter: str) -> RewardFunction:
+    """The function called `name`, with its options.
+
+    Raises:
+        ConfigError: unknown name, a module that cannot be imported or lacks the function, or options that it does not take.
+    """
+    function = resolve(name)
+    accepted = _options_of(function)
+    given = dict(options)
+    if accepted is not None:
+        for option in given:
+            if option not in accepted:
+                nearest = difflib.get_close_matches(option, accepted, n=1, cutoff=0.5)
+                hint = f"did you mean {nearest[0]}?" if nearest else f"it takes {', '.join(accepted) or 'none'}"
+                raise ConfigError(f"reward function {name!r} has no option {option!r}; {hint}")
+        if "step_splitter" in accepted:
+            given.setdefault("step_splitter", step_splitter)
+        for option, is_required in accepted.items():
+            if is_required and option not in given:
+                raise ConfigError(f"reward function {name!r} needs the option {option!r}; add options: {{{option}: ...}} to it")
+    if isinstance(given.get("step_splitter"), str):
+        splitter(given["step_splitter"])
+    if name == "reward_model":
+        from grpo_mega.rewards.server import check_options
+
+        check_options(given)
+    return partial(function, **given) if given else function
 
 
 def resolve(name: str) -> RewardFunction:
@@ -46,3 +97,17 @@ def resolve(name: str) -> RewardFunction:
     if not callable(function):
         raise ConfigError(f"reward function {name!r}: {module_name} has no function {function_name}; check the name")
     return function
+
+
+def _options_of(function: RewardFunction) -> dict[str, bool] | None:
+    """The options that a function takes, and whether each is required; None where any will do, or one cannot tell."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    taken = positional[:_NUM_ARGUMENTS]
+    named = [p for p in parameters if p not in taken and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return {p.name: p.default is p.empty for p in named}

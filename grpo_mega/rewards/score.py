@@ -1,46 +1,80 @@
 """What a reward function returns, and how the pool reads it.
 
-A reward function is `(prompt, response, answer, extras) -> float | None | Score`. None, as the result or as a Score's value,
-means "does not apply here": the function then adds nothing to the sample's total. A value must be finite, since one NaN
-would reach every gradient of its group.
+A reward function is `(prompt, response, answer, extras, **options) -> float | None | Score`. None, as the result or as a
+Score's value, means "does not apply here": the function then adds nothing to the sample's reward. A Score may also have
+rewards for the steps of the response (DeepSeekMath, arXiv 2402.03300, section 4.1.3), beside a value or in its place. All
+numbers must be finite, since one NaN would reach every gradient of its group.
 """
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
+class Step:
+    """The reward of one step, which ends after the first `end` characters of the response."""
+
+    end: int
+    value: float
+
+
+@dataclass(frozen=True)
 class Score:
-    """A reward's value (None: does not apply) and the one word that says why."""
+    """A reward's value (None: does not apply), the one word that says why, and rewards of steps by ascending end."""
 
     value: float | None
     verdict: str
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def metric(self) -> float | None:
+        """What a log says of it: the value, else the mean over the steps."""
+        if self.value is None and self.steps:
+            return sum(step.value for step in self.steps) / len(self.steps)
+        return self.value
 
 
-RewardFunction = Callable[[str, str, str, dict[str, Any]], "float | Score | None"]
+class NoScore(Exception):
+    """To be raised where a score is missing through no fault of the response, such as that of a server which does not answer.
+
+    The sample then has no score (None) with the verdict "error"; any other exception costs it the score: 0.
+    """
 
 
-def as_score(returned: Any) -> Score:
-    """The Score for whatever a reward function returned.
+RewardFunction = Callable[..., "float | Score | None"]
+
+
+def as_score(returned: Any, response: str) -> Score:
+    """The Score for whatever a reward function returned of this response.
 
     Raises:
-        TypeError, ValueError: it is neither None, nor a Score, nor a number; or it is not finite.
+        TypeError, ValueError: it is neither None, nor a Score, nor a number; a number is not finite; or the steps do not end in
+            the response, one after the other.
     """
     if returned is None:
         return Score(None, "not_applicable")
     if not isinstance(returned, Score):
-        returned = Score(_number(returned), "scored")
-    if returned.value is None:
-        return Score(None, str(returned.verdict))
-    value = _number(returned.value)
-    if not math.isfinite(value):
-        raise ValueError(f"the reward is {value}; return a finite number, or None where the function does not apply")
-    return Score(value, str(returned.verdict))
+        returned = Score(_number(returned, "reward"), "scored")
+    value = None if returned.value is None else _number(returned.value, "reward")
+    steps = tuple(Step(operator.index(step.end), _number(step.value, "reward of a step")) for step in returned.steps)
+    last = 0
+    for step in steps:
+        if not last < step.end <= len(response):
+            raise ValueError(
+                f"a step ends at character {step.end}, after one that ends at {last}, in a response of {len(response)}; "
+                "give the steps by ascending end, each within the response"
+            )
+        last = step.end
+    return Score(value, str(returned.verdict), steps)
 
 
-def _number(value: Any) -> float:
+def _number(value: Any, what: str) -> float:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise TypeError(f"the reward is {type(value).__name__}; return a float, None or a Score")
-    return float(value)
+        raise TypeError(f"the {what} is {type(value).__name__}; return a float, None or a Score")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the {what} is {number}; return a finite number, or None where the function does not apply")
+    return number

@@ -1,14 +1,18 @@
 """Scoring a rollout: samples go to the pool as they end, and their scores come back into them.
 
-`submit` is called by the engine for every sample that ends; `finish` waits for the rest and fills in scores, verdicts and
-reward. `drop_unusable` then takes out the groups whose gold answer does not parse: they would train on format alone.
+`submit` is called by the engine for every sample that ends; `finish` waits for the rest and fills in scores, verdicts, reward
+and the rewards of steps. `drop_unusable` then takes out the groups whose gold answer does not parse: they would train on format
+alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 
 from grpo_mega.rewards.pool import RewardPool
+from grpo_mega.rewards.score import Step
+from grpo_mega.rewards.token_ends import token_ends
 from grpo_mega.types import Group, Sample
 
 VERDICTS = (
@@ -18,6 +22,9 @@ VERDICTS = (
     "gold_unparsable",
     "well_formed",
     "malformed",
+    "steps_right",
+    "steps_wrong",
+    "no_steps",
     "scored",
     "not_applicable",
     "timeout",
@@ -32,14 +39,23 @@ class Scorer:
         self._pool = pool
         self._decode = decode
         self._samples: dict[int, Sample] = {}
+        self._keys = itertools.count()
 
     def submit(self, sample: Sample) -> None:
         """Does not wait. The response is scored as text without special tokens."""
-        key = len(self._samples)
+        key = next(self._keys)
         self._samples[key] = sample
         prompt = sample.prompt
         extras = {**prompt.extras, "prefill": prompt.prefill}
         self._pool.submit(key, prompt.text, self._decode(sample.response_ids), prompt.answer, extras)
+
+    def keep(self, groups: Iterable[Group]) -> None:
+        """Of what was submitted only the samples of these groups count; the others are not scored any further."""
+        kept = {id(sample) for group in groups for sample in group.samples}
+        dropped = [key for key, sample in self._samples.items() if id(sample) not in kept]
+        self._pool.discard(dropped)
+        for key in dropped:
+            del self._samples[key]
 
     def finish(self) -> None:
         """Waits until everything submitted is scored. Raises RewardError if a function raised on every sample."""
@@ -47,7 +63,17 @@ class Scorer:
         for key, sample in self._samples.items():
             result = results[key]
             sample.scores, sample.verdicts, sample.reward = dict(result.scores), dict(result.verdicts), result.total
+            sample.step_ends, sample.step_rewards = self._at_tokens(sample, result.steps)
         self._samples = {}
+
+    def _at_tokens(self, sample: Sample, steps: Sequence[Step]) -> tuple[list[int], list[float]]:
+        """Where the steps end and what they are worth; those that end at one token make one step."""
+        if not steps:
+            return [], []
+        sums: dict[int, float] = {}
+        for token, step in zip(token_ends(sample.response_ids, self._decode, [s.end for s in steps]), steps, strict=True):
+            sums[token] = sums.get(token, 0.0) + step.value
+        return list(sums), list(sums.values())
 
 
 def drop_unusable(groups: Sequence[Group]) -> tuple[list[Group], int]:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from grpo_mega.rewards import accuracy, registry
 from grpo_mega.rewards.protocol import FAILED, RAISED, READY, SCORED, Setup, frame, read_frame
-from grpo_mega.rewards.score import RewardFunction, as_score
+from grpo_mega.rewards.score import NoScore, RewardFunction, as_score
 
 _PR_SET_PDEATHSIG = 1
 _MAX_ERROR_CHARS = 2000
@@ -35,9 +35,13 @@ def main() -> None:
     sys.path[:] = setup.sys_path
     _limit_memory(setup.memory_limit_bytes)
     try:
-        functions = {name: registry.resolve(name) for name in setup.functions}
+        functions = {name: registry.bind(name, options, setup.step_splitter) for name, options in setup.functions.items()}
         if "accuracy" in functions:
             accuracy.warm_up()
+        if "reward_model" in functions and not setup.is_replacement:  # a server that restarts must not end the run
+            from grpo_mega.rewards.server import check_reachable
+
+            check_reachable(functions["reward_model"])
     except BaseException as error:
         _send(replies, (FAILED, _describe(error)))
         return
@@ -49,12 +53,12 @@ def main() -> None:
 def _run(function: RewardFunction, check: bytes) -> tuple[Any, ...]:
     try:
         prompt, response, answer, extras = pickle.loads(check)
-        score = as_score(function(prompt, response, answer, extras))
-        return (SCORED, score.value, score.verdict)
+        score = as_score(function(prompt, response, answer, extras), response)
+        return (SCORED, score.value, score.verdict, tuple((step.end, step.value) for step in score.steps))
     except MemoryError:
         os._exit(_OUT_OF_MEMORY_STATUS)  # the heap is full of what did not fit; a fresh process is the way back
     except BaseException as error:  # SystemExit and the like end the check, not the worker
-        return (RAISED, _describe(error))
+        return (RAISED, _describe(error), None if isinstance(error, NoScore) else 0.0)
 
 
 def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:

@@ -21,7 +21,7 @@ class Board:
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = store
         self.rank, self.world_size = rank, world_size
-        self._meetings = 0
+        self._meetings = self._names = 0
 
     def meet(self, phase: str, value: Any, deadline_s: float) -> list[Any]:
         """What every rank brought, once all have come; values are JSON. All ranks meet equally often."""
@@ -36,9 +36,14 @@ class Board:
         self.forget(f"meeting/{self._meetings - 1}/{self.rank}")
         return found
 
-    def take(self, counter: str) -> int:
-        """The next number of a counter that all ranks share: 0, 1, 2, ..."""
-        return self._store.add(counter, 1) - 1
+    def new_name(self, kind: str) -> str:
+        """A name that was not given before. All ranks ask equally often, and get the same."""
+        self._names += 1
+        return f"{kind}/{self._names}"
+
+    def take(self, counter: str, count: int = 1) -> int:
+        """The next number of a counter that all ranks share: 0, 1, 2, ...; and the `count` - 1 after it are taken too."""
+        return self._store.add(counter, count) - count
 
     def post(self, key: str, text: str) -> None:
         self._store.set(key, text)
@@ -54,6 +59,10 @@ class Board:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         return self._store.get(key).decode()
+
+    def look(self, key: str) -> str | None:
+        """The text under a key if it is there; does not wait."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
     def forget(self, key: str) -> None:
         self._store.delete_key(key)

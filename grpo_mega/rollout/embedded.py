@@ -2,7 +2,7 @@
 
 It needs no GPU and no server, works for any family that transformers knows, and is an oracle of the weight mapping, since
 nothing of its forward pass is ours. Prompts are decoded in batches of at most `max_concurrent` sequences; a sequence that
-ends leaves the batch.
+ends leaves the batch. Ended early, a phase ends between two tokens, and its cache goes with its batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from grpo_mega.device import Device
 from grpo_mega.rollout.checkpoint_names import checkpoint_tensors
-from grpo_mega.rollout.engine import OnSample, Sampling
+from grpo_mega.rollout.engine import OnSample, Sampling, Until
 from grpo_mega.rollout.sampler import draw, uniforms
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket, Entry
@@ -105,19 +105,42 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Mapping[int, Prompt], sampling: Sampling, *, step: int, on_sample: OnSample
+        self,
+        prompts: Mapping[int, Prompt],
+        sampling: Sampling,
+        *,
+        step: int,
+        on_sample: OnSample,
+        until: Until | None = None,
     ) -> dict[int, Group]:
-        """Every rank takes every world_size-th prompt."""
+        """Every rank takes every world_size-th prompt. The clock of `until` counts this rank's decoded tokens, batch after
+        batch."""
         groups = {key: Group(prompts[key], []) for key in list(prompts)[self._rank :: self._world_size]}
         per_batch = max(1, self.max_concurrent // sampling.group_size)
-        # Prompts of similar length share a batch: less padding.
-        order = sorted(groups.values(), key=lambda group: len(group.prompt.token_ids))
+        order = list(groups)
+        if until is None:
+            # Prompts of similar length share a batch: less padding. With `until` the last batches may never be begun, and
+            # these must not always be those of the longest prompts.
+            order.sort(key=lambda key: len(groups[key].prompt.token_ids))
+        clock = 0
         for first in range(0, len(order), per_batch):
-            self._generate_batch(order[first : first + per_batch], sampling, step, on_sample)
-        return groups
+            if until is not None and until.is_reached(clock):
+                break
+            batch = {key: groups[key] for key in order[first : first + per_batch]}
+            clock = self._generate_batch(batch, sampling, step, on_sample, until, clock)
+        return {key: group for key, group in groups.items() if len(group.samples) == sampling.group_size}
 
-    def _generate_batch(self, groups: list[Group], sampling: Sampling, step: int, on_sample: OnSample) -> None:
-        n = sampling.group_size
+    def _generate_batch(
+        self,
+        batch: Mapping[int, Group],
+        sampling: Sampling,
+        step: int,
+        on_sample: OnSample,
+        until: Until | None,
+        clock: int,
+    ) -> int:
+        """Adds the samples to their groups, as far as `until` lets it; `clock` at the end."""
+        n, keys, groups = sampling.group_size, list(batch), list(batch.values())
         state = _Decoding.prefill(self._model, [g.prompt for g in groups], n, self.device)
         streams = _streams(groups, sampling, step, self.device)
         is_stop = torch.zeros(self._model.config.vocab_size, dtype=torch.bool, device=self.device)
@@ -132,6 +155,7 @@ class EmbeddedEngine:
             tokens_BT[state.rows, position], logprobs_BT[state.rows, position] = tokens, logprobs
             ended = is_stop[tokens] & state.is_live
             is_last = position + 1 == sampling.max_response_length
+            clock += 1
             for row in state.rows[state.is_live if is_last else ended].tolist():
                 group = groups[row // n]
                 stopped = bool(is_stop[tokens_BT[row, position]])
@@ -145,12 +169,26 @@ class EmbeddedEngine:
                 )
                 group.samples.append(sample)
                 on_sample(sample)
+                if until is not None and len(group.samples) == n:
+                    until.done(keys[row // n], clock)
             state.is_live &= ~ended
             if is_last or not state.is_live.any():
+                break
+            if until is not None and until.is_reached(clock):
+                _abort(batch, until, n, position + 1)
                 break
             state.advance(self._model, tokens)
         for group in groups:
             group.samples.sort(key=lambda s: s.index)
+        return clock
+
+
+def _abort(batch: Mapping[int, Group], until: Until, group_size: int, length: int) -> None:
+    """Reports the groups that are not done, of which the samples under way have `length` tokens."""
+    for key, group in batch.items():
+        num_live = group_size - len(group.samples)
+        if num_live:
+            until.aborted(key, [s.response_len for s in group.samples] + [length] * num_live)
 
 
 def _streams(groups: list[Group], sampling: Sampling, step: int, device: torch.device) -> Tensor | None:

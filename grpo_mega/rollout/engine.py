@@ -7,7 +7,7 @@ that `generate` may return at once on those that drive nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +34,30 @@ class Sampling:
 OnSample = Callable[[Sample], None]
 
 
+class Until(Protocol):
+    """When a generation phase ends before all of its groups are done; each rank has its own, and they agree.
+
+    `clock` is the engine's own measure of how far it has come in this phase, which grows alike on all ranks: the embedded
+    engine counts the tokens that it has decoded one after the other, so that which groups count as first does not depend on
+    the speed of a rank. A server has no such clock; for its groups it is 0, and what is done is done.
+    """
+
+    def done(self, key: int, clock: int = 0) -> None:
+        """All samples of a group have ended."""
+        ...
+
+    def is_reached(self, clock: int = 0) -> bool:
+        """Whether the engine is to end what it has under way. Cheap enough to be asked between two tokens."""
+        ...
+
+    def aborted(self, key: int, lengths: Sequence[int]) -> None:
+        """A group that was begun and not finished, with the response tokens so far of each sample; nothing else of it is kept.
+
+        Here partial rollouts would take over: handed the samples themselves, the next phase could begin with them.
+        """
+        ...
+
+
 class Engine(Protocol):
     version: int  # of the policy whose weights the engine holds; -1 before the first sync
 
@@ -47,9 +71,18 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, prompts: Mapping[int, Prompt], sampling: Sampling, *, step: int, on_sample: OnSample
+        self,
+        prompts: Mapping[int, Prompt],
+        sampling: Sampling,
+        *,
+        step: int,
+        on_sample: OnSample,
+        until: Until | None = None,
     ) -> dict[int, Group]:
         """This rank's share of the groups, by the keys of their prompts. `on_sample` is called as each sample ends.
+
+        With `until` only the groups that were done before it was reached; then nothing is under way any more, and the engine
+        is as after a whole phase. Prompts are begun in their order.
 
         Every rank passes the same prompts, and each prompt is sampled by one of them. If the engine fails on the way, `failure`
         says why and the groups that were not finished are missing. A sample's random stream depends on (sampling.seed, step,

@@ -20,21 +20,21 @@ _NONE = float("nan")  # a score of None
 
 
 def gather(
-    groups: Mapping[int, Group], prompts: Sequence[Prompt], reward_names: Sequence[str], verdict_names: Sequence[str]
+    groups: Mapping[int, Group], prompts: Mapping[int, Prompt], reward_names: Sequence[str], verdict_names: Sequence[str]
 ) -> list[Group]:
-    """All ranks' groups, in the order of `prompts`, samples by index; `groups` are this rank's, by place among the prompts.
+    """All ranks' groups, in the order of `prompts`, samples by index; `groups` are this rank's. Both go by the same keys.
 
     Verdicts that are not in `verdict_names` become "other".
     """
     verdicts = [*verdict_names, "other"]
     ints, floats = _encode(groups, reward_names, verdicts)
-    found = [Group(p, []) for p in prompts]
+    found = {place: Group(p, []) for place, p in prompts.items()}
     for i, f in zip(_all_gather(ints), _all_gather(floats), strict=True):
         for place, sample in _decode(i, f, prompts, reward_names, verdicts):
             found[place].samples.append(sample)
-    for group in found:
+    for group in found.values():
         group.samples.sort(key=lambda s: s.index)
-    return found
+    return list(found.values())
 
 
 def check_versions(groups: Sequence[Group], version: int) -> None:
@@ -58,13 +58,15 @@ def _encode(groups: Mapping[int, Group], reward_names: Sequence[str], verdicts: 
                 ints.append(verdicts.index(verdict if verdict in verdicts else "other"))
                 floats.append(_NONE if s.scores.get(name) is None else float(s.scores[name]))  # type: ignore[arg-type]
             floats.append(_NONE if s.reward is None else s.reward)
+            ints += [len(s.step_ends), *s.step_ends]
+            floats += s.step_rewards
             ints += s.response_ids
             floats += s.rollout_logprobs
     return torch.tensor(ints, dtype=torch.int64), torch.tensor(floats, dtype=torch.float64)
 
 
 def _decode(
-    ints: Tensor, floats: Tensor, prompts: Sequence[Prompt], reward_names: Sequence[str], verdicts: list[str]
+    ints: Tensor, floats: Tensor, prompts: Mapping[int, Prompt], reward_names: Sequence[str], verdicts: list[str]
 ) -> list[tuple[int, Sample]]:
     i, f = iter(ints.tolist()), iter(floats.tolist())
     found = []
@@ -86,7 +88,9 @@ def _decode(
             scores={name: score() for name in reward_names},
             verdicts=found_verdicts,
             reward=score(),
+            step_ends=[next(i) for _ in range(next(i))],
         )
+        sample.step_rewards = [next(f) for _ in sample.step_ends]
         sample.response_ids = [next(i) for _ in range(length)]
         sample.rollout_logprobs = [next(f) for _ in range(length)]
         found.append((place, sample))

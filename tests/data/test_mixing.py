@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from models import make_tokenizer
 
+from grpo_mega.config import RolloutConfig
 from grpo_mega.config_data import DataConfig
 from grpo_mega.data import MixedSampler, PromptSampler, RunData, load_data
 from grpo_mega.data.load import IDS_PER_SET, check_data
@@ -164,10 +165,10 @@ def test_a_split_that_leaves_a_side_empty_is_an_error(tmp_path: Path, split: dic
 
 def test_all_rows_are_checked_without_a_tokenizer(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ["a", "b"])
-    check_data(DataConfig.model_validate({"train": path}), 2)
+    check_data(DataConfig.model_validate({"train": path}), 2, RolloutConfig())
     with pytest.raises(ConfigError, match=r"batch\.prompts_per_step=3 is more than the 2 prompts"):
-        check_data(DataConfig.model_validate({"train": path}), 3)
+        check_data(DataConfig.model_validate({"train": path}), 3, RolloutConfig())
     with pytest.raises(ConfigError, match=r"b\.jsonl:1: prompt='' is neither a text nor a list"):
-        check_data(DataConfig.model_validate({"train": path, "heldout": write(tmp_path / "b.jsonl", [""])}), 2)
+        check_data(DataConfig.model_validate({"train": path, "heldout": write(tmp_path / "b.jsonl", [""])}), 2, RolloutConfig())
     with pytest.raises(ConfigError, match=r"data\.heldout=.*a\.jsonl is trained on as well"):
-        check_data(DataConfig.model_validate({"train": path, "heldout": f"{tmp_path}/./a.jsonl"}), 2)
+        check_data(DataConfig.model_validate({"train": path, "heldout": f"{tmp_path}/./a.jsonl"}), 2, RolloutConfig())

@@ -1,15 +1,21 @@
 """The run log and its writers."""
 
+import importlib.util
 import io
 import json
+import struct
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
 from grpo_mega import config
+from grpo_mega.observe.other_names import SAME, other_names
 from grpo_mega.observe.run_log import NullRunLog, open_run_log
+from grpo_mega.observe.samples import num_logged, token_ends
 from grpo_mega.observe.wandb_writer import wandb_mode
 from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter
 from grpo_mega.types import Group, Prompt, Sample
@@ -51,7 +57,12 @@ def make_group(num_samples: int) -> Group:
         for i in range(num_samples)
     ]
     samples[0].advantages = torch.tensor([0.5, 0.5])
+    samples[0].old_logprobs = [-0.1, -0.199877]
     return Group(prompt, samples)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def decode(token_ids: list[int]) -> str:
@@ -101,15 +112,17 @@ def test_rank_0_writes_steps_evaluations_and_samples(tmp_path: Path, capsys: pyt
     log = open_run_log(make_config(tmp_path, samples_per_step=2), rank=0)
     log.message("loaded [3] prompts")
     log.log_eval(0, {"eval/score": 0.5, "eval/accuracy": 0.625})
-    log.log_step(0, METRICS)
-    log.log_samples(0, [make_group(4) for _ in range(3)], decode)
+    log.log_step(1, METRICS)
+    log.log_samples(1, [make_group(4) for _ in range(3)], decode)
+    log.warn("a gradient norm jumped")
     log.close()
-    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert metrics == [{"step": 0, "eval/score": 0.5, "eval/accuracy": 0.625}, {"step": 0, **METRICS}]
-    first, second = (json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines())
+    metrics = read(tmp_path / "run/metrics.jsonl")
+    assert metrics == [{"step": 0, "eval/score": 0.5, "eval/accuracy": 0.625}, {"step": 1, **METRICS}]
+    first, second, *others = read(tmp_path / "run/samples.jsonl")
     assert first == {
-        "step": 0,
+        "step": 1,
         "prompt_id": 7,
+        "group": 0,
         "index": 0,
         "policy_version": 0,
         "prompt": "<user>1+1=?<assistant>",
@@ -120,8 +133,18 @@ def test_rank_0_writes_steps_evaluations_and_samples(tmp_path: Path, capsys: pyt
         "rewards": {"accuracy": 1.0, "format": None},
         "verdicts": {"accuracy": "correct"},
         "advantage": 0.5,
+        "token_ends": [1, 2],
+        "rollout_logprobs": [-0.1, -0.2],
+        "mismatch": [0.0, 0.000123],
     }
-    assert (second["index"], second["response"], second["advantage"]) == (1, "BB", None)
+    assert (second["index"], second["response"], second["advantage"], "mismatch" in second) == (1, "BB", None, False)
+    assert len(others) == 2  # the whole group
+    told = [{**row, "time": ""} for row in read(tmp_path / "run/messages.jsonl")]
+    assert told == [
+        {"step": 0, "time": "", "level": "info", "text": "loaded [3] prompts"},
+        {"step": 1, "time": "", "level": "warning", "text": "a gradient norm jumped"},
+    ]
+    assert "a gradient norm jumped" in (tmp_path / "run/report.html").read_text()
     output = capsys.readouterr().out
     assert "loaded [3] prompts\n" in output
     assert "held-out, step 0  score 0.500  accuracy 0.625\n" in output
@@ -149,11 +172,77 @@ def test_wandb_goes_online_only_where_a_key_is_set(tmp_path: Path) -> None:
     assert wandb_mode({**home, "WANDB_BASE_URL": "https://wandb.example.org"}) == "online"
 
 
-def test_a_run_without_a_key_is_written_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_a_key_is_written_offline_with_the_names_of_trl_and_verl_and_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     log = open_run_log(make_config(tmp_path, wandb=True), rank=0)
-    log.log_step(0, METRICS)
+    log.log_step(1, METRICS)
+    log.log_samples(1, [make_group(4)], decode)
     log.close()
-    assert list((tmp_path / "run/wandb").glob("offline-run-*/*.wandb"))
+    (path,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
+    logged: dict[str, Any] = {}
+    for record in wandb_records(path):
+        logged |= {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+    assert logged["reward/mean"] == logged["reward"] == logged["critic/score/mean"] == 1.4231
+    assert logged["rewards/accuracy/mean"] == 0.93 and logged["timing_s/gen"] == 101.23
+    assert logged["completions/_type"] == "table-file" and logged["completions/nrows"] == 4
+    table = json.loads((path.parent / "files" / logged["completions/path"]).read_text())
+    assert table["columns"][:4] == ["step", "prompt", "completion", "answer"]
+    assert table["data"][0] == [1, "<user>1+1=?<assistant>", "AB", "2", 1.0, None, 1.0, 0.5, "stop"]
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """What an offline run holds: a LevelDB log, records cut into blocks of 32 KiB, after a head of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(record)
+            record = b""
+
+
+def test_others_names_are_those_of_trls_own_source() -> None:
+    """And none of ours is overwritten by another figure."""
+    trl = Path(importlib.util.find_spec("trl").origin).parent / "trainer/grpo_trainer.py"  # type: ignore[union-attr, arg-type]
+    source = trl.read_text() + '"loss" "grad_norm" "learning_rate" "step_time"'
+    for first, *_ in (names for ours, names in SAME.items() if ours not in ("reward/min", "reward/max")):
+        assert f'"{first}"' in source, first
+    metrics = {name: float(i) for i, name in enumerate([*SAME, "reward/accuracy", "eval/score", "eval/gsm8k/score"])}
+    found = other_names(metrics)
+    assert not found.keys() & metrics.keys()
+    assert {"val-core/heldout/score/mean@1", "val-core/gsm8k/score/mean@1", "rewards/accuracy/mean"} < found.keys()
+
+
+def test_texts_of_tokens_make_up_the_response_for_any_tokenizer() -> None:
+    """Bytes of one character, and words whose space depends on what stands before."""
+    words = ["▁so", "▁", "e", "▁f", "ar"]
+
+    def by_bytes(token_ids: list[int]) -> str:
+        return bytes(token_ids).decode("utf-8", "replace")
+
+    def by_words(token_ids: list[int]) -> str:
+        return "".join(words[i] for i in token_ids).replace("▁", " ").removeprefix(" ")
+
+    text = "aé€😀z"
+    ids = list(text.encode())
+    ends = token_ends(ids, text, by_bytes)
+    assert ends == [1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 5]
+    assert token_ends([0, 3, 4], by_words([0, 3, 4]), by_words) == [2, 4, 6]
+    assert token_ends(ids, "something else", by_bytes) is None
+    assert token_ends([], "", by_bytes) == []
+
+
+def test_whole_groups_are_logged() -> None:
+    groups = [make_group(4) for _ in range(3)]
+    assert [num_logged(groups, n) for n in (0, 1, 4, 5, 100)] == [0, 4, 4, 8, 12]
+    assert num_logged([], 4) == 0

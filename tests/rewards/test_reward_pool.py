@@ -161,7 +161,9 @@ def test_a_function_that_cannot_be_imported_is_an_error_with_its_reason(name: st
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"'acuracy' is unknown; did you mean accuracy\? use one of accuracy, format"):
+    with pytest.raises(
+        ConfigError, match=r"'acuracy' is unknown; did you mean accuracy\? use one of accuracy, arithmetic_steps, format"
+    ):
         RewardPool([("acuracy", 1.0)], num_workers=1, deadline_s=5)
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from grpo_mega.rewards.score import Score
+from grpo_mega.rewards.score import NoScore, Score, Step
 
 
 def length(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float:
@@ -37,3 +37,35 @@ def obey(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Any
         "torch": lambda: float("torch" in sys.modules),
     }
     return deeds[response]() if response in deeds else 1.0
+
+
+def half_of_them(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float | None:
+    return None if "none" in response else 0.5
+
+
+def weighted_length(
+    prompt: str, response: str, answer: str, extras: dict[str, Any], *, factor: float, unit: str = "", step_splitter: str = ""
+) -> Score:
+    return Score(factor * len(response), f"{unit}|{step_splitter}")
+
+
+def no_score(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float:
+    if response == "lost":
+        raise NoScore("the scales are broken")
+    return 1.0
+
+
+def marked(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
+    """A step ends with each "." (1) and each "!" (-1); with a "@" there is a value for the whole, too."""
+    steps = tuple(Step(i + 1, 1.0 if c == "." else -1.0) for i, c in enumerate(response) if c in ".!")
+    return Score(2.0 if "@" in response else None, "marked", steps)
+
+
+def other_marks(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
+    """A step ends with each "." and each ","."""
+    return Score(None, "marked", tuple(Step(i + 1, 0.25) for i, c in enumerate(response) if c in ".,"))
+
+
+def bad_steps(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
+    """What the response says, as the steps' ends; a letter is an infinite reward."""
+    return Score(1.0, "x", tuple(Step(int(c), 1.0) if c.isdigit() else Step(1, float("inf")) for c in response))

@@ -155,7 +155,8 @@ def test_servers_are_killed_five_times_and_one_hangs_and_no_sample_is_lost_or_ma
 def test_a_server_that_may_not_be_started_anew_ends_the_run_with_a_checkpoint_and_ctrl_c_leaves_nothing(
     config: Path, tmp_path: Path, temporary: Path
 ) -> None:
-    run = Run(config, tmp_path / "run", "--set", "rollout.max_restarts=0")
+    stragglers = ("--set", "batch.prompts_per_step=4", "--set", "rollout.oversample=2")  # are aborted in all of this
+    run = Run(config, tmp_path / "run", *stragglers, "--set", "rollout.max_restarts=0")
     run.wait_for_steps(1)
     tree = Tree.below(run.process.pid)
     os.kill(run.servers()[1][0], signal.SIGKILL)
@@ -171,8 +172,9 @@ def test_a_server_that_may_not_be_started_anew_ends_the_run_with_a_checkpoint_an
     last = len(run.steps())
     check_nothing_is_left(tree, temporary)
 
-    resumed = Run(config, tmp_path / "run", "--resume")
+    resumed = Run(config, tmp_path / "run", *stragglers, "--resume")
     resumed.wait_for_steps(1)
+    assert all((row["rollout/begun_groups"], row["rollout/kept_tokens"] > 0) == (8, True) for row in resumed.steps())
     assert resumed.steps()[last]["step"] == last + 1
     tree = Tree.below(resumed.process.pid)
     resumed.process.send_signal(signal.SIGINT)

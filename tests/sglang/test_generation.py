@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,10 +19,13 @@ from typing import Any
 import pytest
 import torch
 from servers import LOADER, START_DEADLINE_S, Tree, make_settings
+from torch.distributed import HashStore
 
 from grpo_mega.errors import EngineError, SyncError
+from grpo_mega.rollout.board import Board
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.exchange import check_versions
+from grpo_mega.rollout.phase import Enough
 from grpo_mega.rollout.sglang.api import Api
 from grpo_mega.rollout.sglang.engine import Options, SGLangEngine
 from grpo_mega.rollout.sglang.generation import drive
@@ -101,19 +106,20 @@ def test_two_replicas_share_one_counter_and_a_slow_one_leaves_most_of_the_work_t
     check_whole(found["slow"] | found["fast"])
 
 
+def update_to(version: str, folder: Path) -> Call:
+    async def send(api: Api) -> None:
+        await api.begin_update()
+        await api.load([payload(str(folder / "names"), torch.empty(0))], LOADER, version, True)
+        await api.end_update()
+
+    return send
+
+
 def test_samples_are_of_the_version_that_the_server_was_last_given_and_another_is_an_error(
     link: ServerLink, tmp_path: Path
 ) -> None:
-    def update(version: str) -> Call:
-        async def send(api: Api) -> None:
-            await api.begin_update()
-            await api.load([payload(str(tmp_path / "names"), torch.empty(0))], LOADER, version, True)
-            await api.end_update()
-
-        return send
-
     for version in (3, 4):
-        link.attempt("updating", update(str(version)))
+        link.attempt("updating", update_to(str(version), tmp_path))
         assert link.failure is None
         numbers = itertools.count()
         groups = drive(link, PROMPTS, SAMPLING, 0, take=numbers.__next__, most_groups=8, on_sample=lambda _: None)
@@ -122,6 +128,73 @@ def test_samples_are_of_the_version_that_the_server_was_last_given_and_another_i
         check_versions(list(groups.values()), version)
     with pytest.raises(SyncError, match="sample 0 of prompt 100 was made by policy version 4, not 5"):
         check_versions(list(groups.values()), 5)
+
+
+def enough(wanted: int) -> Enough:
+    return Enough(Board(HashStore(), rank=0, world_size=1), wanted)
+
+
+def load_of(server: Server) -> tuple[int, int]:
+    """Requests that the server runs, and that wait."""
+    with urllib.request.urlopen(f"{server.url}/v1/loads", timeout=30) as answer:
+        [load] = json.load(answer)["loads"]
+    return load["num_running_reqs"], load["num_waiting_reqs"]
+
+
+def test_stragglers_are_aborted_and_the_server_is_idle_and_takes_new_weights_and_samples_on(
+    server: Server, link: ServerLink, tmp_path: Path
+) -> None:
+    """Also those that wait in its queue, as it runs a third of them at once."""
+    endless = replace(SAMPLING, group_size=16, max_response_length=500, stop_token_ids=frozenset())
+    for wanted, spacing in ((3, 20), (1, 9)):
+        sampling = replace(endless, stop_token_ids=frozenset(range(1, 256, spacing)))
+        until, numbers = enough(wanted), itertools.count()
+        heard: list[Sample] = []
+        groups = drive(link, PROMPTS, sampling, 0, take=numbers.__next__, most_groups=12, on_sample=heard.append, until=until)
+        assert link.failure is None, link.failure
+        assert load_of(server) == (0, 0)
+        assert wanted <= len(groups) < len(PROMPTS)
+        check_whole(groups, sampling)
+        assert sorted([*groups, *until.lengths]) == sorted(PROMPTS)
+        assert {len(lengths) for lengths in until.lengths.values()} == {16}
+        assert max(map(max, until.lengths.values())) > 0
+        assert {id(s) for group in groups.values() for s in group.samples} <= {id(s) for s in heard}
+        assert link.client.events.empty() and not link.client.is_ending
+    # As when another replica has finished all that is wanted just after this one has begun.
+    until, numbers = enough(1), itertools.count()
+    threading.Timer(0.3, until.done, [99]).start()
+    assert drive(link, PROMPTS, endless, 0, take=numbers.__next__, most_groups=12, on_sample=lambda _: None, until=until) == {}
+    assert link.failure is None and load_of(server) == (0, 0)
+    assert sorted(until.lengths) == sorted(PROMPTS)
+    link.attempt("updating", update_to("6", tmp_path))
+    numbers = itertools.count()
+    groups = drive(link, PROMPTS, SAMPLING, 0, take=numbers.__next__, most_groups=8, on_sample=lambda _: None)
+    assert link.failure is None and sorted(groups) == sorted(PROMPTS)
+    check_whole(groups)
+    check_versions(list(groups.values()), 6)
+
+
+def test_a_server_that_hangs_while_it_aborts_is_noticed_and_what_was_finished_is_kept(
+    server: Server, model: Path, tmp_path: Path
+) -> None:
+    (scheduler,) = Tree.of(server).named("sglang::scheduler")
+
+    class ThenStopped(Enough):
+        def done(self, key: int, clock: int = 0) -> None:
+            super().done(key, clock)
+            if len(self.clocks) == 2:
+                os.kill(scheduler, signal.SIGSTOP)
+
+    until = ThenStopped(Board(HashStore(), rank=0, world_size=1), 2)
+    long = replace(SAMPLING, group_size=2, max_response_length=400, stop_token_ids=frozenset(range(1, 256, 20)))
+    with linked(server, model, tmp_path, replace(LIMITS, stall_deadline_s=2)) as link:
+        try:
+            numbers = itertools.count()
+            groups = drive(link, PROMPTS, long, 0, take=numbers.__next__, most_groups=12, on_sample=lambda _: None, until=until)
+        finally:
+            os.kill(scheduler, signal.SIGCONT)
+        assert len(groups) == 2 and sorted(groups) == sorted(until.clocks) and until.lengths == {}
+        assert re.search(r"aborting stragglers in step 0", link.failure or "")
 
 
 def test_a_server_that_hangs_is_noticed_in_time_though_all_its_connections_are_in_use(

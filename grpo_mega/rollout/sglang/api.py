@@ -16,10 +16,15 @@ import aiohttp
 from grpo_mega.errors import EngineError
 
 DEADLINE_S = 120.0
+PAUSE_S = 0.05  # before a server that is not idle yet is asked again
 MAX_WORDS = 500  # characters of a server's answer in an error
 
 # From 0.5.21 on an update has a beginning and an end, and is refused without them; before, these endpoints do not exist.
 OPTIONAL = {"/begin_weight_update", "/end_weight_update"}
+
+
+class RefusedError(EngineError):
+    """The server answered, and does not do what it was asked."""
 
 
 class Api:
@@ -52,6 +57,13 @@ class Api:
 
     async def flush_cache(self) -> None:
         await self._post("/flush_cache", {})
+
+    async def flush_cache_when_idle(self) -> None:
+        """As soon as the scheduler has nothing under way any more; until then it refuses."""
+        while True:
+            with contextlib.suppress(RefusedError):
+                return await self.flush_cache()
+            await asyncio.sleep(PAUSE_S)
 
     async def abort_all(self) -> None:
         """Ends all samples under way, with what they have so far."""
@@ -101,7 +113,7 @@ class Api:
         except (aiohttp.ClientError, ConnectionError) as error:
             raise EngineError(f"{self._url}{path} cannot be reached ({error})") from None
         if response.status != 200:
-            raise EngineError(f"{self._url}{path} was refused ({response.status}): {_words(text)}")
+            raise RefusedError(f"{self._url}{path} was refused ({response.status}): {_words(text)}")
         return text
 
 

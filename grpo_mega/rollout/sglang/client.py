@@ -2,7 +2,7 @@
 
 The session lives on an event loop in a thread of its own; its owner hands in groups and takes events from a queue, so that
 rewards and bookkeeping stay in the owner's thread. A connection that breaks is tried again, for the samples that are missing
-only; what the server refuses is not.
+only; what the server refuses is not, and nothing is once the phase is told to end.
 """
 
 from __future__ import annotations
@@ -40,12 +40,21 @@ class Ended:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class Aborted:
+    """No more samples of a group will come, as was asked."""
+
+    key: int
+    lengths: tuple[int, ...]  # tokens so far of those that had not ended
+
+
 class Client:
     def __init__(self, url: str, *, num_connections: int, is_seeded: bool) -> None:
         """`num_connections`: groups sampled at once. `is_seeded`: the server draws each sample from a seed of its own, which
         needs a request that names them all."""
         self.url = url
-        self.events: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[Ended | Aborted] = queue.SimpleQueue()
+        self.is_ending = False  # groups under way are being aborted; set and reset by the owner
         self._is_seeded = is_seeded
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-client", daemon=True)
@@ -93,14 +102,19 @@ class Client:
 
     async def _sample_or_raise(self, key: int, prompt: Prompt, sampling: Sampling, step: int) -> None:
         missing = list(range(sampling.group_size))
+        lengths: list[int] = []  # of the samples that were aborted
         pause = FIRST_PAUSE_S
         for attempt in range(1, ATTEMPTS + 1):
+            if self.is_ending:
+                break
             try:
                 body = request_body(prompt, sampling, missing, step, is_seeded=self._is_seeded)
                 asked = tuple(missing)
                 async for event in self._stream(body):
                     index = asked[event["index"]]
-                    if index in missing:
+                    if event["meta_info"]["finish_reason"]["type"] == "abort":
+                        lengths.append(int(event["meta_info"].get("completion_tokens", 0)))
+                    elif index in missing:
                         self.events.put(Ended(key, sample_of(event, prompt, index)))
                         missing.remove(index)
                 if not missing:
@@ -108,9 +122,12 @@ class Client:
                 problem = f"its answer lacks {len(missing)} samples"
             except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
                 problem = repr(error)
-            if attempt < ATTEMPTS:
+            if attempt < ATTEMPTS and not self.is_ending:
                 await asyncio.sleep(pause)
                 pause *= 2
+        if self.is_ending:
+            self.events.put(Aborted(key, tuple(lengths)))
+            return
         raise EngineError(f"prompt {prompt.id} failed {ATTEMPTS} times at {self.url}: {problem}")
 
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -128,7 +145,7 @@ class Client:
                 finish = event["meta_info"]["finish_reason"]
                 if finish is None:
                     continue
-                if finish["type"] not in ("stop", "length"):
+                if finish["type"] not in ("stop", "length") and not self.is_ending:
                     raise aiohttp.ClientPayloadError(f"a sample ended by {finish}")
                 yield {"index": 0, **event}
 

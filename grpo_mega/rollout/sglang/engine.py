@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.board import Board
-from grpo_mega.rollout.engine import OnSample, Sampling
+from grpo_mega.rollout.engine import OnSample, Sampling, Until
 from grpo_mega.rollout.sglang.generation import drive
 from grpo_mega.rollout.sglang.link import Call, Limits, ServerLink
 from grpo_mega.rollout.sglang.server import ServerSettings
@@ -84,7 +84,13 @@ class SGLangEngine:
         self._buckets.close()
 
     def generate(
-        self, prompts: Mapping[int, Prompt], sampling: Sampling, *, step: int, on_sample: OnSample
+        self,
+        prompts: Mapping[int, Prompt],
+        sampling: Sampling,
+        *,
+        step: int,
+        on_sample: OnSample,
+        until: Until | None = None,
     ) -> dict[int, Group]:
         self._check_lengths(prompts, sampling)
         self._phases += 1
@@ -100,6 +106,7 @@ class SGLangEngine:
             take=lambda: self._board.take(counter),
             most_groups=max(1, min(fair_share, self._options.limits.max_concurrent // sampling.group_size)),
             on_sample=on_sample,
+            until=until,
         )
 
     def _check_lengths(self, prompts: Mapping[int, Prompt], sampling: Sampling) -> None:

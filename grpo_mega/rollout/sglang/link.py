@@ -42,6 +42,10 @@ class ServerLink:
         return self._client is not None
 
     @property
+    def stall_deadline_s(self) -> float:
+        return self._limits.stall_deadline_s
+
+    @property
     def client(self) -> Client:
         assert self._client is not None, "the server was not waited for"
         return self._client

@@ -1,0 +1,58 @@
+"""The section `rewards` of the config: which functions score a response, with which weights and options.
+
+Names and options of functions are checked in `preflight.py`; those of the user's own functions in the workers that import them.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import Field, field_validator
+
+from grpo_mega.config_base import PositiveFloat, PositiveInt, Section
+
+STEP_SPLITTERS = ("blank-lines", "lines", "step-k")  # see rewards/steps.py
+STEP_REGEX = "regex:"
+
+
+class RewardFunctionConfig(Section):
+    name: str
+    weight: float = 1.0
+    options: dict[str, str | int | float | bool] = Field(default={})  # keyword arguments of the function
+
+
+class RewardsConfig(Section):
+    functions: tuple[RewardFunctionConfig, ...] = (
+        RewardFunctionConfig(name="accuracy"),
+        RewardFunctionConfig(name="format", weight=0.5),
+    )
+    num_workers: PositiveInt = 2  # worker processes of each engine (embedded: of each rank)
+    deadline_s: PositiveFloat = 5.0  # one check; past it the worker is killed and the verdict is "timeout"
+    step_splitter: str = "blank-lines"  # where the steps of a response end, for the functions that ask: see rewards/steps.py
+
+    @field_validator("functions")
+    @classmethod
+    def _distinct(cls, value: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
+        names = [f.name for f in value]
+        if not names:
+            raise ValueError("rewards.functions is empty; name at least one, for example accuracy")
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"rewards.functions names {name!r} twice; give it once, with its total weight")
+        return value
+
+    @field_validator("step_splitter")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        pattern = value.removeprefix(STEP_REGEX) if value.startswith(STEP_REGEX) else None
+        if value not in STEP_SPLITTERS and not pattern:
+            raise ValueError(
+                f"rewards.step_splitter={value!r} is unknown; use {', '.join(STEP_SPLITTERS)} or {STEP_REGEX}PATTERN"
+            )
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(
+                f"rewards.step_splitter={value!r} is not a regular expression ({error}); mend the pattern"
+            ) from None
+        return value

@@ -1,0 +1,129 @@
+"""One rank of `grpo-mega eval`: the policy is loaded without reference and optimizer, published to the engine, and asked."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from grpo_mega import job as jobs
+from grpo_mega.checkpoint_files import STATE
+from grpo_mega.checkpoints import read_manifest, verify
+from grpo_mega.config import Config
+from grpo_mega.convert.reader import open_reader
+from grpo_mega.data.load import IDS_PER_SET
+from grpo_mega.errors import ResumeError
+from grpo_mega.evaluation import Evaluated, evaluate_set, write_rows
+from grpo_mega.evaluation_request import Request
+from grpo_mega.job import Job, ModelFiles
+from grpo_mega.megatron.policy import Policy
+from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.types import Prompt
+
+
+def evaluate_checkpoint(request: Request) -> None:
+    """All ranks call it. The first one prints a table and, as the last line, a summary in JSON; it writes request.out."""
+    began = time.monotonic()
+    source = _Source(request.checkpoint)
+    with jobs.open_job(request.config, source.build) as job:
+        for number in (signal.SIGTERM, signal.SIGINT):  # there is no step after which to stop
+            signal.signal(number, signal.default_int_handler)
+        job.colocation.publish(source.step)
+        sets = prompts_of(job, request)
+        found = {name: evaluate_set(job, name, prompts, source.step) for name, prompts in sets.items()}
+        if job.is_main:
+            if request.out is not None:
+                write_rows(request.out, [row for one in found.values() for row in one.rows])
+            print(f"\n{source.title or request.config.model.path}, {request.what}", flush=True)
+            print(table(found), flush=True)
+            print(json.dumps(summary(request, source, found, time.monotonic() - began)), flush=True)
+
+
+class _Source:
+    """Where the policy's weights come from: a run's checkpoint, or the model's folder."""
+
+    def __init__(self, checkpoint: Path | None) -> None:
+        self.checkpoint = checkpoint
+        self.step = 0  # after which the policy was saved
+
+    @property
+    def title(self) -> str:
+        return f"{self.checkpoint} (step {self.step})" if self.checkpoint else ""
+
+    def build(self, config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
+        """A policy that cannot be trained. Raises ResumeError or WeightMappingError on all ranks."""
+        chosen = [self.checkpoint]  # by the first rank: the run may go on, and save the next one
+        dist.broadcast_object_list(chosen)
+        (self.checkpoint,) = chosen
+        if self.checkpoint is None and config.model.init == "random":
+            return jobs.build_policy(config, model, runtime)
+        folder = model.folder if self.checkpoint is None else self._checked(self.checkpoint, model, runtime)
+        policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
+        try:
+            with open_reader(folder, model.family, model.shape) as reader:
+                reader.check(model.family.hf_tensors(model.shape))
+                policy.load_weights(reader.read)
+        except FileNotFoundError as error:
+            raise ResumeError(
+                f"{error.filename} went away while it was read; the run keeps its checkpoint.keep newest checkpoints only: "
+                "evaluate a newer one"
+            ) from None
+        return policy
+
+    def _checked(self, checkpoint: Path, model: ModelFiles, runtime: Runtime) -> Path:
+        manifest = read_manifest(checkpoint)
+        if manifest.model != str(model.shape):
+            raise ResumeError(f"checkpoint {checkpoint} is of another model ({manifest.model}); set model.path to that one")
+        verify(checkpoint, manifest, runtime.rank, runtime.layout.world_size)
+        self.step = manifest.step
+        return checkpoint / STATE
+
+
+def prompts_of(job: Job, request: Request) -> dict[str, list[Prompt]]:
+    """The sets to evaluate, by name."""
+    if request.names is None:
+        return job.heldout
+    sets: dict[str, list[Prompt]] = {name: [] for name in request.names}
+    for prompt in job.train_prompts:
+        sets[request.names[prompt.id // IDS_PER_SET]].append(prompt)
+    return {name: prompts[: job.config.eval.num_prompts] for name, prompts in sets.items()}
+
+
+def table(found: Mapping[str, Evaluated]) -> str:
+    """A column for each set."""
+    names = list(dict.fromkeys(name for one in found.values() for name in one.metrics))
+    heads = [name or "value" for name in found]
+    label = max(len(name) for name in ["prompts", *names])
+    widths = [max(8, len(head)) for head in heads]
+
+    def line(first: str, values: list[str]) -> str:
+        return f"{first:{label}}  " + "  ".join(f"{v:>{w}}" for v, w in zip(values, widths, strict=True))
+
+    lines = [line("", heads), line("prompts", [str(len(one.rows)) for one in found.values()])]
+    if any(one.num_unusable for one in found.values()):
+        lines.append(line("without a gold answer", [str(one.num_unusable) for one in found.values()]))
+    for name in names:
+        lines.append(line(name, [f"{one.metrics[name]:.4f}" if name in one.metrics else "" for one in found.values()]))
+    return "\n".join(lines)
+
+
+def summary(request: Request, source: _Source, found: Mapping[str, Evaluated], seconds: float) -> dict[str, object]:
+    settings = request.config.eval
+    return {
+        "model": str(source.checkpoint or request.config.model.path),
+        "step": source.step if source.checkpoint else None,
+        "prompts": request.what,
+        "samples": settings.samples,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "sets": {
+            name or "all": {"num_prompts": len(one.rows), "num_unusable": one.num_unusable} | one.metrics
+            for name, one in found.items()
+        },
+        "out": str(request.out) if request.out else None,
+        "seconds": round(seconds, 1),
+    }

@@ -1,0 +1,80 @@
+"""`python -m grpo_mega.grpo FLAGS`: from a command line to the config that `grpo-mega train` would read from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_mega import config as configs
+from grpo_mega.config import Config
+from grpo_mega.errors import ConfigError
+from grpo_mega.flags import sources
+from grpo_mega.flags.parse import Values, parse
+from grpo_mega.flags.values import Raw, to_raw
+
+
+@dataclass(frozen=True)
+class Request:
+    config: Config
+    resume: bool
+    notes: list[str]  # what the person should know, a line each
+
+
+def read(arguments: Sequence[str], environ: Mapping[str, str], *, is_cached: bool) -> Request:
+    """The flags' config, once the model is on this machine. Raises ConfigError.
+
+    Under torchrun (`environ`) the data-parallel ranks are counted from its WORLD_SIZE. `is_cached`: what the hub has of the
+    model has been downloaded by the process that started this one.
+    """
+    values, notes = parse(arguments)
+    train = sources.find_data(values["dataset_name"], values.get("dataset_config"), values.get("dataset_train_split"))
+    raw = to_raw(values, data_parallel_size(values, environ), lambda: sources.count_rows(train))
+    _put_data(values, train, raw)
+    raw.setdefault("model", {})["path"] = values["model_name_or_path"]
+    for override in values.get("set", []):
+        configs.apply_override(raw, override)
+    config = configs.validate(raw)  # before anything is downloaded
+    if evaluates(values) and not has_heldout(config):
+        raise ConfigError(
+            f"--eval_steps {values['eval_steps']} has nothing to evaluate on; name --dataset_test_split, or set data.heldout "
+            "or data.heldout_size by --set"
+        )
+    model = sources.find_model(str(config.model.path), values.get("model_revision"), is_cached=is_cached)
+    return Request(_with_model(values, raw, model), values.get("resume") or values.get("resume_from_checkpoint", False), notes)
+
+
+def data_parallel_size(values: Values, environ: Mapping[str, str]) -> int:
+    """--data_parallel, or what torchrun's ranks leave to it."""
+    world_size = environ.get("WORLD_SIZE", "")
+    if "data_parallel" in values or not world_size.isdecimal():
+        return int(max(1, values.get("data_parallel", 1)))
+    ranks = max(1, values.get("tensor_parallel", 1)) * max(1, values.get("pipeline_parallel", 1))
+    return max(1, int(world_size) // ranks)
+
+
+def evaluates(values: Values) -> bool:
+    return "eval_steps" in values and values.get("eval_strategy") != "no"
+
+
+def has_heldout(config: Config) -> bool:
+    data = config.data
+    return not (data.heldout is None and data.heldout_size is None and data.heldout_fraction is None)
+
+
+def _put_data(values: Values, train: str, raw: Raw) -> None:
+    data = raw.setdefault("data", {})
+    data["train"] = train
+    if "prompt_column" not in data and (column := sources.find_prompt_column(train)):
+        data["prompt_column"] = column
+    has_splits = train.startswith("hub:") or Path(values["dataset_name"]).is_dir()
+    split = values.get("dataset_test_split", "test" if evaluates(values) and has_splits else None)
+    if split is not None:
+        data["heldout"] = sources.find_data(values["dataset_name"], values.get("dataset_config"), split)
+
+
+def _with_model(values: Values, raw: Raw, model: Path) -> Config:
+    raw["model"]["path"] = str(model)
+    if values.get("dtype") == "auto" and "dtype" not in raw["model"]:
+        raw["model"]["dtype"] = sources.own_dtype(model)
+    return configs.validate(raw)

@@ -1,0 +1,225 @@
+"""From the values of flags to the keys of a config; pure.
+
+TRL counts optimizer steps and batches of samples; the config counts rollouts (`steps`), prompts and optimizer steps a rollout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from grpo_mega.config import AlgorithmConfig, BatchConfig, DataConfig, OptimizerConfig, RolloutConfig, apply_override
+from grpo_mega.errors import ConfigError
+from grpo_mega.flags.parse import Values
+from grpo_mega.flags.rewards import reward_override
+from grpo_mega.flags.table import FLAGS
+
+Raw = dict[str, Any]  # a config before it is validated
+_PER_DEVICE_DEFAULT = 8  # TRL's
+_BATCH_FLAGS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+)
+# What TRL calls a loss_type is how tokens are aggregated, and for some the objective.
+LOSS_TYPES: Mapping[str, Raw] = {
+    "grpo": {"loss_agg_func": "seq-mean-token-mean"},
+    "sapo": {"loss_agg_func": "seq-mean-token-mean", "loss_type": "sapo"},
+    "dapo": {"loss_agg_func": "token-mean"},
+    "bnpo": {"loss_agg_func": "token-mean"},
+    "dr_grpo": {"loss_agg_func": "seq-mean-token-sum-norm"},
+    "cispo": {"loss_agg_func": "token-mean", "loss_type": "cispo", "ratio_clip_eps_low": 1.0, "ratio_clip_eps_high": 4.0},
+}
+SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+
+
+def to_raw(values: Values, dp_size: int, count_prompts: Callable[[], int]) -> Raw:
+    """The config that the flags ask for, model and data aside. `count_prompts` tells how many the training set has.
+
+    Raises ConfigError for values that contradict each other, or that mean nothing here.
+    """
+    raw: Raw = {}
+    for name, value in values.items():
+        if FLAGS[name].key is not None:
+            _put(raw, str(FLAGS[name].key), value)
+    for override in reward_override(values.get("reward_funcs"), values.get("reward_weights")):
+        apply_override(raw, override)
+    _model(values, raw)
+    raw["algorithm"] = raw.get("algorithm", {}) | _algorithm(values)
+    _batch(values, raw, dp_size)
+    _length(values, raw, count_prompts)
+    _optimizer(values, raw)
+    _intervals(values, raw)
+    return raw
+
+
+def optimizer_steps(raw: Raw) -> int:
+    """Of one rollout."""
+    batch = raw.get("batch", {})
+    return int(batch.get("mini_batches", 1) * batch.get("epochs", 1))
+
+
+def _model(values: Values, raw: Raw) -> None:
+    dtype = values.get("dtype")
+    if "bf16" in values:
+        from_bf16 = "bfloat16" if values["bf16"] else "float32"
+        if dtype not in (None, "auto", from_bf16):
+            raise ConfigError(f"--bf16 {str(values['bf16']).lower()} contradicts --dtype {dtype}; give one of them")
+        dtype = from_bf16
+    if dtype not in (None, "auto"):
+        _put(raw, "model.dtype", dtype)
+    if "gradient_checkpointing" in values:
+        _put(raw, "model.recompute", "full" if values["gradient_checkpointing"] else "none")
+
+
+def _algorithm(values: Values) -> Raw:
+    name = values.get("loss_type", "grpo")
+    if name not in LOSS_TYPES:
+        raise ConfigError(
+            f"--loss_type {name} is not among {', '.join(LOSS_TYPES)}; for other methods see --set algorithm.recipe="
+        )
+    found = dict(LOSS_TYPES[name]) if "loss_type" in values else {}
+    if _one_of(values, "importance_sampling_level", ("token", "sequence"), "token") == "sequence":
+        _needs_clipped(name, "importance_sampling_level", "sequence")
+        found["loss_type"] = "gspo"
+    if "epsilon_high" in values:
+        found["ratio_clip_eps_high"] = values["epsilon_high"]
+        if name == "cispo":  # the ratio itself is limited, not its distance from 1
+            if values["epsilon_high"] <= 1:
+                raise ConfigError(
+                    f"--epsilon_high {values['epsilon_high']:g} is the greatest ratio of --loss_type cispo; "
+                    "give one above 1, for example 5"
+                )
+            found["ratio_clip_eps_high"] = values["epsilon_high"] - 1
+    if "delta" in values:
+        _needs_clipped(name, "delta", f"{values['delta']:g}")
+        if found.get("loss_type") == "gspo":
+            raise ConfigError(
+                f"--delta {values['delta']:g} has no place in --importance_sampling_level sequence; leave one out"
+            )
+        found |= {"loss_type": "dual_clip", "ratio_clip_c": values["delta"]}
+    if "scale_rewards" in values:
+        scale = _one_of(values, "scale_rewards", ("group", "none", "true", "false"), "group")
+        found["normalize_by_std"] = scale in ("group", "true")
+    if values.get("entropy_coef"):
+        found |= {"entropy_bonus": values["entropy_coef"], "calculate_entropy": True}
+    if "use_bias_correction_kl" in values:
+        found["kl_penalty_type"] = "low_var_kl_weighted" if values["use_bias_correction_kl"] else "low_var_kl"
+    return found
+
+
+def _needs_clipped(loss_type: str, flag: str, value: str) -> None:
+    if loss_type in ("cispo", "sapo"):
+        raise ConfigError(f"--{flag} {value} has no place in --loss_type {loss_type}; leave one out")
+
+
+def _batch(values: Values, raw: Raw, dp_size: int) -> None:
+    """TRL's arithmetic: passes of per_device_train_batch_size samples a data-parallel rank, in place of prompts."""
+    given = [name for name in _BATCH_FLAGS if name in values]
+    for name in given:
+        if values[name] < 1:
+            raise ConfigError(f"--{name} {values[name]} is not above 0; raise it")
+    if not given:
+        if longest_sample(raw) > BatchConfig().tokens_per_micro_batch:
+            _put(raw, "batch.tokens_per_micro_batch", longest_sample(raw))
+        return
+    if "steps_per_generation" in values and "generation_batch_size" in values:
+        raise ConfigError("--steps_per_generation and --generation_batch_size say the same; give one of them")
+    per_device = values.get("per_device_train_batch_size", _PER_DEVICE_DEFAULT)
+    accumulation = values.get("gradient_accumulation_steps", 1)
+    a_pass = per_device * dp_size
+    passes, rest = divmod(
+        values.get("generation_batch_size", a_pass * values.get("steps_per_generation", accumulation)), a_pass
+    )
+    if rest:
+        raise ConfigError(
+            f"--generation_batch_size {values['generation_batch_size']} is not a multiple of per_device_train_batch_size="
+            f"{per_device} x {dp_size} data-parallel ranks; use {passes * a_pass or a_pass} or {(passes + 1) * a_pass}"
+        )
+    mini_batches, rest = divmod(passes, accumulation)
+    if rest:
+        raise ConfigError(
+            f"--gradient_accumulation_steps {accumulation} does not divide the {passes} passes of a rollout "
+            f"(steps_per_generation); raise these to {(mini_batches + 1) * accumulation}"
+        )
+    group_size = raw["algorithm"].get("group_size", AlgorithmConfig().group_size)
+    num_samples = passes * a_pass
+    num_prompts, rest = divmod(num_samples, max(1, group_size))
+    if rest or num_prompts % mini_batches:
+        fitting = math.lcm(group_size * mini_batches, passes * dp_size) // (passes * dp_size)
+        raise ConfigError(
+            f"a rollout of per_device_train_batch_size={per_device} x {passes} passes x {dp_size} data-parallel ranks = "
+            f"{num_samples} samples is not {mini_batches} times whole groups of num_generations={group_size}; "
+            f"use --per_device_train_batch_size {fitting} or a multiple, or change --num_generations"
+        )
+    batch = {"prompts_per_step": num_prompts, "mini_batches": mini_batches}
+    raw["batch"] = raw.get("batch", {}) | batch | {"tokens_per_micro_batch": per_device * longest_sample(raw)}
+
+
+def longest_sample(raw: Raw) -> int:
+    """Tokens of the longest sample that there can be."""
+    prompt = raw.get("data", {}).get("max_prompt_length", DataConfig.model_fields["max_prompt_length"].default)
+    return int(prompt + raw.get("rollout", {}).get("max_response_length", RolloutConfig().max_response_length))
+
+
+def _length(values: Values, raw: Raw, count_prompts: Callable[[], int]) -> None:
+    if values.get("max_steps", -1) > 0:
+        raw["steps"] = -(-values["max_steps"] // optimizer_steps(raw))
+        return
+    epochs = values.get("num_train_epochs", 1.0)
+    if not epochs > 0:
+        raise ConfigError(f"--num_train_epochs {epochs:g} is not above 0; raise it, or give --max_steps")
+    per_step = raw.get("batch", {}).get("prompts_per_step", BatchConfig().prompts_per_step)
+    raw["steps"] = max(1, math.floor(epochs * count_prompts() / per_step))
+
+
+def _optimizer(values: Values, raw: Raw) -> None:
+    if "lr_scheduler_type" in values:
+        _put(raw, "optimizer.schedule", SCHEDULES[_one_of(values, "lr_scheduler_type", tuple(SCHEDULES), "constant")])
+    if "warmup_steps" in values and "warmup_ratio" in values:
+        raise ConfigError("--warmup_steps and --warmup_ratio say the same; give one of them")
+    warmup = values.get("warmup_ratio", values.get("warmup_steps"))
+    if warmup is not None:
+        is_share = "warmup_ratio" in values or 0 < warmup < 1
+        if is_share and not 0 <= warmup <= 1:
+            raise ConfigError(f"--warmup_ratio {warmup:g} is not between 0 and 1; for a number of steps use --warmup_steps")
+        _put(
+            raw, "optimizer.warmup_steps", math.ceil(warmup * raw["steps"] * optimizer_steps(raw)) if is_share else int(warmup)
+        )
+    if "adam_beta1" in values or "adam_beta2" in values:
+        first, second = OptimizerConfig().betas
+        _put(raw, "optimizer.betas", [values.get("adam_beta1", first), values.get("adam_beta2", second)])
+
+
+def _intervals(values: Values, raw: Raw) -> None:
+    """Checkpoints, evaluations and where the run is reported."""
+    for what, key in (("save", "checkpoint.interval"), ("eval", "eval.interval")):
+        strategy = _one_of(values, f"{what}_strategy", ("steps", "no"), "steps")
+        interval = values.get(f"{what}_steps")
+        if f"{what}_strategy" in values and strategy == "steps" and interval is None:
+            raise ConfigError(f"--{what}_strategy steps needs --{what}_steps; give it")
+        if interval is not None and strategy == "steps":
+            _put(raw, key, -(-interval // optimizer_steps(raw)))
+    if "report_to" in values:
+        for name in values["report_to"]:
+            if name not in ("wandb", "none", "all"):
+                raise ConfigError(
+                    f"--report_to {name} is not written; use wandb or none: output_dir/metrics.jsonl has all metrics"
+                )
+        _put(raw, "log.wandb", values["report_to"] != ["none"])
+
+
+def _one_of(values: Values, name: str, known: tuple[str, ...], default: str) -> str:
+    value = str(values.get(name, default))
+    if value.lower() not in known:
+        raise ConfigError(f"--{name} {value} is not among {', '.join(known)}; use one of them")
+    return value.lower()
+
+
+def _put(raw: Raw, key: str, value: Any) -> None:
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        raw = raw.setdefault(parent, {})
+    raw[leaf] = value

@@ -1,0 +1,117 @@
+"""What k responses to a prompt are worth, estimated without bias from n of them: pass@k, mean@k, majority@k.
+
+pass@k      the chance that at least one of k responses is right: 1 - C(n - c, k) / C(n, k) with c of n right
+            (Chen et al. 2021, arXiv 2107.03374, eq. 1)
+mean@k      the expected share of right ones among k, which is c / n for every k
+majority@k  the chance that the answer which most of k responses give is right. Responses vote by their answer's text; one
+            without an answer does not vote. Among answers with equally many votes one is drawn; without a vote it is wrong.
+
+Each is the mean over all C(n, k) subsets, computed exactly, so that a smaller k costs no further samples and no noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import comb
+
+import numpy as np
+
+from grpo_mega.types import StepMetrics
+
+Votes = tuple[tuple[int, int], ...]  # (responses with an answer, how many of them are right), of each answer, sorted
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The responses to one prompt."""
+
+    num_samples: int
+    num_correct: int
+    votes: Votes
+
+
+def tally(answers: Sequence[str], is_correct: Sequence[bool]) -> Tally:
+    """Of each response its answer as text ("" for none), and whether it is right."""
+    counts: dict[str, list[int]] = {}
+    for answer, right in zip(answers, is_correct, strict=True):
+        if answer:
+            count = counts.setdefault(answer, [0, 0])
+            count[0] += 1
+            count[1] += right
+    return Tally(len(answers), sum(is_correct), tuple(sorted((given, right) for given, right in counts.values())))
+
+
+def sampled_metrics(tallies: Sequence[Tally], ks: Sequence[int]) -> StepMetrics:
+    """ "mean@<n>", then "pass@<k>" and "majority@<k>" for each k, over prompts of n responses each; and the shares of prompts
+    that were "never_solved" and "always_solved"."""
+    if not tallies:
+        return {}
+    n = tallies[0].num_samples
+    metrics = {f"mean@{n}": _mean([mean_at_k(t.num_samples, t.num_correct) for t in tallies])}
+    for k in ks:
+        metrics[f"pass@{k}"] = _mean([pass_at_k(t.num_samples, t.num_correct, k) for t in tallies])
+        metrics[f"majority@{k}"] = _mean([majority_at_k(t.num_samples, t.votes, k) for t in tallies])
+    metrics["never_solved"] = _mean([float(t.num_correct == 0) for t in tallies])
+    metrics["always_solved"] = _mean([float(t.num_correct == t.num_samples) for t in tallies])
+    return metrics
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """With c of n responses right, 1 <= k <= n."""
+    assert 0 <= c <= n and 1 <= k <= n, (n, c, k)
+    return 1.0 - comb(n - c, k) / comb(n, k)
+
+
+def mean_at_k(n: int, c: int) -> float:
+    """The same for every k."""
+    return c / n
+
+
+@lru_cache(maxsize=65536)  # most prompts of a set have one of a few tallies
+def majority_at_k(n: int, votes: Votes, k: int) -> float:
+    """Of n responses, of which those in `votes` give an answer, 1 <= k <= n.
+
+    Counts the subsets in which the winners have t votes, for each t. Of an answer that is right in r of m responses (r is 0 or
+    m where being right depends on the answer alone) the responses in a subset are right in r / m at the mean.
+    """
+    assert sum(m for m, _ in votes) <= n and 1 <= k <= n, (n, votes, k)
+    if not any(right for _, right in votes):
+        return 0.0
+    num_silent = n - sum(m for m, _ in votes)
+    found = 0.0
+    for t in range(1, min(k, max(m for m, _ in votes)) + 1):
+        worth = _worths(votes, k, t)
+        silent = np.array([comb(num_silent, k - size) for size in range(k + 1)], dtype=np.float64)
+        num_tied = np.arange(1, worth.shape[1])
+        found += float(((silent @ worth)[1:] / num_tied).sum())
+    return found / comb(n, k)
+
+
+def _worths(votes: Votes, k: int, t: int) -> np.ndarray:
+    """[k + 1, k // t + 1]: over the subsets of voting responses in which no answer has more than t, by their size and by how
+    many answers have t, the sum of the worths r / m of those answers."""
+    shape = (k + 1, k // t + 1)
+    ways, worth = np.zeros(shape), np.zeros(shape)
+    ways[0, 0] = 1.0
+    for m, right in votes:
+        new_ways, new_worth = ways.copy(), worth.copy()  # with none of this answer's responses
+        choices = _choices(m)
+        for taken in range(1, min(m, t - 1) + 1):
+            new_ways[taken:] += choices[taken] * ways[: k + 1 - taken]
+            new_worth[taken:] += choices[taken] * worth[: k + 1 - taken]
+        if t <= m:
+            new_ways[t:, 1:] += choices[t] * ways[: k + 1 - t, :-1]
+            new_worth[t:, 1:] += choices[t] * (worth[: k + 1 - t, :-1] + right / m * ways[: k + 1 - t, :-1])
+        ways, worth = new_ways, new_worth
+    return worth
+
+
+@lru_cache(maxsize=2048)
+def _choices(m: int) -> list[float]:
+    return [float(comb(m, taken)) for taken in range(m + 1)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

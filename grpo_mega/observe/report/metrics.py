@@ -1,0 +1,103 @@
+"""metrics.jsonl as the page draws it, and what in it should worry a person.
+
+The last line of a step counts for each metric. A run of more than MAX_POINTS steps is thinned: a point then stands for several
+steps by their mean, or by the largest for metrics whose name ends in "max"; values that are not finite stay visible as such.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Curves = dict[str, dict[int, float]]
+
+MAX_POINTS = 2000
+_MANY_CUT, _MANY_EQUAL = 0.2, 0.9  # shares from which on a person should look
+_NAMED = 6  # steps that a finding names
+
+
+def curves(records: Iterable[Mapping[str, Any]]) -> Curves:
+    """Each metric by step; records and values that are not metrics are passed over."""
+    found: Curves = {}
+    for record in records:
+        step = record.get("step")
+        if not isinstance(step, int):
+            continue
+        for name, value in record.items():
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                continue
+            if name != "step":
+                found.setdefault(name, {})[step] = number
+    return found
+
+
+def steps_done(found: Curves) -> int:
+    """The last step that trained."""
+    return max(found.get("seconds/step") or found.get("reward/mean") or found.get("loss/total") or {0: 0.0})
+
+
+def series(found: Curves) -> dict[str, Any]:
+    """{"steps": lists of steps, "series": {name: {"s": which list, "v": values, None where not finite}}, "points_averaged"}."""
+    longest = max((len(curve) for curve in found.values()), default=0)
+    width = max(1, math.ceil(longest / MAX_POINTS))
+    lists: dict[tuple[int, ...], int] = {}
+    thinned = {}
+    for name, curve in found.items():
+        steps = sorted(curve)
+        bins = [steps[i : i + width] for i in range(0, len(steps), width)] if len(steps) > MAX_POINTS else [[s] for s in steps]
+        key = tuple(one[-1] for one in bins)
+        summarise = max if name.endswith("max") else _mean
+        values = [summarise([curve[s] for s in one]) for one in bins]
+        thinned[name] = {"s": lists.setdefault(key, len(lists)), "v": [_rounded(v) for v in values]}
+    return {"steps": [list(key) for key in lists], "series": thinned, "points_averaged": width}
+
+
+def findings(found: Curves, mismatch_warn: float | None) -> list[str]:
+    """What a person should look at, a sentence each."""
+    told = []
+    broken = {name: [s for s, v in curve.items() if not math.isfinite(v)] for name, curve in sorted(found.items())}
+    told += [f"{name} is not finite {_at(steps)}" for name, steps in broken.items() if steps]
+    for name, what in (
+        ("nonfinite_mini_batches", "mini-batches were dropped because loss or gradient was not finite"),
+        ("dropped_mini_batches", "mini-batches were dropped"),
+    ):
+        steps = [s for s, v in found.get(name, {}).items() if v > 0]
+        if steps:
+            told.append(f"{what} {_at(steps)}")
+            break
+    for name in sorted(found):
+        if name.startswith("verdict/") and name.rsplit("/", 1)[1] in ("timeout", "crashed", "error"):
+            steps = [s for s, v in found[name].items() if v > 0]
+            if steps:
+                told.append(f"checks ended as {name.removeprefix('verdict/')} {_at(steps)}")
+    limit = mismatch_warn if mismatch_warn is not None else math.inf
+    steps = [s for s, v in found.get("mismatch/k3", {}).items() if v > limit]
+    if steps:
+        told.append(f"the mismatch of engine and trainer was above rollout.mismatch_warn={limit:g} {_at(steps)}")
+    for name, bound, what in (
+        ("response_length/cut", _MANY_CUT, "of the responses are cut off at rollout.max_response_length"),
+        ("groups/no_spread", _MANY_EQUAL, "of the groups have equal rewards and teach nothing"),
+    ):
+        last = found.get(name)
+        if last and last[max(last)] > bound:
+            told.append(f"{last[max(last)]:.0%} {what}, in the last step")
+    return told
+
+
+def _at(steps: list[int]) -> str:
+    named = ", ".join(map(str, sorted(steps)[:_NAMED]))
+    more = f" and {len(steps) - _NAMED} more" if len(steps) > _NAMED else ""
+    return f"at step{'s' if len(steps) > 1 else ''} {named}{more}"
+
+
+def _mean(values: list[float]) -> float:
+    finite = [v for v in values if math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def _rounded(value: float) -> float | None:
+    """Six digits are more than a picture shows."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

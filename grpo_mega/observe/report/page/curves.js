@@ -1,0 +1,107 @@
+// Which metrics go together into a chart, in the order in which a person asks for them. What no chart takes is under "further".
+const NOT_FUNCTIONS = new Set(["mean", "std", "min", "max"]);
+const PHASE_COLORS = { sample: "--c0", update: "--c1", logprobs: "--c2", sync: "--c3", checkpoint: "--c4", offload: "--c5", onload: "--c5", wake: "--c6", sleep: "--c6", reward: "--c7", other: "--c8" };
+
+function below(prefix) {
+  return metricNames.filter((name) => name.startsWith(prefix)).map((name) => name.slice(prefix.length)).sort();
+}
+function drawCurves(parent) {
+  if (!metricNames.length) {
+    parent.append(empty("No step is logged yet: the curves begin with the first one."));
+    return;
+  }
+  const taken = new Set();
+  const lines = (pairs, isDots) => pairs.filter(([name]) => name in data.metrics.series).map(([name, label], i) => {
+    taken.add(name);
+    return { label, points: points(name), color: color(i), isDots };
+  });
+  const charts = el("div", { class: "charts" });
+  const add = (title, found, options) => { if (found.some((line) => line.points.length)) charts.append(makeChart(title, found, options)); };
+
+  const functions = below("reward/").filter((name) => !NOT_FUNCTIONS.has(name));
+  add("Reward", lines([["reward/mean", "total"], ...functions.map((name) => [`reward/${name}`, name])]), { note: "mean of the step's samples" });
+  const evals = below("eval/"), isLength = (name) => name.endsWith("response_length"), isSampled = (name) => name.includes("@");
+  const heldout = (names) => lines(names.map((name) => [`eval/${name}`, name]), true);
+  add("Held-out", heldout(["score", ...evals.filter((name) => name !== "score" && !isLength(name) && !isSampled(name))]), { note: "prompts that do not train" });
+  add("Held-out, sampled answers", heldout(evals.filter(isSampled)), { note: "prompts that do not train" });
+  const verdictsOf = [...new Set(below("verdict/").map((name) => name.split("/")[0]))];
+  for (const name of verdictsOf) {
+    const found = lines(below(`verdict/${name}/`).map((verdict) => [`verdict/${name}/${verdict}`, verdict]));
+    const others = ["--c4", "--c3", "--c5", "--c6", "--c7", "--c8"];
+    for (const line of found) line.color = `var(${GOOD_VERDICTS.test(line.label) ? "--c2" : line.label === "wrong" || line.label === "malformed" ? "--c1" : others.shift() || "--c8"})`;
+    add(`Verdicts: ${name}`, found, { note: "share of samples", format: share });
+  }
+  add("KL to the reference", lines([["kl/mean", "KL (k3), nats a token"]]));
+  add("Entropy", lines([["entropy/mean", "nats a token"]]));
+  add("Response length", lines([["response_length/mean", "mean"], ["response_length/max", "longest"], ...evals.filter(isLength).map((name) => [`eval/${name}`, `held-out ${name.replace(/_?response_length$/, "").replace("/", " ")}`.trim()])]), { note: "tokens" });
+  add("Clipped tokens", lines([["clip/fraction", "all"], ["clip/fraction_low", "low"], ["clip/fraction_high", "high"]]), { format: share });
+  add("Mismatch of engine and trainer", lines([["mismatch/abs_mean", "|Δ log-prob|, mean"], ["mismatch/abs_max", "largest"], ["mismatch/k3", "KL (k3)"]]), { isLog: true });
+  add("Importance ratio", lines([["ratio/mean", "mean"], ["ratio/max", "largest"]]));
+  add("Loss", lines([["loss/total", "total"], ...below("loss/").filter((name) => name !== "total").map((name) => [`loss/${name}`, name])]));
+  add("Gradient norm", lines([["grad_norm", "before clipping"]]));
+  add("Learning rate", lines([["lr", "learning rate"]]));
+  add("Samples of little use", lines([["groups/no_spread", "groups of equal rewards"], ["response_length/cut", "responses cut off"]]), { format: share });
+
+  addTimes(add, taken);
+  const phases = below("memory/").map((name) => [`memory/${name}`, name.replace(/_gib$/, "")]);
+  add("Peak memory by phase", lines(phases), { note: "GiB, first rank" });
+  parent.append(curveTools(), charts);
+
+  const rest = metricNames.filter((name) => !taken.has(name)).sort();
+  if (rest.length) {
+    const grid = el("div", { class: "charts" });
+    for (const name of rest) grid.append(makeChart(name, [{ label: "value", points: points(name), color: color(0) }]));
+    const fold = el("details", { class: "more" }, el("summary", {}, `Further metrics (${rest.length})`), grid);
+    fold.addEventListener("toggle", () => redrawAll());
+    parent.append(fold);
+  }
+}
+
+function addTimes(add, taken) {
+  const total = (name) => points(name).reduce((sum, p) => sum + (p.value || 0), 0);
+  const order = below("seconds/").filter((name) => !["step", "other", "evaluation"].includes(name)).sort((a, b) => total(`seconds/${b}`) - total(`seconds/${a}`));
+  const names = order.length || "seconds/other" in data.metrics.series ? [...order, "other"] : [];
+  const used = new Set();
+  const pick = (name, i) => {
+    const wanted = PHASE_COLORS[name] && !used.has(PHASE_COLORS[name]) ? PHASE_COLORS[name] : COLORS.find((c) => !used.has(c)) || COLORS[i % COLORS.length];
+    used.add(wanted);
+    return `var(${wanted})`;
+  };
+  const found = names.filter((name) => `seconds/${name}` in data.metrics.series).map((name, i) => {
+    taken.add(`seconds/${name}`);
+    return { label: name, points: points(`seconds/${name}`), color: pick(name, i) };
+  });
+  taken.add("seconds/step");
+  const shares = el("div", { class: "shares", "aria-label": "share of each phase in the time on show" });
+  const onDraw = (from, to) => {
+    const sums = found.map((line) => line.points.reduce((sum, p) => sum + (p.step >= from && p.step <= to ? p.value || 0 : 0), 0));
+    const all = sums.reduce((a, b) => a + b, 0) || 1;
+    shares.replaceChildren(...found.map((line, i) => {
+      const text = `${line.label} ${share(sums[i] / all)}`;
+      return el("div", { style: `background: ${line.color}; flex: ${sums[i] / all} 1 0; padding: ${sums[i] / all > 0.05 ? "2px 6px" : "2px 0"}`, title: text }, sums[i] / all > 0.05 ? text : "");
+    }));
+  };
+  add("Seconds of a step, by phase", found, { isStacked: true, isWide: true, format: (v) => `${show(v)} s`, extra: shares, onDraw });
+
+  const perSecond = (label, phase, i) => ({ label, color: color(i), points: combine(["num_tokens", `seconds/${phase}`], (n, s) => n / s) });
+  add("Throughput", [perSecond("step", "step", 0), perSecond("sampling", "sample", 1), perSecond("update", "update", 2)].filter((line) => line.points.length), { note: "response tokens that train, a second of each phase" });
+  if ("seconds/evaluation" in data.metrics.series) {
+    taken.add("seconds/evaluation");
+    add("Evaluation", [{ label: "seconds", points: points("seconds/evaluation"), color: color(0), isDots: true }], { format: duration });
+  }
+}
+
+function curveTools() {
+  const levels = { none: 0, light: 0.6, strong: 0.9 };
+  const selected = memory.get("smoothing", lastStep > FEW_POINTS ? "light" : "none");
+  shared.smoothing = levels[selected] ?? 0;
+  const unzoom = el("button", { type: "button", class: "button unzoom", disabled: true, onclick: () => zoom(null) }, "show all steps");
+  const smoothing = segments("smoothing", Object.keys(levels).map((name) => [name, name]), selected, (value) => {
+    memory.set("smoothing", value);
+    shared.smoothing = levels[value];
+    redrawAll();
+  }, "smoothing");
+  return el("div", { class: "toolbar" }, "smoothing", smoothing, unzoom,
+    el("span", { class: "faint" }, "drag over a chart to zoom into steps; values are those under the pointer, else the last"),
+    data.metrics.points_averaged > 1 && el("span", { class: "faint" }, `a point is the mean of ${data.metrics.points_averaged} steps (maxima: the largest)`));
+}

@@ -1,0 +1,117 @@
+// Samples by step: the groups of a step side by side, tokens coloured by what is known of them.
+const MAX_GROUPS_SHOWN = 40;
+const GOOD_VERDICTS = /^(correct|well_formed|ok|pass(ed)?)$/;
+const BAD_VERDICTS = /^(wrong|malformed|timeout|error|unparsable|crash(ed)?|fail(ed)?|.*_error)$/;
+const MISMATCH_FLOOR = 1e-6;
+
+// Each way to colour: the value of a token, how strongly it is coloured (0 to 1) and in which colour, and its legend.
+const HEATS = {
+  none: { label: "none" },
+  logprob: {
+    label: "log-prob", value: (s, i) => s.lp?.[i], strength: (v) => Math.min(1, -v / 4), color: () => "--heat-logprob",
+    scale: [["--heat-logprob", 0], ["--heat-logprob", 1]], ends: ["certain", "4 nats or more: a surprise"],
+  },
+  advantage: {
+    label: "advantage", value: (s, i) => (Array.isArray(s.a) ? s.a[i] : s.a), strength: (v) => Math.min(1, Math.abs(v) / 2),
+    color: (v) => (v < 0 ? "--heat-minus" : "--heat-plus"), scale: [["--heat-minus", 1], ["--heat-minus", 0], ["--heat-plus", 1]], ends: ["−2: less of it", "+2: more of it"],
+  },
+  mismatch: {
+    label: "mismatch", value: (s, i) => s.mm?.[i], strength: (v) => Math.max(0, Math.min(1, Math.log10(Math.abs(v) / MISMATCH_FLOOR) / 6)),
+    color: () => "--heat-mismatch", scale: [["--heat-mismatch", 0], ["--heat-mismatch", 1]], ends: ["|Δ log-prob| of 1e-6", "1 or more"],
+  },
+};
+const heatOf = (heat, value) => (isNumber(value) ? `background: rgba(var(${heat.color(value)}), ${(0.78 * heat.strength(value)).toFixed(3)})` : null);
+
+function verdictBadge(verdict) {
+  const kind = GOOD_VERDICTS.test(verdict) ? "good" : BAD_VERDICTS.test(verdict) ? "bad" : "";
+  return el("span", { class: `verdict ${kind}` }, verdict);
+}
+
+function drawSamples(parent) {
+  const steps = data.samples.steps;
+  if (!steps.length) {
+    parent.append(empty(data.samples.note || "No samples are logged: none yet, or log.samples_per_step is 0."));
+    return;
+  }
+  const state = { place: steps.length - 1, heat: memory.get("heat", "logprob"), text: "" };
+  const remembered = steps.findIndex((one) => String(one.step) === memory.get("step", ""));
+  if (remembered >= 0) state.place = remembered;
+  const list = el("div", {}), told = el("span", { class: "soft", id: "samples-told" }), scale = el("span", { class: "scale" });
+  const name = el("b", {});
+  const slider = el("input", { type: "range", id: "step-slider", min: 0, max: Math.max(0, steps.length - 1), value: state.place, disabled: steps.length < 2, "aria-label": "step", oninput: (event) => go(Number(event.target.value)) });
+  const go = (place) => {
+    state.place = Math.max(0, Math.min(steps.length - 1, place));
+    slider.value = state.place;
+    memory.set("step", steps[state.place].step);
+    draw();
+  };
+  const search = el("input", { type: "search", id: "prompt-filter", placeholder: "filter all steps by prompt text", oninput: (event) => { state.text = event.target.value.trim().toLowerCase(); draw(); } });
+  const colours = segments("heat", Object.entries(HEATS).map(([key, heat]) => [key, heat.label]), state.heat, (value) => { state.heat = value; memory.set("heat", value); draw(); }, "colour of tokens");
+
+  function draw() {
+    name.textContent = `step ${steps[state.place].step}`;
+    const wanted = state.text ? steps : [steps[state.place]];
+    const found = wanted.flatMap((one) => one.groups.filter((group) => !state.text || group.prompt.toLowerCase().includes(state.text)).map((group) => ({ step: one.step, group })));
+    told.textContent = state.text ? `${found.length} group${found.length === 1 ? "" : "s"} in all steps${found.length > MAX_GROUPS_SHOWN ? `, the first ${MAX_GROUPS_SHOWN} shown` : ""}` : `${found.length} group${found.length === 1 ? "" : "s"} of the step`;
+    slider.disabled = Boolean(state.text) || steps.length < 2;
+    drawScale(scale, HEATS[state.heat]);
+    list.replaceChildren(...found.slice(0, MAX_GROUPS_SHOWN).map(({ step, group }) => groupCard(step, group, HEATS[state.heat])));
+    if (!found.length) list.append(empty("No prompt has this text."));
+  }
+  parent.append(
+    el("div", { class: "toolbar" },
+      el("button", { type: "button", class: "button", "aria-label": "step before", onclick: () => go(state.place - 1) }, "‹"), slider,
+      el("button", { type: "button", class: "button", "aria-label": "step after", onclick: () => go(state.place + 1) }, "›"), name, told, el("span", { class: "right" }), search),
+    el("div", { class: "toolbar" }, "colour tokens by", colours, scale, data.samples.note && el("span", { class: "faint right" }, data.samples.note)),
+    list);
+  draw();
+}
+
+function drawScale(box, heat) {
+  if (!heat.scale) return box.replaceChildren();
+  const stops = heat.scale.map(([name, strength]) => `rgba(var(${name}), ${0.78 * strength})`).join(", ");
+  return box.replaceChildren(heat.ends[0], el("i", { style: `background: linear-gradient(to right, ${stops})` }), heat.ends[1]);
+}
+
+function groupCard(step, group, heat) {
+  const rewards = group.samples.map((s) => s.reward).filter(isNumber);
+  const mean = rewards.reduce((a, b) => a + b, 0) / (rewards.length || 1);
+  const spread = Math.max(...rewards) - Math.min(...rewards);
+  return el("div", { class: "card group" },
+    el("div", { class: "row" },
+      el("h2", {}, `Prompt ${group.prompt_id}`), el("span", { class: "soft" }, `step ${step} · ${group.samples.length} samples`),
+      rewards.length > 0 && el("span", { class: "soft" }, `mean reward ${show(mean)}`),
+      rewards.length > 1 && spread === 0 && badge("equal rewards: it teaches nothing", "warn"),
+      group.answer && el("span", { class: "right" }, el("span", { class: "soft" }, "expected "), el("span", { class: "mono" }, group.answer))),
+    el("div", { class: "prompt mono" }, group.prompt),
+    el("div", { class: "members" }, group.samples.map((sample) => member(sample, heat))));
+}
+
+function member(sample, heat) {
+  const names = Object.keys(sample.rewards);
+  const advantage = Array.isArray(sample.a) ? null : sample.a;
+  return el("div", { class: "member" },
+    el("div", { class: "top" },
+      el("div", { class: "row" }, el("span", { class: "reward" }, show(sample.reward)), isNumber(advantage) && el("span", { class: "soft" }, `advantage ${advantage > 0 ? "+" : ""}${show(advantage)}`),
+        el("span", { class: "faint right", title: `made by policy version ${sample.version}` }, `#${sample.index}`)),
+      el("div", { class: "soft" }, [sample.t ? `${sample.t.length} tokens` : null, sample.finish === "length" ? "cut off" : "ended by itself"].filter(Boolean).join(" · ")),
+      el("table", {}, names.map((name) => el("tr", {}, el("td", { class: "soft" }, name), el("td", {}, sample.rewards[name] === null ? "–" : show(sample.rewards[name])), el("td", {}, sample.verdicts[name] ? verdictBadge(sample.verdicts[name]) : ""))))),
+    el("div", { class: "response mono" }, sample.t ? sample.t.map((text, i) => token(sample, text, i, heat)) : sample.response));
+}
+
+function token(sample, text, i, heat) {
+  const isInvisible = text === "";
+  const rows = () => [
+    isNumber(sample.lp?.[i]) && ["probability, engine", share2(Math.exp(sample.lp[i]))],
+    isNumber(sample.lp?.[i]) && ["log-prob, engine", show(sample.lp[i])],
+    isNumber(sample.mm?.[i]) && ["log-prob, trainer", show(sample.lp[i] + sample.mm[i])],
+    isNumber(sample.mm?.[i]) && ["trainer − engine", sample.mm[i].toExponential(1)],
+    ["advantage", show(Array.isArray(sample.a) ? sample.a[i] : sample.a)],
+    ["token", `${i + 1} of ${sample.t.length}`],
+  ].filter(Boolean);
+  return el("span", {
+    class: isInvisible ? "token end" : "token", style: heat.value ? heatOf(heat, heat.value(sample, i)) : null,
+    onpointermove: (event) => showTip(event, isInvisible ? "(no text: a special token or a part of a character)" : JSON.stringify(text).slice(1, -1), rows()), onpointerleave: hideTip,
+  }, isInvisible ? "▪" : text);
+}
+const share2 = (p) => (p > 0.9999 ? "> 99.99%" : `${(100 * p).toPrecision(3)}%`);

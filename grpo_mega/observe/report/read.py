@@ -1,0 +1,156 @@
+"""A run's folder as the data of its report. Nothing that is missing or broken in the folder is an error here."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from grpo_mega import config as configs
+from grpo_mega.errors import ConfigError
+from grpo_mega.observe.report import metrics, responses
+
+# The files of a run, as observe.writers and run_folder name them.
+METRICS_FILE, SAMPLES_FILE, MESSAGES_FILE = "metrics.jsonl", "samples.jsonl", "messages.jsonl"
+CONFIG_FILE, RUN_FILE, LOCK_FILE = "config.yaml", "run.json", "lock"
+MAX_MESSAGES = 1000
+_RECENT = 20  # steps from whose median time the rest is foretold
+
+
+def is_run(run_dir: Path) -> bool:
+    return any((run_dir / name).is_file() for name in (METRICS_FILE, CONFIG_FILE))
+
+
+def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
+    """What page/*.js draws. `is_over`: the run is ending, though it still holds its folder."""
+    records, num_bad = read_lines(run_dir / METRICS_FILE)
+    found = metrics.curves(records)
+    raw = _read_yaml(run_dir / CONFIG_FILE)
+    num_steps = raw.get("steps") if isinstance(raw.get("steps"), int) else None
+    done = metrics.steps_done(found)
+    is_live = not is_over and _is_held(run_dir / LOCK_FILE)
+    warn = (raw.get("rollout") or {}).get("mismatch_warn")
+    findings = metrics.findings(found, warn if isinstance(warn, int | float) else None)
+    if num_bad:
+        findings.append(f"{num_bad} lines of {METRICS_FILE} cannot be read and are left out")
+    starts = _starts(run_dir / RUN_FILE)
+    messages, _ = read_lines(run_dir / MESSAGES_FILE)
+    return {
+        "title": f"{run_dir.resolve().parent.name}/{run_dir.resolve().name}",
+        "subtitle": _subtitle(run_dir, raw),
+        "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "status": _status(done, num_steps, has_begun=bool(found), is_live=is_live, is_over=is_over),
+        "num_steps": num_steps,
+        "steps_done": done,
+        "time_left": _time_left(found, num_steps - done) if is_live and num_steps else None,
+        "metrics": metrics.series(found),
+        "samples": responses.samples(run_dir / SAMPLES_FILE),
+        "heldout": responses.heldout(run_dir),
+        "config": _config_rows(raw),
+        "environment": {"starts": starts, "layout": _layout(raw)},
+        "messages": [_message(record) for record in messages[-MAX_MESSAGES:]],
+        "findings": findings,
+    }
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The objects of a file of JSON lines, and how many lines are none; a half-written last one does not count."""
+    if not path.is_file():
+        return [], 0
+    records, num_bad = [], 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line, parse_constant=str)
+            except ValueError:
+                record = None
+            if isinstance(record, dict):
+                records.append(record)
+            else:
+                num_bad += line.endswith(b"\n")
+    return records, num_bad
+
+
+def _status(done: int, num_steps: int | None, *, has_begun: bool, is_live: bool, is_over: bool) -> dict[str, str]:
+    if num_steps is not None and done >= num_steps:
+        return {"text": "finished", "kind": "good"}
+    if is_live:
+        return {"text": "under way" if has_begun else "starting: no step is done yet", "kind": "live"}
+    if not has_begun:
+        return {"text": "no step was logged", "kind": "warn"}
+    of = f" of {num_steps}" if num_steps is not None else ""
+    return {"text": f"ended after step {done}{of}" if is_over else f"not running here; step {done}{of} is done", "kind": "warn"}
+
+
+def _time_left(found: metrics.Curves, steps_left: int) -> float | None:
+    seconds = found.get("seconds/step", {})
+    recent = [seconds[step] for step in sorted(seconds)[-_RECENT:]]
+    return steps_left * median(recent) if recent else None
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a process of this machine trains in the folder. Taking the lock to see would disturb one that starts."""
+    locks = Path("/proc/locks")
+    if not lock.exists() or not locks.exists():
+        return False
+    inode = f":{lock.stat().st_ino}"
+    lines = [line.split() for line in locks.read_text().splitlines()]
+    return any("FLOCK" in words and any(word.endswith(inode) for word in words) for words in lines)
+
+
+def _subtitle(run_dir: Path, raw: dict[str, Any]) -> str:
+    model = (raw.get("model") or {}).get("path")
+    layout = ", ".join(f"{name} {value}" for name, value in _layout(raw))
+    return " · ".join(part for part in (str(run_dir), f"model {model}" if model else "", layout) if part)
+
+
+def _layout(raw: dict[str, Any]) -> list[list[str]]:
+    """What of the layout differs from a single rank's."""
+    layout = raw.get("layout") or {}
+    rows = [[f"layout.{name}", str(value)] for name, value in layout.items() if value not in (None, 1, False)]
+    engine = (raw.get("rollout") or {}).get("engine")
+    return rows + ([["engine", str(engine)]] if engine else [])
+
+
+def _config_rows(raw: dict[str, Any]) -> list[list[Any]]:
+    """[dotted key, value as text, whether it is the default's] of every leaf; None where defaults cannot be told."""
+    try:
+        config = configs.validate(raw)
+        changed = set(_leaves(config.model_dump(mode="json", exclude_defaults=True)))
+        has_defaults = True
+    except ConfigError:
+        changed, has_defaults = set(), False
+    return [[key, text, key not in changed if has_defaults else None] for key, text in _leaves(raw).items()]
+
+
+def _leaves(value: Any, prefix: str = "") -> dict[str, str]:
+    if isinstance(value, dict) and value:
+        found: dict[str, str] = {}
+        for name, item in value.items():
+            found |= _leaves(item, f"{prefix}.{name}" if prefix else str(name))
+        return found
+    return {prefix: value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)}
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
+
+
+def _starts(path: Path) -> list[dict[str, Any]]:
+    try:
+        starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
+
+
+def _message(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: record.get(name, "") for name in ("step", "time", "level", "text")}

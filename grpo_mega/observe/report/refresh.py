@@ -1,0 +1,87 @@
+"""Keeps the report of a run under way fresh, beside the training and never in its way.
+
+While the run trains, a process of its own at the lowest priority reads the folder and writes the page; training only starts it,
+and goes on whatever becomes of it. It may use at most MAX_SHARE of the time, so a page that takes long comes less often. The
+last page is written when the log is closed. Whatever fails is one warning in a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from grpo_mega.observe.report import write_report
+from grpo_mega.observe.writers import Level
+from grpo_mega.types import StepMetrics
+
+MAX_SHARE = 0.05  # of the time that passes
+SECONDS_TO_END = 30.0  # that the end of a run waits for a page under way
+
+
+class ReportWriter:
+    def __init__(self, run_dir: Path, interval: int, warn: Callable[[str], None]) -> None:
+        """`interval`: steps between pages; 0: at the end only."""
+        self._run_dir, self._interval, self._warn = run_dir, interval, warn
+        self._process: subprocess.Popen[str] | None = None
+        self._began = self._not_before = time.monotonic()
+        self._has_warned = False
+
+    def write_step(self, step: int, metrics: StepMetrics) -> None:
+        self._look()
+        is_due = self._interval > 0 and step % self._interval == 0
+        if is_due and self._process is None and time.monotonic() >= self._not_before:
+            self._start()
+
+    def write_eval(self, step: int, metrics: StepMetrics) -> None:
+        pass
+
+    def write_message(self, text: str, *, level: Level = "info") -> None:
+        pass
+
+    def close(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(SECONDS_TO_END)
+            if self._process.poll() is None:
+                self._process.kill()
+            self._process.communicate()
+        try:
+            write_report(self._run_dir, is_over=True)
+        except Exception as error:
+            self._tell(str(error) or repr(error))
+
+    def _start(self) -> None:
+        self._began = time.monotonic()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "grpo_mega.observe.report", str(self._run_dir)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        except OSError as error:
+            self._tell(str(error))
+
+    def _look(self) -> None:
+        """Notes that the process has ended, and what it said if it failed."""
+        if self._process is None or self._process.poll() is None:
+            return
+        process, self._process = self._process, None
+        said, _ = process.communicate()
+        if process.returncode:
+            self._tell(said.strip().rpartition("\n")[2] or f"exit code {process.returncode}")
+        else:
+            self._not_before = self._began + float(said.split()[-1]) / MAX_SHARE
+
+    def _tell(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            with contextlib.suppress(Exception):  # files of the log may be closed by now
+                self._warn(f"the run's report cannot be written ({' '.join(why.split())}); training goes on")

@@ -1,0 +1,105 @@
+"""What samples.jsonl tells of a sample: a row of text, rewards and numbers by token.
+
+`token_ends[i]` is where token i's text ends in `response`, in characters; `rollout_logprobs` are the engine's, `mismatch` is
+the trainer's old log-prob less the engine's (left out where the sample did not train), `advantages` stands only where they
+differ by token. Whole groups are logged, the first ones of a step: prompts come in random order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grpo_mega.types import Group, Sample
+
+Decode = Callable[[list[int]], str]
+
+_LOGPROB_DIGITS = 5  # after the point
+_REPLACEMENT = "\ufffd"  # how a part of a character is decoded
+
+
+def num_logged(groups: Sequence[Group], samples_per_step: int) -> int:
+    """How many samples are logged, the first of the step: those of as many whole groups as it takes for `samples_per_step`."""
+    count = 0
+    for group in groups:
+        if count >= samples_per_step:
+            break
+        count += len(group.samples)
+    return count
+
+
+class SampleRows:
+    """Makes rows; remembers what single tokens look like."""
+
+    def __init__(self, samples_per_step: int) -> None:
+        self._samples_per_step = samples_per_step
+        self._texts: dict[int, str] = {}
+
+    def of(self, step: int, groups: Sequence[Group], decode: Decode) -> list[dict[str, Any]]:
+        """The rows of the step's logged samples."""
+        flat = [(place, sample) for place, group in enumerate(groups) for sample in group.samples]
+        return [self._row(step, place, s, decode) for place, s in flat[: num_logged(groups, self._samples_per_step)]]
+
+    def _row(self, step: int, place: int, sample: Sample, decode: Decode) -> dict[str, Any]:
+        response = decode(sample.response_ids)
+        advantages = sample.advantages.tolist() if sample.advantages is not None else []
+        row = {
+            "step": step,
+            "prompt_id": sample.prompt.id,
+            "group": place,
+            "index": sample.index,
+            "policy_version": sample.policy_version,
+            "prompt": sample.prompt.text,
+            "response": response,
+            "answer": sample.prompt.answer,
+            "finish_reason": sample.finish_reason,
+            "reward": sample.reward,
+            "rewards": sample.scores,
+            "verdicts": sample.verdicts,
+            "advantage": sum(advantages) / len(advantages) if advantages else None,
+            "token_ends": self._token_ends(sample.response_ids, response, decode),
+            "rollout_logprobs": [round(v, _LOGPROB_DIGITS) for v in sample.rollout_logprobs],
+        }
+        if len(set(advantages)) > 1:
+            row["advantages"] = [_short(v) for v in advantages]
+        if sample.old_logprobs is not None:
+            pairs = zip(sample.old_logprobs, sample.rollout_logprobs, strict=True)
+            row["mismatch"] = [_short(old - rollout) for old, rollout in pairs]
+        return row
+
+    def _token_ends(self, token_ids: list[int], text: str, decode: Decode) -> list[int] | None:
+        texts = []
+        for token in token_ids:
+            if token not in self._texts:
+                self._texts[token] = decode([token])
+            texts.append(self._texts[token])
+        return _ends(texts) if "".join(texts) == text else token_ends(token_ids, text, decode)
+
+
+def token_ends(token_ids: list[int], text: str, decode: Decode) -> list[int] | None:
+    """For tokenizers whose tokens' texts depend on their neighbours: by decoding each with the few before it.
+
+    A character made of several tokens belongs to the last of them. None if the pieces do not make up `text`.
+    """
+    texts = []
+    start = told = 0  # tokens from `start` on are decoded; those before `told` have their text
+    for i in range(len(token_ids)):
+        before, now = decode(token_ids[start:told]), decode(token_ids[start : i + 1])
+        is_whole = not now.endswith(_REPLACEMENT) or i + 1 == len(token_ids)
+        texts.append(now[len(before) :] if is_whole else "")
+        if is_whole:
+            start, told = told, i + 1
+    return _ends(texts) if "".join(texts) == text else None
+
+
+def _ends(texts: Sequence[str]) -> list[int]:
+    ends, end = [], 0
+    for text in texts:
+        end += len(text)
+        ends.append(end)
+    return ends
+
+
+def _short(value: float) -> float:
+    """Three digits: enough for a colour, a quarter of the file."""
+    return float(f"{value:.3g}")

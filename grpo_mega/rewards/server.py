@@ -1,0 +1,284 @@
+"""The reward of a reward-model server, for a response or for each of its steps. Options:
+
+    url             of the server, such as http://node7:30000
+    api             classify: a model with a value head, by SGLang's POST /classify; score: the probability of a label token
+                    after the text, by SGLang's POST /v1/score; chat: a judge, by POST /v1/chat/completions of any server that
+                    has it, whose reply's last number is the reward
+    model           its name at the server, where that wants one
+    template        what the server is given: {prompt}, {response}, {answer} and {column} of the data set are filled in
+    steps           reward each step, by the response up to its end, instead of the response (one request; chat: one a step)
+    step_splitter   where steps end; rewards.step_splitter unless given
+    labels          score: token ids such as "9689,2753"; of several the first one's share of them, of one its probability
+    output          classify and score: which of the model's outputs, where it has more than one
+    scale           times the value; chat's template asks for 0 to 10, so that its scale is 0.1 unless given
+    max_tokens      chat: of a reply
+    timeout_s       for one response, retries and pauses included; less than rewards.deadline_s
+    retries         further tries where the server does not answer, or answers 429 or 5xx
+    api_key_env     the environment variable that holds the key, where the server wants one
+
+A response without a reward, because the server failed or refused it, has no score (verdict "error"), not 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+from grpo_mega.errors import ConfigError
+from grpo_mega.rewards.score import NoScore, RewardFunction, Score, Step
+from grpo_mega.rewards.steps import splitter
+
+APIS = ("classify", "score", "chat")
+TIMEOUT_S = 4.0
+FIRST_PAUSE_S = 0.2  # twice as long before every further try
+START_TIMEOUT_S = 30.0
+SHOWN = 200  # characters of a server's complaint
+
+TEXT_TEMPLATE = "{prompt}{response}"
+JUDGE_TEMPLATE = """Judge a response to a question.
+
+Question:
+{prompt}
+
+Right answer:
+{answer}
+
+Response:
+{response}
+
+How good is the response, from 0 (wrong) to 10 (right, and rightly reasoned)? It may be unfinished; then judge what there is. \
+Say why in a sentence, and end with the number alone on a line."""
+
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?![\w])")
+_FIELD = re.compile(r"\{(\w+)\}")
+
+
+def reward_model(
+    prompt: str,
+    response: str,
+    answer: str,
+    extras: dict[str, Any],
+    *,
+    url: str,
+    api: str = "classify",
+    model: str = "",
+    template: str = "",
+    steps: bool = False,
+    step_splitter: str = "blank-lines",
+    labels: str | int = "",
+    output: int | None = None,
+    scale: float | None = None,
+    max_tokens: int = 512,
+    timeout_s: float = TIMEOUT_S,
+    retries: int = 2,
+    api_key_env: str = "",
+) -> Score:
+    """Raises NoScore where the server gives none. The options are those of the module's docstring."""
+    client = _Client(url, api, model, template, labels, output, scale, max_tokens, timeout_s, retries, api_key_env)
+    values = {**{name: str(value) for name, value in extras.items()}, "prompt": prompt, "answer": answer}
+    if not steps:
+        return Score(client.score([client.fill({**values, "response": response})])[0], "scored")
+    ends = splitter(step_splitter)(response)
+    if not ends:
+        return Score(None, "no_steps")
+    rewards = client.score([client.fill({**values, "response": response[:end].rstrip()}) for end in ends])
+    return Score(None, "scored", tuple(Step(end, reward) for end, reward in zip(ends, rewards, strict=True)))
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a value that an option cannot have."""
+    _client_of(options)
+    if not isinstance(options.get("steps", False), bool):
+        raise ConfigError(f"reward_model: steps={options['steps']!r} is neither true nor false; set it to one of them")
+
+
+def check_deadline(function: RewardFunction, deadline_s: float) -> None:
+    """Raises ConfigError if the pool would end a check before the function itself gives up."""
+    timeout_s = _client_of(_options(function)).timeout_s
+    if timeout_s >= deadline_s:
+        raise ConfigError(
+            f"reward_model: timeout_s={timeout_s:g} is not below rewards.deadline_s={deadline_s:g}; "
+            f"lower it, or raise rewards.deadline_s above {timeout_s:g}"
+        )
+
+
+def check_reachable(function: RewardFunction) -> None:
+    """Raises ConfigError unless there is a server that is ready; one without /health need only answer."""
+    client = _client_of(_options(function))
+    try:
+        client.open("/health", None, START_TIMEOUT_S)
+    except urllib.error.HTTPError as error:
+        if error.code >= 500:
+            raise ConfigError(
+                f"reward_model: the server at url={client.url} answers {error.code} to /health; start training when it is ready"
+            ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"reward_model: no server answers at url={client.url} ({_reason(error)}); start it, or correct the option url"
+        ) from None
+
+
+def _options(function: RewardFunction) -> Mapping[str, Any]:
+    assert isinstance(function, partial)
+    return function.keywords
+
+
+def _client_of(options: Mapping[str, Any]) -> _Client:
+    names = {field.name for field in fields(_Client)}
+    return _Client(**{name: value for name, value in options.items() if name in names})
+
+
+@dataclass(frozen=True)
+class _Client:
+    """A server as the options describe it. Raises ConfigError for a value that an option cannot have."""
+
+    url: str
+    api: str = "classify"
+    model: str = ""
+    template: str = ""
+    labels: str | int = ""
+    output: int | None = None
+    scale: float | None = None
+    max_tokens: int = 512
+    timeout_s: float = TIMEOUT_S
+    retries: int = 2
+    api_key_env: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("url", "api", "model", "template", "api_key_env"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"reward_model: {name}={getattr(self, name)!r} is not a text; give one")
+        parts = urllib.parse.urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"reward_model: url={self.url!r} is not of the form http://HOST:PORT; correct it")
+        if self.api not in APIS:
+            raise ConfigError(f"reward_model: api={self.api!r} is unknown; use one of {', '.join(APIS)}")
+        if self.api == "chat" and not self.model:
+            raise ConfigError("reward_model: api=chat needs the option model; name the judge as the server knows it")
+        if self.template and "{response}" not in self.template:
+            raise ConfigError("reward_model: template has no {response}; say where the response stands")
+        if not re.fullmatch(r"(\d+( *, *\d+)*)?", str(self.labels)):
+            raise ConfigError(f"reward_model: labels={self.labels!r} are not token ids; write them like '9689,2753'")
+        for name, least in (("output", 0), ("max_tokens", 1), ("retries", 0)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise ConfigError(f"reward_model: {name}={value!r} is not a whole number of at least {least}; give one")
+        for name in ("scale", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+                raise ConfigError(f"reward_model: {name}={value!r} is not a number; give one")
+        if self.timeout_s <= 0:
+            raise ConfigError(f"reward_model: timeout_s={self.timeout_s:g} is not above 0; give so many seconds")
+        if self.api_key_env and self.api_key_env not in os.environ:
+            raise ConfigError(
+                f"reward_model: api_key_env={self.api_key_env!r} is not in the environment; export it, or leave the option out"
+            )
+
+    def fill(self, values: Mapping[str, str]) -> str:
+        """The template with these values; other words in braces stay."""
+        template = self.template or (JUDGE_TEMPLATE if self.api == "chat" else TEXT_TEMPLATE)
+        return _FIELD.sub(lambda match: values.get(match[1], match[0]), template)
+
+    def score(self, texts: list[str]) -> list[float]:
+        """The rewards of these texts, scaled. Raises NoScore."""
+        deadline = time.monotonic() + self.timeout_s
+        if self.api == "chat":
+            found = [self._last_number(self._ask("/v1/chat/completions", self._chat(text), deadline)) for text in texts]
+        elif self.api == "classify":
+            reply = self._ask("/classify", {"text": texts}, deadline)
+            found = [self._output_of(item.get("embedding")) for item in self._items(reply, len(texts))]
+        else:
+            found = self._label_scores(texts, deadline)
+        scale = self.scale if self.scale is not None else 0.1 if self.api == "chat" and not self.template else 1.0
+        return [scale * value for value in found]
+
+    def open(self, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> bytes:
+        """The answer to POST, or to GET without a body. Raises OSError, of which HTTPError is one, or ValueError."""
+        headers = {"Content-Type": "application/json"}
+        if self.api_key_env:
+            headers["Authorization"] = f"Bearer {os.environ[self.api_key_env]}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url.rstrip("/") + path, data, headers)
+        is_here = urllib.parse.urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")
+        opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
+        with opener.open(request, timeout=timeout_s) as answer:
+            return bytes(answer.read())
+
+    def _ask(self, path: str, body: Mapping[str, Any], deadline: float) -> Any:
+        """The reply of the server, tried again where that may help, as long as there is time."""
+        pause = FIRST_PAUSE_S
+        for num_left in range(self.retries, -1, -1):
+            try:
+                return json.loads(self.open(path, body, max(deadline - time.monotonic(), 0.01)))
+            except urllib.error.HTTPError as error:
+                problem = f"answers {error.code} ({_one_line(error.read().decode(errors='replace'))})"
+                if error.code != 429 and error.code < 500:
+                    raise self._failure(path, problem, "correct the options, or the server's settings") from None
+            except (OSError, ValueError) as error:
+                problem = f"does not answer ({_reason(error)})"
+            if num_left == 0 or time.monotonic() + pause >= deadline:
+                break
+            time.sleep(pause)
+            pause *= 2
+        raise self._failure(path, problem, "see its log, or raise timeout_s and rewards.deadline_s") from None
+
+    def _failure(self, path: str, problem: str, remedy: str) -> NoScore:
+        return NoScore(f"the server at {self.url}{path} {problem}; {remedy}")
+
+    def _items(self, reply: Any, count: int) -> list[dict[str, Any]]:
+        items = reply if isinstance(reply, list) else [reply]
+        if len(items) != count or not all(isinstance(item, dict) for item in items):
+            raise self._failure("/classify", f"gave {_one_line(reply)}, not {count} embeddings", "is it SGLang?")
+        return items
+
+    def _label_scores(self, texts: list[str], deadline: float) -> list[float]:
+        labels = [int(label) for label in str(self.labels).split(",") if label]
+        body: dict[str, Any] = {"model": self.model or "default", "query": "", "items": texts}
+        if labels:
+            body |= {"label_token_ids": labels, "apply_softmax": len(labels) > 1}
+        reply = self._ask("/v1/score", body, deadline)
+        rows = reply.get("scores") if isinstance(reply, dict) else None
+        if not isinstance(rows, list) or len(rows) != len(texts):
+            raise self._failure("/v1/score", f"gave {_one_line(reply)}, not {len(texts)} scores", "is it SGLang?")
+        return [self._output_of(row[:1] if labels and isinstance(row, list) else row) for row in rows]
+
+    def _output_of(self, values: Any) -> float:
+        if not isinstance(values, list) or not values or not all(isinstance(value, int | float) for value in values):
+            raise self._failure("", f"gave {_one_line(values)} for a text", "serve a reward model, with --is-embedding")
+        if len(values) > 1 and self.output is None:
+            raise self._failure("", f"has a model of {len(values)} outputs", f"set output to one of 0 to {len(values) - 1}")
+        if (self.output or 0) >= len(values):
+            raise self._failure("", f"has a model of {len(values)} outputs", f"output={self.output} is not one; lower it")
+        return float(values[self.output or 0])
+
+    def _chat(self, text: str) -> dict[str, Any]:
+        messages = [{"role": "user", "content": text}]
+        return {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": self.max_tokens}
+
+    def _last_number(self, reply: Any) -> float:
+        try:
+            text = str(reply["choices"][0]["message"]["content"] or "")
+        except (TypeError, KeyError, IndexError):
+            raise self._failure("", f"gave {_one_line(reply)}, not a message", "correct url or api") from None
+        numbers = _NUMBER.findall(text.rpartition("</think>")[2])
+        if not numbers:
+            raise self._failure("", f"replied without a number ({_one_line(text[-SHOWN:])})", "ask for one in template")
+        return float(numbers[-1])
+
+
+def _reason(error: BaseException) -> str:
+    return _one_line(error.reason if isinstance(error, urllib.error.URLError) else error) or type(error).__name__
+
+
+def _one_line(value: Any) -> str:
+    return " ".join(str(value).split())[:SHOWN]

@@ -1,0 +1,121 @@
+"""Traces of chosen steps (`grpo-mega train --profile STEPS`), for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+    RUN_DIR/trace/step-000003.json               the phases of all ranks, a process a rank
+    RUN_DIR/trace/step-000003-rank-0.json        a rank's operations by torch.profiler, its phases among them
+    RUN_DIR/trace/step-000003-rank-0.pickle      on GPUs: its allocations, for pytorch.org/memory_viz
+
+Times are of each node's own clock. Writing takes seconds, which the next step shows as the phase "trace".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from grpo_mega.config import Config
+from grpo_mega.device import Device
+from grpo_mega.observe.run_log import Log
+from grpo_mega.observe.timers import Timers
+
+FOLDER = "trace"
+MAX_ALLOCATIONS = 200_000  # that a snapshot of memory holds
+
+Span = tuple[str, int, int]  # phase, begin and end in nanoseconds since 1970
+
+
+class Tracer:
+    """All ranks call `step` for every step; outside of log.profile it does nothing."""
+
+    def __init__(self, config: Config, rank: int, device: Device, timers: Timers, log: Log) -> None:
+        self._steps, self._folder = config.log.profiled_steps, config.run_dir / FOLDER
+        self._rank, self._device, self._timers, self._log = rank, device, timers, log
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Traces what happens in the context. A trace that cannot be written is a warning."""
+        if step not in self._steps:
+            yield
+            return
+        spans: list[Span] = []
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._device.is_cuda
+        begin = time.time_ns()
+        with self._allocations(step), profile(activities=activities, acc_events=True) as profiler:
+            self._timers.watch = lambda phase: _watched(phase, spans)
+            try:
+                yield
+            finally:
+                self._timers.watch = None
+        spans.append((f"step {step}", begin, time.time_ns()))
+        with self._timers("trace"):
+            everyone: list[tuple[str, list[Span]]] = [("", [])] * dist.get_world_size()
+            dist.all_gather_object(everyone, (f"rank {self._rank} on {platform.node()}", spans))
+            try:
+                self._folder.mkdir(exist_ok=True)
+                own = self._path(step, f"-rank-{self._rank}.json")
+                profiler.export_chrome_trace(str(own))
+                _name_process(own, f"rank {self._rank}")
+                if self._rank == 0:
+                    path = self._path(step, ".json")
+                    path.write_text(json.dumps(phase_trace(everyone)))
+                    self._log.message(f"trace of step {step} in {path}, and beside it one of each rank's operations")
+            except OSError as error:
+                self._log.warn(f"the trace of step {step} cannot be written ({error.strerror})")
+
+    @contextmanager
+    def _allocations(self, step: int) -> Iterator[None]:
+        if not self._device.is_cuda:
+            yield
+            return
+        self._folder.mkdir(exist_ok=True)
+        torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
+        try:
+            yield
+            torch.cuda.memory._dump_snapshot(str(self._path(step, f"-rank-{self._rank}.pickle")))
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _path(self, step: int, rest: str) -> Path:
+        return self._folder / f"step-{step:06d}{rest}"
+
+
+def phase_trace(everyone: list[tuple[str, list[Span]]]) -> dict[str, Any]:
+    """Chrome's trace format from each rank's name and spans: a process a rank, in order, from the first begin on."""
+    origin = min((begin for _, spans in everyone for _, begin, _ in spans), default=0)
+    events: list[dict[str, Any]] = []
+    for rank, (name, spans) in enumerate(everyone):
+        events.append({"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": name}})
+        events.append({"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}})
+        events.append({"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "phases"}})
+        for phase, begin, end in sorted(spans, key=lambda span: (span[1], -span[2])):
+            times = {"ts": (begin - origin) / 1000, "dur": (end - begin) / 1000}  # microseconds
+            events.append({"ph": "X", "pid": rank, "tid": 0, "cat": "phase", "name": phase, **times})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+@contextmanager
+def _watched(phase: str, spans: list[Span]) -> Iterator[None]:
+    begin = time.time_ns()
+    try:
+        with record_function(f"phase: {phase}"):
+            yield
+    finally:
+        spans.append((phase, begin, time.time_ns()))
+
+
+def _name_process(path: Path, name: str) -> None:
+    """torch calls every rank's process python."""
+    trace = json.loads(path.read_text())
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "M" and event.get("name") == "process_name" and event.get("pid") == os.getpid():
+            event["args"]["name"] = name
+    path.write_text(json.dumps(trace))

@@ -1,0 +1,126 @@
+"""Training prompts are kept or dropped by how often they were solved, counted, and only by a file of the same prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import make_tokenizer
+
+from grpo_mega.config import RolloutConfig
+from grpo_mega.config_data import DataConfig
+from grpo_mega.data import RunData, load_data
+from grpo_mega.data.load import IDS_PER_SET, check_data
+from grpo_mega.data.pass_rates import text_hash
+from grpo_mega.errors import ConfigError
+
+SOLVED = [0, 1, 4, 8, None, 7, 8]  # of 8 samples, prompt by prompt; None: the gold answer cannot be read
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two sets, a.jsonl of five prompts and b.jsonl of three, and rates.jsonl, which lacks the last prompt."""
+    texts = [f"q{i}" for i in range(8)]
+    for name, part in (("a", texts[:5]), ("b", texts[5:])):
+        write(tmp_path / f"{name}.jsonl", [{"prompt": text, "answer": "1"} for text in part])
+    ids = [*range(5), *(IDS_PER_SET + i for i in range(3))]
+    write(
+        tmp_path / "rates.jsonl",
+        [
+            {"id": number, "hash": text_hash(f"<user>{text}<assistant>"), "samples": 8, "solved": solved}
+            for number, text, solved in zip(ids, texts, SOLVED, strict=False)
+        ],
+    )
+    return tmp_path
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def config(folder: Path, **settings: Any) -> DataConfig:
+    train = [str(folder / "a.jsonl"), str(folder / "b.jsonl")]
+    return DataConfig.model_validate({"train": train, "pass_rates": str(folder / "rates.jsonl"), **settings})
+
+
+def load(folder: Path, **settings: Any) -> RunData:
+    return load_data(config(folder, **settings), make_tokenizer())
+
+
+def texts(data: RunData) -> list[str]:
+    return [prompt.text.removeprefix("<user>").removesuffix("<assistant>") for prompt in data.train]
+
+
+def test_prompts_never_or_always_solved_are_dropped_and_counted(folder: Path) -> None:
+    data = load(folder, min_pass_rate=0.1, max_pass_rate=0.9)
+    assert texts(data) == ["q1", "q2", "q4", "q5", "q7"]
+    assert data.sizes == (3, 2)
+    assert data.notes[-1] == (
+        f"data.pass_rates={folder}/rates.jsonl: 3 of 8 training prompts dropped (1 below data.min_pass_rate=0.1, "
+        "2 above data.max_pass_rate=0.9; 1 were never solved, 2 always); 2 without a pass rate kept"
+    )
+
+
+def test_the_limits_themselves_are_kept_and_either_may_be_left_out(folder: Path) -> None:
+    assert texts(load(folder, min_pass_rate=0.125)) == ["q1", "q2", "q3", "q4", "q5", "q6", "q7"]
+    assert texts(load(folder, max_pass_rate=0.5)) == ["q0", "q1", "q2", "q4", "q7"]
+
+
+def test_held_out_prompts_are_split_off_before_and_do_not_depend_on_the_rates(folder: Path) -> None:
+    with_rates, without = load(folder, min_pass_rate=0.1, heldout_size=2), load(folder, pass_rates=None, heldout_size=2)
+    assert with_rates.heldout == without.heldout
+    assert set(texts(with_rates)) == set(texts(without)) - {"q0"}
+
+
+def test_a_file_of_other_prompts_is_refused(folder: Path) -> None:
+    rates = folder / "rates.jsonl"
+    rows = [json.loads(line) for line in rates.read_text().splitlines()]
+    write(rates, [*rows[:2], rows[2] | {"hash": text_hash("<user>another<assistant>")}])
+    with pytest.raises(
+        ConfigError, match=r"rates\.jsonl is of other prompts: the text of prompt 2 is not the one .*; evaluate"
+    ):
+        load(folder, min_pass_rate=0.1)
+    write(rates, [row | {"id": 7_000_000_000 + row["id"]} for row in rows])
+    with pytest.raises(ConfigError, match=r"has a row of none of the prompts of data\.train; evaluate"):
+        load(folder, min_pass_rate=0.1)
+
+
+def test_limits_that_keep_nothing_of_a_set_are_refused(folder: Path) -> None:
+    rates = folder / "rates.jsonl"
+    rows = [json.loads(line) | {"solved": 0} for line in rates.read_text().splitlines()]
+    write(rates, rows)
+    with pytest.raises(ConfigError, match=r"keep none of the 5 prompts of data\.train\.0; widen them"):
+        load(folder, min_pass_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, r"data\.pass_rates=.*rates\.jsonl cannot be read \(.*; write it by grpo-mega eval CONFIG --train-set"),
+        ("{", r"rates\.jsonl:1 has no id, hash, samples and solved"),
+        ('{"id": 0, "hash": "a", "correct": true}\n', r"rates\.jsonl:1 has no id, hash, samples and solved"),
+        ('{"id": 0, "hash": "a", "samples": 0, "solved": 0}\n', r"rates\.jsonl:1 has no id, hash, samples and solved"),
+    ],
+)
+def test_a_file_without_rates_is_told_before_anything_is_loaded(folder: Path, content: str | None, problem: str) -> None:
+    path = folder / "rates.jsonl"
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=problem):
+        check_data(config(folder, min_pass_rate=0.1), 2, RolloutConfig())
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({}, r"data\.pass_rates=.* drops nothing by itself; set data\.min_pass_rate"),
+        ({"pass_rates": None, "max_pass_rate": 0.9}, r"data\.max_pass_rate=0\.9 needs data\.pass_rates"),
+        ({"min_pass_rate": 0.9, "max_pass_rate": 0.1}, r"data\.min_pass_rate=0\.9 is above data\.max_pass_rate=0\.1; lower it"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(folder: Path, settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        config(folder, **settings)

@@ -1,0 +1,333 @@
+"""From the flags of TRL and open-r1 to a config: names and arithmetic as TRL has them, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trl import GRPOConfig, ModelConfig, ScriptArguments
+
+from grpo_mega import cli
+from grpo_mega.config import Config
+from grpo_mega.errors import ConfigError
+from grpo_mega.flags import command
+from grpo_mega.flags.parse import help_text, parse
+from grpo_mega.flags.table import ALIASES, FLAGS, NOTED, REFUSED
+
+SEED = "--model_name_or_path base --dataset_name math_dataset --reward_funcs accuracy format --output_dir output/grpo_math"
+ROWS = [{"question": f"{n}+1=?", "answer": str(n + 1)} for n in range(100)]
+# Ours, open-r1's, and those that older releases of TRL and transformers had.
+NOT_TRLS = {
+    *("tensor_parallel", "pipeline_parallel", "data_parallel", "sequence_parallel", "resume", "set", "dataset_answer_column"),
+    *("dataset_prompt_column", "system_prompt", "reward_funcs", "config"),
+    *("max_prompt_length", "warmup_ratio", "use_peft", "dataset_streaming", "logging_first_step", "deepspeed", "fsdp"),
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a model's folder and a data set of 100 training rows and a test split."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text('{"model_type": "qwen2", "dtype": "float32"}')
+    (tmp_path / "math_dataset").mkdir()
+    for split, rows in (("train", ROWS), ("test", ROWS[:4])):
+        (tmp_path / f"math_dataset/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", cli.CLAIMED):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("grpo_mega.launch.launch_local", None)  # ranks are never started
+    return tmp_path
+
+
+def read(flags: str = "", environ: dict[str, str] | None = None) -> Config:
+    return command.read(f"{SEED} {flags}".split(), environ or {}, is_cached=False).config
+
+
+def test_the_seeds_command_is_a_whole_config() -> None:
+    config = read()
+    assert (config.model.path, config.run_dir) == (Path("base"), Path("output/grpo_math"))
+    assert config.data.train[0].path == "math_dataset" and config.data.prompt_column == "question"
+    assert [(f.name, f.weight) for f in config.rewards.functions] == [("accuracy", 1.0), ("format", 1.0)]
+    assert config.steps == 100 // config.batch.prompts_per_step  # one epoch
+    assert config.data.heldout is None and config.algorithm.group_size == 16
+
+
+def test_dashes_and_equals_signs_are_as_good() -> None:
+    dashes = SEED.replace("model_name_or_path base", "model-name-or-path=base").replace("_", "-").replace("math-", "math_")
+    request = command.read(f"{dashes} --learning-rate=2e-6".replace("grpo-", "grpo_").split(), {}, is_cached=False)
+    assert request.config == read("--learning_rate 2e-6")
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "--learning_rate 2e-6 --beta 0.04 --seed 5": {"optimizer.lr": 2e-6, "algorithm.kl_beta": 0.04, "seed": 5},
+    "--num_generations 4 --max_prompt_length 99 --max_completion_length 7": {
+        "algorithm.group_size": 4,
+        "data.max_prompt_length": 99,
+        "rollout.max_response_length": 7,
+    },
+    "--max_completion_length 32768": {"batch.tokens_per_micro_batch": 32768 + 1024},
+    "--temperature 0.6 --top_p 0.95 --top_k 20": {"rollout.temperature": 0.6, "rollout.top_p": 0.95, "rollout.top_k": 20},
+    "--epsilon 0.1 --epsilon_high 0.3": {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3},
+    "--epsilon 0.1": {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1},
+    "--loss_type grpo": {"algorithm.loss_agg_func": "seq-mean-token-mean", "algorithm.loss_type": "actor"},
+    "--loss_type dapo": {"algorithm.loss_agg_func": "token-mean", "algorithm.clip_high": 0.2},
+    "--loss_type bnpo": {"algorithm.loss_agg_func": "token-mean"},
+    "--loss_type dr_grpo --scale_rewards none": {
+        "algorithm.loss_agg_func": "seq-mean-token-sum-norm",
+        "algorithm.normalize_by_std": False,
+    },
+    # TRL's limit is on the ratio, clamp(r, max=epsilon_high); ours on its distance from 1.
+    "--loss_type cispo --epsilon_high 5": {
+        "algorithm.loss_type": "cispo",
+        "algorithm.loss_agg_func": "token-mean",
+        "algorithm.clip_low": 1.0,
+        "algorithm.clip_high": 4.0,
+    },
+    "--loss_type sapo --sapo_temperature_neg 1.2": {"algorithm.loss_type": "sapo", "algorithm.sapo_tau_negative": 1.2},
+    "--importance_sampling_level sequence": {"algorithm.loss_type": "gspo"},
+    "--delta 4": {"algorithm.loss_type": "dual_clip", "algorithm.ratio_clip_c": 4.0},
+    "--use_bias_correction_kl --beta 0.1": {"algorithm.kl_penalty_type": "low_var_kl_weighted"},
+    "--entropy_coef 0.01": {"algorithm.entropy_bonus": 0.01, "algorithm.calculate_entropy": True},
+    "--mask_truncated_completions": {"algorithm.overlong_filter": True},
+    "--max_steps 12 --num_iterations 3 --save_steps 6 --save_total_limit 5": {
+        "steps": 4,
+        "batch.epochs": 3,
+        "checkpoint.interval": 2,
+        "checkpoint.keep": 5,
+    },
+    "--num_train_epochs 2.5": {"steps": 7},  # 250 prompts, 32 a step
+    "--lr_scheduler_type cosine --warmup_ratio 0.1 --max_steps 50": {
+        "optimizer.schedule": "cosine",
+        "optimizer.warmup_steps": 5,
+    },
+    "--lr_scheduler_type constant_with_warmup --warmup_steps 7": {
+        "optimizer.schedule": "constant",
+        "optimizer.warmup_steps": 7,
+    },
+    "--adam_beta2 0.99 --adam_epsilon 1e-6 --weight_decay 0.1 --max_grad_norm 0.2": {
+        "optimizer.betas": (0.9, 0.99),
+        "optimizer.eps": 1e-6,
+        "optimizer.weight_decay": 0.1,
+        "optimizer.clip_grad": 0.2,
+    },
+    "--bf16 false --gradient_checkpointing": {"model.dtype": "float32", "model.recompute": "full"},
+    "--bf16": {"model.dtype": "bfloat16"},
+    "--torch_dtype auto": {"model.dtype": "float32"},  # as its config.json says
+    "--report_to wandb": {"log.wandb": True},
+    "--report_to none --num_completions_to_print 9": {"log.wandb": False, "log.samples_per_step": 9},
+    "--tensor_parallel 2 --pipeline_parallel 4 --sequence_parallel": {
+        "layout.tp": 2,
+        "layout.pp": 4,
+        "layout.sequence_parallel": True,
+    },
+    "--eval_steps 10": {"eval.interval": 10, "data.heldout.path": "math_dataset@test"},
+    "--dataset_test_split test": {"data.heldout.path": "math_dataset@test", "eval.interval": 0},
+    "--dataset_train_split test --set batch.prompts_per_step=2": {"data.train.0.path": "math_dataset@test"},
+    "--reward_weights 1 0.25": {"rewards.functions.1.weight": 0.25},
+    "--set optimizer.lr=3e-6 --set algorithm.recipe=dapo": {"optimizer.lr": 3e-6, "algorithm.dynamic_sampling_tries": 4},
+    "--use_vllm false --repetition_penalty 1.0": {},
+    "--system_prompt Think. --dataset_answer_column answer --shuffle_dataset false": {
+        "data.system_prompt": "Think.",
+        "data.shuffle": False,
+    },
+}
+
+
+@pytest.mark.parametrize("flags", CASES)
+def test_flags_set_the_keys_that_they_mean(flags: str) -> None:
+    config = read(flags)
+    for key, expected in CASES[flags].items():
+        value: Any = config
+        for part in key.split("."):
+            value = value[int(part)] if part.isdecimal() else getattr(value, part)
+        assert value == expected, key
+
+
+@pytest.mark.parametrize("generations", [2, 4, 8])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 4},
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "generation_batch_size": 16},
+        {"gradient_accumulation_steps": 3},
+        {"per_device_train_batch_size": 3},
+    ],
+    ids=str,
+)
+def test_the_batch_is_trls(batch: dict[str, int], generations: int, folder: Path) -> None:
+    flags = " ".join(f"--{name} {value}" for name, value in batch.items()) + f" --num_generations {generations}"
+    try:
+        trl = GRPOConfig(output_dir=str(folder / "trl"), use_cpu=True, bf16=False, num_generations=generations, **batch)
+    except ValueError:
+        with pytest.raises(ConfigError, match="whole groups of num_generations"):
+            read(flags)
+        return
+    config = read(flags)
+    assert config.batch.prompts_per_step * generations == trl.generation_batch_size
+    assert config.batch.mini_batches * trl.gradient_accumulation_steps == trl.steps_per_generation
+    longest = config.data.max_prompt_length + config.rollout.max_response_length
+    assert config.batch.tokens_per_micro_batch == trl.per_device_train_batch_size * longest
+
+
+def test_data_parallel_ranks_count_as_trls_devices() -> None:
+    flags = "--per_device_train_batch_size 8 --tensor_parallel 2"
+    assert read(f"{flags} --data_parallel 4").batch.prompts_per_step == 2  # 8 x 4 / 16
+    under_torchrun = read(flags, {"WORLD_SIZE": "16"})
+    assert (under_torchrun.batch.prompts_per_step, under_torchrun.layout.dp) == (4, None)
+
+
+def test_every_flag_is_trls_or_known_not_to_be() -> None:
+    names = {field.name for kind in (GRPOConfig, ModelConfig, ScriptArguments) for field in fields(kind)}
+    assert (FLAGS.keys() | NOTED.keys() | REFUSED.keys() | ALIASES.keys()) - names - NOT_TRLS <= {"torch_dtype", "fsdp_config"}
+    assert not FLAGS.keys() & (NOTED.keys() | REFUSED.keys()) and not NOTED.keys() & REFUSED.keys()
+
+
+def test_what_changes_nothing_is_accepted_with_a_note() -> None:
+    _, notes = parse(f"{SEED} --logging_steps 1 --attn_implementation flash_attention_2".split())
+    assert [note.split(":")[0] for note in notes] == ["--logging_steps has no effect", "--attn_implementation has no effect"]
+
+
+def test_help_names_every_flag_and_imports_no_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["grpo", "--help"]) == 0
+    output = capsys.readouterr().out
+    assert output.strip() == help_text()
+    assert all(f"--{name}" in output for name in FLAGS)
+    assert max(map(len, output.splitlines())) <= 130
+
+
+BAD = {
+    "--learning_rat 1": ("unknown flag --learning_rat", "--learning_rate"),
+    "--frobnicate": ("unknown flag --frobnicate", "--set KEY=VALUE"),
+    "--learning_rate fast": ("--learning_rate fast", "not a number"),
+    "--seed 1.5": ("--seed 1.5", "not a whole number"),
+    "--bf16 maybe": ("--bf16 maybe", "true or false"),
+    "--seed": ("--seed needs a whole number", "leave the flag out"),
+    "--seed 1 2": ("--seed takes one value, but has 2", "quote"),
+    "--seed 1 --seed 2": ("--seed is given twice", "once"),
+    "--use_vllm": ("--use_vllm", "rollout.engine=sglang"),
+    "--use_vllm true": ("--use_vllm true", "rollout.engine=sglang"),
+    "--vllm_mode colocate": ("--vllm_mode colocate", "rollout.engine=sglang"),
+    "--use_peft --lora_r 8": ("--use_peft", "all weights are trained"),
+    "--fp16": ("--fp16", "--bf16 true"),
+    "--config recipe.yaml": ("--config recipe.yaml", "grpo-mega train"),
+    "--deepspeed zero3.json": ("--deepspeed zero3.json", "--tensor_parallel"),
+    "--loss_type ppo": ("--loss_type ppo", "grpo, sapo", "algorithm.recipe"),
+    "--loss_type cispo --epsilon_high 0.3": ("--epsilon_high 0.3", "above 1"),
+    "--loss_type sapo --delta 4": ("--delta 4", "sapo", "leave one out"),
+    "--scale_rewards batch": ("--scale_rewards batch", "group, none"),
+    "--lr_scheduler_type polynomial": ("--lr_scheduler_type polynomial", "cosine"),
+    "--warmup_steps 3 --warmup_ratio 0.1": ("--warmup_steps and --warmup_ratio", "one of them"),
+    "--report_to tensorboard": ("--report_to tensorboard", "wandb or none"),
+    "--eval_strategy steps": ("--eval_strategy steps needs --eval_steps",),
+    "--dtype float16": ("model.dtype='float16'", "bfloat16"),
+    "--bf16 --dtype float32": ("--bf16 true contradicts --dtype float32", "one of them"),
+    "--reward_weights 1": ("--reward_weights 1 are 1", "accuracy format are 2", "one weight for each"),
+    "--reward_weights 1 much": ("'much' is not a number",),
+    "--per_device_train_batch_size 3": ("3 samples", "num_generations=16", "--per_device_train_batch_size 16"),
+    "--per_device_train_batch_size 0": ("--per_device_train_batch_size 0 is not above 0",),
+    "--steps_per_generation 3 --gradient_accumulation_steps 2": ("does not divide the 3 passes", "raise these to 4"),
+    "--generation_batch_size 12": ("--generation_batch_size 12", "use 8 or 16"),
+    "--num_train_epochs 0": ("--num_train_epochs 0", "--max_steps"),
+    "--num_generations 1": ("algorithm.group_size=1", "greater than or equal to 2"),
+    "--set optimizer.learning_rate=1": ("unknown key 'optimizer.learning_rate'",),
+    "--dataset_config main": ("--dataset_config main", "math_dataset is a path"),
+    "--model_revision main": ("--model_revision main", "base is a folder"),
+    "--set rewards.functions=[{name:~acuracy}]": ("acuracy", "did you mean accuracy"),
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_flags_are_one_line_and_leave_nothing(flags: str, capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    assert cli.main(["grpo", *SEED.split(), *(part.replace("~", " ") for part in flags.split())]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("grpo-mega: error: ")
+    assert [word for word in BAD[flags] if word not in line] == [], line
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--dataset_name d", ("--model_name_or_path is missing",)),
+        ("base --dataset_name d", ("'base' stands before any flag", "--dataset_name")),
+        (SEED.replace("base", "/none/base"), ("--model_name_or_path /none/base is no folder", "owner/name")),
+        (SEED.replace("math_dataset", "none.jsonl"), ("none.jsonl does not exist",)),
+        (f"{SEED} --eval_steps 5".replace("math_dataset", "math_dataset/train.jsonl"), ("--eval_steps 5", "data.heldout")),
+        (f"{SEED} --dataset_test_split t".replace("math_dataset", "math_dataset/train.jsonl"), ("a file has no splits",)),
+        (SEED.replace("format", "fromat"), ("reward function 'fromat' is unknown", "did you mean format")),
+    ],
+)
+def test_bad_names_are_one_line_too(flags: str, words: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["grpo", *flags.split()]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert [word for word in words if word not in line] == [], line
+
+
+def test_a_model_that_the_hub_does_not_give_is_one_line(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline, with an empty cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "cache"))
+    assert cli.main(["grpo", *SEED.replace("base", "deepseek-ai/deepseek-base").split()]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "deepseek-ai/deepseek-base is neither a folder here nor to be had" in line and "name its folder" in line
+
+
+def test_a_model_in_the_hubs_cache_is_found_without_the_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = folder / "cache/models--some--model/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (folder / "cache/models--some--model/refs").mkdir()
+    (folder / "cache/models--some--model/refs/main").write_text("abc")
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "cache"))
+    request = command.read(SEED.replace("base", "some/model").split(), {}, is_cached=True)
+    assert request.config.model.path == snapshot
+
+
+def test_reward_flags_of_train_replace_the_files_functions_and_keep_their_options(folder: Path) -> None:
+    from grpo_mega import config as configs
+    from grpo_mega.flags.rewards import overrides_of
+
+    raw = {
+        "run_dir": "run",
+        "steps": 1,
+        "model": {"path": "base"},
+        "data": {"train": "math_dataset"},
+        "rewards": {"functions": [{"name": "my.fn", "weight": 0.3, "options": {"limit": 7}}, {"name": "format"}]},
+    }
+    (folder / "config.yaml").write_text(json.dumps(raw))
+    for spelling in (
+        "--reward-funcs accuracy my.fn --reward-weights 1 2",
+        "--reward_funcs accuracy my.fn --reward_weights 1 2",
+    ):
+        options = cli._parser().parse_args(["train", "config.yaml", "--set", "steps=2", *spelling.split()])
+        config = configs.load(options.config, overrides_of(options))
+        found = [(f.name, f.weight, f.options) for f in config.rewards.functions]
+        assert found == [("accuracy", 1.0, {}), ("my.fn", 2.0, {"limit": 7})] and config.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--reward-funcs acuracy", ("reward function 'acuracy'", "did you mean accuracy")),
+        ("--reward-funcs none.such.function", ("'none.such.function'", "no module none.such", "PYTHONPATH")),
+        ("--reward-weights 1", ("--reward_weights 1 has no functions", "--reward_funcs")),
+        ("--reward-funcs format format", ("names 'format' twice", "once")),
+    ],
+)
+def test_bad_reward_flags_of_train_are_one_line(
+    flags: str, words: tuple[str, ...], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    raw = {"run_dir": "run", "steps": 1, "model": {"path": "base"}, "data": {"train": "math_dataset"}}
+    (folder / "config.yaml").write_text(json.dumps(raw))
+    assert cli.main(["train", "config.yaml", *flags.split()]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert [word for word in words if word not in line] == [], line
+    assert not (folder / "run").exists()

@@ -1,0 +1,37 @@
+"""Traces on a GPU: its kernels, and a snapshot of its memory."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from bench_gpu_rank import config_of
+
+from grpo_mega.device import Device
+from grpo_mega.observe import NullRunLog, Timers
+from grpo_mega.tracing import Tracer
+
+
+@pytest.mark.rehearsed
+def test_a_trace_has_the_devices_kernels_and_a_snapshot_of_its_memory(device: Device, tmp_path: Path) -> None:
+    config = config_of(tmp_path, {"path": "unused"})
+    config = config.model_copy(update={"run_dir": tmp_path, "log": config.log.model_copy(update={"profile": "1"})})
+    timers = Timers()
+    tracer = Tracer(config, 0, device, timers, NullRunLog())
+    for step in (1, 2):
+        with tracer.step(step), timers("update"):
+            a = torch.ones(256, 256, device=device.torch_device)
+            (a @ a).sum().item()
+    folder = tmp_path / "trace"
+    snapshots = ["step-000001-rank-0.pickle"] * device.is_cuda
+    assert sorted(p.name for p in folder.iterdir()) == ["step-000001-rank-0.json", *snapshots, "step-000001.json"]
+    events = json.loads((folder / "step-000001-rank-0.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events}
+    assert "phase: update" in names and "aten::mm" in names
+    if device.is_cuda:
+        assert any(event.get("cat") == "kernel" for event in events)
+        snapshot = pickle.loads((folder / snapshots[0]).read_bytes())
+        assert any(snapshot["device_traces"])

@@ -1,0 +1,166 @@
+"""The run's report: what is read of a run, what the page holds, and that neither trusts what a run wrote."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import HOSTILE, make_run, write_lines
+
+from grpo_mega.errors import ConfigError
+from grpo_mega.observe.report import metrics, page, read, responses, write_report
+
+
+def data_of(path: Path) -> dict[str, Any]:
+    """What the page has in it."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_the_page_holds_curves_samples_answers_config_environment_and_warnings(tmp_path: Path) -> None:
+    data = data_of(write_report(make_run(tmp_path / "run")))
+    assert data["status"] == {"text": "finished", "kind": "good"} and data["steps_done"] == 12
+    kl = data["metrics"]["series"]["kl/mean"]
+    assert data["metrics"]["steps"][kl["s"]] == list(range(1, 13)) and kl["v"][-1] == 0.12
+    last = data["samples"]["steps"][-1]
+    (group,) = last["groups"]
+    assert last["step"] == 12 and [s["reward"] for s in group["samples"]] == [0.0, 1.0, 2.0]
+    assert group["samples"][1]["t"] == ["a", "<", "b"] and group["samples"][1]["mm"] == [1e-4] * 3
+    assert [[a["ok"] for a in row["answers"]] for row in data["heldout"]["rows"]] == [[0.0, 1.0], [1.0, 1.0]] * 2
+    assert ["steps", "12", False] in data["config"] and ["seed", "0", True] in data["config"]
+    assert data["environment"]["starts"][0]["versions"] == {"torch": "2.13.0"}
+    assert data["messages"][0]["text"] == "a gradient norm jumped"
+
+
+def test_the_page_stands_alone(tmp_path: Path) -> None:
+    text = write_report(make_run(tmp_path / "run")).read_text()
+    assert not re.search(
+        r"""(src|href|action)\s*=\s*["'](?!data:)|@import|url\((?!#)|https?://(?!www\.w3\.org/2000/svg)""", text
+    )
+    assert "default-src 'none'" in text
+
+
+def test_text_of_a_run_cannot_leave_its_element(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", response=HOSTILE)
+    text = write_report(run).read_text()
+    assert text.count("<script") == 2 and text.count("</script>") == 2 and "<img" not in text
+    assert data_of(run / "report.html")["samples"]["steps"][0]["groups"][0]["samples"][0]["t"][0] == "<"
+    assert "<" not in page.embedded({"a": HOSTILE + "\ud800"}) and json.loads(page.embedded({"a": "<&>\u2028"})) == {
+        "a": "<&>\u2028"
+    }
+
+
+def test_a_run_that_has_not_begun_one_without_samples_and_one_under_way_say_so(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_planned=20)
+    assert data_of(write_report(run))["status"]["text"] == "not running here; step 12 of 20 is done"
+    assert data_of(write_report(run, is_over=True))["status"]["text"] == "ended after step 12 of 20"
+    with (run / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        data = data_of(write_report(run))
+        assert data["status"] == {"text": "under way", "kind": "live"} and data["time_left"] == 8 * 3.5
+        for name in (
+            "metrics.jsonl",
+            "samples.jsonl",
+            "heldout-000000.jsonl",
+            "heldout-000012.jsonl",
+            "messages.jsonl",
+            "run.json",
+        ):
+            (run / name).unlink()
+        data = data_of(write_report(run))
+    assert data["status"]["text"] == "starting: no step is done yet"
+    assert data["samples"]["steps"] == [] and data["heldout"]["rows"] == [] and data["metrics"]["series"] == {}
+    assert data_of(write_report(run))["status"]["text"] == "no step was logged"
+
+
+def test_values_that_are_no_numbers_and_broken_lines_are_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(
+            'not json\n{"step": 13, "kl/mean": "NaN", "grad_norm": NaN, "odd": null, "seconds/step": 1}\n{"step": 14, "kl'
+        )
+    for name in ("samples.jsonl", "messages.jsonl", "heldout-000012.jsonl"):
+        with (run / name).open("a") as file:
+            file.write('[1]\n{"step": 99, "half')
+    (run / "run.json").write_text("[]")
+    data = data_of(write_report(run))
+    assert data["metrics"]["series"]["kl/mean"]["v"][-1] is None and "odd" not in data["metrics"]["series"]
+    assert data["findings"] == [
+        "grad_norm is not finite at step 13",
+        "kl/mean is not finite at step 13",
+        "1 lines of metrics.jsonl cannot be read and are left out",
+    ]
+
+
+def test_what_the_metrics_show_is_said_in_sentences() -> None:
+    found = {
+        "dropped_mini_batches": dict.fromkeys(range(1, 9), 1.0),
+        "mismatch/k3": {1: 0.01, 2: 0.5},
+        "verdict/accuracy/timeout": {4: 0.1},
+        "groups/no_spread": {1: 0.0, 8: 0.95},
+        "response_length/cut": {1: 1.0, 8: 0.0},
+    }
+    assert metrics.findings(found, mismatch_warn=0.02) == [
+        "mini-batches were dropped at steps 1, 2, 3, 4, 5, 6 and 2 more",
+        "checks ended as accuracy/timeout at step 4",
+        "the mismatch of engine and trainer was above rollout.mismatch_warn=0.02 at step 2",
+        "95% of the groups have equal rewards and teach nothing, in the last step",
+    ]
+
+
+def test_a_long_run_is_thinned_and_its_maxima_stay() -> None:
+    found = {"a": {s: float(s) for s in range(5000)}, "b/max": {s: float(s == 3) for s in range(5000)}, "eval/x": {0: 1.0}}
+    series = metrics.series(found)
+    assert series["points_averaged"] == 3
+    a, largest = (series["series"][name] for name in ("a", "b/max"))
+    assert series["steps"][a["s"]][:2] == [2, 5] and a["v"][:2] == [1.0, 4.0] and len(a["v"]) <= metrics.MAX_POINTS
+    assert largest["v"][:3] == [0.0, 1.0, 0.0] and series["series"]["eval/x"]["v"] == [1.0]
+
+
+def test_the_page_is_bounded_and_says_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run", num_steps=300, num_planned=300, response="x" * 50)
+    data = data_of(write_report(run))
+    shown = [one["step"] for one in data["samples"]["steps"]]
+    assert len(shown) == responses.MAX_SAMPLE_STEPS and (shown[0], shown[-1]) == (1, 300)
+    assert data["samples"]["note"] == "in this page: 200 of 300 steps with samples; all are in samples.jsonl"
+    monkeypatch.setattr(responses, "MAX_SAMPLE_BYTES", 20_000)
+    few = data_of(write_report(run))["samples"]
+    assert len(json.dumps(few)) < 20_000 and (few["steps"][0]["step"], few["steps"][-1]["step"]) == (1, 300)
+    monkeypatch.setattr(responses, "MAX_HELDOUT_PROMPTS", 3)
+    assert responses.heldout(run)["note"] == "in this page: 3 of 4 answers; all are in heldout-*.jsonl"
+
+
+def test_rows_of_older_runs_are_shown_without_colours(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    write_lines(run / "samples.jsonl", [{"step": 1, "prompt_id": 3, "index": 2, "prompt": "p", "response": "r", "reward": 1.0}])
+    (group,) = data_of(write_report(run))["samples"]["steps"][0]["groups"]
+    assert group["samples"][0]["t"] is None and group["samples"][0]["response"] == "r"
+
+
+def test_a_folder_that_is_no_runs_is_one_line_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing is not the folder of a run; name the run_dir of a run that has begun"):
+        write_report(tmp_path / "nothing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="name the run_dir"):
+        write_report(tmp_path / "file")
+    assert not list(tmp_path.glob("*/report*"))
+
+
+def test_the_report_is_replaced_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run")
+    before = write_report(run).read_text()
+    monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(ConfigError, match="No space left on device"):
+        write_report(run)
+    assert (run / "report.html").read_text() == before and not list(run.glob(".report*"))
+
+
+def test_a_file_with_a_half_written_end_is_read_up_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a": ')
+    assert read.read_lines(path) == ([{"a": 1}], 0)

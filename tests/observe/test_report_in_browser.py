@@ -1,0 +1,184 @@
+"""The report as a person sees it: opened from a file in a headless browser, in light and in dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import BINARY, MISSING, Page, open_browser
+from run_folders import HOSTILE, make_run, write_lines
+
+from grpo_mega.observe.report import write_report
+
+pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with open_browser(tmp_path_factory.mktemp("profile")) as page:
+        page.look(1300, 1000)
+        yield page
+
+
+def show(browser: Page, run: Path) -> None:
+    """Opens the run's report, which must draw itself without a complaint and ask for no other address."""
+    browser.problems.clear()
+    browser.requests.clear()
+    path = write_report(run)
+    browser.go(path)
+    browser.wait_for("document.documentElement.dataset.ready")
+    check(browser)
+    assert browser.requests == [path.as_uri()]
+
+
+def check(browser: Page) -> None:
+    assert browser.run("document.documentElement.dataset.failures ?? ''") == ""
+    assert browser.problems == []
+
+
+def put(browser: Page, selector: str, value: object) -> None:
+    """What a person does who types into a field or moves a slider."""
+    browser.run(
+        f"(() => {{ const field = document.querySelector({selector!r}); field.value = {value!r};"
+        "field.dispatchEvent(new Event('input')); })()"
+    )
+
+
+def count(browser: Page, selector: str) -> int:
+    return browser.run(f"document.querySelectorAll({selector!r}).length")
+
+
+def text(browser: Page, selector: str) -> str:
+    return browser.run(f"document.querySelector({selector!r}).innerText")
+
+
+def test_every_chart_is_drawn_and_the_new_metric_has_one_too(browser: Page, tmp_path: Path) -> None:
+    show(browser, make_run(tmp_path / "run"))
+    titles = browser.run("[...document.querySelectorAll('#curves > .charts > .chart')].map((c) => c.dataset.title)")
+    wanted = ["Reward", "Held-out", "Verdicts: accuracy", "KL to the reference", "Entropy", "Response length", "Clipped tokens"]
+    wanted += ["Mismatch of engine and trainer", "Learning rate", "Seconds of a step, by phase", "Throughput", "Evaluation"]
+    assert titles == wanted
+    browser.wait_for("document.querySelectorAll('#curves > .charts > .chart path.line').length >= 12")
+    assert count(browser, '[data-title="Seconds of a step, by phase"] path.area') == 3
+    assert "57%" in text(browser, ".shares")  # sampling: 2 of 3.5 s
+    browser.run("document.querySelector('details.more').open = true")
+    browser.wait_for("document.querySelector('[data-title=\"new/metric\"] path.line')")
+    check(browser)
+
+
+def test_the_pointer_tells_the_values_of_a_step_in_all_charts_and_dragging_zooms_them(browser: Page, tmp_path: Path) -> None:
+    show(browser, make_run(tmp_path / "run"))
+    browser.wait_for("document.querySelector('.chart path.line')")
+
+    def at(share: float, kind: str) -> None:
+        browser.run(
+            "(() => { const s = document.querySelector('.chart svg'), b = s.getBoundingClientRect();"
+            "s.setPointerCapture = () => {};"
+            f"const x = b.left + 50 + {share} * (b.width - 62), y = b.top + 60;"
+            f"s.dispatchEvent(new PointerEvent('{kind}', {{ clientX: x, clientY: y, button: 0, bubbles: true }})); }})()"
+        )
+
+    at(0.5, "pointermove")
+    assert text(browser, '[data-title="KL to the reference"] .at') == "step 6"
+    assert "0.06" in text(browser, '[data-title="KL to the reference"] .legend')
+    at(0.5, "pointerdown")
+    at(0.75, "pointermove")
+    at(0.75, "pointerup")
+    ticks = "[...document.querySelectorAll('[data-title=\"Entropy\"] text[text-anchor=middle]')].map((t) => t.textContent)"
+    assert browser.run(ticks) == ["6", "7", "8", "9"]
+    browser.press("#smoothing [data-value=strong]")
+    browser.press(".unzoom")
+    assert "12" in browser.run(ticks)
+    check(browser)
+
+
+def test_samples_of_a_step_stand_side_by_side_and_their_tokens_are_coloured(browser: Page, tmp_path: Path) -> None:
+    show(browser, make_run(tmp_path / "run"))
+    browser.press("#tab-samples")
+    assert count(browser, "#samples .member") == 3 and "what is 12?" in text(browser, "#samples .prompt")
+    assert [text(browser, f".member:nth-child({i}) .verdict") for i in (1, 2)] == ["wrong", "correct"]
+    colours = "[...document.querySelectorAll('.member:nth-child(3) .token')].map((t) => getComputedStyle(t).backgroundColor)"
+    seen = set()
+    for heat in ("none", "logprob", "advantage", "mismatch"):
+        browser.press(f"#heat [data-value={heat}]")
+        seen.add(browser.run(colours)[0])
+    assert len(seen) == 4
+    event = "new PointerEvent('pointermove', {clientX: 9, clientY: 9})"
+    browser.run(f"document.querySelector('.member:nth-child(3) .token').dispatchEvent({event})")
+    assert "log-prob, trainer\t-0.9999" in text(browser, "#tip")
+    browser.run(
+        "(() => { const s = document.getElementById('step-slider'); s.value = 2; s.dispatchEvent(new Event('input')); })()"
+    )
+    assert "what is 3?" in text(browser, "#samples .prompt")
+    put(browser, "#prompt-filter", "IS 1")
+    assert text(browser, "#samples-told") == "4 groups in all steps"  # 1, 10, 11 and 12
+    check(browser)
+
+
+def test_answers_config_environment_and_warnings_are_there(browser: Page, tmp_path: Path) -> None:
+    show(browser, make_run(tmp_path / "run"))
+    browser.press("#tab-heldout")
+    assert "learned (2)" in text(browser, "#heldout-kind")
+    browser.press("#heldout tr.line")
+    assert "a<b" in text(browser, "#heldout .answers")
+    for tab, what in (("config", "optimizer.lr"), ("environment", "node-1"), ("messages", "a gradient norm jumped")):
+        browser.press(f"#tab-{tab}")
+        assert what in text(browser, f"#{tab}")
+    browser.press("#config-kind [data-value=set]")
+    assert count(browser, "#config tbody tr") == 4 and count(browser, "nav .count.warn") == 1
+    check(browser)
+
+
+def test_it_is_light_or_dark_as_the_person_prefers_until_told_otherwise(browser: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    light = "getComputedStyle(document.body).backgroundColor"
+    browser.look(1300, 1000, is_dark=True)
+    show(browser, run)
+    assert browser.run(light) == "rgb(15, 20, 27)"
+    browser.press("#theme")
+    assert browser.run(light) == "rgb(246, 247, 249)"
+    browser.run("sessionStorage.clear()")
+    browser.look(1300, 1000)
+    show(browser, run)
+    assert browser.run(light) == "rgb(246, 247, 249)"
+
+
+def test_hostile_text_is_shown_and_does_nothing(browser: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", response=HOSTILE)
+    write_lines(run / "messages.jsonl", [{"step": 1, "time": HOSTILE, "level": "warning", "text": HOSTILE}])
+    write_lines(
+        run / "metrics.jsonl", [{"step": 1, "reward/mean": 1.0, f"reward/{HOSTILE}": 1.0, f"verdict/{HOSTILE}/{HOSTILE}": 1.0}]
+    )
+    show(browser, run)
+    for tab in ("samples", "heldout", "config", "environment", "messages", "curves"):
+        browser.press(f"#tab-{tab}")
+    browser.press("#heldout tr.line")
+    assert browser.run("document.getElementById('messages').textContent.includes('onerror=')")
+    assert "taken" not in browser.run("document.title")
+    assert count(browser, "img") == 0 and count(browser, "script") == 2
+    check(browser)
+
+
+def test_a_run_that_has_not_begun_and_one_with_gaps_are_drawn(browser: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    write_lines(
+        run / "metrics.jsonl", [{"step": s, "kl/mean": "NaN" if s == 2 else 0.5, "grad_norm": "Infinity"} for s in (1, 2, 3)]
+    )
+    show(browser, run)
+    browser.wait_for("document.querySelectorAll('.chart .notfinite').length === 4")
+    for name in (
+        "metrics.jsonl",
+        "samples.jsonl",
+        "heldout-000000.jsonl",
+        "heldout-000012.jsonl",
+        "messages.jsonl",
+        "run.json",
+    ):
+        (run / name).unlink()
+    show(browser, run)
+    assert "No step is logged yet" in text(browser, "#curves")
+    for tab in ("samples", "heldout", "environment", "messages"):
+        browser.press(f"#tab-{tab}")
+        assert text(browser, f"#{tab} .empty")
+    check(browser)

@@ -1,0 +1,277 @@
+"""The reward of a server that is slow, broken, away or wrongly described; what a real one answers is tested in tests/sglang."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from grpo_mega.config import Config, validate
+from grpo_mega.errors import ConfigError, RewardError
+from grpo_mega.preflight import check_rewards
+from grpo_mega.rewards import NoScore, RewardPool, Score, Step
+from grpo_mega.rewards.server import JUDGE_TEMPLATE, reward_model
+
+Answer = Callable[[str, Any], tuple[int, Any]]  # (path, body) -> (status, what is sent as JSON, or as it is if it is text)
+
+
+@contextmanager
+def serving(answer: Answer) -> Iterator[str]:
+    """A server that answers so; gives its url."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.do_POST()
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            status, found = answer(self.path, json.loads(body) if body else dict(self.headers))
+            data = found.encode() if isinstance(found, str) else json.dumps(found).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+def lengths(path: str, body: Any) -> tuple[int, Any]:
+    """A reward model to which the length of the text is the reward."""
+    if path == "/health":
+        return 200, ""
+    assert path == "/classify"
+    return 200, [{"embedding": [float(len(text))]} for text in body["text"]]
+
+
+def says(reply: str) -> Answer:
+    return lambda path, body: (200, {"choices": [{"message": {"content": reply}}]})
+
+
+def score(url: str, response: str = "abc", **options: Any) -> Score:
+    return reward_model("pp", response, "7", {"source": "gsm", "row": 3}, url=url, **options)
+
+
+def test_the_template_is_filled_and_the_value_scaled() -> None:
+    with serving(lengths) as url:
+        assert score(url) == Score(5.0, "scored")
+        assert score(url + "/", scale=-0.5) == Score(-2.5, "scored")
+        template = "{source}{row}|{answer}|{response}{other}{}"
+        expected = len("gsm3|7|{answer}{other}{}")  # what a response holds is not filled in again
+        assert score(url, "{answer}", template=template) == Score(expected, "scored")
+
+
+def test_steps_are_scored_by_the_response_up_to_their_end_in_one_request() -> None:
+    asked: list[Any] = []
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        asked.append(body["text"])
+        return lengths(path, body)
+
+    with serving(answer) as url:
+        assert score(url, "a\n\n\nbcd", steps=True) == Score(None, "scored", (Step(4, 3.0), Step(7, 9.0)))
+        found = score(url, "a\nb\n", steps=True, step_splitter="lines", scale=2)
+        assert found == Score(None, "scored", (Step(2, 6.0), Step(4, 10.0)))
+        assert score(url, "ab\n\ncd", steps=True, template="{response}") == Score(None, "scored", (Step(4, 2.0), Step(6, 6.0)))
+        assert score(url, " \n", steps=True) == Score(None, "no_steps")
+    assert asked[0] == ["ppa", "ppa\n\n\nbcd"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [("Good: 8", 0.8), ("8/10, so\n**7.5**", 0.75), ("<think>10</think>\nScore: 0.", 0.0), ("gpt4 says -2", -0.2)],
+)
+def test_the_last_number_of_a_judges_reply_counts(reply: str, value: float) -> None:
+    asked: list[Any] = []
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        asked.append((path, body))
+        return says(reply)(path, body)
+
+    with serving(answer) as url:
+        assert score(url, api="chat", model="judge") == Score(pytest.approx(value), "scored")
+    ((path, body),) = asked
+    assert (path, body["model"]) == ("/v1/chat/completions", "judge")
+    (message,) = body["messages"]
+    filled = JUDGE_TEMPLATE.replace("{prompt}", "pp").replace("{answer}", "7").replace("{response}", "abc")
+    assert message == {"role": "user", "content": filled}
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "error"),
+    [
+        (says("no idea"), {"api": "chat", "model": "m"}, "replied without a number (no idea); ask for one in template"),
+        (lambda path, body: (200, {"x": 1}), {"api": "chat", "model": "m"}, "not a message; correct url or api"),
+        (lambda path, body: (200, [{"embedding": []}]), {}, "gave [] for a text; serve a reward model, with --is-embedding"),
+        (lambda path, body: (200, [{"embedding": [1, 2]}]), {}, "has a model of 2 outputs; set output to one of 0 to 1"),
+        (lambda path, body: (200, [{"embedding": [1]}]), {"output": 1}, "output=1 is not one; lower it"),
+        (lambda path, body: (200, []), {}, "not 1 embeddings"),
+        (lambda path, body: (200, {"scores": 3}), {"api": "score"}, "not 1 scores"),
+        (lambda path, body: (400, "input is\ntoo long"), {}, "/classify answers 400 (input is too long); correct the options"),
+        (lambda path, body: (503, "busy"), {"retries": 1}, "answers 503 (busy); see its log"),
+        (lambda path, body: (200, "<html>"), {"retries": 0}, "does not answer (Expecting value"),
+    ],
+)
+def test_a_reply_without_a_reward_is_a_missing_score(answer: Answer, options: dict[str, Any], error: str) -> None:
+    with serving(answer) as url, pytest.raises(NoScore) as raised:
+        score(url, **options)
+    assert str(raised.value).startswith(f"the server at {url}")
+    assert error in str(raised.value)
+
+
+def test_a_server_that_fails_at_times_is_asked_again() -> None:
+    statuses = iter([503, 429, 200])
+    with serving(lambda path, body: (next(statuses), [{"embedding": [3.0]}])) as url:
+        assert score(url) == Score(3.0, "scored")
+    statuses = iter([400, 200])
+    with serving(lambda path, body: (next(statuses), "no")) as url, pytest.raises(NoScore):
+        score(url)
+    assert list(statuses) == [200]  # a refusal is not asked twice
+
+
+def test_a_server_that_hangs_is_given_up_in_time() -> None:
+    with serving(lambda path, body: (time.sleep(3), (200, []))[1]) as url:  # type: ignore[func-returns-value]
+        started = time.monotonic()
+        with pytest.raises(NoScore, match="does not answer"):
+            score(url, timeout_s=0.5, retries=5)
+        assert time.monotonic() - started < 1.5
+
+
+def _pool(url: str, **options: Any) -> RewardPool:
+    given = {"url": url, "timeout_s": 10.0, **options}
+    return RewardPool([("reward_model", 1.0)], 1, 20.0, options={"reward_model": given})
+
+
+def test_one_failure_costs_its_own_score_and_only_failures_stop_the_run() -> None:
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        return (400, "bad") if "bad" in str(body) else lengths(path, body)
+
+    with serving(answer) as url, _pool(url) as pool:
+        for key, response in enumerate(["good", "bad"]):
+            pool.submit(key, "", response, "", {})
+        results = pool.collect()
+        assert [(r.total, r.verdicts["reward_model"]) for r in results.values()] == [(4.0, "scored"), (None, "error")]
+        pool.submit(0, "", "bad", "", {})
+        with pytest.raises(RewardError) as raised:
+            pool.collect()
+        assert f"the server at {url}/classify answers 400 (bad); correct the options" in str(raised.value)
+
+
+def test_a_server_that_is_not_there_is_one_line_before_anything_is_scored() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with _pool(url) as pool, pytest.raises(RewardError) as raised:
+        pool.wait_until_ready()
+    assert f"no server answers at url={url} ([Errno 111] Connection refused); start it, or correct" in str(raised.value)
+    with (
+        serving(lambda path, body: (503, "")) as url,
+        _pool(url) as pool,
+        pytest.raises(RewardError, match="answers 503 to /health"),
+    ):
+        pool.wait_until_ready()
+    with serving(lambda path, body: (404, "")) as url, _pool(url) as pool:  # not every server has /health
+        pool.wait_until_ready()
+
+
+def test_a_worker_that_is_replaced_in_the_midst_of_a_run_does_not_need_the_server() -> None:
+    statuses = iter([200])  # of /health
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        return (next(statuses, 503), "") if path == "/health" else lengths(path, body)
+
+    with serving(answer) as url, _pool(url) as pool:
+        pool.wait_until_ready()
+        os.kill(pool.worker_pids[0], signal.SIGKILL)
+        time.sleep(0.2)
+        pool.submit(0, "", "fine", "", {})
+        assert pool.collect()[0].total == 4.0
+
+
+def test_the_key_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    seen: list[Any] = []
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        seen.append(body)
+        return 200, ""
+
+    with serving(answer) as url, _pool(url, api_key_env="JUDGE_KEY") as pool:
+        pool.wait_until_ready()
+    assert seen[0]["Authorization"] == "Bearer secret"
+
+
+def _config(**reward: Any) -> Config:
+    function = {"name": "reward_model", "options": {"url": "http://n:1"} | reward.pop("options", {})}
+    return validate(
+        {
+            "run_dir": "r",
+            "steps": 1,
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "rewards": {"functions": [function], **reward},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("reward", "error"),
+    [
+        ({"options": {"url": "n:1"}}, "url='n:1' is not of the form http://HOST:PORT"),
+        ({"options": {"url": 5}}, "url=5 is not a text"),
+        ({"options": {"api": "rank"}}, "api='rank' is unknown; use one of classify, score, chat"),
+        ({"options": {"api": "chat"}}, "api=chat needs the option model"),
+        ({"options": {"template": "{prompt}"}}, "template has no {response}"),
+        ({"options": {"labels": "yes"}}, "labels='yes' are not token ids; write them like '9689,2753'"),
+        ({"options": {"output": -1}}, "output=-1 is not a whole number of at least 0"),
+        ({"options": {"retries": 1.5}}, "retries=1.5 is not a whole number of at least 0"),
+        ({"options": {"scale": "1"}}, "scale='1' is not a number"),
+        ({"options": {"timeout_s": 0}}, "timeout_s=0 is not above 0"),
+        ({"options": {"steps": "yes"}}, "steps='yes' is neither true nor false"),
+        ({"options": {"api_key_env": "NO_SUCH_KEY"}}, "'NO_SUCH_KEY' is not in the environment; export it"),
+        ({"options": {"modle": "x"}}, "has no option 'modle'; did you mean model?"),
+        ({"options": {"timeout_s": 9}}, "timeout_s=9 is not below rewards.deadline_s=5; lower it, or raise"),
+        ({"deadline_s": 3}, "timeout_s=4 is not below rewards.deadline_s=3"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_anything_starts(reward: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(error)) as raised:
+        check_rewards(_config(**reward).rewards)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_config_without_a_url_is_refused() -> None:
+    raw = _config().model_dump(mode="json")
+    raw["rewards"]["functions"][0]["options"] = {}
+    with pytest.raises(ConfigError, match="reward function 'reward_model' needs the option 'url'"):
+        check_rewards(validate(raw).rewards)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("blank", "rewards.step_splitter='blank' is unknown; use blank-lines, lines, step-k or regex:PATTERN"),
+        ("regex:", "rewards.step_splitter='regex:' is unknown"),
+        ("regex:[", "rewards.step_splitter='regex:[' is not a regular expression"),
+    ],
+)
+def test_a_step_splitter_that_does_not_exist_is_refused_with_the_config(name: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(error)):
+        _config(step_splitter=name)

@@ -1,0 +1,81 @@
+"""Where the steps of a response end: by name against tables, for any text by its invariants, and in linear time."""
+
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mega.config_rewards import STEP_REGEX, STEP_SPLITTERS
+from grpo_mega.errors import ConfigError
+from grpo_mega.rewards.steps import REGEX, SPLITTERS, splitter
+
+NAMES = [*SPLITTERS, "regex:;", "regex:(?=<)", r"regex:\s*", "regex:x?"]
+
+
+def _split(text: str, name: str) -> list[str]:
+    ends = splitter(name)(text)
+    return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("blank-lines", ["First,\nso.\n\n", "Then\r\n \t\n\n", "at last\n"]),
+        ("blank-lines", ["\n\n  First.\n\n", "Last."]),
+        ("blank-lines", ["one step\n"]),
+        ("lines", ["34+7=41\n", "\n41+9=50\n", "50+8=58"]),
+        ("lines", ["\n\na\n", "b\n\n"]),
+        ("step-k", ["Let us see.\n", "Step 1: add\nthem\n", "**Step 2:** step 7 is no step\n", "### step 3. end\n"]),
+        ("step-k", ["Step 1\nx\n", "- Step 10) y\n", "  > **step 3** z\nSteps 4\nStepping 5\nstep four"]),
+        ("regex:;", ["a;", "b;", " c"]),
+        ("regex:(?=<)", ["a", "<b>", "<c>"]),
+        ("regex:(?i)so", ["it is so", ", and SO", " on"]),
+    ],
+)
+def test_a_text_is_cut_into_its_steps(name: str, steps: list[str]) -> None:
+    assert _split("".join(steps), name) == steps
+
+
+@settings(max_examples=300, derandomize=True)
+@given(st.lists(st.sampled_from(["\n", "\n\n", " ", "\r\n", "\t", "a", ";", "<", "x", "Step 1", "**", "é"]), max_size=14))
+def test_steps_cover_the_text_and_none_is_blank(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    for name in NAMES:
+        steps = _split(text, name)
+        assert "".join(steps) == (text if text.strip() else "")
+        assert all(step.strip() for step in steps)
+
+
+@settings(max_examples=200, derandomize=True)
+@given(st.text(alphabet="a \n", max_size=20))
+def test_lines_and_blank_lines_are_those_of_a_regular_expression(text: str) -> None:
+    assert [s.strip() for s in _split(text, "lines")] == [s.strip() for s in text.split("\n") if s.strip()]
+    assert [s.strip() for s in _split(text, "blank-lines")] == [s.strip() for s in re.split(r"\n\s*\n", text) if s.strip()]
+
+
+@pytest.mark.parametrize("piece", ["\n", " ", "\n ", "#", "> ", "Step 1", "*_", "\nstep", "\n \t"])
+@pytest.mark.parametrize("name", SPLITTERS)
+def test_it_takes_linear_time(name: str, piece: str) -> None:
+    started = time.process_time()
+    splitter(name)("a" + piece * (300_000 // len(piece)) + "b")
+    assert time.process_time() - started < 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("line", "'line' is unknown; use one of blank-lines, lines, step-k, or regex:PATTERN"),
+        ("regex:", "'regex:' is unknown"),
+        ("regex:(a", "is not a regular expression"),
+    ],
+)
+def test_a_splitter_that_does_not_exist_is_refused(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        splitter(name)
+
+
+def test_the_config_knows_the_same_splitters() -> None:
+    assert set(STEP_SPLITTERS) == set(SPLITTERS)
+    assert STEP_REGEX == REGEX

@@ -1,0 +1,177 @@
+"""One of the two ranks of test_phase.py: phases of the embedded engine that end early, case after case."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import VOCAB_SIZE, make_model
+from ranks import run_cases
+
+from grpo_mega.device import Device
+from grpo_mega.rollout.board import Board
+from grpo_mega.rollout.embedded import EmbeddedEngine
+from grpo_mega.rollout.engine import Sampling
+from grpo_mega.rollout.phase import Economy, Phase, sample
+from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.weights.apply import fill
+from grpo_mega.weights.boxes import region
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.spec import ModelShape
+
+WORLD_SIZE, GROUP_SIZE = 2, 3
+SAMPLING = Sampling(GROUP_SIZE, 1.0, 40, stop_token_ids=frozenset(range(0, VOCAB_SIZE, 9)), seed=5)
+NUMBERS = random.Random(0)
+PROMPTS = [
+    Prompt(id=9 + 2 * i, text="", token_ids=tuple(NUMBERS.randrange(VOCAB_SIZE) for _ in range(3 + i % 4)), answer="")
+    for i in range(14)
+]
+MODEL = make_model("qwen2", seed=3)
+
+
+class Ranks:
+    """What a rank samples with: an engine with MODEL's weights, and the board."""
+
+    def __init__(self, rank: int, max_concurrent: int = 256) -> None:
+        shape = ModelShape.from_hf_config(MODEL.config.to_dict())
+        self.rank = rank
+        self.engine = EmbeddedEngine(
+            MODEL.config,
+            family_of(shape.model_type),
+            shape,
+            MODEL.dtype,
+            Device("cpu", torch.device("cpu")),
+            max_concurrent,
+            rank=rank,
+            world_size=WORLD_SIZE,
+            prove=False,
+        )
+        weights = dict(MODEL.named_parameters())
+        holding = self.engine.side().holding(rank)
+        fill(holding, self.engine.tensors(), lambda box: weights[box.tensor][region(box.start, box.shape)])
+        self.engine.version = 1
+        self.economy = Economy()
+        BOARDS[0] = BOARDS[0] or Board(dist.distributed_c10d._get_default_store(), rank, WORLD_SIZE)
+        self.board = BOARDS[0]
+
+    def sample(self, wanted: int, *, slow_rank: int | None = None) -> Phase:
+        def on_sample(_: Sample) -> None:
+            if self.rank == slow_rank:
+                time.sleep(0.02)
+
+        return sample(
+            self.engine,
+            self.board,
+            PROMPTS,
+            SAMPLING,
+            step=4,
+            on_sample=on_sample,
+            wanted=wanted,
+            deadline_s=60,
+            mend=lambda version: None,
+            economy=self.economy,
+        )
+
+    def all_groups(self) -> dict[int, Group]:
+        """Of both ranks, run to the end."""
+        found: list[dict[int, Group]] = [{}] * WORLD_SIZE
+        dist.all_gather_object(found, self.sample(len(PROMPTS)).mine)
+        return {place: group for groups in found for place, group in groups.items()}
+
+
+BOARDS: list[Any] = [None]  # one for all cases, as names of the store are used once
+
+
+def longest(group: Group) -> int:
+    return max(s.response_len for s in group.samples)
+
+
+def check_same(mine: dict[int, Group], whole: dict[int, Group]) -> None:
+    for place, group in mine.items():
+        assert group.prompt is PROMPTS[place]
+        for found, expected in zip(group.samples, whole[place].samples, strict=True):
+            assert (found.index, found.response_ids) == (expected.index, expected.response_ids)
+            assert found.finish_reason == expected.finish_reason
+            torch.testing.assert_close(
+                torch.tensor(found.rollout_logprobs), torch.tensor(expected.rollout_logprobs), rtol=0, atol=1e-5
+            )
+
+
+def keeps_the_first(rank: int, folder: Path) -> None:
+    """Whatever the ranks' speed, the groups that a clock of decoded tokens puts first."""
+    ranks = Ranks(rank)
+    whole = ranks.all_groups()
+    assert len({longest(group) for group in whole.values()}) > 6, "the case has become too easy"
+    for wanted in (1, 5, 13):
+        expected = sorted(sorted(whole, key=lambda place: (longest(whole[place]), place))[:wanted])
+        for slow_rank in (None, 0, 1):
+            phase = ranks.sample(wanted, slow_rank=slow_rank)
+            assert phase.places == expected, (phase.places, expected)
+            assert sorted(phase.mine) == [place for place in expected if place % WORLD_SIZE == rank]
+            check_same(phase.mine, whole)
+    assert ranks.all_groups() == whole, "the engine is not as it was before"
+
+
+def keeps_the_first_of_several_batches(rank: int, folder: Path) -> None:
+    """Of 7 prompts a rank decodes 2 at once; the clock goes on from batch to batch, in the order of the prompts."""
+    whole = Ranks(rank).all_groups()
+    clocks: dict[int, int] = {}
+    for first in range(WORLD_SIZE):
+        mine, began = list(range(first, len(PROMPTS), WORLD_SIZE)), 0
+        for batch in (mine[i : i + 2] for i in range(0, len(mine), 2)):
+            clocks |= {place: began + longest(whole[place]) for place in batch}
+            began = max(clocks[place] for place in batch)
+    for wanted in (3, 8):
+        expected = sorted(sorted(clocks, key=lambda place: (clocks[place], place))[:wanted])
+        for slow_rank in (0, 1):
+            phase = Ranks(rank, max_concurrent=2 * GROUP_SIZE).sample(wanted, slow_rank=slow_rank)
+            assert phase.places == expected, (phase.places, expected)
+            check_same(phase.mine, whole)
+
+
+def counts_what_is_thrown_away(rank: int, folder: Path) -> None:
+    ranks = Ranks(rank)
+    whole = ranks.all_groups()
+    assert ranks.economy.lap() == {}, "nothing was thrown away"
+    wanted = 6
+    phase = ranks.sample(wanted)
+    kept = [s.response_len for place in phase.places for s in whole[place].samples]
+    aborted = [s.response_len for place in set(whole) - set(phase.places) for s in whole[place].samples]
+    found = ranks.economy.lap()
+    assert ranks.economy.lap() == {}
+    everyone: list[dict[str, float]] = [{}] * WORLD_SIZE
+    dist.all_gather_object(everyone, found)
+    assert everyone[0] == everyone[1]
+    assert (found["rollout/begun_groups"], found["rollout/aborted_groups"]) == (len(PROMPTS), len(PROMPTS) - wanted)
+    assert (found["rollout/kept_tokens"], found["rollout/kept_length"]) == (sum(kept), sum(kept) / len(kept))
+    # A rank aborts at the clock of the last group that goes on, or a few tokens later.
+    clock = max(longest(whole[place]) for place in phase.places)
+    assert sum(min(length, clock) for length in aborted) <= found["rollout/aborted_tokens"] <= sum(aborted)
+    assert found["rollout/aborted_length"] == found["rollout/aborted_tokens"] / len(aborted)
+
+
+def leaves_nothing_on_the_board(rank: int, folder: Path) -> None:
+    ranks = Ranks(rank)
+    store = dist.distributed_c10d._get_default_store()
+
+    def num_keys() -> int:
+        ranks.board.meet("counting", None, 60)
+        dist.barrier()
+        found = store.num_keys()
+        dist.barrier()
+        return found
+
+    ranks.sample(3)
+    before = num_keys()
+    for _ in range(3):
+        ranks.sample(3)
+    assert num_keys() == before
+
+
+if __name__ == "__main__":
+    cases = (keeps_the_first, keeps_the_first_of_several_batches, counts_what_is_thrown_away, leaves_nothing_on_the_board)
+    run_cases({f.__name__: f for f in cases})

@@ -1,0 +1,134 @@
+"""Evaluation within a run and by `grpo-mega eval`, on one small run: the same answers, in any layout, and figures that follow
+from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import combinations
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import bench_kills
+import pytest
+from transformers import AutoTokenizer
+
+from grpo_mega.config_data import DataConfig
+from grpo_mega.data import load_data
+
+pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).resolve().parents[2]
+REWARD = "def is_odd(prompt, response, answer, extras):\n    return float(sum(map(ord, response)) % 2)\n"
+SAMPLES = 5
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps, evaluated before, between and after, on two held-out sets."""
+    folder = tmp_path_factory.mktemp("eval")
+    path = bench_kills.write_inputs(folder, "tp=1")
+    (folder / "scoring.py").write_text(REWARD)
+    config = json.loads(path.read_text())
+    rows = (folder / "heldout.jsonl").read_text()
+    (folder / "second.jsonl").write_text(rows.replace("Say", "Shout"))
+    del config["data"]["heldout"]
+    config["data"]["heldout_sets"] = {"said": str(folder / "heldout.jsonl"), "shouted": str(folder / "second.jsonl")}
+    config["rewards"]["functions"] = [{"name": "scoring.is_odd"}]
+    config |= {"steps": 2, "eval": {"interval": 1, "samples": SAMPLES, "temperature": 1.3}, "run_dir": str(folder / "run")}
+    path.write_text(json.dumps(config))
+    command(folder, "train", str(path))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def evaluated(run_dir: Path) -> str:
+    """What evaluating the checkpoint of step 1 prints, in two pipeline stages; rows.jsonl lies beside the run."""
+    before = contents(run_dir)
+    out = run_dir.parent / "rows.jsonl"
+    output = command(run_dir.parent, "eval", str(run_dir), "--step", "1", "--set", "layout={pp: 2}", "--out", str(out))
+    assert contents(run_dir) == before, "the run's folder was touched"
+    return output
+
+
+def command(folder: Path, *arguments: str) -> str:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, folder))), "OMP_NUM_THREADS": "1"}
+    environment |= {"TMPDIR": str(folder / "temporary")}
+    (folder / "temporary").mkdir(exist_ok=True)
+    process = [sys.executable, "-m", "grpo_mega.cli", *arguments]
+    done = subprocess.run(process, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=400)
+    assert done.returncode == 0, done.stdout
+    assert not list((folder / "temporary").glob("grpo_mega-eval-*"))
+    return done.stdout
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {p: (p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_command_gives_the_answers_of_the_run_in_another_layout(run_dir: Path, evaluated: str) -> None:
+    rows = read(run_dir.parent / "rows.jsonl")
+    assert [row["set"] for row in rows] == ["said"] * 2 + ["shouted"] * 2
+    assert rows == read(run_dir / "heldout-000001.jsonl")
+
+
+def test_the_commands_last_line_has_the_figures_that_the_run_logged(run_dir: Path, evaluated: str) -> None:
+    summary = json.loads(evaluated.splitlines()[-1])
+    assert summary["step"] == 1 and summary["samples"] == SAMPLES and summary["temperature"] == 1.3
+    (logged,) = [row for row in read(run_dir / "metrics.jsonl") if row["step"] == 1 and "eval/score" in row]
+    for name, found in summary["sets"].items():
+        for key in found.keys() - {"num_prompts", "num_unusable"}:
+            assert logged[f"eval/{name}/{key}"] == pytest.approx(found[key])
+    assert logged["eval/score"] == pytest.approx((logged["eval/said/score"] + logged["eval/shouted/score"]) / 2)
+    assert "pass@4" in evaluated and "said" in evaluated
+
+
+def test_figures_follow_from_the_rows(run_dir: Path, evaluated: str) -> None:
+    summary = json.loads(evaluated.splitlines()[-1])
+    for name in ("said", "shouted"):
+        rows = [row for row in read(run_dir.parent / "rows.jsonl") if row["set"] == name]
+        found = summary["sets"][name]
+        solved = [row["solved"] for row in rows]
+        assert found["score"] == pytest.approx(sum(row["correct"] for row in rows) / 2)
+        assert found[f"mean@{SAMPLES}"] == pytest.approx(sum(solved) / 2 / SAMPLES)
+        for k in (1, 2, 4):
+            missed = [len(list(combinations(range(SAMPLES - c), k))) / comb(SAMPLES, k) for c in solved]
+            assert found[f"pass@{k}"] == pytest.approx(1 - sum(missed) / 2)
+        for row in rows:
+            assert row["correct"] == bool(sum(map(ord, row["response"])) % 2)
+            assert len(row["answers"]) == row["samples"] == SAMPLES
+
+
+def test_the_training_set_gives_pass_rates_that_filter_it(run_dir: Path) -> None:
+    """Of a Hugging Face folder in place of the run's checkpoint."""
+    folder = run_dir.parent
+    arguments = [
+        "--model",
+        str(run_dir / "hf"),
+        "--train-set",
+        "--samples",
+        "4",
+        "--no-greedy",
+        "--out",
+        str(folder / "r.jsonl"),
+    ]
+    output = command(folder, "eval", str(run_dir), *arguments)
+    rows = read(folder / "r.jsonl")
+    assert len(rows) == 8 and all("response" not in row and 0 <= row["solved"] <= 4 for row in rows)
+    summary = json.loads(output.splitlines()[-1])["sets"]["all"]
+    assert summary["mean@4"] == pytest.approx(sum(row["solved"] for row in rows) / 32)
+    assert summary["never_solved"] == sum(row["solved"] == 0 for row in rows) / 8
+    limits = {"pass_rates": str(folder / "r.jsonl"), "min_pass_rate": 0.3, "max_pass_rate": 0.7}
+    config = DataConfig.model_validate({"train": str(folder / "train.jsonl"), "max_prompt_length": 32} | limits)
+    data = load_data(config, AutoTokenizer.from_pretrained(folder / "model"))
+    kept = {row["id"] for row in rows if 0.3 <= row["solved"] / 4 <= 0.7}
+    assert 0 < len(kept) < 8
+    assert {prompt.id for prompt in data.train} == kept
+    assert f"{8 - len(kept)} of 8 training prompts dropped" in data.notes[-1]

@@ -1,0 +1,172 @@
+"""`grpo-mega eval` before any rank starts: what it makes of a run or a config, and one line for what it cannot use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_mega import cli
+from grpo_mega import config as configs
+from grpo_mega.config import EvalConfig
+from grpo_mega.errors import ConfigError, UserError
+from grpo_mega.evaluation_request import Options, Request, make_request
+
+RAW: dict[str, Any] = {
+    "run_dir": "somewhere",
+    "steps": 7,
+    "model": {"path": "model", "dtype": "float32"},
+    "layout": {"tp": 2},
+    "data": {"train": ["a.jsonl", "b.jsonl"], "heldout": "h.jsonl", "pass_rates": "r.jsonl", "min_pass_rate": 0.1},
+    "rollout": {"temperature": 0.7},
+    "eval": {"num_prompts": 5, "samples": 16, "ks": [16]},
+    "log": {"wandb": True},
+}
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    return write(tmp_path / "c.yaml")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """The folder of a run with checkpoints of steps 2 and 4."""
+    folder = tmp_path / "run"
+    for step in (2, 4):
+        (folder / f"checkpoints/step-00000{step}").mkdir(parents=True)
+        (folder / f"checkpoints/step-00000{step}/checkpoint.json").write_text("{}")
+    (folder / "checkpoints/latest").write_text("step-000004\n")
+    write(folder / "config.yaml")
+    return folder
+
+
+def write(path: Path, **data: Any) -> Path:
+    path.write_text(yaml.safe_dump(RAW | ({"data": data} if data else {})))
+    return path
+
+
+def test_a_run_gives_its_newest_checkpoint_or_the_one_of_a_step(run_dir: Path) -> None:
+    assert make_request(Options(run_dir)).checkpoint == run_dir / "checkpoints/step-000004"
+    found = make_request(Options(run_dir, step=2))
+    assert found.checkpoint == run_dir / "checkpoints/step-000002"
+    assert found.config.model.init == "random"  # the weights that the run began with need not be there any more
+    assert make_request(Options(run_dir, model=Path("hf"))).checkpoint is None
+
+
+def test_a_config_gives_its_model_and_another_may_be_named(config_file: Path) -> None:
+    found = make_request(Options(config_file)).config
+    assert (found.model.path, found.model.init) == (Path("model"), "checkpoint")
+    assert make_request(Options(config_file, model=Path("hf"))).config.model.path == Path("hf")
+
+
+def test_only_held_out_prompts_are_loaded_where_they_are_a_set_of_their_own(config_file: Path, tmp_path: Path) -> None:
+    found = make_request(Options(config_file))
+    assert [source.path for source in found.config.data.train] == ["h.jsonl"]
+    assert (found.names, found.config.eval.num_prompts, found.config.data.pass_rates) == (("",), 5, None)
+    several = write(tmp_path / "d.yaml", train="a", heldout_sets={"x": "x.jsonl", "y": {"path": "y", "prompt_column": "q"}})
+    found = make_request(Options(several))
+    assert found.names == ("x", "y")
+    assert [(source.path, source.prompt_column) for source in found.config.data.train] == [("x.jsonl", None), ("y", "q")]
+
+
+def test_prompts_split_off_from_the_training_data_are_split_off_again(tmp_path: Path) -> None:
+    found = make_request(Options(write(tmp_path / "d.yaml", train="a", heldout_size=3)))
+    assert found.names is None
+    assert (found.config.data.train[0].path, found.config.data.heldout_size) == ("a", 3)
+
+
+def test_the_training_set_is_evaluated_whole_with_the_prompts_that_pass_rates_would_drop(config_file: Path) -> None:
+    found = make_request(Options(config_file, train_set=True, samples=8))
+    assert [source.path for source in found.config.data.train] == ["a.jsonl", "b.jsonl"]
+    assert found.config.data.heldout is None
+    assert (found.config.data.pass_rates, found.config.data.min_pass_rate) == (None, None)
+    assert found.config.eval.num_prompts is None
+
+
+def test_settings_are_the_configs_unless_given(config_file: Path) -> None:
+    assert make_request(Options(config_file)).config.eval.all_ks == (16,)
+    found = make_request(Options(config_file, samples=8, temperature=0.6, top_p=0.9, greedy=False, prompts=2)).config.eval
+    assert (found.samples, found.all_ks, found.temperature, found.top_p) == (8, (1, 2, 4, 8), 0.6, 0.9)
+    assert (found.greedy, found.num_prompts) == (False, 2)
+    assert make_request(Options(config_file, samples=8, ks=[3])).config.eval.all_ks == (3,)
+    assert make_request(Options(config_file, overrides=["layout.tp=1"])).config.layout.tp == 1
+    assert not make_request(Options(config_file)).config.log.wandb
+
+
+def test_ranks_read_the_request_that_their_launcher_wrote(run_dir: Path, tmp_path: Path) -> None:
+    for options in (Options(run_dir, out=tmp_path / "rows.jsonl"), Options(run_dir, model=Path("hf"), train_set=True)):
+        request = make_request(options)
+        request.write(tmp_path)
+        assert Request.read(tmp_path) == request
+
+
+@pytest.mark.parametrize(("samples", "ks"), [(0, ()), (1, (1,)), (6, (1, 2, 4)), (8, (1, 2, 4, 8))])
+def test_ks_are_powers_of_two_up_to_the_samples(samples: int, ks: tuple[int, ...]) -> None:
+    assert EvalConfig(samples=samples).all_ks == ks
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"step": 3}, "has no checkpoint of step 3; there are: step-000002, step-000004"),
+        ({"step": 2, "model": Path("hf")}, "--model hf and --step 2 name two policies; give one of them"),
+        ({"data": "d", "train_set": True}, "--data d and --train-set name two sets; give one of them"),
+        ({"samples": 4, "ks": [2, 8]}, "eval.ks=[2, 8] has 8, above eval.samples=4; raise samples"),
+        ({"samples": 0, "greedy": False}, "eval.greedy=false and eval.samples=0 leave nothing to evaluate"),
+        ({"temperature": 0.0}, "eval.temperature=0.0: input should be greater than 0"),
+        ({"top_p": 1.5}, "eval.top_p=1.5: input should be less than or equal to 1"),
+        ({"samples": -1}, "eval.samples=-1: input should be greater than or equal to 0"),
+        ({"out": Path("none/rows.jsonl")}, "--out none/rows.jsonl: there is no folder none; make it first"),
+        ({"out": Path(__file__)}, "test_evaluation_request.py exists; name a file that does not"),
+        ({"overrides": ["data.heldout=null"]}, "has no held-out prompts; name a data set by --data, or give --train-set"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line(run_dir: Path, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_request(Options(run_dir, **options))
+    assert problem in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_target_that_is_neither_run_nor_config_is_one_line(config_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no config\.yaml; name the run_dir of a run, or a config file"):
+        make_request(Options(tmp_path))
+    with pytest.raises(ConfigError, match=r"--step 2 is of a run, and .*c\.yaml is a file; name the run's folder"):
+        make_request(Options(config_file, step=2))
+    with pytest.raises(ConfigError, match="No such file or directory; name an existing YAML file"):
+        make_request(Options(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--set", "model.path=/none"], "model.path=/none is not a folder"),
+        (["--prompts", "0"], "--prompts 0 leaves nothing to evaluate"),
+    ],
+)
+def test_the_command_ends_with_code_2_and_leaves_nothing(
+    run_dir: Path, tmp_path: Path, arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main(["eval", str(run_dir), "--out", str(tmp_path / "rows.jsonl"), *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and problem in output.err and len(output.err.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+    assert "GRPO_MEGA_EVAL_FOLDER" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ({"heldout": "h", "heldout_sets": {"x": "x"}}, "data.heldout=h and data.heldout_sets=x are set; give one of them"),
+        ({"heldout_sets": {"a b": "x"}}, "data.heldout_sets has the name 'a b'; use letters, digits"),
+        ({"heldout_sets": {"x": {"path": "x", "wait": 1}}}, "unknown key 'data.heldout_sets.x.wait'; did you mean 'path'?"),
+    ],
+)
+def test_bad_names_of_held_out_sets_are_one_line(data: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configs.validate(RAW | {"data": {"train": "a", **data}})
+    assert str(caught.value).startswith(problem)
