@@ -23,9 +23,11 @@ from grpo_mega.checkpoint_files import LATEST, MANIFEST, STATE
 from grpo_mega.config import CheckpointConfig
 from grpo_mega.errors import ResumeError
 from grpo_mega.megatron.policy import Policy
+from grpo_mega.observe.byte_bar import byte_bar
 
 STAGING = Path("/dev/shm")  # memory that is a file system; where it is too small, the disk is used
 _CHUNK = 16 << 20  # bytes
+_SECONDS_BETWEEN_LOOKS = 0.2
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,10 @@ class Manifest:
 class Checkpoints:
     """Saves of one run. All ranks call every method together; the same rank's calls do not overlap."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig, rank: int) -> None:
+    def __init__(self, folder: Path, config: CheckpointConfig, rank: int, *, shows_progress: bool = False) -> None:
         self.folder, self._config, self._rank = folder, config, rank
+        self._shows_progress = shows_progress and rank == 0
+        self._num_staged = self._num_written = 0  # bytes of the save under way, by this rank
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._checksums: dict[str, str] = {}
@@ -70,6 +74,7 @@ class Checkpoints:
         partial = self._partial(manifest.step)
         (partial / STATE).mkdir(parents=True, exist_ok=True)
         arguments = (self._mine(staging), partial / STATE)
+        self._num_staged, self._num_written = sum(path.stat().st_size for path in arguments[0]), 0
         self._writer = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._writer.start()
 
@@ -82,7 +87,7 @@ class Checkpoints:
         """Waits for a save under way and makes it visible. Raises ResumeError if a rank could not write its part."""
         if self._pending is None or self._writer is None:
             return
-        self._writer.join()
+        self._wait()
         manifest, self._pending = self._pending, None
         reports: list[tuple[dict[str, str], str]] = [({}, "")] * dist.get_world_size()
         dist.all_gather_object(reports, (self._checksums, str(self._failure or "")))
@@ -96,6 +101,16 @@ class Checkpoints:
             self._publish(manifest, {name: s for sums, _ in reports for name, s in sums.items()})
         self._last = manifest
         dist.barrier()
+
+    def _wait(self) -> None:
+        """Until this rank has written its part."""
+        assert self._writer is not None
+        shown = self._num_written
+        with byte_bar(self._num_staged - shown, "writing the checkpoint", self._shows_progress) as bar:
+            while self._writer.is_alive():
+                self._writer.join(_SECONDS_BETWEEN_LOOKS)
+                bar.advance(self._num_written - shown)
+                shown = self._num_written
 
     def _stage(self, policy: Policy) -> Path:
         """The state in a folder of this node, once it is sure that the disk will take it."""
@@ -128,6 +143,7 @@ class Checkpoints:
         try:
             for path in staged:
                 written = _copy(path, target / path.name)
+                self._num_written += path.stat().st_size
                 if sha256(target / path.name) != written:
                     raise OSError(f"{target / path.name} reads back otherwise than it was written")
                 self._checksums[path.name] = written

@@ -36,6 +36,7 @@ from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.observe.progress import progress
 from grpo_mega.observe.run_log import Log, open_run_log
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rewards.pool import RewardPool
@@ -135,7 +136,8 @@ class Job:
         self.is_stopping = self.stop.requested() and step < config.steps  # after the last step there is nothing to stop
         is_last = step == config.steps and config.checkpoint.interval > 0
         if self.is_stopping or is_last or self.is_due(config.checkpoint.interval, step):
-            with self.timers("checkpoint"):
+            is_shown = self.is_main and self.config.log.progress
+            with self.timers("checkpoint"), progress(None, f"checkpoint of step {step}", is_shown):
                 self.save(step)
 
     def is_stopped(self, step: int) -> bool:
@@ -265,7 +267,9 @@ def open_job(config: Config, build: BuildPolicy | None = None) -> Iterator[Job]:
             scorer=Scorer(pool, partial(decode, tokenizer)),
             log=log,
             timers=timers,
-            checkpoints=Checkpoints(config.run_dir / "checkpoints", config.checkpoint, runtime.rank),
+            checkpoints=Checkpoints(
+                config.run_dir / "checkpoints", config.checkpoint, runtime.rank, shows_progress=config.log.progress
+            ),
             stop=stop,
         )
 

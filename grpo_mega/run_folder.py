@@ -4,7 +4,7 @@
     run.json         command, versions, git state, seed     samples.jsonl   some responses of every step
     checkpoints/     step-N folders and `latest`            heldout-N.jsonl answers to the held-out prompts after step N
     logs/            output of the ranks but the first      messages.jsonl  what the run said besides, warnings among it
-    lock             held by the process that trains here   report.html     all of this to look at, from time to time and at the end
+    lock             held by the process that trains here   report.html     all of this to look at, refreshed and at the end
     stop             made by you: stop after this step      curves.png      from `grpo-mega report`
     hf/              the trained policy, at the end         hang/           where every rank was, if it got stuck
     trace/           from `train --profile STEPS`

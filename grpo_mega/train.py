@@ -10,10 +10,12 @@ from collections.abc import Sequence
 
 from grpo_mega.algorithm.advantages import has_spread
 from grpo_mega.batches import prepare
+from grpo_mega.collectives import recorder
 from grpo_mega.config import Config
 from grpo_mega.evaluation import evaluate_if_due
 from grpo_mega.job import Job, export_policy, open_job
 from grpo_mega.megatron.gathered import attach_old_logprobs
+from grpo_mega.observe.progress import progress
 from grpo_mega.observe.rollout_metrics import mean_over_updates, rollout_metrics
 from grpo_mega.observe.samples import num_logged
 from grpo_mega.rewards.scorer import drop_unusable
@@ -98,7 +100,9 @@ def sample_groups(job: Job, step: int) -> tuple[list[Group], int, StepMetrics]:
 def update(job: Job, step: int, groups: Sequence[Group]) -> StepMetrics:
     """The optimizer steps of one rollout. Raises NonFiniteError, with a checkpoint, after too many that are not finite."""
     samples, batches = prepare(job.config, groups, job.policy, job.runtime, job.timers)
-    with job.timers("update"):
+    num_passes = sum(map(len, batches)) * (job.config.layout.vpp or 1) * job.config.batch.epochs
+    is_shown = job.is_main and job.config.log.progress
+    with job.timers("update"), progress(num_passes, "update, micro-batches", is_shown) as bar, recorder().heard(bar.advance):
         metrics = mean_over_updates(job.policy.update(batches))
     with job.timers("exchange"):
         attach_old_logprobs(batches, samples, job.runtime, num_logged(groups, job.config.log.samples_per_step))

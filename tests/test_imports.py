@@ -28,7 +28,7 @@ ALLOWED = {
     "launch": {"errors"},
     "run_folder": SETTINGS,
     "checkpoint_files": LEAVES,
-    "checkpoints": SETTINGS | {"megatron", "checkpoint_files"},
+    "checkpoints": SETTINGS | {"megatron", "checkpoint_files", "observe"},
     "evaluation_request": SETTINGS | {"checkpoint_files", "run_folder"},
     "stopping": LEAVES,
     "gpu_memory": LEAVES | {"device"},

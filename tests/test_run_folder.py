@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import yaml
 
 from grpo_mega import config as configs
 from grpo_mega.errors import ResumeError
-from grpo_mega.run_folder import CONFIG_FILE, claim
+from grpo_mega.run_folder import CONFIG_FILE, claim, trim
 
 
 def config(folder: Path, **algorithm: Any) -> configs.Config:
@@ -41,3 +42,20 @@ def test_a_setting_with_another_value_than_the_runs_is_named(tmp_path: Path) -> 
         claim(config(folder, kl_clamp=5.0), resume=True, argv=["train"]),
     ):
         pass
+
+
+def test_what_was_logged_after_the_checkpoint_is_taken_out(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "samples.jsonl", "messages.jsonl"):
+        (tmp_path / name).write_text('{"step": 0}\n{"step": 2}\n{"step": 3}\n{"step": 3, "ha')
+    for step in (0, 3):
+        (tmp_path / f"heldout-{step:06d}.jsonl").touch()
+    trim(tmp_path, 2)
+    for name in ("metrics.jsonl", "samples.jsonl", "messages.jsonl"):
+        assert (tmp_path / name).read_text() == '{"step": 0}\n{"step": 2}\n'
+    assert [path.name for path in tmp_path.glob("heldout-*")] == ["heldout-000000.jsonl"]
+
+
+def test_the_machine_is_described_at_the_start(tmp_path: Path) -> None:
+    started(tmp_path / "run")
+    (start,) = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]
+    assert start["machine"]["cores"] >= 1 and start["machine"]["memory_gib"] >= 1 and start["machine"]["gpus"] is not None

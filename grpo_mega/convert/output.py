@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch
 
-from grpo_mega.observe.byte_bar import ByteBar, byte_bar
 from grpo_mega.convert.copies import Target
 from grpo_mega.convert.sources import Files
 from grpo_mega.convert.stream import BLOCK_BYTES, Streamer, has_nonfinite
 from grpo_mega.errors import ConfigError, WeightMappingError
+from grpo_mega.observe.byte_bar import ByteBar, byte_bar
 
 JOURNAL = "journal"
 _SPARE_BYTES = 64 << 20  # left free on the disk

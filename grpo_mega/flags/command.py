@@ -59,7 +59,7 @@ def evaluates(values: Values) -> bool:
 
 def has_heldout(config: Config) -> bool:
     data = config.data
-    return not (data.heldout is None and data.heldout_size is None and data.heldout_fraction is None)
+    return bool(data.heldout_sources) or data.heldout_size is not None or data.heldout_fraction is not None
 
 
 def _put_data(values: Values, train: str, raw: Raw) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_mega.errors import ConfigError
@@ -98,8 +98,9 @@ def _value(name: str, given: list[str]) -> Any:
     (text,) = given
     if kind == TEXT:
         return text
+    readers: dict[str, Callable[[str], Any]] = {FLAG: _as_bool, WHOLE: int, NUMBER: float}
     try:
-        return {FLAG: _as_bool, WHOLE: int, NUMBER: float}[kind](text)
+        return readers[kind](text)
     except ValueError:
         raise ConfigError(f"--{name} {text}: {text!r} is not {kind}") from None
 

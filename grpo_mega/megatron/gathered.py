@@ -40,7 +40,7 @@ def gather_responses(
 def attach_old_logprobs(
     mini_batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime, first: int
 ) -> None:
-    """Gives the first samples of a step their old_logprobs, on every rank, after the update. Those that did not train get none."""
+    """Gives the first samples of a step their old_logprobs, on every rank, after the update; not those that did not train."""
     if not first:
         return
 

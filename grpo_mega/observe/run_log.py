@@ -100,8 +100,11 @@ class RunLog:
             sink.write_samples(rows)
 
     def close(self) -> None:
-        for one in [*(sink for sink in self._sinks if sink not in self._writers), *self._writers]:
-            one.close()
+        for sink in self._sinks:
+            if sink not in self._writers:
+                sink.close()
+        for writer in self._writers:
+            writer.close()
 
 
 class NullRunLog:

@@ -16,7 +16,17 @@ def test_without_a_terminal_a_line_comes_at_most_every_five_seconds() -> None:
     for _ in range(12):
         now += 1
         bar.advance()
-    assert lines == ["sampling: 5/20 (5 s)", "sampling: 10/20 (10 s)"]
+    assert lines == ["sampling: 5/20 (5 s, 15 s left)", "sampling: 10/20 (10 s, 10 s left)"]
+
+
+def test_tokens_a_second_are_told_where_they_are_counted_and_nothing_is_foretold_without_a_total() -> None:
+    lines: list[str] = []
+    now = 0.0
+    bar = LineBar(None, "sampling", lines.append, lambda: now)
+    for _ in range(6):
+        now += 1
+        bar.advance(2, tokens=2500)
+    assert lines == ["sampling: 10 (5 s, 2,500 tokens/s)"]
 
 
 def test_quick_work_without_a_terminal_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,6 +46,6 @@ def test_on_a_terminal_bars_nest_and_leave_nothing_behind(monkeypatch: pytest.Mo
     with progress(2, "outer") as outer:
         for _ in track(range(3), "inner"):
             pass
-        outer.advance()
-    assert "outer" in screen.getvalue()
+        outer.advance(tokens=1000)
+    assert "outer" in screen.getvalue() and "tokens/s" in screen.getvalue()
     assert "inner" in screen.getvalue()

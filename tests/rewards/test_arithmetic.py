@@ -1,4 +1,5 @@
 """Equations in running text against tables and against Python's own arithmetic; and the rewards of the steps they stand in."""
+# ruff: noqa: RUF001 -- the signs that look like others are what is read
 
 import random
 import re

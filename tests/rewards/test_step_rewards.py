@@ -1,4 +1,4 @@
-"""Rewards of steps from the function to the sample: the pool, the tokens at which steps end, metrics; and functions' options."""
+"""Rewards of steps from the function to the sample: pool, the tokens at which steps end, metrics; and functions' options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from grpo_mega.types import Group, Prompt, Sample
 
 HERE = str(Path(__file__).resolve().parent)
 MARKED, OTHER = "user_functions.marked", "user_functions.other_marks"
-TEXT = "One. Two! 3 + 4 = 7, so é – 漢字 🙂🙂! Naïve 👩‍🚀 end.\n\nStep 2: <answer>7</answer>.\n"
+TEXT = "One. Two! 3 + 4 = 7, so é — 漢字 🙂🙂! Naïve 👩‍🚀 end.\n\nStep 2: <answer>7</answer>.\n"
 
 
 @pytest.fixture(autouse=True)
@@ -196,8 +196,8 @@ def test_a_function_of_the_users_may_return_a_number_or_none() -> None:
 
 def test_options_reach_the_function_and_so_does_the_splitter() -> None:
     name = "user_functions.weighted_length"
-    for given, splitter in (({}, "regex:;"), ({"step_splitter": "lines"}, "lines")):
-        with _pool((name, 1.0), options={name: {"factor": 0.5, "unit": "cm", **given}}, step_splitter="regex:;") as pool:
+    for more, splitter in (({}, "regex:;"), ({"step_splitter": "lines"}, "lines")):
+        with _pool((name, 1.0), options={name: {"factor": 0.5, "unit": "cm", **more}}, step_splitter="regex:;") as pool:
             pool.submit(0, "p", "four", "1", {})
             assert pool.collect()[0] == RewardResult(2.0, {name: 2.0}, {name: f"cm|{splitter}"})
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,7 @@ FLAGS = (
 OWN_NAME = "my_package.my_rewards.share_of_digits"
 OWN_REWARD = """
 def share_of_digits(prompt, response, answer, extras):
-    if prompt.startswith("1"):
+    if int(answer) % 2:
         return None
     return sum(c.isdigit() for c in response) / max(1, len(response))
 """
@@ -44,14 +45,14 @@ def share_of_digits(prompt, response, answer, extras):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working folder in which the names of the seed's command are folders: an untrained model, and sums with their answers."""
+    """A working folder in which the names of the seed's command are folders: an untrained model, and sums."""
     folder = tmp_path_factory.mktemp("grpo")
     arithmetic = load(ROOT / "examples" / "arithmetic.py")
     torch.manual_seed(0)
     tokenizer = arithmetic.make_tokenizer()
     train, heldout = arithmetic.make_problems(random.Random(0))
     (folder / "deepseek-ai").mkdir()
-    arithmetic.save(folder / "task", arithmetic.make_model(tokenizer), tokenizer, train[:24], heldout[:4])
+    arithmetic.save(folder / "task", arithmetic.make_model(tokenizer), tokenizer, train[:24], heldout[:8])
     (folder / "task" / "model").rename(folder / "deepseek-ai" / "deepseek-base")
     (folder / "math_dataset").mkdir()
     for name, split in (("train", "train"), ("heldout", "test")):  # in the columns that sets of problems have
@@ -113,13 +114,13 @@ def test_it_trains_on_all_rewards_and_evaluates_on_the_test_split(output_dir: Pa
     assert [row["step"] for row in rows[:3]] == [1, 2, 3]
     assert {"reward/accuracy", "reward/format", f"reward/{OWN_NAME}"} <= rows[0].keys()
     assert all(row["grad_norm"] > 0 for row in rows)
-    assert (output_dir / "heldout-000003.jsonl").read_text().count("\n") == 4
+    assert (output_dir / "heldout-000003.jsonl").read_text().count("\n") == 8
 
 
 def test_where_the_users_own_function_returns_none_it_does_not_count(output_dir: Path) -> None:
-    rows = [json.loads(line) for line in (output_dir / "samples.jsonl").read_text().splitlines()]
-    scores = {row["prompt"].removeprefix("<user>")[:1] == "1": row["scores"][OWN_NAME] for row in rows}
-    assert scores.get(True) is None and isinstance(scores[False], float)
+    rows = [json.loads(line) for line in (output_dir / "heldout-000003.jsonl").read_text().splitlines()]
+    scores = {sum(map(int, re.findall(r"\d+", row["prompt"]))) % 2: row["scores"][OWN_NAME] for row in rows}
+    assert scores[1] is None and isinstance(scores[0], float)
 
 
 def test_transformers_loads_what_it_trained(output_dir: Path) -> None:

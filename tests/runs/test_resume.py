@@ -81,16 +81,16 @@ def test_a_run_stopped_by_its_file_goes_on_as_if_nothing_had_happened(inputs: Pa
 
 def test_a_run_that_aborts_stragglers_aborts_the_same_ones_again(inputs: Path, tmp_path: Path) -> None:
     """Though its ranks sample at different speeds: the embedded engine goes by tokens, not by time."""
-    settings = ("--set", "layout={dp: 2}", "--set", "rollout.oversample=1.5")
+    settings = ("--set", "layout={dp: 2}", "--set", "rollout.oversample=1.5", "--set", "steps=6")
     bench_kills.finish(bench_kills.start(inputs, tmp_path / "whole", list(settings)), tmp_path / "whole")
-    stop_after(inputs, tmp_path / "run", 4, *settings)
+    stop_after(inputs, tmp_path / "run", 2, *settings)
     code, output = run(inputs, tmp_path / "run", *settings, "--resume")
     assert code == 0, output
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert read_end(tmp_path / "run").weights == read_end(tmp_path / "whole").weights
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "rollout/aborted_tokens" in row]
-    assert len(steps) == 16
+    assert len(steps) == 6
     assert all((row["rollout/begun_groups"], row["rollout/aborted_groups"]) == (6, 2) for row in steps)
     assert all(row["rollout/kept_length"] == pytest.approx(row["response_length/mean"]) for row in steps)
     assert sum(row["rollout/aborted_tokens"] for row in steps) > 0

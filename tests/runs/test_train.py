@@ -23,7 +23,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("train")
     config = bench_kills.write_inputs(folder, "tp=2")
     settings = ("steps=3", "batch.mini_batches=1", "log.wandb=true", "checkpoint.interval=2", "rollout.temperature=0.7")
-    arguments = [part for setting in settings for part in ("--set", setting)]
+    settings += ("log.samples_per_step=1000", "log.report_interval=1")
+    arguments = ["--profile", "2"] + [part for setting in settings for part in ("--set", setting)]
     process = bench_kills.start(config, folder / "run", arguments, output=subprocess.PIPE)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
@@ -94,6 +95,48 @@ def test_samples_are_logged_with_text_and_rewards(run_dir: Path) -> None:
     rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert {row["step"] for row in rows} == {1, 2, 3}
     assert all("response" in row and "prompt" in row for row in rows)
+
+
+def test_logged_samples_carry_the_log_probs_that_the_metrics_speak_of(run_dir: Path) -> None:
+    rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    for metrics in steps(run_dir):
+        mine = [row for row in rows if row["step"] == metrics["step"]]
+        assert len(mine) == 16
+        values = [abs(value) for row in mine for value in row["mismatch"]]
+        assert len(values) == metrics["num_tokens"]
+        assert sum(values) / len(values) == pytest.approx(metrics["mismatch/abs_mean"], rel=1e-2)
+        assert max(values) == pytest.approx(metrics["mismatch/abs_max"], rel=1e-2)
+        for row in mine:
+            assert len(row["rollout_logprobs"]) == len(row["token_ends"]) == len(row["mismatch"])
+            assert row["token_ends"][-1] == len(row["response"])
+
+
+def test_the_report_of_a_finished_run_is_there(run_dir: Path) -> None:
+    text = (run_dir / "report.html").read_text()
+    assert '"status":{"text":"finished","kind":"good"}' in text and '"steps_done":3' in text
+    assert not list(run_dir.glob(".report*"))
+
+
+def test_a_profiled_step_leaves_the_phases_of_both_ranks_and_each_ones_operations(run_dir: Path) -> None:
+    folder = run_dir / "trace"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step-000002-rank-0.json",
+        "step-000002-rank-1.json",
+        "step-000002.json",
+    ]
+    events = json.loads((folder / "step-000002.json").read_text())["traceEvents"]
+    seconds = next(row["seconds/step"] for row in steps(run_dir) if row["step"] == 2)
+    for rank in (0, 1):
+        spans = {event["name"]: event for event in events if event["ph"] == "X" and event["pid"] == rank}
+        assert {"step 2", "sample", "logprobs", "update", "checkpoint", "sync"} <= spans.keys()
+        step = spans.pop("step 2")
+        assert all(step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= step["ts"] + step["dur"] for e in spans.values())
+        assert sum(e["dur"] for e in spans.values()) < 1.5e6 * seconds
+        name = next(event["args"]["name"] for event in events if event["name"] == "process_name" and event["pid"] == rank)
+        assert name.startswith(f"rank {rank} on ")
+        own = json.loads((folder / f"step-000002-rank-{rank}.json").read_text())["traceEvents"]
+        names = {event["name"] for event in own}
+        assert "phase: update" in names and any(name.startswith("aten::") for name in names)
 
 
 def test_wandb_logs_offline_without_a_key(run_dir: Path) -> None:

@@ -15,12 +15,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo_mega.observe.report import write_report
+from grpo_mega.observe.report import REPORT_FILE, write_report
 from grpo_mega.observe.writers import Level
 from grpo_mega.types import StepMetrics
 
 MAX_SHARE = 0.05  # of the time that passes
-SECONDS_TO_END = 30.0  # that the end of a run waits for a page under way
 
 
 class ReportWriter:
@@ -44,12 +43,11 @@ class ReportWriter:
         pass
 
     def close(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(SECONDS_TO_END)
-            if self._process.poll() is None:
-                self._process.kill()
+        if self._process is not None:  # what it writes would be replaced at once
+            self._process.kill()
             self._process.communicate()
+            for partial in self._run_dir.glob(f".{REPORT_FILE}.*"):
+                partial.unlink(missing_ok=True)
         try:
             write_report(self._run_dir, is_over=True)
         except Exception as error:

@@ -35,7 +35,7 @@ def samples(path: Path) -> dict[str, Any]:
     num_bytes = num_left_out = 0
     with path.open("rb") if steps else io.BytesIO() as file:
         for step in shown:
-            records = []
+            records: list[dict[str, Any]] = []
             for begin, size in lines[step]:
                 if num_bytes + size > MAX_SAMPLE_BYTES and records:
                     num_left_out += 1

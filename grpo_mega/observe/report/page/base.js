@@ -39,8 +39,8 @@ function show(value) {
   const size = Math.abs(value);
   if (size === 0) return "0";
   if (size < 1e-3 || size >= 1e7) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
-  if (size >= 1e4) return Math.round(value).toLocaleString("en");
-  return String(Number(value.toPrecision(size >= 1000 ? 5 : 4)));
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  return String(Number(value.toPrecision(4)));
 }
 const share = (value) => (isNumber(value) ? `${(100 * value).toFixed(value && value < 0.0995 ? 1 : 0)}%` : "–");
 function duration(seconds) {

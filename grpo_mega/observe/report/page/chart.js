@@ -4,7 +4,7 @@ const HEIGHT = 186, WIDE_HEIGHT = 236, LEFT = 50, RIGHT = 12, TOP = 8, BOTTOM = 
 const shared = { domain: null, hover: null, smoothing: 0, charts: [] };
 const lastStep = Math.max(1, ...data.metrics.steps.map((steps) => steps.at(-1) ?? 0));
 const firstStep = Math.min(lastStep, ...data.metrics.steps.map((steps) => steps[0] ?? lastStep));
-const domain = () => shared.domain || [firstStep, Math.max(lastStep, firstStep + 1)];
+const domain = () => shared.domain || [firstStep, lastStep + 0.5]; // the last column of a timeline is shown whole
 const redrawAll = () => shared.charts.forEach((chart) => chart.draw());
 function zoom(range) {
   shared.domain = range;

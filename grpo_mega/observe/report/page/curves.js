@@ -84,7 +84,7 @@ function addTimes(add, taken) {
   add("Seconds of a step, by phase", found, { isStacked: true, isWide: true, format: (v) => `${show(v)} s`, extra: shares, onDraw });
 
   const perSecond = (label, phase, i) => ({ label, color: color(i), points: combine(["num_tokens", `seconds/${phase}`], (n, s) => n / s) });
-  add("Throughput", [perSecond("step", "step", 0), perSecond("sampling", "sample", 1), perSecond("update", "update", 2)].filter((line) => line.points.length), { note: "response tokens that train, a second of each phase" });
+  add("Throughput", [perSecond("step", "step", 0), perSecond("sampling", "sample", 1), perSecond("update", "update", 2)].filter((line) => line.points.length), { note: "response tokens a second of each phase" });
   if ("seconds/evaluation" in data.metrics.series) {
     taken.add("seconds/evaluation");
     add("Evaluation", [{ label: "seconds", points: points("seconds/evaluation"), color: color(0), isDots: true }], { format: duration });

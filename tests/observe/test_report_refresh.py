@@ -1,0 +1,68 @@
+"""The report of a run under way: fresh, beside the training, and never in its way."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from run_folders import make_run
+
+from grpo_mega.observe.report import refresh
+from grpo_mega.observe.report.refresh import ReportWriter
+
+
+def wait_for(writer: ReportWriter, step: int) -> None:
+    """Until the process that the writer started has ended, and the writer knows."""
+    assert writer._process is not None
+    writer._process.wait(timeout=120)
+    writer.write_step(step, {})
+
+
+def test_a_page_is_written_beside_the_training_at_every_interval_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refresh, "MAX_SHARE", 1e9)
+    run, told = make_run(tmp_path / "run", num_planned=20), []
+    writer = ReportWriter(run, 2, told.append)
+    writer.write_step(1, {})
+    assert writer._process is None
+    writer.write_step(2, {})
+    wait_for(writer, 3)
+    assert "not running here; step 12 of 20" in (run / "report.html").read_text()
+    writer.write_step(4, {})
+    began = writer._process
+    writer.write_step(6, {})  # while the last one is under way, or as soon as it has ended
+    assert began is not None and writer._process is not None
+    writer.close()
+    assert "ended after step 12 of 20" in (run / "report.html").read_text() and told == []
+    assert sorted(p.name for p in run.iterdir() if "report" in p.name) == ["report.html"]
+
+
+def test_pages_come_less_often_than_asked_where_they_take_too_long(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    writer = ReportWriter(run, 1, pytest.fail)
+    writer.write_step(1, {})
+    wait_for(writer, 2)
+    assert writer._process is None and writer._not_before > time.monotonic()  # 20 times what it took must pass first
+    writer.close()
+
+
+@pytest.mark.parametrize("interval", [0, 1])
+def test_a_report_that_cannot_be_written_is_one_warning(tmp_path: Path, interval: int) -> None:
+    told: list[str] = []
+    writer = ReportWriter(tmp_path / "gone", interval, told.append)
+    writer.write_step(1, {})
+    if interval:
+        wait_for(writer, 2)
+    writer.close()
+    (said,) = told
+    assert said.startswith("the run's report cannot be written (") and said.endswith("); training goes on")
+    assert "gone is not the folder of a run" in said
+
+
+def test_a_warning_that_cannot_be_told_harms_nothing(tmp_path: Path) -> None:
+    def fail(text: str) -> None:
+        raise ValueError("I/O operation on closed file")
+
+    ReportWriter(tmp_path / "gone", 0, fail).close()
