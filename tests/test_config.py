@@ -197,10 +197,12 @@ def test_a_config_cannot_be_changed_once_it_is_validated(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("given", "steps"), [("3", [3]), (3, [3]), ("2-4", [2, 3, 4]), (None, [])])
 def test_steps_to_trace_are_one_or_a_range(given: object, steps: list[int]) -> None:
-    assert list(LogConfig(profile=given).profiled_steps) == steps  # type: ignore[arg-type]
+    assert list(config.LogConfig(profile=given).profiled_steps) == steps  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", ["0", "4-2", "-1", "3-", "three", "1,2", True])
 def test_steps_to_trace_that_are_neither_are_refused(given: object) -> None:
-    with pytest.raises(ValueError, match=f"log.profile='{given}' is neither a step nor a range of steps; give it like 3 or 3-4"):
-        LogConfig(profile=given)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=f"log.profile='{given}' is neither a step nor a range of steps; give it like 3 or 3-4"
+    ):
+        config.LogConfig(profile=given)  # type: ignore[arg-type]

@@ -73,12 +73,13 @@ def build(
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step` (from 0): linear warm-up, then constant, or decay to min_lr at the last step."""
+    """The rate of optimizer step `step` (from 0): linear warm-up, then constant, or decay that would reach min_lr one step after
+    the last; so no step is taken at a rate of 0."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
-    progress = (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
+    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
     remaining = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return config.min_lr + (config.lr - config.min_lr) * max(0.0, remaining)
 
