@@ -266,7 +266,7 @@ class Config(Section):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether they are computed before the update. With one optimizer step a rollout they are the update's own log-probs."""
+        """Whether they are computed before the update. With one optimizer step a rollout they are the update's own."""
         return self.batch.optimizer_steps > 1 or self.algorithm.has_kl_reward
 
     @model_validator(mode="after")

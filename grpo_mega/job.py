@@ -235,12 +235,8 @@ def open_job(config: Config, build: BuildPolicy | None = None) -> Iterator[Job]:
             engine.wait_until_ready()
         timers = Timers(take_peak=peak.take)
         stop = StopRequest(config.run_dir)
-        _trim_log(config, runtime)
-        log = open_run_log(config, runtime.rank)
+        log = _open_log(config, runtime, data.notes)
         stack.callback(log.close)
-        log.message(kernels.choose(is_cuda=runtime.device.is_cuda).line())
-        for note in data.notes:
-            log.message(note)
         # What is alive now stays so: Megatron collects garbage in every save, which would go through all of it.
         gc.freeze()
         stack.enter_context(_hang_watch(config, runtime, timers))
@@ -297,11 +293,15 @@ def _hang_watch(config: Config, runtime: Runtime, timers: Timers) -> HangWatch:
     )
 
 
-def _trim_log(config: Config, runtime: Runtime) -> None:
-    """Before the log is opened: what was logged after the last checkpoint will be done again."""
+def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> Log:
+    """Without what was logged after the last checkpoint, which will be done again; it begins with whose kernels are used."""
     if runtime.rank == 0:
         found = latest(config.run_dir / "checkpoints")
         trim(config.run_dir, read_manifest(found).step if found else -1)
+    log = open_run_log(config, runtime.rank)
+    for message in (kernels.choose(is_cuda=runtime.device.is_cuda).line(), *notes):
+        log.message(message)
+    return log
 
 
 def reward_pool(config: Config) -> RewardPool:

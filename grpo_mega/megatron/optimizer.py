@@ -73,8 +73,10 @@ def build(
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step` (from 0): linear warm-up, then constant, or decay that would reach min_lr one step after
-    the last; so no step is taken at a rate of 0."""
+    """The rate of optimizer step `step` (from 0): linear warm-up, then constant, or decay to min_lr.
+
+    The decay would arrive after the last step, so that no step is taken at a rate of 0.
+    """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":

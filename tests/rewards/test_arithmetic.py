@@ -4,6 +4,7 @@
 import random
 import re
 import time
+from fractions import Fraction
 
 import pytest
 
@@ -131,7 +132,7 @@ def test_it_agrees_with_pythons_arithmetic() -> None:
     for _ in range(1000):
         left, right = expression(3), expression(2)
         try:
-            values = [eval(_exact(text)) for text in (left, right)]
+            values = [eval(_exact(text), {"Fraction": Fraction}) for text in (left, right)]
         except ZeroDivisionError:
             continue
         if any(f" {sign} " in left for sign in "+-*/"):
