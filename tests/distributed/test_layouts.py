@@ -109,8 +109,9 @@ METHODS = {
     "reinforce_plus_plus_baseline": ("algorithm.recipe=reinforce_plus_plus_baseline", "algorithm.overlong_buffer=0.3"),
     "process_supervision": ("algorithm.recipe=process_supervision", "algorithm.overlong_filter=true"),
 }
-METHODS_LAYOUTS = ("tp=1", "tp=2,pp=2 batch.tokens_per_micro_batch=40", "dp=4 reversed")
+METHODS_LAYOUTS = ("tp=1", "tp=2,dp=2 batch.tokens_per_micro_batch=40 reversed")
 ALL_UPDATES = UPDATES | {f"qwen2+{method}": METHODS_LAYOUTS for method in METHODS}
+ALL_UPDATES["qwen2+reinforce_plus_plus"] += ("tp=2,pp=2",)  # whose advantages need log-probs of the last stage
 
 
 @dataclass
