@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-
 from types import SimpleNamespace
 from typing import Any
 
