@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_model
 from servers import START_DEADLINE_S, make_settings
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -111,9 +112,16 @@ def _is_healthy(url: str) -> bool:
         return False
 
 
+def _load(folder: Path, name: str) -> Any:
+    """Built as it was saved: `from_pretrained` leaves buffers unset where other tests' modules were imported before."""
+    model = CLASSES[name](LlamaConfig.from_pretrained(folder / name))
+    load_model(model, folder / name / "model.safetensors")
+    return model.eval()
+
+
 def _logits(folder: Path, name: str, text: str) -> torch.Tensor:
     """Of transformers, after the last token; of a model with a value head its value."""
-    model = CLASSES[name].from_pretrained(folder / name).eval()
+    model = _load(folder, name)
     ids = AutoTokenizer.from_pretrained(folder / name)(text, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         logits = model(input_ids=ids).logits
@@ -150,7 +158,7 @@ def test_a_judge_is_asked_and_its_last_number_read(urls: dict[str, str], folder:
     messages = [{"role": "user", "content": f"Judge {RESPONSE}"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    said = LlamaForCausalLM.from_pretrained(folder / "causal").generate(ids, do_sample=False, max_new_tokens=3)
+    said = _load(folder, "causal").generate(ids, do_sample=False, max_new_tokens=3)
     reply = tokenizer.decode(said[0, ids.shape[1] :])
     assert reply == "777"
     options = {"api": "chat", "model": "m", "template": "Judge {response}", "max_tokens": 3, "scale": 0.001}
