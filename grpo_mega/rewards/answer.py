@@ -17,8 +17,10 @@ _FUNCTION = re.compile(
 )
 _DIGITS = r"(?<![A-Za-z_\d])(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?"
 _ATOM = rf"(?:\d*\\[dtc]?frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}|\d*\\sqrt\{{[^{{}}]*\}}|\\?[$€£¥₹]?-?{_DIGITS})"
+# Without thousands, which would make it ambiguous, and the time exponential in the commas: (1,234) is matched by two of them.
+_ELEMENT = r"(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?"
 _EXPRESSION = re.compile(
-    rf"[(\[] ?-?{_DIGITS}(?: ?, ?-?{_DIGITS})+ ?[)\]]"  # a tuple or an interval
+    rf"[(\[] ?-?{_ELEMENT}(?: ?, ?-?{_ELEMENT})+ ?[)\]]"  # a tuple or an interval
     r"|(?<![A-Za-z_\d])\d{1,2}:\d\d(?!\d)(?: ?[aApP]\.?[mM]\b\.?)?"  # a time of day
     rf"|(?:(?<![\w)\]}}.])[-+])?{_ATOM}(?:(?:(?<=\d):(?=\d)| ?(?:[-+/^]|\*\*?|\\times|\\cdot|\\div) ?)\(?{_ATOM}\)?)*"
     r"(?: ?(?:\\?%|percent\b))?"
@@ -32,19 +34,33 @@ _ANNOUNCED = re.compile(r"(?i:\banswer(?: is)?(?=[:*\s])[:*\s]+)")
 _WORD = re.compile(r"(?<![A-Za-z\\])(?:[A-Za-z]{3,}|(?i:it|is|so|we|he|be|of|by|at|on|as)(?![A-Za-z]))")
 _BESIDE = frozenset("$%.,:;}")  # what ends the formula or the clause before a word
 _COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+")
+_TOKEN = re.compile(r"\\(?:boxed|fbox) *\{|\\.|[{}]", re.DOTALL)
 _TAG = re.compile(r"</?(?:think|answer)>")
 
 
 def extract_answer(response: str) -> str | None:
     """The answer's text, stripped but otherwise as written; None where there is none."""
+    return read_located(*locate_answer(response))
+
+
+def locate_answer(response: str) -> tuple[str | None, str]:
+    """(what is marked as the answer, ""), or (None, the text whose last expression it is); searched for without any regex
+    that could go back over the text."""
     tagged = _last_tagged(response)
     marked = _marked(response if tagged is None else tagged)
     if marked is None and tagged is not None:
         marked = tagged
     if marked is not None:
-        return marked.strip() or None
+        return marked, ""
     _, _, conclusion = response.rpartition("</think>")
-    return last_expression(_TAG.sub(" ", conclusion if conclusion.strip() else response))
+    return None, conclusion if conclusion.strip() else response
+
+
+def read_located(marked: str | None, conclusion: str) -> str | None:
+    """`extract_answer` from what `locate_answer` found."""
+    if marked is not None:
+        return marked.strip() or None
+    return last_expression(_TAG.sub(" ", conclusion))
 
 
 def last_expression(text: str) -> str | None:
@@ -105,12 +121,33 @@ def _marked(text: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    """The content of the balanced `\\boxed{...}` or `\\fbox{...}` that starts last; one pass over the text."""
+    """The content of the balanced `\\boxed{...}` or `\\fbox{...}` that starts last."""
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if start < 0:
+        return None
+    box = _TOKEN.match(text, start)
+    if box is not None and box[0][-1] == "{" and _is_token(text, start):
+        depth = 1
+        for token in _TOKEN.finditer(text, box.end()):
+            depth += {"{": 1, "}": -1}.get(token[0], 0)  # there is no box in it: it is the last
+            if not depth:
+                return text[box.end() : token.start()]
+    return _last_boxed_of_all(text)
+
+
+def _is_token(text: str, start: int) -> bool:
+    """Whether the backslash at `start` begins a command, and is not the second half of an escaped one."""
+    first = start
+    while first > 0 and text[first - 1] == "\\":
+        first -= 1
+    return (start - first) % 2 == 0
+
+
+def _last_boxed_of_all(text: str) -> str | None:
+    """The same in one pass over the text, for those whose last box is never closed."""
     last: tuple[int, int] | None = None
     open_braces: list[int] = []  # the index after each open brace, negated where it does not belong to a box
-    if "\\boxed" not in text and "\\fbox" not in text:
-        return None
-    for token in re.finditer(r"\\(?:boxed|fbox) *\{|\\.|[{}]", text, re.DOTALL):
+    for token in _TOKEN.finditer(text):
         if token[0] == "}":
             start = open_braces.pop() if open_braces else -1
             if start > 0 and (last is None or start > last[0]):

@@ -69,6 +69,9 @@ _SEPARATORS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!,|,\\!|\\ |~)(?=\d{3}(?!\d))")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d])(?!,\d)")
 _BRACKETED = re.compile(r"[(\[{][^()\[\]{}]*,[^()\[\]{}]*[)\]}]")
 
+# What most answers are: already canonical but for a backslash before the percent sign. The rules below say the same of it.
+_CANONICAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\d+/\d+|\\[dt]?frac\{-?\d+\}\{\d+\})(?:\\?%)?", re.ASCII)
+
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -93,7 +96,14 @@ _REWRITES = tuple(
 
 def normalize_answer(text: str) -> str:
     """The canonical form of an answer; the same for every way of writing it that the module's docstring names."""
-    text = text.strip().translate(_CHARACTERS)
+    text = text.strip()
+    if len(text) <= TAIL and _CANONICAL.fullmatch(text):
+        return text.replace("\\%", "%")
+    return _by_rules(text)
+
+
+def _by_rules(text: str) -> str:
+    text = text.translate(_CHARACTERS)
     text = re.sub(_TEXT, _unwrap_if_prose, text)
     if len(text) > TAIL or is_prose(text):
         text = last_expression(text[-TAIL:]) or ""

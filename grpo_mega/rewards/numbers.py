@@ -8,6 +8,7 @@ optional percent sign. Exact, because math-verify rounds decimals to six places:
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 MAX_DIGITS = 1000  # of an integer that is worth arithmetic; int() refuses 4,300
 ROUNDED_DECIMALS = 6  # a decimal with at least so many places may stand for a number that it rounds, as in math-verify
@@ -36,6 +37,7 @@ class PlainNumber:
     is_percent: bool
 
 
+@lru_cache(maxsize=1024)
 def parse_number(text: str) -> PlainNumber | None:
     """The plain number that the whole of `text` is, or None."""
     if len(text) > MAX_DIGITS:
@@ -85,8 +87,11 @@ def _value(found: dict[str, str]) -> tuple[Fraction | None, int]:
     """The unsigned value and the number of decimal places, from the groups of one of the forms."""
     if "decimal" in found:
         exponent = int(found.get("e") or found.get("t") or 0)
-        places = len(found["decimal"].partition(".")[2])
-        value = Fraction(found["decimal"].rstrip(".") + "e0") * Fraction(10) ** exponent
+        whole, _, part = found["decimal"].partition(".")
+        places = len(part)
+        value = Fraction(int(whole + part), 10**places)
+        if exponent:
+            value *= Fraction(10) ** exponent
         return value, max(0, places - exponent) if places else 0
     if "power" in found:
         return Fraction(10) ** int(found["power"]), 0

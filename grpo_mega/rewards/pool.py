@@ -4,6 +4,10 @@ Input: samples by `submit`, which does not block. Output: a RewardResult each by
 every check (one sample, one function) ends within `deadline_s` of its start, by SIGKILL if need be; a check that hangs, crashes
 or raises costs its own score only; no worker outlives the pool or its process; no worker holds anything of the parent but
 its sys.path and environment. One daemon thread does all the work with the processes; the methods only touch queues.
+
+The accuracy reward's verdict depends on two short texts alone, the normalized answers, and is often found without math-verify.
+So `submit` looks for it by `quick` and among the verdicts so far, and samples with the same texts wait for one check. Only a
+score is shared: where that check hangs or crashes, the next of them is checked by itself.
 """
 
 import contextlib
@@ -14,35 +18,25 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 from grpo_mega.errors import ConfigError, RewardError
 from grpo_mega.rewards import registry
-from grpo_mega.rewards.process import WorkerProcess
+from grpo_mega.rewards.checks import Check, Checks
+from grpo_mega.rewards.process import Template, WorkerProcess
 from grpo_mega.rewards.protocol import FAILED, RAISED, READY, SCORED, Setup, frame
+from grpo_mega.rewards.quick import quick
+from grpo_mega.rewards.results import RewardResult, result_of
 from grpo_mega.rewards.score import Score, Step
 
+ACCURACY = "accuracy"
 START_LIMIT_S = 300.0  # for a worker's imports; generous, since network file systems are slow
+_TOO_SLOW = f"a reward worker took more than {START_LIMIT_S:.0f} s to import its functions; make them lighter"
 MEMORY_LIMIT_BYTES = 4 << 30  # address space of one worker
-
-
-@dataclass(frozen=True)
-class RewardResult:
-    """One sample's outcome.
-
-    `total` is the weighted sum over the functions that gave a value; None if none did. `scores` are those values, and for a
-    function that rewarded steps alone the mean over them. `steps` are weighted, by ascending end; those of two functions may
-    end at the same place. A function of weight 0 is only watched: its steps are not among them.
-    """
-
-    total: float | None
-    scores: dict[str, float | None]
-    verdicts: dict[str, str]
-    steps: tuple[Step, ...] = ()
 
 
 @dataclass
@@ -85,12 +79,12 @@ class RewardPool:
         self._num_workers = num_workers
         self._deadline_s = deadline_s
         sys_path = tuple(p or os.getcwd() for p in sys.path)
-        self._setup = Setup(options, step_splitter, sys_path, memory_limit_bytes, os.getpid(), is_replacement=False)
+        self._setup = Setup(options, step_splitter, sys_path, memory_limit_bytes, os.getpid())
 
         self._changed = threading.Condition()  # guards everything up to the blank line
-        self._queue: deque[tuple[Hashable, int]] = deque()
+        self._checks = Checks()
         self._pending: dict[Hashable, _Pending] = {}
-        self._unfinished = 0  # checks
+        self._unfinished = 0  # outcomes
         self._raised: dict[str, dict[Hashable, str]] = {}  # this collect's exceptions by function and key
         self._counters: Counter[str] = Counter(killed_workers=0)
         self._first_error: str | None = None
@@ -98,7 +92,9 @@ class RewardPool:
         self._is_ready = num_workers == 0  # a worker has imported all functions
         self._is_closing = False
 
-        self._workers: list[WorkerProcess] = []  # the thread's own, like the selector
+        self._template: Template | None = None  # the thread's own, like the workers and the selector
+        self._workers: list[WorkerProcess] = []
+        self._num_started = 0
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -139,22 +135,30 @@ class RewardPool:
     def submit(self, key: Hashable, prompt: str, response: str, answer: str, extras: dict[str, Any]) -> None:
         """Queues one sample for all functions; `key` is its name in what `collect` returns, and new to it."""
         assert self._num_workers, "a pool without workers"
-        payload = pickle.dumps((prompt, response, answer, extras))
+        score, texts = quick(response, answer) if ACCURACY in self._weights else (None, None)
+        is_known = score is not None and len(self._names) == 1
+        payload = b"" if is_known else pickle.dumps((prompt, response, answer, extras))
         with self._changed:
             self._raise_failure()
             if key in self._pending:
                 raise ValueError(f"key {key!r} is submitted twice before a collect")
             self._pending[key] = _Pending(payload)
-            self._queue.extend((key, index) for index in range(len(self._names)))
             self._unfinished += len(self._names)
-            self._wake()
+            if texts is not None:
+                score = self._checks.known(texts)
+            for name in self._names:
+                if name == ACCURACY and score is not None:
+                    self._record(key, name, score)
+                else:
+                    self._checks.add(Check(name, [key], texts if name == ACCURACY else None))
+                    self._wake()
 
     def discard(self, keys: Collection[Hashable]) -> None:
         """Forgets samples submitted since the last collect. A check of theirs that has begun ends, and counts for nothing; so
         their keys may not be used again."""
         with self._changed:
             forgotten = {key: self._pending.pop(key) for key in keys}
-            self._queue = deque(check for check in self._queue if check[0] not in forgotten)
+            self._checks.forget(forgotten)
             self._unfinished -= sum(len(self._names) - len(sample.outcomes) for sample in forgotten.values())
             for errors in self._raised.values():
                 for key in forgotten:
@@ -178,7 +182,7 @@ class RewardPool:
                     f"reward function {name!r} raised an exception for every one of {len(pending)} samples, first "
                     f"{next(iter(errors.values()))}; mend the function or take it out of rewards.functions"
                 )
-        return {key: self._result(sample) for key, sample in pending.items()}
+        return {key: result_of(self._weights, sample.outcomes) for key, sample in pending.items()}
 
     def close(self) -> None:
         """Ends all workers, busy or not, and waits for their end; may be called twice."""
@@ -196,16 +200,18 @@ class RewardPool:
         if self._failure is not None:
             raise RewardError(self._failure)
 
-    def _result(self, sample: _Pending) -> RewardResult:
-        outcomes = {name: sample.outcomes[name] for name in self._names}
-        weighted = [self._weights[name] * score.value for name, score in outcomes.items() if score.value is not None]
-        counted = [(weight, step) for name, weight in self._weights.items() if weight for step in outcomes[name].steps]
-        return RewardResult(
-            sum(weighted) if weighted else None,
-            {name: score.metric for name, score in outcomes.items()},
-            {name: score.verdict for name, score in outcomes.items()},
-            tuple(sorted((Step(step.end, weight * step.value) for weight, step in counted), key=lambda step: step.end)),
-        )
+    def _record(self, key: Hashable, name: str, score: Score, error: str | None = None) -> None:
+        """One outcome; `error` is the text of the exception that was raised, if any."""
+        if key not in self._pending:  # it was discarded
+            return
+        self._pending[key].outcomes[name] = score
+        self._counters[score.verdict] += 1
+        if error is not None:
+            self._raised.setdefault(name, {})[key] = error
+            self._first_error = self._first_error or f"{name}: {error}"
+        self._unfinished -= 1
+        if not self._unfinished:
+            self._changed.notify_all()
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: the thread is to wake already
@@ -216,38 +222,67 @@ class RewardPool:
     def _serve(self) -> None:
         try:
             self._selector.register(self._wake_read, selectors.EVENT_READ)
-            for _ in range(self._num_workers):
-                self._start_worker()
             while not self._is_closing and self._failure is None:
+                self._start_what_is_missing()
                 self._dispatch()
                 # Replies before deadlines: a reply that waits in its pipe was in time, however late this thread is.
                 for key, _ in self._selector.select(self._seconds_to_next_deadline()):
                     if key.fd == self._wake_read:
                         with contextlib.suppress(BlockingIOError):
                             os.read(self._wake_read, 4096)
+                    elif key.data is self._template and self._template is not None:
+                        self._hear(self._template)
                     elif key.data in self._workers:
                         self._exchange(key.data)
                 self._kill_overdue()
         except Exception as error:
             self._fail(f"the reward pool's thread ended with {type(error).__name__}: {error}")
         finally:
-            for worker in self._workers:
-                worker.kill()
-            self._workers.clear()
+            for worker in list(self._workers):
+                self._end(worker).wait()
+            if self._template is not None:
+                self._template.kill()
             self._selector.close()
+
+    def _start_what_is_missing(self) -> None:
+        if self._template is None and self._num_workers:
+            self._template = Template(self._setup)
+            self._selector.register(self._template.fd, selectors.EVENT_READ, self._template)
+        while self._template is not None and self._template.is_ready and len(self._workers) < self._num_workers:
+            worker = self._template.fork(is_replacement=self._num_started >= self._num_workers)
+            if worker is None:
+                return  # it has ended, which `_hear` will hear
+            self._num_started += 1
+            self._workers.append(worker)
+            self._selector.register(worker.output_fd, selectors.EVENT_READ, worker)
+
+    def _hear(self, template: Template) -> None:
+        """What the template says of its start, or that it has ended: then all begins anew, but for the checks under way."""
+        match template.receive():
+            case (kind,) if kind == READY:
+                template.is_ready = True
+            case (kind, text) if kind == FAILED:
+                self._fail(f"reward workers cannot start: {text}")
+            case _:
+                for worker in list(self._workers):
+                    self._bury(worker)
+                self._selector.unregister(template.fd)
+                self._template = None
+                cause = _cause(template.kill())
+                if not template.is_ready:
+                    self._fail(f"reward workers cannot start: their template ended with {cause}; its standard error says why")
 
     def _dispatch(self) -> None:
         for worker in self._workers:
             if not worker.is_ready or worker.check is not None:
                 continue
             with self._changed:
-                if not self._queue:
+                check = self._checks.next()
+                if check is None:
                     return
-                worker.check = self._queue.popleft()
-                key, index = worker.check
-                payload = self._pending[key].payload
-            worker.started_at = time.monotonic()
-            worker.send(frame(self._names[index].encode()) + frame(payload))
+                payload = self._pending[check.keys[0]].payload
+            worker.check, worker.started_at = check, time.monotonic()
+            worker.send(frame(check.name.encode()) + frame(payload))
             self._watch(worker)
 
     def _exchange(self, worker: WorkerProcess) -> None:
@@ -268,54 +303,48 @@ class RewardPool:
             elif kind == FAILED:
                 self._fail(f"reward workers cannot start: {rest[0]}")
             elif kind == SCORED:
-                self._finish(worker, Score(rest[0], rest[1], tuple(Step(end, value) for end, value in rest[2])))
+                self._finish(worker, Score(rest[0], rest[1], tuple(Step(end, value) for end, value in rest[2])), is_own=True)
             elif kind == RAISED:
-                self._finish(worker, Score(rest[1], "error"), rest[0])
+                self._finish(worker, Score(rest[1], "error"), error=rest[0])
 
-    def _finish(self, worker: WorkerProcess, score: Score, error: str | None = None) -> None:
-        """Records the outcome of the worker's check; `error` is the text of the exception that was raised, if any."""
+    def _finish(self, worker: WorkerProcess, score: Score, is_own: bool = False, error: str | None = None) -> None:
+        """Records the outcome of the worker's check; `is_own` if the function gave the score."""
         assert worker.check is not None
-        (key, index), worker.check = worker.check, None
-        name = self._names[index]
+        check, worker.check = worker.check, None
         with self._changed:
-            if key not in self._pending:  # it was discarded
-                return
-            self._pending[key].outcomes[name] = score
-            self._counters[score.verdict] += 1
-            if error is not None:
-                self._raised.setdefault(name, {})[key] = error
-                self._first_error = self._first_error or f"{name}: {error}"
-            self._unfinished -= 1
-            if not self._unfinished:
-                self._changed.notify_all()
+            for key in self._checks.finish(check, score if is_own else None):
+                self._record(key, check.name, score, error)
 
     def _bury(self, worker: WorkerProcess) -> None:
-        """Replaces a worker that ended by itself; its check, if it had one, is an "error"."""
-        status = self._end(worker)
-        cause = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        if not worker.is_ready:
-            self._fail(f"a reward worker ended with {cause} while starting; its standard error says why")
+        """Forgets a worker that ended by itself; its check, if it had one, is an "error"."""
+        status = self._end(worker).wait()
+        if not worker.is_ready and self._template is not None and self._template.is_alive:
+            self._fail(f"a reward worker ended with {_cause(status)} while starting; its standard error says why")
             return
         if worker.check is not None:
             with self._changed:
-                crash = f"{self._names[worker.check[1]]}: the worker process ended with {cause}"
+                crash = f"{worker.check.name}: the worker process ended with {_cause(status)}"
                 self._first_error = self._first_error or crash
             self._finish(worker, Score(0.0, "error"))
-        self._replace_worker()
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()
         for worker in list(self._workers):
             if now < self._deadline(worker):
                 continue
-            self._end(worker)
+            self._end(worker).leave()
             if worker.check is None:
-                self._fail(f"a reward worker took more than {START_LIMIT_S:.0f} s to import its functions; make them lighter")
+                self._fail(_TOO_SLOW)
                 continue
             with self._changed:
                 self._counters["killed_workers"] += 1
             self._finish(worker, Score(0.0, "timeout"))
-            self._replace_worker()
+        if now >= self._start_deadline():
+            self._fail(_TOO_SLOW)
+
+    def _start_deadline(self) -> float:
+        is_starting = self._template is not None and not self._template.is_ready
+        return self._template.started_at + START_LIMIT_S if self._template is not None and is_starting else float("inf")
 
     def _deadline(self, worker: WorkerProcess) -> float:
         if worker.check is not None:
@@ -323,18 +352,8 @@ class RewardPool:
         return float("inf") if worker.is_ready else worker.started_at + START_LIMIT_S
 
     def _seconds_to_next_deadline(self) -> float | None:
-        soonest = min(map(self._deadline, self._workers), default=float("inf"))
+        soonest = min([self._start_deadline(), *map(self._deadline, self._workers)])
         return None if soonest == float("inf") else max(0.0, soonest - time.monotonic())
-
-    def _replace_worker(self) -> None:
-        self._setup = replace(self._setup, is_replacement=True)
-        self._start_worker()
-
-    def _start_worker(self) -> None:
-        worker = WorkerProcess(self._setup)
-        self._workers.append(worker)
-        self._selector.register(worker.output_fd, selectors.EVENT_READ, worker)
-        self._watch(worker)
 
     def _watch(self, worker: WorkerProcess) -> None:
         """Waits for room in the worker's pipe exactly while something is unsent."""
@@ -344,12 +363,13 @@ class RewardPool:
         elif is_watched and not worker.has_unsent:
             self._selector.unregister(worker.input_fd)
 
-    def _end(self, worker: WorkerProcess) -> int:
+    def _end(self, worker: WorkerProcess) -> WorkerProcess:
         for fd in (worker.output_fd, worker.input_fd):
             if fd in self._selector.get_map():
                 self._selector.unregister(fd)
         self._workers.remove(worker)
-        return worker.kill()
+        worker.kill()
+        return worker
 
     def _fail(self, text: str) -> None:
         with self._changed:
@@ -368,3 +388,7 @@ def _check_arguments(functions: Sequence[tuple[str, float]], num_workers: int, d
         raise ConfigError(f"rewards.num_workers={num_workers}; use at least 1")
     if not deadline_s > 0:
         raise ConfigError(f"rewards.deadline_s={deadline_s}; use a positive number of seconds")
+
+
+def _cause(status: int) -> str:
+    return f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"

@@ -1,6 +1,6 @@
-"""One worker process as the pool sees it: started, sent checks, read from without blocking, killed.
+"""The template and the workers as the pool sees them: started, sent checks, read from without blocking, killed.
 
-Used from one thread only. The process is the leader of a session of its own, so that killing it takes along whatever a
+Used from one thread only. Each process is the leader of a session of its own, so that killing it takes along whatever a
 reward function started, and an interrupt from the terminal does not reach it.
 """
 
@@ -8,60 +8,122 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.rewards.protocol import FrameBuffer, Setup, frame
+from grpo_mega.rewards.protocol import END, FORK, FORK_AGAIN, LEAVE, FrameBuffer, Setup, frame
 
+ANSWER_LIMIT_S = 60.0  # for the template to fork, or to collect a killed process
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 _READ_SIZE = 1 << 16
 
 
-class WorkerProcess:
-    """A `grpo_mega.rewards.worker`.
-
-    `check` is what it is at work on, as (key, index of the function); `started_at` (time.monotonic) is when it began with
-    that, or when the process was started; `is_ready` is set by the pool once the worker says so.
-    """
+class Template:
+    """A `grpo_mega.rewards.template`, starting from when this is made; `is_ready` is set by the pool once it says so."""
 
     def __init__(self, setup: Setup) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Not the parent's whole sys.path: set before start-up, a directory of it could shadow the standard library.
         path = [_PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "grpo_mega.rewards.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(path)},
-        )
-        assert self._process.stdin and self._process.stdout
-        self._in, self._out = self._process.stdin, self._process.stdout
-        os.set_blocking(self._in.fileno(), False)
-        os.set_blocking(self._out.fileno(), False)
-        self._unsent = bytearray()
-        self._received = FrameBuffer()
-        self.check: tuple[Any, int] | None = None
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "grpo_mega.rewards.template", str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=2,
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(path)},
+            )
+        self._control.settimeout(ANSWER_LIMIT_S)
         self.is_ready = False
         self.started_at = time.monotonic()
-        self.send(frame(pickle.dumps(setup)))
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:  # it ended: `receive` shows that
+            stream.write(frame(pickle.dumps(setup)))
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     @property
-    def output_fd(self) -> int:
-        """What to wait on for its replies."""
-        return self._out.fileno()
+    def fd(self) -> int:
+        """What to wait on for its message, and for its end."""
+        return self._control.fileno()
+
+    def receive(self) -> Any:
+        """Its message, to be called when there is one; None if the process has ended."""
+        try:
+            data = self._control.recv(_READ_SIZE)
+        except ConnectionError:
+            return None
+        return pickle.loads(data) if data else None
+
+    def fork(self, is_replacement: bool) -> "WorkerProcess | None":
+        """A new worker, milliseconds from its first check unless a user's function is to be imported; None if the template has
+        ended."""
+        their_in, our_out = os.pipe()
+        our_in, their_out = os.pipe()
+        pid = None
+        with contextlib.suppress(ConnectionError):
+            socket.send_fds(self._control, [FORK_AGAIN if is_replacement else FORK], [their_in, their_out])
+            pid = self.receive()
+        os.close(their_in)
+        os.close(their_out)
+        if pid is None:
+            os.close(our_in)
+            os.close(our_out)
+            return None
+        return WorkerProcess(self, pid, our_out, our_in)
+
+    def collect(self, pid: int) -> int:
+        """Waits for a worker that has ended or been killed: its exit status (negative: the signal)."""
+        with contextlib.suppress(ConnectionError):
+            self._control.send(END + str(pid).encode())
+            status = self.receive()
+            if status is not None:
+                return int(status)
+        return -signal.SIGKILL  # as the kernel does with the workers of a template that has ended
+
+    def leave(self, pid: int) -> None:
+        """Has a killed worker collected once it has ended."""
+        with contextlib.suppress(ConnectionError):
+            self._control.send(LEAVE + str(pid).encode())
 
     @property
-    def input_fd(self) -> int:
-        """What to wait on while `has_unsent`."""
-        return self._in.fileno()
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> int:
+        """Ends the process, and so its workers; returns its exit status."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # ended by itself already
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._control.close()
+        return self._process.wait()
+
+
+class WorkerProcess:
+    """A `grpo_mega.rewards.worker`.
+
+    `check` is what it is at work on; `started_at` (time.monotonic) is when it began with that, or when the process was started;
+    `is_ready` is set by the pool once the worker says so.
+    """
+
+    def __init__(self, template: Template, pid: int, input_fd: int, output_fd: int) -> None:
+        self._template = template
+        self.pid = pid
+        self.input_fd = input_fd  # what to wait on while `has_unsent`
+        self.output_fd = output_fd  # what to wait on for its replies
+        os.set_blocking(input_fd, False)
+        os.set_blocking(output_fd, False)
+        self._unsent = bytearray()
+        self._received = FrameBuffer()
+        self.check: Any = None
+        self.is_ready = False
+        self.started_at = time.monotonic()
 
     @property
     def has_unsent(self) -> bool:
@@ -72,7 +134,7 @@ class WorkerProcess:
         self._unsent += data
         try:
             while self._unsent:
-                del self._unsent[: os.write(self._in.fileno(), self._unsent)]
+                del self._unsent[: os.write(self.input_fd, self._unsent)]
         except BlockingIOError:
             pass
         except BrokenPipeError:
@@ -81,15 +143,23 @@ class WorkerProcess:
     def receive(self) -> list[tuple[Any, ...]] | None:
         """The messages that are there; None if the process has ended."""
         try:
-            data = os.read(self._out.fileno(), _READ_SIZE)
+            data = os.read(self.output_fd, _READ_SIZE)
         except BlockingIOError:
             return []
         return self._received.feed(data) if data else None
 
-    def kill(self) -> int:
-        """Ends the process and all it started; returns its exit status (negative: the signal)."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # ended by itself already
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._in.close()
-        self._out.close()
-        return self._process.wait()
+    def kill(self) -> None:
+        """Ends the process and all it started; `wait` or `leave` is to follow."""
+        for kill in (os.killpg, os.kill):  # the second for one that has not yet made its session
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # ended by itself already
+                kill(self.pid, signal.SIGKILL)
+        os.close(self.input_fd)
+        os.close(self.output_fd)
+
+    def wait(self) -> int:
+        """Until the process has ended; returns its exit status (negative: the signal)."""
+        return self._template.collect(self.pid)
+
+    def leave(self) -> None:
+        """In place of `wait`, which takes long after a check that filled gigabytes."""
+        self._template.leave(self.pid)

@@ -1,8 +1,9 @@
 """How the pool and its workers talk: frames over pipes, each a length (8 bytes, little endian) and so many bytes.
 
-Pool to worker: first one frame with the pickled `Setup`; then for each check a frame with the function's name and one with
-the pickled (prompt, response, answer, extras). Worker to pool: one frame per message, a pickled tuple whose first element is
-READY, FAILED (text), SCORED (value, verdict, steps as (end, value) pairs) or RAISED (text, value that the check then has).
+Pool to template: one frame with the pickled `Setup`, then requests over a socket (see `template`). Pool to worker: for each
+check a frame with the function's name and one with the pickled (prompt, response, answer, extras). Worker to pool: one frame a
+message, a pickled tuple whose first element is READY, FAILED (text), SCORED (value, verdict, steps as (end, value) pairs) or
+RAISED (text, value that the check then has).
 End of file at either end means: stop.
 """
 
@@ -13,19 +14,19 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 READY, FAILED, SCORED, RAISED = "ready", "failed", "scored", "raised"
+FORK, FORK_AGAIN, END, LEAVE = b"fork", b"fork again", b"end ", b"leave "  # requests to the template
 _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker needs before its first check."""
+    """What the template and its workers need before the first check."""
 
     functions: Mapping[str, Mapping[str, Any]]  # the options of each function
     step_splitter: str
     sys_path: tuple[str, ...]
     memory_limit_bytes: int | None
-    parent_pid: int
-    is_replacement: bool  # of one that ended in the midst of the run
+    parent_pid: int  # of the pool's process
 
 
 def frame(payload: bytes) -> bytes:

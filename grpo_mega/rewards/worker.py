@@ -1,7 +1,7 @@
-"""One reward worker: `python -m grpo_mega.rewards.worker`, started by the pool, never imports torch by itself.
+"""One reward worker, forked by `template`; never imports torch by itself.
 
-Reads checks from its standard input and writes their outcomes to its standard output (see `protocol`); anything else that a
-reward function prints goes to standard error. It ends when its input does, and with its parent, even if a check hangs.
+Reads checks from one pipe and writes their outcomes to another (see `protocol`); its standard input is empty, and what a reward
+function prints goes to standard error. It ends when its input does, and with its parent, even if a check hangs.
 """
 
 import contextlib
@@ -10,11 +10,10 @@ import os
 import pickle
 import resource
 import signal
-import sys
 import traceback
 from typing import Any, BinaryIO
 
-from grpo_mega.rewards import accuracy, registry
+from grpo_mega.rewards import registry
 from grpo_mega.rewards.protocol import FAILED, RAISED, READY, SCORED, Setup, frame, read_frame
 from grpo_mega.rewards.score import NoScore, RewardFunction, as_score
 
@@ -23,27 +22,17 @@ _MAX_ERROR_CHARS = 2000
 _OUT_OF_MEMORY_STATUS = 71
 
 
-def main() -> None:
-    """Runs checks until the end of the input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle: it closes the pool
-    requests, replies = _take_over_pipes()
-    first = read_frame(requests)
-    if first is None:
-        return
-    setup: Setup = pickle.loads(first)
-    _die_with_parent(setup.parent_pid)
-    sys.path[:] = setup.sys_path
+def work(setup: Setup, requests: BinaryIO, replies: BinaryIO, is_replacement: bool) -> None:
+    """Runs checks until the end of the input; `is_replacement` of a worker that ended in the midst of the run."""
     _limit_memory(setup.memory_limit_bytes)
     try:
         functions = {name: registry.bind(name, options, setup.step_splitter) for name, options in setup.functions.items()}
-        if "accuracy" in functions:
-            accuracy.warm_up()
-        if "reward_model" in functions and not setup.is_replacement:  # a server that restarts must not end the run
+        if "reward_model" in functions and not is_replacement:  # a server that restarts must not end the run
             from grpo_mega.rewards.server import check_reachable
 
             check_reachable(functions["reward_model"])
     except BaseException as error:
-        _send(replies, (FAILED, _describe(error)))
+        _send(replies, (FAILED, describe(error)))
         return
     _send(replies, (READY,))
     while (name := read_frame(requests)) is not None and (check := read_frame(requests)) is not None:
@@ -58,18 +47,7 @@ def _run(function: RewardFunction, check: bytes) -> tuple[Any, ...]:
     except MemoryError:
         os._exit(_OUT_OF_MEMORY_STATUS)  # the heap is full of what did not fit; a fresh process is the way back
     except BaseException as error:  # SystemExit and the like end the check, not the worker
-        return (RAISED, _describe(error), None if isinstance(error, NoScore) else 0.0)
-
-
-def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The protocol's ends under new numbers, so that reading 0 and printing to 1 cannot disturb it."""
-    requests = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    return requests, replies
+        return (RAISED, describe(error), None if isinstance(error, NoScore) else 0.0)
 
 
 def _send(replies: BinaryIO, message: tuple[Any, ...]) -> None:
@@ -80,7 +58,7 @@ def _send(replies: BinaryIO, message: tuple[Any, ...]) -> None:
         os._exit(0)  # the pool is gone
 
 
-def _die_with_parent(parent_pid: int) -> None:
+def die_with_parent(parent_pid: int) -> None:
     """Has the kernel (Linux) kill this process with its parent: one that hangs in C code never sees its input end."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -96,7 +74,7 @@ def _limit_memory(limit_bytes: int | None) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Type, text and place of an exception."""
     try:
         text = f"{type(error).__name__}: {error}"
@@ -105,7 +83,3 @@ def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" (in {frames[-1].name}, {os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     return text[:_MAX_ERROR_CHARS] + place
-
-
-if __name__ == "__main__":
-    main()

@@ -185,6 +185,82 @@ def test_a_pool_without_workers_starts_none_and_is_ready_at_once() -> None:
         assert pool.worker_pids == [] and pool.collect() == {}
 
 
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for other in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
+        try:
+            found += [other] if _parent(other) == pid else []
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def test_a_killed_worker_is_replaced_from_the_template_that_has_imported_all_and_nothing_is_left_of_it() -> None:
+    with RewardPool([("accuracy", 1.0), (OBEY, 1.0)], num_workers=2, deadline_s=0.5) as pool:
+        _score(pool, "fine", "fine")
+        assert _wait_until(lambda: len(pool.worker_pids) == 2)
+        before, template, fds = pool.worker_pids, _parent(pool.worker_pids[0]), len(os.listdir("/proc/self/fd"))
+        assert len(os.listdir(f"/proc/{template}/task")) == 1, "a fork of more than one thread can hang"
+        results = _score(pool, *["sleep"] * 4, "fine")
+        assert [r.verdicts[OBEY] for r in results] == [*["timeout"] * 4, "scored"]
+        assert pool.counters["killed_workers"] == 4
+        assert _wait_until(lambda: len(pool.worker_pids) == 2)
+        assert not set(before) & set(pool.worker_pids)
+        assert {_parent(pid) for pid in pool.worker_pids} == {template}
+        assert not any(map(_is_alive, before))
+        _score(pool, "segfault")  # a request to the template, which then collects what was killed
+        assert _wait_until(lambda: set(_children(template)) == set(pool.worker_pids))
+        assert len(os.listdir("/proc/self/fd")) == fds
+    assert _wait_until(lambda: not _is_alive(template))
+
+
+def test_a_template_that_is_killed_costs_the_checks_under_way_only() -> None:
+    with RewardPool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
+        _score(pool, "fine")
+        (worker,) = pool.worker_pids
+        pool.submit(0, "p", "sleep", "1", {})
+        pool.submit(1, "p", "fine", "1", {})
+        time.sleep(0.2)
+        os.kill(_parent(worker), signal.SIGKILL)
+        assert [result.total for result in pool.collect().values()] == [0.0, 1.0]
+        assert _wait_until(lambda: not _is_alive(worker))
+        assert pool.first_error and "SIGKILL" in pool.first_error
+
+
+def test_answers_that_need_no_math_verify_are_scored_before_any_worker_is_there() -> None:
+    with RewardPool([("accuracy", 1.0)], num_workers=1, deadline_s=20) as pool:
+        for key, response in enumerate(["18", "17", r"\boxed{18.0}", r"\boxed{}"]):
+            pool.submit(key, "p", response, "#### 18", {})
+        assert pool.worker_pids == []
+        assert pool.counters == {"correct": 2, "wrong": 1, "unparsable": 1, "killed_workers": 0}
+        pool.discard([0])
+        assert [result.total for result in pool.collect().values()] == [0.0, 1.0, 0.0]
+
+
+def test_the_same_answers_get_the_same_score_whether_checked_shared_or_remembered() -> None:
+    answers = {"x+1": "correct", "1+x": "correct", "x+2": "wrong", "???": "unparsable", r"\frac{1": "unparsable"}
+    with RewardPool([("accuracy", 1.0), ("format", 0.5)], num_workers=2, deadline_s=20) as pool:
+        for _ in range(2):
+            responses = [rf"So \boxed{{{answer}}}" for answer in answers] * 4
+            for key, response in enumerate(responses):
+                pool.submit(key, "p", response, r"\boxed{1 + x}", {})
+            results = pool.collect()
+            assert [results[key].verdicts["accuracy"] for key in range(len(responses))] == list(answers.values()) * 4
+            assert {result.verdicts["format"] for result in results.values()} == {"malformed"}
+        assert pool.counters == {"correct": 16, "wrong": 8, "unparsable": 16, "malformed": 40, "killed_workers": 0}
+
+
+def test_a_shared_check_that_hangs_costs_every_sample_its_own_deadline() -> None:
+    with RewardPool([("accuracy", 1.0)], num_workers=2, deadline_s=0.5) as pool:
+        results = _score(pool, *[r"\boxed{9^{9^{9^{9}}}+x}"] * 2, r"\boxed{1}")
+        assert [result.verdicts["accuracy"] for result in results] == ["timeout", "timeout", "correct"]
+        assert pool.counters["killed_workers"] == 2
+
+
 def test_a_key_is_submitted_once_and_a_closed_pool_says_so() -> None:
     with RewardPool([("format", 1.0)], num_workers=1, deadline_s=20) as pool:
         pool.submit(0, "p", "r", "a", {})

@@ -1,0 +1,78 @@
+"""The pool's queue of checks: which samples wait for which, and what the accuracy reward's verdicts have been so far.
+
+Invariants: of two checks with the same texts one is queued or under way at a time; a check in the queue has samples. Not for
+several threads at once: the pool's lock guards it.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+
+from grpo_mega.rewards.score import Score
+
+CAPACITY = 10_000  # verdicts; some megabytes
+
+Texts = tuple[str, str]  # the normalized gold answer and answer, on which alone a verdict depends
+
+
+@dataclass(eq=False)
+class Check:
+    """One function on the samples that it must give the same score: one, unless `texts` says what that depends on."""
+
+    name: str
+    keys: list[Hashable]
+    texts: Texts | None = None
+
+
+class Checks:
+    """Checks to be done, first come, first served."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._queue: deque[Check] = deque()
+        self._shared: dict[Texts, Check] = {}  # queued or under way
+        self._verdicts: OrderedDict[Texts, Score] = OrderedDict()  # those asked for last are last
+        self._capacity = capacity
+
+    def known(self, texts: Texts) -> Score | None:
+        """The Score that was found for these texts, if it is remembered."""
+        if texts in self._verdicts:
+            self._verdicts.move_to_end(texts)
+        return self._verdicts.get(texts)
+
+    def add(self, check: Check) -> None:
+        """Queues a check, or has its samples wait for one with the same texts."""
+        if check.texts is not None:
+            like_it = self._shared.setdefault(check.texts, check)
+            if like_it is not check:
+                like_it.keys += check.keys
+                return
+        self._queue.append(check)
+
+    def next(self) -> Check | None:
+        """The check to begin with now."""
+        return self._queue.popleft() if self._queue else None
+
+    def finish(self, check: Check, score: Score | None) -> list[Hashable]:
+        """The samples that have an outcome by this check's end: with the function's own `score` all of them, and it is
+        remembered; with None (it hung, crashed or raised) the first alone, and the others are queued again."""
+        if check.texts is not None:
+            if self._shared.get(check.texts) is check:
+                del self._shared[check.texts]
+            if score is not None:
+                self._remember(check.texts, score)
+        done = check.keys if score is not None else check.keys[:1]
+        if others := check.keys[len(done) :]:
+            self.add(Check(check.name, others, check.texts))
+        return done
+
+    def forget(self, keys: Collection[Hashable]) -> None:
+        """No check is done for these samples alone any more."""
+        for check in (*self._queue, *self._shared.values()):
+            check.keys = [key for key in check.keys if key not in keys]
+        self._queue = deque(check for check in self._queue if check.keys)
+        self._shared = {texts: check for texts, check in self._shared.items() if check.keys}
+
+    def _remember(self, texts: Texts, score: Score) -> None:
+        self._verdicts[texts] = score
+        if len(self._verdicts) > self._capacity:
+            self._verdicts.popitem(last=False)

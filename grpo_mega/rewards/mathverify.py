@@ -1,0 +1,146 @@
+"""math-verify, as the accuracy reward uses it: `parse` and `verify`, without timeouts of its own.
+
+Most of its time goes into its parser, ANTLR's in Python. What that decides depends on the types of the tokens alone, so that it
+need not decide again for 5x^2+3 what it did for 7y^2+4. The first time it tries without the stack of rules ("SLL"), which gives
+the same tree or a syntax error, and only after an error with it ("LL"), which is much slower. The comparison of wrong answers
+is mostly sympy's `simplify`, which is not called where values at one point tell two expressions apart.
+"""
+
+import contextlib
+import logging
+import math
+from collections import OrderedDict
+from functools import lru_cache, partial
+from typing import Any
+
+_FORMS = 4096  # sequences of tokens that are remembered
+_DIGITS, _CLEARLY = 15, 1e-6  # of a value that is computed, and by how much two must differ for their size
+
+
+def parse(text: str) -> tuple[Any, ...]:
+    """math-verify's reading of a normalized answer, as one LaTeX formula; empty if it has none."""
+    if not text:
+        return ()
+    math_verify = _math_verify()
+    # Its own removal of units would take "3t" for "3"; its search for boxes and its fallback to a string would extract
+    # a second time.
+    config = math_verify.LatexExtractionConfig(
+        boxed_match_priority=-1,
+        normalization_config=math_verify.LatexNormalizationConfig(
+            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+        ),
+    )
+    latex = text.replace("%", r"\%")
+    return tuple(math_verify.parse(f"${latex}$", [config], fallback_mode="no_fallback", parsing_timeout=None))
+
+
+def verify(gold: tuple[Any, ...], response: tuple[Any, ...]) -> bool:
+    """Whether one of the readings of the response is one of those of the gold answer."""
+    return bool(_math_verify().verify(list(gold), list(response), allow_set_relation_comp=True, timeout_seconds=None))
+
+
+@lru_cache(maxsize=1)
+def _math_verify() -> Any:
+    """The math_verify package: imported at the first use, for it takes a second, with its log lines silenced, and faster."""
+    import math_verify
+
+    for name in ("math_verify", "latex2sympy2_extended"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    # Of a version that is built otherwise nothing is replaced: it is as right, and slower.
+    with contextlib.suppress(ImportError, AttributeError):
+        _parse_each_form_once()
+    with contextlib.suppress(ImportError, AttributeError):
+        _read_numbers_once()
+    with contextlib.suppress(ImportError, AttributeError):
+        _refute_by_numbers()
+    return math_verify
+
+
+def _parse_each_form_once() -> None:
+    from antlr4 import PredictionMode  # type: ignore[import-untyped]
+    from latex2sympy2_extended import latex2sympy2
+
+    converter = latex2sympy2._Latex2Sympy
+    create_parser = converter.create_parser
+    seen: OrderedDict[tuple[int, ...], list[int]] = OrderedDict()  # decisions by types of tokens, those used last are last
+
+    def parse(self: Any, latex: str, parser: Any) -> Any:
+        tokens = parser.getTokenStream()
+        tokens.fill()
+        form = tuple(token.type for token in tokens.tokens)
+        if form in seen:
+            seen.move_to_end(form)
+            replayed = iter(seen[form])
+            parser._interp.adaptivePredict = lambda *_: next(replayed)
+            return type(parser).math(parser)
+        try:
+            tree, decisions = _decide(parser, PredictionMode.SLL)
+        except Exception:
+            tree, decisions = _decide(create_parser(self, latex), PredictionMode.LL)
+        seen[form] = decisions
+        if len(seen) > _FORMS:
+            seen.popitem(last=False)
+        return tree
+
+    def create(self: Any, latex: str) -> Any:
+        parser = create_parser(self, latex)
+        parser.math = lambda: parse(self, latex, parser)
+        return parser
+
+    converter.create_parser = create
+
+
+def _decide(parser: Any, mode: Any) -> tuple[Any, list[int]]:
+    """The tree, and the alternatives that the parser chose on the way."""
+    parser._interp.predictionMode = mode
+    choose = parser._interp.adaptivePredict
+    decisions: list[int] = []
+
+    def choose_and_note(*arguments: Any) -> int:
+        decisions.append(choose(*arguments))
+        return decisions[-1]
+
+    parser._interp.adaptivePredict = choose_and_note
+    return type(parser).math(parser), decisions
+
+
+def _read_numbers_once() -> None:
+    """sympy evaluates Python code for "5", which takes half a millisecond."""
+    from latex2sympy2_extended import latex2sympy2
+
+    converter = latex2sympy2._Latex2Sympy
+    number = lru_cache(maxsize=1024)(partial(converter.parse_number, converter()))
+    converter.parse_number = lambda self, text: number(text)
+
+
+def _refute_by_numbers() -> None:
+    from math_verify import grader
+
+    symbolic_eq = grader.sympy_symbolic_eq
+
+    def symbolic_eq_after_a_look(a: Any, b: Any) -> bool:
+        return not _differ_at_a_point(a, b) and bool(symbolic_eq(a, b))
+
+    grader.sympy_symbolic_eq = symbolic_eq_after_a_look
+
+
+def _differ_at_a_point(a: Any, b: Any) -> bool:
+    """Whether two expressions clearly have different real values at one point, so that no algebra can make them equal."""
+    from sympy import Derivative, Expr, Limit, Rational, Symbol  # type: ignore[import-untyped]
+    from sympy.concrete.expr_with_limits import ExprWithLimits  # type: ignore[import-untyped]
+
+    try:
+        if not (isinstance(a, Expr) and isinstance(b, Expr)):
+            return False
+        if any(side.has(ExprWithLimits, Derivative, Limit) for side in (a, b)):  # a value of an integral can take long
+            return False
+        symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+        if not all(type(symbol) is Symbol for symbol in symbols):
+            return False
+        point = {symbol: Rational(1000 + 37 * place, 1283) for place, symbol in enumerate(symbols)}
+        left, right = (complex(side.evalf(_DIGITS, subs=point)) for side in (a, b))
+        if left.imag or right.imag or not (math.isfinite(left.real) and math.isfinite(right.real)):
+            return False
+        return abs(left.real - right.real) > _CLEARLY * max(1.0, abs(left.real), abs(right.real))
+    except Exception:
+        return False

@@ -1,0 +1,120 @@
+"""The accuracy reward's exact path: which verdicts need no math-verify, and what the others depend on.
+
+`read` gives a text's normalized answer; `judge` the Score of one against a gold one where exact arithmetic and text decide,
+else None. `accuracy` begins with them, so that a verdict is the same wherever it is found. `quick` is for the process that
+runs the training: it looks at short answers only, so that no regex or number can take long, and imports no math-verify.
+"""
+
+import re
+from functools import lru_cache
+
+from grpo_mega.rewards.answer import locate_answer, read_located
+from grpo_mega.rewards.lists import lists_equal, parse_list
+from grpo_mega.rewards.normalize import normalize_answer
+from grpo_mega.rewards.numbers import numbers_equal, parse_number
+from grpo_mega.rewards.score import Score
+
+MAX_CHARS = 100  # of an answer that `quick` looks at
+UNPARSABLE, GOLD_UNPARSABLE = Score(0.0, "unparsable"), Score(None, "gold_unparsable")
+CORRECT, WRONG = Score(1.0, "correct"), Score(0.0, "wrong")
+
+_EQUALS = re.compile(r"(?<![<>!\\:=])=(?!=)")
+_LIST = re.compile(r",|;|\band\b|\bor\b")
+_TIME = re.compile(r"(\d{1,2}):([0-5]\d)(?: ?([aApP])\.? ?[mM]\.?)?")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
+# To math-verify words are products of their letters: it takes "stop" for "pots".
+_PHRASE = re.compile(r".*[A-Za-z]{4}|.*[A-Za-z] +[A-Za-z]")
+
+
+def quick(response: str, answer: str) -> tuple[Score | None, tuple[str, str] | None]:
+    """(the Score, if it is found at once; else the normalized gold answer and answer, on which alone it depends, if short).
+
+    Takes time linear in the texts' lengths and some dozen microseconds for the answers in them, whatever they hold.
+    """
+    try:
+        gold, text = _read_if_short(answer), _read_if_short(response)
+        if gold is None or text is None:
+            return None, None
+        score = judge(gold, text)
+    except Exception:  # costs the check, in the worker, which meets it as well
+        return None, None
+    return score, None if score is not None else (gold, text)
+
+
+def read(text: str) -> str:
+    """The normalized answer of a response or of a gold answer; "" if it has none."""
+    return _normalize(*locate_answer(text))
+
+
+def is_plain(gold: str) -> bool:
+    """Whether a normalized answer is one that can be read without math-verify."""
+    return bool(parse_number(gold) or parse_list(gold) or _TIME.fullmatch(gold) or _is_phrase(gold))
+
+
+@lru_cache(maxsize=1024)
+def judge(gold: str, text: str) -> Score | None:
+    """The Score of a normalized answer against a normalized gold one; None if it takes math-verify to say."""
+    if not gold:
+        return GOLD_UNPARSABLE
+    if not is_plain(gold):
+        return None
+    if not text:
+        return UNPARSABLE
+    is_correct = compare(gold, text)
+    if is_correct is None:
+        return None
+    return CORRECT if is_correct else WRONG
+
+
+def compare(gold: str, text: str) -> bool | None:
+    """Whether two normalized answers, neither of them empty, are the same; None if it takes math-verify to say."""
+    if text == gold:
+        return True
+    if _TIME.fullmatch(gold) and _TIME.fullmatch(text):
+        return _same_time(gold, text)
+    if _WORDS.fullmatch(gold) and _WORDS.fullmatch(text):
+        if gold.lower().split() == text.lower().split():
+            return True
+        if _is_phrase(gold) or _is_phrase(text):
+            return False
+    if _is_phrase(gold):
+        return False
+    text = right_side(gold, text)
+    gold_number, number = parse_number(gold), parse_number(text)
+    if gold_number and number:
+        return numbers_equal(gold_number, number)
+    gold_list, found_list = parse_list(gold), parse_list(text)
+    return lists_equal(gold_list, found_list) if gold_list and found_list else None
+
+
+def right_side(gold: str, text: str) -> str:
+    """What of `text` is compared with a gold answer: all, but of "x = 9*2 = 18" the 18 unless the gold one is an equation."""
+    if _EQUALS.search(gold) or _LIST.search(text):
+        return text
+    return normalize_answer(_EQUALS.split(text)[-1])
+
+
+def _read_if_short(text: str) -> str | None:
+    marked, conclusion = locate_answer(text)
+    return _normalize_short(marked, conclusion) if len(marked or conclusion) <= MAX_CHARS else None
+
+
+def _normalize(marked: str | None, conclusion: str) -> str:
+    extracted = read_located(marked, conclusion)
+    return normalize_answer(extracted) if extracted is not None else ""
+
+
+_normalize_short = lru_cache(maxsize=4096)(_normalize)  # the answers of a group are few
+
+
+def _is_phrase(text: str) -> bool:
+    return _WORDS.fullmatch(text) is not None and _PHRASE.match(text) is not None
+
+
+def _same_time(gold: str, response: str) -> bool:
+    """Hours and minutes agree; am or pm must agree if the gold answer says which."""
+    gold_match, match = _TIME.fullmatch(gold), _TIME.fullmatch(response)
+    assert gold_match and match
+    if (int(gold_match[1]), gold_match[2]) != (int(match[1]), match[2]):
+        return False
+    return gold_match[3] is None or gold_match[3].lower() == (match[3] or "").lower()

@@ -1,0 +1,179 @@
+"""The exact path gives math-verify's verdicts, for any input in a moment; and what makes math-verify faster changes nothing."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mega.rewards import answer, lists, mathverify, normalize
+from grpo_mega.rewards.accuracy import accuracy
+from grpo_mega.rewards.quick import MAX_CHARS, quick
+
+ROOT = str(Path(__file__).resolve().parents[2])
+FORMULAS = [
+    *("x^2", "5x^2+3x+7", "7+3x+5x^{2}", "3x^2-2x", "x^{n+1}y^2", "a^2+b^2=c^2", "(x+1)^2", "x^2+2x+1", "-x", "2^{10}", "5!"),
+    *(
+        r"\frac{x^2}{2}",
+        r"\frac{3\pi}{5}",
+        r"\frac{3}{5}\pi",
+        r"\sqrt{147}",
+        r"7\sqrt{3}",
+        r"3-\sqrt[3]{5}",
+        r"\frac{1+\sqrt{5}}{2}",
+    ),
+    *(
+        "(5,-3)",
+        "(5, -3)",
+        "(-3,5)",
+        "(3,5]",
+        "[3,5)",
+        r"[0,\infty)",
+        r"(-\infty,0]\cup[2,5)",
+        r"\{3,8\}",
+        r"\{8,3\}",
+        "3,8",
+        r"\{8\}",
+    ),
+    *("x=5", "5", "0.5", r"\frac{1}{2}", "1/2", "x<5", r"1\leq x\leq 2", "[1,2]", r"\sin^2 x", r"e^{2x}", r"\log_2 8", r"2+3i"),
+    *(r"\begin{pmatrix}1\\2\end{pmatrix}", r"\left|-2\right|", "abc", "9*2", r"\frac{", "2)", "x+", r"50\%", r"3\pm\sqrt{2}"),
+]
+PLAIN = f"""
+import json, logging, sys
+from math_verify import LatexExtractionConfig, LatexNormalizationConfig, parse, verify
+for name in ("math_verify", "latex2sympy2_extended"):
+    logging.getLogger(name).setLevel(logging.CRITICAL)
+normalization = LatexNormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+)
+config = LatexExtractionConfig(boxed_match_priority=-1, normalization_config=normalization)
+read = [parse(f"${{text}}$", [config], fallback_mode="no_fallback") for text in {FORMULAS!r}]
+equal = [[int(verify(a, b, allow_set_relation_comp=True)) for b in read[i : i + 5]] for i, a in enumerate(read)]
+print(json.dumps([[repr(expressions) for expressions in read], equal]))
+"""
+
+
+def test_formulas_are_read_and_compared_as_plain_math_verify_does() -> None:
+    out = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=True).stdout
+    trees, equal = json.loads(out.splitlines()[-1])
+    for _ in range(2):  # the second time the parser's decisions are remembered
+        read = [mathverify.parse(text.replace(r"\%", "%")) for text in FORMULAS]
+        assert [repr(list(expressions)) for expressions in read] == trees
+    for i, a in enumerate(read):
+        assert [int(mathverify.verify(a, b)) for b in read[i : i + 5]] == equal[i], a
+
+
+ELEMENTS = st.one_of(
+    st.integers(-12, 12).map(str),
+    st.decimals(-3, 3, places=2).map(str),
+    st.tuples(st.integers(0, 9), st.integers(1, 9)).map(lambda pair: rf"\frac{{{pair[0]}}}{{{pair[1]}}}"),
+)
+LISTS = st.tuples(st.sampled_from(["()", "[]", "[)", "(]", r"\{\}"]), st.lists(ELEMENTS, min_size=2, max_size=3))
+
+
+def _written(brackets: str, elements: list[str]) -> str:
+    half = len(brackets) // 2
+    return brackets[:half] + ",".join(elements) + brackets[half:]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(LISTS, st.data())
+def test_lists_of_numbers_are_compared_as_math_verify_compares_them(gold: tuple[str, list[str]], data: st.DataObject) -> None:
+    brackets, elements = gold
+    other = data.draw(st.one_of(st.permutations(elements), st.lists(ELEMENTS, min_size=len(elements), max_size=len(elements))))
+    a, b = (lists.parse_list(_written(brackets, texts)) for texts in (elements, other))
+    is_equal = lists.lists_equal(a, b) if a and b else None
+    if is_equal is not None:
+        trees = [mathverify.parse(_written(brackets, texts)) for texts in (elements, other)]
+        assert all(trees)
+        assert is_equal == mathverify.verify(trees[0], trees[1]), (elements, other)
+
+
+@pytest.mark.parametrize("text", ["(1,1)", "[2,1]", r"\{1,1,2\}", "(1)", "(1,x)", "[1,2,3]", "1,2", "(1/0,1)", "(50%,1)"])
+def test_lists_that_math_verify_reads_in_its_own_way_are_left_to_it(text: str) -> None:
+    assert lists.parse_list(text) is None
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.from_regex(normalize._CANONICAL, fullmatch=True))
+def test_an_answer_that_is_canonical_already_is_what_the_rules_make_of_it(text: str) -> None:
+    assert normalize.normalize_answer(text) == normalize._by_rules(text)
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(["\\boxed{", "\\fbox {", "\\boxed", "{", "}", "\\", "\\{", "\\}", "7", "x "]), max_size=14))
+def test_the_last_box_is_the_same_from_the_end_as_from_the_start(parts: list[str]) -> None:
+    text = "".join(parts)
+    assert answer._last_boxed(text) == answer._last_boxed_of_all(text)
+
+
+PIECES = [
+    *(
+        "(111,",
+        "1,111",
+        "1.1.",
+        "((",
+        "{{",
+        "\\{",
+        "\\frac{",
+        "\\frac12",
+        "\\text{a",
+        "a b",
+        "aaa ",
+        "$",
+        "\\(",
+        "-1",
+        "1e",
+        " ",
+    ),
+    *("=", "/", "1/", "^{", "\\circ", "1:", "and ", "%", ",", "\\,", "**", "\\boxed{", "#", "</answer>", "<answer>", "√(", "½"),
+]
+
+
+def test_no_input_keeps_the_exact_path_busy() -> None:
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise AssertionError("one input took more than 5 s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    try:
+        for first in PIECES:
+            bodies = [first * 20_000, *((first + then) * (MAX_CHARS // len(first + then)) for then in PIECES)]
+            for text in (text for body in bodies for text in (body, rf"\boxed{{{body}}}")):
+                signal.alarm(5)
+                quick(text, "(1,2)")
+                quick("7", text)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_tuple_that_never_closes_is_searched_in_linear_time() -> None:
+    assert answer.extract_answer("so we have (111" + ",111" * 400 + " and that is it") is not None
+
+
+def test_the_exact_path_knows_what_it_says_and_nothing_of_long_answers() -> None:
+    for response, gold in [
+        ("18", "18"),
+        (r"so \boxed{2/4}", r"\boxed{\frac{1}{2}}"),
+        (r"\boxed{(1, 2)}", "(1,2)"),
+        ("", "5"),
+        ("5", ""),
+    ]:
+        score, _ = quick(response, gold)
+        assert score == accuracy("", response, gold, {}), (response, gold)
+    assert quick("x+1", "1 + x") == (None, ("1 + x", "x+1"))
+    assert quick(rf"\boxed{{{'1+' * 60}1}}", "61") == (None, None)
+
+
+def test_the_exact_path_does_not_import_math_verify() -> None:
+    code = (
+        "import sys; from grpo_mega.rewards.quick import quick; quick('x^2', 'x'); print(quick('18', '18')[0].verdict, "
+        "'math_verify' in sys.modules, 'sympy' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    assert out.split() == ["correct", "False", "False"]
