@@ -35,7 +35,7 @@ def prepare(
         samples = assign(groups, settings)
         batches = make_batches(config, groups, policy)
     with timers("logprobs"):
-        batches = policy.attach_logprobs(batches)
+        batches = policy.attach_logprobs(batches, timers)
     if config.algorithm.has_kl_reward:
         with timers("pack"):
             penalties = gather_responses(lambda batch: _penalty(config.algorithm, batch), batches, samples, runtime)

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -76,6 +76,24 @@ def keep_adam_steps_apart() -> None:
             state["step"] = step
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+
+
+@contextlib.contextmanager
+def transfers_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While it lasts every send and receive between a pipeline's stages goes through `wrap(function)`, which Megatron has no
+    hook for: to time them.
+
+    The function returns once the transfer is done (on a GPU: once the current stream is made to wait for it), except where
+    interleaved stages overlap their transfers with computing.
+    """
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    communicate = P2PCommunicator._communicate
+    P2PCommunicator._communicate = wrap(communicate)
+    try:
+        yield
+    finally:
+        P2PCommunicator._communicate = communicate
 
 
 @functools.cache

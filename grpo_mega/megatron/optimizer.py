@@ -139,6 +139,13 @@ def state_tensors(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
     return tensors
 
 
+def main_parameters(optimizer: Any) -> list[torch.Tensor]:
+    """The fp32 masters, which a precision-aware optimizer has among its states, beside bf16 weights."""
+    groups = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+    masters = [state["master_param"] for state in optimizer.optimizer.state.values() if "master_param" in state]
+    return [*groups, *masters] or [torch.zeros(1)]
+
+
 def settle(chunks: list[DistributedDataParallel]) -> None:
     """Waits until every parameter is the newest, where the gather after an optimizer step overlaps what follows.
 

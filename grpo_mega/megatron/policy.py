@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -176,28 +176,36 @@ class Policy:
     def fingerprint(self) -> str:
         """A checksum over all ranks of the weights that the optimizer moves (fp32); depends on the layout."""
         self._onload_state()
-        sums = [p.detach().double().sum() for part in optimizers.parts(self._optimizer) for p in _main_parameters(part)]
+        sums = [
+            p.detach().double().sum() for part in optimizers.parts(self._optimizer) for p in optimizers.main_parameters(part)
+        ]
         mine = zlib.crc32(torch.stack(sums).cpu().numpy().tobytes())
         everyone = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=self._runtime.device.torch_device)
         everyone[self._runtime.rank] = mine
         return f"{zlib.crc32(self._runtime.sum(everyone).cpu().numpy().tobytes()):08x}"
 
-    def attach_logprobs(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[list[PackedBatch]]:
+    def attach_logprobs(
+        self,
+        mini_batches: Sequence[Sequence[PackedBatch]],
+        timed: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext(),
+    ) -> list[list[PackedBatch]]:
         """The batches on the device, with old_ and ref_logprobs where the update needs them (on the last stage).
 
+        They are `timed("logprobs")` and `timed("reference")`.
         With one optimizer step a rollout, old_logprobs equal the update's own log-probs by definition; unless the reward needs
         them, they are not computed here, and `update` takes them from its forward pass.
         """
         self.onload_weights()
         batches = [[_to_device(b, self._runtime.device.torch_device) for b in mini] for mini in mini_batches]
         if self._config.needs_old_logprobs:
-            for batch, values in self._evaluate(batches):
-                batch.old_logprobs = values
+            with timed("logprobs"):
+                for batch, values in self._evaluate(batches):
+                    batch.old_logprobs = values
         if self._reference:
             self._settle()
             precision = self._config.precision
             in_dtype = in_bf16(self._models[0].config) if precision.fp8 and not precision.fp8_reference else nullcontext()
-            with self._memory.with_weights(self._reference), in_dtype:
+            with timed("reference"), self._memory.with_weights(self._reference), in_dtype:
                 for batch, values in self._evaluate(batches):
                     batch.ref_logprobs = values
         return batches
@@ -351,13 +359,6 @@ class Policy:
 
     def _optimizer_state(self) -> list[Tensor]:
         return optimizers.state_tensors(self._optimizer) if self._optimizer else []
-
-
-def _main_parameters(optimizer: Any) -> list[Tensor]:
-    """The fp32 masters, which a precision-aware optimizer has among its states, beside bf16 weights."""
-    groups = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
-    masters = [state["master_param"] for state in optimizer.optimizer.state.values() if "master_param" in state]
-    return [*groups, *masters] or [torch.zeros(1)]
 
 
 def _parameters_of(models: Sequence[Any], holding: Holding) -> dict[str, Tensor]:
