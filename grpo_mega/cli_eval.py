@@ -141,4 +141,4 @@ def _prepare(config: Config) -> None:
 
     for name, value in environment(config).items():
         os.environ.setdefault(name, value)
-    import grpo_mega.megatron  # noqa: F401  # its patches come before transformers
+    import grpo_mega.megatron  # noqa: F401  # its patches come first

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import grpo_mega.megatron  # noqa: F401  # its patches come before transformers
+import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega import config as configs
 from grpo_mega.algorithm.advantages import assign
 from grpo_mega.batches import make_batches

@@ -233,7 +233,7 @@ def measure(config: Config, options: argparse.Namespace) -> int:
         os.environ.setdefault(name, value)
     import throughput_rank
 
-    import grpo_mega.megatron  # noqa: F401  # its patches come before transformers
+    import grpo_mega.megatron  # noqa: F401  # its patches come first
 
     raw = throughput_rank.measure(config, lengths_of(config, options), warmup=options.warmup, steps=options.steps)
     if raw is not None:

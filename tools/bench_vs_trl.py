@@ -1,6 +1,6 @@
 """Our step against that of TRL's GRPOTrainer: the same model, prompts, group size, lengths, mini-batches and optimizer.
 
-    python tools/bench_vs_trl.py [--rounds 1] [--mean-length 24] [--prompts 2] [--mini-batches 2]
+    python tools/bench_vs_trl.py [--rounds 1] [--mean-length 24] [--prompts 2] [--mini-batches 1]
 
 Two processes, one of each, take turns on all cores; whichever waits does nothing. Each round has three turns. Two are updates
 from given responses, whose longest is 8 times and 3 times their mean: rewards, advantages, old log-probs, forward, backward and
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
             group_size=options.group_size,
             prompt_length=options.prompt_length,
             mean_length=options.mean_length,
-            max_length=8 * options.mean_length,
+            max_length=4 * options.mean_length,
             mini_batches=options.mini_batches,
             lr=1e-7,
             seed=options.seed,
@@ -173,8 +173,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=2, help="groups of a step")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompt-length", type=int, default=16, help="in tokens")
-    parser.add_argument("--mean-length", type=int, default=24, help="of a response, in tokens; 8 times that at most")
-    parser.add_argument("--mini-batches", type=int, default=2, help="optimizer steps of a step")
+    parser.add_argument("--mean-length", type=int, default=24, help="of a response; sampled ones end at 4 times that")
+    parser.add_argument("--mini-batches", type=int, default=1, help="optimizer steps of a step")
     parser.add_argument("--micro-batch", type=int, default=8, help="samples of TRL's forward pass (its default)")
     parser.add_argument("--tokens-per-micro-batch", type=int, default=2048, help="of ours")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,8 +1,8 @@
 """What each layer of a checkpoint's model puts out on fixed prompts, in fp32: by transformers for a Hugging Face folder, by
 Megatron-core for a Megatron checkpoint. Two that agree show that the names and the order of rows mean the same to both.
 
-transformers runs in a process of its own, `verify_logits.py HF_DIR OUT`: the patches that Megatron needs without a GPU change
-torch's constructors, and `from_pretrained` then leaves the rotary frequencies uninitialised.
+transformers runs in a process of its own, `verify_logits.py HF_DIR OUT`: it is the oracle, and the patches that Megatron needs
+without a GPU change torch's constructors.
 """
 
 from __future__ import annotations

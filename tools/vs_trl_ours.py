@@ -10,7 +10,7 @@ from vs_trl_channel import Channel, Peak
 from vs_trl_reward import reward
 from vs_trl_task import Task, given_rollout
 
-import grpo_mega.megatron  # noqa: F401  # before transformers
+import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega.batches import prepare
 from grpo_mega.config import Config
 from grpo_mega.job import Job, open_job

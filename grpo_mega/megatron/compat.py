@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from grpo_mega.collectives import recorder
 
@@ -180,6 +181,9 @@ def _patch_cuda_module() -> None:
 
 
 def _patch_placement() -> None:
+    # `with torch.device("meta")` knows the factories by identity, from a table made at its first use; without them the models
+    # that transformers loads from a checkpoint keep rotary frequencies that nothing has set.
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     tensor: Any = torch.Tensor

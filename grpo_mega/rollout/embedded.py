@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from grpo_mega.device import Device
 from grpo_mega.rollout.checkpoint_names import checkpoint_tensors
+from grpo_mega.rollout.cpu_linear import speed_up
 from grpo_mega.rollout.engine import OnSample, Sampling, Until
 from grpo_mega.rollout.sampler import draw, uniforms
 from grpo_mega.types import Group, Prompt, Sample
@@ -55,6 +56,8 @@ class EmbeddedEngine:
         with torch.random.fork_rng(devices=[]):
             model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
         self._model = model.to(self.device).eval().requires_grad_(False)
+        if not device.is_cuda:
+            speed_up(self._model)
         self._tensors = checkpoint_tensors(self._model, family, shape)
         self._received: list[Entry] = []
         self._problems: list[str] = []

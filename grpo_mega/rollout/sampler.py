@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_BLOCK = 256  # tokens whose mass is summed first, so that the vocabulary is gone through once and not in double precision
+
 
 def uniforms(seed: int, step: int, prompt_id: int, sample_index: int, length: int) -> np.ndarray:
     """[length] float64 in [0, 1): the stream of one sample, a function of these four numbers only (Philox counter)."""
@@ -19,21 +21,52 @@ def draw(logits_BV: Tensor, uniform_B: Tensor | None, *, temperature: float, top
     Log-probs are those of softmax(logits / temperature), before top-p and top-k, as the trainer computes them. The token is
     the inverse of the cumulative distribution at `uniform_B`; without it, or at temperature 0, the most likely one.
     """
-    scaled = logits_BV.float() / (temperature or 1.0)
-    logprobs_BV = torch.log_softmax(scaled, dim=-1)
+    scaled_BV = logits_BV.float() if temperature in (0, 1) else logits_BV.float() / temperature
+    max_B1 = scaled_BV.amax(dim=-1, keepdim=True)
+    masses_BNK = _masses(scaled_BV - max_B1)
+    sums_BN = masses_BNK.sum(dim=-1).double()
+    log_total_B = sums_BN.sum(dim=-1).log()
     if uniform_B is None or temperature == 0:
-        tokens = logprobs_BV.argmax(dim=-1)
+        tokens = scaled_BV.argmax(dim=-1)
     else:
-        cumulative = _filtered(logprobs_BV.exp(), top_p, top_k).double().cumsum(dim=-1)
-        wanted = uniform_B.to(cumulative.device)[:, None] * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, wanted, right=True).squeeze(1).clamp_(max=logits_BV.shape[-1] - 1)
-    return tokens, logprobs_BV.gather(1, tokens[:, None]).squeeze(1)
+        if top_p < 1 or 0 < top_k < scaled_BV.shape[-1]:
+            masses_BNK = _filtered(masses_BNK.flatten(1), top_p, top_k).view_as(masses_BNK)
+            sums_BN = masses_BNK.sum(dim=-1).double()
+        tokens = _locate(masses_BNK, sums_BN, uniform_B.to(sums_BN.device))
+    chosen_B1 = scaled_BV.gather(1, tokens[:, None]) - max_B1
+    return tokens, (chosen_B1.squeeze(1).double() - log_total_B).float()
+
+
+def _masses(shifted_BV: Tensor) -> Tensor:
+    """exp of it in blocks [B, N, K], zeros after the vocabulary's end."""
+    num_rows, vocab = shifted_BV.shape
+    num_blocks = -(-vocab // _BLOCK)
+    masses_BW = shifted_BV.new_zeros((num_rows, num_blocks * _BLOCK))
+    torch.exp(shifted_BV, out=masses_BW[:, :vocab])
+    return masses_BW.view(num_rows, num_blocks, _BLOCK)
+
+
+def _locate(masses_BNK: Tensor, sums_BN: Tensor, uniform_B: Tensor) -> Tensor:
+    """The token at `uniform_B` of the cumulative distribution: its block, then its place there. Never one without mass."""
+    cumulative_BN = sums_BN.cumsum(dim=-1)
+    block_B1, wanted_B1 = _search(cumulative_BN, uniform_B[:, None] * cumulative_BN[:, -1:])
+    before_B1 = cumulative_BN.gather(1, block_B1) - sums_BN.gather(1, block_B1)
+    within_BK = masses_BNK[torch.arange(len(masses_BNK), device=masses_BNK.device), block_B1.squeeze(1)].double().cumsum(dim=-1)
+    # The block's sum was rounded, this one is not.
+    share_B1 = (wanted_B1 - before_B1) / sums_BN.gather(1, block_B1)
+    place_B1, _ = _search(within_BK, share_B1.clamp(min=0) * within_BK[:, -1:])
+    return (block_B1 * _BLOCK + place_B1).squeeze(1)
+
+
+def _search(cumulative_BX: Tensor, wanted_B1: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index [B, 1] whose cumulative mass exceeds what is wanted, which is kept below the whole; and what is."""
+    whole_B1 = cumulative_BX[:, -1:]
+    wanted_B1 = torch.minimum(wanted_B1, torch.nextafter(whole_B1, torch.zeros_like(whole_B1)))
+    return torch.searchsorted(cumulative_BX, wanted_B1, right=True), wanted_B1
 
 
 def _filtered(probs_BV: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Probabilities with those outside top-k, then outside the smallest set that reaches top-p, set to zero."""
-    if top_p == 1.0 and not 0 < top_k < probs_BV.shape[-1]:
-        return probs_BV
+    """Masses with those outside top-k, then outside the smallest set that reaches top-p, set to zero."""
     ordered, index = probs_BV.sort(dim=-1, descending=True)
     if top_k:
         ordered[:, top_k:] = 0

@@ -141,3 +141,25 @@ def test_a_tensor_parallel_weight_is_still_left_unmarked_without_initialisation(
     constructor = source.split("class RowParallelLinear")[1].split("def forward")[0]
     before_bias = constructor.split("if bias:")[0]
     assert "set_tensor_model_parallel_attributes" not in before_bias
+
+
+@pytest.mark.parametrize("first", ["import grpo_mega.megatron", "import transformers.models.llama.modeling_llama"])
+def test_transformers_loads_the_same_model_whether_the_stand_in_came_before_it_or_after(first: str, tmp_path: Path) -> None:
+    """It builds the model without memory by `with torch.device("meta")`, which has to know the wrapped factories."""
+    code = f"""
+{first}
+import grpo_mega.megatron, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+with torch.device("meta"):
+    assert torch.arange(3).is_meta and torch.empty(3).is_meta
+model = LlamaForCausalLM(config).eval()
+model.save_pretrained({str(tmp_path)!r})
+loaded = LlamaForCausalLM.from_pretrained({str(tmp_path)!r}).eval()
+frequencies = [dict(m.named_buffers())["model.rotary_emb.inv_freq"] for m in (model, loaded)]
+assert torch.equal(*frequencies), frequencies
+ids = torch.arange(10)[None]
+torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=0)
+"""
+    result = python(code)
+    assert result.returncode == 0, result.stderr

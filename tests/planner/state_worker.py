@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import grpo_mega.megatron  # isort: skip  # noqa: F401  # its patches come before transformers
+import grpo_mega.megatron  # isort: skip  # noqa: F401  # its patches come first
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.process_groups_config import ProcessGroupCollection

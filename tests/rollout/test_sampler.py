@@ -133,3 +133,23 @@ def test_bfloat16_logits_give_float32_logprobs() -> None:
     expected = torch.log_softmax(logits.double(), dim=1).gather(1, tokens[:, None])[:, 0]
     assert (tokens.dtype, logprobs.dtype) == (torch.int64, torch.float32)
     torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab", [255, 256, 257, 1000])
+@pytest.mark.parametrize("filters", [NO_FILTER, {"temperature": 0.7, "top_p": 0.9, "top_k": 40}])
+def test_a_vocabulary_of_several_blocks_is_drawn_from_as_from_one_cumulative_sum(vocab: int, filters: dict[str, float]) -> None:
+    logits = random_logits(64, vocab, seed=vocab)
+    logits[:, vocab // 3 : vocab // 2] = -torch.inf  # whole blocks may have no mass
+    uniform = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    tokens, logprobs = draw(logits, uniform, **filters)  # type: ignore[arg-type]
+    for row in range(64):
+        chances = allowed(logits[row], **filters)  # type: ignore[arg-type]
+        in_order = sorted(chances)
+        cumulative = np.cumsum([chances[v] for v in in_order])
+        place = int(np.searchsorted(cumulative, uniform[row].item() * cumulative[-1], side="right"))
+        near = [in_order[min(max(p, 0), len(in_order) - 1)] for p in (place - 1, place, place + 1)]
+        token = int(tokens[row])
+        assert token == near[1] or (token in near and min(abs(cumulative - uniform[row].item())) < 1e-6)
+    expected = torch.log_softmax(logits.double() / filters["temperature"], dim=-1).gather(1, tokens[:, None]).squeeze(1)
+    torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=1e-5)

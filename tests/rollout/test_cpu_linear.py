@@ -1,0 +1,29 @@
+"""The linear layers of decoding on a CPU: torch's own product, at sizes below and above its tiles and rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_mega.rollout import cpu_linear
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("out", [3, cpu_linear._TILE, cpu_linear._TILE + 5])
+@pytest.mark.parametrize("shape", [(1, 1), (cpu_linear.MOST_ROWS, 1), (5, 3), (2, cpu_linear.MOST_ROWS)])
+def test_the_product_is_that_of_torch(shape: tuple[int, int], out: int, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(16, out, bias=has_bias, dtype=torch.float64)
+    x = torch.randn(*shape, 16, dtype=torch.float64)
+    with torch.inference_mode():
+        torch.testing.assert_close(cpu_linear.linear(layer, x), layer(x))
+
+
+def test_only_linear_layers_are_given_it() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(2, 2), Own(2, 2), nn.LayerNorm(2))
+    cpu_linear.speed_up(model)
+    assert ["forward" in vars(module) for module in model] == [True, False, False]
