@@ -11,7 +11,7 @@ from grpo_mega.rollout import cpu_linear
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("out", [3, cpu_linear._TILE, cpu_linear._TILE + 5])
-@pytest.mark.parametrize("shape", [(1, 1), (cpu_linear.MOST_ROWS, 1), (5, 3), (2, cpu_linear.MOST_ROWS)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (15, 1), (cpu_linear.MOST_ROWS, 1), (5, 3), (2, cpu_linear.MOST_ROWS)])
 def test_the_product_is_that_of_torch(shape: tuple[int, int], out: int, has_bias: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(16, out, bias=has_bias, dtype=torch.float64)
