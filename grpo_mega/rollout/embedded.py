@@ -56,8 +56,7 @@ class EmbeddedEngine:
         with torch.random.fork_rng(devices=[]):
             model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
         self._model = model.to(self.device).eval().requires_grad_(False)
-        if not device.is_cuda:
-            speed_up(self._model)
+        speed_up(self._model)
         self._tensors = checkpoint_tensors(self._model, family, shape)
         self._received: list[Entry] = []
         self._problems: list[str] = []

@@ -19,7 +19,8 @@ def draw(logits_BV: Tensor, uniform_B: Tensor | None, *, temperature: float, top
     """Next tokens [B] and their log-probs [B] float32.
 
     Log-probs are those of softmax(logits / temperature), before top-p and top-k, as the trainer computes them. The token is
-    the inverse of the cumulative distribution at `uniform_B`; without it, or at temperature 0, the most likely one.
+    the inverse of the cumulative distribution at `uniform_B`; without it, or at temperature 0, the most likely one. Of logits
+    with NaN it is any token, and its log-prob NaN.
     """
     scaled_BV = logits_BV.float() if temperature in (0, 1) else logits_BV.float() / temperature
     max_B1 = scaled_BV.amax(dim=-1, keepdim=True)
@@ -32,7 +33,7 @@ def draw(logits_BV: Tensor, uniform_B: Tensor | None, *, temperature: float, top
         if top_p < 1 or 0 < top_k < scaled_BV.shape[-1]:
             masses_BNK = _filtered(masses_BNK.flatten(1), top_p, top_k).view_as(masses_BNK)
             sums_BN = masses_BNK.sum(dim=-1).double()
-        tokens = _locate(masses_BNK, sums_BN, uniform_B.to(sums_BN.device))
+        tokens = _locate(masses_BNK, sums_BN, uniform_B.to(sums_BN.device)).clamp_(max=scaled_BV.shape[-1] - 1)
     chosen_B1 = scaled_BV.gather(1, tokens[:, None]) - max_B1
     return tokens, (chosen_B1.squeeze(1).double() - log_total_B).float()
 
@@ -62,7 +63,8 @@ def _search(cumulative_BX: Tensor, wanted_B1: Tensor) -> tuple[Tensor, Tensor]:
     """The first index [B, 1] whose cumulative mass exceeds what is wanted, which is kept below the whole; and what is."""
     whole_B1 = cumulative_BX[:, -1:]
     wanted_B1 = torch.minimum(wanted_B1, torch.nextafter(whole_B1, torch.zeros_like(whole_B1)))
-    return torch.searchsorted(cumulative_BX, wanted_B1, right=True), wanted_B1
+    # Where the masses are NaN all is beyond the end.
+    return torch.searchsorted(cumulative_BX, wanted_B1, right=True).clamp_(max=cumulative_BX.shape[-1] - 1), wanted_B1
 
 
 def _filtered(probs_BV: Tensor, top_p: float, top_k: int) -> Tensor:

@@ -153,3 +153,13 @@ def test_a_vocabulary_of_several_blocks_is_drawn_from_as_from_one_cumulative_sum
         assert token == near[1] or (token in near and min(abs(cumulative - uniform[row].item())) < 1e-6)
     expected = torch.log_softmax(logits.double() / filters["temperature"], dim=-1).gather(1, tokens[:, None]).squeeze(1)
     torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [7, 300])
+def test_logits_that_are_nan_give_a_token_of_the_vocabulary_and_a_logprob_of_nan(vocab: int) -> None:
+    logits = random_logits(3, vocab, seed=0)
+    logits[1] = torch.nan
+    for filters in (NO_FILTER, {"temperature": 1.0, "top_p": 0.5, "top_k": 3}, {**NO_FILTER, "temperature": 0.0}):
+        tokens, logprobs = draw(logits, torch.full((3,), 0.5, dtype=torch.float64), **filters)  # type: ignore[arg-type]
+        assert ((tokens >= 0) & (tokens < vocab)).all()
+        assert logprobs.isnan().tolist() == [False, True, False]
