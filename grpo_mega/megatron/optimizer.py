@@ -47,7 +47,7 @@ def build(
 ) -> MegatronOptimizer:
     """Adam, its state cut over data-parallel ranks. The weights must be there: it copies them into its fp32 masters."""
     config = chunks[0].config
-    built = get_megatron_optimizer(
+    return get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=optimizer.lr,
@@ -70,18 +70,6 @@ def build(
         ),
         chunks,
     )
-    _fuse(built)
-    return built
-
-
-def _fuse(optimizer: MegatronOptimizer) -> None:
-    """Has torch's Adam, which Megatron takes on a CPU, go through memory once in place of ten times.
-
-    On GPUs its fused form would keep `step` there, against `state_tensors`; Transformer Engine's and Apex's are fused already.
-    """
-    for part in parts(optimizer):
-        for group in part.optimizer.param_groups if isinstance(part.optimizer, torch.optim.Adam) else ():
-            group["fused"] = all(p.device.type == "cpu" for p in group["params"])
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
