@@ -1,7 +1,22 @@
-"""Where a run's checkpoints lie: found without torch, so that a wrong path is told before anything heavy is imported."""
+"""A run's checkpoints as they lie in its folder: which are whole, which is the newest, which may go. Needs no torch.
+
+    step-000012/             Megatron's files below `state`, and the manifest; it has this name only once it is whole
+    latest                   the name of the one from which the run goes on
+    .step-000012.partial     a save under way, or what a killed one left
+    .step-000012.removed     one that is being removed
+
+A run removes only what it wrote: a real folder whose name is that of the step in its manifest. Copies under other names, links
+and folders without a manifest are the user's.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from grpo_mega.errors import ResumeError
@@ -9,25 +24,158 @@ from grpo_mega.errors import ResumeError
 LATEST = "latest"
 MANIFEST = "checkpoint.json"
 STATE = "state"  # the folder of Megatron's files within a checkpoint
+_CLOCK_TICK_S = 1e-3
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The description of a checkpoint, written into it. Earlier versions left out the fields with defaults."""
+
+    step: int  # steps finished; also the policy's version
+    optimizer_step: int
+    fingerprint: str  # of the weights, see Policy.fingerprint
+    layout: str
+    model: str  # identity of the model's shape
+    seed: int
+    checksums: dict[str, str]  # sha256 by file below STATE
+    draws: int | None = None  # of prompts from the data, one after the other; None: one per step
+    written_at: float | None = None  # seconds since the epoch; None: as the manifest's file says
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Raises ResumeError if it is not a checkpoint."""
+    try:
+        return Manifest(**json.loads((checkpoint / MANIFEST).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ResumeError(f"{checkpoint / MANIFEST} cannot be read ({error}); resume from another step-N folder") from None
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint, or None. Remains of interrupted saves are not looked at."""
+    """Return the checkpoint from which the run goes on, or None if there is none.
+
+    `latest` names it; where that file is missing, as after a kill during the first save, it is the one written last. Remains of
+    interrupted saves are not looked at. Raises ResumeError if `latest` names no checkpoint.
+    """
     pointer = folder / LATEST
+    written = written_here(folder)
     if not pointer.exists():
-        return None
+        return written[-1] if written else None
     found = folder / pointer.read_text().strip()
-    if not (found / MANIFEST).is_file():
-        raise ResumeError(
-            f"{pointer} names {found.name}, which is not there or not whole; put the name of another step-N into it"
-        )
+    if found == folder or not (found / MANIFEST).is_file():
+        remedy = f"put {written[-1].name} into it" if written else "put the name of a checkpoint's folder into it"
+        raise ResumeError(f"{pointer} names {found.name!r}, which is not there or not whole; {remedy} and resume")
     return found
 
 
 def find(folder: Path, step: int | None) -> Path:
     """The checkpoint of a step, or the newest. Raises ResumeError if there is none."""
-    found = latest(folder) if step is None else folder / f"step-{step:06d}"
+    found = latest(folder) if step is None else folder / step_name(step)
     if found is None or not (found / MANIFEST).is_file():
         there = ", ".join(sorted(p.name for p in folder.glob("step-*"))) or "none"
         raise ResumeError(f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; there are: {there}")
     return found
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def partial_name(step: int) -> str:
+    return f".{step_name(step)}.partial"
+
+
+def written_here(folder: Path) -> list[Path]:
+    """Return the whole checkpoints that a run wrote into this folder, by the time of writing."""
+    return [path for _, _, path in _written(folder)]
+
+
+def surplus(folder: Path, keep: int) -> list[Path]:
+    """Return the checkpoints beyond the `keep` newest, never the one that `latest` names.
+
+    A run that went back to an older step gave up those of later steps: one that is followed in time by another of the same or
+    an earlier step counts as older than any that is not.
+    """
+    written = _written(folder)
+    is_given_up = [any(later <= step for _, later, _ in written[i + 1 :]) for i, (_, step, _) in enumerate(written)]
+    paths = [path for _, _, path in written]
+    oldest_first = [p for p, is_so in zip(paths, is_given_up, strict=True) if is_so]
+    oldest_first += [p for p, is_so in zip(paths, is_given_up, strict=True) if not is_so]
+    with suppress(ResumeError):
+        return [path for path in oldest_first[:-keep] if path != latest(folder)]
+    return oldest_first[:-keep]
+
+
+def publish(folder: Path, manifest: Manifest, keep: int) -> None:
+    """Give the finished `.step-N.partial` its name, point `latest` to it, and remove what `keep` leaves over."""
+    partial, final = folder / partial_name(manifest.step), folder / step_name(manifest.step)
+    newest = max((when for when, _, _ in _written(folder)), default=0.0)
+    # A node whose clock is behind that of the one before it does not make its checkpoints the older ones.
+    manifest = replace(manifest, written_at=max(time.time(), newest + _CLOCK_TICK_S))
+    _write_through(partial / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
+    sync_folder(partial)
+    if final in written_here(folder):
+        remove(final)
+    elif os.path.lexists(final):
+        os.rename(final, _free_name(folder, f"{final.name}.other"))
+    os.rename(partial, final)
+    sync_folder(folder)
+    pointer = folder / f".{LATEST}"
+    _write_through(pointer, final.name + "\n")
+    os.replace(pointer, folder / LATEST)
+    sync_folder(folder)
+    for old in surplus(folder, keep):
+        remove(old)
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint; a kill meanwhile leaves no half of it under its name."""
+    gone = checkpoint.with_name(f".{checkpoint.name}.removed")
+    shutil.rmtree(gone, ignore_errors=True)
+    with suppress(OSError):  # it only takes room
+        os.rename(checkpoint, gone)
+        shutil.rmtree(gone)
+
+
+def clean(folder: Path) -> None:
+    """Make the folder, and remove what killed saves and removals left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in (".step-*.partial", ".step-*.removed"):
+        for remains in folder.glob(pattern):
+            shutil.rmtree(remains)
+
+
+def sync_folder(folder: Path) -> None:
+    """Write a folder's entries to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _written(folder: Path) -> list[tuple[float, int, Path]]:
+    """When, of which step and where, in this order."""
+    found = []
+    for path in folder.glob("step-*"):
+        if path.is_symlink() or not path.is_dir():
+            continue
+        with suppress(ResumeError, OSError):
+            manifest = read_manifest(path)
+            if path.name == step_name(manifest.step):
+                when = manifest.written_at
+                found.append(((path / MANIFEST).stat().st_mtime if when is None else when, manifest.step, path))
+    return sorted(found)
+
+
+def _write_through(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _free_name(folder: Path, name: str) -> Path:
+    number, path = 1, folder / name
+    while os.path.lexists(path):
+        number, path = number + 1, folder / f"{name}-{number}"
+    return path

@@ -9,17 +9,16 @@ seen is therefore whole; `verify` names the file that is not as it was written.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from grpo_mega.checkpoint_files import LATEST, MANIFEST, STATE
+from grpo_mega.checkpoint_files import LATEST, STATE, Manifest, clean, partial_name, publish
 from grpo_mega.config import CheckpointConfig
 from grpo_mega.errors import ResumeError
 from grpo_mega.megatron.policy import Policy
@@ -28,20 +27,6 @@ from grpo_mega.observe.byte_bar import byte_bar
 STAGING = Path("/dev/shm")  # memory that is a file system; where it is too small, the disk is used
 _CHUNK = 16 << 20  # bytes
 _SECONDS_BETWEEN_LOOKS = 0.2
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says of itself."""
-
-    step: int  # steps finished; also the policy's version
-    optimizer_step: int
-    fingerprint: str  # of the weights, see Policy.fingerprint
-    layout: str
-    model: str  # identity of the model's shape
-    seed: int
-    checksums: dict[str, str]  # sha256 by file below STATE
-    draws: int | None = None  # of prompts from the data, one after the other; None: one a step
 
 
 class Checkpoints:
@@ -56,18 +41,19 @@ class Checkpoints:
         self._checksums: dict[str, str] = {}
         self._pending: Manifest | None = None
         self._last: Manifest | None = None
+        self.saved_step: int | None = None  # whose checkpoint is there: the last one saved, or resumed from
         # The same for all ranks and starts of a run, so that what a killed one left is found and removed.
         self._staging_name = f".grpo_mega-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}"
         self._remove_staging()
         if rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            for partial in folder.glob(".step-*.partial"):
-                shutil.rmtree(partial)
+            clean(folder)
         dist.barrier()
 
     def save(self, policy: Policy, manifest: Manifest) -> None:
         """Stages the state; the rest happens behind. Raises ResumeError if it cannot be, or must not be, written."""
         self.finish()
+        if manifest.step == self.saved_step:  # an engine failed before another step was done
+            return
         self._check_moved(manifest)
         staging = self._stage(policy)
         self._pending, self._checksums, self._failure = manifest, {}, None
@@ -98,8 +84,9 @@ class Checkpoints:
                 shutil.rmtree(self._partial(manifest.step), ignore_errors=True)
             raise ResumeError(f"checkpoint of step {manifest.step} was not written ({failures[0]}); free the disk and resume")
         if self._rank == 0:
-            self._publish(manifest, {name: s for sums, _ in reports for name, s in sums.items()})
-        self._last = manifest
+            checksums = {name: s for sums, _ in reports for name, s in sums.items()}
+            publish(self.folder, replace(manifest, checksums=dict(sorted(checksums.items()))), self._config.keep)
+        self._last, self.saved_step = manifest, manifest.step
         dist.barrier()
 
     def _wait(self) -> None:
@@ -151,21 +138,6 @@ class Checkpoints:
         except BaseException as error:
             self._failure = error
 
-    def _publish(self, manifest: Manifest, checksums: dict[str, str]) -> None:
-        partial, final = self._partial(manifest.step), self.folder / f"step-{manifest.step:06d}"
-        content = asdict(manifest) | {"checksums": dict(sorted(checksums.items()))}
-        (partial / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
-        if final.exists():
-            shutil.rmtree(final)
-        os.rename(partial, final)
-        _sync(self.folder)
-        pointer = self.folder / f".{LATEST}"
-        pointer.write_text(final.name + "\n")
-        os.replace(pointer, self.folder / LATEST)
-        _sync(self.folder)
-        for old in sorted(self.folder.glob("step-*"))[: -self._config.keep]:
-            shutil.rmtree(old)
-
     def _check_moved(self, manifest: Manifest) -> None:
         last = self._last
         if last and manifest.optimizer_step > last.optimizer_step and manifest.fingerprint == last.fingerprint:
@@ -180,15 +152,7 @@ class Checkpoints:
         return bool(flag)
 
     def _partial(self, step: int) -> Path:
-        return self.folder / f".step-{step:06d}.partial"
-
-
-def read_manifest(checkpoint: Path) -> Manifest:
-    """Raises ResumeError if it is not a checkpoint."""
-    try:
-        return Manifest(**json.loads((checkpoint / MANIFEST).read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ResumeError(f"{checkpoint / MANIFEST} cannot be read ({error}); resume from another step-N folder") from None
+        return self.folder / partial_name(step)
 
 
 def verify(checkpoint: Path, manifest: Manifest, rank: int, world_size: int) -> None:
@@ -227,11 +191,3 @@ def _copy(source: Path, target: Path) -> str:
         writer.flush()
         os.fsync(writer.fileno())
     return digest.hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo_mega import job as jobs
-from grpo_mega.checkpoint_files import STATE
-from grpo_mega.checkpoints import read_manifest, verify
+from grpo_mega.checkpoint_files import STATE, read_manifest
+from grpo_mega.checkpoints import verify
 from grpo_mega.config import Config
 from grpo_mega.convert.reader import open_reader
 from grpo_mega.data.load import IDS_PER_SET

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from grpo_mega import job as jobs
-from grpo_mega.checkpoint_files import STATE, find
-from grpo_mega.checkpoints import read_manifest, verify
+from grpo_mega.checkpoint_files import STATE, find, read_manifest
+from grpo_mega.checkpoints import verify
 from grpo_mega.config import Config
 from grpo_mega.megatron import runtime as runtimes
 

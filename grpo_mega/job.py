@@ -19,8 +19,8 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from grpo_mega import kernels
-from grpo_mega.checkpoint_files import STATE, latest
-from grpo_mega.checkpoints import Checkpoints, Manifest, read_manifest, verify
+from grpo_mega.checkpoint_files import STATE, Manifest, latest, read_manifest
+from grpo_mega.checkpoints import Checkpoints, verify
 from grpo_mega.collectives import recorder
 from grpo_mega.colocation import Colocation
 from grpo_mega.config import Config
@@ -112,7 +112,7 @@ class Job:
                 raise ResumeError(f"checkpoint {found} is of another model ({manifest.model}); give the run its own model.path")
             verify(found, manifest, self.runtime.rank, self.runtime.layout.world_size)
             self.policy.restore(found / STATE)
-            step = manifest.step
+            step = self.checkpoints.saved_step = manifest.step
             draws = step if manifest.draws is None else manifest.draws
             self.log.message(f"resumed after step {step} from {found}")
         self.timers.lap()
@@ -274,7 +274,10 @@ def _hang_watch(config: Config, runtime: Runtime, timers: Timers) -> HangWatch:
     rollout = config.rollout
 
     def last_checkpoint() -> str:
-        found = latest(config.run_dir / "checkpoints")
+        try:
+            found = latest(config.run_dir / "checkpoints")
+        except ResumeError as error:
+            return str(error)
         return f"the last good checkpoint is {found}: go on with --resume" if found else "there is no checkpoint yet"
 
     return HangWatch(

@@ -31,12 +31,14 @@ from typing import Any
 import yaml
 
 from grpo_mega import config as configs
+from grpo_mega.checkpoint_files import latest
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError, ResumeError, UserError
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
 LOCK_FILE = "lock"
+CHECKPOINTS = "checkpoints"
 PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang", "math-verify")
 # What may differ when a run goes on; all else would make it another run.
 FREE_ON_RESUME = {"run_dir", "steps", "device", "layout", "sync", "eval", "checkpoint", "log", "max_nonfinite_steps"}
@@ -65,7 +67,9 @@ def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"run_dir={folder} is in use by another process; wait for it or name another run_dir") from None
-        if not is_run:
+        if is_run:
+            latest(folder / CHECKPOINTS)  # before a rank starts: it must not name what is not there
+        else:
             (folder / CONFIG_FILE).write_text(configs.dump(config))
         starts = _starts(folder)
         _replace(folder / RUN_FILE, json.dumps({"starts": [*starts, _start(argv)]}, indent=1) + "\n")

@@ -26,7 +26,7 @@ ALLOWED = {
     "config_errors": set(),
     "device": LEAVES,
     "launch": {"errors"},
-    "run_folder": SETTINGS,
+    "run_folder": SETTINGS | {"checkpoint_files"},
     "checkpoint_files": LEAVES,
     "checkpoints": SETTINGS | {"megatron", "checkpoint_files", "observe"},
     "evaluation_request": SETTINGS | {"checkpoint_files", "run_folder"},

@@ -151,6 +151,18 @@ def test_a_damaged_checkpoint_is_named_when_it_is_loaded(inputs: Path, whole: En
         assert str(victim) in line and "latest" in line
 
 
+def test_a_run_whose_pointer_is_missing_goes_on_from_its_newest_checkpoint(inputs: Path, whole: End, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(inputs.parent / "whole", run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step-000016")
+    shutil.copytree(run_dir / "checkpoints" / "step-000015", run_dir / "checkpoints" / "step-000099-mine")
+    (run_dir / "checkpoints" / "latest").unlink()
+    code, output = run(inputs, run_dir, "--resume", "--set", "checkpoint.keep=1")
+    assert code == 0 and f"resumed after step 15 from {run_dir}/checkpoints/step-000015" in output, output
+    assert read_end(run_dir) == whole
+    assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"latest", "step-000016", "step-000099-mine"}
+
+
 def test_a_checkpoint_of_another_model_is_refused(inputs: Path, whole: End, tmp_path: Path) -> None:
     shutil.copytree(inputs.parent / "whole", tmp_path / "run")
     model = tmp_path / "model"

@@ -1,0 +1,138 @@
+"""Which checkpoints of a run stay, and from which it goes on. The folders are made by hand, as earlier versions wrote them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_mega import config as configs
+from grpo_mega.checkpoint_files import Manifest, clean, find, latest, publish, read_manifest
+from grpo_mega.errors import ResumeError
+from grpo_mega.run_folder import claim
+
+# What the version before this one wrote, letter by letter.
+OLD = (
+    '{{"step": {step}, "optimizer_step": 7, "fingerprint": "00c0ffee", "layout": "tp=1,pp=1,vpp=1,dp=1", "model": "m", '
+    '"seed": 3, "checksums": {{"common.pt": "ab"}}, "draws": {step}}}\n'
+)
+
+
+def old(folder: Path, step: int, age_s: float, name: str | None = None) -> Path:
+    """A checkpoint that an earlier version wrote `age_s` ago."""
+    path = folder / (name or f"step-{step:06d}")
+    (path / "state").mkdir(parents=True)
+    (path / "checkpoint.json").write_text(OLD.format(step=step))
+    when = time.time() - age_s
+    os.utime(path / "checkpoint.json", (when, when))
+    return path
+
+
+def save(folder: Path, step: int, keep: int) -> None:
+    (folder / f".step-{step:06d}.partial" / "state").mkdir(parents=True)
+    publish(folder, Manifest(step, 7, "00c0ffee", "tp=1", "m", 3, {"common.pt": "ab"}, step), keep)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {"latest"}
+
+
+def test_a_run_that_went_back_keeps_what_it_writes_and_drops_the_steps_it_gave_up(tmp_path: Path) -> None:
+    for step, age in ((4, 300), (6, 200), (8, 100)):
+        old(tmp_path, step, age)
+    (tmp_path / "latest").write_text("step-000004\n")
+    save(tmp_path, 5, keep=1)
+    assert names(tmp_path) == {"step-000005"}
+    assert (tmp_path / "latest").read_text() == "step-000005\n"
+    for step in (3, 6):
+        old(tmp_path, step, age_s=50)
+    save(tmp_path, 4, keep=2)  # once more, from 3
+    assert names(tmp_path) == {"step-000003", "step-000004"}
+
+
+def test_a_step_that_is_written_again_takes_the_place_of_the_one_given_up(tmp_path: Path) -> None:
+    for step, age in ((4, 300), (6, 200)):
+        (old(tmp_path, step, age) / "state" / "first").touch()
+    (tmp_path / "latest").write_text("step-000004\n")
+    save(tmp_path, 6, keep=2)
+    assert names(tmp_path) == {"step-000004", "step-000006"}
+    assert not (tmp_path / "step-000006" / "state" / "first").exists()
+
+
+def test_what_a_run_did_not_write_is_never_removed(tmp_path: Path) -> None:
+    outside = old(tmp_path / "elsewhere", 3, 0)
+    folder = tmp_path / "checkpoints"
+    old(folder, 1, 900)
+    old(folder, 2, 800, "step-000002-good")
+    old(folder, 3, 700, "step-best")
+    old(folder, 2, 700, "step-000007")  # the name of another step
+    (folder / "step-000003").symlink_to(outside)
+    (folder / "step-000004").mkdir()  # without a manifest
+    (folder / "step-000004" / "notes.txt").touch()
+    (folder / "step-000005").write_text("a file")
+    others = {"step-000002-good", "step-best", "step-000007"}
+    for step in (8, 9):
+        save(folder, step, keep=1)
+    assert names(folder) == others | {"step-000003", "step-000004", "step-000005", "step-000009"}
+    for step in (3, 4, 5):
+        save(folder, step, keep=1)
+    assert names(folder) == others | {"step-000003.other", "step-000004.other", "step-000005.other", "step-000005"}
+    assert (folder / "step-000003.other").resolve() == outside and outside.is_dir()
+    assert (folder / "step-000004.other" / "notes.txt").exists()
+
+
+def test_a_clock_that_was_set_back_does_not_make_a_new_checkpoint_an_old_one(tmp_path: Path) -> None:
+    old(tmp_path, 2, age_s=-5000)  # of a node whose clock was ahead
+    save(tmp_path, 3, keep=1)
+    assert names(tmp_path) == {"step-000003"}
+    save(tmp_path, 4, keep=2)
+    assert names(tmp_path) == {"step-000003", "step-000004"}
+    assert latest(tmp_path) == tmp_path / "step-000004"
+
+
+def test_without_latest_a_run_goes_on_from_the_whole_checkpoint_written_last(tmp_path: Path) -> None:
+    for step, age in ((9, 300), (4, 200), (6, 100)):
+        old(tmp_path, step, age)
+    old(tmp_path, 12, 0, "step-000012-good")
+    (tmp_path / ".step-000007.partial").mkdir()
+    (tmp_path / "step-000008").mkdir()
+    assert latest(tmp_path) == find(tmp_path, None) == tmp_path / "step-000006"
+
+
+def test_remains_of_interrupted_saves_alone_are_no_checkpoints(tmp_path: Path) -> None:
+    for name in (".step-000001.partial", ".step-000001.removed"):
+        shutil.copytree(old(tmp_path / name, 1, 0), tmp_path / name, dirs_exist_ok=True)
+    assert latest(tmp_path) is None
+    clean(tmp_path)
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.parametrize("text", ["step-000008\n", "", "step-000005"])
+def test_a_pointer_to_nothing_is_refused_with_the_name_of_the_newest_before_anything_is_erased(
+    tmp_path: Path, text: str
+) -> None:
+    config = configs.validate({"run_dir": tmp_path / "run", "steps": 9, "model": {"path": "m"}, "data": {"train": "t"}})
+    with claim(config, resume=False, argv=["train"]):
+        (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 6}\n')
+    folder = tmp_path / "run" / "checkpoints"
+    for step, age in ((4, 200), (6, 100)):
+        old(folder, step, age)
+    (folder / "step-000005").mkdir()
+    (folder / "latest").write_text(text)
+    with pytest.raises(ResumeError, match=re.escape("not there or not whole; put step-000006 into it and resume")):
+        claim(config, resume=True, argv=["train"]).__enter__()
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 6}\n'
+
+
+def test_a_manifest_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    path = old(tmp_path, 5, 0)
+    content = json.loads((path / "checkpoint.json").read_text())
+    del content["draws"]
+    (path / "checkpoint.json").write_text(json.dumps(content))
+    manifest = read_manifest(path)
+    assert (manifest.step, manifest.seed, manifest.draws, manifest.written_at) == (5, 3, None, None)
