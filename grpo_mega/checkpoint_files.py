@@ -54,17 +54,30 @@ def latest(folder: Path) -> Path | None:
     """Return the checkpoint from which the run goes on, or None if there is none.
 
     `latest` names it; where that file is missing, as after a kill during the first save, it is the one written last. Remains of
-    interrupted saves are not looked at. Raises ResumeError if `latest` names no checkpoint.
+    interrupted saves are not looked at. Raises ResumeError if `latest` names no checkpoint, or is missing beside copies alone.
     """
     pointer = folder / LATEST
-    written = written_here(folder)
+    whole = [path for _, _, path in _whole(folder)]
+    named = [path for path in whole if path.name == step_name(read_manifest(path).step)]
+    newest = (named or whole or [None])[-1]
     if not pointer.exists():
-        return written[-1] if written else None
+        if whole and not named:
+            raise ResumeError(f"{pointer} is missing beside {whole[-1].name}; put that name into it and resume")
+        return newest
     found = folder / pointer.read_text().strip()
     if found == folder or not (found / MANIFEST).is_file():
-        remedy = f"put {written[-1].name} into it" if written else "put the name of a checkpoint's folder into it"
+        remedy = f"put {newest.name} into it" if newest else "put the name of a checkpoint's folder into it"
         raise ResumeError(f"{pointer} names {found.name!r}, which is not there or not whole; {remedy} and resume")
     return found
+
+
+def tell_latest(folder: Path) -> str:
+    """Say in a line from where the run may go on."""
+    try:
+        found = latest(folder)
+    except ResumeError as error:
+        return str(error)
+    return f"the last good checkpoint is {found}: go on with --resume" if found else "there is no checkpoint yet"
 
 
 def find(folder: Path, step: int | None) -> Path:
@@ -85,7 +98,7 @@ def partial_name(step: int) -> str:
 
 
 def written_here(folder: Path) -> list[Path]:
-    """Return the whole checkpoints that a run wrote into this folder, by the time of writing."""
+    """Return the checkpoints that a run wrote into this folder, by the time of writing."""
     return [path for _, _, path in _written(folder)]
 
 
@@ -154,16 +167,18 @@ def sync_folder(folder: Path) -> None:
 
 
 def _written(folder: Path) -> list[tuple[float, int, Path]]:
-    """When, of which step and where, in this order."""
+    """Those of `_whole` that a run wrote here."""
+    return [(*what, path) for *what, path in _whole(folder) if path.name == step_name(what[1]) and not path.is_symlink()]
+
+
+def _whole(folder: Path) -> list[tuple[float, int, Path]]:
+    """All checkpoints, copies and links among them: when written, of which step and where, in this order."""
     found = []
-    for path in folder.glob("step-*"):
-        if path.is_symlink() or not path.is_dir():
-            continue
+    for file in folder.glob(f"[!.]*/{MANIFEST}"):
         with suppress(ResumeError, OSError):
-            manifest = read_manifest(path)
-            if path.name == step_name(manifest.step):
-                when = manifest.written_at
-                found.append(((path / MANIFEST).stat().st_mtime if when is None else when, manifest.step, path))
+            manifest = read_manifest(file.parent)
+            when = file.stat().st_mtime if manifest.written_at is None else manifest.written_at
+            found.append((when, manifest.step, file.parent))
     return sorted(found)
 
 

@@ -1,50 +1,62 @@
 """The checkpoints of a run: written beside the training, proven, and only then visible.
 
-A save stages the state in memory (a tmpfs), which is all that training waits for. A background thread
-of each rank then hashes what the rank staged, copies it to RUN_DIR/checkpoints/.step-N.partial, and reads it back to compare.
-When all ranks have done so, rank 0 renames the folder to step-N and moves `latest`; older ones go. A checkpoint that can be
-seen is therefore whole; `verify` names the file that is not as it was written.
+A save stages the state in memory (staging.py), which is all that training waits for. A background thread of each rank then
+hashes what the rank staged, copies it to RUN_DIR/checkpoints/.step-N.partial, and reads it back to compare
+(checkpoint_writer.py). As soon as all have done so, and the step is logged, rank 0's thread renames the folder to step-N and
+moves `latest`; older ones go. A checkpoint that can be seen is therefore whole; `verify` names the file that is not as it was
+written.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
-import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from grpo_mega.checkpoint_files import LATEST, STATE, Manifest, clean, partial_name, publish
+from grpo_mega.checkpoint_writer import SECONDS_BETWEEN_LOOKS, Writer
+from grpo_mega.collectives import recorder
 from grpo_mega.config import CheckpointConfig
 from grpo_mega.errors import ResumeError
-from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.byte_bar import byte_bar
+from grpo_mega.staging import Staging
 
-STAGING = Path("/dev/shm")  # memory that is a file system; where it is too small, the disk is used
+if TYPE_CHECKING:
+    from grpo_mega.megatron.policy import Policy
+
+SECONDS_FOR_OTHERS = 20.0  # to finish their parts, when this rank is about to end because of an error
 _CHUNK = 16 << 20  # bytes
-_SECONDS_BETWEEN_LOOKS = 0.2
 
 
 class Checkpoints:
-    """Saves of one run. All ranks call every method together; the same rank's calls do not overlap."""
+    """Saves of one run. All ranks call every method together, except `close`; the same rank's calls do not overlap."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig, rank: int, *, shows_progress: bool = False) -> None:
-        self.folder, self._config, self._rank = folder, config, rank
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        rank: int,
+        *,
+        store: dist.Store,
+        warn: Callable[[str], None],
+        shows_progress: bool = False,
+    ) -> None:
+        self.folder, self._config, self._rank, self._warn = folder, config, rank, warn
         self._shows_progress = shows_progress and rank == 0
-        self._num_staged = self._num_written = 0  # bytes of the save under way, by this rank
-        self._writer: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        self._checksums: dict[str, str] = {}
-        self._pending: Manifest | None = None
-        self._last: Manifest | None = None
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # for the writers: it serves one thread at a time
+        self._num_saves = 0
+        self._writer: Writer | None = None  # of the save under way
+        self._last: Manifest | None = None  # of the last save
+        self._num_pushed = 0  # Policy.num_pushed then
         self.saved_step: int | None = None  # whose checkpoint is there: the last one saved, or resumed from
-        # The same for all ranks and starts of a run, so that what a killed one left is found and removed.
-        self._staging_name = f".grpo_mega-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}"
-        self._remove_staging()
+        self._staging = Staging(rank)
         if rank == 0:
             clean(folder)
         dist.barrier()
@@ -54,53 +66,71 @@ class Checkpoints:
         self.finish()
         if manifest.step == self.saved_step:  # an engine failed before another step was done
             return
-        self._check_moved(manifest)
-        staging = self._stage(policy)
-        self._pending, self._checksums, self._failure = manifest, {}, None
-        partial = self._partial(manifest.step)
-        (partial / STATE).mkdir(parents=True, exist_ok=True)
-        arguments = (self._mine(staging), partial / STATE)
-        self._num_staged, self._num_written = sum(path.stat().st_size for path in arguments[0]), 0
-        self._writer = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
-        self._writer.start()
+        self._check_moved(policy, manifest)
+        self._check_disk(policy)
+        target = self.folder / partial_name(manifest.step) / STATE
+        target.mkdir(parents=True, exist_ok=True)
+        staged = self._staging.stage(policy.save, policy.state_bytes, target)
+        self._num_saves += 1
+        self._last, self.saved_step = manifest, manifest.step
+        self._writer = Writer(
+            staged,
+            target,
+            store=self._store,
+            key=f"checkpoint/{self._num_saves}",
+            rank=self._rank,
+            world_size=dist.get_world_size(),
+            publish=lambda checksums: publish(self.folder, replace(manifest, checksums=checksums), self._config.keep),
+        )
 
     def poll(self) -> None:
-        """Makes a save visible if every rank has written its part; does not wait."""
-        if self._pending is not None and self._agree(self._writer is not None and not self._writer.is_alive()):
-            self.finish()
+        """Allows a save to become visible, its step being logged; does not wait. Raises ResumeError if it was not written."""
+        if self._writer is not None:
+            self._writer.may_publish.set()
+            if _agree(not self._writer.is_alive):
+                self.finish()
 
     def finish(self) -> None:
-        """Waits for a save under way and makes it visible. Raises ResumeError if a rank could not write its part."""
-        if self._pending is None or self._writer is None:
+        """Waits until a save under way is visible. Raises ResumeError if a rank could not write its part."""
+        if self._writer is None:
             return
-        self._wait()
-        manifest, self._pending = self._pending, None
-        reports: list[tuple[dict[str, str], str]] = [({}, "")] * dist.get_world_size()
-        dist.all_gather_object(reports, (self._checksums, str(self._failure or "")))
-        self._remove_staging()
-        failures = [text for _, text in reports if text]
-        if failures:
-            if self._rank == 0:
-                shutil.rmtree(self._partial(manifest.step), ignore_errors=True)
-            raise ResumeError(f"checkpoint of step {manifest.step} was not written ({failures[0]}); free the disk and resume")
-        if self._rank == 0:
-            checksums = {name: s for sums, _ in reports for name, s in sums.items()}
-            publish(self.folder, replace(manifest, checksums=dict(sorted(checksums.items()))), self._config.keep)
-        self._last, self.saved_step = manifest, manifest.step
-        dist.barrier()
+        self._writer.may_publish.set()
+        self._wait(self._writer)
+        failures = [""] * dist.get_world_size()
+        dist.all_gather_object(failures, self._writer.failure)
+        self._writer = None
+        for failure in filter(None, failures):
+            step, self._last, self.saved_step = self.saved_step, None, None
+            raise ResumeError(f"checkpoint of step {step} was not written ({failure}); free the disk and resume")
 
-    def _wait(self) -> None:
-        """Until this rank has written its part."""
-        assert self._writer is not None
-        shown = self._num_written
-        with byte_bar(self._num_staged - shown, "writing the checkpoint", self._shows_progress) as bar:
-            while self._writer.is_alive():
-                self._writer.join(_SECONDS_BETWEEN_LOOKS)
-                bar.advance(self._num_written - shown)
-                shown = self._num_written
+    def close(self) -> None:
+        """Ends a save under way, without the other ranks: after an error. If its step is logged it gets the time to become
+        visible."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        if writer.may_publish.is_set():
+            self._wait(writer, SECONDS_FOR_OTHERS)
+        writer.give_up()
+        writer.wait(SECONDS_FOR_OTHERS)
 
-    def _stage(self, policy: Policy) -> Path:
-        """The state in a folder of this node, once it is sure that the disk will take it."""
+    def _wait(self, writer: Writer, seconds_for_others: float | None = None) -> None:
+        """Until the writer has ended, or for so long after it has written this rank's part. What it does meanwhile is progress
+        of this rank, which waits for nothing else."""
+        shown = writer.num_done
+        until: float | None = None
+        with byte_bar(writer.num_bytes - shown, "writing the checkpoint", self._shows_progress) as bar:
+            while writer.is_alive and (until is None or time.monotonic() < until):
+                writer.wait(SECONDS_BETWEEN_LOOKS)
+                if writer.num_done > shown:
+                    recorder().beat()
+                    bar.advance(writer.num_done - shown)
+                    shown = writer.num_done
+                if until is None and seconds_for_others is not None and writer.is_written.is_set():
+                    until = time.monotonic() + seconds_for_others
+
+    def _check_disk(self, policy: Policy) -> None:
+        """Raise ResumeError unless the disk will take all ranks' state."""
         needed = torch.tensor([policy.state_bytes])
         dist.all_reduce(needed)
         free = shutil.disk_usage(self.folder).free
@@ -109,50 +139,18 @@ class Checkpoints:
                 f"a checkpoint may need {int(needed) / 2**20:.0f} MiB, but {self.folder} has {free / 2**20:.0f} MiB free; "
                 "free the disk and resume, or lower checkpoint.keep"
             )
-        has_room = STAGING.is_dir() and int(needed) < shutil.disk_usage(STAGING).free / 2
-        staging = (STAGING if self._agree(has_room) else self.folder) / self._staging_name
-        staging.mkdir(exist_ok=True)
-        dist.barrier()
-        policy.save(staging)
-        dist.barrier()
-        return staging
 
-    def _remove_staging(self) -> None:
-        for place in (STAGING, self.folder):
-            shutil.rmtree(place / self._staging_name, ignore_errors=True)
-
-    def _mine(self, staging: Path) -> list[Path]:
-        """The files that this rank wrote: its own shards, and on rank 0 the common files."""
-        own = [p for p in staging.iterdir() if p.name.startswith(f"__{self._rank}_")]
-        return own + ([p for p in staging.iterdir() if not p.name.startswith("__")] if self._rank == 0 else [])
-
-    def _write(self, staged: list[Path], target: Path) -> None:
-        try:
-            for path in staged:
-                written = _copy(path, target / path.name)
-                self._num_written += path.stat().st_size
-                if sha256(target / path.name) != written:
-                    raise OSError(f"{target / path.name} reads back otherwise than it was written")
-                self._checksums[path.name] = written
-                path.unlink()
-        except BaseException as error:
-            self._failure = error
-
-    def _check_moved(self, manifest: Manifest) -> None:
-        last = self._last
-        if last and manifest.optimizer_step > last.optimizer_step and manifest.fingerprint == last.fingerprint:
-            raise ResumeError(
-                f"the weights are those of step {last.step} though {manifest.optimizer_step - last.optimizer_step} optimizer "
-                "steps were taken since; nothing trains: is optimizer.lr too small?"
-            )
-
-    def _agree(self, value: bool) -> bool:
-        flag = torch.tensor([int(value)])
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        return bool(flag)
-
-    def _partial(self, step: int) -> Path:
-        return self.folder / partial_name(step)
+    def _check_moved(self, policy: Policy, manifest: Manifest) -> None:
+        """Raise ResumeError if gradients left the weights as they were at the last save; warn if there were none."""
+        last, num_pushed = self._last, policy.num_pushed - self._num_pushed
+        self._num_pushed = policy.num_pushed
+        if last is None or manifest.optimizer_step == last.optimizer_step or manifest.fingerprint != last.fingerprint:
+            return
+        num_steps = manifest.optimizer_step - last.optimizer_step
+        text = f"the weights are those of step {last.step} though {num_steps} optimizer steps were taken since"
+        if num_pushed:
+            raise ResumeError(f"{text}; nothing trains: is optimizer.lr too small?")
+        self._warn(f"{text}: past warm-up, no gradient was above 0; do rewards differ within any group?")
 
 
 def verify(checkpoint: Path, manifest: Manifest, rank: int, world_size: int) -> None:
@@ -177,17 +175,16 @@ def _problem(path: Path, checksum: str) -> str | None:
 
 
 def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _copy(source: Path, target: Path) -> str:
-    """Copies a file to the disk itself; returns the sha256 of what was read."""
+    """Of a file's content; each chunk read is progress."""
     digest = hashlib.sha256()
-    with source.open("rb") as reader, target.open("wb") as writer:
-        while chunk := reader.read(_CHUNK):
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
             digest.update(chunk)
-            writer.write(chunk)
-        writer.flush()
-        os.fsync(writer.fileno())
+            recorder().beat()
     return digest.hexdigest()
+
+
+def _agree(value: bool) -> bool:
+    flag = torch.tensor([int(value)])
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)

@@ -269,6 +269,13 @@ class Config(Section):
         """Whether they are computed before the update. With one optimizer step a rollout they are the update's own."""
         return self.batch.optimizer_steps > 1 or self.algorithm.has_kl_reward
 
+    @property
+    def deadline_of_phase(self) -> dict[str, float]:
+        """Seconds without progress, of those phases that may take longer than `hang_deadline_s`."""
+        longest = {"sample": self.rollout.phase_deadline_s, "reward": self.rewards.deadline_s}
+        longest |= dict.fromkeys(("wake", "sleep", "sync"), self.rollout.start_deadline_s)
+        return {phase: seconds + self.hang_deadline_s for phase, seconds in longest.items()}
+
     @model_validator(mode="after")
     def _check(self) -> Config:
         if self.log.profile and self.log.profiled_steps[-1] > self.steps:

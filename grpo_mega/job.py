@@ -19,7 +19,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from grpo_mega import kernels
-from grpo_mega.checkpoint_files import STATE, Manifest, latest, read_manifest
+from grpo_mega.checkpoint_files import STATE, Manifest, latest, read_manifest, tell_latest
 from grpo_mega.checkpoints import Checkpoints, verify
 from grpo_mega.collectives import recorder
 from grpo_mega.colocation import Colocation
@@ -141,7 +141,7 @@ class Job:
                 self.save(step)
 
     def is_stopped(self, step: int) -> bool:
-        """Makes a checkpoint visible that is written, now that the step is logged; tells whether the run is to stop here."""
+        """Allows a checkpoint to become visible, now that the step is logged; tells whether the run is to stop here."""
         if not self.is_stopping and step < self.config.steps:
             self.checkpoints.poll()
             return False
@@ -240,6 +240,15 @@ def open_job(config: Config, build: BuildPolicy | None = None) -> Iterator[Job]:
         # What is alive now stays so: Megatron collects garbage in every save, which would go through all of it.
         gc.freeze()
         stack.enter_context(_hang_watch(config, runtime, timers))
+        checkpoints = Checkpoints(
+            config.run_dir / "checkpoints",
+            config.checkpoint,
+            runtime.rank,
+            store=runtime.store,
+            warn=log.warn,
+            shows_progress=config.log.progress,
+        )
+        stack.callback(checkpoints.close)
         yield Job(
             config=config,
             runtime=runtime,
@@ -263,23 +272,12 @@ def open_job(config: Config, build: BuildPolicy | None = None) -> Iterator[Job]:
             scorer=Scorer(pool, partial(decode, tokenizer)),
             log=log,
             timers=timers,
-            checkpoints=Checkpoints(
-                config.run_dir / "checkpoints", config.checkpoint, runtime.rank, shows_progress=config.log.progress
-            ),
+            checkpoints=checkpoints,
             stop=stop,
         )
 
 
 def _hang_watch(config: Config, runtime: Runtime, timers: Timers) -> HangWatch:
-    rollout = config.rollout
-
-    def last_checkpoint() -> str:
-        try:
-            found = latest(config.run_dir / "checkpoints")
-        except ResumeError as error:
-            return str(error)
-        return f"the last good checkpoint is {found}: go on with --resume" if found else "there is no checkpoint yet"
-
     return HangWatch(
         runtime.store,
         runtime.rank,
@@ -287,12 +285,9 @@ def _hang_watch(config: Config, runtime: Runtime, timers: Timers) -> HangWatch:
         timers=timers,
         recorder=recorder(),
         deadline_s=config.hang_deadline_s,
-        deadline_of_phase={
-            "sample": rollout.phase_deadline_s + config.hang_deadline_s,
-            **dict.fromkeys(("wake", "sleep", "sync"), rollout.start_deadline_s + config.hang_deadline_s),
-        },
+        deadline_of_phase=config.deadline_of_phase,
         run_dir=config.run_dir,
-        last_checkpoint=last_checkpoint,
+        last_checkpoint=partial(tell_latest, config.run_dir / "checkpoints"),
     )
 
 

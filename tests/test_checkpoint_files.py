@@ -104,6 +104,22 @@ def test_without_latest_a_run_goes_on_from_the_whole_checkpoint_written_last(tmp
     assert latest(tmp_path) == find(tmp_path, None) == tmp_path / "step-000006"
 
 
+def test_without_latest_copies_alone_are_refused_by_name(tmp_path: Path) -> None:
+    old(tmp_path, 3, 20, "step-000003-good")
+    old(tmp_path, 4, 10, "best")
+    with pytest.raises(ResumeError, match=re.escape(f"{tmp_path}/latest is missing beside best; put that name into it")):
+        latest(tmp_path)
+    (tmp_path / "latest").write_text("best\n")
+    assert latest(tmp_path) == tmp_path / "best"
+
+
+def test_without_latest_a_checkpoint_that_was_moved_away_and_linked_is_still_found(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    old(folder, 2, 20)
+    (folder / "step-000004").symlink_to(old(tmp_path / "larger-disk", 4, 10))
+    assert latest(folder) == folder / "step-000004"
+
+
 def test_remains_of_interrupted_saves_alone_are_no_checkpoints(tmp_path: Path) -> None:
     for name in (".step-000001.partial", ".step-000001.removed"):
         shutil.copytree(old(tmp_path / name, 1, 0), tmp_path / name, dirs_exist_ok=True)

@@ -59,6 +59,7 @@ class Policy:
         self._pipeline = Pipeline(self._chunks, uses_te=self._uses_te)
         self._optimizer: Any = None
         self._optimizer_step = 0
+        self.num_pushed = 0  # optimizer steps of this process that had to move the weights: past warm-up, by a gradient above 0
         self._memory = PolicyMemory(
             self._chunks, partial(held, self._parameters.values()), self._optimizer_state, is_cuda=runtime.device.is_cuda
         )
@@ -249,6 +250,7 @@ class Policy:
         optimizers.set_learning_rate(self._optimizer, lr)
         self._memory.onload_optimizer()
         self._optimizer.step()
+        self.num_pushed += self._optimizer_step >= self._config.optimizer.warmup_steps and lr > 0 and grad_norm > 0
         self._optimizer_step += 1
         return {"grad_norm": grad_norm, "lr": lr, "dropped_mini_batches": 0.0, "nonfinite_mini_batches": 0.0}
 

@@ -206,6 +206,17 @@ def test_weights_that_do_not_move_though_steps_are_taken_are_an_error(inputs: Pa
     assert code == 2 and "nothing trains: is optimizer.lr too small?" in output
 
 
+def test_a_run_without_a_reward_signal_yet_is_warned_of_and_goes_on(inputs: Path, tmp_path: Path) -> None:
+    settings = ("steps=3", "rewards.functions=[{name: accuracy}]", "algorithm.kl_beta=0", "optimizer.warmup_steps=0")
+    code, output = run(inputs, tmp_path / "run", *(part for setting in settings for part in ("--set", setting)))
+    assert code == 0, output
+    rows = [json.loads(line) for line in _read(tmp_path / "run" / "metrics.jsonl").split("\n") if line]
+    assert [row["grad_norm"] for row in rows if "grad_norm" in row] == [0.0] * 3  # no answer is right
+    said = [json.loads(line) for line in _read(tmp_path / "run" / "messages.jsonl").split("\n") if line]
+    warnings = [row["text"] for row in said if row.get("level") == "warning"]
+    assert sum("optimizer steps were taken since: past warm-up, no gradient was above 0" in text for text in warnings) == 2
+
+
 def test_a_disk_too_full_for_a_checkpoint_is_named(inputs: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

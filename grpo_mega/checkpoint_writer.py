@@ -1,0 +1,134 @@
+"""One rank's part of a save, by a thread of its own: from memory to the disk, read back, and published once all ranks are done.
+
+The ranks' threads talk through the job's store, so that no rank's main thread is needed: each posts the checksums of its files,
+and rank 0's, when it has those of all, gives the checkpoint its name. That waits for `may_publish`: a checkpoint that can be
+seen is one from which a run goes on, and what was logged after it is taken out then. So the metrics of its own step come first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from torch.distributed import Store
+
+from grpo_mega.staging import StagedFile
+
+SECONDS_BETWEEN_LOOKS = 0.2
+_CHUNK = 16 << 20  # bytes
+_CHUNKS_PER_SYNC = 16  # so that what is left to the last fsync is written in a moment, and progress is seen meanwhile
+
+
+class Writer:
+    """`publish(checksums)` is called by rank 0's thread alone. `store` is this thread's own."""
+
+    def __init__(
+        self,
+        staged: Sequence[StagedFile],
+        target: Path,
+        *,
+        store: Store,
+        key: str,
+        rank: int,
+        world_size: int,
+        publish: Callable[[dict[str, str]], None],
+    ) -> None:
+        self._staged, self._target, self._publish = staged, target, publish
+        self._store, self._rank = store, rank
+        self._keys = [f"{key}/{other}" for other in range(world_size)]
+        self.num_bytes = sum(file.num_bytes * 2 for file in staged)  # each is written and read back
+        self.num_done = 0
+        self.failure = ""  # why there is no checkpoint, as far as this rank knows
+        self.is_written = threading.Event()  # this rank's part
+        self.may_publish = threading.Event()
+        self._is_given_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def wait(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
+    def give_up(self) -> None:
+        """End soon, and publish nothing."""
+        self._is_given_up.set()
+
+    def _run(self) -> None:
+        checksums: dict[str, str] = {}
+        try:
+            for file in self._staged:
+                checksums[file.name] = self._write(file)
+        except BaseException as error:
+            self.failure = f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
+        finally:
+            for file in self._staged:
+                file.content.close()
+        self.is_written.set()
+        try:
+            self._store.set(self._keys[self._rank], json.dumps([checksums, self.failure]))
+            if self._rank == 0:
+                self._publish_once_all_are_done()
+        except BaseException as error:
+            self.failure = self.failure or f"{type(error).__name__}: {error}"
+
+    def _write(self, file: StagedFile) -> str:
+        """The sha256 of a file that is on the disk as it was staged."""
+        path = self._target / file.name
+        if file.is_in_memory:
+            with path.open("wb") as copy:
+                written = self._digest(file.content, copy)
+        else:
+            os.fsync(file.content.fileno())
+            written = self._digest(file.content)
+        file.content.close()
+        with path.open("rb") as copy_again:
+            if self._digest(copy_again) != written:
+                raise OSError(f"{path} reads back otherwise than it was written")
+        return written
+
+    def _digest(self, source: BinaryIO, copy: BinaryIO | None = None) -> str:
+        """The sha256 of what `source` holds, which is written to `copy` as well, down to the disk."""
+        digest = hashlib.sha256()
+        number = 0
+        while chunk := source.read(_CHUNK):
+            digest.update(chunk)
+            number += 1
+            if copy is not None:
+                copy.write(chunk)
+                if number % _CHUNKS_PER_SYNC == 0:
+                    copy.flush()
+                    os.fdatasync(copy.fileno())
+            self.num_done += len(chunk)
+            if self._is_given_up.is_set():
+                raise InterruptedError("the run ended before it was written")
+        if copy is not None:
+            copy.flush()
+            os.fsync(copy.fileno())
+        return digest.hexdigest()
+
+    def _publish_once_all_are_done(self) -> None:
+        checksums: dict[str, str] = {}
+        for key in self._keys:
+            while not self._store.check([key]):
+                if self._is_given_up.wait(SECONDS_BETWEEN_LOOKS):
+                    return
+            sums, failure = json.loads(self._store.get(key))
+            checksums |= sums
+            self.failure = self.failure or failure
+            self._store.delete_key(key)
+        if self.failure:
+            shutil.rmtree(self._target.parent, ignore_errors=True)
+            return
+        while not self.may_publish.wait(SECONDS_BETWEEN_LOOKS):
+            if self._is_given_up.is_set():
+                return
+        self._publish(dict(sorted(checksums.items())))

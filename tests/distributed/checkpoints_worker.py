@@ -1,0 +1,223 @@
+"""One rank of test_checkpoints.py: saves of a state of a few bytes, by three ranks that are on one node."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from ranks import run_cases
+from slow_policy import SlowPolicy, manifest
+
+from grpo_mega import checkpoint_writer, checkpoints, staging
+from grpo_mega.checkpoint_files import latest, read_manifest
+from grpo_mega.checkpoints import Checkpoints
+from grpo_mega.config import CheckpointConfig
+from grpo_mega.errors import ResumeError
+
+WORLD_SIZE = 3
+SECONDS = 30.0  # for whatever is waited for
+WARNINGS: list[str] = []
+checkpoint_writer._CHUNK = 1000
+
+
+def open_checkpoints(rank: int, folder: Path, keep: int = 2) -> Checkpoints:
+    """With a memory of its own, beside the folder."""
+    staging.MEMORY = folder.with_name(f"{folder.name}-memory")
+    if rank == 0:
+        staging.MEMORY.mkdir()
+    dist.barrier()
+    store = dist.PrefixStore(folder.name, dist.distributed_c10d._get_default_store())
+    return Checkpoints(folder, CheckpointConfig(keep=keep), rank, store=store, warn=WARNINGS.append)
+
+
+def is_true_soon(condition: Callable[[], bool]) -> bool:
+    until = time.monotonic() + SECONDS
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def raised(act: Callable[..., object], *arguments: Any) -> str:
+    try:
+        act(*arguments)
+    except (ResumeError, RuntimeError) as error:
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+def becomes_visible_without_the_main_threads(rank: int, folder: Path) -> None:
+    """Once the last rank's thread is done: no rank calls anything meanwhile. Not before the step is logged."""
+    found = open_checkpoints(rank, folder / "visible")
+    found.save(SlowPolicy(rank, pause_s=0.5 if rank == 2 else 0.0), manifest(4))
+    for _ in range(2):
+        found.poll()
+        assert not (found.folder / "latest").exists()
+    assert is_true_soon((found.folder / "latest").exists)
+    checksums = read_manifest(found.folder / "step-000004").checksums
+    expected = {f"__{r}_0.distcp": SlowPolicy(r).content for r in range(WORLD_SIZE)} | {"common.pt": b"common"}
+    assert checksums == {name: hashlib.sha256(content).hexdigest() for name, content in expected.items()}
+    for name, content in expected.items():
+        assert (found.folder / "step-000004" / "state" / name).read_bytes() == content
+    dist.barrier()
+
+    found.save(SlowPolicy(rank), manifest(5))
+    assert is_true_soon(found._writer.is_written.is_set)
+    dist.barrier()
+    time.sleep(1)  # all parts are there, but the step is not logged
+    assert names(found.folder) == {"latest", "step-000004", ".step-000005.partial"}
+    dist.barrier()
+    found.poll()
+    assert is_true_soon(lambda: latest(found.folder) == found.folder / "step-000005")
+    found.finish()
+    found.save(SlowPolicy(rank), manifest(5))  # an engine failed before another step was done
+    assert found._writer is None
+
+
+def goes_back(rank: int, folder: Path) -> None:
+    found = open_checkpoints(rank, folder / "back", keep=1)
+    for step in (6, 8, 5, 6):
+        found.save(SlowPolicy(rank), manifest(step))
+        found.finish()
+        dist.barrier()
+        assert names(found.folder) == {"latest", f"step-{step:06d}"}
+        dist.barrier()
+
+
+def stages_in_private(rank: int, folder: Path) -> None:
+    """In a folder of this user alone, with another name each time, of which nothing is left when training goes on."""
+    found, policy = open_checkpoints(rank, folder / "private"), SlowPolicy(rank, pause_s=0.2)
+    places: set[Path] = set()
+    for step in (1, 2):
+        found.save(policy, manifest(step))
+        assert not names(staging.MEMORY)
+        assert policy.folder is not None and policy.folder.parent == staging.MEMORY and policy.mode == 0o700
+        places.add(policy.folder)
+        dist.barrier()
+    found.finish()
+    assert len(places) == 2
+    everyone: list[set[Path]] = [set()] * WORLD_SIZE
+    dist.all_gather_object(everyone, places)
+    assert everyone == [places] * WORLD_SIZE
+
+
+def stages_on_the_disk(rank: int, folder: Path) -> None:
+    """Where a node has no room in memory: in place, without a second copy."""
+    found = open_checkpoints(rank, folder / "disk")
+    policy = SlowPolicy(rank)
+    policy.state_bytes = shutil.disk_usage(staging.MEMORY).free // 4  # together more than half
+    policy_fits = SlowPolicy(rank)
+    found._check_disk = lambda policy: None  # type: ignore[method-assign]  # the disk is the same one here
+    found.save(policy, manifest(3))
+    assert policy.folder == found.folder / ".step-000003.partial" / "state"
+    found.finish()
+    checkpoints.verify(found.folder / "step-000003", read_manifest(found.folder / "step-000003"), rank, WORLD_SIZE)
+    found.save(policy_fits, manifest(4))
+    assert policy_fits.folder is not None and policy_fits.folder.parent == staging.MEMORY
+    found.finish()
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(staging.MEMORY)
+    dist.barrier()
+    found.save(policy_fits, manifest(5))
+    assert policy_fits.folder == found.folder / ".step-000005.partial" / "state"
+    found.finish()
+
+
+def names_what_was_not_written(rank: int, folder: Path) -> None:
+    found = open_checkpoints(rank, folder / "failing")
+    if rank == 1:
+        (found.folder / ".step-000007.partial" / "state" / "__1_0.distcp").mkdir(parents=True)  # where its file is to be
+    dist.barrier()
+    found.save(SlowPolicy(rank), manifest(7))
+    assert is_true_soon(lambda: not found._writer.is_alive)
+    dist.barrier()
+    text = raised(found.poll)
+    assert text.startswith("checkpoint of step 7 was not written ([Errno 21]") and "__1_0.distcp" in text, text
+    assert not names(found.folder) and not names(staging.MEMORY)
+    dist.barrier()
+    found.save(SlowPolicy(rank), manifest(7))
+    found.finish()
+    assert names(found.folder) == {"latest", "step-000007"}
+
+
+def leaves_nothing_after_an_error(rank: int, folder: Path) -> None:
+    """Raised while the state is written, before the step is logged, or after."""
+    found = open_checkpoints(rank, folder / "errors")
+    policy = SlowPolicy(rank)
+
+    def fail(folder: Path) -> None:
+        SlowPolicy.save(policy, folder)
+        dist.barrier()
+        raise RuntimeError("out of memory")
+
+    policy.save = fail  # type: ignore[method-assign]
+    assert raised(found.save, policy, manifest(1)) == "out of memory"
+    dist.barrier()
+    assert not names(staging.MEMORY)
+    found.save(SlowPolicy(rank, num_parts=1000, pause_s=0.2), manifest(2))
+    began = time.monotonic()
+    found.close()  # not logged: it is not waited for
+    assert time.monotonic() - began < 10 and not _writing()
+    assert not names(staging.MEMORY) and not any(name.startswith(("step", "latest")) for name in names(found.folder))
+    dist.barrier()
+    found.save(SlowPolicy(rank, pause_s=0.3), manifest(3))
+    found.poll()
+    found.close()  # each rank by itself
+    assert is_true_soon((found.folder / "latest").exists)
+    assert (found.folder / "latest").read_text() == "step-000003\n" and not _writing()
+
+
+def _writing() -> bool:
+    return any(thread.name == "checkpoint" for thread in threading.enumerate())
+
+
+def warns_where_nothing_could_train(rank: int, folder: Path) -> None:
+    found, policy = open_checkpoints(rank, folder / "moving"), SlowPolicy(rank)
+
+    def save(step: int, fingerprint: str) -> None:
+        content = json.loads(json.dumps(vars(manifest(step)))) | {"fingerprint": fingerprint}
+        found.save(policy, type(manifest(step))(**content))
+        found.finish()
+
+    del WARNINGS[:]
+    save(1, "a")
+    save(2, "a")  # all rewards equal so far
+    assert len(WARNINGS) == 1 and "the weights are those of step 1 though 1 optimizer steps were taken" in WARNINGS[0]
+    policy.num_pushed = 1
+    save(3, "b")
+    save(4, "b")
+    assert len(WARNINGS) == 2
+    policy.num_pushed = 2
+    assert "nothing trains: is optimizer.lr too small?" in raised(save, 5, "b")
+
+
+if __name__ == "__main__":
+    os.umask(0o022)
+    run_cases(
+        {
+            case.__name__: case
+            for case in (
+                becomes_visible_without_the_main_threads,
+                goes_back,
+                stages_in_private,
+                stages_on_the_disk,
+                names_what_was_not_written,
+                leaves_nothing_after_an_error,
+                warns_where_nothing_could_train,
+            )
+        }
+    )

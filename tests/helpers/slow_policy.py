@@ -1,0 +1,45 @@
+"""A policy whose state is a few bytes per rank, which come out of its files as slowly as from a slow disk."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+from grpo_mega.checkpoint_files import Manifest
+
+
+class SlowPolicy:
+    """What Checkpoints needs of a policy. Each rank's file is a pipe, fed with `num_parts` parts of `part_bytes`."""
+
+    def __init__(self, rank: int, num_parts: int = 3, part_bytes: int = 1000, pause_s: float = 0.0) -> None:
+        self.num_pushed, self.state_bytes = 0, 1000
+        self.folder: Path | None = None  # where the last state was written
+        self.mode = 0
+        self._rank, self._num_parts, self._part_bytes, self._pause_s = rank, num_parts, part_bytes, pause_s
+
+    @property
+    def content(self) -> bytes:
+        return bytes([self._rank]) * (self._num_parts * self._part_bytes)
+
+    def save(self, folder: Path) -> None:
+        self.folder, self.mode = folder, folder.stat().st_mode & 0o777
+        if self._rank == 0:
+            (folder / "common.pt").write_bytes(b"common")
+        if not self._pause_s:
+            (folder / f"__{self._rank}_0.distcp").write_bytes(self.content)
+            return
+        pipe = folder / f"__{self._rank}_0.distcp"
+        os.mkfifo(pipe)
+        threading.Thread(target=self._feed, args=(pipe,), daemon=True).start()
+
+    def _feed(self, pipe: Path) -> None:
+        with pipe.open("wb", buffering=0) as stream:
+            for _ in range(self._num_parts):
+                stream.write(bytes([self._rank]) * self._part_bytes)
+                time.sleep(self._pause_s)
+
+
+def manifest(step: int) -> Manifest:
+    return Manifest(step, optimizer_step=step, fingerprint=str(step), layout="dp=3", model="m", seed=0, checksums={})

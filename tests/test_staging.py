@@ -1,0 +1,84 @@
+"""Whose folders in a node's memory a run takes and which it removes. Saves by ranks: distributed/test_checkpoints.py."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_mega import staging
+
+STRANGER = 12345  # a user id
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(staging, "MEMORY", tmp_path)
+    return tmp_path
+
+
+def folder(memory: Path, name: str, mode: int = 0o700) -> Path:
+    path = memory / f"grpo_mega-staging-{name}"
+    path.mkdir(mode=mode)
+    path.chmod(mode)
+    (path / "__0_0.distcp").touch()
+    return path
+
+
+def test_what_a_killed_run_left_is_removed_and_what_is_in_use_stays(memory: Path) -> None:
+    left, used = folder(memory, "left"), folder(memory, "used")
+    descriptor = os.open(used, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    staging.remove_unused()
+    assert (left.exists(), used.exists()) == (False, True)
+    os.close(descriptor)
+    staging.remove_unused()
+    assert not used.exists()
+
+
+def test_a_run_that_is_killed_while_it_stages_leaves_what_the_next_one_removes(memory: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from grpo_mega import staging\n"
+        "staging.MEMORY = Path(sys.argv[1]); made = staging._make_folder(1); print(made[0], flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(memory)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    made = Path(process.stdout.readline().strip())
+    assert made.parent == memory and staging.is_private(made)
+    staging.remove_unused()
+    assert made.exists(), "it is in use"
+    process.kill()
+    process.communicate()
+    until = time.monotonic() + 10
+    while made.exists() and time.monotonic() < until:
+        staging.remove_unused()
+    assert not made.exists()
+
+
+def test_links_are_not_followed(memory: Path, tmp_path: Path) -> None:
+    precious = folder(memory, "precious").rename(tmp_path / "precious")
+    link = memory / "grpo_mega-staging-link"
+    link.symlink_to(precious)
+    staging.remove_unused()
+    assert (precious / "__0_0.distcp").exists() and link.is_symlink()
+    assert not staging.is_private(link)
+
+
+def test_a_folder_that_others_may_enter_is_not_private(memory: Path) -> None:
+    assert staging.is_private(folder(memory, "closed"))
+    for mode in (0o755, 0o750, 0o701):
+        assert not staging.is_private(folder(memory, f"{mode:o}", mode))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to give files away (run as root)")
+def test_folders_of_another_user_are_neither_taken_nor_removed(memory: Path) -> None:
+    theirs = folder(memory, "theirs")
+    os.chown(theirs, STRANGER, STRANGER)
+    staging.remove_unused()
+    assert (theirs / "__0_0.distcp").exists()
+    assert not staging.is_private(theirs)
