@@ -29,7 +29,11 @@ class Recorder:
         self._name, self._arguments, self._is_done = "nothing yet", "", True
 
     def beat(self) -> None:
-        """Progress without a collective, such as a micro-batch."""
+        """Note progress without a collective, such as a micro-batch.
+
+        For the main thread alone: work of a background thread is progress only while the main thread waits for it, which then
+        beats for it. Otherwise a stuck collective would hide behind that work.
+        """
         self.last_beat = time.monotonic()
         if self._on_beat is not None:
             self._on_beat()

@@ -1,6 +1,7 @@
 """Ends a run that is stuck, and says who waits where: a thread on every rank.
 
-The first rank without progress for longer than its phase allows asks all others; so does rank 0 when another's thread gives no
+The first rank that has seen no progress for longer than its phase allows, neither its own nor another rank's, asks all others:
+a rank that waits in a collective for one that is slow but moves is not stuck. So does rank 0 when another's thread gives no
 sign of life, whatever the phase. Each answers from its own thread with its phase, its last collective and the place in its
 code, and writes the stacks of all its threads to RUN_DIR/hang/rank_N.txt; who does not answer is dead, stopped, or stuck
 outside of Python. The rank that asked prints the answers, alike ones together, and ends its process with EXIT_HANG, on which
@@ -58,6 +59,8 @@ class HangWatch:
         self._folder, self._last_checkpoint = run_dir / FOLDER, last_checkpoint
         self._pause_s = min(1.0, deadline_s / 10)
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: its beats, and when they last grew
+        self._own_move = 0.0  # when this rank last made progress, as last told to the others
+        self._moves, self._job_moved = 0, time.monotonic()  # signs of progress of all ranks, and when the last one came
         self._is_over = threading.Event()
         self._main_thread = threading.main_thread().ident
         self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
@@ -76,6 +79,7 @@ class HangWatch:
         while not self._is_over.wait(self._pause_s):
             try:
                 self._store.add(f"hang/beats/{self._rank}", 1)
+                self._exchange_progress()
                 if not has_answered and self._store.check(["hang/asked"]):
                     self._answer()
                     has_answered = True
@@ -96,6 +100,14 @@ class HangWatch:
         silent = self._silent_ranks() if self._rank == 0 else []
         return f"no sign of life from {_ranks(silent)} for {self._deadline_s:.0f} s" if silent else None
 
+    def _exchange_progress(self) -> None:
+        """Tell the other ranks if this one has moved since the last look, and hear whether any has."""
+        own_move, before = self._last_move(), self._own_move
+        self._own_move = own_move
+        moves = self._store.add("hang/moves", int(own_move > before))
+        if moves > self._moves:
+            self._moves, self._job_moved = moves, time.monotonic()
+
     def _silent_ranks(self) -> list[int]:
         now = time.monotonic()
         for rank in range(1, self._world_size):
@@ -109,7 +121,11 @@ class HangWatch:
         return self._idle() > limit + (0 if self._rank == 0 else SECONDS_AFTER_FIRST)
 
     def _idle(self) -> float:
-        return time.monotonic() - max(self._timers.current()[1], self._recorder.last_beat)
+        return time.monotonic() - max(self._last_move(), self._job_moved)
+
+    def _last_move(self) -> float:
+        """When this rank's main thread last made progress: a phase, a collective or a beat."""
+        return max(self._timers.current()[1], self._recorder.last_beat)
 
     def _answer(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from grpo_mega.collectives import recorder
 from grpo_mega.job import Job
 from grpo_mega.observe.progress import progress
 from grpo_mega.rewards.scorer import VERDICTS
@@ -37,8 +38,8 @@ def rollout(
 
         phase = job.colocation.sample(prompts, sampling, step=step, on_sample=on_sample, wanted=wanted)
     job.scorer.keep(phase.mine.values())
-    with job.runtime.together(), job.timers("reward"):
-        job.scorer.finish()
+    with job.timers("reward"), job.runtime.together():
+        job.scorer.finish(recorder().beat)
     with job.timers("exchange"):
         groups = exchange.gather(
             phase.mine,

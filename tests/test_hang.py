@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,15 +13,20 @@ import pytest
 
 from grpo_mega.hang import EXIT_HANG, _on_nodes, _ranks
 
+HELPERS = Path(__file__).parent / "helpers"
 RANK = """
 import os, signal, sys, time
 from datetime import timedelta
 from grpo_mega.collectives import recorder
 record = recorder()
 import torch, torch.distributed as dist
+from grpo_mega import checkpoint_writer
+from grpo_mega.checkpoints import Checkpoints
+from grpo_mega.config import CheckpointConfig
 from grpo_mega.hang import HangWatch
 from grpo_mega.observe.timers import Timers
 from pathlib import Path
+from slow_policy import SlowPolicy, manifest
 folder, behaviour = Path(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 rank = dist.get_rank()
@@ -30,6 +36,9 @@ timers = Timers()
 def lost_in_thought():
     time.sleep(60)
 
+checkpoint_writer._CHUNK = 1000
+checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(), rank, store=store, warn=print)
+slow = SlowPolicy(rank, num_parts=8 if behaviour == "well" else 1000, pause_s=0.5 if rank == 2 else 0.0)
 dist.barrier()
 settings = dict(deadline_s=1.5, deadline_of_phase={"sample": 4.0}, last_checkpoint=lambda: "the last good one is step-7")
 with HangWatch(store, rank, 4, timers=timers, recorder=record, run_dir=folder, **settings):
@@ -38,7 +47,11 @@ with HangWatch(store, rank, 4, timers=timers, recorder=record, run_dir=folder, *
     for _ in range(20):  # longer than the deadline too, but there is progress
         dist.all_reduce(torch.zeros(8))
         time.sleep(0.1)
-    with timers("update"):
+    checkpoints.save(slow, manifest(3))  # rank 2's part takes longer than the deadline, which a rank may wait for
+    if behaviour == "well":
+        with timers("checkpoint"):
+            checkpoints.finish()
+    with timers("update"):  # but not hide behind
         if rank == 2 and behaviour == "lost":
             lost_in_thought()
         if rank == 2 and behaviour == "stopped":
@@ -53,7 +66,8 @@ def run(folder: Path, behaviour: str) -> tuple[int, str, float]:
     code += "sys.exit(run_ranks([sys.executable, *sys.argv[2:]], 4, Path(sys.argv[1])))"
     command = [sys.executable, "-c", code, str(folder / "logs"), "-c", RANK, str(folder), behaviour]
     began = time.monotonic()
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    environment = os.environ | {"PYTHONPATH": f"{HELPERS.parents[1]}{os.pathsep}{HELPERS}", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     return result.returncode, result.stderr, time.monotonic() - began
 
 
@@ -62,7 +76,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_place_and_all_stacks_are_ke
     code, said, seconds = run(tmp_path, "lost")
     assert code == EXIT_HANG and seconds < 45, said
     assert re.search(r"no progress for \d+ s in update, says rank 0; the run ends here", said)
-    assert re.search(r"rank 2: update, after all_reduce of 8 float32 over all ranks, at <string>:\d+ lost_in_thought", said)
+    assert re.search(r"rank 2: update, after barrier over all ranks, at <string>:\d+ lost_in_thought", said)
     assert re.search(r"ranks 0-1, 3: update, in all_reduce of 1024 float32 over all ranks, at", said), said
     assert "the last good one is step-7" in said
     assert said.index("rank 2:") < said.index("ranks 0-1, 3:")  # whoever is alone comes first
@@ -84,6 +98,7 @@ def test_a_run_that_makes_progress_is_left_alone(tmp_path: Path) -> None:
     code, said, _ = run(tmp_path, "well")
     assert (code, "no progress" in said) == (0, False), said
     assert not (tmp_path / "hang").exists()
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000003\n"
 
 
 @pytest.mark.parametrize(("numbers", "text"), [([4], "rank 4"), ([0, 1, 2, 3, 5], "ranks 0-3, 5"), ([1, 3, 4], "ranks 1, 3-4")])

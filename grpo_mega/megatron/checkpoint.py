@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.optimizer import MegatronOptimizer
 
+from grpo_mega.collectives import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.megatron import compat
 from grpo_mega.megatron.optimizer import parts, separate_steps
@@ -38,6 +39,7 @@ def load(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, coun
     Raises ResumeError if the checkpoint is of another model.
     """
     compat.keep_adam_steps_apart()
+    compat.beat_per_loaded_tensor()
     _make_states(optimizer)
     try:
         state = dist_checkpointing.load(_state(models, optimizer, counters, is_loading=True), str(folder))
@@ -60,8 +62,16 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
         distributed_checkpoint.save(
             mcore_to_pyt_state_dict(state, False),
             storage_writer=distributed_checkpoint.FileSystemWriter(checkpoint_dir, sync_files=False),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False),
+            planner=_SavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False),
         )
+
+
+class _SavePlanner(MCoreSavePlanner):
+    """Each tensor written is progress."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        recorder().beat()
+        return super().resolve_data(write_item)
 
 
 def _state(

@@ -79,6 +79,20 @@ def keep_adam_steps_apart() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
 
 
+@functools.cache
+def beat_per_loaded_tensor() -> None:
+    """Megatron makes the planner of a load itself, and reads all of a checkpoint within one call."""
+    from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+
+    original = MCoreLoadPlanner.commit_tensor
+
+    def commit_tensor(self: Any, *args: Any) -> None:
+        original(self, *args)
+        recorder().beat()
+
+    MCoreLoadPlanner.commit_tensor = commit_tensor
+
+
 @contextlib.contextmanager
 def transfers_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """While it lasts every send and receive between a pipeline's stages goes through `wrap(function)`, which Megatron has no

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -34,6 +34,7 @@ from grpo_mega.rewards.results import RewardResult, result_of
 from grpo_mega.rewards.score import Score, Step
 
 ACCURACY = "accuracy"
+SECONDS_BETWEEN_LOOKS = 1.0  # while results are waited for
 START_LIMIT_S = 300.0  # for a worker's imports; generous, since network file systems are slow
 _TOO_SLOW = f"a reward worker took more than {START_LIMIT_S:.0f} s to import its functions; make them lighter"
 MEMORY_LIMIT_BYTES = 4 << 30  # address space of one worker
@@ -164,15 +165,19 @@ class RewardPool:
                 for key in forgotten:
                     errors.pop(key, None)
 
-    def collect(self) -> dict[Any, RewardResult]:
+    def collect(self, on_progress: Callable[[], None] = lambda: None) -> dict[Any, RewardResult]:
         """Waits for all samples submitted since the last collect; their results in the order of submission.
+
+        While it waits, `on_progress()` is called from the caller's thread whenever checks have finished.
 
         Raises:
             RewardError: the workers cannot start, or a function raised an exception for every one of the samples.
         """
         with self._changed:
-            while self._unfinished and self._failure is None:
-                self._changed.wait()
+            while (before := self._unfinished) and self._failure is None:
+                self._changed.wait(SECONDS_BETWEEN_LOOKS)
+                if self._unfinished < before:
+                    on_progress()
             self._raise_failure()
             pending, self._pending = self._pending, {}
             raised, self._raised = self._raised, {}

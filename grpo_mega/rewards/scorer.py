@@ -57,9 +57,10 @@ class Scorer:
         for key in dropped:
             del self._samples[key]
 
-    def finish(self) -> None:
-        """Waits until everything submitted is scored. Raises RewardError if a function raised on every sample."""
-        results = self._pool.collect()
+    def finish(self, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Waits until everything submitted is scored; calls `on_progress()` as checks finish. Raises RewardError if a function
+        raised on every sample."""
+        results = self._pool.collect(on_progress)
         for key, sample in self._samples.items():
             result = results[key]
             sample.scores, sample.verdicts, sample.reward = dict(result.scores), dict(result.verdicts), result.total

@@ -20,6 +20,7 @@ from grpo_mega import config as configs
 from grpo_mega import device as devices
 from grpo_mega.algorithm import advantages
 from grpo_mega.batching.pack import pack
+from grpo_mega.collectives import recorder
 from grpo_mega.config import Config
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes
@@ -217,12 +218,12 @@ def check_resume(text: str, rank: int, folder: Path) -> None:
     if rank == 0:
         state.mkdir()
     dist.barrier()
-    moving.policy.save(state)
+    assert num_beats(lambda: moving.policy.save(state)), "a slow disk would count as a hang"
     moving.away()
     resumed = Trainee(config)
     resumed.update(9)
     resumed.away()
-    resumed.policy.restore(state)
+    assert num_beats(lambda: resumed.policy.restore(state)) >= len(resumed.policy.tensors())
     assert resumed.policy.optimizer_step == moving.policy.optimizer_step
     for trainee in (resumed, moving):
         trainee.away()
@@ -230,6 +231,14 @@ def check_resume(text: str, rank: int, folder: Path) -> None:
         assert trainee.checksum() == expected[1][1] and trainee.policy.fingerprint() == expected[1][2]
     resumed.away()
     assert resumed.record(resumed.update(2)) == expected[2]
+
+
+def num_beats(act: Callable[[], None]) -> int:
+    """How often the hang watch hears of progress while `act()` lasts, besides collectives."""
+    beats: list[int] = []
+    with recorder().heard(lambda: beats.append(1)):
+        act()
+    return len(beats)
 
 
 def check_many_steps(rank: int, folder: Path) -> None:

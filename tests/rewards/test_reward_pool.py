@@ -1,5 +1,6 @@
 """The pool: results, deadlines, crashes, broken functions, and that no process stays behind."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -333,3 +334,14 @@ def test_an_interrupt_of_the_workers_is_ignored() -> None:
         before = _score(pool, "pid")[0].total
         os.kill(pool.worker_pids[0], signal.SIGINT)
         assert _score(pool, "pid")[0].total == before
+
+
+def test_checks_that_hang_one_after_the_other_are_progress() -> None:
+    """Each costs its deadline, and hundreds of them more than a rank may be silent for."""
+    with RewardPool([(OBEY, 1.0)], num_workers=1, deadline_s=1.2) as pool:
+        for key in range(4):
+            pool.submit(key, "p", "sleep", "1", {})
+        beats = [time.monotonic()]
+        pool.collect(lambda: beats.append(time.monotonic()))
+        assert pool.counters["timeout"] == 4
+    assert len(beats) == 5 and max(later - sooner for sooner, later in itertools.pairwise(beats)) < 2 * 1.2 + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -37,6 +38,22 @@ def test_a_run_with_a_stopped_rank_ends_with_a_report_and_resumes(tmp_path: Path
     again = bench_kills.start(config, run_dir, [*settings, "--resume"])
     assert again.wait(timeout=SECONDS) == 0
     assert "resumed after step" in bench_kills.log_of(run_dir).read_text()
+
+
+def test_a_run_whose_checks_hang_one_after_the_other_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank, for longer than the deadline in all; the other rank waits for it."""
+    (tmp_path / "hanging.py").write_text(
+        "import os, time\n\ndef score(prompt, response, answer, extras):\n    time.sleep(60 * (os.environ['RANK'] == '0'))\n"
+        "    return float(len(response))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config, run_dir = bench_kills.write_inputs(tmp_path, "dp=2"), tmp_path / "run"
+    settings = ["steps=1", "hang_deadline_s=5", "data.heldout=null", "checkpoint.interval=0", "log.progress=false"]
+    settings += ["rewards={functions: [{name: hanging.score}], num_workers: 1, deadline_s: 1.5}"]
+    process = bench_kills.start(config, run_dir, [part for setting in settings for part in ("--set", setting)])
+    assert process.wait(timeout=SECONDS) == 0, bench_kills.log_of(run_dir).read_text()
+    (step,) = [row for row in map(json.loads, (run_dir / "metrics.jsonl").open()) if "seconds/reward" in row]
+    assert step["seconds/reward"] > 10
 
 
 def _rank(launcher: int, number: int) -> int:
