@@ -216,7 +216,7 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     interval: Annotated[int, Field(ge=0)] = 0  # steps between saves, the last step included; 0: only when a run is stopped
-    keep: PositiveInt = 2  # newest ones
+    keep: PositiveInt = 2  # newest ones; what the run did not write stays in any case
 
 
 class LogConfig(Section):
