@@ -44,6 +44,7 @@ from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.board import Board
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.run_folder import trim
+from grpo_mega.run_inputs import RunInputs
 from grpo_mega.stopping import StopRequest
 from grpo_mega.types import Prompt, Sample, StepMetrics
 from grpo_mega.weights.architecture import check_architecture
@@ -84,6 +85,7 @@ class Job:
     timers: Timers
     checkpoints: Checkpoints
     stop: StopRequest
+    inputs: RunInputs
     steps_done: int = 0
     draws: int = 0  # so many times a step's number of prompts were drawn from the data by the steps done
     is_stopping: bool = False
@@ -106,10 +108,13 @@ class Job:
         """Loads the run's last checkpoint, if it has one; returns the number of steps done. Raises ResumeError."""
         found = latest(self.checkpoints.folder)
         step = draws = 0
+        self.inputs.begin()
         if found is not None:
             manifest = read_manifest(found)
             if manifest.model != str(self.model.shape):
                 raise ResumeError(f"checkpoint {found} is of another model ({manifest.model}); give the run its own model.path")
+            for change in self.inputs.changes(manifest.inputs):
+                self.log.warn(change)
             verify(found, manifest, self.runtime.rank, self.runtime.layout.world_size)
             self.policy.restore(found / STATE)
             step = self.checkpoints.saved_step = manifest.step
@@ -167,6 +172,7 @@ class Job:
                 seed=self.config.seed,
                 checksums={},
                 draws=self.draws,
+                inputs=self.inputs.digests(),
             ),
         )
 
@@ -274,6 +280,7 @@ def open_job(config: Config, build: BuildPolicy | None = None) -> Iterator[Job]:
             timers=timers,
             checkpoints=checkpoints,
             stop=stop,
+            inputs=RunInputs(config.model, data.digests, runtime.rank, runtime.layout.world_size),
         )
 
 

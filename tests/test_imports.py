@@ -31,6 +31,7 @@ ALLOWED = {
     "staging": LEAVES,
     "checkpoint_writer": LEAVES | {"staging"},
     "checkpoints": SETTINGS | {"megatron", "checkpoint_files", "checkpoint_writer", "staging", "collectives", "observe"},
+    "run_inputs": SETTINGS | {"collectives", "convert", "weights"},
     "evaluation_request": SETTINGS | {"checkpoint_files", "run_folder"},
     "stopping": LEAVES,
     "gpu_memory": LEAVES | {"device"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,7 @@ class RunData:
     sizes: tuple[int, ...]  # prompts of each training set, in the order of data.train
     heldout_sets: dict[str, list[Prompt]]  # by name; "" where there is only one without a name
     notes: tuple[str, ...]  # what the person should know, a line each
+    digests: dict[str, str]  # of what was read, by "key=path" of the config
 
     @property
     def heldout(self) -> list[Prompt]:
@@ -39,16 +42,18 @@ class RunData:
 
 def load_data(config: DataConfig, tokenizer: Any) -> RunData:
     """Reads, renders and tokenises all sets. Raises ConfigError for whatever cannot be used."""
-    sets, notes = [], []
+    sets, notes, digests = [], [], {}
     for number, source in enumerate(config.train):
         prompts, report = _load(source, config, tokenizer, first_id=number * IDS_PER_SET)
         sets.append(prompts)
         notes.append(str(report))
+        digests[f"data.train={source.path}"] = _digest(prompts)
     heldout_sets: dict[str, list[Prompt]] = {}
     size = config.heldout_size or round((config.heldout_fraction or 0.0) * sum(map(len, sets)))
     for number, (name, heldout_source) in enumerate(config.heldout_sources.items()):
         heldout, report = _load(heldout_source, config, tokenizer, first_id=number * IDS_PER_SET)
         heldout_sets[name] = heldout
+        digests[f"data.heldout{name and f'_sets.{name}'}={heldout_source.path}"] = _digest(heldout)
         notes.append(f"held out{name and f' as {name}'}: {report}{_overlap(sets, heldout)}")
     if size:
         num_before = sum(map(len, sets))
@@ -63,7 +68,9 @@ def load_data(config: DataConfig, tokenizer: Any) -> RunData:
     if config.pass_rates is not None:
         sets, note = drop_by_pass_rate(sets, config)
         notes.append(note)
-    return RunData([p for prompts in sets for p in prompts], tuple(map(len, sets)), heldout_sets, tuple(notes))
+        digests[f"data.pass_rates={config.pass_rates}"] = hashlib.sha256(config.pass_rates.read_bytes()).hexdigest()
+    train = [p for prompts in sets for p in prompts]
+    return RunData(train, tuple(map(len, sets)), heldout_sets, tuple(notes), digests)
 
 
 def check_data(config: DataConfig, prompts_per_step: int, rollout: RolloutConfig) -> None:
@@ -117,6 +124,14 @@ def _load(source: DataSource, config: DataConfig, tokenizer: Any, first_id: int)
         max_prompt_length=config.max_prompt_length,
         first_id=first_id,
     )
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    """A digest of all that training takes from the prompts, in their order; the tokens are the text's."""
+    digest = hashlib.sha256()
+    for p in prompts:
+        digest.update(json.dumps([p.id, p.text, p.answer, p.extras], sort_keys=True, default=repr).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def _check(source: DataSource, config: DataConfig) -> int:

@@ -6,8 +6,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow as pa
 import pytest
 from models import make_tokenizer
+from pyarrow import parquet
 
 from grpo_mega.config import RolloutConfig
 from grpo_mega.config_data import DataConfig
@@ -172,3 +175,26 @@ def test_all_rows_are_checked_without_a_tokenizer(tmp_path: Path) -> None:
         check_data(DataConfig.model_validate({"train": path, "heldout": write(tmp_path / "b.jsonl", [""])}), 2, RolloutConfig())
     with pytest.raises(ConfigError, match=r"data\.heldout=.*a\.jsonl is trained on as well"):
         check_data(DataConfig.model_validate({"train": path, "heldout": f"{tmp_path}/./a.jsonl"}), 2, RolloutConfig())
+
+
+def test_digests_tell_what_was_read_and_not_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file, Parquet and a set of the hub have the same one; a changed gold answer, extra, order or size gives another."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows: list[dict[str, Any]] = [{"prompt": q, "answer": str(i), "level": {"of": i}} for i, q in enumerate("pqr")]
+
+    def digest(rows: list[dict[str, Any]], path: str = "a.jsonl") -> str:
+        Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        found = load(train=[{"path": path}], heldout_sets={"h": path}).digests
+        assert found.keys() == {f"data.train={path}", f"data.heldout_sets.h={path}"}
+        return found[f"data.train={path}"]
+
+    for folder in ("set", "owner/name"):
+        Path(folder).mkdir(parents=True)
+        parquet.write_table(pa.Table.from_pylist(rows), f"{folder}/train.parquet")
+    same = {digest(rows), digest(rows, "set"), digest(rows, "hub:owner/name")}
+    changed = [
+        [{**row, name: value} if row is rows[1] else row for row in rows] for name, value in (("answer", "7"), ("level", 3))
+    ]
+    changed += [[rows[0], rows[2], rows[1]], rows[:2], [*rows, {"prompt": "line\u2028", "answer": "3"}]]
+    assert len(same) == 1 and len({*same, *map(digest, changed)}) == 6

@@ -16,16 +16,18 @@ import torch.distributed as dist
 from ranks import run_cases
 from slow_policy import SlowPolicy, manifest
 
-from grpo_mega import checkpoint_writer, checkpoints, staging
+from grpo_mega import checkpoint_writer, checkpoints, run_inputs, staging
 from grpo_mega.checkpoint_files import latest, read_manifest
 from grpo_mega.checkpoints import Checkpoints
-from grpo_mega.config import CheckpointConfig
+from grpo_mega.collectives import recorder
+from grpo_mega.config import CheckpointConfig, ModelConfig
 from grpo_mega.errors import ResumeError
+from grpo_mega.run_inputs import RunInputs
 
 WORLD_SIZE = 3
 SECONDS = 30.0  # for whatever is waited for
 WARNINGS: list[str] = []
-checkpoint_writer._CHUNK = 1000
+checkpoint_writer._CHUNK = checkpoints._CHUNK = 1000
 
 
 def open_checkpoints(rank: int, folder: Path, keep: int = 2) -> Checkpoints:
@@ -124,7 +126,10 @@ def stages_on_the_disk(rank: int, folder: Path) -> None:
     found.save(policy, manifest(3))
     assert policy.folder == found.folder / ".step-000003.partial" / "state"
     found.finish()
-    checkpoints.verify(found.folder / "step-000003", read_manifest(found.folder / "step-000003"), rank, WORLD_SIZE)
+    beats: list[int] = []
+    with recorder().heard(lambda: beats.append(1)):
+        checkpoints.verify(found.folder / "step-000003", read_manifest(found.folder / "step-000003"), rank, WORLD_SIZE)
+    assert len(beats) >= 3, "each chunk that is verified is progress"
     found.save(policy_fits, manifest(4))
     assert policy_fits.folder is not None and policy_fits.folder.parent == staging.MEMORY
     found.finish()
@@ -181,6 +186,62 @@ def leaves_nothing_after_an_error(rank: int, folder: Path) -> None:
     assert (found.folder / "latest").read_text() == "step-000003\n" and not _writing()
 
 
+def notices_another_start_model(rank: int, folder: Path) -> None:
+    """Every file by its whole content, in pieces that the ranks share, with sizes that are no multiples of a piece's."""
+    run_inputs.PIECE, run_inputs._CHUNK = 1000, 300
+    path = folder / "model"
+    contents = {"config.json": b"{}", "tokenizer.json": b"", "generation_config.json": b"x" * 1000, "README.md": b"read"}
+    contents |= {f"model-{i}.safetensors": bytes([65 + i]) * (2701 + i) for i in range(3)}
+    contents["model.safetensors.index.json"] = json.dumps(
+        {"weight_map": {str(i): f"model-{i}.safetensors" for i in range(3)}}
+    ).encode()
+    if rank == 0:
+        path.mkdir()
+        for name, content in contents.items():
+            (path / name).write_bytes(content)
+    dist.barrier()
+
+    def opened(init: str = "checkpoint") -> RunInputs:
+        found = RunInputs(ModelConfig.model_validate({"path": path, "init": init}), {"data.train=t": "d"}, rank, WORLD_SIZE)
+        found.begin()
+        return found
+
+    def change(name: str, content: bytes | None) -> None:
+        dist.barrier()
+        if rank == 0 and content is None:
+            (path / name).unlink()
+        elif rank == 0:
+            (path / name).write_bytes(content or b"")
+        dist.barrier()
+
+    recorded = opened().digests()
+    assert recorded.keys() == {f"model/{name}" for name in contents if "index" not in name and name != "README.md"} | {
+        "data.train=t"
+    }
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        assert recorded[f"model/{name}"] == hashlib.sha256(contents[name]).hexdigest()
+    assert opened().changes(recorded) == opened().changes(None) == []
+    change("README.md", b"other")
+    assert opened().changes(recorded) == []
+    flipped = bytearray(contents["model-1.safetensors"])
+    flipped[2050] ^= 1
+    for name, content, what in (
+        ("model-1.safetensors", bytes(flipped), "model-1.safetensors differs"),
+        ("generation_config.json", None, "generation_config.json is gone"),
+        ("chat_template.jinja", b"new", "chat_template.jinja is new"),
+    ):
+        change(name, content)
+        text = raised(opened().changes, recorded)
+        assert text.startswith(f"model.path={path}: must hold") and what in text, text
+        change(name, contents.get(name))
+    assert opened().changes(recorded | {"data.train=t": "other"}) == [
+        "data.train=t is not what it was at the run's checkpoint; the run goes on with what is there now"
+    ]
+    without_weights = opened("random").digests()
+    change("model-1.safetensors", bytes(flipped))
+    assert opened("random").changes(without_weights) == []
+
+
 def _writing() -> bool:
     return any(thread.name == "checkpoint" for thread in threading.enumerate())
 
@@ -218,6 +279,7 @@ if __name__ == "__main__":
                 names_what_was_not_written,
                 leaves_nothing_after_an_error,
                 warns_where_nothing_could_train,
+                notices_another_start_model,
             )
         }
     )

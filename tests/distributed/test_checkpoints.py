@@ -25,6 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         "names_what_was_not_written",
         "leaves_nothing_after_an_error",
         "warns_where_nothing_could_train",
+        "notices_another_start_model",
     ],
 )
 def test_a_save(results: Results, case: str) -> None:

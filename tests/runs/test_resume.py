@@ -157,8 +157,14 @@ def test_a_run_whose_pointer_is_missing_goes_on_from_its_newest_checkpoint(input
     shutil.rmtree(run_dir / "checkpoints" / "step-000016")
     shutil.copytree(run_dir / "checkpoints" / "step-000015", run_dir / "checkpoints" / "step-000099-mine")
     (run_dir / "checkpoints" / "latest").unlink()
+    heldout = inputs.parent / "heldout.jsonl"
+    rows = heldout.read_text()
+    heldout.write_text("".join(json.dumps(json.loads(row) | {"source": "x"}) + "\n" for row in rows.splitlines()))
     code, output = run(inputs, run_dir, "--resume", "--set", "checkpoint.keep=1")
+    heldout.write_text(rows)
     assert code == 0 and f"resumed after step 15 from {run_dir}/checkpoints/step-000015" in output, output
+    assert f"data.heldout={heldout} is not what it was at the run's checkpoint" in " ".join(output.split())
+    assert "data.train=" not in output
     assert read_end(run_dir) == whole
     assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"latest", "step-000016", "step-000099-mine"}
 
@@ -173,6 +179,16 @@ def test_a_checkpoint_of_another_model_is_refused(inputs: Path, whole: End, tmp_
     recorded.write_text(recorded.read_text().replace(str(inputs.parent / "model"), str(model)))
     code, output = run(inputs, tmp_path / "run", "--resume", "--set", f"model.path={model}")
     assert code == 2 and "is of another model" in output
+
+
+def test_a_start_model_that_changed_is_refused(inputs: Path, whole: End, tmp_path: Path) -> None:
+    shutil.copytree(inputs.parent / "whole", tmp_path / "run")
+    file = inputs.parent / "model" / "config.json"
+    content = file.read_text()
+    file.write_text(json.dumps(json.loads(content) | {"rms_norm_eps": 1e-3}))  # of the same shape
+    code, output = run(inputs, tmp_path / "run", "--resume")
+    file.write_text(content)
+    assert code == 2 and "must hold the model that the run started from" in output and "config.json differs" in output, output
 
 
 def test_a_run_in_use_is_refused(inputs: Path, tmp_path: Path) -> None:

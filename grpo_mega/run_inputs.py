@@ -1,0 +1,125 @@
+"""Digests of a run's start model and data, which its checkpoints record, so that a resumed run notices a change.
+
+The start model is also the reference of the KL penalty. Its files are therefore hashed in full: config, tokenizer and, unless
+the run starts from random ones, weights. All ranks share the work piece by piece, in a thread of each that runs beside the
+first step; a run that goes on waits for it. Of data the prompts as they were read are hashed, wherever they came from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from grpo_mega.collectives import recorder
+from grpo_mega.config import ModelConfig
+from grpo_mega.convert.dist_metadata import FORMAT, METADATA, is_distributed_checkpoint
+from grpo_mega.errors import ConfigError, ResumeError
+from grpo_mega.weights.hf_files import weight_files
+
+TEXT_FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "tekken.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+MEGATRON_FILES = (METADATA, FORMAT, "common.pt")
+MODEL = "model/"  # before the names of the model's files
+PIECE = 256 << 20  # bytes; a larger file's digest is the sha256 of its pieces' digests
+_CHUNK = 4 << 20
+_SECONDS_BETWEEN_LOOKS = 0.2
+
+
+class RunInputs:
+    """`data`: digests by config key. All ranks call every method together."""
+
+    def __init__(self, model: ModelConfig, data: Mapping[str, str], rank: int, world_size: int) -> None:
+        self._folder, self._data = model.path, dict(data)
+        files = model_files(model)
+        pieces = [(path, index) for path in files for index in range(max(1, -(-path.stat().st_size // PIECE)))]
+        self._mine = pieces[rank::world_size]
+        self._digests: dict[tuple[str, int], str] = {}  # of the model's pieces, by file and number
+        self._num_done = 0  # chunks
+        self._problem = ""
+        self._gathered: dict[str, str] | None = None
+        self._thread = threading.Thread(target=self._hash, name="model digests", daemon=True)
+
+    def begin(self) -> None:
+        """Hash the model's files, beside whatever comes next."""
+        self._thread.start()
+
+    def digests(self) -> dict[str, str]:
+        """Return the digests of model and data, once the model's are there. Raises ConfigError for an unreadable file."""
+        if self._gathered is None:
+            self._wait()
+            everyone: list[tuple[dict[tuple[str, int], str], str]] = [({}, "")] * dist.get_world_size()
+            dist.all_gather_object(everyone, (self._digests, self._problem))
+            for _, problem in everyone:
+                if problem:
+                    raise ConfigError(f"model.path={self._folder} cannot be read ({problem}); fetch the file again")
+            by_file: dict[str, list[str]] = {}
+            for (name, _), digest in sorted(item for found, _ in everyone for item in found.items()):
+                by_file.setdefault(name, []).append(digest)
+            self._gathered = {f"{MODEL}{name}": _joined(pieces) for name, pieces in by_file.items()} | self._data
+        return self._gathered
+
+    def changes(self, recorded: Mapping[str, str] | None) -> list[str]:
+        """Return a line per data set that is no longer as `recorded` in a checkpoint, None of an earlier version.
+
+        Raises ResumeError if the model is not.
+        """
+        if recorded is None:
+            return []
+        now = self.digests()
+        changed = [name for name in sorted(recorded.keys() | now.keys()) if recorded.get(name) != now.get(name)]
+        for name in changed:
+            if name.startswith(MODEL):
+                file = name.removeprefix(MODEL)
+                what = f"{file} is gone" if name not in now else f"{file} is new" if name not in recorded else f"{file} differs"
+                raise ResumeError(
+                    f"model.path={self._folder}: must hold the model that the run started from, its reference, but {what} "
+                    "since the checkpoint; put the run's files back, or start another run_dir"
+                )
+        return [
+            f"{name} is not what it was at the run's checkpoint; the run goes on with what is there now" for name in changed
+        ]
+
+    def _wait(self) -> None:
+        if self._thread.ident is None:
+            self.begin()
+        shown = 0
+        while self._thread.is_alive():
+            self._thread.join(_SECONDS_BETWEEN_LOOKS)
+            if self._num_done > shown:
+                shown = self._num_done
+                recorder().beat()
+
+    def _hash(self) -> None:
+        try:
+            for path, index in self._mine:
+                digest, left = hashlib.sha256(), PIECE
+                with path.open("rb") as file:
+                    file.seek(index * PIECE)
+                    while chunk := file.read(min(_CHUNK, left)):
+                        digest.update(chunk)
+                        left -= len(chunk)
+                        self._num_done += 1
+                self._digests[path.name, index] = digest.hexdigest()
+        except OSError as error:
+            self._problem = str(error)
+
+
+def model_files(model: ModelConfig) -> list[Path]:
+    """Return those files of the start model on which a run depends."""
+    found = [path for name in TEXT_FILES if (path := model.path / name).is_file()]
+    if model.init == "random":
+        return found
+    if not is_distributed_checkpoint(model.path):
+        return found + weight_files(model.path)
+    return found + [p for p in sorted(model.path.iterdir()) if p.name in MEGATRON_FILES or p.suffix == ".distcp"]
+
+
+def _joined(pieces: list[str]) -> str:
+    return pieces[0] if len(pieces) == 1 else hashlib.sha256("".join(pieces).encode()).hexdigest()
