@@ -16,6 +16,7 @@ worker's, though it may have ended. Its standard input is one frame, the pickled
 
 import contextlib
 import gc
+import io
 import os
 import pickle
 import signal
@@ -35,6 +36,8 @@ _MAX_REQUEST = 64
 def main() -> None:
     """Forks workers until the pool closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle: it closes the pool
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a function that prints a text must not fail because of it
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     setup = _take_setup()

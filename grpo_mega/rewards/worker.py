@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from grpo_mega.rewards import registry
 from grpo_mega.rewards.protocol import FAILED, RAISED, READY, SCORED, Setup, frame, read_frame
 from grpo_mega.rewards.score import NoScore, RewardFunction, as_score
+from grpo_mega.text import well_formed
 
 _MAX_ERROR_CHARS = 2000
 _OUT_OF_MEMORY_STATUS = 71
@@ -71,4 +72,4 @@ def describe(error: BaseException) -> str:
         text = type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     place = f" (in {frames[-1].name}, {os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return text[:_MAX_ERROR_CHARS] + place
+    return well_formed(text[:_MAX_ERROR_CHARS]) + place
