@@ -19,7 +19,8 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=64)
     options = parser.parse_args()
     last = sorted(options.run_dir.glob("heldout-*.jsonl"))[-1]
-    rows = [json.loads(line) for line in last.read_text().splitlines()][: options.prompts]
+    with last.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines][: options.prompts]
     checkpoint = options.run_dir / "hf"
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(checkpoint)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import sys
@@ -30,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the process's exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(arguments if arguments[:1] != ["grpo"] else ["grpo"])  # which reads its own flags
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: what cannot be printed must not end a run
     try:
         code = _run(options, arguments)
         sys.stdout.flush()

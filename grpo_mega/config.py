@@ -296,7 +296,7 @@ class Config(Section):
 def load(path: Path, overrides: list[str] | None = None) -> Config:
     """Reads `path` (YAML), applies `overrides` ("a.b=c", c in YAML) in order, and validates. Raises ConfigError."""
     try:
-        raw = yaml.safe_load(Path(path).read_text())
+        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}; name an existing YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

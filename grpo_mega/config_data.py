@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from grpo_mega.config_base import PositiveFloat, PositiveInt, Section
+from grpo_mega.text import find_surrogate
 
 
 class DataSource(Section):
@@ -42,6 +43,15 @@ class DataConfig(Section):
     def heldout_sources(self) -> dict[str, DataSource]:
         """By name; the only one of data.heldout has none."""
         return {"": self.heldout} if self.heldout is not None else self.heldout_sets
+
+    @field_validator("system_prompt")
+    @classmethod
+    def _check_system_prompt(cls, value: str | None) -> str | None:
+        if found := find_surrogate(value):
+            raise ValueError(
+                f"data.system_prompt has the lone surrogate {found}, which is no character; write U+FFFD in its place"
+            )
+        return value
 
     @field_validator("train", mode="before")
     @classmethod

@@ -16,7 +16,6 @@ mean of the sets'), and leaves a row for each prompt in heldout-N.jsonl:
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from typing import Any
 from grpo_mega.config import RewardsConfig
 from grpo_mega.data.pass_rates import text_hash
 from grpo_mega.job import Job
+from grpo_mega.json_lines import json_line
 from grpo_mega.observe.pass_at_k import Tally, sampled_metrics, tally
 from grpo_mega.observe.rollout_metrics import has_full_marks, heldout_metrics
 from grpo_mega.rewards.answer import extract_answer
@@ -101,7 +101,7 @@ def logged(by_set: Mapping[str, StepMetrics]) -> StepMetrics:
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """JSON lines; the file is there when it is whole."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    partial.write_text("".join(map(json_line, rows)), encoding="utf-8")
     os.replace(partial, path)
 
 

@@ -46,6 +46,7 @@ from grpo_mega.rollout.engine import Sampling
 from grpo_mega.run_folder import trim
 from grpo_mega.run_inputs import RunInputs
 from grpo_mega.stopping import StopRequest
+from grpo_mega.text import well_formed
 from grpo_mega.types import Prompt, Sample, StepMetrics
 from grpo_mega.weights.architecture import check_architecture
 from grpo_mega.weights.export import export
@@ -375,7 +376,7 @@ def export_policy(policy: Policy, model: ModelFiles, folder: Path) -> None:
 
 def decode(tokenizer: Any, token_ids: list[int]) -> str:
     """Text without special tokens, as rewards see it."""
-    return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return well_formed(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def training_sampling(config: Config, model: ModelFiles, tokenizer: Any) -> Sampling:

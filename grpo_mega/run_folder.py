@@ -34,6 +34,7 @@ from grpo_mega import config as configs
 from grpo_mega.checkpoint_files import latest
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError, ResumeError, UserError
+from grpo_mega.json_lines import read_json_lines
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
@@ -72,7 +73,7 @@ def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[None]:
         else:
             (folder / CONFIG_FILE).write_text(configs.dump(config))
         starts = _starts(folder)
-        _replace(folder / RUN_FILE, json.dumps({"starts": [*starts, _start(argv)]}, indent=1) + "\n")
+        _replace(folder / RUN_FILE, json.dumps({"starts": [*starts, _start(argv)]}, indent=1).encode() + b"\n")
         try:
             yield
         except UserError:
@@ -91,9 +92,8 @@ def trim(folder: Path, step: int) -> None:
     for name in ("metrics.jsonl", "samples.jsonl", "messages.jsonl"):
         path = folder / name
         if path.exists():
-            lines = path.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            _replace(path, "".join(kept))
+            whole = [(line, row) for line, row in read_json_lines(path) if row and "step" in row and line.endswith(b"\n")]
+            _replace(path, b"".join(line for line, row in whole if row["step"] <= step))
     for path in folder.glob("heldout-*.jsonl"):
         if int(path.stem.removeprefix("heldout-")) > step:
             path.unlink()
@@ -104,10 +104,10 @@ def _is_free(folder: Path) -> bool:
     return folder.is_dir() and {path.name for path in folder.iterdir()} <= {CONFIG_FILE, LOCK_FILE, f".{RUN_FILE}", "logs"}
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, content: bytes) -> None:
     """The file has its old content or the new, whenever the process is killed."""
     fresh = path.with_name(f".{path.name}")
-    fresh.write_text(text)
+    fresh.write_bytes(content)
     os.replace(fresh, path)
 
 

@@ -200,6 +200,18 @@ CASES = [
     Case("row without a prompt", ("train.jsonl:2", "'prompt'", "columns are: question"), spoil=rows(GOOD, {"question": "1"})),
     Case("column not there", ("prompt_column='q'", "columns are: prompt"), ("data.prompt_column=q",)),
     Case("no answer column", ("neither 'answer' nor", "set data.answer_column"), spoil=rows({"prompt": "a", "gold": "1"})),
+    Case(
+        "prompt with half a character",
+        ("train.jsonl:2: prompt has the lone surrogate U+D800 at character 1", "U+FFFD"),
+        spoil=rows(GOOD, '{"prompt": "a\\ud800", "answer": "2"}'),
+    ),
+    Case(
+        "message with half a character",
+        ("train.jsonl:1: prompt has the lone surrogate U+DC80 at character 0",),
+        spoil=rows(GOOD | {"prompt": [{"role": "user", "content": "\udc80"}]}),
+    ),
+    Case("answer with half a character", ("train.jsonl:1: answer has the lone",), spoil=rows(GOOD | {"answer": "1\udfff"})),
+    Case("system prompt", ("data.system_prompt has the lone surrogate U+D83D",), ('data.system_prompt="\\ud83d"',)),
     Case("prompt a number", ("prompt=3", "mend or remove"), spoil=rows(GOOD | {"prompt": 3})),
     Case("not UTF-8", ("train.jsonl is not UTF-8", "write it as UTF-8"), spoil=write("train.jsonl", b'{"\xe9": 1}')),
     Case("Parquet damaged", ("t.parquet", "write it again"), ("data.train=DIR/t.parquet",), write("t.parquet", "PAR1")),

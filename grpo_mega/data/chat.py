@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 from grpo_mega.errors import ConfigError
+from grpo_mega.text import find_surrogate
 
 _MARKER = "\N{REPLACEMENT CHARACTER}content\N{REPLACEMENT CHARACTER}"
 _OPEN_THOUGHT = re.compile(r"<(think|thinking|thought|reasoning)>\s*\Z")
@@ -28,12 +29,17 @@ def check_chat_template(tokenizer: Any) -> None:
 def render(tokenizer: Any, messages: list[dict[str, Any]], place: str) -> str:
     """The prompt's text, up to where the model begins to write. `place` (file:line) is for the error."""
     try:
-        return _apply(tokenizer, messages, add_generation_prompt=True)
+        text = _apply(tokenizer, messages, add_generation_prompt=True)
     except Exception as error:  # templates raise what they like: jinja2's errors, TypeError, ...
         raise ConfigError(
             f"{place}: the chat template refuses the messages ({' '.join(str(error).split())}); "
             "mend the row, or leave data.system_prompt out if the template takes no system message"
         ) from None
+    if found := find_surrogate(text):
+        raise ConfigError(
+            f"{place}: the rendered prompt has the lone surrogate {found}, which is no character; correct the chat template"
+        )
+    return text
 
 
 def find_prefill(tokenizer: Any) -> str:

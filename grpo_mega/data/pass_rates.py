@@ -9,13 +9,13 @@ prompt, as the tokenizer's chat template renders it, or the file is another data
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from grpo_mega.config_data import DataConfig
 from grpo_mega.errors import ConfigError
+from grpo_mega.json_lines import read_json_lines
 from grpo_mega.types import Prompt
 
 
@@ -32,16 +32,16 @@ def text_hash(text: str) -> str:
 def read_pass_rates(path: Path) -> dict[int, PassRate]:
     """By the prompts' ids. Raises ConfigError for a file that tells no pass rates."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        rows = [row for _, row in read_json_lines(path)]
+    except OSError as error:
         raise ConfigError(
             f"data.pass_rates={path} cannot be read ({error}); write it by grpo-mega eval CONFIG --train-set --samples 8 "
             f"--out {path}"
         ) from None
     rates = {}
-    for number, line in enumerate(lines, start=1):
+    for number, row in enumerate(rows, start=1):
+        row = row or {}  # which lacks everything
         try:
-            row = json.loads(line)
             samples, solved = int(row["samples"]), row["solved"]
             rates[int(row["id"])] = PassRate(str(row["hash"]), None if solved is None else int(solved) / samples)
         except (ValueError, KeyError, TypeError, ZeroDivisionError):

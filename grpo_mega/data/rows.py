@@ -2,7 +2,7 @@
 checked before it starts (`check_rows`).
 
 A prompt is a text, which becomes a user message, or a list of messages; an answer is a text or a number. A bad row raises
-ConfigError with its place and the remedy; none is skipped silently.
+ConfigError with its place and the remedy, one with a lone surrogate in these too; none is skipped silently.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from grpo_mega.data.sources import Row, read_rows
 from grpo_mega.errors import ConfigError
+from grpo_mega.text import find_surrogate
 
 Message = dict[str, Any]
 ANSWER_COLUMNS = ("answer", "solution")  # where answer_column is not given, the first that the set has
@@ -59,6 +60,7 @@ def messages_of(row: Row, column: str, system_prompt: str | None) -> list[Messag
             f"{row.place}: {column}={_short(value)} is neither a text nor a list of messages with role and content; "
             "mend or remove the row"
         )
+    _check_text(row, column, value)
     if messages[-1]["role"] == "assistant":
         raise ConfigError(f"{row.place}: {column} ends with an assistant message; end it with what the model must answer")
     if system_prompt is None:
@@ -73,10 +75,20 @@ def messages_of(row: Row, column: str, system_prompt: str | None) -> list[Messag
 def answer_of(row: Row, column: str) -> str:
     """The gold answer as text."""
     value = _column(row, column, "answer_column")
+    _check_text(row, column, value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number or (isinstance(value, str) and value.strip()):
         return str(value)
     raise ConfigError(f"{row.place}: {column}={_short(value)} is no answer; give a text or a number, or remove the row")
+
+
+def _check_text(row: Row, column: str, value: Any) -> None:
+    """A tokenizer refuses lone surrogates. To replace them here would train on what the row does not say."""
+    if found := find_surrogate(value):
+        raise ConfigError(
+            f"{row.place}: {column} has the lone surrogate {found}, which is no character; write the character that was meant, "
+            "or U+FFFD"
+        )
 
 
 def _is_message(value: Any) -> bool:

@@ -64,7 +64,7 @@ def _split_of(path: str) -> tuple[Path, str]:
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             for index, line in enumerate(lines):
                 if line.strip():
                     place = f"{path}:{index + 1}"
@@ -88,7 +88,7 @@ def _parse(line: str, place: str) -> dict[str, Any]:
 
 def _read_json(path: Path) -> Iterator[Row]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"data file {path}: {error.strerror}; name a file that can be read") from None
     except ValueError as error:  # not JSON, or not UTF-8

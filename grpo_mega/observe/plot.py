@@ -6,7 +6,6 @@ line counts; values that are not finite leave a gap.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ConfigError
+from grpo_mega.json_lines import read_json_lines
 
 Curve = dict[int, float]  # step -> value
 
@@ -64,18 +64,16 @@ def draw_curves(metrics_path: Path, out_png: Path) -> None:
 def read_curves(metrics_path: Path) -> dict[str, Curve]:
     """Every metric of the file by name, each with its value by step. A half-written last line is passed over."""
     try:
-        lines = metrics_path.read_text(encoding="utf-8").splitlines()
+        lines = list(read_json_lines(metrics_path))
     except OSError as error:
         raise ConfigError(f"{metrics_path}: {error.strerror}; name the run_dir of a run that has begun") from None
     curves: dict[str, Curve] = defaultdict(dict)
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            step = record.pop("step")
-        except (ValueError, KeyError, AttributeError):
+    for number, (_, record) in enumerate(lines, start=1):
+        if record is None or "step" not in record:
             if number == len(lines):
                 break
-            raise ConfigError(f"{metrics_path}:{number} is not a line of metrics; remove it") from None
+            raise ConfigError(f"{metrics_path}:{number} is not a line of metrics; remove it")
+        step = record.pop("step")
         for name, value in record.items():
             curves[name][step] = float(value)
     return dict(curves)

@@ -21,10 +21,12 @@ from grpo_mega.observe.writers import (
     SAMPLES_FILE,
     ConsoleWriter,
     JsonLinesWriter,
+    Level,
     MessageWriter,
     SampleWriter,
     Writer,
 )
+from grpo_mega.text import well_formed
 from grpo_mega.types import Group, StepMetrics
 
 
@@ -85,13 +87,15 @@ class RunLog:
             writer.write_eval(step, metrics)
 
     def message(self, text: str) -> None:
-        for writer in self._writers:
-            writer.write_message(text)
+        self._say(text, "info")
 
     def warn(self, text: str) -> None:
         """A message that a person should act upon."""
+        self._say(text, "warning")
+
+    def _say(self, text: str, level: Level) -> None:
         for writer in self._writers:
-            writer.write_message(text, level="warning")
+            writer.write_message(well_formed(text), level=level)
 
     def log_samples(self, step: int, groups: Sequence[Group], decode: Decode) -> None:
         """Writes the step's first whole groups, log.samples_per_step samples or more; `decode` turns token ids into text."""

@@ -19,6 +19,7 @@ from urllib.parse import urlparse
 from grpo_mega.config import Config
 from grpo_mega.observe.other_names import other_names
 from grpo_mega.observe.writers import Level
+from grpo_mega.text import well_formed
 from grpo_mega.types import StepMetrics
 
 _DEFAULT_SERVER = "https://api.wandb.ai"
@@ -76,7 +77,8 @@ class WandbWriter:
         for row in rows:
             scores = [row["rewards"][name] for name in names]
             rest = [row["reward"], row["advantage"], row["finish_reason"]]
-            table.add_data(row["step"], row["prompt"], row["response"], row["answer"], *scores, *rest)
+            texts = [well_formed(row[name]) for name in ("prompt", "response", "answer")]
+            table.add_data(row["step"], *texts, *scores, *rest)
         self._run.log({"step": rows[0]["step"], TABLE: table})
 
     def write_message(self, text: str, *, level: Level = "info") -> None:

@@ -7,8 +7,6 @@ step counts.
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any, Literal, Protocol
 from rich.console import Console
 from rich.text import Text
 
+from grpo_mega.json_lines import json_line
 from grpo_mega.types import StepMetrics
 
 METRICS_FILE = "metrics.jsonl"
@@ -66,8 +65,8 @@ class ConsoleWriter:
 
 
 class JsonLinesWriter:
-    """metrics.jsonl: {"step": 3, "reward/mean": 0.5, ...}. Not-a-number and infinities are the strings "NaN", "Infinity"
-    and "-Infinity", which Python's float() reads; JSON has no numbers for them, and null would hide which it was."""
+    """metrics.jsonl: {"step": 3, "reward/mean": 0.5, ...}. What is no finite number is a string: JSON has no numbers for these,
+    and null would hide which it was."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,17 +154,3 @@ def step_line(metrics: Mapping[str, float], width: int) -> str:
 
 def _three_digits(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
-
-
-def json_line(record: dict[str, Any]) -> str:
-    return json.dumps(_finite(record), allow_nan=False, ensure_ascii=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    return value

@@ -74,7 +74,7 @@ def _read_fields(path: Path) -> dict[str, Any]:
     if path.is_dir():
         return read_config(path)
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model-config {path} cannot be read as JSON ({error}); name a model's config.json") from None
     if not isinstance(fields, dict):

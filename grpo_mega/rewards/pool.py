@@ -243,10 +243,10 @@ class RewardPool:
         except Exception as error:
             self._fail(f"the reward pool's thread ended with {type(error).__name__}: {error}")
         finally:
-            for worker in list(self._workers):
-                self._end(worker).wait()
             if self._template is not None:
                 self._template.kill()
+            for worker in list(self._workers):
+                self._release(worker).close()
             self._selector.close()
 
     def _start_what_is_missing(self) -> None:
@@ -322,7 +322,7 @@ class RewardPool:
 
     def _bury(self, worker: WorkerProcess) -> None:
         """Forgets a worker that ended by itself; its check, if it had one, is an "error"."""
-        status = self._end(worker).wait()
+        status = self._release(worker).end()
         if not worker.is_ready and self._template is not None and self._template.is_alive:
             self._fail(f"a reward worker ended with {_cause(status)} while starting; its standard error says why")
             return
@@ -337,7 +337,7 @@ class RewardPool:
         for worker in list(self._workers):
             if now < self._deadline(worker):
                 continue
-            self._end(worker).leave()
+            self._release(worker).leave()
             if worker.check is None:
                 self._fail(_TOO_SLOW)
                 continue
@@ -368,12 +368,11 @@ class RewardPool:
         elif is_watched and not worker.has_unsent:
             self._selector.unregister(worker.input_fd)
 
-    def _end(self, worker: WorkerProcess) -> WorkerProcess:
+    def _release(self, worker: WorkerProcess) -> WorkerProcess:
         for fd in (worker.output_fd, worker.input_fd):
             if fd in self._selector.get_map():
                 self._selector.unregister(fd)
         self._workers.remove(worker)
-        worker.kill()
         return worker
 
     def _fail(self, text: str) -> None:

@@ -1,7 +1,7 @@
 """The template and the workers as the pool sees them: started, sent checks, read from without blocking, killed.
 
-Used from one thread only. Each process is the leader of a session of its own, so that killing it takes along whatever a
-reward function started, and an interrupt from the terminal does not reach it.
+Used from one thread only, which must live as long as the template does: the kernel ends that with the thread. Each process is
+the leader of a session of its own, so that an interrupt from the terminal does not reach it.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from typing import Any
 from grpo_mega.rewards.protocol import END, FORK, FORK_AGAIN, LEAVE, FrameBuffer, Setup, frame
 
 ANSWER_LIMIT_S = 60.0  # for the template to fork, or to collect a killed process
+SECONDS_TO_END = 10.0  # for the template to end all below it
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 _READ_SIZE = 1 << 16
 
@@ -79,17 +80,19 @@ class Template:
             return None
         return WorkerProcess(self, pid, our_out, our_in)
 
-    def collect(self, pid: int) -> int:
-        """Waits for a worker that has ended or been killed: its exit status (negative: the signal)."""
+    def end(self, pid: int) -> int:
+        """Kills a worker, if it has not ended, and all it started; its exit status (negative: the signal)."""
         with contextlib.suppress(ConnectionError):
             self._control.send(END + str(pid).encode())
             status = self.receive()
             if status is not None:
                 return int(status)
-        return -signal.SIGKILL  # as the kernel does with the workers of a template that has ended
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # the kernel kills the workers of a template that has ended, but not their children
+        return -signal.SIGKILL
 
     def leave(self, pid: int) -> None:
-        """Has a killed worker collected once it has ended."""
+        """As `end`, without waiting for what takes long after a check that filled gigabytes."""
         with contextlib.suppress(ConnectionError):
             self._control.send(LEAVE + str(pid).encode())
 
@@ -98,11 +101,14 @@ class Template:
         return self._process.poll() is None
 
     def kill(self) -> int:
-        """Ends the process, and so its workers; returns its exit status."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # ended by itself already
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """Ends the process, its workers and all they started; returns its exit status."""
         self._control.close()
-        return self._process.wait()
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # and the kernel its workers
+            return self._process.wait()
 
 
 class WorkerProcess:
@@ -148,18 +154,17 @@ class WorkerProcess:
             return []
         return self._received.feed(data) if data else None
 
-    def kill(self) -> None:
-        """Ends the process and all it started; `wait` or `leave` is to follow."""
-        for kill in (os.killpg, os.kill):  # the second for one that has not yet made its session
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # ended by itself already
-                kill(self.pid, signal.SIGKILL)
-        os.close(self.input_fd)
-        os.close(self.output_fd)
-
-    def wait(self) -> int:
-        """Until the process has ended; returns its exit status (negative: the signal)."""
-        return self._template.collect(self.pid)
+    def end(self) -> int:
+        """Ends the process, if it has not ended, and all it started; returns its exit status (negative: the signal)."""
+        self.close()
+        return self._template.end(self.pid)
 
     def leave(self) -> None:
-        """In place of `wait`, which takes long after a check that filled gigabytes."""
+        """As `end`, without waiting for what takes long after a check that filled gigabytes."""
+        self.close()
         self._template.leave(self.pid)
+
+    def close(self) -> None:
+        """Closes the pipes, in place of `end` where the template is killed with all its workers."""
+        os.close(self.input_fd)
+        os.close(self.output_fd)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_mega.text import well_formed
+
 
 @dataclass(frozen=True)
 class Step:
@@ -68,7 +70,7 @@ def as_score(returned: Any, response: str) -> Score:
                 "give the steps by ascending end, each within the response"
             )
         last = step.end
-    return Score(value, str(returned.verdict), steps)
+    return Score(value, well_formed(str(returned.verdict)), steps)
 
 
 def _number(value: Any, what: str) -> float:

@@ -37,6 +37,7 @@ from typing import Any
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards.score import NoScore, RewardFunction, Score, Step
 from grpo_mega.rewards.steps import splitter
+from grpo_mega.text import well_formed
 
 APIS = ("classify", "score", "chat")
 TIMEOUT_S = 4.0
@@ -187,7 +188,7 @@ class _Client:
     def fill(self, values: Mapping[str, str]) -> str:
         """The template with these values; other words in braces stay."""
         template = self.template or (JUDGE_TEMPLATE if self.api == "chat" else TEXT_TEMPLATE)
-        return _FIELD.sub(lambda match: values.get(match[1], match[0]), template)
+        return well_formed(_FIELD.sub(lambda match: values.get(match[1], match[0]), template))
 
     def score(self, texts: list[str]) -> list[float]:
         """The rewards of these texts, scaled. Raises NoScore."""

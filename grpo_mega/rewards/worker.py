@@ -1,23 +1,21 @@
 """One reward worker, forked by `template`; never imports torch by itself.
 
 Reads checks from one pipe and writes their outcomes to another (see `protocol`); its standard input is empty, and what a reward
-function prints goes to standard error. It ends when its input does, and with its parent, even if a check hangs.
+function prints goes to standard error. It ends when its input does, and with the template, even if a check hangs.
 """
 
 import contextlib
-import ctypes
 import os
 import pickle
 import resource
-import signal
 import traceback
 from typing import Any, BinaryIO
 
 from grpo_mega.rewards import registry
 from grpo_mega.rewards.protocol import FAILED, RAISED, READY, SCORED, Setup, frame, read_frame
 from grpo_mega.rewards.score import NoScore, RewardFunction, as_score
+from grpo_mega.text import well_formed
 
-_PR_SET_PDEATHSIG = 1
 _MAX_ERROR_CHARS = 2000
 _OUT_OF_MEMORY_STATUS = 71
 
@@ -58,14 +56,6 @@ def _send(replies: BinaryIO, message: tuple[Any, ...]) -> None:
         os._exit(0)  # the pool is gone
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Has the kernel (Linux) kill this process with its parent: one that hangs in C code never sees its input end."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(0)
-
-
 def _limit_memory(limit_bytes: int | None) -> None:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -82,4 +72,4 @@ def describe(error: BaseException) -> str:
         text = type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     place = f" (in {frames[-1].name}, {os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return text[:_MAX_ERROR_CHARS] + place
+    return well_formed(text[:_MAX_ERROR_CHARS]) + place

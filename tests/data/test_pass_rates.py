@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile_text import LINE_ENDS
 from models import make_tokenizer
 
 from grpo_mega.config import RolloutConfig
@@ -29,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     write(
         tmp_path / "rates.jsonl",
         [
-            {"id": number, "hash": text_hash(f"<user>{text}<assistant>"), "samples": 8, "solved": solved}
+            {"id": number, "hash": text_hash(f"<user>{text}<assistant>"), "samples": 8, "solved": solved, "prompt": LINE_ENDS}
             for number, text, solved in zip(ids, texts, SOLVED, strict=False)
         ],
     )
@@ -37,7 +38,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8-sig")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    with path.open(encoding="utf-8-sig") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def config(folder: Path, **settings: Any) -> DataConfig:
@@ -76,7 +82,7 @@ def test_held_out_prompts_are_split_off_before_and_do_not_depend_on_the_rates(fo
 
 def test_a_file_of_other_prompts_is_refused(folder: Path) -> None:
     rates = folder / "rates.jsonl"
-    rows = [json.loads(line) for line in rates.read_text().splitlines()]
+    rows = read(rates)
     write(rates, [*rows[:2], rows[2] | {"hash": text_hash("<user>another<assistant>")}])
     with pytest.raises(
         ConfigError, match=r"rates\.jsonl is of other prompts: the text of prompt 2 is not the one .*; evaluate"
@@ -89,8 +95,7 @@ def test_a_file_of_other_prompts_is_refused(folder: Path) -> None:
 
 def test_limits_that_keep_nothing_of_a_set_are_refused(folder: Path) -> None:
     rates = folder / "rates.jsonl"
-    rows = [json.loads(line) | {"solved": 0} for line in rates.read_text().splitlines()]
-    write(rates, rows)
+    write(rates, [row | {"solved": 0} for row in read(rates)])
     with pytest.raises(ConfigError, match=r"keep none of the 5 prompts of data\.train\.0; widen them"):
         load(folder, min_pass_rate=0.1)
 

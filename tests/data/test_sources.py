@@ -39,6 +39,11 @@ def make_json(folder: Path) -> str:
     return "a.json"
 
 
+def make_json_with_byte_order_mark(folder: Path) -> str:
+    (folder / "a.json").write_text(json.dumps(ROWS), encoding="utf-8-sig")
+    return "a.json"
+
+
 def make_jsonl(folder: Path) -> str:
     write_jsonl(folder / "a.jsonl", ROWS)
     return "a.jsonl"
@@ -86,6 +91,7 @@ def make_hub_copy(folder: Path) -> str:
 
 MAKERS = [
     make_json,
+    make_json_with_byte_order_mark,
     make_jsonl,
     make_parquet,
     make_folder_of_parquet,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mega.rollout.sglang import leftovers
+from grpo_mega.processes import descendants, living
 from grpo_mega.rollout.sglang.server import Server, ServerSettings
 
 START_DEADLINE_S = 120.0
@@ -115,13 +115,13 @@ class Tree:
 
     @classmethod
     def below(cls, pid: int) -> Tree:
-        return cls.made_of(leftovers.descendants(pid))
+        return cls.made_of(descendants(pid))
 
     @classmethod
     def of(cls, server: Server) -> Tree:
         """The server's processes; of this one's others are children too, such as those that other tests left."""
         assert server.pid is not None
-        return cls.made_of([server.pid, *leftovers.descendants(server.pid)])
+        return cls.made_of([server.pid, *descendants(server.pid)])
 
     @classmethod
     def made_of(cls, pids: list[int]) -> Tree:
@@ -137,7 +137,7 @@ class Tree:
         return [pid for pid in self.pids if Path(f"/proc/{pid}/cmdline").read_text().startswith(title)]
 
     def remains(self) -> list[str]:
-        alive = {process.pid for process in leftovers.living()}
+        alive = {process.pid for process in living()}
         found = [f"process {pid}" for pid in self.pids if pid in alive]
         found += [file for file in self.shared_memory if os.path.exists(file)]
         return found + [f"port {port}" for port, _ in _listening() if port in self.ports]

@@ -5,11 +5,13 @@ import io
 import json
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hostile_text import LINE_ENDS, SURROGATES
 from rich.console import Console
 
 from grpo_mega import config
@@ -20,6 +22,8 @@ from grpo_mega.observe.wandb_writer import wandb_mode
 from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter
 from grpo_mega.types import Group, Prompt, Sample
 
+PROMPT = "<user>1+1=?<assistant>"
+HOSTILE, WRITABLE = LINE_ENDS + SURROGATES, LINE_ENDS + "\ufffd\ufffd \ufffd"
 METRICS = {
     "reward/mean": 1.4231,
     "reward/accuracy": 0.93,
@@ -49,7 +53,7 @@ def make_config(tmp_path: Path, **log: object) -> config.Config:
 
 
 def make_group(num_samples: int) -> Group:
-    prompt = Prompt(id=7, text="<user>1+1=?<assistant>", token_ids=(1, 2), answer="2")
+    prompt = Prompt(id=7, text=PROMPT, token_ids=(1, 2), answer="2")
     samples = [
         Sample(
             prompt, i, [65 + i, 66], [-0.1, -0.2], "stop", 0, {"accuracy": 1.0, "format": None}, {"accuracy": "correct"}, 1.0
@@ -125,7 +129,7 @@ def test_rank_0_writes_steps_evaluations_and_samples(tmp_path: Path, capsys: pyt
         "group": 0,
         "index": 0,
         "policy_version": 0,
-        "prompt": "<user>1+1=?<assistant>",
+        "prompt": PROMPT,
         "response": "AB",
         "answer": "2",
         "finish_reason": "stop",
@@ -180,8 +184,16 @@ def test_a_run_without_a_key_is_written_offline_with_the_names_of_trl_and_verl_a
     monkeypatch.setenv("HOME", str(tmp_path))
     log = open_run_log(make_config(tmp_path, wandb=True), rank=0)
     log.log_step(1, METRICS)
-    log.log_samples(1, [make_group(4)], decode)
+    group = make_group(4)
+    group.prompt = replace(group.prompt, text=PROMPT + HOSTILE)
+    for sample in group.samples:
+        sample.prompt = group.prompt
+    log.log_samples(1, [group], decode)
+    log.warn(f"of a file's name: {HOSTILE}")
     log.close()
+    (row, *_), (message,) = (read(tmp_path / "run" / f"{name}.jsonl") for name in ("samples", "messages"))
+    assert row["prompt"] == PROMPT + WRITABLE and message["text"] == f"of a file's name: {WRITABLE}"
+    assert "\ufffd\ufffd \ufffd" in (tmp_path / "run/report.html").read_text(encoding="utf-8")
     (path,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
     logged: dict[str, Any] = {}
     for record in wandb_records(path):
@@ -191,7 +203,7 @@ def test_a_run_without_a_key_is_written_offline_with_the_names_of_trl_and_verl_a
     assert logged["completions/_type"] == "table-file" and logged["completions/nrows"] == 4
     table = json.loads((path.parent / "files" / logged["completions/path"]).read_text())
     assert table["columns"][:4] == ["step", "prompt", "completion", "answer"]
-    assert table["data"][0] == [1, "<user>1+1=?<assistant>", "AB", "2", 1.0, None, 1.0, 0.5, "stop"]
+    assert table["data"][0] == [1, PROMPT + WRITABLE, "AB", "2", 1.0, None, 1.0, 0.5, "stop"]
 
 
 def wandb_records(path: Path) -> Iterator[Any]:

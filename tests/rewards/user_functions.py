@@ -39,6 +39,26 @@ def obey(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Any
     return deeds[response]() if response in deeds else 1.0
 
 
+def hang(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float:
+    """As the response says, for ever; none of it ends with its parent by itself."""
+    spin = "while True: pass"
+    if response == "in a regular expression":
+        re.match(r"(a|a)*b", "a" * 60)
+    elif response == "on a fork":
+        if os.fork():
+            signal.pause()
+    elif response == "on a session of its own":
+        subprocess.run([sys.executable, "-c", spin], start_new_session=True)
+    elif response == "on a daemon":
+        subprocess.run([sys.executable, "-c", f"import os\nif os.fork(): os._exit(0)\nos.setsid()\n{spin}"])
+        signal.pause()
+    elif response == "deaf to signals":
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_IGN)
+    while True:
+        pass
+
+
 def half_of_them(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float | None:
     return None if "none" in response else 0.5
 

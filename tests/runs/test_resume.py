@@ -16,6 +16,7 @@ import bench_kills
 import pytest
 import torch
 from bench_kills import End, read_end
+from hostile_text import LINE_ENDS, SURROGATES
 
 from grpo_mega.megatron.optimizer import separate_steps
 
@@ -24,9 +25,18 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In files with a byte order mark; prompts, answers and verdicts hold what splits lines, and surrogates where they may."""
     folder = tmp_path_factory.mktemp("inputs")
-    bench_kills.write_inputs(folder, "tp=1")
-    return folder / "config.json"
+    path = bench_kills.write_inputs(folder, "tp=1")
+    for name in ("train", "heldout"):
+        rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        rows = [{key: value + LINE_ENDS for key, value in row.items()} | {"note": SURROGATES} for row in rows]
+        lines = [json.dumps(row, ensure_ascii=False).replace(SURROGATES, "\\ud800") + "\n" for row in rows]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8-sig")
+    config = json.loads(path.read_text())
+    config["rewards"]["functions"] = [{"name": "tests.helpers.hostile_text.share_of_vowels"}]
+    path.write_text(json.dumps(config), encoding="utf-8-sig")
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from servers import is_true_within
 
+from grpo_mega.processes import descendants
 from grpo_mega.rollout.sglang import leftovers
 
 
@@ -56,12 +57,12 @@ def test_shared_memory_goes_once_no_process_has_it_open(base: Path) -> None:
 def test_descendants_are_found_at_any_depth_and_zombies_are_none() -> None:
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     child = subprocess.Popen([sys.executable, "-c", program])
-    assert is_true_within(20, lambda: len(leftovers.descendants(child.pid)) == 1)
-    (grandchild,) = leftovers.descendants(child.pid)
-    assert {child.pid, grandchild} <= set(leftovers.descendants(os.getpid()))
+    assert is_true_within(20, lambda: len(descendants(child.pid)) == 1)
+    (grandchild,) = descendants(child.pid)
+    assert {child.pid, grandchild} <= set(descendants(os.getpid()))
     os.kill(grandchild, signal.SIGKILL)
     child.kill()
-    assert is_true_within(20, lambda: child.pid not in leftovers.descendants(os.getpid()))  # though no one has waited for it
+    assert is_true_within(20, lambda: child.pid not in descendants(os.getpid()))  # though no one has waited for it
     child.wait()
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from grpo_mega.text import well_formed
+
 FOLDER = Path(__file__).with_name("page")
 SCRIPTS = ("base.js", "chart.js", "curves.js", "samples.js", "tables.js", "main.js")
 
@@ -22,13 +24,14 @@ SCRIPTS = ("base.js", "chart.js", "curves.js", "samples.js", "tables.js", "main.
 def render(data: dict[str, Any]) -> str:
     """`data` as read.read_run gives it."""
     script = _script()
-    return Template(_text("page.html")).substitute(
+    page = Template(_text("page.html")).substitute(
         TITLE=html.escape(f"{data['title']} · GRPO run"),
         STYLE=_text("page.css"),
         SCRIPT=script,
         SCRIPT_HASH="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         DATA=embedded(data),
     )
+    return well_formed(page)
 
 
 def embedded(data: Any) -> str:
@@ -36,7 +39,7 @@ def embedded(data: Any) -> str:
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be written
+    return text
 
 
 @cache

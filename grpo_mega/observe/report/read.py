@@ -12,6 +12,7 @@ import yaml
 
 from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError
+from grpo_mega.json_lines import read_json_lines
 from grpo_mega.observe.report import metrics, responses
 
 # The files of a run, as observe.writers and run_folder name them.
@@ -61,18 +62,9 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The objects of a file of JSON lines, and how many lines are none; a half-written last one does not count."""
     if not path.is_file():
         return [], 0
-    records, num_bad = [], 0
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                record = json.loads(line, parse_constant=str)
-            except ValueError:
-                record = None
-            if isinstance(record, dict):
-                records.append(record)
-            else:
-                num_bad += line.endswith(b"\n")
-    return records, num_bad
+    lines = list(read_json_lines(path))
+    num_bad = sum(record is None and line.endswith(b"\n") for line, record in lines)
+    return [record for _, record in lines if record is not None], num_bad
 
 
 def _status(done: int, num_steps: int | None, *, has_begun: bool, is_live: bool, is_over: bool) -> dict[str, str]:

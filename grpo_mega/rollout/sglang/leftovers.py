@@ -1,4 +1,4 @@
-"""What a server could leave on this machine, and its removal: processes, temporary folders, shared memory.
+"""What a server could leave on this machine, and its removal: temporary folders and shared memory.
 
 SGLang ends its processes with SIGKILL even when all is well, so nothing in it cleans up. Its files go to a folder of its own,
 locked by the server's processes as long as one of them lives, and its shared memory is open in them as long. What is neither
@@ -13,21 +13,12 @@ import glob
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER_PREFIX = "grpo-mega-server-"
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_PREFIXES = ("sglang_loads_", "sgl_shm_")  # SGLang's load snapshots and message queues
 LONGEST_BASE = 60  # characters: the path of a Unix socket, which lies two names deeper, has at most 107
-
-
-@dataclass(frozen=True)
-class Process:
-    pid: int
-    parent: int
-    group: int
 
 
 def make_folder() -> tuple[Path, int]:
@@ -54,30 +45,6 @@ def remove_unused() -> None:
         if str(segment) not in in_use:
             with contextlib.suppress(OSError):
                 segment.unlink()
-
-
-def descendants(pid: int) -> list[int]:
-    """All living processes below `pid`."""
-    children: dict[int, list[int]] = {}
-    for process in living():
-        children.setdefault(process.parent, []).append(process.pid)
-    found: list[int] = []
-    pending = [pid]
-    while pending:
-        below = children.get(pending.pop(), [])
-        found += below
-        pending += below
-    return found
-
-
-def living() -> Iterator[Process]:
-    """All processes of this machine but the zombies. One whose first thread has ended before the others is none yet."""
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-                if fields[0] not in ("Z", "X") or int(fields[17]) > 1:
-                    yield Process(int(name), parent=int(fields[1]), group=int(fields[2]))
 
 
 def _base() -> Path:

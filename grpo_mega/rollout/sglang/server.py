@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from grpo_mega.errors import ConfigError, EngineError
+from grpo_mega.processes import living
 from grpo_mega.rollout.sglang import leftovers
 from grpo_mega.weights.spec import BLOCK
 
@@ -179,7 +180,7 @@ class Server:
         self._process.wait()
         self._process = None
         until = time.monotonic() + SECONDS_TO_DIE
-        while any(process.group == group for process in leftovers.living()) and time.monotonic() < until:
+        while any(process.group == group for process in living()) and time.monotonic() < until:
             time.sleep(SECONDS_BETWEEN_LOOKS / 5)
         leftovers.remove_unused()
 

@@ -8,42 +8,38 @@ SGLang's exit code, or 0 where the end was asked for. SGLang in turn is killed w
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+from grpo_mega.processes import adopt_orphans, die_with_parent, kill_descendants
 from grpo_mega.rollout.sglang import compat, import_stubs, leftovers
 
 SECONDS_BETWEEN_LOOKS = 0.2
-SECONDS_TO_DIE = 60.0  # a process in the midst of a system call, or one that holds much GPU memory, takes its time
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(owner: int, arguments: Sequence[str]) -> int:
     watched = {*_STOP_SIGNALS, signal.SIGCHLD}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # they wait until they are asked for
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     leftovers.remove_unused()
     folder, lock = leftovers.make_folder()
     guardian = os.getpid()
     server = os.fork()
     if server == 0:
-        _die_with(guardian)
+        die_with_parent(guardian)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
         _serve_and_exit(arguments)
     code = _wait_for_end(server, owner, watched)
-    _kill_descendants()
+    kill_descendants()
     os.close(lock)
     leftovers.remove_unused()
     return code
@@ -105,35 +101,8 @@ def _wait_for_end(server: int, owner: int, watched: set[signal.Signals]) -> int:
     return 0
 
 
-def _kill_descendants() -> None:
-    """Until there are none: whoever loses its parent becomes a child of this process."""
-    until = time.monotonic() + SECONDS_TO_DIE
-    while time.monotonic() < until:
-        for pid in leftovers.descendants(os.getpid()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        try:
-            while os.waitpid(-1, os.WNOHANG) != (0, 0):
-                pass
-        except ChildProcessError:
-            return
-        time.sleep(0.01)
-
-
-def _die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel was asked
-        os._exit(1)
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
-
-
 if __name__ == "__main__":
     sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
 if __name__ == "__mp_main__":  # imported by a process that SGLang spawned, seconds before that asks the kernel itself
-    _die_with(os.getppid())
+    die_with_parent(os.getppid())
     prepare()

@@ -1,0 +1,49 @@
+"""Files of JSON lines: one object per line, in UTF-8.
+
+A line ends with "\\n" and with nothing else. What `str.splitlines` also takes for ends of lines (U+2028, U+2029, U+0085) is
+escaped on writing, and is text on reading, where a byte order mark is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.text import well_formed
+
+_OTHER_LINE_ENDS = re.compile("[\u0085\u2028\u2029]")
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """Return the line of an object. Not-a-number and infinities are the strings "NaN", "Infinity" and "-Infinity", which
+    Python's float() reads; lone surrogates are U+FFFD."""
+    text = well_formed(json.dumps(_finite(record), allow_nan=False, ensure_ascii=False))
+    return _OTHER_LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield each line as it stands with the object in it, None where it holds none, such as a last line half written.
+
+    Raises OSError.
+    """
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line, parse_constant=str)
+            except ValueError:
+                record = None
+            yield line, record if isinstance(record, dict) else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return value

@@ -1,0 +1,90 @@
+"""Which processes run below another, and how they end with it, whatever they are doing (Linux).
+
+A process ends with its parent by `die_with_parent`. What it started in turn ends with a guardian, a process that adopts the
+orphans below it (`adopt_orphans`) and calls `kill_descendants` before it exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SECONDS_TO_DIE = 60.0  # a process in a system call, or one that holds much GPU memory, takes its time
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    parent: int
+    group: int
+
+
+def living() -> Iterator[Process]:
+    """All processes of this machine but the zombies. One whose first thread has ended before the others is none yet."""
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+                if fields[0] not in ("Z", "X") or int(fields[17]) > 1:
+                    yield Process(int(name), parent=int(fields[1]), group=int(fields[2]))
+
+
+def descendants(pid: int) -> list[int]:
+    """All living processes below `pid`."""
+    children: dict[int, list[int]] = {}
+    for process in living():
+        children.setdefault(process.parent, []).append(process.pid)
+    found: list[int] = []
+    pending = [pid]
+    while pending:
+        below = children.get(pending.pop(), [])
+        found += below
+        pending += below
+    return found
+
+
+def kill_descendants() -> None:
+    """Kill everything below this process, which must have called `adopt_orphans`, and wait until it is gone."""
+    until = time.monotonic() + SECONDS_TO_DIE
+    while time.monotonic() < until:
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.01)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below this one that loses its own. Raises OSError where the system cannot."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the thread of `parent` that started it ends; end now if it is gone.
+
+    The children of this process do not inherit that. Raises OSError where the system cannot, and the parent is there.
+    """
+    try:
+        _prctl(_PR_SET_PDEATHSIG, number)
+    finally:
+        if os.getppid() != parent:  # it ended before the kernel was asked
+            os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
+    if prctl is None or prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) is refused")

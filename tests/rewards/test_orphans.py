@@ -1,0 +1,112 @@
+"""No process of a pool outlives the pool, its process, or the check that started it, whatever that check is doing.
+
+The processes are told by a mark in their environment, which everything that a reward function starts inherits.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+HANG = "user_functions.hang"
+HANGS = ("in a regular expression", "in a loop", "deaf to signals", "on a fork", "on a session of its own", "on a daemon")
+NUM_PROCESSES = 2 + len(HANGS) + 3  # the rank, the template, the workers, and a process that each of the last three has started
+
+RANK = """
+import sys, time
+from grpo_mega.rewards import RewardPool
+hangs = sys.argv[3:]
+with RewardPool([("user_functions.hang", 1.0)], num_workers=len(hangs), deadline_s=float(sys.argv[2])) as pool:
+    for key, how in enumerate(hangs):
+        pool.submit(key, "", how, "", {})
+    exec(sys.argv[1])
+"""
+
+
+class Rank:
+    """A process with a pool whose workers all hang."""
+
+    def __init__(self, code: str, *hangs: str, deadline_s: float = 600, path: tuple[Path, ...] = ()) -> None:
+        self._mark = f"GRPO_MEGA_TEST_MARK={uuid.uuid4().hex}"
+        name, _, value = self._mark.partition("=")
+        folders = os.pathsep.join(map(str, (*path, ROOT, HERE)))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RANK, code, str(deadline_s), *hangs],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, name: value, "PYTHONPATH": folders},
+        )
+
+    def living(self) -> list[int]:
+        """The rank's process and whatever it led to, but for zombies."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                is_ours = self._mark.encode() in (folder / "environ").read_bytes().split(b"\0")
+                if is_ours and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    found.append(int(folder.name))
+        return found
+
+    def has(self, number: int, within_s: float = 20.0) -> bool:
+        """Whether so many processes are there in two looks in a row."""
+        until, seen = time.monotonic() + within_s, [-1, -1]
+        while seen != [number] * 2 and time.monotonic() < until:
+            time.sleep(0.1)
+            seen = [seen[1], len(self.living())]
+        return seen == [number] * 2
+
+    def end(self) -> None:
+        for pid in self.living():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+@contextlib.contextmanager
+def rank(code: str, *hangs: str, deadline_s: float = 600, path: tuple[Path, ...] = ()) -> Iterator[Rank]:
+    started = Rank(code, *hangs, deadline_s=deadline_s, path=path)
+    try:
+        yield started
+    finally:
+        started.end()
+
+
+@pytest.fixture(params=["the kernel tells of the rank's end", "the kernel does not"])
+def sandbox(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, ...]:
+    """A folder for PYTHONPATH: with the second, every call of prctl fails, as in some containers."""
+    if request.param == "the kernel does not":
+        refused = "import ctypes\nctypes.CDLL = lambda *_, **__: type('C', (), {'prctl': lambda *_: -1})\n"
+        (tmp_path / "sitecustomize.py").write_text(refused)
+    return (tmp_path,)
+
+
+def test_a_killed_rank_takes_along_checks_that_hang_and_what_they_started(sandbox: tuple[Path, ...]) -> None:
+    with rank("time.sleep(600)", *HANGS, path=sandbox) as hung:
+        assert hung.has(NUM_PROCESSES), hung.living()
+        hung.process.kill()
+        assert hung.has(0, within_s=5), hung.living()
+
+
+def test_a_pool_that_is_closed_takes_along_what_its_checks_started() -> None:
+    with rank("time.sleep(600)", *HANGS) as hung:
+        assert hung.has(NUM_PROCESSES), hung.living()
+        hung.process.send_signal(signal.SIGINT)
+        assert hung.process.wait(10) != 0
+        assert hung.has(0, within_s=1), hung.living()
+
+
+def test_a_check_that_is_killed_for_its_deadline_takes_along_what_it_started() -> None:
+    code = "pool.collect(); print(pool.counters['killed_workers'], flush=True); time.sleep(600)"
+    hangs = ("on a fork", "on a session of its own")
+    with rank(code, *hangs, deadline_s=1.0) as hung:
+        assert hung.process.stdout and hung.process.stdout.readline() == "2\n"
+        assert hung.has(2 + len(hangs), within_s=5), hung.living()  # the rank, the template, and idle workers
