@@ -14,7 +14,18 @@ from functools import lru_cache
 from typing import Any
 
 from grpo_mega.rewards import mathverify
-from grpo_mega.rewards.quick import CORRECT, GOLD_UNPARSABLE, UNPARSABLE, WRONG, compare, is_plain, judge, read, right_side
+from grpo_mega.rewards.quick import (
+    CORRECT,
+    GOLD_UNPARSABLE,
+    UNPARSABLE,
+    WRONG,
+    compare,
+    is_plain,
+    judge,
+    read,
+    right_side,
+    without_choices,
+)
 from grpo_mega.rewards.score import Score
 
 # The forms that answers commonly have, so that the parser's tables have been built for them.
@@ -44,7 +55,7 @@ _FORMS = (
 
 def accuracy(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
     """Score of the response against the gold `answer`; the verdicts are in the module's docstring."""
-    gold, text = read(answer), read(response)
+    gold, text = without_choices(read(answer), read(response))
     return judge(gold, text) or _judge_by_math_verify(gold, text)
 
 

@@ -1,106 +1,60 @@
 """The answer of a response, as text: where it stands (`extract_answer`).
 
-The answer is the content of the last complete `<answer>...</answer>`; else of the last `\\boxed{...}` with balanced
-braces; else what follows the last `####` on its line; else, of the text after `</think>` (of all, if nothing follows): the
-whole if it is nothing but an expression or a short phrase, or the last expression or number in it. Gold answers are read by
-the same rule, so that a bare `1/2`, a worked solution ending in `#### 18` and one ending in `\\boxed{18}` all serve. Time is
-linear in the text's length.
+What follows the thought (`</think>`) counts, all of it if there is no thought; a response that was cut off inside its thought
+has no answer. The answer is the content of the last complete `<answer>...</answer>`; else of the last `\\boxed{...}` with
+balanced braces, or of several that a comma or "and" joins; else what follows the last `####` on its line, unless that is a
+heading with text below it; else what the text states (`prose`). Gold answers are read by the same rule, so that a bare `1/2`,
+a worked solution ending in `#### 18` and one ending in `\\boxed{18}` all serve. Time is linear in the text's length.
 """
 
 import re
 
-TAIL = 2000  # characters from the end in which the last expression is looked for; a longer answer is none
-MAX_PHRASE_WORDS = 5  # a text without any number or formula is an answer itself only up to this length
+from grpo_mega.rewards.markup import plain
+from grpo_mega.rewards.prose import is_prose, read_passage, read_start
 
-_FUNCTION = re.compile(
-    "and|or|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|sqrt|inf|infinity|mod|gcd|lcm|max|min|pi", re.IGNORECASE
-)
-_DIGITS = r"(?<![A-Za-z_\d])(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?"
-_ATOM = rf"(?:\d*\\[dtc]?frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}|\d*\\sqrt\{{[^{{}}]*\}}|\\?[$€£¥₹]?-?{_DIGITS})"
-# Without thousands, which would make it ambiguous, and the time exponential in the commas: (1,234) is matched by two of them.
-_ELEMENT = r"(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?"
-_EXPRESSION = re.compile(
-    rf"[(\[] ?-?{_ELEMENT}(?: ?, ?-?{_ELEMENT})+ ?[)\]]"  # a tuple or an interval
-    r"|(?<![A-Za-z_\d])\d{1,2}:\d\d(?!\d)(?: ?[aApP]\.?[mM]\b\.?)?"  # a time of day
-    rf"|(?:(?<![\w)\]}}.])[-+])?{_ATOM}(?:(?:(?<=\d):(?=\d)| ?(?:[-+/^]|\*\*?|\\times|\\cdot|\\div) ?)\(?{_ATOM}\)?)*"
-    r"(?: ?(?:\\?%|percent\b))?"
-)
-_FORMULA = re.compile(
-    r"\$\$(?P<display>[^$]+)\$\$|\\\[(?P<bracket>.+?)\\\]|\\\((?P<inline>.+?)\\\)"
-    r"|(?<!\\)\$(?!\s)(?P<dollar>[^$\n]+)(?<![\s\\])\$(?!\d)",  # "$5 and $6" are prices, not a formula
-    re.DOTALL,
-)
-_ANNOUNCED = re.compile(r"(?i:\banswer(?: is)?(?=[:*\s])[:*\s]+)")
-_WORD = re.compile(r"(?<![A-Za-z\\])(?:[A-Za-z]{3,}|(?i:it|is|so|we|he|be|of|by|at|on|as)(?![A-Za-z]))")
-_BESIDE = frozenset("$%.,:;}")  # what ends the formula or the clause before a word
-_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+")
+_THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>"), ("[THINK]", "[/THINK]"))
 _TOKEN = re.compile(r"\\(?:boxed|fbox) *\{|\\.|[{}]", re.DOTALL)
-_TAG = re.compile(r"</?(?:think|answer)>")
+_UNBRACED = re.compile(r"\\(?:boxed|fbox) *(?=[^ {}])")
+_JOIN = re.compile(r"\}[\s$]*(?:[,;]\s*(?:(?:and|or)\b)?|(?:and|or)\b|\\text ?\{ ?(?:and|or) ?\})[\s$]*(?:[A-Za-z] ?= ?)?$")
+_JOIN_CHARS, _MAX_JOINED = 40, 10
+_NUMBERED, _NUMBER = re.compile(r"\d+[.)]\s"), re.compile(r"[-$€£\\(*_ ]*\d")
+_MAX_HASHED = 400  # characters of a line after ####; a longer one is no answer
 
 
 def extract_answer(response: str) -> str | None:
-    """The answer's text, stripped but otherwise as written; None where there is none."""
+    """Return the answer's text, stripped but otherwise as written; None where there is none."""
     return read_located(*locate_answer(response))
 
 
 def locate_answer(response: str) -> tuple[str | None, str]:
-    """(what is marked as the answer, ""), or (None, the text whose last expression it is); searched for without any regex
-    that could go back over the text."""
-    tagged = _last_tagged(response)
-    marked = _marked(response if tagged is None else tagged)
+    """Return (what is marked as the answer, ""), or (None, the text that states it).
+
+    Searches without any regex that could go back over the text.
+    """
+    conclusion = _conclusion(response)
+    tagged = _last_tagged(conclusion)
+    marked = _marked(conclusion if tagged is None else tagged)
     if marked is None and tagged is not None:
         marked = tagged
-    if marked is not None:
-        return marked, ""
-    _, _, conclusion = response.rpartition("</think>")
-    return None, conclusion if conclusion.strip() else response
+    return (None, conclusion) if marked is None else (marked, "")
 
 
 def read_located(marked: str | None, conclusion: str) -> str | None:
-    """`extract_answer` from what `locate_answer` found."""
+    """Return what `extract_answer` does, from what `locate_answer` found."""
     if marked is not None:
         return marked.strip() or None
-    return last_expression(_TAG.sub(" ", conclusion))
+    return read_passage(conclusion)
 
 
-def last_expression(text: str) -> str | None:
-    """The whole text if it is a bare expression or a short phrase, else the last expression in its tail."""
-    text = text.strip()
-    if not text:
-        return None
-    one_line = "\n" not in text or "\\begin{" in text
-    if one_line and not is_prose(text):
-        return text
-    tail = text[-TAIL:]
-    found, end = None, -1
-    for formula in _FORMULA.finditer(tail):
-        content = (formula[formula.lastgroup] if formula.lastgroup else "").strip()
-        if content:
-            found, end = content, formula.end()
-    for expression in _EXPRESSION.finditer(tail, max(end, 0)):
-        found, end = expression[0].strip(), expression.end()
-    *_, announced = ("", *_ANNOUNCED.split(tail)[1:])
-    announced = announced.strip(" *\n")
-    if announced and "\n" not in announced and not is_prose(announced):
-        found = announced
-    if found is None and one_line and len(text.split()) <= MAX_PHRASE_WORDS:
-        found = text
-    return found
-
-
-def is_prose(text: str) -> bool:
-    """Whether `text` has words beside its formulas: "18 dollars" and "It is x" have, "x + 1" and "cost = 18" not.
-
-    A single word without any number is no prose but an answer ("Friday").
-    """
-    text = _COMMAND.sub(" ", re.sub(r"\\[\[\]()]", "$", text[-TAIL:]))
-    for word in _WORD.finditer(text):
-        if _FUNCTION.fullmatch(word[0]):
-            continue
-        before, after = text[: word.start()].rstrip(" (")[-1:], text[word.end() :].lstrip(" ).,:;!'")[:1]
-        if before.isalnum() or before in _BESIDE or after.isalnum() or after == "$":
-            return True
-    return False
+def _conclusion(response: str) -> str:
+    """What follows the last thought; "" if that thought has no end."""
+    for opening, closing in _THOUGHTS:
+        end = response.rfind(closing)
+        if response.rfind(opening) > end:
+            return ""
+        if end >= 0:
+            response = response[end + len(closing) :]
+    return response
 
 
 def _last_tagged(text: str) -> str | None:
@@ -113,26 +67,73 @@ def _last_tagged(text: str) -> str | None:
 
 def _marked(text: str) -> str | None:
     """What the last box holds, else what follows the last `####`, if anything does."""
-    boxed = _last_boxed(text)
-    if boxed is not None:
-        return boxed
-    _, hashes, rest = text.rpartition("####")
-    return rest.partition("\n")[0].strip() or None if hashes else None
+    boxed = _boxed(text)
+    return boxed if boxed is not None else _hashed(text)
 
 
-def _last_boxed(text: str) -> str | None:
-    """The content of the balanced `\\boxed{...}` or `\\fbox{...}` that starts last."""
+def _hashed(text: str) -> str | None:
+    _, _, rest = text.rpartition("####") if "####" in text else ("", "", "")
+    line, _, below = rest.partition("\n")
+    line = line.strip()
+    if not line or len(line) > _MAX_HASHED:
+        return None
+    is_title = line.isalpha() or is_prose(plain(line))
+    is_title = bool(_NUMBERED.match(line)) or (is_title and not _NUMBER.match(line))
+    return None if is_title and below.strip() else line
+
+
+def _boxed(text: str) -> str | None:
+    r"""The content of the last box, or of the last ones if they are joined: "\boxed{3} and \boxed{5}" gives "3, 5"."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None
+    if unbraced := _UNBRACED.match(text, start):  # \boxed 5
+        found = read_start(text[unbraced.end() : unbraced.end() + _MAX_HASHED])
+        if found is not None:
+            return found
+    last = _last_boxed(text)
+    contents: list[str] = []
+    for _ in range(_MAX_JOINED):
+        if last is None:
+            break
+        content = text[slice(*last)].strip()
+        if content not in contents:
+            contents.insert(0, content)
+        last = _joined_box(text, last[0])
+    return ", ".join(contents) if contents else None
+
+
+def _joined_box(text: str, start: int) -> tuple[int, int] | None:
+    """The content of the box that is joined with the one whose content begins at `start`."""
+    box = max(text.rfind("\\boxed", 0, start), text.rfind("\\fbox", 0, start))
+    join = _JOIN.search(text[max(0, box - _JOIN_CHARS) : box])
+    if join is None:
+        return None
+    end = max(0, box - _JOIN_CHARS) + join.start()
+    before = max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))
+    found = _closed_box(text, before) if before >= 0 else None
+    return found if found and found[1] == end else None
+
+
+def _last_boxed(text: str) -> tuple[int, int] | None:
+    """Where the content of the balanced `\\boxed{...}` or `\\fbox{...}` that starts last begins and ends."""
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if start < 0:
+        return None
+    return _closed_box(text, start) or _last_boxed_of_all(text)
+
+
+def _closed_box(text: str, start: int) -> tuple[int, int] | None:
+    """The same for the box at `start` with no other box in it, if it is closed."""
     box = _TOKEN.match(text, start)
-    if box is not None and box[0][-1] == "{" and _is_token(text, start):
-        depth = 1
-        for token in _TOKEN.finditer(text, box.end()):
-            depth += {"{": 1, "}": -1}.get(token[0], 0)  # there is no box in it: it is the last
-            if not depth:
-                return text[box.end() : token.start()]
-    return _last_boxed_of_all(text)
+    if box is None or box[0][-1] != "{" or not _is_token(text, start):
+        return None
+    depth = 1
+    for token in _TOKEN.finditer(text, box.end()):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if not depth:
+            return box.end(), token.start()
+    return None
 
 
 def _is_token(text: str, start: int) -> bool:
@@ -143,7 +144,7 @@ def _is_token(text: str, start: int) -> bool:
     return (start - first) % 2 == 0
 
 
-def _last_boxed_of_all(text: str) -> str | None:
+def _last_boxed_of_all(text: str) -> tuple[int, int] | None:
     """The same in one pass over the text, for those whose last box is never closed."""
     last: tuple[int, int] | None = None
     open_braces: list[int] = []  # the index after each open brace, negated where it does not belong to a box
@@ -156,4 +157,4 @@ def _last_boxed_of_all(text: str) -> str | None:
             open_braces.append(-1)
         elif token[0].endswith("{") and len(token[0]) > 2:
             open_braces.append(token.end())
-    return None if last is None else text[last[0] : last[1]]
+    return None if last is None else last

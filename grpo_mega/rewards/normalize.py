@@ -13,7 +13,8 @@ and [1,234] an interval. In brackets it separates thousands only where another c
 
 import re
 
-from grpo_mega.rewards.answer import TAIL, is_prose, last_expression
+from grpo_mega.rewards.markup import plain
+from grpo_mega.rewards.prose import TAIL, is_prose, read_marked
 
 _CHARACTERS = str.maketrans(
     {
@@ -41,9 +42,6 @@ _CHARACTERS = str.maketrans(
         "½": "\\frac{1}{2}",
         "¼": "\\frac{1}{4}",
         "¾": "\\frac{3}{4}",
-        "％": "%",
-        "，": ",",
-        "。": ".",
         "’": "'",
     }
 )
@@ -64,6 +62,14 @@ _UNIT_AFTER_NUMBER = re.compile(
     rf"\.?{_POWER}(?: ?/ ?(?:{_UNITS}|[A-Za-z]{{3,}}){_POWER})?$"
 )
 _TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathsf|mbox|operatorname) ?\{([^{}]*)\}"
+_CHOICE = re.compile(  # \textbf{(C)}\ 12
+    r"\s*(?:\\(?:text|textbf|textrm|mathrm|mathbf|bold) ?\{\s*)?(?:\(([A-J])\)|([A-J])[.:)](?= |\\|\}))\s*\}?"
+    r"(?:\\[ ,;:!]|\\q?quad(?![A-Za-z])|[~\s.:])*(?=[^\s.,;:!?}])"
+)
+_ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALED = re.compile(rf"(?<![\w.,])([1-9]\d*)(?:\.(\d+))? ({'|'.join(_ZEROS)})(?![A-Za-z])")
+_TEXT_BETWEEN = re.compile(r"^(?!.*\\begin)[^\\]*\d[^\\]*\\text ?\{(?! ?and ?\})[^{}]*[A-Za-z]{3}[^{}]*\}[^\\]*\d")
+_DENIAL = re.compile(r"\b(?:not|never|neither|nor|cannot|more than|less than|fewer than|greater than)\b")
 _SPACE = re.compile(r"\\(?:[,;:! ]|q?quad(?![A-Za-z]))")
 _SEPARATORS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!,|,\\!|\\ |~)(?=\d{3}(?!\d))")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d])(?!,\d)")
@@ -75,12 +81,12 @@ _CANONICAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\d+/\d+|\\[dt]?frac\{-?\d+\}\{\d+\}
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"^\*\*(.*)\*\*$|^`(.*)`$", r"\1\2"),
         (r"\\\$|\$|(?<!\\)\\[\[\]()]|[€£¥₹]", ""),  # currency signs and math delimiters
         (r"\\(?:left|right|displaystyle|textstyle|big|Big)(?![A-Za-z])\.?", ""),
         (r"(?<!\\)\\!", ""),
         (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\n", " "),
         (r" ?(?:\^ ?\{? ?\\circ ?\}?|\\degree|°|\bdegrees?\b)(?: ?(?:[CFK]|Celsius|Fahrenheit)\b)?", ""),
+        (r"[\^_] ?\{ ?\}", ""),
         (r"\\%", "%"),
         (r" ?\b(?:percent(?:age points?)?|per cent|pct)\b", "%"),
         (r" +%", "%"),
@@ -103,23 +109,29 @@ def normalize_answer(text: str) -> str:
 
 
 def _by_rules(text: str) -> str:
-    text = text.translate(_CHARACTERS)
+    text = plain(text[-TAIL:]).translate(_CHARACTERS)
+    if choice := _CHOICE.match(text):
+        letter, value = choice[1] or choice[2], normalize_answer(text[choice.end() :])
+        return f"({letter}) {value}" if value else letter
     text = re.sub(_TEXT, _unwrap_if_prose, text)
-    if len(text) > TAIL or is_prose(text):
-        text = last_expression(text[-TAIL:]) or ""
+    if is_prose(text):
+        text = read_marked(text) or ""
     text = _SEPARATORS.sub("", text)
     text = _unwrap_text(text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text.strip())
     text = _strip_ends(text)
     text = _join_thousands(text)
+    text = _SCALED.sub(_scale, text)
     text = _UNIT_AFTER_NUMBER.sub(r"\g<number>", text)
     return _strip_ends(re.sub(r" {2,}", " ", text))
 
 
 def _unwrap_if_prose(match: re.Match[str]) -> str:
-    r"""A `\text{...}` which holds a number or a choice is the answer itself."""
-    return f" {match[1]} " if re.search(r"\d", match[1]) else match[0]
+    r"""A `\text{...}` with a number is the answer itself; what denies, and words that stand between numbers, are part of it."""
+    is_part = re.search(r"\d", match[1]) or _DENIAL.search(match[1])
+    is_part = is_part or (re.search(r"[A-Za-z]{3}", match[1]) and _TEXT_BETWEEN.search(match.string))
+    return f" {match[1]} " if is_part else match[0]
 
 
 def _unwrap_text(text: str) -> str:
@@ -145,6 +157,12 @@ def _strip_ends(text: str) -> str:
         text = text[1:-1].strip()
     choice = re.fullmatch(r"\(([A-Za-z])\)|([A-Z])[.:)]", text)
     return (choice[1] or choice[2]) if choice else text
+
+
+def _scale(match: re.Match[str]) -> str:
+    zeros = _ZEROS[match[3]]
+    decimals = match[2] or ""
+    return match[1] + decimals[:zeros].ljust(zeros, "0") + (f".{decimals[zeros:]}" if decimals[zeros:] else "")
 
 
 def _join_thousands(text: str) -> str:

@@ -26,6 +26,15 @@ _FORMS = tuple(
         r"(?P<lead>\d*\.\d*)\\overline ?\{(?P<repeat>\d+)\}",
     )
 )
+_UNITS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen"),
+    *("fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_WORDS = {word: value for value, word in enumerate(_UNITS)} | {word: 10 * value for value, word in enumerate(_TENS, start=2)}
+_WORDS |= {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 1_000_000}
+_DENOMINATORS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "eighth": 8, "tenth": 10}
+_DENOMINATORS |= {f"{word}s": value for word, value in _DENOMINATORS.items()} | {"halves": 2}
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,40 @@ def numbers_equal(gold: PlainNumber, response: PlainNumber) -> bool:
     percent, plain = (gold, response) if gold.is_percent else (response, gold)
     as_fraction = PlainNumber(percent.value / 100, percent.decimals + 2 if percent.decimals else 0, False)
     return _same(percent, plain) or _same(as_fraction, plain)
+
+
+def numbers_contradict(a: PlainNumber, b: PlainNumber) -> bool:
+    """Return whether "a = b" is false even if one of the two is rounded: 17 = 18 is, 1/3 = 0.33 is not."""
+    difference = abs(a.value - b.value)
+    steps = [Fraction(1, 10**number.decimals) for number in (a, b) if not (number.value * 10**number.decimals) % 1]
+    return not numbers_equal(a, b) and not any(difference < step for step in steps)
+
+
+def in_words(text: str) -> PlainNumber | None:
+    """Return the number that `text` spells, one noun after it aside: "twelve", "twenty-five eggs", "three quarters"."""
+    parts = text.lower().replace("-", " ").split()
+    if len(parts) > 1 and parts[-1].endswith("s") and parts[-1] not in _DENOMINATORS:
+        parts.pop()
+    if len(parts) > 1 and parts[0] in ("a", "an"):
+        parts[0] = "one"
+    value, last = Fraction(0), None
+    for place, part in enumerate(parts):
+        is_end = place == len(parts) - 1
+        if part in _DENOMINATORS and is_end:
+            return PlainNumber((value or 1) / Fraction(_DENOMINATORS[part]), 0, False)
+        if part == "and" and last and not is_end:
+            continue
+        word = _WORDS.get(part)
+        if word is None:
+            return None
+        if word >= 100 or part == "dozen":
+            value = (value or 1) * Fraction(word)
+        elif last is None or last >= 100 or (last >= 20 and word < 10):
+            value += word
+        else:
+            return None
+        last = word
+    return PlainNumber(value, 0, False) if last is not None else None
 
 
 def _same(a: PlainNumber, b: PlainNumber) -> bool:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from grpo_mega.rewards.answer import locate_answer, read_located
 from grpo_mega.rewards.lists import lists_equal, parse_list
 from grpo_mega.rewards.normalize import normalize_answer
-from grpo_mega.rewards.numbers import numbers_equal, parse_number
+from grpo_mega.rewards.numbers import in_words, numbers_contradict, numbers_equal, parse_number
 from grpo_mega.rewards.score import Score
 
 MAX_CHARS = 100  # of an answer that `quick` looks at
@@ -20,6 +20,8 @@ CORRECT, WRONG = Score(1.0, "correct"), Score(0.0, "wrong")
 
 _EQUALS = re.compile(r"(?<![<>!\\:=])=(?!=)")
 _LIST = re.compile(r",|;|\band\b|\bor\b")
+_CHOICE = re.compile(r"\(([A-J])\) (.+)")
+_BASE = re.compile(r"[\dA-F]+_\{?(\d+)\}?")
 _TIME = re.compile(r"(\d{1,2}):([0-5]\d)(?: ?([aApP])\.? ?[mM]\.?)?")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
 # To math-verify words are products of their letters: it takes "stop" for "pots".
@@ -35,7 +37,7 @@ def quick(response: str, answer: str) -> tuple[Score | None, tuple[str, str] | N
         gold, text = _read_if_short(answer), _read_if_short(response)
         if gold is None or text is None:
             return None, None
-        score = judge(gold, text)
+        score = judge(*without_choices(gold, text))
     except Exception:  # costs the check, in the worker, which meets it as well
         return None, None
     return score, None if score is not None else (gold, text)
@@ -44,6 +46,17 @@ def quick(response: str, answer: str) -> tuple[Score | None, tuple[str, str] | N
 def read(text: str) -> str:
     """The normalized answer of a response or of a gold answer; "" if it has none."""
     return _normalize(*locate_answer(text))
+
+
+def without_choices(gold: str, text: str) -> tuple[str, str]:
+    """Return what of two normalized answers is compared: of "(C) 12" the letter where the other one is a letter, or if both
+    have letters that differ; else the value."""
+    (gold_letter, gold_value), (letter, value) = _choice(gold), _choice(text)
+    if not gold_value and not value:
+        return gold, text
+    if gold_letter and letter and (gold_letter != letter or not (gold_value and value)):
+        return gold_letter, letter
+    return gold_value or gold, value or text
 
 
 def is_plain(gold: str) -> bool:
@@ -77,10 +90,16 @@ def compare(gold: str, text: str) -> bool | None:
             return True
         if _is_phrase(gold) or _is_phrase(text):
             return False
-    if _is_phrase(gold):
+    if _is_phrase(gold) and not in_words(gold):
+        return False
+    if _is_contradiction(gold, text):
         return False
     text = right_side(gold, text)
     gold_number, number = parse_number(gold), parse_number(text)
+    if gold_number or number:
+        if "\\pm" in text or "\\mp" in text:
+            return False
+        gold_number, number = gold_number or in_words(gold), number or in_words(text)
     if gold_number and number:
         return numbers_equal(gold_number, number)
     gold_list, found_list = parse_list(gold), parse_list(text)
@@ -92,6 +111,25 @@ def right_side(gold: str, text: str) -> str:
     if _EQUALS.search(gold) or _LIST.search(text):
         return text
     return normalize_answer(_EQUALS.split(text)[-1])
+
+
+def _is_contradiction(gold: str, text: str) -> bool:
+    """Whether the text says that two different numbers are equal, as 17 = 18, or is in another base than the gold answer."""
+    gold_base, base = _BASE.fullmatch(gold), _BASE.fullmatch(text)
+    if gold_base and base:
+        return gold_base[1] != base[1]
+    if _EQUALS.search(gold) or _LIST.search(text) or "=" not in text:
+        return False
+    sides = [parse_number(normalize_answer(side)) for side in _EQUALS.split(text)]
+    numbers = [side for side in sides if side]
+    return any(numbers_contradict(number, numbers[-1]) for number in numbers[:-1])
+
+
+def _choice(text: str) -> tuple[str, str]:
+    """The letter and the value of "(C) 12"; of a letter alone that, and no value; else neither."""
+    if match := _CHOICE.fullmatch(text):
+        return match[1], match[2]
+    return (text.upper() if len(text) == 1 and text.upper() in "ABCDEFGHIJ" else ""), ""
 
 
 def _read_if_short(text: str) -> str | None:

@@ -70,6 +70,19 @@ CORRECT = [  # (gold, response)
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
     ("5 cm", "5"),
     ("5", "5 m"),
+    ("16", "The answer is **16**."),
+    ("16", "#### 16 (4 boxes)"),
+    ("C", r"\boxed{\textbf{(C)}\ 12}"),
+    ("12", r"\boxed{\textbf{(C)}\ 12}"),
+    (r"\textbf{(C)}\ 12", "C"),
+    (r"\textbf{(C)}\ 12", "12"),
+    (r"\textbf{(C)}\ \sqrt{12}", r"\boxed{2\sqrt{3}}"),
+    ("16", "The answer is sixteen."),
+    ("three quarters", "0.75"),
+    ("3,5", r"The roots are \boxed{3} and \boxed{5}."),
+    ("7", r"<think>maybe \boxed{5}</think> The answer is 7."),
+    ("0.33", "1/3 = 0.33"),
+    (r"\pm 3", "3, -3"),
 ]
 
 WRONG = [
@@ -103,6 +116,19 @@ WRONG = [
     ("x = 5", "y = 5"),
     ("2k+1", "2n+1"),
     ("1/2", "1/0"),
+    ("5", r"<think>maybe \boxed{5}</think> The answer is 7."),
+    ("18", "17=18"),
+    ("17", "17=18"),
+    ("18", r"\boxed{18\pm 0}"),
+    ("18", "18 ± 2"),
+    ("3", r"\pm 3"),
+    ("5", r"\boxed{3} and \boxed{5}"),
+    ("B", r"\boxed{\textbf{(C)}\ 12}"),
+    (r"\textbf{(C)}\ 12", r"\boxed{\textbf{(D)}\ 12}"),
+    (r"\textbf{(C)}\ 12", r"\boxed{\textbf{(C)}\ 14}"),
+    ("120", "The answer is 5!"),
+    ("16", "The answer is seventeen."),
+    ("2516_8", "2516_9"),
 ]
 
 UNPARSABLE = [
@@ -111,6 +137,11 @@ UNPARSABLE = [
     ("18", r"\boxed{\frac{1}"),
     ("18", r"\boxed{}"),
     ("18", "???"),
+    ("5", r"<think>maybe \boxed{5}"),
+    ("5", r"<think>maybe \boxed{5}</think>"),
+    ("5", r"\boxed{not 5}"),
+    ("5", r"\boxed{\text{not }5}"),
+    ("5", "The answer is not 5."),
 ]
 
 

@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from grpo_mega.rewards.answer import TAIL, extract_answer
+from grpo_mega.rewards.answer import extract_answer
 from grpo_mega.rewards.normalize import normalize_answer
+from grpo_mega.rewards.prose import TAIL
 
 EXTRACTED = [
     # marked answers, in their order of precedence
@@ -50,11 +51,59 @@ EXTRACTED = [
     ("The temperature is -5 now", "-5"),
     ("They meet at 3:30 PM today", "3:30 PM"),
     ("Step 1: 5 apples", "5"),
-    ("The answer is B.", "B."),
-    ("The answer is x^2+1.", "x^2+1."),
+    ("The answer is B.", "B"),
+    ("The answer is x^2+1.", "x^2+1"),
     ("**The answer is: 42**", "42"),
     ("<think>there are 5</think> 18", "18"),
     ("<think>a thought</think>\n<answer>18", "18"),
+    # the conclusion counts, not the thought
+    (r"<think>maybe \boxed{5}</think> The answer is 7.", "7"),
+    (r"<think>maybe <answer>5</answer></think> The answer is 7.", "7"),
+    (r"maybe \boxed{5}</think> The answer is 7.", "7"),
+    (r"<think>maybe \boxed{5}</think>", None),
+    (r"<think>maybe \boxed{5}", None),
+    (r"<think>a</think> \boxed{6} <think>or \boxed{5}", None),
+    (r"<reasoning>maybe \boxed{5}</reasoning> 7", "7"),
+    # what is announced, and the first of it
+    ("The answer is **16**.", "16"),
+    ("**Answer:** 5", "5"),
+    ("The final answer is: **$16$**.", "$16$"),
+    ("**Final Answer**\n\n16 of 20", "16"),
+    ("The answer is: 16 students out of 20.", "16"),
+    ("The answer is 17. Check: 17 + 1 = 18.", "17"),
+    ("The answer is the sum of 5 and 7, which is 12.", "12"),
+    ("The answer is 2 * 8 = 16 students, as 3 > 2.", "16"),
+    ("The answer is 3, 5 and 7 for n = 2.", "3, 5 and 7"),
+    ("The answer is either 6 or 9.", "6 or 9"),
+    ("The answer is 2 hours and 30 minutes.", "2 hours and 30 minutes"),
+    ("Let us check the answer: 2 * 3 = 6.\nSo 7 remain.", "7"),
+    ("Answer: 42!", "42"),
+    ("答案是１６个。", "16"),
+    # what is in bold, and what is not meant
+    ("So **16** of these 20 passed", "16"),
+    ("**3.** Add 5 to get 8", "8"),
+    ("2**10", "2**10"),
+    ("3*4*5", "3*4*5"),
+    ("That is 143, not 1430", "143"),
+    ("It is not 5", None),
+    ("That makes 16 eggs (4 boxes)", "16"),
+    # letters
+    ("The correct option is B", "B"),
+    ("The answer is (C) 12.", "(C) 12"),
+    ("The answer is D because 3 < 4.", "D"),
+    ("Option D is correct, because 3 < 4.", "D"),
+    ("The answer is: A total of 16 apples", "16"),
+    # boxes and #### in other shapes
+    (r"\boxed 5", "5"),
+    (r"\boxed5 apples", "5"),
+    (r"\boxed{3} and $\boxed{5}$", "3, 5"),
+    (r"\boxed{3} \text{ or } x = \boxed{5}", "3, 5"),
+    (r"\boxed{5}, \boxed{5}", "5"),
+    (r"\boxed{3}. Then \boxed{5}", "5"),
+    ("#### 2. Add\n\nThat is 7", "7"),
+    ("#### Step 2: Add 3\n\nThat is 7", "7"),
+    ("#### Friday", "Friday"),
+    ("#### Friday\nThat is in 3 days", "3"),
     ("", None),
     ("I have no idea what this could be about", None),
 ]
@@ -85,6 +134,17 @@ NORMALIZED = [
     # words and choices
     (r"\text{Friday}", "Friday"),
     *[(text, "B") for text in ("(B)", "B.", r"\text{(B)}", r"\textbf{(B)}\quad", "B")],
+    *[(text, "(C) 12") for text in (r"\textbf{(C)}\ 12", r"\textbf{(C) }12", "(C) 12", "C) 12", r"\mathrm{(C)}~12")],
+    # what is denied, and what belongs together
+    ("not 5", ""),
+    (r"\text{not }5", ""),
+    (r"16 \text{ students out of } 20", "16"),
+    (r"2\text{ hours and }30\text{ minutes}", "2 hours and 30 minutes"),
+    ("16 (4 boxes)", "16"),
+    ("Answer: (1,2)", "(1,2)"),
+    ("minus 8", "-8"),
+    *[(text, "2500000") for text in ("2.5 million", "2.5 million dollars", "２，５００，０００")],
+    *[(text, "16") for text in ("**16**", "*16*", "`16`", "__16__", "１６", "16^{}", "16 cm each")],
     # formulas
     ("x = 5", "x = 5"),
     (r"\left(1,2\right)", "(1,2)"),
@@ -114,11 +174,18 @@ def test_normalization_is_idempotent(text: str, canonical: str) -> None:
     assert normalize_answer(canonical) == canonical
 
 
-@pytest.mark.parametrize("piece", ["<answer>", r"\boxed{", "####", "(", "$", "$ 1", r"\(", "1,", "word ", "1-", "{", "-", "\\"])
+PIECES = [
+    *("<answer>", r"\boxed{", "####", "(", "$", "$ 1", r"\(", "1,", "word ", "1-", "{", "-", "\\", "<think>", "**", "*a"),
+    *(r"\boxed{1}, ", r"\boxed{1} and ", r"\boxed *a* ", r"\boxed{(A), ", r"\[1", "#### 1\n", "\u2028", "(abc 5"),
+    *("the answer is not 5 ", "答案是≠5", "option is out of 5 ", "B is correct ", "5 apples and ", ", because ", "Answer:\n"),
+]
+
+
+@pytest.mark.parametrize("piece", PIECES)
 def test_extraction_takes_linear_time_on_adversarial_text(piece: str) -> None:
     text = piece * (200_000 // len(piece))
-    started = time.monotonic()
+    started = time.process_time()
     found = extract_answer(text)
     normalize_answer(found or "")
-    assert time.monotonic() - started < 2.0
+    assert time.process_time() - started < 0.5
     assert found is None or len(found) <= max(TAIL, len(text))

@@ -1,0 +1,230 @@
+"""The answer that a text states: the last one announced, else the last one in bold, else the last expression.
+
+`read_passage` reads the conclusion of a response, `read_marked` the content of a tag, a box or a `####` line that holds more
+than an expression. Both return text for `normalize.normalize_answer`, or None. "The answer is 16 students out of 20" announces
+16: the first expression counts after an announcement, the last one elsewhere. Nothing that the text denies ("not 5", "more than
+5") is an answer, and a text that gives two answers ("6 or 9", "2 hours and 30 minutes") keeps both. Only the last TAIL
+characters are looked at, so that time is bounded.
+"""
+
+import re
+
+from grpo_mega.rewards.markup import CJK, plain
+
+TAIL = 2000  # characters from the end in which an answer is looked for; a longer answer is none
+MAX_PHRASE_WORDS = 5  # a text without any number or formula is an answer itself only up to this length
+MAX_ANNOUNCED, MAX_CLAUSE = 8, 400  # announcements that are tried, the last one first, and characters of each
+MAX_TITLE = 20  # characters before "answer" in a heading
+
+_FUNCTION = re.compile(
+    "and|or|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|sqrt|inf|infinity|mod|gcd|lcm|max|min|pi", re.IGNORECASE
+)
+_DIGITS = r"(?<![A-Za-z_\d])(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?"
+_ATOM = (
+    rf"(?:\d*\\[dtc]?frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}|\d*\\sqrt\{{[^{{}}]*\}}|\d*√\d+"
+    rf"|\\?[$€£¥₹]?-?{_DIGITS}(?: ?(?:π|\\pi(?![A-Za-z])))?)"
+)
+# Without thousands, which would make it ambiguous, and the time exponential in the commas: (1,234) is matched by two of them.
+_ELEMENT = r"(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?"
+_EXPRESSION = re.compile(
+    rf"[(\[] ?-?{_ELEMENT}(?: ?, ?-?{_ELEMENT})+ ?[)\]]"  # a tuple or an interval
+    r"|(?<![A-Za-z_\d])\d{1,2}:\d\d(?!\d)(?: ?[aApP]\.?[mM]\b\.?)?"  # a time of day
+    rf"|(?:(?<![\w)\]}}.])[-+])?{_ATOM}"
+    rf"(?:(?:(?<=\d):(?=\d)| ?(?:[-+/^\u00d7·÷±]|\*\*?|\\times|\\cdot|\\div|\\pm) ?)\(?{_ATOM}\)?)*"
+    r"(?: ?(?:\\?%|percent\b)| (?:thousand|[mb]illion|trillion)\b)?"
+)
+_FORMULA = re.compile(
+    r"\$\$(?P<display>[^$]+)\$\$|\\\[(?P<bracket>(?:[^\\]|\\[^\[\]])+)\\\]|\\\((?P<inline>(?:[^\\]|\\[^()])+)\\\)"
+    r"|(?<!\\)\$(?!\s)(?P<dollar>[^$\n]+)(?<![\s\\])\$(?!\d)"  # "$5 and $6" are prices, not a formula
+)
+_JOIN = re.compile(r"\s*(?P<equals>=|\\approx|≈)\s*|\s*(?:[,;]\s*(?:and|or)\b|[,;]|and\b|or\b)\s*")
+_COMPOUND = re.compile(r"\s*[A-Za-z]+,?\s+(?:and|or|to)\s+[$€£]?\d|\s*(?:to|through)\s+[$€£]?\d")  # 2 hours and 30 minutes
+
+_LETTER = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f"
+_WORD = re.compile(
+    rf"(?<![{_LETTER}\\])(?:[{_LETTER}]{{3,}}|(?i:it|is|so|we|he|be|of|by|at|on|as)(?![{_LETTER}]))|[{CJK}]+|[\u0400-\u04ff]{{2,}}"
+)
+_BESIDE = frozenset("$%.,:;}")  # what ends the formula or the clause before a word
+_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+")
+
+_KEYWORD = (
+    r"(?<![A-Za-z])(?:answers?|ans|(?:correct|right|best) (?:option|choice))\b|\b(?:option|choice)(?=:| is\b)"
+    r"|答案|答え|정답|\bответ|\brespuesta|\bréponse|\bresposta|\bantwort"  # noqa: RUF001
+)
+_IS = r"\b(?:is|are|equals|would be|should be|must be|est|es|ist|é)\b|是|为|為|は|은|는"
+_ANNOUNCED = re.compile(
+    rf"(?:{_KEYWORD})(?P<link>[^\n.:=]{{0,40}}?(?:{_IS})\s*:?|[^\n.:=!?]{{0,20}}(?::|=|→|->)|[ \t]*(?=\n))[:=\s]*",
+    re.IGNORECASE,
+)
+_SOUGHT = re.compile(r"\b(?:find|get|check|verify|compute|calculate|determine|obtain|reach|round|simplify|write)\b[^.:]*$")
+_REASON = re.compile(  # what begins an explanation after an answer
+    r"[,;]? (?=(?:because|since|as|for|given|when|if)\b)"
+    rf"|, ?(?=(?!and\b|or\b)(?:[a-z]{{3,}}|[{CJK}]))"
+    rf"|(?<=\S) ?(?=\([^()]*(?:[A-Za-z]{{3}}|=|[{CJK}]))"
+)
+_SENTENCE_END = re.compile(r"(?<!\bRs)(?<!\bNo)(?<!\bvs)(?<![ap]\.m)[.!?](?=\s|$)|\n")
+_FILLER = re.compile(
+    r"(?:(?:the|either|both|approximately|about|around|roughly|exactly|simply|just|only|equal to|option|choice|therefore|thus"
+    r"|indeed)\b|≈|\\approx|[:=,*\s])+",
+    re.IGNORECASE,
+)
+_CHOICE = re.compile(
+    r"\((?P<closed>[A-J])\)(?!\s*(?:,|and\b|or\b)\s*\([A-J])"
+    r"|(?P<bare>[A-HJ])(?![\w'(])(?!\s*(?:[-=+*/^<>]|,\s*\(?[A-J]\b|(?:and|or)\s+\(?[A-J]\b))"
+    r"(?!\s+(?!because\b|since\b|as\b|for\b|by\b|with\b)[a-z])"
+)
+_CHOSEN = re.compile(r"(?<![A-Za-z])(?<!or )(?<!and )\(?([A-J])\)? is (?:the )?(?:correct|right|answer)\b")
+_DENIED = re.compile(
+    r"(?:\bnot|n't|\bnever|\bcannot|≠|\\neq?|\bthan|\binstead of|\bof (?:the|all|his|her|their)|\bout of)"
+    r"(?: (?:be|equal|to|just|simply|the|a|all|exactly))*[ $*]*$"
+)
+_DENIED_CHARS = 40
+_REMARK = re.compile(rf"\((?=[^()]*(?:[A-Za-z]{{3}}|[{CJK}]))[^()\n]*\)")
+_NO_ANSWER = re.compile(
+    r"(?:wrong|incorrect|correct|right|as follows|below|above|found|clear|the following|obtained|therefore|unknown)\b",
+    re.IGNORECASE,
+)
+
+_BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
+_LIST_MARKER = re.compile(r"\d+[.)]")
+
+
+def read_passage(text: str) -> str | None:
+    """Return the whole text if it is a bare expression or a short phrase, else the answer that its tail states."""
+    text = text.strip()
+    written = text[-TAIL:]
+    tail = plain(written)
+    is_whole = len(text) <= TAIL and ("\n" not in tail or "\\begin{" in tail)
+    if is_whole and not is_prose(tail):
+        return tail or None
+    bold = _emphasized(written)
+    found = _announced(tail, bold) or bold or _chosen(tail) or _last_expression(tail)
+    return found or (_phrase(tail) if is_whole else None)
+
+
+def read_marked(text: str) -> str | None:
+    """Return the answer in a text that is marked as one: of a single sentence what it begins with, if that is an expression."""
+    text = plain(text[-TAIL:])
+    if not is_prose(text):
+        return text or None
+    is_sentence = _SENTENCE_END.search(text.rstrip(".!? ")) is None
+    return _announced(text) or (_read_clause(text) if is_sentence else None) or read_passage(text)
+
+
+def read_start(text: str) -> str | None:
+    """Return the expression or the letter that `text` begins with."""
+    match = _EXPRESSION.match(text) or re.match(r"\(?[A-Za-z](?![A-Za-z])\)?", text)
+    return match[0] if match else None
+
+
+def is_prose(text: str) -> bool:
+    """Return whether `text` has words beside its formulas: "18 dollars" and "It is x" have, "x + 1" and "cost = 18" not.
+
+    A single word without any number is no prose but an answer ("Friday").
+    """
+    if _ANNOUNCED.match(text):
+        return True
+    text = _COMMAND.sub(" ", re.sub(r"\\[\[\]()]", "$", text[-TAIL:]))
+    for word in _WORD.finditer(text):
+        if _FUNCTION.fullmatch(word[0]):
+            continue
+        before, after = text[: word.start()].rstrip(" (")[-1:], text[word.end() :].lstrip(" ).,:;!'")[:1]
+        if before.isalnum() or before in _BESIDE or after.isalnum() or after == "$":
+            return True
+    return False
+
+
+def _announced(text: str, bold: str | None = None) -> str | None:
+    """What follows the last "the answer is", "Answer:" or heading "Answer" that is followed by an answer.
+
+    Where that begins with words, an expression in `bold` says which of the expressions after them it is.
+    """
+    for match in reversed([*_ANNOUNCED.finditer(text)][-MAX_ANNOUNCED:]):
+        before = text[: match.start()].rpartition("\n")[2]
+        is_heading = not match["link"].strip()
+        if (is_heading and len(before) > MAX_TITLE) or (":" in match["link"] and _SOUGHT.search(before)):
+            continue
+        rest = text[match.end() : match.end() + MAX_CLAUSE]
+        formula = _FORMULA.match(rest)
+        end = _SENTENCE_END.search(rest, formula.end() if formula else 0)
+        clause = rest[: end.start()] if end else rest
+        if found := _read_start(clause) or (clause.strip() and bold) or _last_expression(clause) or _phrase(clause):
+            return found
+    return None
+
+
+def _read_clause(clause: str) -> str | None:
+    return _read_start(clause) or _last_expression(clause) or _phrase(clause)
+
+
+def _read_start(clause: str) -> str | None:
+    """The expression, choice or phrase that a clause begins with."""
+    filler = _FILLER.match(clause)
+    clause = clause[filler.end() if filler else 0 :].rstrip(" .!?,;:")
+    if choice := _CHOICE.match(clause):
+        value = clause[choice.end() :].strip(" .:)")
+        has_value = choice["closed"] and value and not is_prose(value)
+        return f"({choice['closed']}) {value}" if has_value else choice["closed"] or choice["bare"]
+    head = _REASON.split(clause)[0].rstrip(" .!?,;:")
+    if head and not is_prose(head):
+        return head
+    leading = _leading(clause)
+    if leading:
+        return leading
+    return _phrase(head) if head != clause and len(head.split()) <= 2 else None
+
+
+def _leading(clause: str) -> str | None:
+    """The expressions that the clause begins with: "3, 5 and 7", of "2 * 8 = 16" the 16; the whole clause if units join two."""
+    items: list[str] = []
+    end = position = 0
+    while item := _FORMULA.match(clause, position) or _EXPRESSION.match(clause, position):
+        items.append(item[item.lastgroup or 0].strip())
+        end = item.end()
+        join = _JOIN.match(clause, end)
+        if join is None:
+            break
+        position = join.end()
+        if join["equals"] and (_FORMULA.match(clause, position) or _EXPRESSION.match(clause, position)):
+            items.clear()
+    rest = clause[end:]
+    if not items or re.match(r"[A-Za-z0-9_^\\{]", rest) or "=" in rest:
+        return None
+    return clause if _COMPOUND.match(rest) else ", ".join(items)
+
+
+def _emphasized(text: str) -> str | None:
+    """The expression in bold in the last line, if there is one and only one."""
+    line = text.rstrip().rpartition("\n")[2]
+    found = [plain(bold) for bold in _BOLD.findall(line) if not _LIST_MARKER.fullmatch(bold.strip())]
+    answers = [bold for bold in found if _FORMULA.match(bold) or _EXPRESSION.match(bold)]
+    return _read_clause(answers[0]) if len(answers) == 1 else None
+
+
+def _chosen(text: str) -> str | None:
+    *_, letter = ("", *_CHOSEN.findall(text))
+    return letter or None
+
+
+def _last_expression(text: str) -> str | None:
+    """The last formula, or the last number or expression after it, that the text neither denies nor has in a remark alone."""
+    formulas = [match for match in _FORMULA.finditer(text) if match[match.lastgroup or 0].strip()]
+    found = [*formulas, *_EXPRESSION.finditer(text, formulas[-1].end() if formulas else 0)]
+    while found:
+        match = found.pop()
+        if _DENIED.search(text[max(0, match.start() - _DENIED_CHARS) : match.start()]):
+            continue
+        line = text.rfind("\n", 0, match.start()) + 1
+        remark = text.rfind("(", line, match.start())
+        is_remark = remark >= 0 and (span := _REMARK.match(text, remark)) is not None and span.end() >= match.end()
+        if is_remark and found and line <= found[-1].start():  # "16 eggs (4 boxes)"
+            continue
+        return match[match.lastgroup or 0].strip()
+    return None
+
+
+def _phrase(text: str) -> str | None:
+    """A few words without a number."""
+    text = text.strip(" .!?")
+    is_short = 0 < len(text.split()) <= MAX_PHRASE_WORDS
+    return text if is_short and not re.search(r"\d", text) and not _NO_ANSWER.match(text) else None
