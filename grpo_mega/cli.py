@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -146,18 +147,36 @@ def check(config_path: Path, overrides: list[str], layouts: list[str]) -> int:
 
 
 def export(run_dir: Path, out: Path, step: int | None) -> int:
-    """Writes a checkpoint of a run as a Hugging Face folder, with a single process, whatever layout it was saved from."""
+    """Write a checkpoint of a run as a Hugging Face folder, with a single process, whatever layout it was saved from.
+
+    A finished run without checkpoints has such a folder, which is copied.
+    """
     from grpo_mega import config as config_module
+    from grpo_mega.checkpoint_files import find_finished, without_checkpoints
     from grpo_mega.run_folder import CONFIG_FILE
 
     if out.exists():
         raise ConfigError(f"{out} exists; name a folder that does not")
     config = config_module.load(run_dir / CONFIG_FILE, ["layout={}"])
+    finished = find_finished(run_dir, step)
+    if finished is not None:
+        print(f"grpo-mega: note: {without_checkpoints(finished)}", file=sys.stderr, flush=True)
+        _copy_folder(finished, out)
+        print(f"policy of {finished} written to {out}")
+        return 0
     _become_only_rank()
     from grpo_mega.export_checkpoint import export_checkpoint
 
     print(export_checkpoint(config, run_dir / "checkpoints", step, out))
     return 0
+
+
+def _copy_folder(source: Path, out: Path) -> None:
+    """`out` appears only when it is whole."""
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source, partial)
+    os.rename(partial, out)
 
 
 def report(run_dir: Path) -> int:
