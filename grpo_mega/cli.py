@@ -123,6 +123,7 @@ def plan(options: argparse.Namespace) -> int:
             world_size=options.world_size,
             gpus_per_node=options.gpus_per_node,
             model_config=options.model_config,
+            model=options.model,
             mean_prompt=options.mean_prompt,
             mean_response=options.mean_response,
             is_json=options.json,
@@ -267,6 +268,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", default="h100", choices=("a100", "h100", "h200", "b200"), help="default: h100")
     parser.add_argument("--world-size", type=int, metavar="N", help="number of GPUs; the layout's tp * pp * dp by default")
     parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default: 8")
+    parser.add_argument("--model", metavar="NAME", help="a well-known model to plan with: llama-3-70b, qwen3-30b-a3b, ...")
     parser.add_argument("--model-config", type=Path, metavar="FILE", help="a config.json to plan with in place of model.path's")
     parser.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="mean length of prompts; for times")
     parser.add_argument("--mean-response", type=float, metavar="TOKENS", help="mean length of responses; for times")
