@@ -24,6 +24,7 @@ from grpo_mega.errors import ResumeError
 LATEST = "latest"
 MANIFEST = "checkpoint.json"
 STATE = "state"  # the folder of Megatron's files within a checkpoint
+FINISHED = "hf"  # within a run's folder: the policy after the last step, as a Hugging Face folder
 _CLOCK_TICK_S = 1e-3
 
 
@@ -88,6 +89,26 @@ def find(folder: Path, step: int | None) -> Path:
         there = ", ".join(sorted(p.name for p in folder.glob("step-*"))) or "none"
         raise ResumeError(f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; there are: {there}")
     return found
+
+
+def find_finished(run_dir: Path, step: int | None) -> Path | None:
+    """Return RUN_DIR/hf of a finished run without checkpoints; None where `find` is to be asked.
+
+    Raises ResumeError if such a run is asked for the checkpoint of a step.
+    """
+    finished = run_dir / FINISHED
+    if not (finished / "config.json").is_file() or any((run_dir / "checkpoints").glob(f"step-*/{MANIFEST}")):
+        return None
+    if step is not None:
+        raise ResumeError(
+            f"--step {step}: {run_dir} has no checkpoints; leave --step out to take {finished}, the policy after its last step"
+        )
+    return finished
+
+
+def without_checkpoints(finished: Path) -> str:
+    """Tell in one line that a run's policy was taken from `finished`."""
+    return f"{finished.parent} has no checkpoints: taking {finished}, the policy after its last step"
 
 
 def step_name(step: int) -> str:

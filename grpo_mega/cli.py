@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -125,6 +126,7 @@ def plan(options: argparse.Namespace) -> int:
             world_size=options.world_size,
             gpus_per_node=options.gpus_per_node,
             model_config=options.model_config,
+            model=options.model,
             mean_prompt=options.mean_prompt,
             mean_response=options.mean_response,
             is_json=options.json,
@@ -149,18 +151,36 @@ def check(config_path: Path, overrides: list[str], layouts: list[str]) -> int:
 
 
 def export(run_dir: Path, out: Path, step: int | None) -> int:
-    """Writes a checkpoint of a run as a Hugging Face folder, with a single process, whatever layout it was saved from."""
+    """Write a checkpoint of a run as a Hugging Face folder, with a single process, whatever layout it was saved from.
+
+    A finished run without checkpoints has such a folder, which is copied.
+    """
     from grpo_mega import config as config_module
+    from grpo_mega.checkpoint_files import find_finished, without_checkpoints
     from grpo_mega.run_folder import CONFIG_FILE
 
     if out.exists():
         raise ConfigError(f"{out} exists; name a folder that does not")
     config = config_module.load(run_dir / CONFIG_FILE, ["layout={}"])
+    finished = find_finished(run_dir, step)
+    if finished is not None:
+        print(f"grpo-mega: note: {without_checkpoints(finished)}", file=sys.stderr, flush=True)
+        _copy_folder(finished, out)
+        print(f"policy of {finished} written to {out}")
+        return 0
     _become_only_rank()
     from grpo_mega.export_checkpoint import export_checkpoint
 
     print(export_checkpoint(config, run_dir / "checkpoints", step, out))
     return 0
+
+
+def _copy_folder(source: Path, out: Path) -> None:
+    """`out` appears only when it is whole."""
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source, partial)
+    os.rename(partial, out)
 
 
 def report(run_dir: Path) -> int:
@@ -251,6 +271,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", default="h100", choices=("a100", "h100", "h200", "b200"), help="default: h100")
     parser.add_argument("--world-size", type=int, metavar="N", help="number of GPUs; the layout's tp * pp * dp by default")
     parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default: 8")
+    parser.add_argument("--model", metavar="NAME", help="a well-known model to plan with: llama-3-70b, qwen3-30b-a3b, ...")
     parser.add_argument("--model-config", type=Path, metavar="FILE", help="a config.json to plan with in place of model.path's")
     parser.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="mean length of prompts; for times")
     parser.add_argument("--mean-response", type=float, metavar="TOKENS", help="mean length of responses; for times")

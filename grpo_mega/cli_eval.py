@@ -26,7 +26,7 @@ _ENDS_WELL = (0, 2, 130)  # done, told in one line, or interrupted
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("target", type=Path, metavar="RUN_DIR_OR_CONFIG", help="a run's folder: its checkpoint; a config: its model")
+    add("target", type=Path, metavar="RUN_DIR_OR_CONFIG", help="a run's folder: its checkpoint, or its hf; a config: its model")
     add("--step", type=int, help="of the run's checkpoint; the latest by default")
     add("--model", type=Path, metavar="FOLDER", help="a checkpoint folder to evaluate in place of the run's")
     add("--data", metavar="PATH", help="a data set in place of the config's held-out prompts")
@@ -68,6 +68,8 @@ def run(options: argparse.Namespace, argv: list[str]) -> int:
     )
     from grpo_mega import preflight
 
+    if request.note is not None and os.environ.get("RANK", "0") == "0":
+        print(f"grpo-mega: note: {request.note}", file=sys.stderr, flush=True)
     if "RANK" in os.environ:
         return _under_torchrun(request)
     preflight.check(request.config)

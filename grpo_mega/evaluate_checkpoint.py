@@ -28,7 +28,7 @@ from grpo_mega.types import Prompt
 def evaluate_checkpoint(request: Request) -> None:
     """All ranks call it. The first one prints a table and, as the last line, a summary in JSON; it writes request.out."""
     began = time.monotonic()
-    source = _Source(request.checkpoint)
+    source = _Source(request.checkpoint, request.step)
     with jobs.open_job(request.config, source.build) as job:
         for number in (signal.SIGTERM, signal.SIGINT):  # there is no step after which to stop
             signal.signal(number, signal.default_int_handler)
@@ -46,9 +46,9 @@ def evaluate_checkpoint(request: Request) -> None:
 class _Source:
     """Where the policy's weights come from: a run's checkpoint, or the model's folder."""
 
-    def __init__(self, checkpoint: Path | None) -> None:
+    def __init__(self, checkpoint: Path | None, step: int) -> None:
         self.checkpoint = checkpoint
-        self.step = 0  # after which the policy was saved
+        self.step = step  # after which the policy was saved
 
     @property
     def title(self) -> str:
@@ -115,7 +115,7 @@ def summary(request: Request, source: _Source, found: Mapping[str, Evaluated], s
     settings = request.config.eval
     return {
         "model": str(source.checkpoint or request.config.model.path),
-        "step": source.step if source.checkpoint else None,
+        "step": source.step if source.checkpoint or source.step else None,
         "prompts": request.what,
         "samples": settings.samples,
         "temperature": settings.temperature,

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_mega import config as configs
-from grpo_mega.checkpoint_files import find
+from grpo_mega.checkpoint_files import find, find_finished, without_checkpoints
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
-from grpo_mega.run_folder import CONFIG_FILE
+from grpo_mega.run_folder import CONFIG_FILE, last_step
 
 REQUEST_FILE = "request.json"
 
@@ -47,6 +47,8 @@ class Request:
     names: tuple[str, ...] | None  # of the sets that data.train consists of; None: what is split off from it
     what: str  # is evaluated
     out: Path | None
+    step: int = 0  # after which the config's model was written, where it is a finished run's
+    note: str | None = None  # for the person who asked
 
     def write(self, folder: Path) -> None:
         """For `read`, by another process."""
@@ -56,6 +58,8 @@ class Request:
             "names": self.names,
             "what": self.what,
             "out": self.out and str(self.out),
+            "step": self.step,
+            "note": self.note,
         }
         (folder / REQUEST_FILE).write_text(json.dumps(content))
 
@@ -68,6 +72,8 @@ class Request:
             names=found["names"] if found["names"] is None else tuple(found["names"]),
             what=found["what"],
             out=found["out"] and Path(found["out"]),
+            step=found["step"],
+            note=found["note"],
         )
 
 
@@ -78,13 +84,16 @@ def make_request(options: Options) -> Request:
         raise ConfigError(f"{options.target} holds no {CONFIG_FILE}; name the run_dir of a run, or a config file")
     path = options.target / CONFIG_FILE if is_run else options.target
     config = configs.load(path, ["run_dir=unused", *options.overrides])
-    checkpoint = _checkpoint(options, is_run)
+    finished = find_finished(options.target, options.step) if is_run and options.model is None else None
+    checkpoint = _checkpoint(options, is_run) if finished is None else None
     _check_out(options.out)
     raw = config.model_dump(mode="json")
     raw["eval"] |= _eval_settings(options, raw["eval"])
     names, what = _choose_data(raw, config, options)
     if options.model is not None:
         raw["model"] |= {"path": str(options.model), "init": "checkpoint"}
+    elif finished is not None:
+        raw["model"] |= {"path": str(finished), "init": "checkpoint"}
     elif checkpoint is not None:
         raw["model"]["init"] = "random"  # so that the weights in model.path, which are not read, need not be there
     # The trainer's side holds weights, and neither computes nor steps.
@@ -95,7 +104,10 @@ def make_request(options: Options) -> Request:
     raw["rollout"] |= {"oversample": 1.0}
     raw["checkpoint"] |= {"interval": 0}
     raw["log"] |= {"wandb": False}
-    return Request(configs.validate(raw), checkpoint, names, what, options.out)
+    request = Request(configs.validate(raw), checkpoint, names, what, options.out)
+    if finished is not None:
+        request = replace(request, step=last_step(options.target), note=without_checkpoints(finished))
+    return request
 
 
 def _checkpoint(options: Options, is_run: bool) -> Path | None:

@@ -13,6 +13,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.checkpoint_files import FINISHED
 from grpo_mega.config import Config, LayoutConfig, ModelConfig, RolloutConfig
 from grpo_mega.config_rewards import RewardFunctionConfig, RewardsConfig
 from grpo_mega.convert.dist_metadata import is_distributed_checkpoint
@@ -23,6 +24,7 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.fp8 import check_blocks, check_moments, check_transformer_engine, rollout_block_problems
 from grpo_mega.kernels import check_apex, transformer_engine_version
 from grpo_mega.rewards import registry
+from grpo_mega.run_folder import CONFIG_FILE
 from grpo_mega.weights.architecture import check_architecture
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_files import check_folder
@@ -57,8 +59,17 @@ def check_model_config(model: ModelConfig) -> ModelShape:
     if not model.path.is_dir():
         raise ConfigError(f"model.path={model.path} is not a folder; name the folder of a Hugging Face checkpoint")
     if not (model.path / "config.json").is_file():
-        raise ConfigError(f"model.path={model.path} holds no config.json; name the folder of a Hugging Face checkpoint")
+        raise ConfigError(f"model.path={model.path} holds no config.json; {_what_to_name(model.path)}")
     return check_fields(read_config(model.path))
+
+
+def _what_to_name(folder: Path) -> str:
+    """In place of a folder that is no model's; a run's leads to one."""
+    if not (folder / CONFIG_FILE).is_file():
+        return "name the folder of a Hugging Face checkpoint"
+    if (folder / FINISHED / "config.json").is_file():
+        return f"it is a run's folder, so name its policy, {folder / FINISHED}"
+    return f"it is a run's folder, so write its policy to a folder by `grpo-mega export {folder} OUT`, and name that"
 
 
 def check_fields(fields: dict[str, Any]) -> ModelShape:

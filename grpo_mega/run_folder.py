@@ -99,6 +99,15 @@ def trim(folder: Path, step: int) -> None:
             path.unlink()
 
 
+def last_step(folder: Path) -> int:
+    """Return the last step that the run has logged; 0 if none."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        return 0
+    with path.open(encoding="utf-8", newline="\n") as file:
+        return max((int(json.loads(line)["step"]) for line in file if line.endswith("\n")), default=0)
+
+
 def _is_free(folder: Path) -> bool:
     """Empty but for logs, or left by a start that was killed before the folder was a run's."""
     return folder.is_dir() and {path.name for path in folder.iterdir()} <= {CONFIG_FILE, LOCK_FILE, f".{RUN_FILE}", "logs"}

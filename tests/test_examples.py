@@ -35,6 +35,16 @@ def test_every_example_config_begins_with_what_it_needs(path: Path) -> None:
     assert "needs" in header.lower()
 
 
+@pytest.mark.parametrize("path", [*CONFIGS, *sorted((EXAMPLES.parent / "slurm").glob("*.yaml"))], ids=lambda p: p.stem)
+def test_an_example_names_nothing_outside_the_repository(path: Path) -> None:
+    config = load(path)
+    sources = [source.path for source in (*config.data.train, *config.data.heldout_sources.values())]
+    for name in (str(config.model.path), str(config.run_dir), *sources):
+        assert not Path(name).is_absolute() and ".." not in Path(name).parts, name
+    if "gsm8k" in path.stem:
+        assert all(name.startswith("hub:openai/gsm8k") for name in sources)
+
+
 SHAPES = {  # of the models that the recipes name
     "qwen2.5-1.5b": ModelShape("qwen2", 28, 1536, 8960, num_heads=12, num_kv_heads=2, head_dim=128, vocab=151936, tied=True),
     "qwen3-8b": ModelShape("qwen3", 36, 4096, 12288, num_heads=32, num_kv_heads=8, head_dim=128, vocab=151936, tied=False),

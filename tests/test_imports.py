@@ -49,7 +49,7 @@ ALLOWED = {
     "collectives": LEAVES,
     "hang": LEAVES | {"collectives", "observe"},
     "kernels": LEAVES,
-    "preflight": SETTINGS | {"weights", "convert", "data", "rewards", "fp8", "kernels"},
+    "preflight": SETTINGS | {"weights", "convert", "data", "rewards", "fp8", "kernels", "checkpoint_files", "run_folder"},
     "flags": SETTINGS | {"data"},
     "rewards": SETTINGS,
     "data": SETTINGS,

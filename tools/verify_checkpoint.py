@@ -37,6 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
 def verify(options: argparse.Namespace) -> int:
     a, b = find_checkpoint(options.a, options.config_a), find_checkpoint(options.b, options.config_b)
     print(f"A: {a.path} ({a.kind})\nB: {b.path} ({b.kind})")
+    for note in (a.note, b.note):
+        if note is not None:
+            print(note)
     found = compare(a, b, options.workers)
     print_difference(found)
     is_same = not found

@@ -22,6 +22,7 @@ from grpo_mega.weights.hf_files import INDEX, SINGLE
 from grpo_mega.weights.spec import Family, ModelShape, read_config
 
 STATE, MANIFEST, LATEST = "state", "checkpoint.json", "latest"  # of a run's checkpoints
+_FINISHED = "hf"  # of a finished run
 _TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM's own training
 
 
@@ -34,6 +35,7 @@ class Checkpoint:
     weights: Path
     side: Path
     manifest: dict[str, Any]
+    note: str | None = None  # where the tensors are, if not where one would look first
 
     @property
     def is_megatron(self) -> bool:
@@ -66,11 +68,19 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
     if state is not None:
         side = config_folder or _side_of(state)
         return Checkpoint(path, "Megatron", state, side, _manifest_of(state))
-    if any((path / name).exists() for name in (SINGLE, INDEX, BIN, BIN_INDEX)):
+    if _is_hugging_face(path):
         return Checkpoint(path, "Hugging Face", path, config_folder or path, {})
+    finished = path / _FINISHED
+    if (path / "config.yaml").is_file() and _is_hugging_face(finished):
+        note = f"{path} has no checkpoints: taking {finished}, the policy after its last step"
+        return Checkpoint(finished, "Hugging Face", finished, config_folder or finished, {}, note)
     raise WeightMappingError(
         f"{path} is not a checkpoint: it has neither {SINGLE}, {INDEX} or {BIN} nor .metadata with metadata.json; give one"
     )
+
+
+def _is_hugging_face(path: Path) -> bool:
+    return any((path / name).exists() for name in (SINGLE, INDEX, BIN, BIN_INDEX))
 
 
 def _state_of(path: Path) -> Path | None:

@@ -60,6 +60,8 @@ def convert_mcore_to_hf(
     check_free(out)
     checkpoint = find_checkpoint(folder, config_folder)
     if not checkpoint.is_megatron:
+        if checkpoint.path != Path(folder):
+            raise ConfigError(f"{folder} has no checkpoints; use {checkpoint.path}, which is a Hugging Face folder already")
         raise ConfigError(f"{folder} is a Hugging Face folder already; convert_hf_to_mcore.py takes it")
     weights = checkpoint.open()
     assert isinstance(weights, MegatronWeights)

@@ -37,6 +37,7 @@ def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
         "policy_version": checkpoint.manifest.get("step"),
         "optimizer_step": checkpoint.manifest.get("optimizer_step"),
         "config": str(checkpoint.side / "config.json"),
+        "note": checkpoint.note,
     }
     if checkpoint.is_megatron:
         saved = read_metadata(checkpoint.weights)

@@ -11,6 +11,7 @@ from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.planner import rehearsal, text
 from grpo_mega.planner.hardware import card_of
+from grpo_mega.planner.known_models import known_model
 from grpo_mega.planner.legality import Findings, model_files, read_model, rules, settings
 from grpo_mega.planner.plan import make_plan
 from grpo_mega.planner.report import as_json, refusal
@@ -30,6 +31,7 @@ class Request:
     world_size: int | None = None  # None: the layout's
     gpus_per_node: int = 8
     model_config: Path | None = None
+    model: str | None = None  # the name of a well-known one
     mean_prompt: float | None = None  # tokens; None: by assumption
     mean_response: float | None = None
     is_json: bool = False
@@ -69,7 +71,7 @@ def run(request: Request) -> int:
 
 
 def _rehearse(setup: Setup, request: Request) -> list[rehearsal.Comparison]:
-    fields = read_model(setup.config, request.model_config).fields
+    fields = read_model(setup.config, request.model_config, request.model).fields
     return rehearsal.rehearse([(setup, request.ranks or rehearsal.default_ranks(setup))], fields)[0]
 
 
@@ -78,6 +80,11 @@ def prepare(request: Request) -> tuple[Setup | None, Findings]:
     card = card_of(request.gpu)
     if request.ranks and not request.rehearses:
         raise ConfigError(f"--ranks {' '.join(map(str, request.ranks))} needs --rehearse; add it")
+    if request.model is not None:
+        known_model(request.model)
+        if request.model_config is not None:
+            both = f"--model {request.model} and --model-config {request.model_config}"
+            raise ConfigError(f"{both} name two models; give one of them")
     for name, value in (("--gpus-per-node", request.gpus_per_node), ("--world-size", request.world_size)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}: must be at least 1")
@@ -85,15 +92,17 @@ def prepare(request: Request) -> tuple[Setup | None, Findings]:
     world_size = request.world_size or config.layout.world_size
     findings, model = settings(config), None
     try:
-        model = read_model(config, request.model_config)
+        model = read_model(config, request.model_config, request.model)
     except UserError as error:
         findings.add(" ".join(str(error).split()))
     for problem in rules(config, model.shape if model else None, card, world_size, request.gpus_per_node):
         findings.add(problem)
     if model is None:
         return None, findings
-    if request.model_config is None:
+    if model.is_here:
         findings.take(model_files(config, model.shape))
+    if model.note is not None:
+        findings.notes.insert(0, model.note)
     nodes, rest = divmod(world_size, request.gpus_per_node)
     if nodes and rest:
         findings.notes.append(f"{world_size} GPUs fill {nodes} nodes of {request.gpus_per_node} and a part of another")

@@ -21,6 +21,7 @@ from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.fp8 import check_blocks, check_card, check_moments, check_served_card, check_transformer_engine
 from grpo_mega.kernels import check_apex, transformer_engine_version
 from grpo_mega.planner.hardware import Card
+from grpo_mega.planner.known_models import KNOWN_MODELS, known_model, model_of_folder
 from grpo_mega.weights.hf_files import WEIGHT_SUFFIXES
 from grpo_mega.weights.spec import ModelShape, read_config
 
@@ -52,22 +53,35 @@ class Model:
     shape: ModelShape
     experts_per_token: int
     fields: dict[str, Any]  # of its config.json
+    is_here: bool  # in model.path, of which the other files can be checked too
+    note: str | None = None  # where the fields come from, if not from where one would look first
 
 
-def read_model(config: Config, model_config: Path | None) -> Model:
-    """From `model_config`, a config.json or its folder, else model.path. Raises ConfigError or WeightMappingError."""
-    if model_config is None:
-        if not (config.model.path / "config.json").is_file():
-            raise ConfigError(
-                f"model.path={config.model.path} holds no config.json here; "
-                "name the folder of a Hugging Face checkpoint, or plan with --model-config FILE"
-            )
-        shape = preflight.check_model_config(config.model)
-        fields = read_config(config.model.path)
-    else:
+def read_model(config: Config, model_config: Path | None = None, name: str | None = None) -> Model:
+    """Read the model from `model_config`, a config.json or its folder, or as the well-known one of a name; else from
+    model.path, or, where there is no config.json, as the well-known model for which that folder is named.
+
+    Raises ConfigError or WeightMappingError.
+    """
+    folder, note = config.model.path, None
+    is_here = model_config is None and name is None and (folder / "config.json").is_file()
+    if model_config is not None:
         fields = _read_fields(model_config)
-        shape = preflight.check_fields(fields)
-    return Model(shape, _experts_per_token(fields, shape), fields)
+    elif name is not None:
+        fields = dict(known_model(name).fields)
+    elif is_here:
+        fields = read_config(folder)
+    else:
+        known = model_of_folder(folder)
+        if known is None:
+            raise ConfigError(
+                f"model.path={folder} holds no config.json here; name the folder of a Hugging Face checkpoint, "
+                f"or plan with --model NAME ({', '.join(KNOWN_MODELS)}) or --model-config FILE"
+            )
+        fields = dict(known.fields)
+        note = f"model.path={folder} is not here: planned with the fields of {known.source}'s config.json; --model names others"
+    shape = preflight.check_fields(fields)
+    return Model(shape, _experts_per_token(fields, shape), fields, is_here, note)
 
 
 def _read_fields(path: Path) -> dict[str, Any]:

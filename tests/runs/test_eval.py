@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from itertools import combinations
@@ -13,11 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import bench_kills
+import convert_mcore_to_hf
+import inspect_checkpoint
 import pytest
+import verify_checkpoint
 from transformers import AutoTokenizer
 
+from grpo_mega import cli, preflight
+from grpo_mega.config import ModelConfig
 from grpo_mega.config_data import DataConfig
 from grpo_mega.data import load_data
+from grpo_mega.errors import ConfigError
 
 pytestmark = pytest.mark.distributed
 
@@ -132,3 +139,44 @@ def test_the_training_set_gives_pass_rates_that_filter_it(run_dir: Path) -> None
     assert 0 < len(kept) < 8
     assert {prompt.id for prompt in data.train} == kept
     assert f"{8 - len(kept)} of 8 training prompts dropped" in data.notes[-1]
+
+
+def test_a_finished_run_without_checkpoints_gives_its_policy_from_hf(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the quickstart leaves it: the answers are those that the run itself logged after its last step."""
+    finished = tmp_path / "finished"
+    shutil.copytree(run_dir, finished, ignore=shutil.ignore_patterns("step-*", "latest"))
+    note = f"{finished} has no checkpoints: taking {finished / 'hf'}, the policy after its last step"
+    output = command(run_dir.parent, "eval", str(finished), "--out", str(tmp_path / "rows.jsonl"))
+    assert note in output
+    assert read(tmp_path / "rows.jsonl") == read(run_dir / "heldout-000002.jsonl")
+    summary = json.loads(output.splitlines()[-1])
+    assert (summary["model"], summary["step"]) == (str(finished / "hf"), 2)
+
+    assert cli.main(["export", str(finished), str(tmp_path / "out")]) == 0
+    assert note in capsys.readouterr().err
+    exported = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert exported == {path.name: path.read_bytes() for path in (run_dir / "hf").iterdir()}
+    assert not list(tmp_path.glob("*.partial"))
+
+    assert inspect_checkpoint.main([str(finished), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["kind"], told["config"], told["note"]) == ("Hugging Face folder", str(finished / "hf/config.json"), note)
+    assert verify_checkpoint.main([str(finished), str(tmp_path / "out"), "--no-logits"]) == 0
+    assert note in capsys.readouterr().out
+
+    there = f"{finished} has no checkpoints; use {finished / 'hf'}, which is a Hugging Face folder already\n"
+    assert convert_mcore_to_hf.main([str(finished), str(tmp_path / "other")]) == 2
+    assert capsys.readouterr().err == there
+    for arguments in (["eval", str(finished)], ["export", str(finished), str(tmp_path / "other")]):
+        assert cli.main([*arguments, "--step", "1"]) == 2
+        line = f"--step 1: {finished} has no checkpoints; leave --step out to take {finished / 'hf'}"
+        assert line in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"it is a run's folder, so name its policy, {finished / 'hf'}$"):
+        preflight.check_model_config(ModelConfig(path=finished))
+    shutil.rmtree(finished / "hf")
+    with pytest.raises(ConfigError, match=f"by `grpo-mega export {finished} OUT`, and name that$"):
+        preflight.check_model_config(ModelConfig(path=finished))
+    assert cli.main(["eval", str(finished)]) == 2
+    assert "has no checkpoint; there are: none" in capsys.readouterr().err
