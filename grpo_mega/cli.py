@@ -146,14 +146,13 @@ def check(config_path: Path, overrides: list[str], layouts: list[str]) -> int:
 
 
 def export(run_dir: Path, out: Path, step: int | None) -> int:
-    """Writes a checkpoint of a run as a Hugging Face folder, with a single process, whatever layout it was saved from."""
+    """Writes the weights of a run's checkpoint as a Hugging Face folder, whatever layout it was saved from."""
     from grpo_mega import config as config_module
     from grpo_mega.run_folder import CONFIG_FILE
 
     if out.exists():
         raise ConfigError(f"{out} exists; name a folder that does not")
-    config = config_module.load(run_dir / CONFIG_FILE, ["layout={}"])
-    _become_only_rank()
+    config = config_module.load(run_dir / CONFIG_FILE)
     from grpo_mega.export_checkpoint import export_checkpoint
 
     print(export_checkpoint(config, run_dir / "checkpoints", step, out))
