@@ -246,7 +246,7 @@ class Policy:
         lr = optimizers.learning_rate(
             self._config.optimizer, self._optimizer_step, self._config.steps * self._config.batch.optimizer_steps
         )
-        optimizers.set_learning_rate(self._optimizer, lr)
+        optimizers.set_rates(self._optimizer, lr, self._config.optimizer.weight_decay)
         self._memory.onload_optimizer()
         self._optimizer.step()
         self._optimizer_step += 1
