@@ -151,7 +151,7 @@ def check(config_path: Path, overrides: list[str], layouts: list[str]) -> int:
 
 
 def export(run_dir: Path, out: Path, step: int | None) -> int:
-    """Write a checkpoint of a run as a Hugging Face folder, with a single process, whatever layout it was saved from.
+    """Write the weights of a run's checkpoint as a Hugging Face folder, whatever layout it was saved from.
 
     A finished run without checkpoints has such a folder, which is copied.
     """
@@ -161,14 +161,13 @@ def export(run_dir: Path, out: Path, step: int | None) -> int:
 
     if out.exists():
         raise ConfigError(f"{out} exists; name a folder that does not")
-    config = config_module.load(run_dir / CONFIG_FILE, ["layout={}"])
+    config = config_module.load(run_dir / CONFIG_FILE)
     finished = find_finished(run_dir, step)
     if finished is not None:
         print(f"grpo-mega: note: {without_checkpoints(finished)}", file=sys.stderr, flush=True)
         _copy_folder(finished, out)
         print(f"policy of {finished} written to {out}")
         return 0
-    _become_only_rank()
     from grpo_mega.export_checkpoint import export_checkpoint
 
     print(export_checkpoint(config, run_dir / "checkpoints", step, out))

@@ -177,7 +177,7 @@ class OptimizerConfig(Section):
     min_lr: NonNegativeFloat = 0.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0  # optimizer steps
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: NonNegativeFloat = 0.0  # decoupled; of matrices, embeddings among them, not of norms and biases
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     clip_grad: NonNegativeFloat = 1.0  # global L2 norm; 0: off

@@ -1,27 +1,28 @@
-"""Writes a checkpoint of a run as a Hugging Face folder. Any layout's checkpoint loads into the single rank that does it."""
+"""Write a checkpoint of a run as a Hugging Face folder: its weights alone, of any layout, streamed.
+
+No model is built and no optimizer state read, so that a checkpoint whose optimizer state is refused can be exported too.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from grpo_mega import job as jobs
+import torch.distributed as dist
+
 from grpo_mega.checkpoint_files import STATE, find, read_manifest
 from grpo_mega.checkpoints import verify
 from grpo_mega.config import Config
-from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.convert.convert import convert_mcore_to_hf
 
 
 def export_checkpoint(config: Config, checkpoints: Path, step: int | None, out: Path) -> str:
-    """Returns a line that says what was written. Raises ResumeError if there is no such checkpoint or it is damaged."""
+    """Return a line that says what was written. Raises ResumeError if there is no such checkpoint or it is damaged."""
     found = find(checkpoints, step)
     manifest = read_manifest(found)
-    model = jobs.read_model(config)
-    runtime = runtimes.start(config)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        verify(found, manifest, runtime.rank, runtime.layout.world_size)
-        policy = jobs.build_policy(config, model, runtime)
-        policy.restore(found / STATE)
-        jobs.export_policy(policy, model, out)
+        verify(found, manifest, rank=0, world_size=1)
     finally:
-        runtimes.stop()
+        dist.destroy_process_group()
+    convert_mcore_to_hf(found / STATE, out, config_folder=config.model.path, show_progress=config.log.progress)
     return f"policy after step {manifest.step} written to {out}"

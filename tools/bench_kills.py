@@ -79,8 +79,11 @@ def main() -> int:
     return 0 if identical == options.kills else 1
 
 
-def write_inputs(folder: Path, layout: str) -> Path:
+def write_inputs(folder: Path, layout: str, **model: object) -> Path:
+    """Write model, data and config into `folder`; `model`: fields of config.json that are changed."""
     subprocess.run([sys.executable, str(ROOT / "examples" / "tiny_random_model.py"), str(folder / "model")], check=True)
+    fields = folder / "model" / "config.json"
+    fields.write_text(json.dumps(json.loads(fields.read_text()) | model))
     words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     rows = [{"prompt": f"Say {word}.", "answer": word} for word in words]
     for name, part in (("train", rows[:8]), ("heldout", rows[8:])):
@@ -138,6 +141,15 @@ def read_end(run_dir: Path) -> End:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open(encoding="utf-8")]
     kept = tuple(json.dumps({k: v for k, v in row.items() if not k.startswith(("seconds/", "memory/"))}) for row in rows)
     return End(kept, hashlib.sha256((run_dir / "hf" / "model.safetensors").read_bytes()).hexdigest())
+
+
+def check_same_weights(found: Path, expected: Path) -> None:
+    """Compare two exported folders tensor by tensor and bit by bit; their order in the file may differ."""
+    from safetensors.torch import load_file
+
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (found, expected))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].numpy().tobytes() == theirs[name].numpy().tobytes() for name in theirs)
 
 
 if __name__ == "__main__":

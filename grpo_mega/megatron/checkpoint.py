@@ -1,15 +1,18 @@
 """The policy's state as a Megatron distributed checkpoint: weights, optimizer and counters, loadable in any layout.
 
-`save` and `load` are collective. The reference is not part of it: it is the model that the run started from.
+`save` and `load` are collective. The reference is not part of it: it is the model that the run started from. Weights and their
+fp32 masters are saved separately, and a load proves that they still belong together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -23,11 +26,13 @@ from megatron.core.optimizer import MegatronOptimizer
 from grpo_mega.collectives import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.megatron import compat
+from grpo_mega.megatron.fp8_weights import is_rounded_from
 from grpo_mega.megatron.optimizer import parts, separate_steps
 
 
 def save(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any]) -> None:
     """Writes into `folder`, which exists on every node and is empty. `models` are the unwrapped chunks."""
+    compat.save_optimizer_state_in_place()
     _make_states(optimizer)
     state = _state(models, optimizer, counters, is_loading=False)
     dist_checkpointing.save(state, str(folder), sharded_strategy=_InProcessSave("torch_dist", 1))
@@ -36,7 +41,8 @@ def save(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, coun
 def load(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any]) -> dict[str, Any]:
     """Fills models and optimizer from `folder`; returns the counters, of which `counters` gives the names.
 
-    Raises ResumeError if the checkpoint is of another model.
+    Raises ResumeError if the checkpoint is of another model, and on all ranks if a weight on any of them is not its fp32 master
+    in the model's dtype.
     """
     compat.keep_adam_steps_apart()
     compat.beat_per_loaded_tensor()
@@ -48,9 +54,56 @@ def load(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, coun
         raise ResumeError(f"checkpoint {folder} does not fit this model ({reason}); give the run_dir of its own run") from None
     for index, model in enumerate(models):
         model.load_state_dict(state[f"model{index}"])
-    optimizer.load_state_dict(state["optimizer"])
+    names = {p: name for model in models for name, p in model.named_parameters()}
+    with _compared(optimizer) as differing:
+        optimizer.load_state_dict(state["optimizer"])
     separate_steps(optimizer)
+    _agree(folder, [names[p] for p in differing])
     return {name: state[name] for name in counters}
+
+
+@contextmanager
+def _compared(optimizer: MegatronOptimizer) -> Iterator[list[torch.Tensor]]:
+    """Collect the parameters with weights that do not match the masters that are loaded meanwhile.
+
+    Each rank compares its shards, one at a time: masters of fp32 weights are views of these, so that the load overwrites them.
+    """
+    differing: list[torch.Tensor] = []
+    for part in parts(optimizer):
+        part._set_main_param_and_optimizer_states = _comparing(part, differing)
+    try:
+        yield differing
+    finally:
+        for part in parts(optimizer):
+            del part._set_main_param_and_optimizer_states
+
+
+def _comparing(part: Any, differing: list[torch.Tensor]) -> Any:
+    """Return the part's own function that takes a parameter's loaded state, with a comparison around it."""
+    take_state = part._set_main_param_and_optimizer_states
+
+    def take(parameter: torch.Tensor, tensors: Any) -> None:
+        shard = part._get_model_param_range_map(parameter)["param"]
+        is_master = is_rounded_from(parameter, shard.start, shard.end)
+        take_state(parameter, tensors)
+        if not is_master(part._get_main_param_and_optimizer_states(parameter)["param"]):
+            differing.append(parameter)
+
+    return take
+
+
+def _agree(folder: Path, differing: list[str]) -> None:
+    """Raise ResumeError on all ranks if there are differing weights on any of them."""
+    everyone: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, differing[:1])
+    rank = next((rank for rank, names in enumerate(everyone) if names), None)
+    if rank is not None:
+        raise ResumeError(
+            f"checkpoint {folder}: fp32 masters are not those of the weights (first {everyone[rank][0]} on rank {rank}), as "
+            "earlier versions saved tied models at layout.pp>1 and models with several gradient buckets; the weights are "
+            "sound: write them with `grpo-mega export RUN_DIR OUT --step N` or "
+            f"`tools/convert_mcore_to_hf.py {folder} OUT`, and start a new run with model.path=OUT"
+        )
 
 
 class _InProcessSave(TorchDistSaveShardedStrategy):

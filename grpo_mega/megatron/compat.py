@@ -93,6 +93,38 @@ def beat_per_loaded_tensor() -> None:
     MCoreLoadPlanner.commit_tensor = commit_tensor
 
 
+@functools.cache
+def save_optimizer_state_in_place() -> None:
+    """Megatron joins the optimizer state of a buffer's buckets without the padding at their ends, but looks for each parameter
+    at its place in the padded buffer: what comes after a padded bucket is saved shifted, and its end as zeros. A tied embedding
+    has a bucket of its own where pp > 1; with overlapped reductions large models have several. Loading uses no such places."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer.sharded_param_state_fully_reshardable
+
+    @functools.wraps(original)
+    def state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        padded = [buffer.param_index_map for buffer in self.buffers]
+        for buffer in self.buffers:
+            buffer.param_index_map = _places_without_padding(buffer)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for buffer, places in zip(self.buffers, padded, strict=True):
+                buffer.param_index_map = places
+
+    DistributedOptimizer.sharded_param_state_fully_reshardable = state
+
+
+def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """Return (start, end, bucket) by parameter, as if the buckets of Megatron's buffer followed each other directly."""
+    before, padding = [], 0  # padding in front of each bucket
+    for bucket in buffer.buckets:
+        before.append(padding)
+        padding += bucket.grad_data.numel() - bucket.numel_unpadded
+    return {p: (start - before[b], end - before[b], b) for p, (start, end, b) in buffer.param_index_map.items()}
+
+
 @contextlib.contextmanager
 def transfers_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """While it lasts every send and receive between a pipeline's stages goes through `wrap(function)`, which Megatron has no

@@ -6,7 +6,7 @@ the slice would change nothing: whatever reads or writes by slices goes through 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,32 @@ def write_back(parameter: Any, values: Tensor) -> None:
     """Quantises `values` into the parameter; the optimizer, made afterwards, takes its masters from the values themselves."""
     parameter.copy_(values)
     parameter._high_precision_init_val = values.cpu()
+
+
+_BITS = {2: torch.int16, 4: torch.int32}  # integers as wide as a weight
+
+
+@torch.no_grad()
+def is_rounded_from(parameter: Any, start: int, end: int) -> Callable[[Tensor], bool]:
+    """Return the test of whether fp32 masters are those of `parameter.view(-1)[start:end]` as it is now.
+
+    Plain weights are their masters in the weights' dtype, bit for bit. Quantised ones were rounded when the optimizer wrote
+    them, and as the numbers that they stand for when a checkpoint was loaded: they are within one step of FP8 of their masters.
+    """
+    if not is_quantised(parameter):
+        weights = parameter.detach().view(-1)[start:end].clone()
+        bits = _BITS[weights.element_size()]
+        return lambda masters: torch.equal(weights.view(bits), masters.detach().view(-1).to(weights.dtype).view(bits))
+    weights = parameter.dequantize(dtype=torch.float32).view(-1)[start:end]
+    metadata = parameter.get_metadata()
+    scale = next(metadata[name] for name in ("fp8_scale_inv", "rowwise_scale_inv") if metadata.get(name) is not None)
+    smallest = float(scale.max()) * 2**-9  # the step of FP8's subnormal numbers, of e4m3
+
+    def is_near(masters: Tensor) -> bool:
+        masters = masters.detach().view(-1).float()
+        return bool(((weights - masters).abs() <= masters.abs() / 8 + smallest).all())
+
+    return is_near
 
 
 def is_quantised(parameter: Tensor) -> bool:

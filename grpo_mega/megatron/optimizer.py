@@ -86,9 +86,14 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.min_lr + (config.lr - config.min_lr) * max(0.0, remaining)
 
 
-def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
+def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
+    """Give each group of parameters its rates, which Megatron leaves to its own scheduler.
+
+    `wd_mult` is 0 for biases and parameters of one dimension (norms), and 1 for all matrices, embeddings included.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_mult"]
+        group["weight_decay"] = weight_decay * group["wd_mult"]
 
 
 def parts(optimizer: MegatronOptimizer) -> list[Any]:

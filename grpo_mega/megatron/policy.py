@@ -247,7 +247,7 @@ class Policy:
         lr = optimizers.learning_rate(
             self._config.optimizer, self._optimizer_step, self._config.steps * self._config.batch.optimizer_steps
         )
-        optimizers.set_learning_rate(self._optimizer, lr)
+        optimizers.set_rates(self._optimizer, lr, self._config.optimizer.weight_decay)
         self._memory.onload_optimizer()
         self._optimizer.step()
         self.num_pushed += self._optimizer_step >= self._config.optimizer.warmup_steps and lr > 0 and grad_norm > 0

@@ -52,9 +52,10 @@ Record = tuple[list[dict[str, float]], int, str]
 class Trainee:
     """A policy and the steps it took; a fresh start in the same processes."""
 
-    def __init__(self, config: Config, num_layers: int = 4) -> None:
+    def __init__(self, config: Config, **changes: Any) -> None:
+        """`changes`: of the model's config."""
         runtime = runtimes.arrange(config, devices.select("cpu", 0))
-        hf_config = make_config("qwen2", num_hidden_layers=num_layers)
+        hf_config = make_config("qwen2", **changes)
         shape = ModelShape.from_hf_config(hf_config.to_dict())
         family = family_of("qwen2")
         self.config = config
@@ -246,11 +247,11 @@ def check_many_steps(rank: int, folder: Path) -> None:
     overrides = ("batch.mini_batches=1", "batch.tokens_per_micro_batch=512")
     config = make_config_of("tp=1 bfloat16", *overrides)
     start = time.perf_counter()
-    staying = Trainee(config, num_layers=2)
+    staying = Trainee(config, num_hidden_layers=2)
     expected = [staying.update(step % 8)[0] for step in range(MANY_STEPS)]
     weights = {name: weight.detach().clone() for name, weight in staying.policy.tensors().items()}
     fingerprint = staying.policy.fingerprint()
-    moving, found = Trainee(config, num_layers=2), []
+    moving, found = Trainee(config, num_hidden_layers=2), []
     for step in range(MANY_STEPS):
         moving.policy.onload()
         found += moving.update(step % 8)

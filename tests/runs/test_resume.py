@@ -5,10 +5,12 @@ Each start of a run is mostly imports; runs are shared between tests where they 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -18,16 +20,29 @@ import torch
 from bench_kills import End, read_end
 from hostile_text import LINE_ENDS, SURROGATES
 
+from grpo_mega.convert.blob import find_tensor
+from grpo_mega.convert.dist_metadata import read_metadata
 from grpo_mega.megatron.optimizer import separate_steps
 
 pytestmark = pytest.mark.distributed
+
+# Tied, and nothing a multiple of 64 or 128: every bucket of gradients ends with padding.
+MODEL = {
+    "num_hidden_layers": 5,
+    "hidden_size": 44,
+    "intermediate_size": 76,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "layer_types": ["full_attention"] * 5,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In files with a byte order mark; prompts, answers and verdicts hold what splits lines, and surrogates where they may."""
     folder = tmp_path_factory.mktemp("inputs")
-    path = bench_kills.write_inputs(folder, "tp=1")
+    path = bench_kills.write_inputs(folder, "tp=1", **MODEL)
     for name in ("train", "heldout"):
         rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
         rows = [{key: value + LINE_ENDS for key, value in row.items()} | {"note": SURROGATES} for row in rows]
@@ -168,15 +183,43 @@ def test_a_run_whose_pointer_is_missing_goes_on_from_its_newest_checkpoint(input
     shutil.copytree(run_dir / "checkpoints" / "step-000015", run_dir / "checkpoints" / "step-000099-mine")
     (run_dir / "checkpoints" / "latest").unlink()
     heldout = inputs.parent / "heldout.jsonl"
-    rows = heldout.read_text()
-    heldout.write_text("".join(json.dumps(json.loads(row) | {"source": "x"}) + "\n" for row in rows.splitlines()))
+    original = heldout.read_bytes()
+    rows = [json.loads(line) | {"source": "x"} for line in original.decode("utf-8-sig").split("\n") if line]
+    heldout.write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, output = run(inputs, run_dir, "--resume", "--set", "checkpoint.keep=1")
-    heldout.write_text(rows)
+    heldout.write_bytes(original)
     assert code == 0 and f"resumed after step 15 from {run_dir}/checkpoints/step-000015" in output, output
     assert f"data.heldout={heldout} is not what it was at the run's checkpoint" in " ".join(output.split())
     assert "data.train=" not in output
     assert read_end(run_dir) == whole
     assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"latest", "step-000016", "step-000099-mine"}
+
+
+def test_masters_that_are_not_those_of_the_weights_are_refused_and_the_weights_exported(
+    inputs: Path, whole: End, tmp_path: Path
+) -> None:
+    """One byte of a master differs, and the checksums are right: as if the run had written it so."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(inputs.parent / "whole", run_dir)
+    checkpoint = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
+    state = checkpoint / "state"
+    [chunk, *_] = read_metadata(state)["optimizer.state.param.decoder.final_layernorm.weight"].chunks
+    content = bytearray((state / chunk.file).read_bytes())
+    found = find_tensor(lambda offset, size: bytes(content[chunk.start + offset :][:size]), chunk.length)
+    content[chunk.start + found.data_offset + 2] ^= 0x40
+    (state / chunk.file).write_bytes(content)
+    manifest = json.loads((checkpoint / "checkpoint.json").read_text())
+    manifest["checksums"][chunk.file] = hashlib.sha256(content).hexdigest()
+    (checkpoint / "checkpoint.json").write_text(json.dumps(manifest))
+    code, output = run(inputs, run_dir, "--resume", "--set", "layout={pp: 2}")
+    assert code == 2, output
+    lines = [line for line in output.splitlines() if "error:" in line]
+    assert lines and all("grpo-mega export RUN_DIR OUT --step N" in line and "final_layernorm" in line for line in lines)
+    step = str(manifest["step"])
+    command = [sys.executable, "-m", "grpo_mega.cli", "export", str(run_dir), str(tmp_path / "out"), "--step", step]
+    exported = subprocess.run(command, capture_output=True, text=True, cwd=bench_kills.ROOT)
+    assert exported.returncode == 0, exported.stderr
+    bench_kills.check_same_weights(tmp_path / "out", run_dir / "hf")
 
 
 def test_a_checkpoint_of_another_model_is_refused(inputs: Path, whole: End, tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""One rank of the restore tests: policies saved in one layout and restored in others, against the ones that went on.
+
+Two ranks save; one and three ranks restore what these left in the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import make_config
+from offload_worker import Trainee, make_config_of
+from ranks import run_cases
+
+from grpo_mega.convert.reader import open_reader
+from grpo_mega.errors import ResumeError
+from grpo_mega.megatron import compat
+from grpo_mega.megatron import optimizer as optimizers
+from grpo_mega.weights.boxes import region
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.spec import ModelShape
+
+# Sizes that leave padding in every bucket.
+SIZES = {
+    "num_hidden_layers": 5,
+    "hidden_size": 44,
+    "intermediate_size": 76,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 304,
+}
+TIED, SEPARATE = SIZES | {"tie_word_embeddings": True}, SIZES | {"tie_word_embeddings": False}
+SMALL_BUCKET = 1500  # elements, so that a tiny model has as many buckets as one of 40 million parameters
+OVERLAP = "overlap_grad_reduce=true,overlap_param_gather=true"
+
+# By name: the model, its dtype and the layout that saves; the layouts that restore, by world size.
+SAVED = {
+    "tied": (TIED, "float32", "pp=2", {1: ("tp=1",), 2: ("dp=2",), 3: ("pp=3",)}),
+    "tied, interleaved": (TIED | {"num_hidden_layers": 4}, "bfloat16", "pp=2,vpp=2", {3: ("dp=3",)}),
+    "buckets": (SEPARATE, "bfloat16", f"dp=2,{OVERLAP}", {1: ("tp=1",), 2: ("pp=2",), 3: (f"dp=3,{OVERLAP}",)}),
+    "one bucket": (SEPARATE, "bfloat16", "pp=2", {}),
+}
+SHIFTED = ("tied", "buckets")  # by Megatron, without the patch; the last of SAVED is in order without it too
+TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}  # of metrics in another layout
+
+
+@contextmanager
+def small_buckets() -> Iterator[None]:
+    real = optimizers.DistributedDataParallelConfig
+    optimizers.DistributedDataParallelConfig = partial(real, bucket_size=SMALL_BUCKET)
+    try:
+        yield
+    finally:
+        optimizers.DistributedDataParallelConfig = real
+
+
+def trainee_of(name: str, layout: str) -> Trainee:
+    sizes, dtype, *_ = SAVED[name]
+    with small_buckets():
+        return Trainee(make_config_of(f"{layout} {dtype}", "batch.tokens_per_micro_batch=256"), **sizes)
+
+
+@contextmanager
+def without_patch() -> Iterator[None]:
+    """Save as Megatron does, and as earlier versions of this package did."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    compat.save_optimizer_state_in_place()
+    patched: Any = DistributedOptimizer.sharded_param_state_fully_reshardable
+    DistributedOptimizer.sharded_param_state_fully_reshardable = patched.__wrapped__
+    try:
+        yield
+    finally:
+        DistributedOptimizer.sharded_param_state_fully_reshardable = patched
+
+
+def check_saving(name: str, rank: int, folder: Path) -> None:
+    """Restored in the layout that saved, a run goes on bit for bit, moments included."""
+    layout = SAVED[name][2]
+    trainee = trainee_of(name, layout)
+    trainee.update(0)
+    trainee.update(1)
+    state = new_folder(folder, name)
+    with without_patch() if name == "one bucket" else nullcontext():
+        trainee.policy.save(state)
+    expected = [trainee.record(trainee.update(step)) for step in (2, 3)]
+    metrics: list[Any] = [m for record in expected for m in record[0]]
+    assert metrics[-1]["grad_norm"] > 0
+    if rank == 0:
+        (folder / f"{name}.json").write_text(json.dumps(metrics))
+    restored = trainee_of(name, layout)
+    restored.policy.restore(state)
+    assert [restored.record(restored.update(step)) for step in (2, 3)] == expected
+
+
+def check_restoring(name: str, layout: str, rank: int, folder: Path) -> None:
+    trainee = trainee_of(name, layout)
+    trainee.policy.restore(folder / name)
+    found = [m for step in (2, 3) for m in trainee.update(step)]
+    expected = json.loads((folder / f"{name}.json").read_text())
+    tolerance = TOLERANCE[SAVED[name][1]]
+    for ours, theirs in zip(found, expected, strict=True):
+        for metric in ("loss/total", "grad_norm", "ratio/max", "kl/mean"):
+            a, b = ours[metric], theirs[metric]
+            assert abs(a - b) <= tolerance * max(0.1, abs(b)), (metric, a, b)
+
+
+def check_shifted(name: str, rank: int, folder: Path) -> None:
+    """Without compat's patch the state is saved as Megatron saves it: every rank refuses it, and the weights can be read.
+
+    This fails once Megatron saves it in its place: then the patch can go.
+    """
+    trainee = trainee_of(name, SAVED[name][2])
+    trainee.update(0)
+    state = new_folder(folder, f"{name}, shifted")
+    with without_patch():
+        trainee.policy.save(state)
+    weights = {n: t.clone() for n, t in trainee.policy.tensors().items()}
+    try:
+        trainee_of(name, SAVED[name][2]).policy.restore(state)
+    except ResumeError as error:
+        line = str(error)
+    else:
+        raise AssertionError("a checkpoint with shifted optimizer state was restored")
+    assert "\n" not in line and "grpo-mega export" in line and str(state) in line, line
+    lines: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(lines, line)
+    assert set(lines) == {line}
+    shape = ModelShape.from_hf_config(make_config("qwen2", **SAVED[name][0]).to_dict())
+    with open_reader(state, family_of("qwen2"), shape) as reader:
+        for local, held in trainee.policy.holdings()[rank].items():
+            for piece in held.pieces:
+                assert torch.equal(weights[local][region(piece.offset, piece.box.shape)], reader.read(piece.box)), local
+
+
+def new_folder(folder: Path, name: str) -> Path:
+    if dist.get_rank() == 0:
+        (folder / name).mkdir()
+    dist.barrier()
+    return folder / name
+
+
+def main() -> None:
+    world_size = int(sys.argv[2])
+    cases: dict[str, Callable[[int, Path], None]] = {}
+    if world_size == 2:
+        cases |= {f"{name}: saved": partial(check_saving, name) for name in SAVED}
+        cases |= {f"{name}: shifted": partial(check_shifted, name) for name in SHIFTED}
+    for name, (_, _, _, layouts) in SAVED.items():
+        cases |= {f"{name}: {text}": partial(check_restoring, name, text) for text in layouts.get(world_size, ())}
+    run_cases(cases)
+
+
+if __name__ == "__main__":
+    main()
