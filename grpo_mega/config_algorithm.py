@@ -89,7 +89,7 @@ class AlgorithmConfig(Section):
     kl_beta: NonNegativeFloat = 0.0
     kl_in: Literal["loss", "reward"] = "loss"
     kl_penalty_type: Literal["low_var_kl", "low_var_kl_weighted", "kl", "abs", "mse"] = "low_var_kl"
-    kl_clamp: PositiveFloat | None = 10.0  # the most that low_var_kl is for one token; None: no such limit
+    kl_clamp: PositiveFloat | None = 10.0  # the most that low_var_kl, weighted or not, is for one token; None: no such limit
     normalize_by_std: bool = True  # the group's z-score divides by its deviation; Dr. GRPO's does not
     std_ddof: Literal[0, 1] = 1  # that deviation is over group_size - std_ddof
     std_eps: NonNegativeFloat = 1e-6  # added to it

@@ -113,14 +113,13 @@ def kl_penalty(logprob: Tensor, ref: float, kind: str, *, old: float | None = No
     # DeepSeekMath eq. 4: pi_ref / pi - log(pi_ref / pi) - 1
     log_ratio = held(ref - logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     value = log_ratio.exp() - log_ratio - 1
-    if kl_clamp is not None:
-        value = held(value, -math.inf, kl_clamp)
-    if kind == "low_var_kl":
-        return value
-    if kind == "low_var_kl_weighted":  # DeepSeek-V3.2, arXiv 2512.02556: weighed by pi / pi_old
+    if kind == "low_var_kl_weighted":  # DeepSeek-V3.2, arXiv 2512.02556: weighed by pi / pi_old, a constant where k3 is one
         assert old is not None
-        return token_ratio(logprob, old) * value
-    raise ValueError(kind)
+        ratio = token_ratio(logprob, old)
+        value = (ratio if abs(ref - float(logprob.detach())) <= MAX_LOG_RATIO else ratio.detach()) * value
+    elif kind != "low_var_kl":
+        raise ValueError(kind)
+    return value if kl_clamp is None else held(value, -math.inf, kl_clamp)
 
 
 # Policy terms: {token: l_t} for the tokens in `kept`
