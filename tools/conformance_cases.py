@@ -25,6 +25,7 @@ CORRECTIONS: dict[str, Json] = {
     "veto": {"veto_below": 0.6},
     "importance, mask and veto": {"importance": "token", "max_importance": 1.2, "mask": "token", "mask_low": 0.65}
     | {"mask_high": 1.5, "veto_below": 0.55},
+    "IcePop": {"importance": "icepop", "mask_low": 0.7, "mask_high": 1.4},
 }
 LOSS_SETTINGS: Json = {
     "loss_type": "actor",

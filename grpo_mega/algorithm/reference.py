@@ -226,8 +226,9 @@ def correct(response: Response, settings: Settings) -> tuple[dict[int, float], l
     """What the policy's term of each token is multiplied by, and the tokens that are left.
 
     m_t = exp(old_logprobs_t - rollout_logprobs_t). Importance is m_t (token) or the product of all m_t (sequence), at most
-    max_importance. Dropped are tokens with m_t out of mask_low .. mask_high (IcePop, arXiv 2510.18855), or all of the response
-    if the product of m_t (sequence) or its geometric mean (geometric) is out of them, or if any m_t is below veto_below.
+    max_importance; or, IcePop (arXiv 2510.18855), m_t within mask_low .. mask_high and 0 out of them. Dropped are tokens with
+    m_t out of mask_low .. mask_high, or all of the response if the product of m_t (sequence) or its geometric mean (geometric)
+    is out of them, or if any m_t is below veto_below.
     """
     trained = [t for t in range(len(response.mask)) if response.mask[t]]
     if not trained:
@@ -245,6 +246,9 @@ def correct(response: Response, settings: Settings) -> tuple[dict[int, float], l
             importance[t] = min(math.exp(logs[t]), settings.max_importance)
         elif settings.importance == "sequence":
             importance[t] = min(product, settings.max_importance)
+        elif settings.importance == "icepop":
+            ratio = math.exp(logs[t])
+            importance[t] = ratio if settings.mask_low <= ratio <= settings.mask_high else 0.0
 
     kept = []
     for t in trained:
