@@ -61,7 +61,7 @@ def latest(folder: Path) -> Path | None:
     pointer = folder / LATEST
     whole = [path for _, _, path in _whole(folder)]
     named = [path for path in whole if path.name == step_name(read_manifest(path).step)]
-    newest = (named or whole or [None])[-1]
+    newest = next(reversed(named or whole), None)
     if not pointer.exists():
         if whole and not named:
             raise ResumeError(f"{pointer} is missing beside {whole[-1].name}; put that name into it and resume")
@@ -190,7 +190,7 @@ def sync_folder(folder: Path) -> None:
 
 def _written(folder: Path) -> list[tuple[float, int, Path]]:
     """Those of `_whole` that a run wrote here."""
-    return [(*what, path) for *what, path in _whole(folder) if path.name == step_name(what[1]) and not path.is_symlink()]
+    return [one for one in _whole(folder) if one[2].name == step_name(one[1]) and not one[2].is_symlink()]
 
 
 def _whole(folder: Path) -> list[tuple[float, int, Path]]:

@@ -61,10 +61,11 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 class CorrectionConfig(Section):
     """Off-policy correction by the mismatch ratio exp(old_logprobs - rollout_logprobs); see algorithm/correction.py."""
 
-    importance: Literal["none", "token", "sequence"] = "none"  # weigh the policy's term by it, truncated
-    max_importance: PositiveFloat = 2.0  # where it is truncated
-    mask: Literal["none", "token", "sequence", "geometric"] = "none"  # drop what lies outside of mask_low .. mask_high
-    mask_low: PositiveFloat = 0.5
+    # Weigh the policy's term by it: truncated; or, icepop, by the token's within mask_low .. mask_high and by 0 outside.
+    importance: Literal["none", "token", "sequence", "icepop"] = "none"
+    max_importance: PositiveFloat = 2.0  # where token and sequence are truncated
+    mask: Literal["none", "token", "sequence", "geometric"] = "none"  # drop what lies outside, KL and entropy too
+    mask_low: PositiveFloat = 0.5  # the defaults are IcePop's
     mask_high: PositiveFloat = 5.0
     veto_below: PositiveFloat | None = None  # drop a response that has a token with a smaller ratio
 
@@ -74,6 +75,16 @@ class CorrectionConfig(Section):
             raise ValueError(
                 f"algorithm.correction.mask_low={self.mask_low} is not below algorithm.correction.mask_high={self.mask_high}; "
                 "lower it"
+            )
+        if self.importance == "icepop" and self.mask != "none":
+            raise ValueError(
+                f"algorithm.correction.mask={self.mask!r}: must be 'none' with algorithm.correction.importance='icepop', whose "
+                "band is mask_low .. mask_high; leave mask out"
+            )
+        if self.importance == "icepop" and self.max_importance != 2.0:
+            raise ValueError(
+                f"algorithm.correction.max_importance={self.max_importance}: must not be set with "
+                "algorithm.correction.importance='icepop', whose upper bound is mask_high; set mask_high"
             )
         return self
 
@@ -89,7 +100,7 @@ class AlgorithmConfig(Section):
     kl_beta: NonNegativeFloat = 0.0
     kl_in: Literal["loss", "reward"] = "loss"
     kl_penalty_type: Literal["low_var_kl", "low_var_kl_weighted", "kl", "abs", "mse"] = "low_var_kl"
-    kl_clamp: PositiveFloat | None = 10.0  # the most that low_var_kl is for one token; None: no such limit
+    kl_clamp: PositiveFloat | None = 10.0  # the most that low_var_kl, weighted or not, is for one token; None: no such limit
     normalize_by_std: bool = True  # the group's z-score divides by its deviation; Dr. GRPO's does not
     std_ddof: Literal[0, 1] = 1  # that deviation is over group_size - std_ddof
     std_eps: NonNegativeFloat = 1e-6  # added to it

@@ -30,8 +30,9 @@ from grpo_mega.data.sampler import Sampler
 from grpo_mega.data.tokenizer_files import check_vocabulary
 from grpo_mega.device import PeakMemory
 from grpo_mega.engines import build_engine, build_sync, make_room
-from grpo_mega.errors import ConfigError, EngineError, MismatchError, NonFiniteError, ResumeError
+from grpo_mega.errors import ConfigError, EngineError, ResumeError
 from grpo_mega.hang import HangWatch
+from grpo_mega.health import Health
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
@@ -43,11 +44,11 @@ from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.board import Board
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.run_folder import trim
+from grpo_mega.run_folder import adopt, trim
 from grpo_mega.run_inputs import RunInputs
 from grpo_mega.stopping import StopRequest
 from grpo_mega.text import well_formed
-from grpo_mega.types import Prompt, Sample, StepMetrics
+from grpo_mega.types import Prompt, StepMetrics
 from grpo_mega.weights.architecture import check_architecture
 from grpo_mega.weights.export import export
 from grpo_mega.weights.families import family_of
@@ -87,10 +88,10 @@ class Job:
     checkpoints: Checkpoints
     stop: StopRequest
     inputs: RunInputs
+    health: Health
     steps_done: int = 0
     draws: int = 0  # so many times a step's number of prompts were drawn from the data by the steps done
     is_stopping: bool = False
-    nonfinite_steps: int = 0  # in a row
 
     @property
     def is_main(self) -> bool:
@@ -137,11 +138,11 @@ class Job:
             raise EngineError(f"{error}; a checkpoint of step {self.steps_done} is in {self.checkpoints.folder}") from None
 
     def save_if_due(self, step: int) -> None:
-        """After the update, while the devices are the policy's; also when the run was asked to stop."""
+        """After the update, while the devices are the policy's; also when the run was asked to stop, or has diverged."""
         config = self.config
         self.is_stopping = self.stop.requested() and step < config.steps  # after the last step there is nothing to stop
         is_last = step == config.steps and config.checkpoint.interval > 0
-        if self.is_stopping or is_last or self.is_due(config.checkpoint.interval, step):
+        if self.is_stopping or is_last or self.health.has_diverged or self.is_due(config.checkpoint.interval, step):
             is_shown = self.is_main and self.config.log.progress
             with self.timers("checkpoint"), progress(None, f"checkpoint of step {step}", is_shown):
                 self.save(step)
@@ -186,33 +187,11 @@ class Job:
         listed = ", ".join(f"{phase} {gib:.2f}" for phase, gib in sorted(worst.items(), key=lambda item: -item[1]))
         self.log.message(f"peak memory {of} by phase, GiB: {listed}")
 
-    def check_finite(self, step: int, metrics: StepMetrics, samples: Sequence[Sample]) -> None:
-        """Names the samples of updates that were dropped because of infinities or NaN; after too many such steps in a row the
-        run stops, with a checkpoint. Raises NonFiniteError."""
-        if not metrics.get("nonfinite_mini_batches"):
-            self.nonfinite_steps = 0
-            return
-        self.nonfinite_steps += 1
-        names = [f"prompt {samples[i].prompt.id} sample {samples[i].index}" for i in sorted(self.policy.nonfinite_samples)]
-        blame = f"from {', '.join(names[:8])}" if names else "from the gradient alone"
-        self.log.warn(f"step {step}: loss or gradient not finite, {blame}; the mini-batch was dropped")
-        if self.nonfinite_steps >= self.config.max_nonfinite_steps:
-            self.save(step)
+    def check_health(self, step: int, metrics: StepMetrics) -> None:
+        """Ends a run that has diverged, once its step is logged. Raises NonFiniteError, with a checkpoint, or MismatchError."""
+        if self.health.has_diverged:
             self.checkpoints.finish()
-            raise NonFiniteError(
-                f"loss or gradient was not finite in {self.nonfinite_steps} steps in a row, up to step {step}; "
-                f"a checkpoint is in {self.checkpoints.folder}; lower optimizer.lr, or raise max_nonfinite_steps"
-            )
-
-    def check_mismatch(self, step: int, metrics: StepMetrics) -> None:
-        """Stops the run with MismatchError where engine and trainer give tokens too different probabilities."""
-        rollout = self.config.rollout
-        k3 = metrics.get("mismatch/k3", 0.0)
-        if rollout.mismatch_stop is not None and not k3 <= rollout.mismatch_stop:
-            raise MismatchError(
-                f"step {step}: the KL (k3) between engine and trainer is {k3:.3g} nats a token, above "
-                f"rollout.mismatch_stop={rollout.mismatch_stop}; go on from a checkpoint before it, or raise the limit"
-            )
+        self.health.check(step, metrics, self.checkpoints.folder)
 
 
 @contextmanager
@@ -282,6 +261,7 @@ def open_job(config: Config, build: BuildPolicy | None = None) -> Iterator[Job]:
             checkpoints=checkpoints,
             stop=stop,
             inputs=RunInputs(config.model, data.digests, runtime.rank, runtime.layout.world_size),
+            health=Health(config),
         )
 
 
@@ -301,11 +281,13 @@ def _hang_watch(config: Config, runtime: Runtime, timers: Timers) -> HangWatch:
 
 def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> Log:
     """Without what was logged after the last checkpoint, which will be done again; it begins with whose kernels are used."""
+    changes: list[str] = []
     if runtime.rank == 0:
         found = latest(config.run_dir / "checkpoints")
         trim(config.run_dir, read_manifest(found).step if found else -1)
+        changes = adopt(config)
     log = open_run_log(config, runtime.rank)
-    for message in (kernels.choose(is_cuda=runtime.device.is_cuda).line(), *notes):
+    for message in (kernels.choose(is_cuda=runtime.device.is_cuda).line(), *notes, *changes):
         log.message(message)
     return log
 

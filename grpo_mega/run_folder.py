@@ -1,6 +1,6 @@
 """The run's folder: who owns it, and what it says of how the run was started.
 
-    config.yaml      as resolved, defaults included         metrics.jsonl   a line a step, and one an evaluation
+    config.yaml      as resolved at the last start          metrics.jsonl   a line a step, and one an evaluation
     run.json         command, versions, git state, seed     samples.jsonl   some responses of every step
     checkpoints/     step-N folders and `latest`            heldout-N.jsonl answers to the held-out prompts after step N
     logs/            output of the ranks but the first      messages.jsonl  what the run said besides, warnings among it
@@ -41,12 +41,17 @@ RUN_FILE = "run.json"
 LOCK_FILE = "lock"
 CHECKPOINTS = "checkpoints"
 PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang", "math-verify")
-# What may differ when a run goes on; all else would make it another run.
+# What may differ when a run goes on: where and how fast it runs, and what a person adjusts to keep it healthy. All else would
+# make it another run, or is read from the checkpoint (weight decay and Adam's constants, with the optimizer's state).
 FREE_ON_RESUME = {"run_dir", "steps", "device", "layout", "sync", "eval", "checkpoint", "log", "max_nonfinite_steps"}
 FREE_ON_RESUME |= {f"rollout.{name}" for name in ("tp", "max_concurrent", "cache_tokens", "memory_fraction", "sleep")}
 FREE_ON_RESUME |= {f"rollout.{name}" for name in ("start_deadline_s", "stall_deadline_s", "phase_deadline_s", "max_restarts")}
 FREE_ON_RESUME |= {f"rollout.{name}" for name in ("mismatch_warn", "mismatch_stop", "server_args")}
-FREE_ON_RESUME |= {"precision.guard", "hang_deadline_s"}
+FREE_ON_RESUME |= {"precision.guard", "hang_deadline_s", "model.recompute", "batch.tokens_per_micro_batch"}
+FREE_ON_RESUME |= {f"optimizer.{name}" for name in ("lr", "min_lr", "schedule", "warmup_steps", "clip_grad")}
+FREE_ON_RESUME |= {f"algorithm.{name}" for name in ("kl_beta", "kl_clamp", "entropy_bonus", "calculate_entropy", "correction")}
+FREE_ON_RESUME |= {f"algorithm.ratio_clip_{name}" for name in ("eps", "eps_low", "eps_high", "c")}
+FREE_ON_RESUME |= {"algorithm.early_stop_imp_ratio"}
 
 
 @contextmanager
@@ -59,7 +64,7 @@ def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[None]:
     if is_run and not resume:
         raise ConfigError(f"run_dir={folder} holds a run; go on with it by --resume, or name another run_dir")
     if is_run:
-        _check_same(folder, config)
+        _changes(folder, config)
     elif resume:
         raise ResumeError(f"run_dir={folder} holds no run to resume; start without --resume")
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,6 +92,15 @@ def discard_unstarted(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
+def adopt(config: Config) -> list[str]:
+    """Record `config` as the run's, now that it starts, and return a line for each setting that was another until now."""
+    if not (config.run_dir / CONFIG_FILE).exists():
+        return []
+    changes = _changes(config.run_dir, config)
+    _replace(config.run_dir / CONFIG_FILE, configs.dump(config).encode())
+    return [f"from here on {key}={now!r}; it was {before!r}" for key, (before, now) in changes.items()]
+
+
 def trim(folder: Path, step: int) -> None:
     """Takes out what was logged after `step`, from where a resumed run does it again."""
     for name in ("metrics.jsonl", "samples.jsonl", "messages.jsonl"):
@@ -104,8 +118,7 @@ def last_step(folder: Path) -> int:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         return 0
-    with path.open(encoding="utf-8", newline="\n") as file:
-        return max((int(json.loads(line)["step"]) for line in file if line.endswith("\n")), default=0)
+    return max((row["step"] for _, row in read_json_lines(path) if row), default=0)
 
 
 def _is_free(folder: Path) -> bool:
@@ -120,25 +133,26 @@ def _replace(path: Path, content: bytes) -> None:
     os.replace(fresh, path)
 
 
-def _check_same(folder: Path, config: Config) -> None:
+def _changes(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Return the values before and now of what differs from the run's. Raises ResumeError for what must not differ."""
     recorded = yaml.safe_load((folder / CONFIG_FILE).read_text())
     with suppress(ConfigError):  # keys that were not known then have their defaults
         recorded = configs.validate(recorded).model_dump(mode="json")
-    current = config.model_dump(mode="json")
-    for section in current:
-        _compare(section, recorded.get(section), current[section])
+    return dict(_differences("", recorded, config.model_dump(mode="json"), is_free=False))
 
 
-def _compare(key: str, recorded: Any, current: Any) -> None:
-    if key in FREE_ON_RESUME:
-        return
+def _differences(key: str, recorded: Any, current: Any, *, is_free: bool) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    is_free = is_free or key in FREE_ON_RESUME
     if isinstance(recorded, dict) and isinstance(current, dict):
-        for name in current:
-            _compare(f"{key}.{name}", recorded.get(name), current[name])
+        for name in dict.fromkeys([*current, *recorded]) if is_free else current:
+            inner = f"{key}.{name}" if key else name
+            yield from _differences(inner, recorded.get(name), current.get(name), is_free=is_free)
     elif recorded != current:
-        raise ResumeError(
-            f"{key}={current!r} differs from the run's {recorded!r}; give the run's value, or name another run_dir"
-        )
+        if not is_free:
+            raise ResumeError(
+                f"{key}={current!r} differs from the run's {recorded!r}; give the run's value, or name another run_dir"
+            )
+        yield key, (recorded, current)
 
 
 def _starts(folder: Path) -> list[dict[str, Any]]:

@@ -61,7 +61,7 @@ def train_step(job: Job, step: int) -> None:
         metrics |= job.colocation.publish(step + 1)
     finally:
         job.log.log_step(step + 1, metrics | timers.lap())
-    job.check_mismatch(step + 1, metrics)
+    job.check_health(step + 1, metrics)
 
 
 def sample_groups(job: Job, step: int) -> tuple[list[Group], int, StepMetrics]:
@@ -98,7 +98,7 @@ def sample_groups(job: Job, step: int) -> tuple[list[Group], int, StepMetrics]:
 
 
 def update(job: Job, step: int, groups: Sequence[Group]) -> StepMetrics:
-    """The optimizer steps of one rollout. Raises NonFiniteError, with a checkpoint, after too many that are not finite."""
+    """The optimizer steps of one rollout."""
     samples, batches = prepare(job.config, groups, job.policy, job.runtime, job.timers)
     num_passes = sum(map(len, batches)) * (job.config.layout.vpp or 1) * job.config.batch.epochs
     is_shown = job.is_main and job.config.log.progress
@@ -106,7 +106,8 @@ def update(job: Job, step: int, groups: Sequence[Group]) -> StepMetrics:
         metrics = mean_over_updates(job.policy.update(batches))
     with job.timers("exchange"):
         attach_old_logprobs(batches, samples, job.runtime, num_logged(groups, job.config.log.samples_per_step))
-    job.check_finite(step + 1, metrics, samples)
-    for message in job.policy.watch(step + 1, metrics.get("mismatch/k3", 0.0)):
+    blamed = [samples[i] for i in sorted(job.policy.nonfinite_samples)]
+    messages = [*job.health.observe(step + 1, metrics, blamed), *job.policy.watch(step + 1, metrics.get("mismatch/k3", 0.0))]
+    for message in messages:
         job.log.warn(message)
     return metrics | {"guard/level": float(job.policy.guard.level)}

@@ -150,6 +150,14 @@ def test_clip_bounds_default_to_ratio_clip_eps(tmp_path: Path) -> None:
         ("layout.vpp=2", "layout.vpp=2 needs layout.pp > 1; leave vpp out or raise pp"),
         ("layout.overlap_param_gather=true", "layout.overlap_param_gather=true needs layout.overlap_grad_reduce=true"),
         ("algorithm.entropy_bonus=0.01", "algorithm.entropy_bonus=0.01 needs algorithm.calculate_entropy=true; set both"),
+        (
+            "algorithm.correction={importance: icepop, mask: sequence}",
+            "algorithm.correction.mask='sequence': must be 'none' with algorithm.correction.importance='icepop'",
+        ),
+        (
+            "algorithm.correction={importance: icepop, max_importance: 5}",
+            "algorithm.correction.max_importance=5.0: must not be set with algorithm.correction.importance='icepop'",
+        ),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 is above optimizer.lr=1e-06; lower it"),
         ("data.heldout_fraction=1.0", "data.heldout_fraction=1.0: input should be less than 1"),
         ("data={train: a, heldout: b, heldout_size: 3}", "data.heldout=b and data.heldout_size=3 are set; give one of them"),

@@ -46,6 +46,7 @@ ALLOWED = {
     "planner": SETTINGS | {"weights", "preflight", "fp8", "data", "kernels"},
     "fp8": SETTINGS | {"weights"},
     "guard": SETTINGS,
+    "health": SETTINGS,
     "collectives": LEAVES,
     "hang": LEAVES | {"collectives", "observe"},
     "kernels": LEAVES,

@@ -11,7 +11,7 @@ import yaml
 
 from grpo_mega import config as configs
 from grpo_mega.errors import ResumeError
-from grpo_mega.run_folder import CONFIG_FILE, claim, trim
+from grpo_mega.run_folder import CONFIG_FILE, adopt, claim, trim
 
 
 def config(folder: Path, **algorithm: Any) -> configs.Config:
@@ -38,9 +38,40 @@ def test_a_setting_with_another_value_than_the_runs_is_named(tmp_path: Path) -> 
     folder = tmp_path / "run"
     started(folder)
     with (
-        pytest.raises(ResumeError, match=r"algorithm.kl_clamp=5.0 differs from the run's 10.0; give the run's value"),
-        claim(config(folder, kl_clamp=5.0), resume=True, argv=["train"]),
+        pytest.raises(ResumeError, match=r"algorithm.std_eps=0.1 differs from the run's 1e-06; give the run's value"),
+        claim(config(folder, std_eps=0.1), resume=True, argv=["train"]),
     ):
+        pass
+    assert (folder / CONFIG_FILE).read_text() == configs.dump(config(folder))
+
+
+def test_what_keeps_a_run_healthy_may_change_when_it_goes_on_and_each_change_is_told_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    started(folder)
+    raw = config(folder, kl_beta=0.05, ratio_clip_eps_high=0.28, correction={"importance": "icepop"}).model_dump(mode="json")
+    raw["optimizer"] |= {"lr": 1e-7, "min_lr": 1e-8, "schedule": "cosine", "warmup_steps": 5, "clip_grad": 0.3}
+    raw |= {"max_nonfinite_steps": 9}
+    changed = configs.validate(raw)
+    with claim(changed, resume=True, argv=["train"]):
+        pass  # a start that fails before it logs anything
+    with claim(changed, resume=True, argv=["train"]):
+        assert sorted(adopt(changed)) == [
+            "from here on algorithm.correction.importance='icepop'; it was 'none'",
+            "from here on algorithm.kl_beta=0.05; it was 0.0",
+            "from here on algorithm.ratio_clip_eps_high=0.28; it was None",
+            "from here on max_nonfinite_steps=9; it was 3",
+            "from here on optimizer.clip_grad=0.3; it was 1.0",
+            "from here on optimizer.lr=1e-07; it was 1e-06",
+            "from here on optimizer.min_lr=1e-08; it was 0.0",
+            "from here on optimizer.schedule='cosine'; it was 'constant'",
+            "from here on optimizer.warmup_steps=5; it was 0",
+        ]
+    assert configs.load(folder / CONFIG_FILE) == changed
+    with claim(changed, resume=True, argv=["train"]):
+        assert adopt(changed) == []
+    # Adam's own come from the checkpoint, so that another value would be ignored.
+    raw["optimizer"]["betas"] = [0.9, 0.99]
+    with pytest.raises(ResumeError, match=r"optimizer\.betas"), claim(configs.validate(raw), resume=True, argv=["train"]):
         pass
 
 

@@ -25,6 +25,7 @@ CORRECTIONS: dict[str, Json] = {
     "veto": {"veto_below": 0.6},
     "importance, mask and veto": {"importance": "token", "max_importance": 1.2, "mask": "token", "mask_low": 0.65}
     | {"mask_high": 1.5, "veto_below": 0.55},
+    "IcePop": {"importance": "icepop", "mask_low": 0.7, "mask_high": 1.4},
 }
 LOSS_SETTINGS: Json = {
     "loss_type": "actor",
@@ -63,10 +64,14 @@ def all_cases() -> list[Json]:
 
 def kl_cases() -> Iterator[Json]:
     gaps = [0.0, 1e-4, -0.001, 0.3, -0.7, 2.0, -2.5, 5.0, -12.0, 12.0, 30.0, -30.0]
+    moves = [round(-0.2 * math.sin(i), 4) for i in range(len(gaps))]
+    # Either factor of the weighted penalty beyond its limit where the product is not, and the reverse.
+    gaps += [-3.0, -5.0, -2.0, 1.5, 15.0, -24.0, -24.0, 24.0]
+    moves += [-0.9, -6.0, 2.5, 4.0, -3.0, -18.0, -27.0, 22.0]
     logprobs = [round(-0.1 - 0.3 * i, 4) for i in range(len(gaps))]
     inputs = {
         "logprobs": logprobs,
-        "old_logprobs": [round(value + 0.2 * math.sin(i), 4) for i, value in enumerate(logprobs)],
+        "old_logprobs": [round(value - move, 4) for value, move in zip(logprobs, moves, strict=True)],
         "ref_logprobs": [round(value - gap, 4) for value, gap in zip(logprobs, gaps, strict=True)],
     }
     for kind in PENALTIES:

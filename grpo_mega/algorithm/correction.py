@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_mega.algorithm.inputs import MAX_LOG_RATIO, LossInputs
 
-Importance = Literal["none", "token", "sequence"]
+Importance = Literal["none", "token", "sequence", "icepop"]
 Mask = Literal["none", "token", "sequence", "geometric"]
 
 
@@ -26,10 +26,12 @@ class CorrectionSettings:
     token      min(m_t, max_importance): truncated importance sampling (Ionides 2008; Yao et al., "Your efficient RL framework
                secretly brings you off-policy RL training", 2025)
     sequence   min(prod_t m_t, max_importance) for every token of the response
+    icepop     m_t where mask_low <= m_t <= mask_high, else 0: IcePop (Ring-1T report, arXiv 2510.18855). Like every c_t it
+               leaves KL and entropy alone
 
-    mask, what is kept:
+    mask, what is kept; the rest loses all its terms, KL and entropy too:
 
-    token      tokens with mask_low <= m_t <= mask_high: IcePop (arXiv 2510.18855)
+    token      tokens with mask_low <= m_t <= mask_high
     sequence   responses with mask_low <= prod_t m_t <= mask_high
     geometric  responses with mask_low <= exp(mean_t log m_t) <= mask_high
 
@@ -58,7 +60,12 @@ def correct(x: LossInputs, settings: CorrectionSettings) -> Correction:
     ones_T = torch.ones_like(log_T)
     metrics: dict[str, Tensor] = {}
     importance_T = ones_T
-    if settings.importance != "none":
+    if settings.importance == "icepop":
+        ratio_T = log_T.exp()
+        is_inside_T = (ratio_T >= settings.mask_low) & (ratio_T <= settings.mask_high)
+        importance_T = ratio_T * is_inside_T
+        metrics |= {"importance": importance_T, "masked": ~is_inside_T}
+    elif settings.importance != "none":
         full_T = _over(x, log_T, settings.importance).exp()
         importance_T = full_T.clamp(max=settings.max_importance)
         metrics |= {"importance": importance_T, "truncated": full_T > settings.max_importance}

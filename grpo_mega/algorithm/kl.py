@@ -32,9 +32,12 @@ def kl_penalty(
     mse         k2 = d^2 / 2
     low_var_kl  k3 = e^-d - 1 + d, DeepSeekMath (arXiv 2402.03300) eq. 4; d clamped to +-20, the value to at most max_penalty
     low_var_kl_weighted  r k3 with r = e^(logprobs - old_logprobs), DeepSeek-V3.2's unbiased estimate (arXiv 2512.02556): over
-                samples of the policy before the update its mean is the policy's KL now, and its gradient that KL's
+                samples of the policy before the update its mean is the policy's KL now, and its gradient that KL's. The ratio
+                carries gradient; d and log r are clamped to +-20, the product to at most max_penalty
 
-    max_penalty None: only d is clamped.
+    The gradient of every penalty is 0 or points towards the reference. For r k3 it is r d; a clamp on k3 alone would leave the
+    ratio's own gradient, which lowers log-probs that are below the reference already.
+    max_penalty None: only d and log r are clamped.
     """
     if kind == "kl":
         return logprobs - ref_logprobs
@@ -42,13 +45,14 @@ def kl_penalty(
         return (logprobs - ref_logprobs).abs()
     if kind == "mse":
         return 0.5 * (logprobs - ref_logprobs).square()
-    penalty = k3(ref_logprobs - logprobs)
-    if max_penalty is not None:
-        penalty = penalty.clamp(max=max_penalty)
-    if kind == "low_var_kl":
-        return penalty
-    assert kind == "low_var_kl_weighted" and old_logprobs is not None, kind
-    return (logprobs - old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp() * penalty
+    distance = ref_logprobs - logprobs
+    penalty = k3(distance)
+    if kind == "low_var_kl_weighted":
+        assert old_logprobs is not None, kind
+        ratio = (logprobs - old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+        # Where the clamp makes k3 a constant, the ratio must be one too.
+        penalty = torch.where(distance.abs() <= _MAX_LOG_RATIO, ratio, ratio.detach()) * penalty
+    return penalty if max_penalty is None else penalty.clamp(max=max_penalty)
 
 
 def k3(log_ratio: Tensor) -> Tensor:

@@ -113,14 +113,13 @@ def kl_penalty(logprob: Tensor, ref: float, kind: str, *, old: float | None = No
     # DeepSeekMath eq. 4: pi_ref / pi - log(pi_ref / pi) - 1
     log_ratio = held(ref - logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     value = log_ratio.exp() - log_ratio - 1
-    if kl_clamp is not None:
-        value = held(value, -math.inf, kl_clamp)
-    if kind == "low_var_kl":
-        return value
-    if kind == "low_var_kl_weighted":  # DeepSeek-V3.2, arXiv 2512.02556: weighed by pi / pi_old
+    if kind == "low_var_kl_weighted":  # DeepSeek-V3.2, arXiv 2512.02556: weighed by pi / pi_old, a constant where k3 is one
         assert old is not None
-        return token_ratio(logprob, old) * value
-    raise ValueError(kind)
+        ratio = token_ratio(logprob, old)
+        value = (ratio if abs(ref - float(logprob.detach())) <= MAX_LOG_RATIO else ratio.detach()) * value
+    elif kind != "low_var_kl":
+        raise ValueError(kind)
+    return value if kl_clamp is None else held(value, -math.inf, kl_clamp)
 
 
 # Policy terms: {token: l_t} for the tokens in `kept`
@@ -227,8 +226,9 @@ def correct(response: Response, settings: Settings) -> tuple[dict[int, float], l
     """What the policy's term of each token is multiplied by, and the tokens that are left.
 
     m_t = exp(old_logprobs_t - rollout_logprobs_t). Importance is m_t (token) or the product of all m_t (sequence), at most
-    max_importance. Dropped are tokens with m_t out of mask_low .. mask_high (IcePop, arXiv 2510.18855), or all of the response
-    if the product of m_t (sequence) or its geometric mean (geometric) is out of them, or if any m_t is below veto_below.
+    max_importance; or, IcePop (arXiv 2510.18855), m_t within mask_low .. mask_high and 0 out of them. Dropped are tokens with
+    m_t out of mask_low .. mask_high, or all of the response if the product of m_t (sequence) or its geometric mean (geometric)
+    is out of them, or if any m_t is below veto_below.
     """
     trained = [t for t in range(len(response.mask)) if response.mask[t]]
     if not trained:
@@ -246,6 +246,9 @@ def correct(response: Response, settings: Settings) -> tuple[dict[int, float], l
             importance[t] = min(math.exp(logs[t]), settings.max_importance)
         elif settings.importance == "sequence":
             importance[t] = min(product, settings.max_importance)
+        elif settings.importance == "icepop":
+            ratio = math.exp(logs[t])
+            importance[t] = ratio if settings.mask_low <= ratio <= settings.mask_high else 0.0
 
     kept = []
     for t in trained:

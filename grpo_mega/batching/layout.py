@@ -7,6 +7,8 @@ segment. `pack` writes by `response_slice`, `to_samples` reads by it, so the two
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,3 +49,10 @@ def segments(batch: PackedBatch) -> Tensor:
     """[T] int64: the number of the segment that each token is of, padding's last."""
     numbers = torch.arange(batch.num_segments, device=batch.cu_seqlens.device)
     return numbers.repeat_interleave(batch.cu_seqlens.diff(), output_size=batch.num_tokens)
+
+
+def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    """Return the batch with its tensors on `device`."""
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    moved: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
+    return replace(batch, **moved)

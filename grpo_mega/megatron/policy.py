@@ -11,7 +11,6 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.losses import LossOutputs, accumulate, finalize, policy_loss
 from grpo_mega.algorithm_settings import loss_settings
-from grpo_mega.batching.layout import segments
+from grpo_mega.batching.layout import segments, to_device
 from grpo_mega.config import Config
 from grpo_mega.fp8 import RECIPES
 from grpo_mega.guard import Guard, num_groups
@@ -197,7 +196,7 @@ class Policy:
         them, they are not computed here, and `update` takes them from its forward pass.
         """
         self.onload_weights()
-        batches = [[_to_device(b, self._runtime.device.torch_device) for b in mini] for mini in mini_batches]
+        batches = [[to_device(b, self._runtime.device.torch_device) for b in mini] for mini in mini_batches]
         if self._config.needs_old_logprobs:
             with timed("logprobs"):
                 for batch, values in self._evaluate(batches):
@@ -222,10 +221,10 @@ class Policy:
                 self._seen = []
                 metrics = self._reduced(self._pipeline.forward_backward(batches, self._loss))
                 limit = algorithm.early_stop_imp_ratio
-                if limit is not None and not metrics["ratio/mean"] <= limit:  # a NaN is dropped too
+                if limit is not None and metrics["ratio/mean"] > limit:  # a NaN is no early stop
                     metrics |= {"dropped_mini_batches": 1.0, "nonfinite_mini_batches": 0.0}
                 else:
-                    metrics |= self._optimizer_update(metrics["loss/total"])
+                    metrics |= self._optimizer_update(metrics["loss/total"], metrics["ratio/mean"])
                 passes.append(metrics)
         return passes
 
@@ -235,13 +234,13 @@ class Policy:
         set_level(self._models[0].config, self._config.precision, verdict.level)
         return verdict.messages
 
-    def _optimizer_update(self, loss: float) -> StepMetrics:
-        """One optimizer step, unless loss or gradient is not finite: then nothing of the mini-batch reaches the weights."""
+    def _optimizer_update(self, *totals: float) -> StepMetrics:
+        """One optimizer step, unless one of `totals` or the gradient is not finite: then no weight feels the mini-batch."""
         self._optimizer.prepare_grads()
         squares = optimizers.squared_norms(self._optimizer, self._layer_group, num_groups(self._shape.num_layers))
         self._layer_norms.append(self._runtime.sum(squares).sqrt().tolist())
         grad_norm = math.hypot(*self._layer_norms[-1])
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        if not all(map(math.isfinite, (*totals, grad_norm))):
             self.nonfinite_samples |= self._find_nonfinite()
             return {"dropped_mini_batches": 1.0, "nonfinite_mini_batches": 1.0}
         lr = optimizers.learning_rate(
@@ -393,9 +392,3 @@ def _check_partitions(parameters: Mapping[str, Tensor], runtime: Runtime, holdin
     for name, p in parameters.items():
         is_cut = first[name] != second[name]
         assert getattr(p, "tensor_model_parallel", False) == is_cut, (name, is_cut)
-
-
-def _to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    moved: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
-    return replace(batch, **moved)

@@ -65,6 +65,50 @@ def test_the_weighted_k3_has_the_divergence_for_its_mean_and_its_gradient_for_it
     torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-12)
 
 
+# logprobs less the reference's, and less those before the update: past every clamp, never on the border of one.
+GAPS = torch.arange(-30.0, 30.05, 0.1, dtype=torch.float64) + 0.013
+MOVES = torch.tensor([-25.0, -18.0, -7.0, -2.6, -0.8, 0.0, 0.5, 2.2, 9.0, 23.0], dtype=torch.float64) + 0.007
+
+
+def penalties_and_slopes(kind, max_penalty=10.0):
+    """[len(GAPS), len(MOVES)] values, gradients by autograd, and central differences, all in float64."""
+    gaps, moves = (values.contiguous() for values in torch.broadcast_tensors(GAPS[:, None], MOVES))
+    logprobs = torch.full_like(gaps, -1.5, requires_grad=True)
+
+    def penalty(x):
+        reference, old = (-1.5 - gaps), (-1.5 - moves)
+        return kl_penalty(x, reference, kind, old_logprobs=old, max_penalty=max_penalty)
+
+    values = penalty(logprobs)
+    (gradients,) = torch.autograd.grad(values.sum(), logprobs)
+    with torch.no_grad():
+        differences = (penalty(logprobs + 1e-6) - penalty(logprobs - 1e-6)) / 2e-6
+    return gaps, moves, values.detach(), gradients, differences
+
+
+@pytest.mark.parametrize("max_penalty", [10.0, 0.3, None])
+@pytest.mark.parametrize("kind", [*KINDS, "low_var_kl_weighted"])
+def test_no_penalty_pushes_away_from_the_reference(kind, max_penalty):
+    """A step against the gradient raises log-probs that are below the reference's, lowers those above, or leaves them."""
+    gaps, _, values, gradients, differences = penalties_and_slopes(kind, max_penalty)
+    if kind != "kl":  # k1 pulls one way, wherever the reference is
+        assert (gradients * gaps >= 0).all()
+    within = (gaps.abs() < 20) | (kind != "low_var_kl_weighted")  # beyond, the ratio is held constant for the gradient alone
+    scale = torch.maximum(differences.abs().clamp(min=1.0), 1e-5 * values.abs())  # what differences of large values resolve
+    torch.testing.assert_close((gradients / scale)[within], (differences / scale)[within], rtol=0, atol=1e-3)
+
+
+def test_the_weighted_k3_is_slimes_with_its_clamp_on_the_product():
+    """slime, with --use-unbiased-kl and low_var_kl: min(r (e^-d - 1 + d), 10), whose gradient is r d up to there and then 0."""
+    gaps, moves, values, gradients, _ = penalties_and_slopes("low_var_kl_weighted")
+    product = moves.exp() * ((-gaps).exp() - 1 + gaps)
+    expected = torch.where(product > 10, torch.zeros_like(gaps), moves.exp() * gaps)
+    is_within = (gaps.abs() < 20) & (moves.abs() < 20)  # where ours holds the logarithms, which slime does not
+    assert ((product < 9) & ((-gaps).exp() > 11)).any() and ((product > 11) & ((-gaps).exp() < 9)).any()
+    torch.testing.assert_close(values[is_within], product.clamp(max=10)[is_within], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradients[is_within], expected[is_within], rtol=1e-7, atol=1e-9)
+
+
 def test_the_clamp_of_k3_can_be_moved_and_removed():
     logprobs, reference = torch.tensor([-6.0], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     exact = math.exp(6) - 1 - 6

@@ -147,6 +147,36 @@ def test_on_policy_the_gradient_is_the_papers_coefficient_and_the_ratio_is_one()
     assert metrics["ratio/mean"] == 1.0 and metrics["ratio/max"] == 1.0 and metrics["clip/fraction"] == 0.0
 
 
+def test_icepop_is_slimes_and_nemo_rls():
+    """Both multiply the clipped term by exp(old - rollout) within the band and by 0 outside, and leave KL and entropy alone."""
+    inputs = make_inputs(211, 5)
+    old, rollout, mask = inputs.old_logprobs, inputs.rollout_logprobs, inputs.loss_mask
+    mismatch = (old - rollout).exp()
+    band = (float(mismatch.quantile(0.2)), float(mismatch.quantile(0.7)))
+    weight = torch.where((mismatch >= band[0]) & (mismatch <= band[1]), mismatch, torch.zeros_like(mismatch))
+    ratio, advantages = (inputs.logprobs - old).exp(), inputs.advantages
+    policy = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - 0.2, 1 + 0.28))
+    kl = (inputs.ref_logprobs - inputs.logprobs).exp() - 1 - (inputs.ref_logprobs - inputs.logprobs)
+    per_token = weight * policy + 0.3 * kl - 0.1 * inputs.entropy
+    is_trained = mask > 0
+    expected = (inputs.loss_weights * per_token)[is_trained].sum()
+    correction = {"importance": "icepop", "mask_low": band[0], "mask_high": band[1]}
+    options = {"clip_low": 0.2, "clip_high": 0.28, "kl_beta": 0.3, "entropy_bonus": 0.1}
+    outputs = loss_of(inputs, correction=correction, **options)
+    leaves = (inputs.logprobs, inputs.entropy)
+    gradients, wanted = torch.autograd.grad(outputs.loss, leaves), torch.autograd.grad(expected, leaves)
+    for given, other in zip((outputs.loss, *gradients), (expected, *wanted), strict=True):
+        torch.testing.assert_close(given, other, rtol=1e-12, atol=1e-15)
+    metrics = finalize(outputs.sums, outputs.maxima)
+    assert metrics["correction/masked"] == pytest.approx(float((weight == 0)[is_trained].double().mean()))
+    assert metrics["correction/importance"] == pytest.approx(float(weight[is_trained].mean()))
+    # Masking drops the tokens' KL and entropy as well, and leaves the weight of the others at 1.
+    masked = loss_of(inputs, correction=correction | {"importance": "none", "mask": "token"}, **options)
+    (gradient,) = torch.autograd.grad(masked.loss, inputs.logprobs)
+    assert gradient[weight == 0].eq(0).all()
+    assert gradients[0][is_trained & (weight == 0)].ne(0).all()
+
+
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 def test_masked_tokens_contribute_exactly_nothing_whatever_they_hold(garbage):
     options = OPTIONS | {"kl_beta": 0.3, "entropy_bonus": 0.1}

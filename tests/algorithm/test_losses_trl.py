@@ -157,17 +157,21 @@ def test_a_kl_weighted_by_the_importance_ratio_equals_trls(seed):
 
 
 @pytest.mark.parametrize(("loss_type", "level"), [("grpo", "token"), ("cispo", "token"), ("dapo", "sequence")])
-@pytest.mark.parametrize("importance", ["token", "sequence"])
+@pytest.mark.parametrize("importance", ["token", "sequence", "icepop"])
 @pytest.mark.parametrize("seed", range(3))
-def test_truncated_importance_weighs_the_policys_term_as_trls_does(loss_type, level, importance, seed):
+def test_importance_weighs_the_policys_term_as_trls_does(loss_type, level, importance, seed):
     """The ratios are computed here, as TRL does it elsewhere; that they spare the KL is TRL's own code."""
     batch = make_batch(seed, torch.float64)
     rollout_logprobs = batch.old_logprobs + 0.3 * torch.sin(torch.arange(6 * MAX_LENGTH).double()).view(6, MAX_LENGTH)
     log_ratio = (batch.old_logprobs - rollout_logprobs) * batch.mask
     if importance == "sequence":
         log_ratio = log_ratio.sum(dim=1, keepdim=True)
-    expected, _ = trl_loss(batch, loss_type, level, engine_ratio=log_ratio.exp().clamp(max=1.1))
-    correction = {"importance": importance, "max_importance": 1.1}
+    engine_ratio, correction = log_ratio.exp().clamp(max=1.1), {"importance": importance, "max_importance": 1.1}
+    if importance == "icepop":
+        is_outside = (log_ratio.exp() < 0.8) | (log_ratio.exp() > 1.1)
+        engine_ratio = log_ratio.exp().masked_fill(is_outside, 0.0)
+        correction = {"importance": "icepop", "mask_low": 0.8, "mask_high": 1.1}
+    expected, _ = trl_loss(batch, loss_type, level, engine_ratio=engine_ratio)
     options = {"rollout_logprobs": rollout_logprobs, "correction": correction}
     assert_same(batch, our_outputs(batch, *OURS[loss_type, level], **options).loss, expected)
 

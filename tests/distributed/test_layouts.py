@@ -104,7 +104,11 @@ METHODS = {
     "cispo": ("algorithm.recipe=cispo", "algorithm.correction={importance: token, mask: token, mask_low: 0.3, mask_high: 3.0}"),
     "sapo": ("algorithm.recipe=sapo", "algorithm.correction={mask: geometric, mask_low: 0.7, mask_high: 1.4}"),
     "gmpo": ("algorithm.recipe=gmpo", "algorithm.correction={mask: sequence, mask_low: 0.05, mask_high: 20.0}"),
-    "rloo": ("algorithm.recipe=rloo", "algorithm.loss_type=reinforce"),
+    "rloo": (
+        "algorithm.recipe=rloo",
+        "algorithm.loss_type=reinforce",
+        "algorithm.correction={importance: icepop, mask_low: 0.8, mask_high: 1.25}",
+    ),
     "reinforce_plus_plus": ("algorithm.recipe=reinforce_plus_plus", "algorithm.kl_beta=0.1"),
     "reinforce_plus_plus_baseline": ("algorithm.recipe=reinforce_plus_plus_baseline", "algorithm.overlong_buffer=0.3"),
     "process_supervision": ("algorithm.recipe=process_supervision", "algorithm.overlong_filter=true"),

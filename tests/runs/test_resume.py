@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import bench_kills
 import pytest
@@ -90,8 +91,11 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> N
 
 
 def losses(run_dir: Path) -> list[float]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss/total"] for row in rows if "loss/total" in row]
+    return [row["loss/total"] for row in metrics(run_dir) if "loss/total" in row]
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_stopped_by_its_file_goes_on_as_if_nothing_had_happened(inputs: Path, whole: End, tmp_path: Path) -> None:
@@ -254,20 +258,42 @@ def test_a_run_in_use_is_refused(inputs: Path, tmp_path: Path) -> None:
 
 
 def test_weights_that_blow_up_stop_the_run_with_a_checkpoint(inputs: Path, tmp_path: Path) -> None:
-    code, output = run(
-        inputs,
-        tmp_path / "run",
-        "--set",
-        "optimizer.lr=1e30",
-        "--set",
-        "optimizer.clip_grad=0",
-        "--set",
-        "max_nonfinite_steps=2",
-    )
+    """Though a mean importance ratio that is NaN is not below the limit of an early stop either."""
+    settings = ("optimizer.lr=1e30", "optimizer.clip_grad=0", "max_nonfinite_steps=2", "algorithm.early_stop_imp_ratio=5.0")
+    code, output = run(inputs, tmp_path / "run", *(part for setting in settings for part in ("--set", setting)))
     assert code == 2, output
     assert "loss or gradient not finite, from prompt" in output
     assert "was not finite in 2 steps in a row" in output
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+    ends = [row for row in metrics(tmp_path / "run") if row.get("ratio/mean") == "NaN"]
+    assert len(ends) >= 2 and all(row["nonfinite_mini_batches"] > 0 for row in ends)
+
+
+def test_a_run_that_diverged_goes_on_with_gentler_settings_and_the_prompts_that_come_next(inputs: Path, tmp_path: Path) -> None:
+    """A KL coefficient beyond reason makes gradients infinite as soon as the policy has left the reference."""
+    always = ("--set", "log.samples_per_step=16", "--set", "steps=6")
+    fatal = ("--set", "algorithm.kl_beta=1e37", "--set", "max_nonfinite_steps=2")
+    code, output = run(inputs, tmp_path / "run", *always, *fatal)
+    assert code == 2 and "in 2 steps in a row, up to step 2;" in output, output
+    assert "go on with --resume and a lower optimizer.lr" in output
+    code, output = run(inputs, tmp_path / "run", *always, "--resume", "--set", "optimizer.lr=1e-4")
+    assert code == 0, output
+    for line in (
+        "from here on optimizer.lr=0.0001; it was 0.001",
+        "from here on algorithm.kl_beta=0.01; it was 1e+37",
+        "from here on max_nonfinite_steps=3; it was 2",
+    ):
+        assert line in output and line in (tmp_path / "run" / "messages.jsonl").read_text()
+    rows = [row for row in metrics(tmp_path / "run") if "loss/total" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["nonfinite_mini_batches"] for row in rows] == [1, 2, 0, 0, 0, 0]
+    assert all(0 < row["lr"] <= 1e-4 for row in rows[2:])
+    # Two steps draw all eight prompts, so that a step that were drawn again would leave some out.
+    drawn: dict[int, set[str]] = {}
+    for text in (tmp_path / "run" / "samples.jsonl").read_text().splitlines():
+        row = json.loads(text)
+        drawn.setdefault((row["step"] - 1) // 2, set()).add(row["prompt"])
+    assert [len(prompts) for prompts in drawn.values()] == [8, 8, 8]
 
 
 def test_weights_that_do_not_move_though_steps_are_taken_are_an_error(inputs: Path, tmp_path: Path) -> None:

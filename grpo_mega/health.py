@@ -1,0 +1,56 @@
+"""Judge after each step if the run is worth going on with: are updates finite, and does the engine agree with the trainer?
+
+In: the metrics of a step, the same on all ranks. Out: a warning; NonFiniteError or MismatchError in one line with the remedy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_mega.config import Config
+from grpo_mega.errors import MismatchError, NonFiniteError
+from grpo_mega.types import Sample, StepMetrics
+
+_MOST_NAMED = 8  # samples in a warning
+
+
+@dataclass
+class Health:
+    """Count the steps in a row with updates that were dropped because of infinities or NaN."""
+
+    config: Config
+    nonfinite_steps: int = 0
+
+    @property
+    def has_diverged(self) -> bool:
+        """Tell if there were too many of them, so that the run must end after this step, with a checkpoint."""
+        return self.nonfinite_steps >= self.config.max_nonfinite_steps
+
+    def observe(self, step: int, metrics: StepMetrics, blamed: Sequence[Sample]) -> list[str]:
+        """Count the update of `step`; return a warning with the samples to blame if part of it was dropped."""
+        if not metrics.get("nonfinite_mini_batches"):
+            self.nonfinite_steps = 0
+            return []
+        self.nonfinite_steps += 1
+        names = [f"prompt {sample.prompt.id} sample {sample.index}" for sample in blamed[:_MOST_NAMED]]
+        blame = f"from {', '.join(names)}" if names else "from the gradient alone"
+        return [f"step {step}: loss or gradient not finite, {blame}; the mini-batch was dropped"]
+
+    def check(self, step: int, metrics: StepMetrics, checkpoints: Path) -> None:
+        """Raise NonFiniteError after too many such steps, of which the last is logged and saved in `checkpoints`, and
+        MismatchError where engine and trainer give tokens too different probabilities."""
+        if self.has_diverged:
+            raise NonFiniteError(
+                f"loss or gradient was not finite in {self.nonfinite_steps} steps in a row, up to step {step}; a checkpoint is "
+                f"in {checkpoints}; go on with --resume and a lower optimizer.lr, or a higher max_nonfinite_steps"
+            )
+        k3, limit = metrics.get("mismatch/k3", 0.0), self.config.rollout.mismatch_stop
+        is_counted = math.isnan(k3) and self.nonfinite_steps > 0  # NaN log-probs are not the engine's doing
+        if limit is not None and not is_counted and not k3 <= limit:
+            raise MismatchError(
+                f"step {step}: the KL (k3) between engine and trainer is {k3:.3g} nats a token, above "
+                f"rollout.mismatch_stop={limit}; go on from a checkpoint before it, or raise the limit"
+            )
