@@ -59,16 +59,17 @@ def latest(folder: Path) -> Path | None:
     interrupted saves are not looked at. Raises ResumeError if `latest` names no checkpoint, or is missing beside copies alone.
     """
     pointer = folder / LATEST
-    whole = [path for _, _, path in _whole(folder)]
-    named = [path for path in whole if path.name == step_name(read_manifest(path).step)]
-    newest = next(reversed(named or whole), None)
+    whole = _whole(folder)
+    named = [path for _, step, path in whole if path.name == step_name(step)]
+    copies = [path for _, _, path in whole if path not in named]
     if not pointer.exists():
-        if whole and not named:
-            raise ResumeError(f"{pointer} is missing beside {whole[-1].name}; put that name into it and resume")
-        return newest
+        if copies and not named:
+            raise ResumeError(f"{pointer} is missing beside {copies[-1].name}; put that name into it and resume")
+        return named[-1] if named else None
     found = folder / pointer.read_text().strip()
     if found == folder or not (found / MANIFEST).is_file():
-        remedy = f"put {newest.name} into it" if newest else "put the name of a checkpoint's folder into it"
+        candidates = named or copies
+        remedy = f"put {candidates[-1].name} into it" if candidates else "put the name of a checkpoint's folder into it"
         raise ResumeError(f"{pointer} names {found.name!r}, which is not there or not whole; {remedy} and resume")
     return found
 
@@ -190,7 +191,7 @@ def sync_folder(folder: Path) -> None:
 
 def _written(folder: Path) -> list[tuple[float, int, Path]]:
     """Those of `_whole` that a run wrote here."""
-    return [one for one in _whole(folder) if one[2].name == step_name(one[1]) and not one[2].is_symlink()]
+    return [(when, step, path) for when, step, path in _whole(folder) if path.name == step_name(step) and not path.is_symlink()]
 
 
 def _whole(folder: Path) -> list[tuple[float, int, Path]]:
