@@ -168,7 +168,7 @@ class RewardPool:
         """Waits for all samples submitted since the last collect; their results in the order of submission.
 
         Raises:
-            RewardError: the workers cannot start, or a function raised an exception for every one of the samples.
+            RewardError: the workers cannot start.
         """
         with self._changed:
             while self._unfinished and self._failure is None:
@@ -176,13 +176,8 @@ class RewardPool:
             self._raise_failure()
             pending, self._pending = self._pending, {}
             raised, self._raised = self._raised, {}
-        for name, errors in raised.items():
-            if errors and len(errors) == len(pending):
-                raise RewardError(
-                    f"reward function {name!r} raised an exception for every one of {len(pending)} samples, first "
-                    f"{next(iter(errors.values()))}; mend the function or take it out of rewards.functions"
-                )
-        return {key: result_of(self._weights, sample.outcomes) for key, sample in pending.items()}
+        errors = {key: {name: texts[key] for name, texts in raised.items() if key in texts} for key in pending}
+        return {key: result_of(self._weights, sample.outcomes, errors[key]) for key, sample in pending.items()}
 
     def close(self) -> None:
         """Ends all workers, busy or not, and waits for their end; may be called twice."""
