@@ -6,8 +6,11 @@ the checkpoint that the trainer wrote is then the policy that it trained.
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that spin are ten times slower on a busy machine
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

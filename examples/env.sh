@@ -2,6 +2,9 @@
 # with the project and the named extras of pyproject.toml installed, and sets VENV_PYTHON. A second call installs nothing:
 # .venv/.installed holds the checksum of pyproject.toml and the extras. PYTHON names the interpreter to make .venv with.
 
+# Threads of PyTorch that spin while they wait make small models ten times slower on a busy machine.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
+
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV_PYTHON="$ROOT/.venv/bin/python"
 

@@ -4,6 +4,7 @@
     mean@n, pass@k, majority@k      of n sampled answers to each prompt, see observe/pass_at_k.py. There a response is right if
                 `accuracy` says so where that is among the rewards, else if it has full marks; responses vote by their answer's
                 text as rewards/normalize.py writes it
+    reward_errors       answers on which a reward function failed, if there are any; a warning names the first error
 
 A training run logs them as "eval/score", "eval/pass@4", or "eval/NAME/score" where sets have names (then "eval/score" is the
 mean of the sets'), and leaves a row for each prompt in heldout-N.jsonl:
@@ -47,6 +48,7 @@ class Evaluated:
     metrics: StepMetrics = field(default_factory=dict)  # "score", "pass@4", ...
     rows: list[dict[str, Any]] = field(default_factory=list)  # one a prompt, in their order
     num_unusable: int = 0  # prompts whose gold answer cannot be read
+    num_failed: int = 0  # answers on which a reward function raised or crashed
 
 
 def evaluate_if_due(job: Job, step: int) -> None:
@@ -75,7 +77,7 @@ def evaluate_set(job: Job, name: str, prompts: Sequence[Prompt], step: int) -> E
     what = f"prompts of {name}" if name else "held-out prompts"
     if config.greedy:
         sampling = replace(job.sampling, group_size=1, temperature=0.0)
-        _add_greedy(job, found, [g for groups in _answered(job, prompts, sampling, step, what) for g in groups])
+        _add_greedy(job, found, [g for groups in _answered(job, prompts, sampling, step, what, found) for g in groups])
     if config.samples:
         sampling = replace(
             job.sampling,
@@ -85,7 +87,9 @@ def evaluate_set(job: Job, name: str, prompts: Sequence[Prompt], step: int) -> E
             top_k=0,
             seed=job.config.seed + SEED_OFFSET,
         )
-        _add_sampled(job, found, _answered(job, prompts, sampling, step, f"{what}, sampled"))
+        _add_sampled(job, found, _answered(job, prompts, sampling, step, f"{what}, sampled", found))
+    if found.num_failed:
+        found.metrics["reward_errors"] = float(found.num_failed)
     return found
 
 
@@ -116,13 +120,18 @@ def is_right(sample: Sample, rewards: RewardsConfig) -> bool:
     return has_full_marks(sample)
 
 
-def _answered(job: Job, prompts: Sequence[Prompt], sampling: Sampling, step: int, what: str) -> Iterator[list[Group]]:
+def _answered(
+    job: Job, prompts: Sequence[Prompt], sampling: Sampling, step: int, what: str, found: Evaluated
+) -> Iterator[list[Group]]:
     """The groups of all prompts in their order, phase by phase."""
     size = max(1, MOST_SAMPLES // sampling.group_size)
     for first in range(0, len(prompts), size):
         part = prompts[first : first + size]
         is_all = len(part) == len(prompts)
-        yield rollout(job, part, sampling, step, what if is_all else f"{what}, {first + 1} to {first + len(part)}")
+        described = what if is_all else f"{what}, {first + 1} to {first + len(part)}"
+        groups = rollout(job, part, sampling, step, described, is_evaluation=True)
+        found.num_failed += sum("error" in sample.verdicts.values() for group in groups for sample in group.samples)
+        yield groups
 
 
 def _row_of(name: str, prompt: Prompt) -> dict[str, Any]:

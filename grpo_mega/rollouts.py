@@ -16,12 +16,20 @@ _MANY = 2**24  # more samples than a phase has
 
 
 def rollout(
-    job: Job, prompts: Sequence[Prompt], sampling: Sampling, step: int, description: str, *, wanted: int | None = None
+    job: Job,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    step: int,
+    description: str,
+    *,
+    wanted: int | None = None,
+    is_evaluation: bool = False,
 ) -> list[Group]:
     """Scored groups for all prompts, or for the first `wanted` that are done; in the order of the prompts, on every rank, all
     of the current policy. Samples are scored as they end, where they end.
 
-    Raises SyncError if an engine that sampled them held another policy.
+    Raises SyncError if an engine that sampled them held another policy, and, but for an evaluation, RewardError if a reward
+    function is broken.
     """
     is_shown = job.is_main and job.config.log.progress
     with job.timers("sample"), progress(len(prompts) * sampling.group_size, description, is_shown) as bar:
@@ -40,6 +48,8 @@ def rollout(
     job.scorer.keep(phase.mine.values())
     with job.timers("reward"), job.runtime.together():
         job.scorer.finish(recorder().beat)
+        if not is_evaluation:
+            job.scorer.check()
     with job.timers("exchange"):
         groups = exchange.gather(
             phase.mine,
@@ -48,4 +58,21 @@ def rollout(
             VERDICTS,
         )
     exchange.check_versions(groups, step)
+    if is_evaluation or not job.scorer.has_warned:  # training warns once, since each step counts the failures
+        is_told = _warn_of_failures(job, groups, description)
+        job.scorer.has_warned |= is_told and not is_evaluation
     return groups
+
+
+def _warn_of_failures(job: Job, groups: Sequence[Group], description: str) -> bool:
+    """Tells the first error of the reward functions on any rank, if there is one. All ranks call it."""
+    samples = [sample for group in groups for sample in group.samples]
+    num_failed = sum("error" in sample.verdicts.values() for sample in samples)
+    if not num_failed:
+        return False
+    texts = job.colocation.board.meet("scoring", job.scorer.first_error, job.config.rollout.phase_deadline_s)
+    job.log.warn(
+        f"{description}: reward functions failed on {num_failed} of {len(samples)} samples, which then have 0 or no score; "
+        f"the first: {next(filter(None, texts), 'a worker process ended')}"
+    )
+    return True

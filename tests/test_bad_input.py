@@ -25,10 +25,10 @@ from models import make_model, save_checkpoint
 from safetensors.torch import load_file, save_file
 
 from grpo_mega import cli
+from grpo_mega.launch import rank_environments
 
 SHARD = "model-00002-of-00006.safetensors"
 NORM = "model.layers.0.input_layernorm.weight"  # in that shard
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 BIG_TOKENIZER = {"model": {"vocab": {"a": 0, "b": 400}}}
 
 Spoil = Callable[[Path], Any]
@@ -238,8 +238,8 @@ CASES = [
     Case("reward missing", ("no function g", "check the name"), ("rewards.functions=[{name: pack.raises.g}]",), in_rank=True),
     Case(
         "reward raises every time",
-        ("'pack.raises.f'", "every one of 4 samples", "ZeroDivisionError", "mend the function"),
-        ("rewards.functions=[{name: pack.raises.f}]",),
+        ("'pack.raises.f'", "every one of the last", "ZeroDivisionError", "correct the function"),
+        ("rewards.functions=[{name: pack.raises.f}]", "batch.prompts_per_step=4", "algorithm.group_size=4"),
         after_start=True,
     ),
     # the machine
@@ -285,7 +285,7 @@ def folder(good_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     shutil.copytree(good_run, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for name in (*RANK_VARIABLES, cli.CLAIMED):
+    for name in (*rank_environments({}, world_size=1)[0], cli.CLAIMED):
         monkeypatch.setenv(name, "")  # so that what the run sets is undone
         monkeypatch.delenv(name)
     monkeypatch.setattr("grpo_mega.launch.launch_local", None)  # several ranks are never started

@@ -13,6 +13,7 @@ import yaml
 from grpo_mega import cli
 from grpo_mega.config import Config, LayoutConfig
 from grpo_mega.errors import ConfigError, RewardError
+from grpo_mega.launch import rank_environments
 
 HEAVY = {"torch", "transformers", "megatron", "numpy", "matplotlib", "wandb", "rich", "sglang"}
 
@@ -36,7 +37,7 @@ def config_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"):
+    for name in rank_environments({}, world_size=1)[0]:
         monkeypatch.setenv(name, "")  # so that what the code sets is undone
         monkeypatch.delenv(name)
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 import pytest
 
@@ -68,6 +69,24 @@ def test_ranks_get_torchruns_variables_and_a_share_of_the_cores(monkeypatch: pyt
         server.bind(("127.0.0.1", int(first["MASTER_PORT"])))
     assert rank_environments({"OMP_NUM_THREADS": "3"}, world_size=2)[0]["OMP_NUM_THREADS"] == "3"
     assert rank_environments({}, world_size=64)[0]["OMP_NUM_THREADS"] == "1"
+    assert first["OMP_WAIT_POLICY"] == "passive"
+    assert rank_environments({"OMP_WAIT_POLICY": "active"}, world_size=1)[0]["OMP_WAIT_POLICY"] == "active"
+
+
+def test_no_threads_of_ranks_and_examples_spin_while_they_wait() -> None:
+    """As the OpenMP library says that torch brings along."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    kept |= {"OMP_DISPLAY_ENV": "VERBOSE"}
+    examples = Path(__file__).resolve().parents[1] / "examples"
+    commands = [
+        (kept, [str(examples / "arithmetic.py"), "--help"]),
+        (kept, [str(examples / "answer_again.py"), "--help"]),
+        (rank_environments(kept, world_size=1)[0], ["-c", "import torch"]),
+    ]
+    started = [subprocess.Popen([sys.executable, *c], env=e, stdout=PIPE, stderr=STDOUT, text=True) for e, c in commands]
+    for process in started:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0 and "GOMP_SPINCOUNT = '0'" in output, output
 
 
 def test_rank_0_keeps_the_terminal_and_the_others_write_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -171,7 +171,7 @@ class RewardPool:
         While it waits, `on_progress()` is called from the caller's thread whenever checks have finished.
 
         Raises:
-            RewardError: the workers cannot start, or a function raised an exception for every one of the samples.
+            RewardError: the workers cannot start.
         """
         with self._changed:
             while (before := self._unfinished) and self._failure is None:
@@ -181,13 +181,8 @@ class RewardPool:
             self._raise_failure()
             pending, self._pending = self._pending, {}
             raised, self._raised = self._raised, {}
-        for name, errors in raised.items():
-            if errors and len(errors) == len(pending):
-                raise RewardError(
-                    f"reward function {name!r} raised an exception for every one of {len(pending)} samples, first "
-                    f"{next(iter(errors.values()))}; mend the function or take it out of rewards.functions"
-                )
-        return {key: result_of(self._weights, sample.outcomes) for key, sample in pending.items()}
+        errors = {key: {name: texts[key] for name, texts in raised.items() if key in texts} for key in pending}
+        return {key: result_of(self._weights, sample.outcomes, errors[key]) for key, sample in pending.items()}
 
     def close(self) -> None:
         """Ends all workers, busy or not, and waits for their end; may be called twice."""

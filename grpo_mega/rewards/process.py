@@ -18,7 +18,7 @@ from typing import Any
 from grpo_mega.rewards.protocol import END, FORK, FORK_AGAIN, LEAVE, FrameBuffer, Setup, frame
 
 ANSWER_LIMIT_S = 60.0  # for the template to fork, or to collect a killed process
-SECONDS_TO_END = 10.0  # for the template to end all below it
+SECONDS_TO_END = 30.0  # for the template to end all below it
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 _READ_SIZE = 1 << 16
 

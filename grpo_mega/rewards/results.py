@@ -1,7 +1,7 @@
 """What the pool gives back for a sample."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from grpo_mega.rewards.score import Score, Step
 
@@ -19,9 +19,10 @@ class RewardResult:
     scores: dict[str, float | None]
     verdicts: dict[str, str]
     steps: tuple[Step, ...] = ()
+    errors: Mapping[str, str] = field(default_factory=dict)  # the exceptions that were raised, by function
 
 
-def result_of(weights: Mapping[str, float], outcomes: Mapping[str, Score]) -> RewardResult:
+def result_of(weights: Mapping[str, float], outcomes: Mapping[str, Score], errors: Mapping[str, str]) -> RewardResult:
     """The result from the Scores of all functions in `weights`, which gives the order."""
     weighted = [weight * score.value for name, weight in weights.items() if (score := outcomes[name]).value is not None]
     counted = [(weight, step) for name, weight in weights.items() if weight for step in outcomes[name].steps]
@@ -30,4 +31,5 @@ def result_of(weights: Mapping[str, float], outcomes: Mapping[str, Score]) -> Re
         {name: outcomes[name].metric for name in weights},
         {name: outcomes[name].verdict for name in weights},
         tuple(sorted((Step(step.end, weight * step.value) for weight, step in counted), key=lambda step: step.end)),
+        errors,
     )

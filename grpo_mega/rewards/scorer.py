@@ -1,8 +1,8 @@
 """Scoring a rollout: samples go to the pool as they end, and their scores come back into them.
 
 `submit` is called by the engine for every sample that ends; `finish` waits for the rest and fills in scores, verdicts, reward
-and the rewards of steps. `drop_unusable` then takes out the groups whose gold answer does not parse: they would train on format
-alone.
+and the rewards of steps. Training then calls `check`; evaluation only warns of `first_error`. `drop_unusable`
+takes out the groups whose gold answer does not parse: they would train on format alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+from grpo_mega.rewards.failures import Failures
 from grpo_mega.rewards.pool import RewardPool
+from grpo_mega.rewards.results import RewardResult
 from grpo_mega.rewards.score import Step
 from grpo_mega.rewards.token_ends import token_ends
 from grpo_mega.types import Group, Sample
@@ -39,6 +41,9 @@ class Scorer:
         self._pool = pool
         self._decode = decode
         self._samples: dict[int, Sample] = {}
+        self._scored: list[tuple[Sample, RewardResult]] = []  # of the last rollout
+        self._failures = Failures()
+        self.has_warned = False  # a person was told that a function failed
         self._keys = itertools.count()
 
     def submit(self, sample: Sample) -> None:
@@ -58,14 +63,23 @@ class Scorer:
             del self._samples[key]
 
     def finish(self, on_progress: Callable[[], None] = lambda: None) -> None:
-        """Waits until everything submitted is scored; calls `on_progress()` as checks finish. Raises RewardError if a function
-        raised on every sample."""
+        """Wait until everything submitted is scored; call `on_progress()` as checks finish."""
         results = self._pool.collect(on_progress)
         for key, sample in self._samples.items():
             result = results[key]
             sample.scores, sample.verdicts, sample.reward = dict(result.scores), dict(result.verdicts), result.total
             sample.step_ends, sample.step_rewards = self._at_tokens(sample, result.steps)
+        self._scored = [(sample, results[key]) for key, sample in self._samples.items()]
         self._samples = {}
+
+    def check(self) -> None:
+        """Raises RewardError for a function that is broken, as the samples of this rollout and those before show it."""
+        self._failures.add(self._scored)
+
+    @property
+    def first_error(self) -> str | None:
+        """The first exception on the samples of this rollout, with the function's name."""
+        return next((f"{name}: {text}" for _, result in self._scored for name, text in result.errors.items()), None)
 
     def _at_tokens(self, sample: Sample, steps: Sequence[Step]) -> tuple[list[int], list[float]]:
         """Where the steps end and what they are worth; those that end at one token make one step."""

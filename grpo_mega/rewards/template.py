@@ -6,7 +6,8 @@ since a fork of more could hang; user functions are imported by each worker.
 
 It is also the workers' guardian. It adopts the orphans below it, and when the pool closes the socket or its process is gone,
 it kills the workers with all that their checks have started, in sessions of their own or not: a check that hangs in C code
-cannot keep any of them alive. The kernel tells it of the pool's end by SIGTERM, and where it cannot, the socket does.
+cannot keep any of them alive. The kernel tells it of the pool's end by SIGTERM, and where it cannot, the socket does; only a
+process that has made itself a daemon escapes where the kernel gives it another parent.
 
 Over the socket FD: to the pool READY or FAILED once; then from the pool FORK or FORK_AGAIN, each with the two pipe ends of a
 worker, which is answered with its process id. END and a process id kills a worker and all it started, and is answered with

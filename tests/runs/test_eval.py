@@ -29,13 +29,18 @@ from grpo_mega.errors import ConfigError
 pytestmark = pytest.mark.distributed
 
 ROOT = Path(__file__).resolve().parents[2]
-REWARD = "def is_odd(prompt, response, answer, extras):\n    return float(sum(map(ord, response)) % 2)\n"
+REWARD = """
+def is_odd(prompt, response, answer, extras):
+    if "Whisper" in prompt:
+        raise KeyError("too quiet")
+    return float(sum(map(ord, response)) % 2)
+"""
 SAMPLES = 5
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps, evaluated before, between and after, on two held-out sets."""
+    """Two steps, evaluated before, between and after, on held-out sets, on the last of which the reward function raises."""
     folder = tmp_path_factory.mktemp("eval")
     path = bench_kills.write_inputs(folder, "tp=1")
     (folder / "scoring.py").write_text(REWARD)
@@ -43,7 +48,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = (folder / "heldout.jsonl").read_text()
     (folder / "second.jsonl").write_text(rows.replace("Say", "Shout"))
     del config["data"]["heldout"]
-    config["data"]["heldout_sets"] = {"said": str(folder / "heldout.jsonl"), "shouted": str(folder / "second.jsonl")}
+    (folder / "third.jsonl").write_text(rows.replace("Say", "Whisper"))
+    files = {"said": "heldout.jsonl", "shouted": "second.jsonl", "whispered": "third.jsonl"}
+    config["data"]["heldout_sets"] = {name: str(folder / file) for name, file in files.items()}
     config["rewards"]["functions"] = [{"name": "scoring.is_odd"}]
     config |= {"steps": 2, "eval": {"interval": 1, "samples": SAMPLES, "temperature": 1.3}, "run_dir": str(folder / "run")}
     path.write_text(json.dumps(config))
@@ -82,7 +89,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def test_the_command_gives_the_answers_of_the_run_in_another_layout(run_dir: Path, evaluated: str) -> None:
     rows = read(run_dir.parent / "rows.jsonl")
-    assert [row["set"] for row in rows] == ["said"] * 2 + ["shouted"] * 2
+    assert [row["set"] for row in rows] == ["said"] * 2 + ["shouted"] * 2 + ["whispered"] * 2
     assert rows == read(run_dir / "heldout-000001.jsonl")
 
 
@@ -93,7 +100,7 @@ def test_the_commands_last_line_has_the_figures_that_the_run_logged(run_dir: Pat
     for name, found in summary["sets"].items():
         for key in found.keys() - {"num_prompts", "num_unusable"}:
             assert logged[f"eval/{name}/{key}"] == pytest.approx(found[key])
-    assert logged["eval/score"] == pytest.approx((logged["eval/said/score"] + logged["eval/shouted/score"]) / 2)
+    assert logged["eval/score"] == pytest.approx((logged["eval/said/score"] + logged["eval/shouted/score"]) / 3)
     assert "pass@4" in evaluated and "said" in evaluated
 
 
@@ -111,6 +118,16 @@ def test_figures_follow_from_the_rows(run_dir: Path, evaluated: str) -> None:
         for row in rows:
             assert row["correct"] == bool(sum(map(ord, row["response"])) % 2)
             assert len(row["answers"]) == row["samples"] == SAMPLES
+
+
+def test_a_function_that_raises_on_all_of_a_set_is_counted_and_warned_of(run_dir: Path, evaluated: str) -> None:
+    found = json.loads(evaluated.splitlines()[-1])["sets"]
+    assert (found["whispered"]["score"], found["whispered"]["reward_errors"]) == (0.0, 2 + 2 * SAMPLES)
+    assert "reward_errors" not in found["said"]
+    told = [row["text"] for row in read(run_dir / "messages.jsonl") if row["level"] == "warning" and row["step"] == 1]
+    assert [text for text in told if text.startswith("prompts of whispered: reward functions failed on 2 of 2 samples")]
+    for text in (*told, evaluated):
+        assert "scoring.is_odd: KeyError: 'too quiet' (in is_odd, scoring.py:4)" in text
 
 
 def test_the_training_set_gives_pass_rates_that_filter_it(run_dir: Path) -> None:

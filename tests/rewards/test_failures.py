@@ -1,0 +1,48 @@
+"""A reward function ends the run only where it can hardly be the data's fault."""
+
+import pytest
+
+from grpo_mega.errors import RewardError
+from grpo_mega.rewards.failures import Failures
+from grpo_mega.rewards.results import RewardResult
+from grpo_mega.types import Prompt, Sample
+
+Scored = tuple[Sample, RewardResult]
+
+
+def scored(prompt: int, response: int, raises: bool = True) -> Scored:
+    sample = Sample(Prompt(prompt, f"p{prompt}", (1,), "7"), response, [response], [-1.0], "stop", 0)
+    verdicts = {"good": "scored", "bad": "error" if raises else "scored"}
+    return sample, RewardResult(1.0, {"good": 1.0, "bad": 0.0}, verdicts, errors={"bad": "KeyError: 'x'"} if raises else {})
+
+
+def test_one_sample_or_one_row_of_data_never_ends_a_run() -> None:
+    failures = Failures()
+    failures.add([scored(0, 0)])
+    for step in range(10):
+        failures.add([scored(0, 16 * step + i) for i in range(16)])
+        failures.add([])
+
+
+def test_the_same_samples_again_do_not_count() -> None:
+    failures = Failures()
+    for _ in range(10):
+        failures.add([scored(prompt, 5) for prompt in range(7)])
+
+
+def test_many_samples_of_several_prompts_end_it_in_one_rollout_or_in_several() -> None:
+    text = r"'bad' raised an exception for every one of the last 8 samples, now KeyError: 'x'; correct the function"
+    with pytest.raises(RewardError, match=text):
+        Failures().add([scored(i % 4, i) for i in range(8)])
+    failures = Failures()
+    for i in range(7):
+        failures.add([scored(i % 4, i)])
+    with pytest.raises(RewardError, match=text):
+        failures.add([scored(3, 7)])
+
+
+def test_a_score_begins_the_count_again() -> None:
+    failures = Failures()
+    for _ in range(3):
+        failures.add([scored(i % 4, i, raises=i != 5) for i in range(100)])
+        failures.add([scored(i % 4, i) for i in range(7)])
