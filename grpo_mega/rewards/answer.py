@@ -15,7 +15,9 @@ from grpo_mega.rewards.prose import is_prose, read_passage, read_start
 _THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>"), ("[THINK]", "[/THINK]"))
 _TOKEN = re.compile(r"\\(?:boxed|fbox) *\{|\\.|[{}]", re.DOTALL)
 _UNBRACED = re.compile(r"\\(?:boxed|fbox) *(?=[^ {}])")
-_JOIN = re.compile(r"\}[\s$]*(?:[,;]\s*(?:(?:and|or)\b)?|(?:and|or)\b|\\text ?\{ ?(?:and|or) ?\})[\s$]*(?:[A-Za-z] ?= ?)?$")
+_JOIN = re.compile(
+    r"\}[\s$]*(?:[,;]\s*(?:(?:and|or)\b)?|(?:and|or)\b|\\text ?\{ ?(?:and|or) ?\})[\s$]*(?:[A-Za-z] ?= ?)?\\(?:boxed|fbox) *\{$"
+)
 _JOIN_CHARS, _MAX_JOINED = 40, 10
 _NUMBERED, _NUMBER = re.compile(r"\d+[.)]\s"), re.compile(r"[-$€£\\(*_ ]*\d")
 _MAX_HASHED = 400  # characters of a line after ####; a longer one is no answer
@@ -48,6 +50,8 @@ def read_located(marked: str | None, conclusion: str) -> str | None:
 
 def _conclusion(response: str) -> str:
     """What follows the last thought; "" if that thought has no end."""
+    if "<" not in response and "[" not in response:
+        return response
     for opening, closing in _THOUGHTS:
         end = response.rfind(closing)
         if response.rfind(opening) > end:
@@ -84,7 +88,7 @@ def _hashed(text: str) -> str | None:
 
 def _boxed(text: str) -> str | None:
     r"""The content of the last box, or of the last ones if they are joined: "\boxed{3} and \boxed{5}" gives "3, 5"."""
-    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    start = _last_command(text, len(text))
     if start < 0:
         return None
     if unbraced := _UNBRACED.match(text, start):  # \boxed 5
@@ -92,35 +96,37 @@ def _boxed(text: str) -> str | None:
         if found is not None:
             return found
     last = _last_boxed(text)
-    contents: list[str] = []
+    if last is None:
+        return None
+    contents = [text[slice(*last)].strip()]
     for _ in range(_MAX_JOINED):
+        last = _joined_box(text, last[0])
         if last is None:
             break
         content = text[slice(*last)].strip()
         if content not in contents:
             contents.insert(0, content)
-        last = _joined_box(text, last[0])
-    return ", ".join(contents) if contents else None
+    return ", ".join(contents)
+
+
+def _last_command(text: str, end: int) -> int:
+    r"""Where the last \boxed or \fbox before `end` begins, or -1."""
+    return max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))
 
 
 def _joined_box(text: str, start: int) -> tuple[int, int] | None:
     """The content of the box that is joined with the one whose content begins at `start`."""
-    box = max(text.rfind("\\boxed", 0, start), text.rfind("\\fbox", 0, start))
-    join = _JOIN.search(text[max(0, box - _JOIN_CHARS) : box])
-    if join is None:
-        return None
-    end = max(0, box - _JOIN_CHARS) + join.start()
-    before = max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))
+    first = max(0, start - _JOIN_CHARS)
+    join = _JOIN.search(text[first:start]) if "}" in text[first:start] else None
+    before = _last_command(text, first + join.start()) if join else -1
     found = _closed_box(text, before) if before >= 0 else None
-    return found if found and found[1] == end else None
+    return found if found and join and found[1] == first + join.start() else None
 
 
 def _last_boxed(text: str) -> tuple[int, int] | None:
     """Where the content of the balanced `\\boxed{...}` or `\\fbox{...}` that starts last begins and ends."""
-    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    if start < 0:
-        return None
-    return _closed_box(text, start) or _last_boxed_of_all(text)
+    start = _last_command(text, len(text))
+    return (_closed_box(text, start) or _last_boxed_of_all(text)) if start >= 0 else None
 
 
 def _closed_box(text: str, start: int) -> tuple[int, int] | None:
@@ -128,6 +134,9 @@ def _closed_box(text: str, start: int) -> tuple[int, int] | None:
     box = _TOKEN.match(text, start)
     if box is None or box[0][-1] != "{" or not _is_token(text, start):
         return None
+    end = text.find("}", box.end())
+    if text.find("{", box.end(), end) < 0 and text.find("\\", box.end(), end) < 0:  # the usual case
+        return (box.end(), end) if end >= 0 else None
     depth = 1
     for token in _TOKEN.finditer(text, box.end()):
         depth += {"{": 1, "}": -1}.get(token[0], 0)

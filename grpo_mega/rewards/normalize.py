@@ -63,11 +63,12 @@ _UNIT_AFTER_NUMBER = re.compile(
 )
 _TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathsf|mbox|operatorname) ?\{([^{}]*)\}"
 _CHOICE = re.compile(  # \textbf{(C)}\ 12
-    r"\s*(?:\\(?:text|textbf|textrm|mathrm|mathbf|bold) ?\{\s*)?(?:\(([A-J])\)|([A-J])[.:)](?= |\\|\}))\s*\}?"
+    r"[\s$]*(?:\\(?:text|textbf|textrm|mathrm|mathbf|bold) ?\{\s*)?(?:\(([A-J])\)|([A-J])[.:)](?= |\\|\}))\s*\}?"
     r"(?:\\[ ,;:!]|\\q?quad(?![A-Za-z])|[~\s.:])*(?=[^\s.,;:!?}])"
 )
 _ZEROS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALED = re.compile(rf"(?<![\w.,])([1-9]\d*)(?:\.(\d+))? ({'|'.join(_ZEROS)})(?![A-Za-z])")
+_ALIGNED = re.compile(r"\\begin\{(aligned|align\*?|gathered|split)\}")
 _TEXT_BETWEEN = re.compile(r"^(?!.*\\begin)[^\\]*\d[^\\]*\\text ?\{(?! ?and ?\})[^{}]*[A-Za-z]{3}[^{}]*\}[^\\]*\d")
 _DENIAL = re.compile(r"\b(?:not|never|neither|nor|cannot|more than|less than|fewer than|greater than)\b")
 _SPACE = re.compile(r"\\(?:[,;:! ]|q?quad(?![A-Za-z]))")
@@ -110,6 +111,7 @@ def normalize_answer(text: str) -> str:
 
 def _by_rules(text: str) -> str:
     text = plain(text[-TAIL:]).translate(_CHARACTERS)
+    text = _last_row(text)
     if choice := _CHOICE.match(text):
         letter, value = choice[1] or choice[2], normalize_answer(text[choice.end() :])
         return f"({letter}) {value}" if value else letter
@@ -125,6 +127,15 @@ def _by_rules(text: str) -> str:
     text = _SCALED.sub(_scale, text)
     text = _UNIT_AFTER_NUMBER.sub(r"\g<number>", text)
     return _strip_ends(re.sub(r" {2,}", " ", text))
+
+
+def _last_row(text: str) -> str:
+    """Of aligned equations the last one."""
+    if "\\begin" not in text or not (begin := _ALIGNED.search(text)):
+        return text
+    body, _, after = text[begin.end() :].partition(rf"\end{{{begin[1]}}}")
+    *_, row = ("", *(row for row in body.split("\\\\") if row.strip()))
+    return text[: begin.start()] + row.replace("&", "") + after
 
 
 def _unwrap_if_prose(match: re.Match[str]) -> str:

@@ -62,6 +62,11 @@ _REASON = re.compile(  # what begins an explanation after an answer
     rf"|, ?(?=(?!and\b|or\b)(?:[a-z]{{3,}}|[{CJK}]))"
     rf"|(?<=\S) ?(?=\([^()]*(?:[A-Za-z]{{3}}|=|[{CJK}]))"
 )
+_NAME = re.compile(r"[A-Za-z]{3,}(?=, \d)")  # Monday, 3 days after Friday
+_OFFER = re.compile(  # what chat models end with
+    r"\s(?:Would you|Do you (?:want|have|need)|Shall I|Want me|Let me know|Feel free|I hope|Hope (?:this|that)|Please let"
+    r"|If you (?:have|need|want|would))\b[^\n]*$"
+)
 _SENTENCE_END = re.compile(r"(?<!\bRs)(?<!\bNo)(?<!\bvs)(?<![ap]\.m)[.!?](?=\s|$)|\n")
 _FILLER = re.compile(
     r"(?:(?:the|either|both|approximately|about|around|roughly|exactly|simply|just|only|equal to|option|choice|therefore|thus"
@@ -69,13 +74,14 @@ _FILLER = re.compile(
     re.IGNORECASE,
 )
 _CHOICE = re.compile(
-    r"\((?P<closed>[A-J])\)(?!\s*(?:,|and\b|or\b)\s*\([A-J])"
+    r"\(?(?P<closed>[A-J])\)(?!\s*(?:,|and\b|or\b)\s*\([A-J])"
     r"|(?P<bare>[A-HJ])(?![\w'(])(?!\s*(?:[-=+*/^<>]|,\s*\(?[A-J]\b|(?:and|or)\s+\(?[A-J]\b))"
     r"(?!\s+(?!because\b|since\b|as\b|for\b|by\b|with\b)[a-z])"
 )
 _CHOSEN = re.compile(r"(?<![A-Za-z])(?<!or )(?<!and )\(?([A-J])\)? is (?:the )?(?:correct|right|answer)\b")
 _DENIED = re.compile(
-    r"(?:\bnot|n't|\bnever|\bcannot|≠|\\neq?|\bthan|\binstead of|\bof (?:the|all|his|her|their)|\bout of)"
+    r"(?:\bbetween(?: \S+ and)?|\bnot|n't|\bnever|\bcannot|≠|\\neq?|\bthan|\binstead of|\bout of"
+    r"|\bof (?:the|all|his|her|their))"
     r"(?: (?:be|equal|to|just|simply|the|a|all|exactly))*[ $*]*$"
 )
 _DENIED_CHARS = 40
@@ -85,14 +91,14 @@ _NO_ANSWER = re.compile(
     re.IGNORECASE,
 )
 
-_BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
+_EMPHASIS = re.compile(r"(?<![\w)}\]*])\*{1,2}([^\s*][^*\n]*)\*{1,2}(?![\w(*])")
 _LIST_MARKER = re.compile(r"\d+[.)]")
 
 
 def read_passage(text: str) -> str | None:
     """Return the whole text if it is a bare expression or a short phrase, else the answer that its tail states."""
     text = text.strip()
-    written = text[-TAIL:]
+    written = _OFFER.sub("", text[-TAIL:])
     tail = plain(written)
     is_whole = len(text) <= TAIL and ("\n" not in tail or "\\begin{" in tail)
     if is_whole and not is_prose(tail):
@@ -168,9 +174,9 @@ def _read_start(clause: str) -> str | None:
     head = _REASON.split(clause)[0].rstrip(" .!?,;:")
     if head and not is_prose(head):
         return head
-    leading = _leading(clause)
+    leading = _leading(clause) or _NAME.match(clause)
     if leading:
-        return leading
+        return leading if isinstance(leading, str) else leading[0]
     return _phrase(head) if head != clause and len(head.split()) <= 2 else None
 
 
@@ -196,8 +202,10 @@ def _leading(clause: str) -> str | None:
 def _emphasized(text: str) -> str | None:
     """The expression in bold in the last line, if there is one and only one."""
     line = text.rstrip().rpartition("\n")[2]
-    found = [plain(bold) for bold in _BOLD.findall(line) if not _LIST_MARKER.fullmatch(bold.strip())]
-    answers = [bold for bold in found if _FORMULA.match(bold) or _EXPRESSION.match(bold)]
+    found = [plain(bold) for bold in _EMPHASIS.findall(line) if not _LIST_MARKER.fullmatch(bold.strip())]
+    answers = [
+        bold for bold in found if _FORMULA.match(bold) or _EXPRESSION.match(bold) or ("=" in bold and not is_prose(bold))
+    ]
     return _read_clause(answers[0]) if len(answers) == 1 else None
 
 
@@ -209,7 +217,17 @@ def _chosen(text: str) -> str | None:
 def _last_expression(text: str) -> str | None:
     """The last formula, or the last number or expression after it, that the text neither denies nor has in a remark alone."""
     formulas = [match for match in _FORMULA.finditer(text) if match[match.lastgroup or 0].strip()]
-    found = [*formulas, *_EXPRESSION.finditer(text, formulas[-1].end() if formulas else 0)]
+    start = formulas[-1].end() if formulas else 0
+    end = len(text)
+    while end > start:  # sentence by sentence, the last one first
+        begin = max(start, text.rfind("\n", start, end - 1) + 1, text.rfind(". ", start, end - 1) + 1)
+        if found := _last_stated(text, [*_EXPRESSION.finditer(text, begin, end)]):
+            return found
+        end = begin
+    return _last_stated(text, formulas)
+
+
+def _last_stated(text: str, found: list[re.Match[str]]) -> str | None:
     while found:
         match = found.pop()
         if _DENIED.search(text[max(0, match.start() - _DENIED_CHARS) : match.start()]):

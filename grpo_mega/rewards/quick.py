@@ -34,7 +34,7 @@ def quick(response: str, answer: str) -> tuple[Score | None, tuple[str, str] | N
     Takes time linear in the texts' lengths and some dozen microseconds for the answers in them, whatever they hold.
     """
     try:
-        gold, text = _read_if_short(answer), _read_if_short(response)
+        gold, text = _read_gold(answer), _read_if_short(response)
         if gold is None or text is None:
             return None, None
         score = judge(*without_choices(gold, text))
@@ -51,9 +51,9 @@ def read(text: str) -> str:
 def without_choices(gold: str, text: str) -> tuple[str, str]:
     """Return what of two normalized answers is compared: of "(C) 12" the letter where the other one is a letter, or if both
     have letters that differ; else the value."""
-    (gold_letter, gold_value), (letter, value) = _choice(gold), _choice(text)
-    if not gold_value and not value:
+    if not (_CHOICE.fullmatch(gold) or _CHOICE.fullmatch(text)):
         return gold, text
+    (gold_letter, gold_value), (letter, value) = _choice(gold), _choice(text)
     if gold_letter and letter and (gold_letter != letter or not (gold_value and value)):
         return gold_letter, letter
     return gold_value or gold, value or text
@@ -115,10 +115,9 @@ def right_side(gold: str, text: str) -> str:
 
 def _is_contradiction(gold: str, text: str) -> bool:
     """Whether the text says that two different numbers are equal, as 17 = 18, or is in another base than the gold answer."""
-    gold_base, base = _BASE.fullmatch(gold), _BASE.fullmatch(text)
-    if gold_base and base:
+    if "_" in gold and (gold_base := _BASE.fullmatch(gold)) and (base := _BASE.fullmatch(text)):
         return gold_base[1] != base[1]
-    if _EQUALS.search(gold) or _LIST.search(text) or "=" not in text:
+    if "=" not in text or _EQUALS.search(gold) or _LIST.search(text):
         return False
     sides = [parse_number(normalize_answer(side)) for side in _EQUALS.split(text)]
     numbers = [side for side in sides if side]
@@ -135,6 +134,9 @@ def _choice(text: str) -> tuple[str, str]:
 def _read_if_short(text: str) -> str | None:
     marked, conclusion = locate_answer(text)
     return _normalize_short(marked, conclusion) if len(marked or conclusion) <= MAX_CHARS else None
+
+
+_read_gold = lru_cache(maxsize=1024)(_read_if_short)  # a group shares it
 
 
 def _normalize(marked: str | None, conclusion: str) -> str:
