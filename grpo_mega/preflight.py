@@ -25,7 +25,7 @@ from grpo_mega.fp8 import check_blocks, check_moments, check_transformer_engine,
 from grpo_mega.kernels import check_apex, transformer_engine_version
 from grpo_mega.rewards import registry
 from grpo_mega.run_folder import CONFIG_FILE
-from grpo_mega.weights.architecture import check_architecture
+from grpo_mega.weights.architecture import check_architecture, position_problem
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_files import check_folder
 from grpo_mega.weights.layout import MegatronLayout, check_engine_layout, megatron_layout_problems
@@ -36,6 +36,8 @@ def check(config: Config) -> None:
     """Raises ConfigError or WeightMappingError in one line for the first thing that cannot work."""
     check_rewards(config.rewards)
     shape = check_model(config.model)
+    for problem in position_problems(config, read_config(config.model.path)):
+        raise ConfigError(problem)
     check_layout(config.layout, shape)
     check_apex()
     check_transformer_engine(config.precision, transformer_engine_version())
@@ -78,6 +80,13 @@ def check_fields(fields: dict[str, Any]) -> ModelShape:
     family_of(shape.model_type)
     check_architecture(fields)
     return shape
+
+
+def position_problems(config: Config, fields: dict[str, Any]) -> Iterator[str]:
+    """Yield why the model has no positions for the longest sample."""
+    problem = position_problem(fields, config.data.max_prompt_length + config.rollout.max_response_length)
+    if problem is not None:
+        yield problem
 
 
 def check_weights(folder: Path, shape: ModelShape) -> None:

@@ -13,25 +13,38 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 from models import make_model, save_checkpoint
-from safetensors.torch import load_file, save_file
+from spoil import (
+    NORM,
+    OTHER_NORM,
+    SHARD,
+    Spoil,
+    change,
+    cut,
+    end_of,
+    grow,
+    header,
+    index_names,
+    model,
+    overlap,
+    remove,
+    rows,
+    shift,
+    tensors,
+    write,
+)
 
 from grpo_mega import cli
 from grpo_mega.launch import rank_environments
 
-SHARD = "model-00002-of-00006.safetensors"
-NORM = "model.layers.0.input_layernorm.weight"  # in that shard
 BIG_TOKENIZER = {"model": {"vocab": {"a": 0, "b": 400}}}
-
-Spoil = Callable[[Path], Any]
 
 
 @dataclass(frozen=True)
@@ -44,52 +57,6 @@ class Case:
     spoil: Spoil | None = None
     in_rank: bool = False  # told after torch is imported
     after_start: bool = False  # told when the run has begun
-
-
-def write(name: str, content: str | bytes) -> Spoil:
-    data = content if isinstance(content, bytes) else content.encode()
-    return lambda folder: (folder / name).write_bytes(data)
-
-
-def remove(*names: str) -> Spoil:
-    return lambda folder: [(folder / name).unlink() for name in names]
-
-
-def cut(name: str) -> Spoil:
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-7])
-
-
-def change(name: str, **fields: Any) -> Spoil:
-    """Sets fields of a JSON object; None removes them."""
-
-    def spoil(folder: Path) -> None:
-        found = json.loads((folder / name).read_text()) | fields
-        (folder / name).write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
-
-    return spoil
-
-
-def model(**fields: Any) -> Spoil:
-    return change("model/config.json", **fields)
-
-
-def tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Spoil:
-    """Changes the tensors of one shard."""
-
-    def spoil(folder: Path) -> None:
-        found = load_file(folder / "model" / SHARD)
-        edit(found)
-        save_file(found, folder / "model" / SHARD)
-
-    return spoil
-
-
-def rows(*lines: Any) -> Spoil:
-    return write("train.jsonl", "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-
-
-def all_of(*spoils: Spoil) -> Spoil:
-    return lambda folder: [spoil(folder) for spoil in spoils]
 
 
 RANDOM = ("model.init=random",)
@@ -146,7 +113,58 @@ CASES = [
     Case("layer types", ("config.json", "`layer_types` (1)", "mend the file"), spoil=model(layer_types=["full_attention"])),
     Case("rope yarn", ("'yarn'", "supported are default, "), spoil=model(rope_scaling={"type": "yarn"}, rope_parameters=None)),
     Case("rope parameters", ("'dynamic'", "supported are"), spoil=model(rope_parameters={"rope_type": "dynamic"})),
+    Case("head_dim odd", ("head_dim=7", "must be even", "name another"), spoil=model(head_dim=7)),
+    Case(
+        "mixture top 1",
+        ("num_experts_per_tok=1 for mixtral", "no gradient reaches the router", "name another"),
+        spoil=model(model_type="mixtral", num_local_experts=4, num_experts_per_tok=1),
+    ),
+    Case(
+        "mixture top 1 normalised",
+        ("num_experts_per_tok=1 for qwen3_moe", "name another"),
+        spoil=model(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=8, num_experts_per_tok=1, norm_topk_prob=True),
+    ),
+    Case(
+        "mixture without so many experts",
+        ("num_experts_per_tok=5", "from 1 to 4"),
+        spoil=model(model_type="mixtral", num_local_experts=4, num_experts_per_tok=5),
+    ),
+    Case(
+        "positions",
+        ("max_response_length=68", "max_position_embeddings=67", "lower one"),
+        ("rollout.engine=sglang",),
+        model(max_position_embeddings=67),
+    ),
+    Case(
+        "FP8 blocks",
+        ("quant_method='fp8'", "tools/convert_hf_to_mcore.py", "model.path=OUT"),
+        spoil=model(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    ),
+    Case(
+        "quantised otherwise",
+        ("quant_method='gptq'", "name the model that it was made from"),
+        spoil=model(quantization_config={"quant_method": "gptq", "bits": 4}),
+    ),
     # its weights
+    Case("shard's tensors overlap", (SHARD, OTHER_NORM, "overlap", "fetch"), spoil=header(overlap)),
+    Case("shard with a hole", (SHARD, "hole of 4 bytes", "fetch"), spoil=header(lambda h: shift(h, 4))),
+    Case("shard out of range", (SHARD, "cut short", "fetch"), spoil=header(lambda h: grow(h, 128))),
+    Case("shard names twice", (SHARD, "stands there twice", "fetch"), spoil=header(lambda h: h.append(h[-1]))),
+    Case("shard with more", (SHARD, "its header tells of", "fetch"), spoil=header(lambda h: h.remove(max(h, key=end_of)))),
+    Case(
+        "tensor in two shards",
+        ("model-00003-of-00006.safetensors", "and so does", SHARD, "fetch"),
+        spoil=lambda f: shutil.copy(f / "model" / SHARD, f / "model/model-00003-of-00006.safetensors"),
+    ),
+    Case("index leads out", ("'../else.safetensors', outside", "fetch"), spoil=index_names("../else.safetensors")),
+    Case("index leads away", ("else.safetensors', outside", "fetch"), spoil=index_names("DIR/else.safetensors")),
+    Case("index names a folder", ("model is named by", "fetch the missing"), spoil=index_names(".")),
+    Case("index names a number", ("no index of shards", "fetch"), spoil=index_names(3)),
+    Case(
+        "FP8 scales",
+        (f"{NORM}_scale_inv", "tools/convert_hf_to_mcore.py", "model.path=OUT"),
+        spoil=tensors(lambda t: t.update({f"{NORM}_scale_inv": torch.ones(1, 1)})),
+    ),
     Case("no weights", ("neither model.safetensors nor", "give"), spoil=remove("model/model.safetensors.index.json")),
     Case("shard cut short", (SHARD, "cut short", "fetch the file again"), spoil=cut(f"model/{SHARD}")),
     Case("shard empty", (SHARD, "0 bytes", "fetch the file again"), spoil=write(f"model/{SHARD}", b"")),
@@ -228,6 +246,19 @@ CASES = [
     Case("held out twice", ("data.heldout=h", "heldout_size=1", "give one"), ("data.heldout=h", "data.heldout_size=1")),
     Case("held-out row", ("few.jsonl:1", "'q'", "columns are"), ("data.heldout={path: DIR/few.jsonl, prompt_column: q}",)),
     Case("all held out", ("4 held-out prompts", "lower data.heldout_size"), ("data.heldout_size=4",), in_rank=True),
+    Case(
+        "too few that are not too long",
+        ("prompts_per_step=6", "4 prompts", "8 more are longer than data.max_prompt_length=64"),
+        ("batch.prompts_per_step=6",),
+        rows(*[GOOD | {"prompt": f"{i}+1=?" + "x" * 90 * (i > 3)} for i in range(12)]),
+        in_rank=True,
+    ),
+    Case(
+        "too few that are not held out",
+        ("prompts_per_step=4", "3 prompts", "1 more are held out"),
+        ("batch.prompts_per_step=4", "data.heldout_size=1"),
+        in_rank=True,
+    ),
     Case("all too long", ("max_prompt_length=3", "all 4", "raise it"), ("data.max_prompt_length=3",), in_rank=True),
     # rewards
     Case("no reward", ("rewards.functions is empty", "name at least one"), ("rewards.functions=[]",)),

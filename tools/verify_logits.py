@@ -77,7 +77,9 @@ def prompts(vocab: int) -> list[list[int]]:
 def _by_transformers(checkpoint: Checkpoint) -> Outputs:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(checkpoint.weights, dtype=torch.float32).eval()
+    # The plain loop over experts: torch.grouped_mm, transformers' default, refuses rows that are no multiple of 16 bytes.
+    own = {"experts_implementation": "eager"} if checkpoint.model()[1].num_experts else {}
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.weights, dtype=torch.float32, **own).eval()
     found: dict[str, list[Tensor]] = {}
     for number, layer in enumerate(model.model.layers):
         layer.register_forward_hook(_keep(found, f"layer {number}"))

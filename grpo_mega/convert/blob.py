@@ -132,7 +132,10 @@ def find_tensor(read: ReadAt, size: int) -> Found:
     pickled, data = records.get(f"{stem}/data.pkl"), records.get(f"{stem}/data/0")
     if pickled is None or data is None:
         raise ValueError("holds no tensor")
-    dtype, shape = _unpickled(read(_begin(read, pickled.offset), pickled.size))
+    text = read(_begin(read, pickled.offset), pickled.size)
+    if pickled.crc and zlib.crc32(text) != pickled.crc:  # 0 where torch was told to save none
+        raise ValueError("describes its tensor in bytes that do not have the CRC32 saved with them")
+    dtype, shape = _unpickled(text)
     if data.size != prod(shape) * ITEM_BYTES[dtype]:
         raise ValueError(f"holds {data.size} bytes for a tensor {list(shape)} of {dtype}")
     return Found(dtype, shape, _begin(read, data.offset), data.crc)

@@ -11,6 +11,7 @@ from grpo_mega.convert.hf_weights import HfWeights
 from grpo_mega.convert.megatron_weights import MegatronWeights
 from grpo_mega.convert.output import Report, check_free, write
 from grpo_mega.convert.plans import hf_plan, megatron_plan
+from grpo_mega.convert.records import check_records
 from grpo_mega.errors import ConfigError, WeightMappingError
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -66,6 +67,7 @@ def convert_mcore_to_hf(
     weights = checkpoint.open()
     assert isinstance(weights, MegatronWeights)
     try:
+        check_records(weights, workers, show_progress)
         return write(hf_plan(checkpoint, weights, max_shard_bytes, cast), out, workers, show_progress)
     finally:
         weights.close()

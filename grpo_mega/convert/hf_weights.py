@@ -7,6 +7,7 @@ the file each tensor lies.
 from __future__ import annotations
 
 import json
+import zipfile
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,10 @@ from grpo_mega.convert.dtypes import FP8, FROM_TORCH, ITEM_BYTES, WEIGHTS
 from grpo_mega.convert.sources import Extent, Part, Scale, matrix, whole
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Index
-from grpo_mega.weights.hf_files import INDEX, SINGLE, weight_files
-from grpo_mega.weights.safetensors_header import TensorInfo, read_header
+from grpo_mega.weights.hf_files import INDEX, SCALE_SUFFIX, SINGLE, read_headers, shards_of, weight_files
+from grpo_mega.weights.safetensors_header import TensorInfo
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-SCALE_SUFFIX = "_scale_inv"
 _DEFAULT_BLOCK = (128, 128)
 
 
@@ -33,9 +33,10 @@ class HfWeights:
         index = folder / (BIN_INDEX if is_bin else INDEX)
         self._files = _bin_files(folder) if is_bin else weight_files(folder)
         self._of: dict[str, tuple[Path, TensorInfo]] = {}
-        for path in self._files:
-            for name, info in (_read_bin(path) if is_bin else read_header(path)).items():
-                self._of[name] = path, info
+        if is_bin:
+            self._of |= {name: (path, info) for path in self._files for name, info in _read_bin(path).items()}
+        else:
+            self._of |= read_headers(self._files)
         _check_index(index, self._of)
         self._config = config
         self._block = _block_size(config)
@@ -114,14 +115,7 @@ def _check_index(path: Path, found: dict[str, tuple[Path, TensorInfo]]) -> None:
 def _bin_files(folder: Path) -> list[Path]:
     index = folder / BIN_INDEX
     if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightMappingError(f"{index} is no index of shards ({error!r}); fetch the file again") from None
-        for name in names:
-            if not (folder / name).exists():
-                raise WeightMappingError(f"{folder / name} is named by {BIN_INDEX} but does not exist; fetch the missing shard")
-        return [folder / name for name in names]
+        return shards_of(index)
     if (folder / BIN).exists():
         return [folder / BIN]
     raise WeightMappingError(f"{folder} has none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}; give a folder with weights")
@@ -131,6 +125,8 @@ def _read_bin(path: Path) -> dict[str, TensorInfo]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    if _is_cut_archive(path):
+        raise WeightMappingError(f"{path} is cut short: it ends without a zip archive's directory; fetch the file again")
     try:
         with FakeTensorMode():
             tensors = torch.load(path, weights_only=True, map_location="cpu")
@@ -143,6 +139,13 @@ def _read_bin(path: Path) -> dict[str, TensorInfo]:
         if info.offset + prod(info.shape) * ITEM_BYTES[info.dtype] > size:
             raise WeightMappingError(f"{path} is cut short: it does not hold all of {name}; fetch the file again")
     return infos
+
+
+def _is_cut_archive(path: Path) -> bool:
+    """Tell whether a file is empty, or begins as an archive of torch.save and does not end as one."""
+    with path.open("rb") as file:
+        head = file.read(4)
+    return not head or (head == b"PK\x03\x04"[: len(head)] and not zipfile.is_zipfile(path))
 
 
 def _located(name: str, tensor: Any) -> TensorInfo:

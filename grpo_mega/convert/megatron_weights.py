@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 from grpo_mega.convert.blob import find_tensor
 from grpo_mega.convert.dist_metadata import METADATA, Chunk, SavedTensor, read_metadata
@@ -21,6 +22,16 @@ from grpo_mega.weights.boxes import Box, Index, Piece
 from grpo_mega.weights.spec import Family, ModelShape
 
 _ENDS = 1024  # bytes at either end of a saved piece that tell where its data is
+
+
+class SavedRecord(NamedTuple):
+    """The bytes of a saved piece of a tensor, and their CRC32 as saved; `name` is the first Hugging Face tensor in it."""
+
+    name: str
+    path: Path
+    offset: int
+    num_bytes: int
+    crc: int
 
 
 class MegatronWeights:
@@ -42,6 +53,7 @@ class MegatronWeights:
         self._check_files()
         self._reader = Files()
         self._extents: dict[Chunk, Extent] = {}
+        self._crcs: dict[Chunk, int] = {}
 
     @property
     def folder(self) -> Path:
@@ -65,6 +77,18 @@ class MegatronWeights:
                 if part is not None:
                     found.append(part)
         return found
+
+    def records(self) -> list[SavedRecord]:
+        """Return what the weights are read from, each record once."""
+        found: dict[Chunk, SavedRecord] = {}
+        for name, pieces in self._pieces.items():
+            for stored, piece in pieces:
+                for chunk in self._chunks[self._keys[stored.keys]].get(stored.place, ()):
+                    if chunk not in found and self._part(stored, piece, chunk) is not None:
+                        extent = self._extents[chunk]
+                        num_bytes = extent.rows * extent.row_bytes
+                        found[chunk] = SavedRecord(name, extent.path, extent.offset, num_bytes, self._crcs[chunk])
+        return list(found.values())
 
     def close(self) -> None:
         self._reader.close()
@@ -118,6 +142,7 @@ class MegatronWeights:
                 f"{path} holds {found.dtype} {list(found.shape)} at byte {chunk.start}, where the metadata says "
                 f"{list(chunk.shape)}; save the checkpoint again"
             )
+        self._crcs[chunk] = found.crc
         return Extent(path, chunk.start + found.data_offset, found.dtype, *matrix(found.shape))
 
     def _find(self, stored: Stored) -> str:

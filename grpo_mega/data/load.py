@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_mega.config import RolloutConfig
@@ -29,6 +29,7 @@ class RunData:
     heldout_sets: dict[str, list[Prompt]]  # by name; "" where there is only one without a name
     notes: tuple[str, ...]  # what the person should know, a line each
     digests: dict[str, str]  # of what was read, by "key=path" of the config
+    dropped: dict[str, int] = field(default_factory=dict)  # from the training sets: how many prompts, by the reason
 
     @property
     def heldout(self) -> list[Prompt]:
@@ -36,18 +37,24 @@ class RunData:
         return [prompt for prompts in self.heldout_sets.values() for prompt in prompts]
 
     def sampler(self, config: DataConfig, prompts_per_step: int, seed: int, rollout: RolloutConfig) -> Sampler:
-        """The order in which the training prompts are drawn, as many a step as it begins."""
-        return make_sampler(config, self.sizes, prompts_per_step, seed, rollout)
+        """Return the order in which the training prompts are drawn, as many per step as it begins. Raises ConfigError."""
+        try:
+            return make_sampler(config, self.sizes, prompts_per_step, seed, rollout)
+        except ConfigError as error:
+            others = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items() if count)
+            raise ConfigError(f"{error} ({others})" if others else str(error)) from None
 
 
 def load_data(config: DataConfig, tokenizer: Any) -> RunData:
     """Reads, renders and tokenises all sets. Raises ConfigError for whatever cannot be used."""
-    sets, notes, digests = [], [], {}
+    sets, notes, digests, num_too_long = [], [], {}, 0
     for number, source in enumerate(config.train):
         prompts, report = _load(source, config, tokenizer, first_id=number * IDS_PER_SET)
         sets.append(prompts)
         notes.append(str(report))
         digests[f"data.train={source.path}"] = _digest(prompts)
+        num_too_long += report.num_too_long
+    dropped = {f"more are longer than data.max_prompt_length={config.max_prompt_length}": num_too_long}
     heldout_sets: dict[str, list[Prompt]] = {}
     size = config.heldout_size or round((config.heldout_fraction or 0.0) * sum(map(len, sets)))
     for number, (name, heldout_source) in enumerate(config.heldout_sources.items()):
@@ -59,6 +66,7 @@ def load_data(config: DataConfig, tokenizer: Any) -> RunData:
         num_before = sum(map(len, sets))
         sets, heldout_sets[""] = split_off(sets, size)
         num_dropped = num_before - size - sum(map(len, sets))
+        dropped["more are held out"] = size + num_dropped
         twins = f"; {num_dropped} more of the same text dropped from training" if num_dropped else ""
         notes.append(f"held out: {size} prompts split off from data.train{twins}")
     elif config.heldout_fraction is not None:
@@ -66,11 +74,13 @@ def load_data(config: DataConfig, tokenizer: Any) -> RunData:
             f"data.heldout_fraction={config.heldout_fraction} of {sum(map(len, sets))} prompts is less than one; raise it"
         )
     if config.pass_rates is not None:
+        num_before = sum(map(len, sets))
         sets, note = drop_by_pass_rate(sets, config)
         notes.append(note)
         digests[f"data.pass_rates={config.pass_rates}"] = hashlib.sha256(config.pass_rates.read_bytes()).hexdigest()
-    train = [p for prompts in sets for p in prompts]
-    return RunData(train, tuple(map(len, sets)), heldout_sets, tuple(notes), digests)
+        dropped["more have other pass rates than wanted"] = num_before - sum(map(len, sets))
+    train = [prompt for prompts in sets for prompt in prompts]
+    return RunData(train, tuple(map(len, sets)), heldout_sets, tuple(notes), digests, dropped)
 
 
 def check_data(config: DataConfig, prompts_per_step: int, rollout: RolloutConfig) -> None:

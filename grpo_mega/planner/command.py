@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from grpo_mega import config as configs
+from grpo_mega import preflight
 from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.planner import rehearsal, text
 from grpo_mega.planner.hardware import card_of
@@ -99,6 +100,8 @@ def prepare(request: Request) -> tuple[Setup | None, Findings]:
         findings.add(problem)
     if model is None:
         return None, findings
+    for problem in preflight.position_problems(config, model.fields):
+        findings.add(problem)
     if model.is_here:
         findings.take(model_files(config, model.shape))
     if model.note is not None:

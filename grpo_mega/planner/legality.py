@@ -22,6 +22,7 @@ from grpo_mega.fp8 import check_blocks, check_card, check_moments, check_served_
 from grpo_mega.kernels import check_apex, transformer_engine_version
 from grpo_mega.planner.hardware import Card
 from grpo_mega.planner.known_models import KNOWN_MODELS, known_model, model_of_folder
+from grpo_mega.weights.architecture import experts_per_token
 from grpo_mega.weights.hf_files import WEIGHT_SUFFIXES
 from grpo_mega.weights.spec import ModelShape, read_config
 
@@ -81,7 +82,7 @@ def read_model(config: Config, model_config: Path | None = None, name: str | Non
         fields = dict(known.fields)
         note = f"model.path={folder} is not here: planned with the fields of {known.source}'s config.json; --model names others"
     shape = preflight.check_fields(fields)
-    return Model(shape, _experts_per_token(fields, shape), fields, is_here, note)
+    return Model(shape, experts_per_token(fields) if shape.num_experts else 0, fields, is_here, note)
 
 
 def _read_fields(path: Path) -> dict[str, Any]:
@@ -94,15 +95,6 @@ def _read_fields(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ConfigError(f"--model-config {path} holds a JSON {type(fields).__name__}; name a model's config.json")
     return fields
-
-
-def _experts_per_token(fields: dict[str, Any], shape: ModelShape) -> int:
-    if not shape.num_experts:
-        return 0
-    value = fields.get("num_experts_per_tok", {"mixtral": 2, "qwen3_moe": 8}[shape.model_type])  # transformers' defaults
-    if not isinstance(value, int) or not 1 <= value <= shape.num_experts:
-        raise ConfigError(f"config.json has num_experts_per_tok={value!r}; it must be from 1 to {shape.num_experts}")
-    return value
 
 
 def rules(config: Config, shape: ModelShape | None, card: Card, world_size: int, gpus_per_node: int) -> list[str]:

@@ -27,6 +27,7 @@ from grpo_mega.weights.receive import differing, differing_blocks, put
 from grpo_mega.weights.sides import Side, hf_side
 from grpo_mega.weights.spec import Family, ModelShape
 
+GROUPED_MM_ROW_BYTES = 16  # of which torch.grouped_mm wants rows to be multiples
 COMPACT_BELOW = 0.75  # share of live sequences under which the finished ones leave the cache
 
 
@@ -54,7 +55,9 @@ class EmbeddedEngine:
         self._rank, self._world_size, self._prove = rank, world_size, prove
         self._side = hf_side(family, shape, world_size, quantise=quantise)
         with torch.random.fork_rng(devices=[]):
-            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(
+                hf_config, dtype=dtype, attn_implementation="sdpa", **_experts_implementation(shape, dtype)
+            )
         self._model = model.to(self.device).eval().requires_grad_(False)
         speed_up(self._model)
         self._tensors = checkpoint_tensors(self._model, family, shape)
@@ -183,6 +186,13 @@ class EmbeddedEngine:
         for group in groups:
             group.samples.sort(key=lambda s: s.index)
         return clock
+
+
+def _experts_implementation(shape: ModelShape, dtype: torch.dtype) -> dict[str, str]:
+    """Return transformers' plain loop over experts where torch.grouped_mm, its default, would refuse their rows."""
+    widths = (shape.hidden, shape.moe_ffn) if shape.num_experts else ()
+    is_aligned = all(width * dtype.itemsize % GROUPED_MM_ROW_BYTES == 0 for width in widths)
+    return {} if is_aligned else {"experts_implementation": "eager"}
 
 
 def _abort(batch: Mapping[int, Group], until: Until, group_size: int, length: int) -> None:

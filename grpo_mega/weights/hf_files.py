@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo_mega.errors import WeightMappingError
@@ -19,25 +19,34 @@ WEIGHT_SUFFIXES = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"),
     *(".distcp", ".metadata", "metadata.json"),  # a Megatron checkpoint with Hugging Face's other files beside it
 )
+SCALE_SUFFIX = "_scale_inv"  # after a weight's name: the scales of its FP8 blocks
 DTYPES = ("F32", "BF16", "F16", "F64")  # of weights that can be trained
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder. Raises WeightMappingError if there are none, or one named by the index is missing."""
-    index = folder / INDEX
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightMappingError(f"{index} is no index of shards ({error!r}); fetch the file again") from None
-    elif (folder / SINGLE).exists():
-        names = [SINGLE]
-    else:
-        raise WeightMappingError(f"{folder} has neither {SINGLE} nor {INDEX}; give a checkpoint with safetensors")
+    if (folder / INDEX).exists():
+        return shards_of(folder / INDEX)
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    raise WeightMappingError(f"{folder} has neither {SINGLE} nor {INDEX}; give a checkpoint with safetensors")
+
+
+def shards_of(index: Path) -> list[Path]:
+    """Return the files that an index names, which lie beside it. Raises WeightMappingError."""
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        outside = next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), None)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightMappingError(f"{index} is no index of shards ({error!r}); fetch the file again") from None
+    if outside is not None:
+        raise WeightMappingError(f"{index} names {outside!r}, outside of its folder; fetch index and shards again")
     for name in names:
-        if not (folder / name).exists():
-            raise WeightMappingError(f"{folder / name} is named by {INDEX} but does not exist; fetch the missing shard")
-    return [folder / name for name in names]
+        if not (index.parent / name).is_file():
+            raise WeightMappingError(
+                f"{index.parent / name} is named by {index.name} but does not exist; fetch the missing shard"
+            )
+    return [index.parent / name for name in names]
 
 
 def side_files(folder: Path) -> list[Path]:
@@ -47,9 +56,7 @@ def side_files(folder: Path) -> list[Path]:
 
 def check_folder(folder: Path, expected: Mapping[str, Index]) -> None:
     """Raises WeightMappingError if the folder's safetensors are damaged or do not hold the tensors of `expected`."""
-    infos: dict[str, TensorInfo] = {}
-    for path in weight_files(folder):
-        infos |= read_header(path)
+    infos = {name: info for name, (_, info) in read_headers(weight_files(folder)).items()}
     check_shapes(folder, {name: info.shape for name, info in infos.items()}, expected)
     for name in expected:
         if infos[name].dtype not in DTYPES:
@@ -57,6 +64,19 @@ def check_folder(folder: Path, expected: Mapping[str, Index]) -> None:
                 f"{folder}: {name} has dtype {infos[name].dtype}, but weights that train have one of {', '.join(DTYPES)}; "
                 "give a checkpoint that is not quantized"
             )
+
+
+def read_headers(paths: Sequence[Path]) -> dict[str, tuple[Path, TensorInfo]]:
+    """Return each tensor of several files and the file that holds it. Raises WeightMappingError."""
+    found: dict[str, tuple[Path, TensorInfo]] = {}
+    for path in paths:
+        for name, info in read_header(path).items():
+            if name in found:
+                raise WeightMappingError(
+                    f"{path} holds {name}, and so does {found[name][0].name}; fetch index and shards again"
+                )
+            found[name] = path, info
+    return found
 
 
 def check_shapes(folder: Path, found: Mapping[str, Index], expected: Mapping[str, Index]) -> None:
@@ -72,6 +92,11 @@ def check_shapes(folder: Path, found: Mapping[str, Index], expected: Mapping[str
     # A tied output layer may be stored as well; rotary tables are derived.
     known = set(expected) | {"lm_head.weight"}
     for name in sorted(set(found) - known):
+        if name.endswith(SCALE_SUFFIX):
+            raise WeightMappingError(
+                f"{folder} is quantised to FP8 in blocks (it holds {name!r}), and only plain weights can be trained; "
+                f"write those by tools/convert_hf_to_mcore.py {folder} OUT, and set model.path=OUT"
+            )
         if not name.endswith("rotary_emb.inv_freq"):
             raise WeightMappingError(
                 f"{folder} holds {name!r}, which its model type has no place for; check model_type in config.json"

@@ -31,7 +31,7 @@ class TensorInfo:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of a file. Raises WeightMappingError if it cannot be read, is damaged, or does not hold all their bytes."""
+    """Return the tensors of a file. Raises WeightMappingError if it is damaged, or is not their bytes end to end."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -39,21 +39,47 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             raise _broken(path, f"its {size} bytes do not hold the header they announce")
         text = file.read(length)
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_without_twins)
         header.pop("__metadata__", None)
         infos = {
             name: TensorInfo(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
             for name, entry in header.items()
         }
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        spans = sorted((*entry["data_offsets"], name) for name, entry in header.items())
         wrong = next((name for name, entry in header.items() if not _has_its_bytes(entry)), None)
+        problem = _placement_problem(spans)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise _broken(path, f"its header is damaged: {error!r}") from None
     if wrong is not None:
         raise _broken(path, f"its header gives {wrong} another size than its shape")
-    if size < 8 + length + end:
-        raise _broken(path, f"it is cut short: {size} bytes of {8 + length + end}")
+    if problem is not None:
+        raise _broken(path, problem)
+    whole = 8 + length + (spans[-1][1] if spans else 0)
+    if size < whole:
+        raise _broken(path, f"it is cut short: {size} bytes of {whole}")
+    if size > whole:
+        raise _broken(path, f"it has {size} bytes, but its header tells of {whole}")
     return infos
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} stands there twice")
+    return found
+
+
+def _placement_problem(spans: list[tuple[int, int, str]]) -> str | None:
+    """Tell why tensors of (begin, end, name), in order, do not lie end to end from 0 on, as the format demands."""
+    end, before = 0, "the header"
+    for begin, stop, name in spans:
+        if begin < end:
+            return f"its header has {name} overlap {before}"
+        if begin > end:
+            return f"its header leaves a hole of {begin - end} bytes before {name}"
+        end, before = stop, name
+    return None
 
 
 def _has_its_bytes(entry: dict[str, Any]) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +77,17 @@ def broken_config(folder: Path) -> None:
     (folder / "config.json").write_text("{")
 
 
+def overlapping_tensors(folder: Path) -> None:
+    """One norm has the bytes of another: their number is as it should be."""
+    data = (folder / SHARD).read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    norms = [name for name, entry in header.items() if name.endswith("norm.weight") and len(entry["shape"]) == 1]
+    header[norms[1]]["data_offsets"] = header[norms[0]]["data_offsets"]
+    text = json.dumps(header).encode()
+    (folder / SHARD).write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
 def not_a_checkpoint(folder: Path) -> None:
     for path in (*folder.glob("*.safetensors"), folder / INDEX):
         path.unlink()
@@ -82,6 +96,24 @@ def not_a_checkpoint(folder: Path) -> None:
 def broken_bin(folder: Path) -> None:
     not_a_checkpoint(folder)
     (folder / "pytorch_model.bin").write_bytes(b"no archive")
+
+
+def cut_bin(folder: Path) -> None:
+    not_a_checkpoint(folder)
+    path = folder / "pytorch_model.bin"
+    torch.save({"model.norm.weight": torch.ones(3000)}, path)
+    path.write_bytes(path.read_bytes()[:9000])
+
+
+def cut_bin_to_nothing(folder: Path) -> None:
+    not_a_checkpoint(folder)
+    (folder / "pytorch_model.bin").touch()
+
+
+def bin_index_leads_out(folder: Path) -> None:
+    not_a_checkpoint(folder)
+    torch.save({"model.norm.weight": torch.ones(32)}, folder.parent.parent / "other.bin")
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "../../other.bin"}}))
 
 
 def code_in_bin(folder: Path) -> None:
@@ -133,6 +165,10 @@ REFUSED: dict[Callable[[Path], None], str] = {
     broken_config: "config.json is not JSON .*; restore the file",
     not_a_checkpoint: "is not a checkpoint: it has neither model.safetensors, .* nor .metadata with metadata.json; give one",
     broken_bin: r"pytorch_model.bin cannot be read by torch's weights-only loader \(.*\); use safetensors",
+    cut_bin: r"pytorch_model.bin is cut short: it ends without a zip archive's directory; fetch the file again",
+    cut_bin_to_nothing: r"pytorch_model.bin is cut short: it ends without",
+    bin_index_leads_out: r"pytorch_model.bin.index.json names '../../other.bin', outside of its folder; fetch index and shards",
+    overlapping_tensors: rf"{SHARD} cannot be read \(its header has .*norm.weight overlap .*norm.weight\); fetch",
     code_in_bin: r"pytorch_model.bin cannot be read by torch's weights-only loader \(.*\); use safetensors",
     tied_but_different: "lm_head.weight is not model.embed_tokens.weight, though config.json has tie_word_embeddings=true; ",
     no_space: r"has \d+\.\d GB free, but 8796\.\d GB are needed; free some",
@@ -219,10 +255,37 @@ def lost_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 
 
+def flipped_bit(folder: Path) -> None:
+    """In the lowest bit of a weight's mantissa, where nothing else can tell."""
+    path = folder / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(io.BytesIO(bytes(data[: first_blob(data)]))) as archive:
+        place = archive.getinfo("archive/data/0").header_offset
+    names, extra = struct.unpack("<HH", data[place + 26 : place + 30])
+    data[place + 30 + names + extra + 8] ^= 1
+    path.write_bytes(data)
+
+
+def flipped_bit_of_its_description(folder: Path) -> None:
+    """A number of its pickled shape."""
+    path = folder / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    at = data.index(b"OrderedDict")
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def first_blob(data: bytearray) -> int:
+    """Where the first saved piece of a file ends."""
+    return data.index(b"PK\x05\x06") + 22
+
+
 REFUSED_BACK: dict[Callable[[Path], None], str] = {
     lost_file: "__0_0.distcp does not exist, but .metadata names it; fetch the missing file",
     cut_file: r"__0_0.distcp is cut short: 1000 bytes of \d+; fetch the file again",
     overwritten_file: r"__0_0.distcp is damaged at byte 0 \(is no archive of torch.save\); save the checkpoint again",
+    flipped_bit: r"__0_0.distcp: model.embed_tokens.weight is damaged: the 13056 bytes from \d+ on do not have the CRC32",
+    flipped_bit_of_its_description: r"__0_0.distcp is damaged at byte 0 \(describes its tensor in bytes that do not",
     broken_metadata: r".metadata cannot be read \(.*\); save the checkpoint again",
     other_layers: r"layer_norm_weight has shape \[8, 32\], but config.json means \[7, 32\]; give the config.json that belongs",
     other_family: "holds no 'decoder.layers.self_attention.q_layernorm.weight'; give the config.json that belongs",

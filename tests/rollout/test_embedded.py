@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, VOCAB_SIZE, make_model
+from models import FAMILIES, VOCAB_SIZE, make_model, save_checkpoint
 
 from grpo_mega.device import Device
 from grpo_mega.rollout.embedded import EmbeddedEngine
@@ -17,6 +18,7 @@ from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import fill
 from grpo_mega.weights.boxes import region
 from grpo_mega.weights.families import family_of
+from grpo_mega.weights.hf_io import CheckpointReader
 from grpo_mega.weights.spec import ModelShape
 
 LENGTHS = [3, 17, 1, 9, 9, 30, 5, 2]
@@ -25,15 +27,16 @@ SAMPLING = Sampling(group_size=4, temperature=0.8, max_response_length=12, stop_
 GREEDY = Sampling(group_size=1, temperature=0.0, max_response_length=12, stop_token_ids=STOPS)
 
 
-def make_engine(model: Any, max_concurrent: int = 256) -> EmbeddedEngine:
-    """An engine with the model's weights, brought in through its holding."""
+def make_engine(model: Any, max_concurrent: int = 256, read: Any = None) -> EmbeddedEngine:
+    """An engine with the model's weights, brought in through its holding. `read` gives a box of them, by checkpoint names."""
     shape = ModelShape.from_hf_config(model.config.to_dict())
     cpu = Device("cpu", torch.device("cpu"))
     engine = EmbeddedEngine(
         model.config, family_of(shape.model_type), shape, model.dtype, cpu, max_concurrent, rank=0, world_size=1, prove=True
     )
     parameters = dict(model.named_parameters())
-    fill(engine.side().holding(0), engine.tensors(), lambda box: parameters[box.tensor][region(box.start, box.shape)])
+    read = read or (lambda box: parameters[box.tensor][region(box.start, box.shape)])
+    fill(engine.side().holding(0), engine.tensors(), read)
     engine.version = 7
     return engine
 
@@ -96,6 +99,31 @@ def test_greedy_decoding_of_prompts_of_different_lengths_equals_transformers_one
         found = torch.tensor(sample.rollout_logprobs, dtype=torch.float64)
         torch.testing.assert_close(found, full_logprobs(model, sample, 1.0), rtol=0, atol=1e-5)
     assert reasons == {"stop", "length"}, "the case has become too easy"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_moe", {"hidden_size": 34, "moe_intermediate_size": 25}),
+        ("qwen3_moe", {"moe_intermediate_size": 27}),
+        ("mixtral", {"hidden_size": 36, "intermediate_size": 50, "head_dim": 10}),
+    ],
+)
+def test_experts_whose_rows_are_no_multiple_of_16_bytes_are_computed(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """torch.grouped_mm refuses them. The oracle multiplies in float64, with each token's experts gathered."""
+    model = make_model(family, seed=3, **changes)
+    save_checkpoint(model, tmp_path / "model")
+    with CheckpointReader(tmp_path / "model") as reader:
+        engine = make_engine(model, read=reader.read)
+    groups = generate(engine, make_prompts(), SAMPLING, step=0)
+    model.set_experts_implementation("batched_mm")
+    model.double()
+    for sample in samples_of(groups):
+        found = torch.tensor(sample.rollout_logprobs, dtype=torch.float64)
+        expected = full_logprobs(model, sample, SAMPLING.temperature)
+        torch.testing.assert_close(found, expected.double(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{}, {"top_p": 0.8}, {"top_k": 7}, {"temperature": 1.5, "top_p": 0.9, "top_k": 20}])
