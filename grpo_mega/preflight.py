@@ -25,7 +25,7 @@ from grpo_mega.kernels import check_apex, transformer_engine_version
 from grpo_mega.rewards import registry
 from grpo_mega.weights.architecture import check_architecture
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.hf_files import check_folder
+from grpo_mega.weights.hf_files import check_folder, check_tied
 from grpo_mega.weights.layout import MegatronLayout, check_engine_layout, megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape, read_config
 
@@ -76,6 +76,8 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
         MegatronWeights(folder, family, shape).close()
     else:
         check_folder(folder, family.hf_tensors(shape))
+        if shape.tied:
+            check_tied(folder, family.output.hf[0], family.embedding.hf[0])
 
 
 def check_rewards(rewards: RewardsConfig) -> None:
