@@ -27,7 +27,7 @@ from grpo_mega.rewards import registry
 from grpo_mega.run_folder import CONFIG_FILE
 from grpo_mega.weights.architecture import check_architecture, position_problem
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.hf_files import check_folder
+from grpo_mega.weights.hf_files import check_folder, check_tied
 from grpo_mega.weights.layout import MegatronLayout, check_engine_layout, megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape, read_config
 
@@ -96,6 +96,8 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
         MegatronWeights(folder, family, shape).close()
     else:
         check_folder(folder, family.hf_tensors(shape))
+        if shape.tied:
+            check_tied(folder, family.output.hf[0], family.embedding.hf[0])
 
 
 def check_rewards(rewards: RewardsConfig) -> None:

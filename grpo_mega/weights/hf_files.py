@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Index
-from grpo_mega.weights.safetensors_header import TensorInfo, read_header
+from grpo_mega.weights.safetensors_header import ITEM_BITS, TensorInfo, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -20,6 +21,7 @@ WEIGHT_SUFFIXES = (
     *(".distcp", ".metadata", "metadata.json"),  # a Megatron checkpoint with Hugging Face's other files beside it
 )
 SCALE_SUFFIX = "_scale_inv"  # after a weight's name: the scales of its FP8 blocks
+_BLOCK_BYTES = 8 << 20
 DTYPES = ("F32", "BF16", "F16", "F64")  # of weights that can be trained
 
 
@@ -77,6 +79,35 @@ def read_headers(paths: Sequence[Path]) -> dict[str, tuple[Path, TensorInfo]]:
                 )
             found[name] = path, info
     return found
+
+
+def check_tied(folder: Path, output: str, embedding: str) -> None:
+    """Raises WeightMappingError for a stored output layer that is not the embedding, though config.json ties them.
+
+    Training would drop it without a word; transformers loads such a model with both.
+    """
+    places = read_headers(weight_files(folder))
+    if output in places and not _same_bytes(places[output], places[embedding]):
+        raise WeightMappingError(
+            f"{folder}: {output} is not {embedding}, though config.json has tie_word_embeddings=true; set it to false"
+        )
+
+
+def _same_bytes(a: tuple[Path, TensorInfo], b: tuple[Path, TensorInfo]) -> bool:
+    """Whether two tensors have the same dtype, shape and bits; read block by block."""
+    (path, info), (other_path, other) = a, b
+    if (info.dtype, info.shape) != (other.dtype, other.shape):
+        return False
+    left = math.prod(info.shape) * ITEM_BITS[info.dtype] // 8
+    with path.open("rb") as file, other_path.open("rb") as other_file:
+        file.seek(info.offset)
+        other_file.seek(other.offset)
+        while left > 0:
+            size = min(left, _BLOCK_BYTES)
+            if file.read(size) != other_file.read(size):
+                return False
+            left -= size
+    return True
 
 
 def check_shapes(folder: Path, found: Mapping[str, Index], expected: Mapping[str, Index]) -> None:

@@ -7,7 +7,7 @@ without interleaving). Each `*_blocks` says what a rank holds in a few blocks, `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,9 +88,9 @@ def check_megatron_layout(shape: ModelShape, layout: MegatronLayout) -> None:
 
 def megatron_layout_problems(shape: ModelShape, layout: MegatronLayout) -> Iterator[str]:
     """Every rule that the layout breaks, a line each with its remedy."""
-    obstacle = _obstacle(shape, layout.tp)
+    obstacle = _training_obstacle(shape, layout.tp)
     if obstacle:
-        yield f"layout.tp={layout.tp} {obstacle}; use {_legal(shape)}"
+        yield f"layout.tp={layout.tp} {obstacle}; use {_legal(shape, _training_obstacle)}"
     if layout.vpp > 1 and layout.pp == 1:
         yield f"layout.vpp={layout.vpp} interleaves pipeline stages, but layout.pp=1; use vpp=1 or a larger pp"
     if layout.num_chunks > shape.num_layers:
@@ -111,15 +111,26 @@ def check_engine_layout(shape: ModelShape, tp: int) -> None:
     """Raises ConfigError for a tensor-parallel size into which SGLang cannot cut the model."""
     obstacle = _obstacle(shape, tp)
     if obstacle:
-        raise ConfigError(f"rollout.tp={tp} {obstacle}; use {_legal(shape)}")
+        raise ConfigError(f"rollout.tp={tp} {obstacle}; use {_legal(shape, _obstacle)}")
 
 
-def _legal(shape: ModelShape) -> str:
-    return ", ".join(str(size) for size in range(1, shape.num_heads + 1) if not _obstacle(shape, size))
+def _legal(shape: ModelShape, obstacle: Callable[[ModelShape, int], str | None]) -> str:
+    return ", ".join(str(size) for size in range(1, shape.num_heads + 1) if not obstacle(shape, size))
+
+
+def _training_obstacle(shape: ModelShape, tp: int) -> str | None:
+    """Return why Megatron cannot cut the model into `tp` parts; None if it can.
+
+    It cuts the fused rows of queries, keys and values evenly, so that a part may begin within a head; SGLang gives each rank
+    whole heads, and has some keys and values twice.
+    """
+    rows = shape.q + 2 * shape.kv
+    fused = f"does not divide the {rows} fused rows of queries, keys and values" if rows % tp else None
+    return _obstacle(shape, tp) or fused
 
 
 def _obstacle(shape: ModelShape, tp: int) -> str | None:
-    """Why a tensor-parallel size does not fit; None if it does."""
+    """Return why a tensor-parallel size fits neither Megatron nor SGLang; None if it fits SGLang."""
     rows = (shape.moe_ffn, "rows of an expert") if shape.num_experts else (shape.ffn, "rows of the MLP")
     for size, what in ((shape.num_heads, "attention heads"), rows):
         if size % tp:

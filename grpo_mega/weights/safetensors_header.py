@@ -15,7 +15,7 @@ from typing import Any
 from grpo_mega.errors import WeightMappingError
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_ITEM_BITS = {
+ITEM_BITS = {
     **dict.fromkeys(("F64", "I64", "U64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
@@ -84,7 +84,7 @@ def _placement_problem(spans: list[tuple[int, int, str]]) -> str | None:
 
 def _has_its_bytes(entry: dict[str, Any]) -> bool:
     begin, end = entry["data_offsets"]
-    bits = _ITEM_BITS.get(entry["dtype"])
+    bits = ITEM_BITS.get(entry["dtype"])
     return bits is None or (end - begin) * 8 == math.prod(entry["shape"]) * bits
 
 

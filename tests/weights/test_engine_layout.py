@@ -17,6 +17,7 @@ from grpo_mega.weights.layout import (
     EngineLayout,
     MegatronLayout,
     check_engine_layout,
+    check_megatron_layout,
     engine_holding,
     hf_holding,
     megatron_holding,
@@ -147,6 +148,13 @@ def test_the_vocabulary_is_padded_to_64_or_where_that_does_not_divide_to_64_for_
 def test_a_size_that_does_not_fit_is_refused_with_those_that_do(changes: dict[str, int], tp: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_engine_layout(replace(shape_of("llama", num_kv_heads=2), **changes), tp)
+
+
+def test_sizes_that_fit_the_engine_alone_are_not_named_for_training() -> None:
+    shape = replace(shape_of("llama", num_kv_heads=2), num_heads=6, head_dim=8, ffn=24)
+    check_engine_layout(shape, 6)
+    with pytest.raises(ConfigError, match=r"layout\.tp=6 does not divide the 80 fused rows of .*; use 1, 2$"):
+        check_megatron_layout(shape, MegatronLayout(tp=6))
 
 
 def test_sizes_that_fit_are_let_pass() -> None:

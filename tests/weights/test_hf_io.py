@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Box, region
 from grpo_mega.weights.families import family_of
+from grpo_mega.weights.hf_files import check_tied
 from grpo_mega.weights.hf_io import INDEX, SINGLE, CheckpointReader, CheckpointWriter, shards
 from grpo_mega.weights.spec import ModelShape, read_config
 
@@ -162,6 +163,27 @@ def test_a_stored_copy_of_a_tied_output_layer_and_rotary_tables_are_let_pass(tmp
     save_file(tensors, folder / SINGLE)
     with CheckpointReader(folder) as reader:
         reader.check(shapes_of(folder))
+    check_tied(folder, "lm_head.weight", "model.embed_tokens.weight")
+
+
+def last_changed(values: Tensor) -> Tensor:
+    values[-1, -1] += 1
+    return values
+
+
+@pytest.mark.parametrize("change", [last_changed, Tensor.bfloat16, lambda t: t[:-1]])
+def test_an_output_layer_that_is_not_the_embedding_of_a_tied_model_is_refused(
+    change: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    """By its last element, its dtype or its shape; in a shard of its own."""
+    folder = save_checkpoint(make_model("llama", tied=True), tmp_path / "model")
+    tensors = load_file(folder / SINGLE)
+    head = change(tensors["model.embed_tokens.weight"].clone())
+    save_file({"lm_head.weight": head.contiguous()}, folder / "head.safetensors")
+    places = dict.fromkeys(tensors, SINGLE) | {"lm_head.weight": "head.safetensors"}
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(WeightMappingError, match=r"lm_head.weight is not model.embed_tokens.weight.*set it to false$"):
+        check_tied(folder, "lm_head.weight", "model.embed_tokens.weight")
 
 
 @pytest.mark.parametrize(("text", "message"), [(None, "does not exist; give"), ("{", "is not JSON .*; restore the file")])
