@@ -6,6 +6,7 @@ The same on every rank but for the micro-batches, of which each data-parallel ra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -57,6 +58,16 @@ def make_batches(config: Config, groups: Sequence[Group], policy: Policy) -> lis
         length_multiple=policy.length_multiple,
         micro_batch_multiple=policy.micro_batch_multiple,
     )
+
+
+def has_spread(config: Config, group: Group) -> bool:
+    """Tell if a sample of the group that trains has an advantage other than 0, so that the update learns something of it.
+
+    Judged as if the group were the whole step, and without a KL penalty in the reward, for which there are no log-probs yet.
+    """
+    alone = Group(group.prompt, [replace(sample) for sample in group.samples])
+    trained = [s for s in assign([alone], advantage_settings(config)) if _trains(config.algorithm, s)]
+    return any(bool(sample.advantages.any()) for sample in trained if sample.advantages is not None)
 
 
 def _penalty(a: AlgorithmConfig, batch: PackedBatch) -> Tensor | None:

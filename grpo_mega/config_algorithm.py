@@ -115,7 +115,7 @@ class AlgorithmConfig(Section):
     normalize_advantages: bool = False  # whiten over all tokens of the rollout, on top of the group's z-score
     early_stop_imp_ratio: PositiveFloat | None = None  # a mini-batch with a larger mean ratio is dropped whole
     use_valid_token_scale: bool = False  # divide by the rollout's valid tokens instead of the mini-batch's
-    dynamic_sampling_tries: Annotated[int, Field(ge=0)] = 0  # further rollouts in place of groups whose rewards are all equal
+    dynamic_sampling_tries: Annotated[int, Field(ge=0)] = 0  # further rollouts in place of groups of advantage 0
     overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0  # the last share of max_response_length costs reward
     overlong_penalty: PositiveFloat = 1.0  # so much at its end
     overlong_filter: bool = False  # responses that were cut off at max_response_length do not train

@@ -7,9 +7,9 @@ computes the same advantages and the same packing; each then trains on its own p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from grpo_mega.algorithm.advantages import has_spread
-from grpo_mega.batches import prepare
+from grpo_mega.batches import has_spread, prepare
 from grpo_mega.collectives import recorder
 from grpo_mega.config import Config
 from grpo_mega.evaluation import evaluate_if_due
@@ -50,7 +50,7 @@ def train_step(job: Job, step: int) -> None:
     """One rollout and its optimizer steps, and a checkpoint if one is due; then the engine has the new policy, step + 1."""
     timers = job.timers
     groups, num_draws, metrics = sample_groups(job, step)
-    metrics |= rollout_metrics(groups)
+    metrics |= rollout_metrics(groups, partial(has_spread, job.config))
     with job.colocation.training():
         if len(groups) >= job.config.batch.mini_batches:
             metrics |= update(job, step, groups)
@@ -67,8 +67,8 @@ def train_step(job: Job, step: int) -> None:
 def sample_groups(job: Job, step: int) -> tuple[list[Group], int, StepMetrics]:
     """A step's groups, how often prompts were drawn for them, and counts of what was left out.
 
-    With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), groups whose rewards are all equal are replaced out of further
-    rollouts, of which there are at most algorithm.dynamic_sampling_tries.
+    With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), groups that have no advantage other than 0 are replaced out of
+    further rollouts, of which there are at most algorithm.dynamic_sampling_tries.
     """
     config, found, seen = job.config, list[Group](), set[int]()
     num_unusable = num_equal = 0
@@ -81,7 +81,7 @@ def sample_groups(job: Job, step: int) -> tuple[list[Group], int, StepMetrics]:
         groups = rollout(job, prompts, job.sampling, step, description, wanted=config.batch.prompts_per_step)
         groups, num_dropped = drop_unusable(groups)
         num_unusable += num_dropped
-        useful = [g for g in groups if has_spread(g)] if config.algorithm.dynamic_sampling_tries else groups
+        useful = [g for g in groups if has_spread(config, g)] if config.algorithm.dynamic_sampling_tries else groups
         num_equal += len(groups) - len(useful)
         found += useful
         if len(found) >= config.batch.prompts_per_step:

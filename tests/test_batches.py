@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import random
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +14,10 @@ import torch
 
 import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega import config as configs
-from grpo_mega.algorithm.advantages import assign
-from grpo_mega.batches import make_batches
+from grpo_mega.algorithm import reference_advantages as reference
+from grpo_mega.algorithm.advantages import ADVANTAGES, assign
+from grpo_mega.algorithm_settings import advantage_settings
+from grpo_mega.batches import has_spread, make_batches
 from grpo_mega.types import Group, Prompt, Sample
 
 ONE_RANK: Any = SimpleNamespace(dp_size=1, dp_rank=0, length_multiple=1, micro_batch_multiple=1)
@@ -82,3 +87,74 @@ def test_a_sample_without_a_reward_neither_trains_nor_counts_unless_its_steps_ha
     assert weights(config(), given)[0] == [pytest.approx(1 / 2), 0.0]
     given[0].samples[1].step_ends, given[0].samples[1].step_rewards = [3], [1.0]
     assert weights(config(), given)[0] == [pytest.approx(1 / 6)] * 2
+
+
+def sampled_group(rng: random.Random) -> Group:
+    """Up to four samples with rewards of few values, some of them for steps, some missing; some were cut off."""
+    prompt = Prompt(0, "", (1, 2), "")
+    group = Group(prompt, [])
+    has_steps = rng.random() < 0.6
+    for i in range(rng.randint(2, 4)):
+        length = rng.choice([0, 3, 7, MAX_LENGTH - 1, MAX_LENGTH])
+        reward = rng.choice([0.0, 1.0, None]) if rng.random() < 0.4 else rng.choice([None, 1.0])
+        reason: Any = "length" if length == MAX_LENGTH else "stop"
+        sample = Sample(prompt, i, [3] * length, [-1.0] * length, reason, 0, reward=reward)
+        sample.step_ends = sorted(rng.sample(range(length), min(length, 2))) if has_steps else []
+        sample.step_rewards = [rng.choice([0.5, 0.5, 0.5, 0.25]) for _ in sample.step_ends]
+        group.samples.append(sample)
+    return group
+
+
+def naive_has_spread(settings: configs.Config, group: Group) -> bool:
+    """By the advantages as the papers print them, of a step that has no other group."""
+    a = settings.algorithm
+    names = (
+        "adv_type",
+        "normalize_by_std",
+        "std_ddof",
+        "std_eps",
+        "normalize_advantages",
+        "overlong_buffer",
+        "overlong_penalty",
+    )
+    values = {name: getattr(a, name) for name in names} | {"max_response_length": MAX_LENGTH}
+    scored = [reference.Scored(s.response_len, s.reward, s.step_rewards, s.step_ends) for s in group.samples]
+    (rows,) = reference.advantages([scored], reference.AdvantageSettings(**values))
+    is_cut = [a.overlong_filter and sample.finish_reason == "length" for sample in group.samples]
+    return any(any(row) for row, cut in zip(rows, is_cut, strict=True) if not cut)
+
+
+@pytest.mark.parametrize("adv_type", ADVANTAGES)
+def test_a_group_has_spread_where_its_advantages_are_not_all_zero(adv_type: str) -> None:
+    """Whatever shapes them: steps, punished length, normalisation, responses that were cut off and do not train."""
+    rng = random.Random(3)
+    found: Counter[tuple[bool, bool]] = Counter()
+    for number in range(400):
+        algorithm: dict[str, Any] = {
+            "adv_type": adv_type,
+            "overlong_buffer": 0.3 * (number % 2),
+            "overlong_filter": number % 3 == 0,
+        }
+        algorithm |= {"normalize_by_std": number % 5 > 0, "normalize_advantages": number % 7 == 0}
+        settings, group = config(**algorithm), sampled_group(rng)
+        before = [copy.copy(sample) for sample in group.samples]
+        expected = naive_has_spread(settings, group)
+        assert has_spread(settings, group) == expected, (algorithm, group.samples)
+        assert group.samples == before  # judged on copies
+        rewards = {sample.reward for sample in group.samples} - {None}
+        differ = len(rewards) > 1 or len({r for sample in group.samples for r in sample.step_rewards}) > 1
+        found[expected, differ] += 1
+    assert len(found) == 4 and min(found.values()) >= 5, found  # rewards that differ are neither needed nor enough
+
+
+def test_a_long_response_is_punished_where_steps_alone_are_rewarded() -> None:
+    settings = config(adv_type="grpo_process", overlong_buffer=0.5, overlong_penalty=0.5, normalize_by_std=False)
+    (group,) = groups([[4, 9]])
+    for sample in group.samples:
+        sample.reward, sample.step_ends, sample.step_rewards = None, [2], [1.0]
+    assign([group], advantage_settings(settings))
+    short, long = (sample.advantages for sample in group.samples)
+    assert short is not None and long is not None
+    assert short.tolist() == pytest.approx([0.2] * 4) and long.tolist() == pytest.approx(
+        [-0.2] * 9
+    )  # 4/5 of 0.5, less the mean

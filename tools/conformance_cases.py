@@ -137,9 +137,9 @@ def advantage_cases() -> Iterator[Json]:
         base = ADVANTAGE_SETTINGS | {"adv_type": adv_type}
         yield case(f"advantages: {adv_type}", "advantages", inputs, base)
         yield case(f"advantages: {adv_type}, whitened", "advantages", inputs, base | {"normalize_advantages": True})
+        own = base | {"overlong_buffer": 0.5, "overlong_penalty": 0.4}
+        yield case(f"advantages: {adv_type}, overlong responses punished", "advantages", inputs, own)
         if adv_type != "grpo_process":
-            own = base | {"overlong_buffer": 0.5, "overlong_penalty": 0.4}
-            yield case(f"advantages: {adv_type}, overlong responses punished", "advantages", inputs, own)
             yield case(f"advantages: {adv_type}, KL in the reward", "advantages", inputs, base | KL_IN_REWARD)
     inputs = {"groups": [samples(120, [3, 5, 1, 4])]}
     for name, own in {
@@ -159,6 +159,8 @@ def advantage_edges() -> Iterator[Json]:
     yield case("advantages: grpo_process, five steps", "advantages", steps, own)
     after = {"groups": [[stepped(6, [1.0, 0.0], [1, 3]), stepped(0, [], []), stepped(3, [0.5], [0])]]}
     yield case("advantages: grpo_process, tokens after the last step", "advantages", after, own)
+    alone = own | {"overlong_buffer": 0.5, "overlong_penalty": 0.4, "max_response_length": 10}
+    yield case("advantages: grpo_process, overlong responses punished, no outcomes", "advantages", steps, alone)
     lengths = {"groups": [outcomes([0.0] * 9, lengths=[0, 7, 8, 9, 10, 11, 13, 15, 16])]}
     punished = ADVANTAGE_SETTINGS | {"normalize_by_std": False, "overlong_buffer": 0.5, "overlong_penalty": 0.5}
     yield case("advantages: grpo, DAPO's punishment by length", "advantages", lengths, punished | {"max_response_length": 16})

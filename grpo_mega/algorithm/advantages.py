@@ -86,11 +86,13 @@ def grpo_process(samples: Sequence[Sample], kls: Sequence[Tensor], settings: Adv
     """Process supervision, DeepSeekMath (arXiv 2402.03300) 4.1.3: step rewards are normalised over all steps of all outputs of
     the group; a token's advantage is the sum of those of the steps that end at or after it, 0 after the last step.
 
-    Where there is also a reward for the whole response, its z-score (as in `grpo`) is added on all tokens.
+    Where there is also a reward for the whole response, its z-score (as in `grpo`) is added on all tokens. Where no sample of
+    the group has one, the overlong punishment alone is that reward.
     """
     steps = _zscore(torch.tensor([r for s in samples for r in s.step_rewards], dtype=torch.float64), settings)
     of_samples = steps.split([len(s.step_rewards) for s in samples]) if samples else []
-    whole = [i for i, s in enumerate(samples) if s.reward is not None]
+    has_outcome = any(s.reward is not None for s in samples)
+    whole = [i for i, s in enumerate(samples) if s.reward is not None or not has_outcome]
     outcome = _zscore(_rewards([samples[i] for i in whole], [kls[i] for i in whole], settings), settings)
     result = [_sum_of_later(s.step_ends, values, s.response_len) for s, values in zip(samples, of_samples, strict=True)]
     for i, zscore in zip(whole, outcome, strict=True):
@@ -138,12 +140,6 @@ def group_zscore(rewards: Tensor, *, by_std: bool = True, ddof: int = 1, eps: fl
         return centered
     std = (centered.square().sum() / (rewards.numel() - ddof)).sqrt()
     return centered / (std + eps)
-
-
-def has_spread(group: Group) -> bool:
-    """Whether the group's rewards, or those of its steps, differ; if not, no group baseline leaves anything to learn."""
-    rewards = {s.reward for s in group.samples if s.reward is not None}
-    return len(rewards) > 1 or len({r for s in group.samples for r in s.step_rewards}) > 1
 
 
 def whiten(samples: Sequence[Sample], eps: float = 1e-8) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -160,8 +160,15 @@ def _of_group_scores(groups: Groups, settings: AdvantageSettings, *, is_leave_on
 
 def _grpo_process(groups: Groups, settings: AdvantageSettings) -> Advantages:
     """DeepSeekMath, arXiv 2402.03300, 4.1.3: a token's advantage is the sum of the normalised rewards of the steps that end at
-    it or after it; normalised over all steps of the group. Outcome advantages are added where there are outcome rewards too."""
-    result = _of_group_scores(groups, settings, is_leave_one_out=False)
+    it or after it; normalised over all steps of the group. Outcome advantages are added where there are outcome rewards too; a
+    group without any has the overlong penalty for its outcome."""
+    with_outcomes = []
+    for group in groups:
+        if all(sample.reward is None for sample in group):
+            with_outcomes.append([replace(s, reward=0.0) if counts(s, settings) else s for s in group])
+        else:
+            with_outcomes.append(list(group))
+    result = _of_group_scores(with_outcomes, settings, is_leave_one_out=False)
     for group, rows in zip(groups, result, strict=True):
         steps = [reward for sample in group for reward in sample.step_rewards]
         ddof, eps = settings.std_ddof, settings.std_eps

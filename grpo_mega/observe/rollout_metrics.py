@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import stdev
 
 from grpo_mega.types import Group, Sample, StepMetrics
@@ -12,7 +12,7 @@ COUNTS = ("num_tokens", "dropped_mini_batches", "nonfinite_mini_batches")
 BY_STEP = ("grad_norm", "lr")  # a dropped mini-batch has none
 
 
-def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
+def rollout_metrics(groups: Sequence[Group], has_spread: Callable[[Group], bool]) -> StepMetrics:
     """ "reward/<function>", "reward/mean", "verdict/<function>/<verdict>", "response_length/...", "groups/no_spread"."""
     samples = [s for g in groups for s in g.samples]
     if not samples:
@@ -27,7 +27,7 @@ def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
         "response_length/min": float(min(lengths)),
         "response_length/max": float(max(lengths)),
         "response_length/cut": sum(s.finish_reason == "length" for s in samples) / len(samples),
-        "groups/no_spread": sum(len({(s.reward, *s.step_rewards) for s in g.samples}) == 1 for g in groups) / len(groups),
+        "groups/no_spread": sum(not has_spread(g) for g in groups) / len(groups),
     }
 
 

@@ -163,11 +163,11 @@ def test_the_scorer_gives_samples_their_steps_by_token(byte_level: Any) -> None:
         assert all(end < sample.response_len - 1 for end in sample.step_ends)  # the end-of-sequence token has no text
     group = Group(prompt, samples)
     assert drop_unusable([group]) == ([group], 0)
-    metrics = rollout_metrics([group])
+    metrics = rollout_metrics([group], lambda found: found is group)
     assert metrics["reward/mean"] == 0.0
     assert metrics[f"reward/{OTHER}"] == 0.25
     assert metrics["groups/no_spread"] == 0.0
-    assert rollout_metrics([Group(prompt, [samples[1]] * 2)])["groups/no_spread"] == 1.0
+    assert rollout_metrics([group, Group(prompt, samples)], lambda found: found is group)["groups/no_spread"] == 0.5
     assert heldout_metrics([group])[f"eval/{OTHER}"] == 0.25
 
 

@@ -1,16 +1,27 @@
-"""Dynamic sampling in a real run: groups without spread are replaced, and a resumed run draws the same prompts."""
+"""Dynamic sampling in a real run: groups without spread are replaced, and a resumed run draws the same prompts.
+
+The prompts to evaluate are those to train on, under another file's name: what both answer can be compared.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import bench_kills
 import pytest
 from bench_kills import End, read_end
+from coarse_reward import SCORED
+
+from grpo_mega.data.sampler import PromptSampler
 
 pytestmark = pytest.mark.distributed
+
+NUM_PROMPTS, PER_STEP, GROUP_SIZE = 8, 4, 4
 
 OPTIONS = [
     part
@@ -19,6 +30,8 @@ OPTIONS = [
         "algorithm.dynamic_sampling_tries=2",
         "steps=6",
         "batch.mini_batches=1",
+        "eval={interval: 4, samples: 4}",
+        "log.samples_per_step=16",
         "rewards.functions=[{name: tests.helpers.coarse_reward.right_for_a_third}]",
     )
     for part in ("--set", setting)
@@ -38,13 +51,48 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bench_kills.write_inputs(tmp_path_factory.mktemp("dynamic"), "tp=1")
+    path = bench_kills.write_inputs(tmp_path_factory.mktemp("dynamic"), "tp=1")
+    shutil.copy(path.parent / "train.jsonl", path.parent / "heldout.jsonl")
+    return path
 
 
 @pytest.fixture(scope="module")
 def whole(config: Path) -> Path:
-    run(config, config.parent / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SCORED, str(config.parent / "scored.jsonl"))
+        run(config, config.parent / "whole")
     return config.parent / "whole"
+
+
+@dataclass
+class Phases:
+    """The (prompt, response) that were scored in each phase of the run: phases follow each other, and none overlaps."""
+
+    steps: list[list[tuple[int, str]]]
+    drawn_in_evaluation: dict[int, list[tuple[int, str]]]  # by the number of steps before it; sampled answers only
+
+
+@pytest.fixture(scope="module")
+def phases(config: Path, whole: Path) -> Phases:
+    texts = [json.loads(line)["prompt"] for line in (config.parent / "train.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (config.parent / "scored.jsonl").read_text().splitlines()]
+    scored = iter([(next(i for i, text in enumerate(texts) if text in prompt), response) for prompt, response in lines])
+    found = Phases([], {})
+    for row in [{}, *metrics(whole)]:
+        if row:
+            num_groups = kept_groups(whole, row) + row["prompts_dropped/equal_rewards"] + row["prompts_dropped/surplus"]
+            found.steps.append([next(scored) for _ in range(int(num_groups) * GROUP_SIZE)])
+        if len(found.steps) in (0, 4, 6):
+            greedy = [next(scored) for _ in range(NUM_PROMPTS)]
+            assert len({prompt for prompt, _ in greedy}) == NUM_PROMPTS
+            found.drawn_in_evaluation[len(found.steps)] = [next(scored) for _ in range(NUM_PROMPTS * 4)]
+    assert next(scored, None) is None
+    return found
+
+
+def kept_groups(run_dir: Path, row: dict[str, float]) -> int:
+    rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    return sum(found["step"] == row["step"] for found in rows) // GROUP_SIZE
 
 
 def test_groups_whose_rewards_are_all_equal_are_replaced_up_to_the_bound(whole: Path) -> None:
@@ -55,6 +103,30 @@ def test_groups_whose_rewards_are_all_equal_are_replaced_up_to_the_bound(whole: 
     for row in rows:  # another rollout only where the one before left too few
         assert row["rollouts"] == 1 or row["prompts_dropped/equal_rewards"] > 0
         assert row["prompts_dropped/surplus"] < 4
+
+
+def test_every_rollout_of_a_step_draws_the_prompts_that_come_next(whole: Path, phases: Phases) -> None:
+    order = PromptSampler(NUM_PROMPTS, PER_STEP, seed=3, shuffle=True)
+    draw = 0
+    for row, scored in zip(metrics(whole), phases.steps, strict=True):
+        drawn = [prompt for number in range(draw, draw + int(row["rollouts"])) for prompt in order.indices(number)]
+        assert Counter(prompt for prompt, _ in scored) == dict.fromkeys(drawn, GROUP_SIZE), row  # and none of them twice
+        draw += int(row["rollouts"])
+    assert draw > len(phases.steps)
+
+
+def test_evaluation_does_not_draw_with_the_seeds_of_training(phases: Phases) -> None:
+    """Of the same policy, to the same prompts with the same ids: before step 1, and between steps 4 and 5."""
+    for steps_before in (0, 4):
+        trained, evaluated = (by_prompt(s) for s in (phases.steps[steps_before], phases.drawn_in_evaluation[steps_before]))
+        assert len(trained) >= PER_STEP and len(evaluated) == NUM_PROMPTS
+        for prompt, responses in trained.items():
+            assert len(set(responses)) > 1
+            assert not set(responses) & set(evaluated[prompt])
+
+
+def by_prompt(scored: list[tuple[int, str]]) -> dict[int, list[str]]:
+    return {prompt: [response for other, response in scored if other == prompt] for prompt, _ in scored}
 
 
 def test_a_stopped_run_goes_on_with_the_prompts_that_it_would_have_drawn(config: Path, whole: Path, tmp_path: Path) -> None:
