@@ -19,7 +19,7 @@ MIN_PROMPTS = 4
 
 
 class Failures:
-    """What each function has raised on since it last gave a score."""
+    """Count the samples on which each function has raised since it last gave a score."""
 
     def __init__(self) -> None:
         self._failed: dict[str, set[tuple[int, tuple[int, ...]]]] = {}  # by function: (prompt id, response)
