@@ -90,4 +90,7 @@ def _module(name: str) -> types.ModuleType:
         return _Anything(f"{name}.{wanted}")
 
     module.__getattr__ = attribute
+    if name == "triton":  # arithmetic of the launching side, up to the kernel itself
+        module.cdiv = lambda a, b: -(-a // b)
+        module.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
     return module
