@@ -25,8 +25,7 @@ def megatron_settings(precision: PrecisionConfig, device: Device) -> dict[str, A
     """Fields of Megatron's config. Raises ConfigError for what this device cannot compute, which Megatron would ignore."""
     if precision.fp8 is None:
         return {}
-    capability = torch.cuda.get_device_capability(device.torch_device) if device.is_cuda else None
-    check_card(precision, capability, torch.cuda.get_device_name(device.torch_device) if device.is_cuda else "a CPU")
+    check_card(precision, device.capability, device.name)
     check_transformer_engine(precision, transformer_engine_version())
     return fp8_settings(precision)
 

@@ -32,6 +32,7 @@ def test_a_gpu_gives_the_bits_of_the_naive_twin(dtype: torch.dtype, magnitude: f
     assert torch.equal(found.cpu(), reference.dequantise(expected_values, expected_scales, dtype))
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_transformer_engine_gives_the_same_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:

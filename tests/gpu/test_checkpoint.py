@@ -26,6 +26,7 @@ def train(policy: Policy, step: int) -> dict[str, float]:
     return metrics
 
 
+@pytest.mark.emulated
 @pytest.mark.rehearsed
 @pytest.mark.parametrize("form", FORMS)
 def test_a_restored_policy_goes_on_as_the_saved_one(form: str, device: Device, tmp_path: Path) -> None:

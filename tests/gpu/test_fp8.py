@@ -82,6 +82,7 @@ def losses(device: Device, recipe: str | None, *, keeps_fp8: bool = False, momen
     return found
 
 
+@pytest.mark.emulated
 @pytest.mark.rehearsed
 def test_bf16_learns_the_arithmetic_task_in_50_steps(device: Device) -> None:
     found = losses(device, None)
@@ -89,6 +90,7 @@ def test_bf16_learns_the_arithmetic_task_in_50_steps(device: Device) -> None:
     assert statistics.mean(found[-10:]) < 0.5 * found[0]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fp8_learns_it_as_bf16_does(recipe: str, device: Device) -> None:
     need(recipe, device)
@@ -99,6 +101,7 @@ def test_fp8_learns_it_as_bf16_does(recipe: str, device: Device) -> None:
     assert max(abs(a - b) for a, b in zip(expected, found, strict=True)) < 0.5
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_weights_that_are_kept_in_fp8_learn_it_too(recipe: str, device: Device) -> None:
     """Their fp32 masters take the small steps."""
@@ -107,6 +110,7 @@ def test_weights_that_are_kept_in_fp8_learn_it_too(recipe: str, device: Device) 
     assert statistics.mean(found[-10:]) == pytest.approx(statistics.mean(expected[-10:]), rel=BOUND)
 
 
+@pytest.mark.emulated
 def test_an_optimizer_with_moments_in_bf16_learns_as_the_usual_one(device: Device) -> None:
     if not in_use(device).transformer_engine:
         pytest.skip("Transformer Engine is not installed")
@@ -114,6 +118,7 @@ def test_an_optimizer_with_moments_in_bf16_learns_as_the_usual_one(device: Devic
     assert statistics.mean(found[-10:]) == pytest.approx(statistics.mean(expected[-10:]), rel=BOUND)
 
 
+@pytest.mark.emulated
 def test_weights_in_fp8_are_read_as_the_numbers_they_stand_for_and_move_whole(device: Device) -> None:
     """e4m3 has 3 bits behind the point, so that it errs by a sixteenth at most, and below the range by a step of it."""
     need("tensorwise", device)
@@ -134,6 +139,7 @@ def test_weights_in_fp8_are_read_as_the_numbers_they_stand_for_and_move_whole(de
     assert 0 < num_different < len(plain), "linear layers alone are in FP8"
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "delayed"])
 def test_layers_in_bf16_are_bit_for_bit_those_of_a_run_without_fp8(recipe: str, device: Device) -> None:
     """In the reference's pass, and where the guard has all layers fall back; with the ends alone neither run's."""
@@ -157,6 +163,7 @@ def test_layers_in_bf16_are_bit_for_bit_those_of_a_run_without_fp8(recipe: str, 
     assert equal(logits_of(policy, samples), in_fp8)
 
 
+@pytest.mark.emulated
 def test_a_bf16_reference_of_an_fp8_policy_says_what_bf16_says(device: Device) -> None:
     need("tensorwise", device)
     algorithm = {"kl_beta": 0.01}
@@ -168,6 +175,7 @@ def test_a_bf16_reference_of_an_fp8_policy_says_what_bf16_says(device: Device) -
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.emulated
 def test_fp8_copies_of_weights_go_with_the_optimizer_and_come_back(device: Device) -> None:
     """Transformer Engine makes them anew at the first micro-batch of a pass."""
     need("tensorwise", device)

@@ -32,7 +32,7 @@ FAMILIES = ("qwen2", "llama", "qwen3")
 MIXTURE = "qwen3_moe"
 ALLOWED, ALLOWED_OF_MIXTURE = 1.5, 3.0  # times transformers' own error
 
-pytestmark = pytest.mark.rehearsed
+pytestmark = [pytest.mark.rehearsed, pytest.mark.emulated]
 
 
 @pytest.fixture(scope="module")
