@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from grpo_mega import kernels
 from grpo_mega.checkpoint_files import STATE, latest
 from grpo_mega.checkpoints import Checkpoints, Manifest, read_manifest, verify
 from grpo_mega.collectives import recorder
@@ -33,6 +32,7 @@ from grpo_mega.engines import build_engine, build_sync, make_room
 from grpo_mega.errors import ConfigError, EngineError, MismatchError, NonFiniteError, ResumeError
 from grpo_mega.hang import HangWatch
 from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.found import in_use
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
@@ -299,7 +299,7 @@ def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> Log:
         found = latest(config.run_dir / "checkpoints")
         trim(config.run_dir, read_manifest(found).step if found else -1)
     log = open_run_log(config, runtime.rank)
-    for message in (kernels.choose(is_cuda=runtime.device.is_cuda).line(), *notes):
+    for message in (in_use(runtime.device).line(), *notes):
         log.message(message)
     return log
 

@@ -35,6 +35,8 @@ def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:
         "fp8": precision.fp8,
         "fp8_recipe": precision.fp8_recipe,
         "fp8_param": precision.fp8_parameters,
+        "fp8_amax_history_len": precision.fp8_amax_history_len,
+        "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
         "first_last_layers_bf16": bool(precision.first_layers_bf16 or precision.last_layers_bf16),
         "num_layers_at_start_in_bf16": precision.first_layers_bf16,
         "num_layers_at_end_in_bf16": precision.last_layers_bf16,

@@ -11,7 +11,7 @@ from gpu_policies import make_policy, make_samples, packed, supported_precisions
 from models import VOCAB_SIZE
 
 from grpo_mega.device import Device
-from grpo_mega.kernels import choose
+from grpo_mega.megatron.found import in_use
 from grpo_mega.megatron.policy import Policy
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -30,7 +30,7 @@ def train(policy: Policy, step: int) -> dict[str, float]:
 @pytest.mark.rehearsed
 @pytest.mark.parametrize("form", FORMS)
 def test_a_restored_policy_goes_on_as_the_saved_one(form: str, device: Device, tmp_path: Path) -> None:
-    if form != "bf16" and not choose(is_cuda=device.is_cuda).transformer_engine:
+    if form != "bf16" and not in_use(device).transformer_engine:
         pytest.skip("needs Transformer Engine")
     if form == "weights in fp8" and (reason := supported_precisions(device)["tensorwise"]):
         pytest.skip(reason)

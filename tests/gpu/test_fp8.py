@@ -21,7 +21,7 @@ from grpo_mega.config import PrecisionConfig
 from grpo_mega.device import Device
 from grpo_mega.fp8 import RECIPES
 from grpo_mega.guard import Level
-from grpo_mega.kernels import choose
+from grpo_mega.megatron.found import in_use
 from grpo_mega.megatron.precision import in_bf16, set_level
 from grpo_mega.types import Sample
 
@@ -112,7 +112,7 @@ def test_weights_that_are_kept_in_fp8_learn_it_too(recipe: str, device: Device) 
 
 @pytest.mark.emulated
 def test_an_optimizer_with_moments_in_bf16_learns_as_the_usual_one(device: Device) -> None:
-    if not choose(is_cuda=device.is_cuda).transformer_engine:
+    if not in_use(device).transformer_engine:
         pytest.skip("Transformer Engine is not installed")
     expected, found = losses(device, None), losses(device, None, moments_dtype="bfloat16")
     assert statistics.mean(found[-10:]) == pytest.approx(statistics.mean(expected[-10:]), rel=BOUND)
