@@ -21,7 +21,6 @@ from transformer_engine.common import recipe as recipes
 
 from grpo_mega.device import Device
 
-pytestmark = pytest.mark.every_version
 WHEEL = Path(transformer_engine.__file__).parent
 
 
