@@ -31,7 +31,7 @@ def every_bf16() -> torch.Tensor:
 
 
 def ragged(rows: int, cols: int, dtype: torch.dtype, magnitude: float = 1.0, seed: int = 0) -> torch.Tensor:
-    """Return values of magnitudes that differ by row and column over six decades, with a row of zeros, and a block where there are several."""
+    """Return values of magnitudes over six decades by row and column, with a row and, among several, a block of zeros."""
     random = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, cols, generator=random, dtype=torch.float64)
     values *= torch.logspace(-4, 0, rows)[:, None] * torch.logspace(0, -2, cols) * magnitude
