@@ -28,12 +28,12 @@ class Device:
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        """The GPU's compute capability; None on a CPU."""
+        """Return the GPU's compute capability; None on a CPU."""
         return torch.cuda.get_device_capability(self.torch_device) if self.is_cuda else None
 
     @property
     def name(self) -> str:
-        """What to call it in a message."""
+        """Return what a message calls it."""
         return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else "a CPU"
 
 

@@ -15,12 +15,11 @@ from transformer_engine.pytorch.attention.dot_product_attention import utils
 from grpo_mega.errors import ConfigError
 from grpo_mega.kernels import check_attention
 
-pytestmark = pytest.mark.every_version
 PACKED = {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding_causal"}
 
 
 def backends(card: str, **params: Any) -> tuple[bool, bool, bool]:
-    """Of flash-attn, which is not installed, cuDNN's fused attention and TE's own of several kernels, those that fit."""
+    """Return which fit: flash-attn, which is not installed, cuDNN's fused attention, TE's own of several kernels."""
     with machine.played(card):
         found = utils.get_attention_backend(utils.AttentionParams(**{"num_heads": 8, "num_gqa_groups": 2} | params))
     flash, fused, unfused = found[-1]

@@ -17,7 +17,6 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 
 DTYPES = {"e4m3": tex.DType.kFloat8E4M3, "e5m2": tex.DType.kFloat8E5M2}
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.every_version
 
 
 def exact(tensor: torch.Tensor) -> Any:
@@ -25,14 +24,14 @@ def exact(tensor: torch.Tensor) -> Any:
 
 
 def every_bf16() -> torch.Tensor:
-    """All finite ones, [rows, 16]."""
+    """Return all finite numbers as [rows, 16]."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     finite = patterns[patterns.isfinite()]
     return finite[: len(finite) // 16 * 16].view(-1, 16)
 
 
 def ragged(rows: int, cols: int, dtype: torch.dtype, magnitude: float = 1.0, seed: int = 0) -> torch.Tensor:
-    """Magnitudes that differ by row and column over six decades, with a row of zeros, and a block where there are several."""
+    """Return values of magnitudes over six decades by row and column, with a row and, among several, a block of zeros."""
     random = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, cols, generator=random, dtype=torch.float64)
     values *= torch.logspace(-4, 0, rows)[:, None] * torch.logspace(0, -2, cols) * magnitude

@@ -13,8 +13,6 @@ from torch import Tensor
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
-pytestmark = pytest.mark.every_version
-
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # relative norms, of several bf16 roundings in a row
 RECIPES = {
     "tensorwise": Float8CurrentScaling(fp8_format=Format.HYBRID),
@@ -52,7 +50,7 @@ MODULES: dict[str, tuple[Callable[..., Any], Callable[[Any, Tensor], Tensor]]] =
 
 
 def made(name: str, dtype: torch.dtype) -> Any:
-    """With random parameters: norms away from 1, biases away from 0."""
+    """Return a module with random parameters: norms away from 1, biases away from 0."""
     torch.manual_seed(3)
     module = MODULES[name][0](params_dtype=dtype)
     with torch.no_grad():
@@ -62,7 +60,7 @@ def made(name: str, dtype: torch.dtype) -> Any:
 
 
 def run(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The output, and the gradient of the input, for always the same input and upstream gradient."""
+    """Return the output and the gradient of the input, for always the same input and upstream gradient."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(TOKENS, WIDTH, generator=random, dtype=torch.float64).bfloat16().to(dtype).requires_grad_()
     y = function(x)
@@ -77,7 +75,7 @@ def compare(found: Tensor, expected: Tensor, rounding: float, name: str) -> None
 
 
 def expected_of(name: str, module: Any) -> dict[str, Tensor]:
-    """By "output", "input" and the parameters' names, in float64."""
+    """Return by "output", "input" and the parameters' names what float64 gives."""
     parameters = {n: p.detach().double().requires_grad_() for n, p in module.named_parameters()}
     output, input_grad = run(lambda x: MODULES[name][1](parameters, x), torch.float64)
     grads = {n: p.grad for n, p in parameters.items() if p.grad is not None}

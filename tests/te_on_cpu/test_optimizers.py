@@ -33,7 +33,6 @@ def torchs_weights(steps: int, *, is_decoupled: bool) -> list[torch.Tensor]:
     return [p.detach() for p in weights]
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("is_decoupled", [True, False])
 def test_adam_takes_the_steps_of_torchs(is_decoupled: bool) -> None:
     weights = [p.float().requires_grad_() for p in start()]

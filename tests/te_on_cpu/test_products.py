@@ -71,7 +71,7 @@ def test_fp8_products_are_those_of_the_numbers_that_the_bits_stand_for(layout: s
 
 
 def read(quantizer: Any, x: torch.Tensor, is_transposed: bool) -> torch.Tensor:
-    """The numbers that a product reads, by TE's own dequantisation of one copy."""
+    """Return the numbers that a product reads, by TE's own dequantisation of one copy."""
     quantizer.set_usage(rowwise=not is_transposed, columnwise=is_transposed)
     return quantizer(x).dequantize(dtype=torch.float32)
 

@@ -11,10 +11,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--te-version", default=DEFAULT, help="which Transformer Engine to run on emulated kernels")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "every_version: runs with each version of Transformer Engine, not the default alone")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Before a conftest imports anything."""
