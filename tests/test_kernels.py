@@ -92,12 +92,12 @@ else:
         ),
         (
             "ImportError('transformer_engine_torch.so: undefined symbol: _ZN3c10')",
-            r"refused: .* does not load \(ImportError: \S+: undefined symbol: _ZN3c10\); .*pip uninstall transformer-engine$",
+            r"refused: .* does not load \(ImportError: \S+: undefined symbol: _ZN3c10\); .*pip uninstall it$",
         ),
         (
             "RuntimeError('Found empty `transformer-engine` meta package installed.')",
             r"refused: the installed Transformer Engine \(no version\) does not load \(RuntimeError: Found empty "
-            r"`transformer-engine` meta package installed\.\); .*pip uninstall transformer-engine$",
+            r"`transformer-engine` meta package installed\.\); .*pip uninstall it$",
         ),
     ],
 )

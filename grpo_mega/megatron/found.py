@@ -57,7 +57,8 @@ def check_loads() -> str:
     except Exception as error:
         raise ConfigError(
             f"the installed Transformer Engine {kernels.transformer_engine_version() or '(no version)'} does not load "
-            f"({_one_line(error)}); install it with its part for torch (README.md), or pip uninstall transformer-engine"
+            f"({_one_line(error)}); run pip install --no-build-isolation 'transformer-engine[pytorch]' after torch, "
+            "or pip uninstall it"
         ) from None
     return ""
 

@@ -16,9 +16,7 @@ from grpo_mega.planner.setup import Setup
 # Elements that one layer saves. h, q, kv, f, d: hidden, a rank's part of queries, keys and MLP rows, a head's width; s: tp, or
 # 1 where the sequence is not cut; r: tokens on this rank's experts, to those of the micro-batch; k: experts of a token.
 _NORMS = "2 * h * (8 / b + 1) / s"  # torch's own on a CPU: input and normalised input in float32, and the output
-_TE_NORMS = "4 * h / s"
 _QK_NORMS = "qk_norms * 8 / b * (q + kv)"
-_TE_QK_NORMS = "qk_norms * (q + kv)"
 _FORMULAS: dict[tuple[bool, bool], dict[str, str]] = {
     # (Transformer Engine, mixture) -> by recompute
     (False, False): {
@@ -33,8 +31,8 @@ _FORMULAS: dict[tuple[bool, bool], dict[str, str]] = {
     },
     (True, False): te_layers.FORMULAS,
     (True, True): {
-        "none": f"{_TE_NORMS} + {_TE_QK_NORMS} + 2 * q + 2 * kv + r * (2 * h + 3 * f) + k * h / s",
-        "selective": f"{_TE_NORMS} + {_TE_QK_NORMS} + 2 * q + 2 * kv",
+        "none": f"{te_layers.ATTENTION['none']} + 2 * h / s + r * (2 * h + 3 * f) + k * h / s",
+        "selective": f"{te_layers.ATTENTION['selective']} + 2 * h / s",
         "full": "h / s",
     },
 }

@@ -1,7 +1,7 @@
 """What a dense layer of Transformer Engine keeps for its backward pass, by recipe and recompute; as measured without a GPU.
 
 The formulas count elements of `b` bytes for one token. Each of their terms is a tensor that Transformer Engine's own Python
-kept when tests/te_on_cpu/rehearse.py ran it on fake tensors; MEASURED holds what that gave, and a test measures again.
+kept when it ran on fake tensors without a GPU; MEASURED holds what that gave, and tests/planner measures again.
 MXFP8 cannot be measured so: its formula is that of a tensorwise layer with the scales of blocks of 32.
 """
 
@@ -16,11 +16,15 @@ from grpo_mega.weights.spec import BLOCK
 _STATISTICS = "4 * heads / b"  # of the softmax, fp32
 _NORMED = "(1 + x / b) * h / s + 4 / (b * s)"  # a norm's input, its output as the linear layer keeps it, and fp32 statistics
 _QK_NORMS = "qk_norms * (q + kv)"
+ATTENTION = {
+    "none": f"{_NORMED} + {_QK_NORMS} + (2 + o / b) * q + 2 * kv + {_STATISTICS}",
+    # Checkpointed it keeps queries and keys after the rotation, and as values a view of the whole qkv product.
+    "selective": f"{_NORMED} + {_QK_NORMS} + (2 + (o or b) / b) * q + 3 * kv",
+}
 FORMULAS = {
     # The MLP keeps both halves of its first product, and their gated product as the second linear layer keeps it.
-    "none": f"2 * ({_NORMED}) + {_QK_NORMS} + (2 + o / b) * q + 2 * kv + {_STATISTICS} + (2 + x / b) * f",
-    # The checkpointed attention keeps queries and keys after the rotation, and as values a view of the whole qkv product.
-    "selective": f"{_NORMED} + h / s + {_QK_NORMS} + (2 + (o or b) / b) * q + 3 * kv",
+    "none": f"{ATTENTION['none']} + {_NORMED} + (2 + x / b) * f",
+    "selective": f"{ATTENTION['selective']} + h / s",
     "full": "h / s",
 }
 KEPT_BYTES = {"delayed": 1.0, "tensorwise": 1.0, "blockwise": 1 + 4 / BLOCK, "mxfp8": 1 + 1 / 32}
@@ -33,13 +37,11 @@ MEASURED = {
     ("bf16", "full"): 64.0,
     ("delayed", "none"): 929.03,
     ("delayed", "selective"): 344.02,
-    ("delayed", "full"): 64.0,
     ("tensorwise", "none"): 897.03,
     ("tensorwise", "selective"): 376.02,
     ("tensorwise", "full"): 64.0,
     ("blockwise", "none"): 902.53,
     ("blockwise", "selective"): 377.02,
-    ("blockwise", "full"): 64.0,
 }
 
 

@@ -38,22 +38,26 @@ class KeptByTE(rehearse_rank.Kept):
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters)
+        self._by_storage = {p.untyped_storage()._cdata: p for p in parameters}
         self.saved: Counter[Saved] = Counter()
         counters.append(self)
 
     def pack(self, tensor: Tensor) -> Tensor:
+        copies = {t.untyped_storage()._cdata for copy in weight_copies.values() for t in inner(copy)}
         for part in inner(tensor) or [tensor]:
-            if any(part.untyped_storage()._cdata == t.untyped_storage()._cdata for copy in weight_copies for t in inner(copy)):
+            if part.untyped_storage()._cdata in copies:
                 continue
             before = self.now
             super().pack(part)
             if self.now > before:
                 self.saved[tuple(part.shape), str(part.dtype).removeprefix("torch."), self.now - before] += 1
-        return tensor
+        # A hook is given a parameter without its attributes, by which Transformer Engine fuses the addition of its gradient.
+        parameter = self._by_storage.get(tensor.untyped_storage()._cdata)
+        return tensor if parameter is None or parameter.shape != tensor.shape else parameter
 
 
 counters: list[KeptByTE] = []
-weight_copies: list[Any] = []
+weight_copies: dict[int, Any] = {}  # by id
 
 
 def inner(tensor: Any) -> list[Tensor]:
@@ -97,7 +101,7 @@ def make_shapes_only() -> None:
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = workspace(self, *args, **kwargs)
-        weight_copies.append(found)
+        weight_copies[id(found)] = found
         return found
 
     TransformerEngineBaseModule.get_weight_workspace = noted
