@@ -10,8 +10,6 @@ import functools
 import importlib
 from importlib.util import find_spec
 
-import torch
-
 from grpo_mega import kernels
 from grpo_mega.config import Config
 from grpo_mega.device import Device
@@ -34,11 +32,11 @@ def check(config: Config, device: Device) -> None:
             if value not in (None, "float32"):
                 raise ConfigError(f"{key}={value}: needs Transformer Engine on a GPU, and {reason}; leave {key} out")
         return
-    if device.is_cuda:
+    if device.capability is not None:
         kernels.check_attention(
             config.model.dtype,
-            torch.cuda.get_device_capability(device.torch_device),
-            torch.cuda.get_device_name(device.torch_device),
+            device.capability,
+            device.name,
             transformer_engine=version,
             flash_attn=kernels.flash_attention_version(),
         )

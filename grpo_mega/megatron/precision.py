@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_mega.config import PrecisionConfig
@@ -17,6 +18,9 @@ from grpo_mega.device import Device
 from grpo_mega.fp8 import check_card, check_transformer_engine
 from grpo_mega.guard import Level
 from grpo_mega.kernels import transformer_engine_version
+
+if HAVE_TE:
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -41,6 +45,15 @@ def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:
         "num_layers_at_start_in_bf16": precision.first_layers_bf16,
         "num_layers_at_end_in_bf16": precision.last_layers_bf16,
     }
+
+
+def forget_fp8_state() -> None:
+    """Drop what Transformer Engine keeps of delayed scaling beyond a model's life.
+
+    Its maxima are reduced in groups that the next arrangement of the ranks does not have.
+    """
+    if HAVE_TE:
+        FP8GlobalStateManager.reset()
 
 
 def set_level(config: TransformerConfig, precision: PrecisionConfig, level: Level) -> None:

@@ -23,6 +23,7 @@ from grpo_mega import device as devices
 from grpo_mega.config import Config
 from grpo_mega.errors import UserError
 from grpo_mega.megatron.found import check as check_kernels
+from grpo_mega.megatron.precision import forget_fp8_state
 from grpo_mega.weights.layout import MegatronLayout
 
 
@@ -147,6 +148,7 @@ def _leave_groups() -> None:
     So would a policy that nobody needs any more: it is full of cycles, and holds its groups.
     """
     parallel_state.destroy_model_parallel()
+    forget_fp8_state()
     gc.collect()
     for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
         dist.destroy_process_group(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from emulated_te import machine
 from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+from grpo_mega.errors import ConfigError
+from grpo_mega.kernels import check_attention
 
 PACKED = {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding_causal"}
 
@@ -78,3 +82,21 @@ def test_fp32_ends_in_an_error_where_no_backend_is_left() -> None:
     else:
         with pytest.raises(ValueError, match="No dot product attention"):
             attend(torch.float32)
+
+
+def test_the_package_refuses_what_no_backend_takes() -> None:
+    """Below Hopper also the unfused attention of 2.11 in bf16, which would hold every score."""
+    import transformer_engine
+
+    for card in machine.CARDS.values():
+        for dtype in ("bfloat16", "float32"):
+            _, fused, unfused = backends(card.name, qkv_dtype=getattr(torch, dtype), **PACKED)
+            is_taken = fused or (unfused and dtype == "float32")
+            with contextlib.nullcontext() if is_taken else pytest.raises(ConfigError):
+                check_attention(
+                    dtype,
+                    card.capability,
+                    card.name,
+                    transformer_engine=transformer_engine.__version__,
+                    flash_attn=None,
+                )
