@@ -9,7 +9,7 @@ from grpo_mega.weights import blockwise_fp8, reference
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = [(128, 128), (256, 384), (1024, 4096), (4096, 14336)]
+SHAPES = [(128, 128), (256, 384), (1024, 4096)] + [(4096, 14336)] * torch.cuda.is_available()
 
 
 def weight_of(rows: int, cols: int, dtype: torch.dtype, magnitude: float = 0.02) -> torch.Tensor:

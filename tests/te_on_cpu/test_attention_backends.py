@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformer_engine
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from emulated_te import machine
+from packaging.version import Version
 from transformer_engine.pytorch.attention.dot_product_attention import utils
 
 from grpo_mega.errors import ConfigError
@@ -27,7 +29,7 @@ def backends(card: str, **params: Any) -> tuple[bool, bool, bool]:
 
 
 def test_packed_sequences_need_hopper_without_flash_attention() -> None:
-    assert backends("H100", **PACKED) == (False, True, backends("H100", **PACKED)[2])
+    assert backends("H100", **PACKED)[:2] == (False, True)
     for card in ("A100", "L40S"):
         assert backends(card, **PACKED)[:2] == (False, False)
         assert backends(card, qkv_layout="sbhd_sbhd_sbhd", attn_mask_type="causal")[1]
@@ -75,9 +77,7 @@ def test_lengths_must_be_int32_and_within_the_stated_maximum() -> None:
 
 def test_fp32_ends_in_an_error_where_no_backend_is_left() -> None:
     """TE 2.11 falls back to its unfused attention; 2.9 and 2.10 have none for packed sequences."""
-    import transformer_engine
-
-    if transformer_engine.__version__ >= "2.11":
+    if Version(transformer_engine.__version__) >= Version("2.11"):
         assert attend(torch.float32).shape == (32, 64)
     else:
         with pytest.raises(ValueError, match="No dot product attention"):
