@@ -50,6 +50,23 @@ ensure_sglang() {
     echo "$wanted" > "$stamp"
 }
 
+# `ensure_te VERSION ...`, after ensure_env: the wheel of each version of Transformer Engine alone, in .venv-te/VERSION, for the
+# tests that run its Python on emulated kernels. It is on no other path. Where it cannot be had those tests are skipped.
+ensure_te() {
+    local version folder
+    for version in "$@"; do
+        folder="$ROOT/.venv-te/$version"
+        [[ -f "$folder/.installed" ]] && continue
+        rm -rf "$folder"
+        if "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder" \
+            "transformer-engine==$version"; then
+            touch "$folder/.installed"
+        else
+            echo "cannot install transformer-engine $version into .venv-te; the tests that need it are skipped" >&2
+        fi
+    done
+}
+
 _make_venv() {
     local python="${PYTHON:-}" candidate
     if [[ -z "$python" ]]; then

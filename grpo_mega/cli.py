@@ -220,7 +220,9 @@ def _train_as_rank(config: Config) -> int:
 
     for name, value in environment(config).items():
         os.environ.setdefault(name, value)
-    import grpo_mega.megatron  # noqa: F401  # its patches come first
+    from grpo_mega.megatron.found import check_loads  # its package's patches come first
+
+    check_loads()
     from grpo_mega import train as train_module
 
     train_module.run(config)

@@ -143,4 +143,6 @@ def _prepare(config: Config) -> None:
 
     for name, value in environment(config).items():
         os.environ.setdefault(name, value)
-    import grpo_mega.megatron  # noqa: F401  # its patches come first
+    from grpo_mega.megatron.found import check_loads  # its package's patches come first
+
+    check_loads()

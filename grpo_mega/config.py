@@ -48,6 +48,10 @@ class PrecisionConfig(Section):
     last_layers_bf16: Annotated[int, Field(ge=0)] = 0
     fp8_reference: bool = False  # the reference computes in FP8 too
     fp8_parameters: bool = False  # the weights themselves are kept, and gathered over DP ranks, in FP8; fp32 masters as ever
+    # delayed: the maxima of so many past micro-batches, of which the largest or the newest sets the scale. Transformer Engine's
+    # defaults; Megatron's own, 1 and most_recent, saturates whenever a maximum grows.
+    fp8_amax_history_len: PositiveInt = 1024
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     guard: GuardConfig = GuardConfig()
 
     @model_validator(mode="after")
@@ -57,12 +61,25 @@ class PrecisionConfig(Section):
             given |= {"guard.fall_back": True} if self.guard.fall_back else {}
             for name, value in given.items():
                 raise ValueError(f"precision.{name}={value} needs precision.fp8; set it to hybrid or e4m3, or leave {name} out")
-        elif self.fp8_parameters and (self.guard.fall_back or not self.fp8_reference):
+            return self
+        if self.fp8_recipe != "delayed":
+            history = {"fp8_amax_history_len", "fp8_amax_compute_algo"}
+            for name, value in self.model_dump(include=history, exclude_defaults=True).items():
+                raise ValueError(
+                    f"precision.{name}={value} needs precision.fp8_recipe=delayed, which alone keeps a history; "
+                    f"set it, or leave {name} out"
+                )
+        if self.fp8_parameters and self.fp8_recipe == "mxfp8":
+            raise ValueError(
+                "precision.fp8_parameters=true: Megatron's data parallelism cannot hold weights of fp8_recipe='mxfp8' in FP8; "
+                "leave fp8_parameters out, or use blockwise or tensorwise"
+            )
+        if self.fp8_parameters and (self.guard.fall_back or not self.fp8_reference):
             raise ValueError(
                 "precision.fp8_parameters=true leaves no bf16 weights to compute with; set precision.fp8_reference=true and "
                 "precision.guard.fall_back=false, or leave fp8_parameters out"
             )
-        elif self.fp8_recipe == "delayed" and (
+        if self.fp8_recipe == "delayed" and (
             self.first_layers_bf16 or self.last_layers_bf16 or self.guard.fall_back or not self.fp8_reference
         ):
             raise ValueError(

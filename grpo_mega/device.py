@@ -26,6 +26,16 @@ class Device:
     def is_cuda(self) -> bool:
         return self.type == "cuda"
 
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """Return the GPU's compute capability; None on a CPU."""
+        return torch.cuda.get_device_capability(self.torch_device) if self.is_cuda else None
+
+    @property
+    def name(self) -> str:
+        """Return what a message calls it."""
+        return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else "a CPU"
+
 
 class PeakMemory:
     """The most memory held since it was last asked: tensors' on a GPU, this process's resident memory on a CPU."""

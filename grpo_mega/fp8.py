@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from grpo_mega.config import Config, LayoutConfig, OptimizerConfig, PrecisionConfig, RolloutConfig
 from grpo_mega.errors import ConfigError
+from grpo_mega.kernels import Version, as_version
 from grpo_mega.weights.boxes import LocalTensor
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, check_engine_layout, check_megatron_layout
 from grpo_mega.weights.spec import BLOCK, ModelShape, Row
 
-Version = tuple[int, ...]
 PRECISION_AWARE: Version = (2, 1)  # since when Transformer Engine's Adam has moments of other dtypes
 SERVED_CAPABILITY: Version = (8, 9)  # the least with which SGLang computes in FP8 blocks instead of repacking them
 
@@ -27,12 +27,13 @@ class Needs:
     capability: Version  # the least of a GPU's compute capability
     card: str
     length_multiple: int  # of the tokens in a micro-batch, by tensor-parallel rank
+    cuda: Version = (12, 0)  # since when torch's CUDA has its products
 
 
 RECIPES = {
     "delayed": Needs((1, 0), (8, 9), "an L40, H100, H200 or later", 16),
     "tensorwise": Needs((2, 2), (8, 9), "an L40, H100, H200 or later", 16),
-    "blockwise": Needs((2, 3), (9, 0), "an H100, H200 or later", BLOCK),
+    "blockwise": Needs((2, 3), (9, 0), "an H100, H200 or later", BLOCK, (12, 9)),
     "mxfp8": Needs((2, 1), (10, 0), "a B200 or later", 32),
 }
 
@@ -44,11 +45,11 @@ def check_transformer_engine(precision: PrecisionConfig, found: str | None) -> N
     if found is None:
         raise ConfigError(f"precision.fp8={precision.fp8!r} needs Transformer Engine; install it or leave precision.fp8 out")
     needed = RECIPES[precision.fp8_recipe].transformer_engine
-    if _numbers(found) < needed:
+    if as_version(found) < needed:
         raise ConfigError(
             f"precision.fp8_recipe={precision.fp8_recipe!r} needs Transformer Engine {'.'.join(map(str, needed))}, "
             f"found {found}; "
-            f"install a newer one, or use {_those(lambda needs: needs.transformer_engine <= _numbers(found))}"
+            f"install a newer one, or use {_those(lambda needs: needs.transformer_engine <= as_version(found))}"
         )
 
 
@@ -62,7 +63,7 @@ def environment(config: Config) -> dict[str, str]:
 
 def check_moments(optimizer: OptimizerConfig, found: str | None) -> None:
     """Raises ConfigError where Transformer Engine, whose Adam it is, is missing or too old."""
-    if optimizer.moments_dtype != "float32" and (found is None or _numbers(found) < PRECISION_AWARE):
+    if optimizer.moments_dtype != "float32" and (found is None or as_version(found) < PRECISION_AWARE):
         raise ConfigError(
             f"optimizer.moments_dtype={optimizer.moments_dtype} needs Transformer Engine "
             f"{'.'.join(map(str, PRECISION_AWARE))} or later, found {found or 'none'}; install it, or use float32"
@@ -81,6 +82,42 @@ def check_card(precision: PrecisionConfig, capability: Version | None, name: str
         raise ConfigError(
             f"precision.fp8_recipe={precision.fp8_recipe!r} needs {needs.card}, found {name}; "
             + (f"use {possible}" if possible else "leave precision.fp8 out")
+        )
+
+
+def check_cuda(precision: PrecisionConfig, found: str | None) -> None:
+    """Raise ConfigError where torch's CUDA, of version `found`, is too old for the recipe; None: torch has none."""
+    if precision.fp8 is None or found is None:
+        return
+    needed = RECIPES[precision.fp8_recipe].cuda
+    if as_version(found) < needed:
+        version = ".".join(map(str, needed))
+        raise ConfigError(
+            f"precision.fp8_recipe={precision.fp8_recipe!r} needs CUDA {version}, found torch with CUDA {found}; "
+            f"install torch with CUDA {version} or later, or use {_those(lambda needs: needs.cuda <= as_version(found))}"
+        )
+
+
+def bf16_layer_problems(precision: PrecisionConfig, layout: LayoutConfig, num_layers: int) -> Iterator[str]:
+    """Yield why layers cannot stay in bf16 as configured, a line each with the remedy.
+
+    Megatron takes no more of them at either end than one pipeline stage has layers.
+    """
+    if precision.fp8 is None:
+        return
+    most = num_layers // layout.pp
+    given = {"first_layers_bf16": precision.first_layers_bf16, "last_layers_bf16": precision.last_layers_bf16}
+    for name, value in given.items():
+        if value > most:
+            yield (
+                f"precision.{name}={value}: must be at most {most}, the {num_layers} layers of the model divided by "
+                f"layout.pp={layout.pp}; lower it, or lower layout.pp"
+            )
+    if sum(given.values()) >= num_layers:
+        yield (
+            f"precision.first_layers_bf16={precision.first_layers_bf16} and "
+            f"last_layers_bf16={precision.last_layers_bf16} leave none of the {num_layers} layers in FP8; "
+            "lower one, or leave precision.fp8 out"
         )
 
 
@@ -177,12 +214,3 @@ def _cut_sizes(shape: ModelShape) -> Iterator[tuple[int, str]]:
 
 def _those(holds: Callable[[Needs], bool]) -> str:
     return " or ".join(name for name, needs in RECIPES.items() if holds(needs))
-
-
-def _numbers(text: str) -> Version:
-    parts = []
-    for part in text.split("+")[0].split("."):
-        if not part.isdecimal():
-            break
-        parts.append(int(part))
-    return tuple(parts)

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from grpo_mega import kernels
 from grpo_mega.checkpoint_files import STATE, Manifest, latest, read_manifest, tell_latest
 from grpo_mega.checkpoints import Checkpoints, verify
 from grpo_mega.collectives import recorder
@@ -34,6 +33,7 @@ from grpo_mega.errors import ConfigError, EngineError, ResumeError
 from grpo_mega.hang import HangWatch
 from grpo_mega.health import Health
 from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.found import in_use
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
@@ -287,7 +287,7 @@ def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> Log:
         trim(config.run_dir, read_manifest(found).step if found else -1)
         changes = adopt(config)
     log = open_run_log(config, runtime.rank)
-    for message in (kernels.choose(is_cuda=runtime.device.is_cuda).line(), *notes, *changes):
+    for message in (in_use(runtime.device).line(), *notes, *changes):
         log.message(message)
     return log
 

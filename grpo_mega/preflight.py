@@ -21,8 +21,15 @@ from grpo_mega.convert.megatron_weights import MegatronWeights
 from grpo_mega.data.load import check_data
 from grpo_mega.data.tokenizer_files import check_tokenizer_files
 from grpo_mega.errors import ConfigError
-from grpo_mega.fp8 import check_blocks, check_moments, check_transformer_engine, rollout_block_problems
-from grpo_mega.kernels import check_apex, transformer_engine_version
+from grpo_mega.fp8 import (
+    bf16_layer_problems,
+    check_blocks,
+    check_cuda,
+    check_moments,
+    check_transformer_engine,
+    rollout_block_problems,
+)
+from grpo_mega.kernels import FUSED_PACKED, check_apex, check_attention, cuda_version, transformer_engine_version
 from grpo_mega.rewards import registry
 from grpo_mega.run_folder import CONFIG_FILE
 from grpo_mega.weights.architecture import check_architecture, position_problem
@@ -41,7 +48,18 @@ def check(config: Config) -> None:
     check_layout(config.layout, shape)
     check_apex()
     check_transformer_engine(config.precision, transformer_engine_version())
+    check_cuda(config.precision, cuda_version())
     check_moments(config.optimizer, transformer_engine_version())
+    for problem in bf16_layer_problems(config.precision, config.layout, shape.num_layers):
+        raise ConfigError(problem)
+    if config.device == "cuda":  # what its card lacks only the ranks can tell
+        check_attention(
+            config.model.dtype,
+            FUSED_PACKED,
+            "cuda",
+            transformer_engine=transformer_engine_version(),
+            flash_attn=None,
+        )
     check_blocks(config.precision, config.layout, shape)
     check_engine(config.rollout, config.layout, shape)
     check_tokenizer_files(config.model.path, shape.vocab)

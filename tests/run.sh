@@ -29,5 +29,6 @@ done
 
 ensure_env dev
 ensure_sglang
+ensure_te 2.11.0 2.10.0 2.9.0
 cd "$ROOT"
 exec "$VENV_PYTHON" -m pytest "${arguments[@]}"

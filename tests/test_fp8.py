@@ -1,12 +1,23 @@
 """What FP8 training is refused for, before anything is started."""
 
+import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig, validate
 from grpo_mega.errors import ConfigError
-from grpo_mega.fp8 import RECIPES, check_blocks, check_card, check_moments, check_transformer_engine, environment
+from grpo_mega.fp8 import (
+    RECIPES,
+    bf16_layer_problems,
+    check_blocks,
+    check_card,
+    check_cuda,
+    check_moments,
+    check_transformer_engine,
+    environment,
+)
 from grpo_mega.weights.spec import ModelShape
 
 LLAMA_70B = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 128256, tied=False)
@@ -63,6 +74,60 @@ def test_a_card_without_the_recipe_is_named_with_those_that_it_has(
         check_card(precision(recipe), capability, name)
 
 
+def test_a_cuda_too_old_for_blocks_is_named_with_the_recipes_that_it_has() -> None:
+    check_cuda(precision("blockwise"), "12.9")
+    check_cuda(precision("blockwise"), "13.0")
+    check_cuda(precision("blockwise"), None)
+    check_cuda(precision("tensorwise"), "12.6")
+    check_cuda(PrecisionConfig(), "11.8")
+    message = "precision.fp8_recipe='blockwise' needs CUDA 12.9, found torch with CUDA 12.6; .* or use delayed or tensorwise"
+    with pytest.raises(ConfigError, match=message):
+        check_cuda(precision("blockwise"), "12.6")
+
+
+@pytest.mark.parametrize(
+    ("section", "layout", "message"),
+    [
+        ({"first_layers_bf16": 3}, {"pp": 2}, r"first_layers_bf16=3: must be at most 2, the 5 layers.*layout.pp=2; lower it"),
+        ({"last_layers_bf16": 2}, {"pp": 3}, r"last_layers_bf16=2: must be at most 1, the 5 layers.*layout.pp=3; lower it"),
+        ({"first_layers_bf16": 2, "last_layers_bf16": 3}, {}, r"leave none of the 5 layers in FP8; lower one, or leave"),
+        ({"first_layers_bf16": 2, "last_layers_bf16": 2}, {"pp": 2}, None),
+        ({"first_layers_bf16": 4}, {}, None),
+    ],
+)
+def test_layers_in_bf16_that_megatron_would_refuse_are_one_line_and_no_others(
+    section: dict[str, int], layout: dict[str, int], message: str | None
+) -> None:
+    """Megatron's own config is the oracle, except where no layer would be left in FP8."""
+    found = PrecisionConfig.model_validate({"fp8": "hybrid", **section})
+    problems = list(bf16_layer_problems(found, LayoutConfig.model_validate(layout), 5))
+    assert len(problems) == (message is not None)
+    assert message is None or re.search(message, problems[0])
+    assert not list(bf16_layer_problems(PrecisionConfig(), LayoutConfig(pp=5), 5))
+
+    from grpo_mega.megatron.precision import fp8_settings
+
+    def build() -> None:
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        TransformerConfig(
+            num_layers=5,
+            hidden_size=32,
+            num_attention_heads=2,
+            pipeline_model_parallel_size=layout.get("pp", 1),
+            pipeline_dtype=torch.bfloat16,
+            params_dtype=torch.bfloat16,
+            bf16=True,
+            **fp8_settings(found),
+        )
+
+    if message is None or "leave none" in message:
+        build()
+    else:
+        with pytest.raises(ValueError, match="must be between 0 and number of layers per pipeline stage"):
+            build()
+
+
 def test_blocks_that_would_straddle_ranks_are_refused() -> None:
     check_blocks(precision(), LayoutConfig(tp=8), LLAMA_70B)
     check_blocks(precision(), LayoutConfig(tp=1), QWEN_72B)
@@ -93,6 +158,13 @@ def test_blocks_that_would_straddle_ranks_are_refused() -> None:
             "bfloat16",
             "precision.fp8_parameters=true leaves no bf16 weights",
         ),
+        (
+            {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_parameters": True, "fp8_reference": True},
+            "bfloat16",
+            "precision.fp8_parameters=true: .*'mxfp8' in FP8; leave fp8_parameters out, or use blockwise",
+        ),
+        ({"fp8_amax_history_len": 16}, "bfloat16", "precision.fp8_amax_history_len=16 needs precision.fp8; set it"),
+        ({"fp8": "e4m3", "fp8_amax_compute_algo": "most_recent"}, "bfloat16", "most_recent needs precision.fp8_recipe=delayed"),
         ({"fp8": "e4m3"}, "float32", "precision.fp8='e4m3' needs model.dtype=bfloat16, not float32"),
     ],
 )

@@ -18,25 +18,49 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, TESTS = ROOT / "grpo_mega", ROOT / "tests"
 MARKERS = re.compile(r"is_cuda|uses_transformer_engine|torch\.cuda\b|uses?_te\b|DeviceBuckets|memory_saver|fp8")
-HEADS = ("module", "---")
+HEADS = ("module", "test", "---")
 
 
 @dataclass(frozen=True)
 class Entry:
     module: str  # below the package; a folder ends in "/"
     functions: tuple[str, ...]
-    tests: tuple[str, ...]  # "path::name"
+    emulated: tuple[str, ...]  # tests by "path::name" that run on emulated kernels too
+    others: tuple[str, ...]
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        return self.emulated + self.others
+
+
+def rows(width: int) -> list[list[tuple[str, ...]]]:
+    """Return the rows of the tables with `width` columns, each cell as what is quoted in it."""
+    lines = (TESTS / "gpu" / "README.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return [
+        [tuple(re.findall(r"`([^`]+)`", cell)) for cell in row] for row in cells if len(row) == width and row[0] not in HEADS
+    ]
 
 
 def entries() -> list[Entry]:
-    """The rows of both tables. What is quoted in the first cell is a module, in the last one tests, in between functions."""
-    found = []
-    for line in (TESTS / "gpu" / "README.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("| ") and cells[0] not in HEADS:
-            first, *between, last = [tuple(re.findall(r"`([^`]+)`", cell)) for cell in cells]
-            functions = between[0] if len(between) == 2 else ()
-            found.append(Entry(first[0], functions, last))
+    """Return the modules of both tables; only the first tells functions, and on what their tests run."""
+    branches = [Entry(module[0], functions, emulated, others) for module, functions, _, emulated, others in rows(5)]
+    return branches + [Entry(module[0], (), (), tests) for module, _, tests in rows(3)]
+
+
+@cache
+def emulated_tests() -> dict[str, bool]:
+    """Return by "gpu/file::name" whether a test of tests/gpu, or its module, has the mark `emulated`."""
+    found: dict[str, bool] = {}
+    for path in sorted((TESTS / "gpu").glob("test_*.py")):
+        body = ast.parse(path.read_text()).body
+        marks = [
+            ast.unparse(node) for node in body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node.targets[0])
+        ]
+        for node in body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                said = marks + [ast.unparse(decorator) for decorator in node.decorator_list]
+                found[f"gpu/{path.name}::{node.name}"] = any("pytest.mark.emulated" in mark for mark in said)
     return found
 
 
@@ -83,6 +107,20 @@ def test_what_the_list_names_is_there(entry: Entry) -> None:
         file, _, name = test.partition("::")
         assert (TESTS / file).exists(), test
         assert name in definitions(TESTS / file), test
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.module)
+def test_the_list_tells_which_tests_run_on_emulated_kernels(entry: Entry) -> None:
+    marks = emulated_tests()
+    assert all(marks[test] for test in entry.emulated), entry.emulated
+    if entry.functions:
+        assert not any(marks.get(test) for test in entry.others), entry.others
+
+
+def test_what_is_left_for_a_gpu_alone_is_listed_in_one_screen() -> None:
+    listed = [test for (test, *_), _ in rows(2)]
+    assert listed == [test for test, is_emulated in emulated_tests().items() if not is_emulated]
+    assert len(listed) <= 30 and len(emulated_tests()) - len(listed) >= 18
 
 
 def test_a_marker_is_seen_and_a_word_like_it_is_not(tmp_path: Path) -> None:

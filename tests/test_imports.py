@@ -1,6 +1,7 @@
 """Which package may import which: the direction of every import, read from the source, imports inside functions included."""
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ ALLOWED = {
     "weights": LEAVES,
     "convert": LEAVES | {"weights", "observe"},
     "planner": SETTINGS | {"weights", "preflight", "fp8", "data", "kernels"},
-    "fp8": SETTINGS | {"weights"},
+    "fp8": SETTINGS | {"weights", "kernels"},
     "guard": SETTINGS,
     "health": SETTINGS,
     "collectives": LEAVES,
@@ -99,6 +100,7 @@ WITHOUT = {
     "cli": {"torch", "transformers", "numpy"},
     "planner": {"torch"},
     "fp8": {"torch"},
+    "kernels": {"torch"},
     "data": {"torch"},
     "observe": {"torch"},
     "rewards": {"torch"},
@@ -213,6 +215,14 @@ def test_megatron_and_sglang_are_imported_in_one_place_alone(module: str) -> Non
         if found.is_of(module) and not found.path.is_relative_to(PACKAGE / CONFINED[module])
     ]
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_emulated_kernels_are_of_no_use_outside_the_tests() -> None:
+    """Neither imported nor spoken of: a run cannot switch them on."""
+    files = [path for folder in ("grpo_mega", "tools", "examples", "slurm") for path in (ROOT / folder).rglob("*")]
+    texts = {path: path.read_text(encoding="utf-8") for path in files if path.suffix in (".py", ".sh", ".yaml", ".toml")}
+    assert len(texts) > 200
+    assert not [path for path, text in texts.items() if re.search("emulated_te|te_on_cpu", text, re.IGNORECASE)]
 
 
 @pytest.mark.parametrize("importer", WITHOUT)

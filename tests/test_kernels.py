@@ -1,14 +1,18 @@
 """Whose kernels a run uses; and that the web package called apex is never taken for NVIDIA's."""
 
 import importlib.util
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.kernels import check_apex, choose
+from grpo_mega.kernels import Found, check_apex, check_attention, choose, cuda_version
 
 Install = Callable[..., None]
 TE = ("transformer_engine/__init__.py", "transformer_engine_torch.py")
@@ -34,29 +38,22 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     return with_files
 
 
-def test_on_a_cpu_there_are_none_but_those_of_torch(install: Install) -> None:
-    install(*TE)
-    kernels = choose(is_cuda=False)
+def test_on_a_cpu_there_are_none_but_those_of_torch() -> None:
+    kernels = choose(is_cuda=False, found=Found(True, False, False))
     assert not kernels.fuses_weight_gradients
     assert kernels.line() == "kernels: layers, attention and norms are torch's, and so is Adam (no others run on a CPU)"
 
 
 def test_transformer_engine_goes_before_apex(install: Install) -> None:
-    install(*TE, "fused_weight_gradient_mlp_cuda.py", *NVIDIA)
-    kernels = choose(is_cuda=True)
+    install(*NVIDIA)
+    kernels = choose(is_cuda=True, found=Found(True, False, True))
     assert kernels.transformer_engine and not kernels.apex_adam and kernels.fuses_weight_gradients
     assert "are Transformer Engine's" in kernels.line()
 
 
-def test_transformer_engine_without_its_part_for_torch_is_none(install: Install) -> None:
-    install(TE[0])
-    kernels = choose(is_cuda=True)
-    assert not kernels.transformer_engine and "is not installed with its part for torch" in kernels.line()
-
-
 def test_apex_fills_in_for_transformer_engine(install: Install) -> None:
     install("fused_weight_gradient_mlp_cuda.py", *NVIDIA)
-    kernels = choose(is_cuda=True)
+    kernels = choose(is_cuda=True, found=Found(False, True, True))
     assert kernels.apex_adam and kernels.apex_weight_gradients and not kernels.transformer_engine
     assert kernels.line() == (
         "kernels: layers, attention and norms are torch's; Adam and gradient accumulation NVIDIA Apex's "
@@ -68,6 +65,97 @@ def test_without_both_all_are_those_of_torch(install: Install) -> None:
     kernels = choose(is_cuda=True)
     assert not kernels.fuses_weight_gradients and not kernels.apex_adam
     assert kernels.line().endswith("and so is Adam (Transformer Engine is not installed, nor is NVIDIA Apex)")
+
+
+ASK = """
+from grpo_mega.megatron.found import check_loads, found
+from grpo_mega.errors import ConfigError
+from grpo_mega.kernels import choose
+try:
+    check_loads()
+except ConfigError as error:
+    print("refused:", error)
+else:
+    from megatron.core.models.gpt import gpt_layer_specs
+    print("Megatron found it:", gpt_layer_specs.HAVE_TE)
+    print(choose(is_cuda=True, found=found()).line())
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            "ModuleNotFoundError('No module named einops')",
+            r"Megatron found it: False\nkernels: layers, attention and norms are torch's, and so is Adam \(the installed "
+            r"Transformer Engine does not load: ModuleNotFoundError: No module named einops; NVIDIA Apex is not installed\)$",
+        ),
+        (
+            "ImportError('transformer_engine_torch.so: undefined symbol: _ZN3c10')",
+            r"refused: .* does not load \(ImportError: \S+: undefined symbol: _ZN3c10\); .*pip uninstall it$",
+        ),
+        (
+            "RuntimeError('Found empty `transformer-engine` meta package installed.')",
+            r"refused: the installed Transformer Engine \(no version\) does not load \(RuntimeError: Found empty "
+            r"`transformer-engine` meta package installed\.\); .*pip uninstall it$",
+        ),
+    ],
+)
+def test_transformer_engine_that_does_not_load_is_told_by_megatron_itself(
+    tmp_path: Path, install: Install, error: str, expected: str
+) -> None:
+    """Both of its parts are on the path; Megatron goes on if a module is missing, and after no other error."""
+    for name in TE:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"raise {error}\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert re.search(expected, result.stdout.strip()), result.stdout
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "engine", "flash", "message"),
+    [
+        (
+            "float32",
+            (9, 0),
+            "2.9.0",
+            None,
+            r"model.dtype=float32: .* Engine 2.11 or later.* found 2.9.0; .*bfloat16$",
+        ),
+        ("float32", (8, 0), "2.10.0+cu12", "2.8.3", "model.dtype=float32: .* found 2.10.0"),
+        ("bfloat16", (8, 0), "2.10.0", None, r"device='A100': .*9\.0.*, found 8\.0 and no flash-attn; pip install 'flash-attn"),
+        ("bfloat16", (8, 9), "2.11.0", "2.1.0", "found 8.9 and flash-attn 2.1.0; pip install"),
+        ("float32", (8, 0), "2.11.0", None, None),
+        ("float32", (9, 0), None, None, None),
+        ("bfloat16", (8, 0), None, None, None),
+        ("bfloat16", (8, 0), "2.9.0", "2.8.3", None),
+        ("bfloat16", (9, 0), "2.9.0", None, None),
+    ],
+)
+def test_a_gpu_without_an_attention_for_packed_samples_is_refused_in_one_line(
+    dtype: str, capability: tuple[int, int], engine: str | None, flash: str | None, message: str | None
+) -> None:
+    def check() -> None:
+        check_attention(dtype, capability, "A100", transformer_engine=engine, flash_attn=flash)
+
+    if message is None:
+        check()
+        return
+    with pytest.raises(ConfigError, match=message) as caught:
+        check()
+    assert "\n" not in str(caught.value)
+
+
+def test_the_cuda_of_the_installed_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cuda_version() == torch.version.cuda
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('imported')\n")
+    (tmp_path / "torch" / "version.py").write_text("from typing import Optional\ncuda: Optional[str] = '12.6'\nhip = None\n")
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert cuda_version() == "12.6"
 
 
 @pytest.mark.parametrize("is_cuda", [False, True])

@@ -147,8 +147,8 @@ def _state(
 def _make_states(optimizer: MegatronOptimizer) -> None:
     """Adam makes its states at the first step, but Megatron saves and loads only states that are there."""
     for part in parts(optimizer):
-        if not isinstance(part.optimizer, torch.optim.AdamW):  # a fused one, whose states are Megatron's to make
-            part.init_state_fn(part.optimizer, part.config)
+        if not isinstance(part.optimizer, torch.optim.AdamW):
+            _make_fused_states(part)
             continue
         for group in part.optimizer.param_groups:
             for p in group["params"]:
@@ -158,3 +158,14 @@ def _make_states(optimizer: MegatronOptimizer) -> None:
                         "exp_avg": torch.zeros_like(p),
                         "exp_avg_sq": torch.zeros_like(p),
                     }
+
+
+def _make_fused_states(part: Any) -> None:
+    """Make a fused Adam's states by Megatron's function, which leaves out an argument that the precision-aware one requires."""
+    if not part.config.use_precision_aware_optimizer:
+        part.init_state_fn(part.optimizer, part.config)
+        return
+    for group in part.optimizer.param_groups:
+        for p in group["params"]:
+            if not part.optimizer.state[p]:
+                part.optimizer.initialize_state(p, part.config.store_param_remainders)

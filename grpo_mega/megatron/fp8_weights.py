@@ -39,7 +39,10 @@ class PlainTensors(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def write_back(parameter: Any, values: Tensor) -> None:
-    """Quantises `values` into the parameter; the optimizer, made afterwards, takes its masters from the values themselves."""
+    """Quantise `values` into the parameter; the optimizer, made afterwards, takes its masters from the values themselves."""
+    if hasattr(parameter._quantizer, "amax"):
+        # With delayed scaling it is the maximum of the memory that the parameter was made on, and would decide later scales.
+        parameter._quantizer.amax.zero_()
     parameter.copy_(values)
     parameter._high_precision_init_val = values.cpu()
 

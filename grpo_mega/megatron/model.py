@@ -32,9 +32,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from grpo_mega import kernels
 from grpo_mega.config import Config
 from grpo_mega.megatron import compat
+from grpo_mega.megatron.found import in_use
 from grpo_mega.megatron.packed import PackedAttention, PackedRotary, RMSNorm
 from grpo_mega.megatron.precision import DTYPES, megatron_settings
 from grpo_mega.megatron.runtime import Runtime
@@ -48,7 +48,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def uses_transformer_engine(runtime: Runtime) -> bool:
-    return kernels.choose(is_cuda=runtime.device.is_cuda).transformer_engine
+    return in_use(runtime.device).transformer_engine
 
 
 def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Config, runtime: Runtime) -> list[GPTModel]:
@@ -96,7 +96,7 @@ def transformer_config(
         **_mixture(shape, hf_config, runtime),
         use_cpu_initialization=not is_cuda,
         perform_initialization=False,
-        gradient_accumulation_fusion=kernels.choose(is_cuda=is_cuda).fuses_weight_gradients,
+        gradient_accumulation_fusion=in_use(runtime.device).fuses_weight_gradients,
         # These two are compiled for CUDA.
         bias_dropout_fusion=is_cuda,
         bias_activation_fusion=is_cuda,

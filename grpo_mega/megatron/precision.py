@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_mega.config import PrecisionConfig
@@ -18,6 +19,9 @@ from grpo_mega.fp8 import check_card, check_transformer_engine
 from grpo_mega.guard import Level
 from grpo_mega.kernels import transformer_engine_version
 
+if HAVE_TE:
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -25,8 +29,7 @@ def megatron_settings(precision: PrecisionConfig, device: Device) -> dict[str, A
     """Fields of Megatron's config. Raises ConfigError for what this device cannot compute, which Megatron would ignore."""
     if precision.fp8 is None:
         return {}
-    capability = torch.cuda.get_device_capability(device.torch_device) if device.is_cuda else None
-    check_card(precision, capability, torch.cuda.get_device_name(device.torch_device) if device.is_cuda else "a CPU")
+    check_card(precision, device.capability, device.name)
     check_transformer_engine(precision, transformer_engine_version())
     return fp8_settings(precision)
 
@@ -36,10 +39,21 @@ def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:
         "fp8": precision.fp8,
         "fp8_recipe": precision.fp8_recipe,
         "fp8_param": precision.fp8_parameters,
+        "fp8_amax_history_len": precision.fp8_amax_history_len,
+        "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
         "first_last_layers_bf16": bool(precision.first_layers_bf16 or precision.last_layers_bf16),
         "num_layers_at_start_in_bf16": precision.first_layers_bf16,
         "num_layers_at_end_in_bf16": precision.last_layers_bf16,
     }
+
+
+def forget_fp8_state() -> None:
+    """Drop what Transformer Engine keeps of delayed scaling beyond a model's life.
+
+    Its maxima are reduced in groups that the next arrangement of the ranks does not have.
+    """
+    if HAVE_TE:
+        FP8GlobalStateManager.reset()
 
 
 def set_level(config: TransformerConfig, precision: PrecisionConfig, level: Level) -> None:

@@ -22,6 +22,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from grpo_mega import device as devices
 from grpo_mega.config import Config
 from grpo_mega.errors import UserError
+from grpo_mega.megatron.found import check as check_kernels
+from grpo_mega.megatron.precision import forget_fp8_state
 from grpo_mega.weights.layout import MegatronLayout
 
 
@@ -89,6 +91,7 @@ def join(config: Config) -> devices.Device:
     """Joins the ranks into one process group; returns this rank's device."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = devices.select(config.device, int(os.environ.get("LOCAL_RANK", "0")))
+    check_kernels(config, device)
     timeout = timedelta(seconds=max(600.0, 2 * config.hang_deadline_s))  # hang.py, which says more, comes first
     dist.init_process_group(device.backend, rank=rank, world_size=world_size, timeout=timeout)
     return device
@@ -145,6 +148,7 @@ def _leave_groups() -> None:
     So would a policy that nobody needs any more: it is full of cycles, and holds its groups.
     """
     parallel_state.destroy_model_parallel()
+    forget_fp8_state()
     gc.collect()
     for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
         dist.destroy_process_group(group)

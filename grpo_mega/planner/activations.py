@@ -1,23 +1,22 @@
 """Activations of a rank: what a layer saves for its backward pass, how many of them wait, and what work needs beside.
 
-Two sets of formulas: Megatron's local layers with the parts of megatron/packed.py, which tests compare with what autograd
-saves, and Transformer Engine's, which no run has been compared with yet ("unproven"). Elements are counted for one micro-batch
-of `tokens` tokens; with sequence parallelism what lies between the layers is cut into tp parts.
+Two sets of formulas: Megatron's local layers with the parts of megatron/packed.py, and Transformer Engine's (te_layers.py).
+Tests compare both with what autograd saves, except for mixtures of experts and MXFP8 ("unproven"). Elements are counted for one
+micro-batch of `tokens` tokens; with sequence parallelism what lies between the layers is cut into tp parts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grpo_mega.planner import te_layers
 from grpo_mega.planner.figures import Figure, Number, Trust, figure
 from grpo_mega.planner.setup import Setup
 
 # Elements that one layer saves. h, q, kv, f, d: hidden, a rank's part of queries, keys and MLP rows, a head's width; s: tp, or
 # 1 where the sequence is not cut; r: tokens on this rank's experts, to those of the micro-batch; k: experts of a token.
 _NORMS = "2 * h * (8 / b + 1) / s"  # torch's own on a CPU: input and normalised input in float32, and the output
-_TE_NORMS = "4 * h / s"
 _QK_NORMS = "qk_norms * 8 / b * (q + kv)"
-_TE_QK_NORMS = "qk_norms * (q + kv)"
 _FORMULAS: dict[tuple[bool, bool], dict[str, str]] = {
     # (Transformer Engine, mixture) -> by recompute
     (False, False): {
@@ -30,14 +29,10 @@ _FORMULAS: dict[tuple[bool, bool], dict[str, str]] = {
         "selective": f"{_NORMS} + {_QK_NORMS} + 3 * q + 3 * kv + 4 * d",
         "full": "h / s",
     },
-    (True, False): {
-        "none": f"{_TE_NORMS} + {_TE_QK_NORMS} + 2 * q + 2 * kv + 3 * f",
-        "selective": f"3 * h / s + {_TE_QK_NORMS} + 2 * q + 2 * kv",
-        "full": "h / s",
-    },
+    (True, False): te_layers.FORMULAS,
     (True, True): {
-        "none": f"{_TE_NORMS} + {_TE_QK_NORMS} + 2 * q + 2 * kv + r * (2 * h + 3 * f) + k * h / s",
-        "selective": f"{_TE_NORMS} + {_TE_QK_NORMS} + 2 * q + 2 * kv",
+        "none": f"{te_layers.ATTENTION['none']} + 2 * h / s + r * (2 * h + 3 * f) + k * h / s",
+        "selective": f"{te_layers.ATTENTION['selective']} + 2 * h / s",
         "full": "h / s",
     },
 }
@@ -66,8 +61,9 @@ class Activations:
 
 
 def activations(setup: Setup, pp_rank: int) -> Activations:
-    trust: Trust = "unproven" if setup.uses_te or setup.shape.num_experts else "estimate"
-    sizes = layer_sizes(setup)
+    is_proven = not setup.shape.num_experts and (not setup.uses_te or te_layers.is_measured(setup.config.precision))
+    trust: Trust = "estimate" if is_proven else "unproven"
+    sizes = layer_sizes(setup, pp_rank)
     recompute = setup.config.model.recompute
     formulas = _FORMULAS[setup.uses_te, bool(setup.shape.num_experts)]
     layers = layers_in_flight(setup, pp_rank)
@@ -99,9 +95,10 @@ def activations(setup: Setup, pp_rank: int) -> Activations:
     return Activations(saved, recomputed, work, _logprobs(setup, pp_rank), forward)
 
 
-def layer_sizes(setup: Setup) -> dict[str, Number | Figure]:
-    """What the formulas speak of."""
+def layer_sizes(setup: Setup, pp_rank: int) -> dict[str, Number | Figure]:
+    """Return what the formulas speak of."""
     shape, layout = setup.shape, setup.layout
+    x, o = te_layers.kept_bytes(setup.config.precision, setup.itemsize, _share_in_fp8(setup, pp_rank))
     spread = setup.assumed.expert_imbalance if layout.ep > 1 else 1.0
     return {
         "tokens": setup.micro_batch_tokens,
@@ -116,7 +113,18 @@ def layer_sizes(setup: Setup) -> dict[str, Number | Figure]:
         "d": shape.head_dim,
         "qk_norms": int(setup.family.qk_norm),
         "padding": PADDING,
+        "heads": shape.num_heads // layout.tp,
+        "x": x,
+        "o": o,
     }
+
+
+def _share_in_fp8(setup: Setup, pp_rank: int) -> float:
+    """Return the share of a stage's layers that compute in FP8, where any do."""
+    precision, layout, num_layers = setup.config.precision, setup.layout, setup.shape.num_layers
+    in_fp8 = range(precision.first_layers_bf16, num_layers - precision.last_layers_bf16)
+    layers = [i for chunk in range(layout.vpp) for i in layout.layers_of(num_layers, pp_rank, chunk)]
+    return sum(i in in_fp8 for i in layers) / len(layers)
 
 
 def layers_in_flight(setup: Setup, pp_rank: int) -> int:

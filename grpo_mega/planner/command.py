@@ -91,7 +91,7 @@ def prepare(request: Request) -> tuple[Setup | None, Findings]:
             raise ConfigError(f"{name}={value}: must be at least 1")
     config = configs.load(request.config, list(request.overrides))
     world_size = request.world_size or config.layout.world_size
-    findings, model = settings(config), None
+    findings, model = settings(config, card), None
     try:
         model = read_model(config, request.model_config, request.model)
     except UserError as error:

@@ -18,8 +18,16 @@ from grpo_mega.config import Config
 from grpo_mega.data.load import check_data
 from grpo_mega.data.tokenizer_files import check_tokenizer_files
 from grpo_mega.errors import ConfigError, UserError
-from grpo_mega.fp8 import check_blocks, check_card, check_moments, check_served_card, check_transformer_engine
-from grpo_mega.kernels import check_apex, transformer_engine_version
+from grpo_mega.fp8 import (
+    bf16_layer_problems,
+    check_blocks,
+    check_card,
+    check_cuda,
+    check_moments,
+    check_served_card,
+    check_transformer_engine,
+)
+from grpo_mega.kernels import check_apex, check_attention, cuda_version, flash_attention_version, transformer_engine_version
 from grpo_mega.planner.hardware import Card
 from grpo_mega.planner.known_models import KNOWN_MODELS, known_model, model_of_folder
 from grpo_mega.weights.architecture import experts_per_token
@@ -110,6 +118,8 @@ def rules(config: Config, shape: ModelShape | None, card: Card, world_size: int,
     if shape is not None:
         for problem in (*preflight.layout_problems(layout, shape), *preflight.engine_problems(config.rollout, layout, shape)):
             found.add(problem)
+        for problem in bf16_layer_problems(config.precision, layout, shape.num_layers):
+            found.add(problem)
         found.run(lambda: check_blocks(config.precision, layout, shape))
     if config.rollout.engine == "sglang":
         found.run(lambda: check_served_card(config.rollout, config.model.dtype, card.capability, card.title))
@@ -118,7 +128,7 @@ def rules(config: Config, shape: ModelShape | None, card: Card, world_size: int,
     return found.violations
 
 
-def settings(config: Config) -> Findings:
+def settings(config: Config, card: Card) -> Findings:
     """What is wrong with rewards and data, and what this machine lacks."""
     found = Findings()
     for function in config.rewards.functions:
@@ -129,7 +139,7 @@ def settings(config: Config) -> Findings:
         found.notes.append(f"data not on this machine, not checked: {', '.join(missing)}")
     else:
         found.run(lambda: check_data(config.data, config.batch.prompts_per_step, config.rollout))
-    found.notes += _installed(config)
+    found.notes += _installed(config, card)
     return found
 
 
@@ -148,7 +158,7 @@ def model_files(config: Config, shape: ModelShape) -> Findings:
     return found
 
 
-def _installed(config: Config) -> list[str]:
+def _installed(config: Config, card: Card) -> list[str]:
     """What training would miss here."""
     notes = []
     if config.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
@@ -156,7 +166,15 @@ def _installed(config: Config) -> list[str]:
     for check in (
         check_apex,
         lambda: check_transformer_engine(config.precision, transformer_engine_version()),
+        lambda: check_cuda(config.precision, cuda_version()),
         lambda: check_moments(config.optimizer, transformer_engine_version()),
+        lambda: check_attention(
+            config.model.dtype,
+            card.capability,
+            card.title,
+            transformer_engine=transformer_engine_version(),
+            flash_attn=flash_attention_version(),
+        ),
     ):
         try:
             check()

@@ -57,7 +57,7 @@ def default_ranks(setup: Setup) -> list[int]:
 def rehearse(setups: Sequence[tuple[Setup, Sequence[int]]], fields: Mapping[str, Any]) -> list[list[Comparison]]:
     """Of each setup the comparisons of its ranks. `fields`: of the model's config.json. Raises ConfigError or PlanError."""
     local = [(_local(setup), ranks) for setup, ranks in setups]
-    requests = [_request(setup, rank, fields) for setup, ranks in local for rank in ranks]
+    requests = [request_of(setup, rank, fields) for setup, ranks in local for rank in ranks]
     process = subprocess.run(
         [sys.executable, "-m", "grpo_mega.megatron.rehearse_rank"],
         input="".join(json.dumps(request) + "\n" for request in requests),
@@ -78,7 +78,8 @@ def _local(setup: Setup) -> Setup:
     return replace(setup, config=config, uses_te=False)
 
 
-def _request(setup: Setup, rank: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+def request_of(setup: Setup, rank: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what rehearse_rank is asked for a rank. Raises ConfigError for what cannot be rehearsed."""
     if setup.shape.num_experts:
         raise ConfigError(f"--rehearse: where tokens of {setup.shape.model_type} go depends on their values; plan without it")
     if not 0 <= rank < setup.world_size:

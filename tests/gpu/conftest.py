@@ -1,7 +1,8 @@
 """Tests of what only a GPU runs; README.md says which test covers which branch of the package. Elsewhere they are skipped.
 
 With GRPO_MEGA_REHEARSAL=1 those marked `rehearsed` run on a CPU at tiny sizes: it shows that the tests themselves work
-(tests/test_gpu_branches.py does so), and nothing of a GPU.
+(tests/test_gpu_branches.py does so), and nothing of a GPU. Where Transformer Engine runs on emulated kernels (tests/te_on_cpu)
+those marked `emulated` run, at their own sizes.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import pytest
 import torch
 from bench_gpu_rank import config_of
 
+from grpo_mega import kernels
 from grpo_mega.device import Device
 from grpo_mega.launch import only_rank
 
 HERE = Path(__file__).parent
+HAS_GPU = torch.cuda.is_available()
 IS_REHEARSAL = os.environ.get("GRPO_MEGA_REHEARSAL") == "1"
+IS_EMULATED = not HAS_GPU and kernels.choose(is_cuda=False).transformer_engine
 
 # So that two runs of one backward pass can be compared.
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
@@ -26,6 +30,7 @@ os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "rehearsed: of tests/gpu, one that also runs on a CPU when GRPO_MEGA_REHEARSAL=1")
+    config.addinivalue_line("markers", "emulated: of tests/gpu, one that also runs on Transformer Engine's emulated kernels")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,8 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not item.path.is_relative_to(HERE):
             continue
         item.add_marker(pytest.mark.gpu)
-        is_rehearsed = IS_REHEARSAL and item.get_closest_marker("rehearsed") is not None
-        if not torch.cuda.is_available() and not is_rehearsed:
+        mark = "emulated" if IS_EMULATED else "rehearsed" if IS_REHEARSAL else None
+        if not HAS_GPU and (mark is None or item.get_closest_marker(mark) is None):
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch sees none here"))
 
 

@@ -11,7 +11,7 @@ from gpu_policies import make_policy, make_samples, packed, supported_precisions
 from models import VOCAB_SIZE
 
 from grpo_mega.device import Device
-from grpo_mega.kernels import choose
+from grpo_mega.megatron.found import in_use
 from grpo_mega.megatron.policy import Policy
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -26,13 +26,39 @@ def train(policy: Policy, step: int) -> dict[str, float]:
     return metrics
 
 
-@pytest.mark.rehearsed
-@pytest.mark.parametrize("form", FORMS)
-def test_a_restored_policy_goes_on_as_the_saved_one(form: str, device: Device, tmp_path: Path) -> None:
-    if form != "bf16" and not choose(is_cuda=device.is_cuda).transformer_engine:
+def need(form: str, device: Device) -> None:
+    if form != "bf16" and not in_use(device).transformer_engine:
         pytest.skip("needs Transformer Engine")
     if form == "weights in fp8" and (reason := supported_precisions(device)["tensorwise"]):
         pytest.skip(reason)
+
+
+@pytest.mark.emulated
+@pytest.mark.rehearsed
+@pytest.mark.parametrize("form", FORMS)
+def test_a_policy_that_was_never_trained_is_saved_and_restored(form: str, device: Device, tmp_path: Path) -> None:
+    """Its Adam has made no state yet, and that of the policy into which it is restored neither."""
+    need(form, device)
+    sections = {"optimizer": {"lr": 1e-3}} | FORMS[form]
+    policy = make_policy(device, **sections)
+    policy.save(tmp_path)
+    expected = [train(policy, step) for step in range(2)]
+    for has_states in (False, True):
+        restored = make_policy(device, **sections)
+        if has_states:
+            train(restored, 5)
+        restored.restore(tmp_path)
+        found = [train(restored, step) for step in range(2)]
+        for before, after in zip(expected, found, strict=True):
+            for name in ("loss/total", "grad_norm", "mismatch/abs_mean"):
+                assert after[name] == pytest.approx(before[name], rel=1e-3 if device.is_cuda else 0.0, abs=1e-7), name
+
+
+@pytest.mark.emulated
+@pytest.mark.rehearsed
+@pytest.mark.parametrize("form", FORMS)
+def test_a_restored_policy_goes_on_as_the_saved_one(form: str, device: Device, tmp_path: Path) -> None:
+    need(form, device)
     sections = {"optimizer": {"lr": 1e-3}} | FORMS[form]
     policy = make_policy(device, **sections)
     for step in range(3):

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import random
 import statistics
 from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import learning
 import pytest
 import torch
-from gpu_policies import IS_REHEARSAL, SIZES, logits_of, make_policy, make_sample, make_samples, packed, precision_of
+from gpu_policies import IS_REHEARSAL, logits_of, make_policy, make_samples, packed, precision_of
 from gpu_policies import supported_precisions as why_not
-from models import VOCAB_SIZE, make_config
+from learning import KEPT
+from models import VOCAB_SIZE
 
 from grpo_mega.config import PrecisionConfig
 from grpo_mega.device import Device
 from grpo_mega.fp8 import RECIPES
 from grpo_mega.guard import Level
-from grpo_mega.kernels import choose
+from grpo_mega.megatron.found import in_use
+from grpo_mega.megatron.fp8_weights import is_quantised
 from grpo_mega.megatron.precision import in_bf16, set_level
-from grpo_mega.types import Sample
 
 STEPS = 50
 DEMONSTRATIONS = 8 if IS_REHEARSAL else 64  # of a step
 # Of the mean loss of the last ten steps, in parts of bf16's. At scale FP8 is within 0.25 % (arXiv:2412.19437, figure 10); a
 # small model that learns fast, and so amplifies differences, within some per cent.
 BOUND = 0.05
-KEPT = {"fp8_parameters": True, "fp8_reference": True}
 
 
 def need(recipe: str, device: Device) -> None:
@@ -39,49 +36,13 @@ def need(recipe: str, device: Device) -> None:
 
 
 @cache
-def arithmetic() -> ModuleType:
-    """The quickstart's task."""
-    path = Path(__file__).resolve().parents[2] / "examples" / "arithmetic.py"
-    spec = importlib.util.spec_from_file_location("arithmetic", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def demonstrations() -> tuple[int, list[list[Sample]]]:
-    """The size of the vocabulary, and each step's demonstrations as responses of advantage 1; always the same."""
-    task, rng = arithmetic(), random.Random(0)
-    tokenizer = task.make_tokenizer()
-    problems, _ = task.make_problems(rng)
-    steps = []
-    for _ in range(STEPS):
-        chosen = rng.sample(problems, DEMONSTRATIONS)
-        prompts = task.render_prompts(tokenizer, chosen)
-        pairs = zip(prompts, (task.demonstrate(problem, rng) + "<eos>" for problem in chosen), strict=True)
-        ids = [[tokenizer(text)["input_ids"] for text in pair] for pair in pairs]
-        steps.append([make_sample(i, prompt, response, 1.0) for i, (prompt, response) in enumerate(ids)])
-    return len(tokenizer), steps
-
-
-@cache
 def losses(device: Device, recipe: str | None, *, keeps_fp8: bool = False, moments_dtype: str = "float32") -> list[float]:
-    """Nats a token, before each step. The policy's own update raises the log-probs of responses of advantage 1."""
-    vocab, steps = demonstrations()
-    sizes = SIZES or {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    policy = make_policy(
-        device,
-        make_config("qwen2", **(sizes | {"vocab_size": vocab})),
-        optimizer={"lr": 3e-3, "warmup_steps": 5, "betas": (0.9, 0.98), "moments_dtype": moments_dtype},
-        precision=(KEPT if keeps_fp8 else {}) | (precision_of(recipe) if recipe else {}),
+    return learning.losses(
+        device, recipe, steps=STEPS, per_step=DEMONSTRATIONS, keeps_fp8=keeps_fp8, moments_dtype=moments_dtype
     )
-    found = []
-    for samples in steps:
-        [metrics] = policy.update(policy.attach_logprobs(packed(policy, samples)))
-        found.append(metrics["mismatch/abs_mean"])  # from rollout_logprobs of 0
-    return found
 
 
+@pytest.mark.emulated
 @pytest.mark.rehearsed
 def test_bf16_learns_the_arithmetic_task_in_50_steps(device: Device) -> None:
     found = losses(device, None)
@@ -89,6 +50,7 @@ def test_bf16_learns_the_arithmetic_task_in_50_steps(device: Device) -> None:
     assert statistics.mean(found[-10:]) < 0.5 * found[0]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fp8_learns_it_as_bf16_does(recipe: str, device: Device) -> None:
     need(recipe, device)
@@ -99,6 +61,7 @@ def test_fp8_learns_it_as_bf16_does(recipe: str, device: Device) -> None:
     assert max(abs(a - b) for a, b in zip(expected, found, strict=True)) < 0.5
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_weights_that_are_kept_in_fp8_learn_it_too(recipe: str, device: Device) -> None:
     """Their fp32 masters take the small steps."""
@@ -107,13 +70,15 @@ def test_weights_that_are_kept_in_fp8_learn_it_too(recipe: str, device: Device) 
     assert statistics.mean(found[-10:]) == pytest.approx(statistics.mean(expected[-10:]), rel=BOUND)
 
 
+@pytest.mark.emulated
 def test_an_optimizer_with_moments_in_bf16_learns_as_the_usual_one(device: Device) -> None:
-    if not choose(is_cuda=device.is_cuda).transformer_engine:
+    if not in_use(device).transformer_engine:
         pytest.skip("Transformer Engine is not installed")
     expected, found = losses(device, None), losses(device, None, moments_dtype="bfloat16")
     assert statistics.mean(found[-10:]) == pytest.approx(statistics.mean(expected[-10:]), rel=BOUND)
 
 
+@pytest.mark.emulated
 def test_weights_in_fp8_are_read_as_the_numbers_they_stand_for_and_move_whole(device: Device) -> None:
     """e4m3 has 3 bits behind the point, so that it errs by a sixteenth at most, and below the range by a step of it."""
     need("tensorwise", device)
@@ -134,6 +99,37 @@ def test_weights_in_fp8_are_read_as_the_numbers_they_stand_for_and_move_whole(de
     assert 0 < num_different < len(plain), "linear layers alone are in FP8"
 
 
+@pytest.mark.emulated
+def test_delayed_scales_of_weights_kept_in_fp8_are_of_the_weights_alone(device: Device) -> None:
+    """Not of what was in the memory on which Transformer Engine made them, whose maximum it takes as well."""
+    need("delayed", device)
+    plain = {name: t.float().abs().max().item() for name, t in make_policy(device).tensors().items()}
+    norms = []
+    for kept in ({}, KEPT):
+        garbage = [torch.full((2**shift,), 3e36, device=device.torch_device) for shift in range(14, 22)]
+        del garbage  # for the allocator to hand out
+        policy = make_policy(device, precision=precision_of("delayed") | kept)
+        batches = packed(policy, make_samples(6, VOCAB_SIZE))
+        norms.append([policy.update(policy.attach_logprobs(batches))[0]["grad_norm"] for _ in range(3)])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+    scales = {name: p._quantizer.scale.item() for name, p in policy._parameters.items() if is_quantised(p)}
+    assert scales and scales == pytest.approx({name: 448 / plain[name] for name in scales}, rel=1e-2)
+
+
+@pytest.mark.emulated
+def test_delayed_scaling_remembers_as_many_maxima_as_the_config_says(device: Device) -> None:
+    need("delayed", device)
+    for given, expected in (({}, (1024, "max")), ({"fp8_amax_history_len": 5, "fp8_amax_compute_algo": "most_recent"}, None)):
+        policy = make_policy(device, precision=precision_of("delayed") | given)
+        policy.update(policy.attach_logprobs(packed(policy, make_samples(6, VOCAB_SIZE))))
+        metas = [m.fp8_meta for m in policy._models[0].modules() if getattr(m, "fp8_meta", {}).get("scaling_fwd")]
+        metas = [meta for meta in metas if meta["scaling_fwd"].amax_history.any()]
+        assert metas
+        found = {(len(meta["scaling_fwd"].amax_history), meta["recipe"].amax_compute_algo) for meta in metas}
+        assert found == {expected or tuple(given.values())}
+
+
+@pytest.mark.emulated
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "delayed"])
 def test_layers_in_bf16_are_bit_for_bit_those_of_a_run_without_fp8(recipe: str, device: Device) -> None:
     """In the reference's pass, and where the guard has all layers fall back; with the ends alone neither run's."""
@@ -157,6 +153,7 @@ def test_layers_in_bf16_are_bit_for_bit_those_of_a_run_without_fp8(recipe: str, 
     assert equal(logits_of(policy, samples), in_fp8)
 
 
+@pytest.mark.emulated
 def test_a_bf16_reference_of_an_fp8_policy_says_what_bf16_says(device: Device) -> None:
     need("tensorwise", device)
     algorithm = {"kl_beta": 0.01}
@@ -168,6 +165,7 @@ def test_a_bf16_reference_of_an_fp8_policy_says_what_bf16_says(device: Device) -
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.emulated
 def test_fp8_copies_of_weights_go_with_the_optimizer_and_come_back(device: Device) -> None:
     """Transformer Engine makes them anew at the first micro-batch of a pass."""
     need("tensorwise", device)

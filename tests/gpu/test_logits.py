@@ -23,6 +23,7 @@ from grpo_mega import kernels
 from grpo_mega.convert.reader import open_reader
 from grpo_mega.device import Device
 from grpo_mega.kernels import Kernels
+from grpo_mega.megatron.found import in_use
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
 
@@ -31,7 +32,7 @@ FAMILIES = ("qwen2", "llama", "qwen3")
 MIXTURE = "qwen3_moe"
 ALLOWED, ALLOWED_OF_MIXTURE = 1.5, 3.0  # times transformers' own error
 
-pytestmark = pytest.mark.rehearsed
+pytestmark = [pytest.mark.rehearsed, pytest.mark.emulated]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_the_layers_of_a_run_give_transformers_logits(family: str, theirs: Path,
 def test_layers_without_transformer_engine_give_them_on_a_gpu_too(
     family: str, theirs: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "choose", lambda *, is_cuda: Kernels(False, False, False, "none is wanted"))
+    monkeypatch.setattr(kernels, "choose", lambda **_: Kernels(False, False, False, "none is wanted"))
     check(theirs, family, device)
 
 
@@ -89,5 +90,5 @@ def test_a_mixture_of_experts_gives_transformers_logits(theirs: Path, device: De
 def test_transformer_engine_is_in_use_where_it_is_installed(device: Device) -> None:
     model = make_policy(device)._models[0]
     is_theirs = any("transformer_engine" in type(m).__module__ for m in model.modules())
-    has_theirs = kernels.choose(is_cuda=device.is_cuda).transformer_engine
+    has_theirs = in_use(device).transformer_engine
     assert is_theirs == has_theirs

@@ -26,6 +26,7 @@ def train(policy: Policy, step: int) -> dict[str, float]:
     return metrics
 
 
+@pytest.mark.emulated
 def test_weights_and_optimizer_come_back_from_pinned_memory_bit_for_bit(device: Device) -> None:
     policy = make_policy(device, optimizer={"lr": 1e-3})
     train(policy, 0)
@@ -43,6 +44,7 @@ def test_weights_and_optimizer_come_back_from_pinned_memory_bit_for_bit(device: 
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.emulated
 def test_copies_that_overlap_with_the_pass_are_there_when_the_optimizer_needs_them(device: Device) -> None:
     """`update` begins while the optimizer's state is still on its way; losses and weights are those of a policy that stays."""
     runs = []
@@ -64,6 +66,7 @@ def test_copies_that_overlap_with_the_pass_are_there_when_the_optimizer_needs_th
         assert (a.float() - b.float()).norm() <= (1e-2 if device.is_cuda else 0) * a.float().norm() + 1e-12
 
 
+@pytest.mark.emulated
 def test_a_reference_changes_places_with_the_weights(device: Device) -> None:
     policy = make_policy(device, optimizer={"lr": 1e-2}, algorithm={"kl_beta": 0.01})
     batches = packed(policy, make_samples(6, VOCAB_SIZE))

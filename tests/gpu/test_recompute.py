@@ -22,6 +22,7 @@ def kept(device: Device) -> dict[str, Tensor]:
     return gradients_of(make_policy(device), make_samples(6, VOCAB_SIZE), token_budget=128)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_activations_give_the_same_gradients(recompute: str, kept: dict[str, Tensor], device: Device) -> None:
     found = gradients_of(make_policy(device, recompute=recompute), make_samples(6, VOCAB_SIZE), token_budget=128)
@@ -32,6 +33,7 @@ def test_recomputed_activations_give_the_same_gradients(recompute: str, kept: di
         assert difference <= (ALLOWED if device.is_cuda else 0), (name, difference)
 
 
+@pytest.mark.emulated
 def test_gradients_do_not_depend_on_the_micro_batches(kept: dict[str, Tensor], device: Device) -> None:
     """All in one, of another length: other kernels may be chosen, and bf16 rounds what they sum."""
     found = gradients_of(make_policy(device), make_samples(6, VOCAB_SIZE))

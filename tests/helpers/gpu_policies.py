@@ -1,4 +1,4 @@
-"""Policies of one rank for tests/gpu: on a GPU at sizes that Transformer Engine's kernels like, in a rehearsal tiny ones.
+"""Policies of one rank for tests/gpu: at sizes that Transformer Engine's kernels like, in a rehearsal without them tiny ones.
 
 FP8 wants sizes in multiples of 16, its blockwise recipe in multiples of 128.
 """
@@ -14,6 +14,7 @@ from bench_gpu_rank import config_of
 from models import make_config
 from torch import Tensor
 
+from grpo_mega import kernels
 from grpo_mega.batching.pack import pack
 from grpo_mega.device import Device
 from grpo_mega.megatron import runtime as runtimes
@@ -25,7 +26,8 @@ from grpo_mega.weights.families import family_of
 from grpo_mega.weights.initial import random_reader
 from grpo_mega.weights.spec import ModelShape
 
-IS_REHEARSAL = not torch.cuda.is_available()
+IS_EMULATED = not torch.cuda.is_available() and kernels.choose(is_cuda=False).transformer_engine
+IS_REHEARSAL = not torch.cuda.is_available() and not IS_EMULATED
 GPU_SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,

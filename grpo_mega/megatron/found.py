@@ -1,0 +1,82 @@
+"""Which optional kernels Megatron found, since a package that is installed may fail to load.
+
+Megatron tries when it is imported, and goes on without a Transformer Engine of which a module is missing: FP8 would then be
+ignored in silence. `in_use` says what a run on this device uses.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from importlib.util import find_spec
+
+from grpo_mega import kernels
+from grpo_mega.config import Config
+from grpo_mega.device import Device
+from grpo_mega.errors import ConfigError
+from grpo_mega.kernels import Found, Kernels
+
+
+def in_use(device: Device) -> Kernels:
+    """Return whose kernels a run on `device` uses."""
+    return kernels.choose(is_cuda=True, found=found()) if device.is_cuda else kernels.choose(is_cuda=False)
+
+
+def check(config: Config, device: Device) -> None:
+    """Raise ConfigError where the run needs a kernel that did not load, or that this GPU does not have."""
+    kernels_in_use, version = in_use(device), kernels.transformer_engine_version()
+    if not kernels_in_use.transformer_engine:
+        needs = {"precision.fp8": config.precision.fp8, "optimizer.moments_dtype": config.optimizer.moments_dtype}
+        reason = kernels_in_use.why if device.is_cuda else "this run is on a CPU"
+        for key, value in needs.items():
+            if value not in (None, "float32"):
+                raise ConfigError(f"{key}={value}: needs Transformer Engine on a GPU, and {reason}; leave {key} out")
+        return
+    if device.capability is not None:
+        kernels.check_attention(
+            config.model.dtype,
+            device.capability,
+            device.name,
+            transformer_engine=version,
+            flash_attn=kernels.flash_attention_version(),
+        )
+
+
+@functools.cache
+def check_loads() -> str:
+    """Return why an installed Transformer Engine does not load; "" if it does, or there is none.
+
+    Call it before megatron.core is imported: raises ConfigError for an error that would end that import.
+    """
+    if find_spec("transformer_engine") is None:
+        return ""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except ModuleNotFoundError as error:  # the only one that all of Megatron's modules catch
+        return _one_line(error)
+    except Exception as error:
+        raise ConfigError(
+            f"the installed Transformer Engine {kernels.transformer_engine_version() or '(no version)'} does not load "
+            f"({_one_line(error)}); run pip install --no-build-isolation 'transformer-engine[pytorch]' after torch, "
+            "or pip uninstall it"
+        ) from None
+    return ""
+
+
+@functools.cache
+def found() -> Found:
+    problem = check_loads()
+    from megatron.core import optimizer
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel import layers
+
+    return Found(
+        transformer_engine=gpt_layer_specs.HAVE_TE,
+        apex_adam=optimizer.Adam.__module__.startswith("apex."),
+        apex_weight_gradients=layers._grad_accum_fusion_available,
+        problem=problem,
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,0 +1,35 @@
+"""Tests of Transformer Engine on emulated kernels. A usual pytest process collects test_processes.py alone, which starts the
+processes that run the others and tests/gpu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from grpo_mega.launch import only_rank
+
+HERE = Path(__file__).parent
+LAUNCHING = "test_processes.py"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    is_test = collection_path.parent == HERE and collection_path.name.startswith("test_")
+    is_emulated = config.pluginmanager.hasplugin("emulated_te.plugin")
+    return True if is_test and is_emulated == (collection_path.name == LAUNCHING) else None
+
+
+@pytest.fixture
+def only_member() -> Iterator[None]:
+    """A process group of this process alone: that of the session's policies, or one for this test."""
+    if dist.is_initialized():
+        yield
+        return
+    with only_rank():
+        dist.init_process_group("gloo")
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

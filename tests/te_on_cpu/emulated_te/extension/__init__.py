@@ -1,0 +1,37 @@
+"""`transformer_engine_torch`, the compiled extension of Transformer Engine 2.9 to 2.11, emulated in plain torch on a CPU.
+
+Kept from the real one, as its csrc says at v2.11: names, argument order, which buffers exist after a quantisation (a Hopper
+card's), layouts of scales, bits of FP8 casts, and errors for what cuBLASLt, cuDNN or a kernel refuses. Not kept: the order of
+additions, roundings inside kernels, speed. Whatever else is asked for raises NotImplementedError with its name.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import types
+from typing import Any
+
+from emulated_te.extension import attention, blocks, casts, missing, names, norms, optimizers, others, positions, products
+
+NAME = "transformer_engine_torch"
+PARTS = (names, casts, blocks, products, norms, positions, attention, optimizers, others)
+
+
+class _Missing(NotImplementedError, AttributeError):
+    """An AttributeError too, so that hasattr says no."""
+
+
+def module() -> types.ModuleType:
+    """Return the emulated extension, to be put into sys.modules under NAME before Transformer Engine is imported."""
+    extension: Any = types.ModuleType(NAME, __doc__)
+    extension.__spec__ = importlib.machinery.ModuleSpec(NAME, None)
+    extension.__dict__.update(missing.functions())
+    for part in PARTS:
+        own = {k: v for k, v in vars(part).items() if not k.startswith("_") and getattr(v, "__module__", None) == part.__name__}
+        extension.__dict__.update(own)
+    extension.__getattr__ = _raise
+    return extension
+
+
+def _raise(name: str) -> Any:
+    raise _Missing(f"{NAME}.{name} is not emulated")

@@ -1,0 +1,111 @@
+"""Casts to FP8 with one scale per block: 128 x 128 (weights) or 1 x 128 along rows and along columns (activations, gradients).
+
+Row-wise and column-wise data are each quantised from the original values. Scales lie as the extension lays them out: the last
+dimension padded to a multiple of 4, those of 1 x 128 blocks transposed; in COMPACT form (for all-gathers) neither.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from emulated_te.extension.casts import cast, scale_of
+from emulated_te.extension.common import BLOCK, block_maxima, check, num_blocks, spread, transposed
+from emulated_te.extension.names import DType, Float8BlockScaleTensorFormat
+
+FIELDS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+Parts = dict[str, torch.Tensor | None]
+
+
+def quantize_blocks(tensor: torch.Tensor, quantizer: Any, output: Any) -> Any:
+    """Return `tensor` quantised in blocks, into `output` where one is given."""
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
+    from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
+
+    x = tensor.detach().contiguous()
+    is_2d, is_compact = quantizer.block_scaling_dim == 2, bool(quantizer.all_gather_usage)
+    check(not (is_2d and is_compact), "2D scaling is always GEMM_READY for now.")
+    check(x.shape[-1] % 16 == 0 or not is_2d, "block scaling wants rows of a multiple of 16")
+    parts: Parts = dict.fromkeys(FIELDS)
+    parts |= _squares(x, quantizer) if is_2d else _strips(x, quantizer, is_compact)
+    if output is None:
+        form = Float8BlockScaleTensorFormat.COMPACT if is_compact else Float8BlockScaleTensorFormat.GEMM_READY
+        shared = {"fp8_dtype": DType(quantizer.dtype), "quantizer": quantizer, "is_2D_scaled": is_2d, "data_format": form}
+        if quantizer.internal:
+            return Float8BlockwiseQTensorStorage(**parts, **shared)
+        return Float8BlockwiseQTensor(shape=x.shape, dtype=x.dtype, **parts, **shared)
+    for name, part in parts.items():
+        held = getattr(output, "_" + name)
+        if part is None or held is None:
+            setattr(output, "_" + name, part)
+        else:
+            held.copy_(part.view(held.shape))
+    return output
+
+
+def _squares(x: torch.Tensor, quantizer: Any) -> Parts:
+    bits, scales = _scaled(x, quantizer, BLOCK, BLOCK)
+    parts: Parts = {}
+    if quantizer.rowwise_usage:
+        parts |= {"rowwise_data": bits, "rowwise_scale_inv": _padded(scales)}
+    if quantizer.columnwise_usage:
+        parts |= {"columnwise_data": transposed(bits), "columnwise_scale_inv": _padded(scales.T)}
+    return parts
+
+
+def _strips(x: torch.Tensor, quantizer: Any, is_compact: bool) -> Parts:
+    parts: Parts = {}
+    if quantizer.rowwise_usage:
+        bits, scales = _scaled(x, quantizer, 1, BLOCK)  # [rows, blocks]
+        parts |= {"rowwise_data": bits, "rowwise_scale_inv": scales if is_compact else _padded(scales.T)}
+    if quantizer.columnwise_usage:
+        bits, scales = _scaled(x, quantizer, BLOCK, 1)  # [blocks, cols]
+        parts["columnwise_data"] = bits if is_compact else transposed(bits)
+        parts["columnwise_scale_inv"] = scales if is_compact else _padded(scales)
+    return parts
+
+
+def _scaled(x: torch.Tensor, quantizer: Any, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bits, shaped as `x`, and the inverse scale of every block."""
+    fp8 = DType(quantizer.dtype)
+    flat = x.view(math.prod(x.shape[:-1]), x.shape[-1]).float()
+    amax = block_maxima(flat, height, width)
+    scale = scale_of(amax, fp8, quantizer.force_pow_2_scales, quantizer.amax_epsilon, torch.finfo(x.dtype).max)
+    bits = cast(flat, spread(scale, height, width, *flat.shape), fp8)
+    return bits.view(x.shape), scale.reciprocal()
+
+
+def _padded(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales with their last dimension padded to a multiple of 4, by zeros."""
+    rows, cols = scales.shape
+    result = scales.new_zeros(rows, -(-cols // 4) * 4)
+    result[:, :cols] = scales
+    return result
+
+
+def fp8_block_scaling_compute_partial_amax(
+    tensor: torch.Tensor, amax: torch.Tensor, h: int, w: int, start_offset: int, block_len: int
+) -> None:
+    """Write into `amax` what a flat shard of an [h, w] matrix adds to the maxima of its blocks."""
+    check(block_len == BLOCK and amax.dim() == 2, "amax must be a 2D tensor of blocks of 128")
+    flat = torch.zeros(h * w)
+    flat[start_offset : start_offset + tensor.numel()] = tensor.float().view(-1)
+    amax[: num_blocks(h), : num_blocks(w)] = block_maxima(flat.view(h, w), BLOCK, BLOCK)
+
+
+def fp8_block_scaling_partial_cast(
+    inp: torch.Tensor,
+    out: torch.Tensor,
+    scale: torch.Tensor,
+    h: int,
+    w: int,
+    start_offset: int,
+    block_len: int,
+    out_dtype: DType,
+) -> None:
+    """Cast a flat shard of an [h, w] matrix with the scales of the blocks that it touches."""
+    check(block_len == BLOCK, "blocks are of 128")
+    mine = spread(scale, BLOCK, BLOCK, h, w).reshape(-1)[start_offset : start_offset + inp.numel()]
+    out.view(-1).copy_(cast(inp.view(-1), mine, DType(out_dtype)))

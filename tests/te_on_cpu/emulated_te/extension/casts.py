@@ -1,0 +1,172 @@
+"""Casts to FP8 with one scale per tensor, given (delayed scaling) or from the tensor's own maximum (current scaling).
+
+Bits are the kernels': the scale is fp32, the product saturates and rounds to nearest even. After a quantisation those buffers
+exist that a Hopper card fills: its FP8 products are TN only, so that "column-wise" data is a transposed copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from emulated_te.extension.common import check, is_plain, transposed
+from emulated_te.extension.names import TORCH_OF, DType
+
+F32_MAX = torch.finfo(torch.float32).max
+KINDS = ("Float8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer")
+
+
+def cast(values: torch.Tensor, scale: torch.Tensor, fp8: DType) -> torch.Tensor:
+    """Return the uint8 bits of values * scale, saturated."""
+    dtype = TORCH_OF[fp8]
+    limit = torch.finfo(dtype).max
+    return (values.float() * scale).clamp(-limit, limit).to(dtype).view(torch.uint8)
+
+
+def value_of(bits: torch.Tensor, fp8: DType) -> torch.Tensor:
+    """Return the fp32 numbers that FP8 bits stand for."""
+    return bits.contiguous().view(TORCH_OF[fp8]).float()
+
+
+def scale_of(amax: torch.Tensor, fp8: DType, pow_2: bool, epsilon: float, at_infinity: float = F32_MAX) -> torch.Tensor:
+    """Return the scale that brings `amax` to the end of the range, as compute_scale_from_amax of recipe_common.cuh does."""
+    amax = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
+    # Divides exactly: `number / tensor` in torch goes through a reciprocal, which is one unit in the last place off.
+    scale = torch.full_like(amax, torch.finfo(TORCH_OF[fp8]).max).div_(amax)
+    scale = torch.where(scale.isinf(), at_infinity, scale)
+    if pow_2:
+        scale = (scale.view(torch.int32) & torch.tensor(0x7F800000, dtype=torch.int32)).view(torch.float32)
+    return torch.where(amax.isfinite() & (amax != 0), scale, 1.0)
+
+
+def kind_of(quantizer: Any) -> str:
+    """Return the name of a quantizer's class. Raise NotImplementedError for those of MXFP8 and NVFP4."""
+    name = type(quantizer).__name__
+    if name not in KINDS:
+        raise NotImplementedError(f"quantisation by {name} is not emulated")
+    return name
+
+
+def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
+    """Return `tensor` quantised, into `output` where one is given; with noop = 1 `output` stays as it is."""
+    if quantizer is None:
+        return tensor
+    kind = kind_of(quantizer)
+    if noop is not None and noop.numel() and float(noop) == 1.0 and output is not None:
+        return output
+    if kind == "Float8BlockQuantizer":
+        from emulated_te.extension.blocks import quantize_blocks
+
+        return quantize_blocks(tensor, quantizer, output)
+    check(quantizer.rowwise_usage or quantizer.columnwise_usage, "Invalid usages for Float8Quantizer.")
+    x = tensor.detach().contiguous()
+    if kind == "Float8Quantizer":
+        _note_maximum(x, quantizer)
+    else:
+        _scale_to_maximum(x, quantizer)
+    return _filled(x, quantizer, output)
+
+
+def _note_maximum(x: torch.Tensor, quantizer: Any) -> None:
+    """Raise the delayed quantizer's amax to this tensor's. It has none where master weights are cast with a known scale."""
+    if quantizer.amax.numel() and x.numel():
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, x.float().abs().amax()))
+
+
+def _scale_to_maximum(x: torch.Tensor, quantizer: Any) -> None:
+    if not quantizer.use_existing_amax:
+        quantizer.amax.copy_(x.float().abs().amax() if x.numel() else torch.zeros(1))
+    if quantizer.with_amax_reduction:
+        group = quantizer._canonicalized_amax_reduction_group()
+        torch.distributed.all_reduce(quantizer.amax, op=torch.distributed.ReduceOp.MAX, group=group)
+    fp8 = DType(quantizer.dtype)
+    quantizer.scale.copy_(scale_of(quantizer.amax, fp8, quantizer.force_pow_2_scales, quantizer.amax_epsilon))
+
+
+def _filled(x: torch.Tensor, quantizer: Any, output: Any) -> Any:
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+    fp8 = DType(quantizer.dtype)
+    bits = cast(x, quantizer.scale, fp8)
+    data = bits if quantizer.rowwise_usage else None
+    transpose = transposed(bits) if quantizer.columnwise_usage else None
+    scale_inv = quantizer.scale.reciprocal().reshape(1)
+    if output is None:
+        shared = {"fp8_scale_inv": scale_inv, "fp8_dtype": fp8, "data_transpose": transpose, "quantizer": quantizer}
+        if quantizer.internal:
+            return Float8TensorStorage(data=data, **shared)
+        return Float8Tensor(shape=x.shape, dtype=x.dtype, data=data, **shared)
+    for name, found in (("_data", data), ("_transpose", transpose)):
+        held = getattr(output, name)
+        if found is None or held is None:
+            setattr(output, name, found)
+        else:  # in place, as the kernel writes: other tensors may be views of the buffer
+            held.view(torch.uint8).copy_(found.view(held.shape))
+    output._transpose_invalid = transpose is None
+    output._fp8_dtype = fp8
+    output._scale_inv.copy_(scale_inv.view_as(output._scale_inv))
+    return output
+
+
+def dequantize(input: Any, otype: DType) -> torch.Tensor:
+    """Return the numbers of per-tensor FP8; blocks are dequantised by TE's own Python."""
+    data = input._data
+    if data is None:
+        check(input._transpose is not None and not input._transpose_invalid, "tensor has no data")
+        data = input._transpose.movedim(0, -1)
+    return (value_of(data, DType(input._fp8_dtype)) * input._scale_inv).to(TORCH_OF[DType(otype)])
+
+
+def multi_tensor_quantize(tensor_list: list[torch.Tensor], quantizer_list: list[Any]) -> list[Any]:
+    return [quantize(t, q) for t, q in zip(tensor_list, quantizer_list, strict=True)]
+
+
+def split_quantize(tensor: torch.Tensor, split_sections: list[int], quantizer_list: list[Any]) -> list[Any]:
+    return [quantize(t, q) for t, q in zip(tensor.split(split_sections), quantizer_list, strict=True)]
+
+
+def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list[Any]:
+    """Return the gradient of the bias and the quantised input."""
+    check(is_plain(input), "the gradient is quantised already")
+    return [input.reshape(-1, input.shape[-1]).float().sum(0).to(input.dtype), quantize(input.contiguous(), quantizer)]
+
+
+def fp8_transpose(input: torch.Tensor, dtype: DType, *, out: torch.Tensor | None) -> torch.Tensor:
+    result = transposed(input)
+    return result if out is None else out.copy_(result.view(out.shape))
+
+
+def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None) -> torch.Tensor:
+    result = tensor.transpose(0, 1).contiguous()
+    return result if out is None else out.copy_(result)
+
+
+def compute_amax(input: torch.Tensor, amax: torch.Tensor) -> None:
+    check(amax.dtype is torch.float32 and amax.numel() == 1, "amax must be one float")
+    amax.copy_(input.float().abs().amax() if input.numel() else torch.zeros(()))
+
+
+def fused_amax_and_scale_update_after_reduction(
+    amax_reduction_buffer: torch.Tensor,
+    amax_histories: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    amax_compute_algo: str,
+    fp8_dtype: DType,
+    margin: float,
+) -> None:
+    """Roll the histories of maxima [history, tensors] and set the next scales, as kernel_bulk of delayed_scaling.cu does."""
+    scaled_max = torch.finfo(TORCH_OF[DType(fp8_dtype)]).max * 2.0**-margin
+    offset = 0
+    for history, scale in zip(amax_histories, scales, strict=True):
+        reduced = amax_reduction_buffer[offset : offset + scale.numel()]
+        offset += scale.numel()
+        last = torch.where(reduced != 0, reduced, history[0])
+        rolled = torch.cat((history[1:], last[None]))
+        amax = rolled.amax(0) if amax_compute_algo == "max" else last
+        rolled[0] = 0
+        history.copy_(torch.where(last != 0, rolled, history))
+        is_known = amax.isfinite() & (amax > 0)
+        wanted = torch.where(is_known, torch.full_like(amax, scaled_max).div_(amax), scale)
+        scale.copy_(torch.where(wanted.isinf(), F32_MAX, wanted))

@@ -1,0 +1,123 @@
+"""Matrix products: of the dequantised values, added up in fp32, rounded once to the output's dtype.
+
+Refused is what TE and cuBLASLt refuse on Hopper: a missing row-wise or column-wise copy, leading dimensions that are no
+multiple of 16, outer ones of 8 for blocks, operands of different scaling, two operands in blocks of 128 x 128. Not emulated:
+the order of additions, and the accumulator of about 14 bits with use_split_accumulator=False.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from emulated_te.extension.casts import quantize, value_of
+from emulated_te.extension.common import BLOCK, check, is_plain, num_blocks
+from emulated_te.extension.names import TORCH_OF, DType
+
+
+def generic_gemm(
+    A: Any,
+    transA: bool,
+    B: Any,
+    transB: bool,
+    D: torch.Tensor | None,
+    quantizer: Any,
+    output_dtype: DType | None,
+    bias: torch.Tensor | None,
+    bias_type: DType,
+    gelu: bool,
+    gelu_in: torch.Tensor | None,
+    grad: bool,
+    workspace: torch.Tensor,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    comm_overlap: Any = None,
+    comm_type: Any = None,
+    extra_output: Any = None,
+    bulk_overlap: bool = False,
+    alpha: float = 1.0,
+    beta: float | None = None,
+) -> list[Any]:
+    """Return [op(B) op(A), gradient of the bias, None, extra output]: TN forward, NN data gradient, NT weight gradient."""
+    if gelu or comm_overlap is not None:
+        raise NotImplementedError("generic_gemm with a gelu epilogue or communication overlap is not emulated")
+    a, kind_a = _operand(A, "A", is_columnwise=not transA)
+    b, kind_b = _operand(B, "B", is_columnwise=transB)
+    _check_kinds(kind_a, kind_b)
+    left, right = (b.T if transB else b), (a.T if transA else a)
+    check(left.shape[1] == right.shape[0], f"GEMM inputs have invalid dims {tuple(left.shape)}, {tuple(right.shape)}")
+    result = torch.mm(left, right)
+    if alpha != 1.0:
+        result = result * alpha
+    bias_grad = None
+    if bias is not None and grad:
+        bias_grad = b.sum(0).to(bias.dtype)
+    elif bias is not None:
+        result = result + bias.float()
+    shape = (result.shape[0],) if transB else tuple(B.shape if isinstance(B, torch.Tensor) else B.size())[:-1]
+    if D is None:
+        D = result.to(_output_dtype(A, output_dtype)).view(*shape, result.shape[1])
+        return [quantize(D, quantizer), bias_grad, None, extra_output]
+    check(D.numel() == result.numel(), "GEMM output has invalid dims")
+    check(output_dtype is None or TORCH_OF[DType(output_dtype)] is D.dtype, "GEMM output has invalid dtype")
+    flat = D.view(result.shape)
+    flat.copy_(flat.float() + result if accumulate else result)
+    return [D, bias_grad, None, extra_output]
+
+
+def _output_dtype(A: Any, output_dtype: DType | None) -> torch.dtype:
+    if output_dtype is not None:
+        return TORCH_OF[DType(output_dtype)]
+    check(isinstance(A, torch.Tensor), "an FP8 product needs an output dtype")
+    return A.dtype
+
+
+def _check_kinds(a: str, b: str) -> None:
+    check(a == b or {a, b} == {"1D", "2D"}, f"Inputs A and B to GEMM need to have compatible scaling modes, but got {a}, {b}")
+    check(a != "2D" or b != "2D", "Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling supported")
+
+
+def _operand(x: Any, name: str, *, is_columnwise: bool) -> tuple[torch.Tensor, str]:
+    """Return the [rows, cols] values in fp32 of what a product reads, and its kind of scaling.
+
+    `is_columnwise`: the transposed copy is read, since cuBLASLt on Hopper multiplies FP8 in TN form only.
+    """
+    if is_plain(x):
+        return x.reshape(-1, x.shape[-1]).float(), "none"
+    return _scaled_by_tensor(x, name, is_columnwise) if hasattr(x, "_data") else _scaled_by_block(x, name, is_columnwise)
+
+
+def _scaled_by_tensor(x: Any, name: str, is_columnwise: bool) -> tuple[torch.Tensor, str]:
+    fp8 = DType(x._fp8_dtype)
+    if is_columnwise:
+        check(x._transpose is not None and not x._transpose_invalid, f"Input {name} is missing column-wise usage")
+        data = x._transpose.reshape(x._transpose.shape[0], -1)
+    else:
+        check(x._data is not None, f"Input {name} is missing row-wise usage")
+        data = x._data.reshape(-1, x._data.shape[-1])
+    lead = data.shape[1]
+    check(lead % 16 == 0, f"Leading dimension requirement on {name} for FP8 GEMM. Caller must pad. ({lead})")
+    values = value_of(data, fp8) * x._scale_inv
+    return (values.T if is_columnwise else values), "tensor"
+
+
+def _scaled_by_block(x: Any, name: str, is_columnwise: bool) -> tuple[torch.Tensor, str]:
+    is_2d = x._is_2D_scaled
+    if is_columnwise:
+        data, scales = x._columnwise_data, x._columnwise_scale_inv
+    else:
+        data, scales = x._rowwise_data, x._rowwise_scale_inv
+    check(data is not None, f"Input {name} is missing {'column' if is_columnwise else 'row'}-wise usage")
+    data = data.reshape(data.shape[0], -1) if is_columnwise else data.reshape(-1, data.shape[-1])
+    outer, inner = data.shape  # the product adds up over the inner one
+    check(inner % 16 == 0, f"Leading dimension requirement on NVTE_BLOCK_SCALING GEMM. Caller must pad. ({name}: {inner})")
+    is_free = is_2d and name == "B"  # cuBLASLt asks it of A, and of B in 1 x 128 blocks
+    check(
+        outer % 8 == 0 or is_free,
+        f"Outer dimension requirement on {name} for NVTE_BLOCK_SCALING GEMM. Caller must pad. ({outer})",
+    )
+    by_row = scales[:, : num_blocks(inner)].repeat_interleave(BLOCK, 0)[:outer] if is_2d else scales[:, :outer].T
+    values = value_of(data, DType(x._fp8_dtype)) * by_row.repeat_interleave(BLOCK, 1)[:, :inner]
+    return (values.T if is_columnwise else values), "2D" if is_2d else "1D"

@@ -1,0 +1,37 @@
+"""How a test starts processes on the emulation; imports nothing but the standard library."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+WHEELS = ROOT / ".venv-te"
+DEFAULT, OTHERS = "2.11.0", ("2.10.0", "2.9.0")
+
+
+def wheel(version: str) -> Path:
+    """Return the folder that holds the unpacked wheel of a version, as tests/run.sh installs it."""
+    return WHEELS / version
+
+
+def why_not(version: str) -> str | None:
+    """Return why this machine cannot emulate a version, with the remedy; None where it can."""
+    if (wheel(version) / "transformer_engine" / "__init__.py").exists():
+        return None
+    return (
+        f"Transformer Engine's wheel is not in .venv-te/{version}; run tests/run.sh, or python -m pip install --no-deps "
+        f"--target .venv-te/{version} transformer-engine=={version}"
+    )
+
+
+def command(version: str, target: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module, or a file that ends in .py, on the emulation."""
+    return [sys.executable, "-m", "emulated_te.run", version, target, *arguments]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of such a process: one thread, and the folders of this package and of the project."""
+    folders = [str(ROOT / "tests" / "te_on_cpu"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,91 @@
+"""Imports Transformer Engine's wheel over the emulated extension, in this process.
+
+`install(version)` comes before anything imports TE or megatron.core: with the bare wheel importable and nothing loaded,
+Megatron's import raises ("empty meta package"). The wheel's folder is put on sys.path here and nowhere else, so that no other
+process that this one starts finds it. torch.compile is off in TE, so that its elementwise functions round as eager torch does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from emulated_te import extension, machine, stubs
+from emulated_te.launcher import wheel
+
+TE = "transformer_engine"
+SETTINGS = {
+    "NVTE_TORCH_COMPILE": "0",
+    "NVTE_PROJECT_BUILDING": "1",  # or transformer_engine.common loads CUDA's libraries
+    "NVTE_FRAMEWORK": "pytorch",
+}
+
+
+@functools.cache
+def install(version: str) -> None:
+    """Import Transformer Engine `version` for a machine with one H100."""
+    from grpo_mega.megatron import compat
+
+    if torch.cuda.is_available():
+        raise RuntimeError("Transformer Engine is emulated on machines without a GPU only")
+    compat.install()
+    sys.path.insert(0, str(wheel(version)))
+    machine.put_up()
+    sys.modules[extension.NAME] = extension.module()
+    with _environment(SETTINGS):
+        _import()
+    _everywhere("canonicalize_device", lambda device: torch.device("cpu"))
+
+
+def _import() -> None:
+    common = _common()
+    # With torch's own view of Triton, before the stub stands in for it.
+    for name in ("torch._dynamo", "torch._inductor"):
+        importlib.import_module(name)
+    with stubs.while_importing():
+        importlib.import_module(f"{TE}.pytorch")
+    sys.modules[TE].common = common  # type: ignore[attr-defined]
+
+
+def _common() -> Any:
+    """Return transformer_engine.common, imported alone. transformer_engine/__init__.py imports .pytorch too, which loads the
+    extension's shared object by a function of .common that is replaced here."""
+    spec = importlib.util.find_spec(TE)
+    assert spec is not None and spec.submodule_search_locations, "the wheel holds no package"
+    shell = types.ModuleType(TE)
+    shell.__path__, shell.__spec__ = list(spec.submodule_search_locations), spec
+    sys.modules[TE] = shell
+    common: Any = importlib.import_module(f"{TE}.common")
+    common.load_framework_extension = lambda framework: None
+    del sys.modules[TE]
+    return common
+
+
+def _everywhere(name: str, replacement: Any) -> None:
+    """Replace a function of TE in all of its modules that have imported it by name."""
+    for module in [m for n, m in sys.modules.items() if n.startswith(f"{TE}.") and hasattr(m, name)]:
+        setattr(module, name, replacement)
+
+
+@contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    """Set variables that are read at import, and none that a process started later would inherit."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,19 @@
+"""`pytest -p emulated_te.plugin --te-version 2.11.0`: this pytest process runs on the emulation."""
+
+from __future__ import annotations
+
+import pytest
+
+from emulated_te.launcher import DEFAULT
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--te-version", default=DEFAULT, help="which Transformer Engine to run on emulated kernels")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Before a conftest imports anything."""
+    from emulated_te.package import emulate
+
+    emulate(early_config.known_args_namespace.te_version)

@@ -1,0 +1,23 @@
+"""`python -m emulated_te.run VERSION TARGET [ARGUMENT ...]`: runs a module, or a file that ends in .py, on the emulation."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+
+def main(version: str, target: str) -> None:
+    from emulated_te.package import emulate
+
+    emulate(version)
+    sys.argv = sys.argv[2:]
+    if target.endswith(".py"):
+        sys.path.insert(0, str(Path(target).resolve().parent))
+        runpy.run_path(target, run_name="__main__")
+    else:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,137 @@
+"""One rank with Transformer Engine's layers, run on fake tensors: its own Python over an extension that only makes shapes.
+
+    PYTHONPATH=tests/te_on_cpu python -m emulated_te.run 2.11.0 tests/te_on_cpu/rehearse.py < REQUESTS
+
+Reads requests of grpo_mega.megatron.rehearse_rank, a line of JSON each, and prints the same answers, with `saved` beside: what
+autograd keeps at the end of the forward passes, as [shape, dtype, bytes, number of such tensors], the largest sum first. Copies
+of the weights in FP8 are not counted: they stay between passes, and the plan has a figure of their own for them. It needs a
+process of its own. The settings are those of a GPU wherever they decide what is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # functions that Megatron compiles on a GPU keep the same tensors when they are not
+
+import torch
+import torch.distributed as dist
+from emulated_te import extension
+from emulated_te.extension import positions
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+from transformer_engine.pytorch.attention.dot_product_attention import utils as attention_utils
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+from grpo_mega.megatron import model as models
+from grpo_mega.megatron import packed, rehearse_rank
+
+Saved = tuple[tuple[int, ...], str, int]
+
+
+class KeptByTE(rehearse_rank.Kept):
+    """Counts a quantised tensor by the tensors inside of it, and notes shapes."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self._by_storage = {p.untyped_storage()._cdata: p for p in parameters}
+        self.saved: Counter[Saved] = Counter()
+        counters.append(self)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        copies = {t.untyped_storage()._cdata for copy in weight_copies.values() for t in inner(copy)}
+        for part in inner(tensor) or [tensor]:
+            if part.untyped_storage()._cdata in copies:
+                continue
+            before = self.now
+            super().pack(part)
+            if self.now > before:
+                self.saved[tuple(part.shape), str(part.dtype).removeprefix("torch."), self.now - before] += 1
+        # A hook is given a parameter without its attributes, by which Transformer Engine fuses the addition of its gradient.
+        parameter = self._by_storage.get(tensor.untyped_storage()._cdata)
+        return tensor if parameter is None or parameter.shape != tensor.shape else parameter
+
+
+counters: list[KeptByTE] = []
+weight_copies: dict[int, Any] = {}  # by id
+
+
+def inner(tensor: Any) -> list[Tensor]:
+    """Return the tensors that a quantised one consists of; none for a plain one."""
+    is_quantised = hasattr(tensor, "get_data_tensors")
+    return [t for t in vars(tensor).values() if isinstance(t, Tensor)] if is_quantised else []
+
+
+def attend(*args: Any, **kwargs: Any) -> list[Any]:
+    """Make the shapes of fused attention's forward: with statistics of the softmax, fp32 by token and head, for training."""
+    is_training, q, v = args[2], args[13], args[15]
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    return (
+        [out, q.new_empty(*q.shape[:-1], 1, dtype=torch.float32), torch.empty(2, dtype=torch.int64)] if is_training else [out]
+    )
+
+
+def attend_backward(*args: Any, **kwargs: Any) -> list[Any]:
+    return [*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in args[13:16]), None, None]
+
+
+def packed_params(cuts: Tensor, position_ids: Tensor) -> PackedSeqParams:
+    """Make what step.py gives to Transformer Engine's layers."""
+    longest = int(cuts.diff().max())
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cuts, cu_seqlens_kv=cuts, max_seqlen_q=longest, max_seqlen_kv=longest)
+
+
+def make_shapes_only() -> None:
+    """Replace what reads values, and what asks whether a tensor is fake."""
+    functions: Any = sys.modules[extension.NAME]
+    functions.fused_attn_fwd, functions.fused_attn_bwd = attend, attend_backward
+    positions._rope = lambda x, *args, **kwargs: torch.empty_like(x, memory_format=torch.contiguous_format)
+    choose = attention_utils.get_attention_backend
+
+    def choose_for_plain(params: Any) -> Any:
+        params.qkv_type = Tensor  # it compares types, and a fake tensor has one of its own
+        return choose(params)
+
+    attention_utils.get_attention_backend = choose_for_plain
+    workspace = TransformerEngineBaseModule.get_weight_workspace
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = workspace(self, *args, **kwargs)
+        weight_copies[id(found)] = found
+        return found
+
+    TransformerEngineBaseModule.get_weight_workspace = noted
+    packed.pack_params = packed_params
+    rehearse_rank.Kept = KeptByTE  # type: ignore[misc]
+    plain = models.TransformerConfig
+    models.TransformerConfig = lambda **fields: plain(  # type: ignore[misc,assignment]
+        **fields | {"bias_activation_fusion": True, "bias_dropout_fusion": True}
+    )
+
+
+def main() -> None:
+    counted = rehearse_rank.Counted()
+    counted.install()
+    make_group = dist.new_group
+    dist.new_group = lambda *args, **kwargs: make_group(*args, **(kwargs | {"backend": None}))
+    from grpo_mega.megatron import runtime as runtimes
+
+    make_shapes_only()
+    for line in sys.stdin:
+        request = json.loads(line)
+        counters.clear()
+        weight_copies.clear()
+        dist.init_process_group("fake", store=dist.HashStore(), rank=request["rank"], world_size=request["world_size"])
+        found = rehearse_rank.rehearse(request, counted)
+        runtimes.stop()
+        [kept] = counters
+        largest = sorted(kept.saved.items(), key=lambda item: -item[0][2] * item[1])
+        print(json.dumps(found | {"saved": [[*key, number] for key, number in largest]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Which attention Transformer Engine finds, by card, dtype and form; and what its kernels refuse."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+from emulated_te import machine
+from packaging.version import Version
+from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+from grpo_mega.errors import ConfigError
+from grpo_mega.kernels import check_attention
+
+PACKED = {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding_causal"}
+
+
+def backends(card: str, **params: Any) -> tuple[bool, bool, bool]:
+    """Return which fit: flash-attn, which is not installed, cuDNN's fused attention, TE's own of several kernels."""
+    with machine.played(card):
+        found = utils.get_attention_backend(utils.AttentionParams(**{"num_heads": 8, "num_gqa_groups": 2} | params))
+    flash, fused, unfused = found[-1]
+    return bool(flash), bool(fused), bool(unfused)
+
+
+def test_packed_sequences_need_hopper_without_flash_attention() -> None:
+    assert backends("H100", **PACKED)[:2] == (False, True)
+    for card in ("A100", "L40S"):
+        assert backends(card, **PACKED)[:2] == (False, False)
+        assert backends(card, qkv_layout="sbhd_sbhd_sbhd", attn_mask_type="causal")[1]
+
+
+def test_no_card_has_fused_attention_in_fp32() -> None:
+    for card in machine.CARDS:
+        for layout in (PACKED, {"qkv_layout": "sbhd_sbhd_sbhd", "attn_mask_type": "causal"}):
+            assert not backends(card, qkv_dtype=torch.float32, **layout)[1]
+
+
+@pytest.mark.parametrize(
+    ("dims", "card", "fits"),
+    [(128, "A100", True), (256, "A100", False), (256, "H100", True), (264, "H100", False), (100, "H100", False)],
+)
+def test_wide_heads_are_hoppers_and_odd_ones_none(dims: int, card: str, fits: bool) -> None:
+    layout = {"qkv_layout": "sbhd_sbhd_sbhd", "attn_mask_type": "causal"}
+    assert backends(card, head_dim_qk=dims, head_dim_v=dims, **layout)[1] is fits
+
+
+def attend(dtype: torch.dtype = torch.bfloat16, cu_dtype: torch.dtype = torch.int32, max_seqlen: int = 16) -> Any:
+    q, k, v = (torch.randn(32, heads, 16, dtype=dtype) for heads in (4, 2, 2))
+    cu = torch.tensor([0, 16, 32], dtype=cu_dtype)
+    attention = te.DotProductAttention(
+        4, 16, num_gqa_groups=2, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal"
+    )
+    return attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=max_seqlen, max_seqlen_kv=max_seqlen)
+
+
+def test_lengths_must_be_int32_and_within_the_stated_maximum() -> None:
+    assert attend().shape == (32, 64)
+    with pytest.raises((AssertionError, RuntimeError), match="int32"):
+        attend(cu_dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="longer than max_seqlen_q"):
+        attend(max_seqlen=8)
+    x, freqs = torch.randn(8, 2, 16), torch.zeros(4, 1, 1, 16)
+    form = tex.NVTE_QKV_Format.NVTE_THD
+    for cu, message in (
+        (torch.tensor([0, 4, 8]), "int32"),
+        (torch.tensor([0, 8], dtype=torch.int32), "past the end of 4"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            tex.fused_rope_forward(x, freqs, None, form, False, cu, 1, 0)
+
+
+def test_fp32_ends_in_an_error_where_no_backend_is_left() -> None:
+    """TE 2.11 falls back to its unfused attention; 2.9 and 2.10 have none for packed sequences."""
+    if Version(transformer_engine.__version__) >= Version("2.11"):
+        assert attend(torch.float32).shape == (32, 64)
+    else:
+        with pytest.raises(ValueError, match="No dot product attention"):
+            attend(torch.float32)
+
+
+def test_the_package_refuses_what_no_backend_takes() -> None:
+    """Below Hopper also the unfused attention of 2.11 in bf16, which would hold every score."""
+    import transformer_engine
+
+    for card in machine.CARDS.values():
+        for dtype in ("bfloat16", "float32"):
+            _, fused, unfused = backends(card.name, qkv_dtype=getattr(torch, dtype), **PACKED)
+            is_taken = fused or (unfused and dtype == "float32")
+            with contextlib.nullcontext() if is_taken else pytest.raises(ConfigError):
+                check_attention(
+                    dtype,
+                    card.capability,
+                    card.name,
+                    transformer_engine=transformer_engine.__version__,
+                    flash_attn=None,
+                )

@@ -1,0 +1,113 @@
+"""Transformer Engine's layers over tensor, sequence, pipeline, data and expert parallel ranks, in bf16 and every FP8 recipe.
+
+By the cases of `grpo-mega check`: the same samples, log-probs and three optimizer steps in every layout and on a single rank.
+What may differ is rounding: a layout cuts tensors elsewhere, and with one scale per tensor FP8 then rounds otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from emulated_te import launcher
+from gpu_policies import precision_of
+from models import make_model, save_checkpoint
+
+from grpo_mega import check as checks
+from grpo_mega import config as configs
+from grpo_mega.check import Case, Difference, Outcome, compare, with_layout
+from grpo_mega.config import Config
+
+pytestmark = pytest.mark.distributed
+
+RECIPES = ("bf16", "tensorwise", "delayed", "blockwise")
+LAYOUTS = {
+    "qwen3": (
+        "tp=2,sequence_parallel=true",
+        "pp=2",
+        "pp=2,vpp=2",
+        "dp=2",
+        "tp=2,pp=2,sequence_parallel=true",
+        "pp=2,vpp=2,dp=2",
+    ),
+    "qwen3_moe": ("ep=2",),
+}
+CASES = [(family, recipe, layout) for family, layouts in LAYOUTS.items() for recipe in RECIPES for layout in layouts]
+# Rows that are cut must be whole blocks of 128 on each of two ranks; the hidden size need not.
+SIZES = {
+    "hidden_size": 272,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "initializer_range": 0.05,
+}
+
+
+def make_inputs(folder: Path, family: str) -> None:
+    sizes = {name: size for name, size in SIZES.items() if family.endswith("moe") or not name.startswith("moe")}
+    save_checkpoint(make_model(family, seed=3, **sizes), folder / family)
+    rows = [{"prompt": f"Say {word}.", "answer": word} for word in ("one", "two", "three", "four")]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def config_of(folder: Path, family: str, recipe: str) -> Config:
+    raw: dict[str, Any] = {
+        "run_dir": "unused",
+        "steps": 1,
+        "model": {"path": str(folder / family), "dtype": "bfloat16"},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_length": 32},
+        "rollout": {"max_response_length": 24},
+        "algorithm": {"group_size": 4, "kl_beta": 0.02},
+        "batch": {"prompts_per_step": 4, "epochs": checks.UPDATES, "tokens_per_micro_batch": 256},
+        "optimizer": {"lr": 1e-3},
+        "precision": {} if recipe == "bf16" else precision_of(recipe),
+    }
+    return configs.validate(raw)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], Outcome]:
+    """Run all cases, in one launch of ranks for each world size; return them by family, recipe and layout."""
+    folder = tmp_path_factory.mktemp("layouts")
+    keys: list[tuple[str, str, str]] = []
+    cases: list[Case] = []
+    for family, layouts in LAYOUTS.items():
+        make_inputs(folder, family)
+        for recipe in RECIPES:
+            for layout in ("tp=1", *layouts):
+                keys.append((family, recipe, layout))
+                cases.append(Case(" ".join(keys[-1]), with_layout(config_of(folder, family, recipe), layout)))
+    with pytest.MonkeyPatch.context() as patch:
+        run_ranks = checks.run_ranks
+
+        def emulated(command: list[str], world_size: int, log_dir: Path) -> int:
+            assert command[1] == "-m"
+            return run_ranks(launcher.command(launcher.DEFAULT, *command[2:]), world_size, log_dir)
+
+        patch.setattr(checks, "run_ranks", emulated)
+        return dict(zip(keys, checks.run_cases(cases, folder), strict=True))
+
+
+def difference(outcomes: Any, family: str, recipe: str, layout: str) -> Difference:
+    return compare(layout, outcomes[family, recipe, layout], outcomes[family, recipe, "tp=1"])
+
+
+@pytest.mark.parametrize(("family", "recipe", "layout"), CASES)
+def test_a_layout_differs_from_one_rank_by_rounding(outcomes: Any, family: str, recipe: str, layout: str) -> None:
+    found = difference(outcomes, family, recipe, layout)
+    print(found)
+    assert found.is_within(checks.TOLERANCE["bfloat16"]), found
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_each_recipe_was_in_use_and_near_to_bf16(outcomes: Any, family: str) -> None:
+    runs = [outcomes[family, recipe, "tp=1"] for recipe in RECIPES]
+    for i, run in enumerate(runs):
+        for other in runs[:i]:
+            found = compare("", run, other)
+            print(found)
+            assert 1e-4 < found.logprobs < 0.2, (i, found)
