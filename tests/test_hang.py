@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +33,7 @@ store = dist.PrefixStore("job", dist.distributed_c10d._get_default_store())
 timers = Timers()
 
 def lost_in_thought():
+    (folder / "lost").touch()
     time.sleep(60)
 
 checkpoint_writer._CHUNK = 1000
@@ -61,20 +61,20 @@ dist.barrier()
 """
 
 
-def run(folder: Path, behaviour: str) -> tuple[int, str, float]:
+def run(folder: Path, behaviour: str) -> tuple[int, str]:
     code = "import sys; from pathlib import Path; from grpo_mega.launch import run_ranks; "
     code += "sys.exit(run_ranks([sys.executable, *sys.argv[2:]], 4, Path(sys.argv[1])))"
     command = [sys.executable, "-c", code, str(folder / "logs"), "-c", RANK, str(folder), behaviour]
-    began = time.monotonic()
     environment = os.environ | {"PYTHONPATH": f"{HELPERS.parents[1]}{os.pathsep}{HELPERS}", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
-    return result.returncode, result.stderr, time.monotonic() - began
+    return result.returncode, result.stderr
 
 
 @pytest.mark.distributed
 def test_a_rank_that_does_not_come_is_named_with_its_place_and_all_stacks_are_kept(tmp_path: Path) -> None:
-    code, said, seconds = run(tmp_path, "lost")
-    assert code == EXIT_HANG and seconds < 45, said
+    code, said = run(tmp_path, "lost")
+    assert code == EXIT_HANG, said
+    assert (tmp_path / "hang" / "report.txt").stat().st_mtime - (tmp_path / "lost").stat().st_mtime < 30
     assert re.search(r"no progress for \d+ s in update, says rank 0; the run ends here", said)
     assert re.search(r"rank 2: update, after barrier over all ranks, at <string>:\d+ lost_in_thought", said)
     assert re.search(r"ranks 0-1, 3: update, in all_reduce of 1024 float32 over all ranks, at", said), said
@@ -87,7 +87,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_place_and_all_stacks_are_ke
 
 @pytest.mark.distributed
 def test_a_rank_that_cannot_answer_is_named(tmp_path: Path) -> None:
-    code, said, _ = run(tmp_path, "stopped")
+    code, said = run(tmp_path, "stopped")
     assert code == EXIT_HANG and re.search(r"(no progress|no sign of life from rank 2) for \d+ s", said), said
     assert "rank 2: no answer: dead, stopped, or stuck outside of Python" in said
     assert "ranks 0-1, 3: update, in all_reduce" in said
@@ -95,7 +95,7 @@ def test_a_rank_that_cannot_answer_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_a_run_that_makes_progress_is_left_alone(tmp_path: Path) -> None:
-    code, said, _ = run(tmp_path, "well")
+    code, said = run(tmp_path, "well")
     assert (code, "no progress" in said) == (0, False), said
     assert not (tmp_path / "hang").exists()
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000003\n"

@@ -49,7 +49,7 @@ def read_located(marked: str | None, conclusion: str) -> str | None:
 
 
 def _conclusion(response: str) -> str:
-    """What follows the last thought; "" if that thought has no end."""
+    """Return the text after the last thought; "" if that thought has no end."""
     if "<" not in response and "[" not in response:
         return response
     for opening, closing in _THOUGHTS:
@@ -70,7 +70,7 @@ def _last_tagged(text: str) -> str | None:
 
 
 def _marked(text: str) -> str | None:
-    """What the last box holds, else what follows the last `####`, if anything does."""
+    """Return the content of the last box, else what follows the last `####`, if anything does."""
     boxed = _boxed(text)
     return boxed if boxed is not None else _hashed(text)
 

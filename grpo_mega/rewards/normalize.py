@@ -130,7 +130,7 @@ def _by_rules(text: str) -> str:
 
 
 def _last_row(text: str) -> str:
-    """Of aligned equations the last one."""
+    """Keep the last one of aligned equations."""
     if "\\begin" not in text or not (begin := _ALIGNED.search(text)):
         return text
     body, _, after = text[begin.end() :].partition(rf"\end{{{begin[1]}}}")

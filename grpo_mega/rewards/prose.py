@@ -141,7 +141,7 @@ def is_prose(text: str) -> bool:
 
 
 def _announced(text: str, bold: str | None = None) -> str | None:
-    """What follows the last "the answer is", "Answer:" or heading "Answer" that is followed by an answer.
+    """Return what follows the last "the answer is", "Answer:" or heading "Answer" that is followed by an answer.
 
     Where that begins with words, an expression in `bold` says which of the expressions after them it is.
     """

@@ -114,7 +114,7 @@ def right_side(gold: str, text: str) -> str:
 
 
 def _is_contradiction(gold: str, text: str) -> bool:
-    """Whether the text says that two different numbers are equal, as 17 = 18, or is in another base than the gold answer."""
+    """Return whether the text equates two different numbers, as 17 = 18, or is in another base than the gold answer."""
     if "_" in gold and (gold_base := _BASE.fullmatch(gold)) and (base := _BASE.fullmatch(text)):
         return gold_base[1] != base[1]
     if "=" not in text or _EQUALS.search(gold) or _LIST.search(text):
