@@ -24,7 +24,7 @@ from grpo_mega.megatron.fp8_weights import is_quantised
 from grpo_mega.megatron.precision import in_bf16, set_level
 
 STEPS = 50
-DEMONSTRATIONS = 8 if IS_REHEARSAL else 64  # of a step
+DEMONSTRATIONS = 8 if IS_REHEARSAL else 16  # of a step
 # Of the mean loss of the last ten steps, in parts of bf16's. At scale FP8 is within 0.25 % (arXiv:2412.19437, figure 10); a
 # small model that learns fast, and so amplifies differences, within some per cent.
 BOUND = 0.05
