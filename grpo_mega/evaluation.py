@@ -29,7 +29,7 @@ from grpo_mega.job import Job
 from grpo_mega.json_lines import json_line
 from grpo_mega.observe.pass_at_k import Tally, sampled_metrics, tally
 from grpo_mega.observe.rollout_metrics import has_full_marks, heldout_metrics
-from grpo_mega.rewards.answer import extract_answer
+from grpo_mega.rewards.answer import extract_answer, whole_turn
 from grpo_mega.rewards.normalize import normalize_answer
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.engine import Sampling
@@ -161,7 +161,7 @@ def _add_sampled(job: Job, found: Evaluated, phases: Iterator[list[Group]]) -> N
             continue
         found.num_unusable += drop_unusable(groups)[1]
         for group, row in zip(groups, rows, strict=False):
-            answers = [_answer_of(job.decode(sample.response_ids)) for sample in group.samples]
+            answers = [_answer_of(job.decode(s.response_ids), s.prompt.prefill) for s in group.samples]
             right = [is_right(sample, job.config.rewards) for sample in group.samples]
             is_usable = not drop_unusable([group])[1]
             row |= {"samples": len(answers), "solved": sum(right) if is_usable else None, "answers": answers}
@@ -173,7 +173,7 @@ def _add_sampled(job: Job, found: Evaluated, phases: Iterator[list[Group]]) -> N
         found.metrics["sampled_response_length"] = sum(lengths) / len(lengths)
 
 
-def _answer_of(response: str) -> str:
+def _answer_of(response: str, prefill: str) -> str:
     """In the form in which answers vote; "" where there is none."""
-    extracted = extract_answer(response)
+    extracted = extract_answer(whole_turn(response, {"prefill": prefill}))
     return "" if extracted is None else normalize_answer(extracted)

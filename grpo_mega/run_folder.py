@@ -42,13 +42,13 @@ LOCK_FILE = "lock"
 CHECKPOINTS = "checkpoints"
 PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang", "math-verify")
 # What may differ when a run goes on: where and how fast it runs, and what a person adjusts to keep it healthy. All else would
-# make it another run, or is read from the checkpoint (weight decay and Adam's constants, with the optimizer's state).
+# make it another run, or is read from the checkpoint (Adam's constants, with the optimizer's state).
 FREE_ON_RESUME = {"run_dir", "steps", "device", "layout", "sync", "eval", "checkpoint", "log", "max_nonfinite_steps"}
 FREE_ON_RESUME |= {f"rollout.{name}" for name in ("tp", "max_concurrent", "cache_tokens", "memory_fraction", "sleep")}
 FREE_ON_RESUME |= {f"rollout.{name}" for name in ("start_deadline_s", "stall_deadline_s", "phase_deadline_s", "max_restarts")}
 FREE_ON_RESUME |= {f"rollout.{name}" for name in ("mismatch_warn", "mismatch_stop", "server_args")}
 FREE_ON_RESUME |= {"precision.guard", "hang_deadline_s", "model.recompute", "batch.tokens_per_micro_batch"}
-FREE_ON_RESUME |= {f"optimizer.{name}" for name in ("lr", "min_lr", "schedule", "warmup_steps", "clip_grad")}
+FREE_ON_RESUME |= {f"optimizer.{name}" for name in ("lr", "min_lr", "schedule", "warmup_steps", "weight_decay", "clip_grad")}
 FREE_ON_RESUME |= {f"algorithm.{name}" for name in ("kl_beta", "kl_clamp", "entropy_bonus", "calculate_entropy", "correction")}
 FREE_ON_RESUME |= {f"algorithm.ratio_clip_{name}" for name in ("eps", "eps_low", "eps_high", "c")}
 FREE_ON_RESUME |= {"algorithm.early_stop_imp_ratio"}

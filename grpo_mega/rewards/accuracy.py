@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from grpo_mega.rewards import mathverify
+from grpo_mega.rewards.answer import whole_turn
 from grpo_mega.rewards.quick import (
     CORRECT,
     GOLD_UNPARSABLE,
@@ -55,7 +56,7 @@ _FORMS = (
 
 def accuracy(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
     """Score of the response against the gold `answer`; the verdicts are in the module's docstring."""
-    gold, text = without_choices(read(answer), read(response))
+    gold, text = without_choices(read(answer), read(whole_turn(response, extras)))
     return judge(gold, text) or _judge_by_math_verify(gold, text)
 
 

@@ -1,13 +1,17 @@
 """The answer of a response, as text: where it stands (`extract_answer`).
 
 What follows the thought (`</think>`) counts, all of it if there is no thought; a response that was cut off inside its thought
-has no answer. The answer is the content of the last complete `<answer>...</answer>`; else of the last `\\boxed{...}` with
-balanced braces, or of several that a comma or "and" joins; else what follows the last `####` on its line, unless that is a
-heading with text below it; else what the text states (`prose`). Gold answers are read by the same rule, so that a bare `1/2`,
-a worked solution ending in `#### 18` and one ending in `\\boxed{18}` all serve. Time is linear in the text's length.
+has no answer. Give `whole_turn`: where the chat template opens the thought, the response has no `<think>` of its own.
+
+The answer is the content of the last complete `<answer>...</answer>`; else of the last `\\boxed{...}` with balanced braces, or
+of several that a comma or "and" joins; else what follows the last `####` on its line, unless that is a heading with text below
+it; else what the text states (`prose`). Gold answers are read by the same rule, so that a bare `1/2`, a worked solution ending
+in `#### 18` and one ending in `\\boxed{18}` all serve. Time is linear in the text's length.
 """
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from grpo_mega.rewards.markup import plain
 from grpo_mega.rewards.prose import is_prose, read_passage, read_start
@@ -21,6 +25,11 @@ _JOIN = re.compile(
 _JOIN_CHARS, _MAX_JOINED = 40, 10
 _NUMBERED, _NUMBER = re.compile(r"\d+[.)]\s"), re.compile(r"[-$€£\\(*_ ]*\d")
 _MAX_HASHED = 400  # characters of a line after ####; a longer one is no answer
+
+
+def whole_turn(response: str, extras: Mapping[str, Any]) -> str:
+    """Return the assistant's turn: what the chat template wrote into it (extras["prefill"]), and the response."""
+    return str(extras.get("prefill") or "") + response
 
 
 def extract_answer(response: str) -> str | None:

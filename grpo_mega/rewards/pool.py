@@ -26,6 +26,7 @@ from typing import Any
 
 from grpo_mega.errors import ConfigError, RewardError
 from grpo_mega.rewards import registry
+from grpo_mega.rewards.answer import whole_turn
 from grpo_mega.rewards.checks import Check, Checks
 from grpo_mega.rewards.process import Template, WorkerProcess
 from grpo_mega.rewards.protocol import FAILED, RAISED, READY, SCORED, Setup, frame
@@ -136,7 +137,7 @@ class RewardPool:
     def submit(self, key: Hashable, prompt: str, response: str, answer: str, extras: dict[str, Any]) -> None:
         """Queues one sample for all functions; `key` is its name in what `collect` returns, and new to it."""
         assert self._num_workers, "a pool without workers"
-        score, texts = quick(response, answer) if ACCURACY in self._weights else (None, None)
+        score, texts = quick(whole_turn(response, extras), answer) if ACCURACY in self._weights else (None, None)
         is_known = score is not None and len(self._names) == 1
         payload = b"" if is_known else pickle.dumps((prompt, response, answer, extras))
         with self._changed:

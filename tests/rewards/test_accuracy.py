@@ -228,3 +228,15 @@ def test_math_verify_itself_agrees_on_gsm8k() -> None:
         value = int(solution.rpartition("####")[2].replace(",", ""))
         assert accuracy("", rf"\boxed{{{value - 7}+7}}", solution, {}) == Score(1.0, "correct")
         assert accuracy("", rf"\boxed{{{value - 7}+8}}", solution, {}) == Score(0.0, "wrong")
+
+
+@pytest.mark.parametrize(
+    ("response", "is_right"),
+    [
+        (r"maybe \boxed{5}", False),  # cut off
+        (r"maybe \boxed{7}</think> The answer is 5.", True),
+        (r"maybe \boxed{5}</think> The answer is 7.", False),
+    ],
+)
+def test_a_thought_that_the_chat_template_opened_is_a_thought(response: str, is_right: bool) -> None:
+    assert (accuracy("", response, "5", {"prefill": "<think>\n"}).value == 1.0) is is_right

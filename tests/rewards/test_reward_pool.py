@@ -53,8 +53,12 @@ def test_totals_are_weighted_sums_over_the_functions_that_apply() -> None:
         pool.submit(("a", 0), "p", good, "#### 18", {})
         pool.submit(("a", 1), "p", "17", "#### 18", {"kind": "math"})
         pool.submit("prefilled", "p", good.removeprefix("<think>"), "18", {"prefill": "<think>"})
+        # Cut off inside the thought that the template opened: the same text without one states an answer.
+        pool.submit("cut off", "p", r"maybe \boxed{2x}", "2x", {"prefill": "<think>\n"})
+        pool.submit("stated", "p", r"maybe \boxed{2x}", "2x", {})
         results = pool.collect()
-        assert list(results) == [("a", 0), ("a", 1), "prefilled"]
+        assert list(results) == [("a", 0), ("a", 1), "prefilled", "cut off", "stated"]
+        assert [results[key].scores["accuracy"] for key in ("cut off", "stated")] == [0.0, 1.0]
         assert results["a", 0] == RewardResult(
             1.5,
             {"accuracy": 1.0, "format": 1.0, "user_functions.only_for_math": None},
@@ -65,7 +69,7 @@ def test_totals_are_weighted_sums_over_the_functions_that_apply() -> None:
         assert results["prefilled"].total == 1.5
         assert pool.collect() == {}
         assert pool.counters == {
-            "correct": 2, "wrong": 1, "well_formed": 2, "malformed": 1, "math": 1, "not_applicable": 2,
+            "correct": 3, "wrong": 1, "unparsable": 1, "well_formed": 2, "malformed": 3, "math": 1, "not_applicable": 4,
             "killed_workers": 0,
         }  # fmt: skip
 
