@@ -15,6 +15,7 @@ from grpo_mega.planner.command import Request, prepare
 from grpo_mega.planner.hardware import card_of
 from grpo_mega.planner.rehearsal import Comparison, default_ranks, rehearse
 from grpo_mega.planner.setup import Setup
+from grpo_mega.weights.layout import megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape
 
 FIELDS = {
@@ -85,6 +86,45 @@ def test_the_plan_agrees_with_real_megatron(rehearsed: dict[str, list[Comparison
 def test_every_kind_of_communication_is_compared(rehearsed: dict[str, list[Comparison]]) -> None:
     found = {c.label for c in rehearsed["tp=2,pp=2,dp=2,sequence_parallel=true model.recompute=selective"]}
     assert {"tensor parallel", "pipeline", "gradients and weights", "activations kept"} <= found
+
+
+START = """
+import json, sys
+import torch.distributed as dist
+from grpo_mega.megatron import rehearse_rank
+counted = rehearse_rank.Counted()
+counted.install()
+make_group = dist.new_group
+dist.new_group = lambda *args, **kwargs: make_group(*args, **(kwargs | {"backend": None}))
+from grpo_mega.megatron import runtime
+for line in sys.stdin:
+    request = json.loads(line)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=request["rank"], world_size=request["world_size"])
+    try:
+        rehearse_rank.rehearse(request, counted)
+        print("starts", flush=True)
+    except Exception as error:
+        print(repr(error), flush=True)
+    runtime.stop()
+"""
+
+
+def test_training_starts_at_the_tensor_parallel_sizes_that_are_called_legal_and_at_no_others() -> None:
+    """Ask Megatron, as the last rank. With fewer key-value heads than ranks head_dim has a say."""
+    cases = [(heads, kv, dim, tp) for heads, kv, dim in ((6, 2, 8), (6, 2, 12), (12, 4, 10)) for tp in range(1, heads + 1)]
+    lines, legal = [], []
+    for heads, kv, dim, tp in cases:
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": dim, "num_hidden_layers": 1}
+        fields = FIELDS | sizes | {"hidden_size": 44, "intermediate_size": 660}
+        setup = setup_of(f"tp={tp}")
+        request = {"config": setup.config.model_dump(mode="json"), "model": fields, "rank": tp - 1, "world_size": tp}
+        lines.append(json.dumps(request | {"num_batches": 1, "num_tokens": 32, "segment": 16}))
+        legal.append(not list(megatron_layout_problems(ModelShape.from_hf_config(fields), setup.layout)))
+    result = subprocess.run([sys.executable, "-c", START], input="\n".join(lines), capture_output=True, text=True, timeout=200)
+    found = result.stdout.splitlines()
+    assert len(found) == len(cases), result.stderr
+    assert [line == "starts" for line in found] == legal, list(zip(cases, found, strict=True))
+    assert dict(zip(cases, legal, strict=True))[6, 2, 12, 6] and not dict(zip(cases, legal, strict=True))[6, 2, 8, 6]
 
 
 def test_what_cannot_be_rehearsed_is_one_clear_line(tmp_path: Path) -> None:
