@@ -122,9 +122,14 @@ def bf16_layer_problems(precision: PrecisionConfig, layout: LayoutConfig, num_la
 
 
 def check_blocks(precision: PrecisionConfig, layout: LayoutConfig, shape: ModelShape) -> None:
-    """Raises ConfigError where blocks of 128 would straddle tensor-parallel ranks."""
+    """Raises ConfigError where blocks of 128 would straddle tensor-parallel ranks, or be cut short where these gather them."""
     if precision.fp8 is None or precision.fp8_recipe != "blockwise":
         return
+    if layout.sequence_parallel and shape.hidden % BLOCK:
+        raise ConfigError(
+            f"layout.sequence_parallel=true: must have a hidden size that {BLOCK} divides with "
+            f"precision.fp8_recipe='blockwise', found {shape.hidden}; leave it out, or use another recipe, such as tensorwise"
+        )
     for size, what in _cut_sizes(shape):
         if size % (BLOCK * layout.tp):
             blocks = f"{size} / {BLOCK} = {size // BLOCK} blocks" if size % BLOCK == 0 else f"no whole blocks of {BLOCK}"

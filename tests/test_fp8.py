@@ -139,6 +139,17 @@ def test_blocks_that_would_straddle_ranks_are_refused() -> None:
         check_blocks(precision(), LayoutConfig(tp=1), replace(LLAMA_70B, ffn=300))
 
 
+def test_blocks_that_sequence_parallel_ranks_cannot_gather_are_refused() -> None:
+    """Transformer Engine asserts it in the first forward pass."""
+    odd = replace(LLAMA_70B, hidden=8200)
+    check_blocks(precision(), LayoutConfig(tp=8), odd)
+    layout = LayoutConfig(tp=8, sequence_parallel=True)
+    check_blocks(precision(), layout, LLAMA_70B)
+    check_blocks(precision("tensorwise"), layout, odd)
+    with pytest.raises(ConfigError, match=r"^layout\.sequence_parallel=true: must have a hidden size that 128 .* 8200;"):
+        check_blocks(precision(), layout, odd)
+
+
 @pytest.mark.parametrize(
     ("section", "dtype", "message"),
     [

@@ -35,9 +35,9 @@ LAYOUTS = {
     "qwen3_moe": ("ep=2",),
 }
 CASES = [(family, recipe, layout) for family, layouts in LAYOUTS.items() for recipe in RECIPES for layout in layouts]
-# Rows that are cut must be whole blocks of 128 on each of two ranks; the hidden size need not.
+# Rows that are cut must be whole blocks of 128 on each of two ranks, as must hidden states that such ranks gather.
 SIZES = {
-    "hidden_size": 272,
+    "hidden_size": 384,
     "intermediate_size": 512,
     "moe_intermediate_size": 256,
     "num_attention_heads": 4,
