@@ -15,7 +15,7 @@ from grpo_mega.weights.spec import BLOCK
 # that the layer after attention keeps in FP8 in place of its input, 0 where it keeps that itself.
 _STATISTICS = "4 * heads / b"  # of the softmax, fp32
 _NORMED = "(1 + x / b) * h / s + 4 / (b * s)"  # a norm's input, its output as the linear layer keeps it, and fp32 statistics
-_QK_NORMS = "qk_norms * (q + kv)"
+_QK_NORMS = "qk_norms * (1 + 4 / (d * b)) * (q + kv)"  # their inputs, and statistics by head
 ATTENTION = {
     "none": f"{_NORMED} + {_QK_NORMS} + (2 + o / b) * q + 2 * kv + {_STATISTICS}",
     # Checkpointed it keeps queries and keys after the rotation, and as values a view of the whole qkv product.

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from emulated_te import launcher
-from shapes import LLAMA_70B, QWEN_72B
+from shapes import LLAMA_70B
 
 from grpo_mega import config as configs
 from grpo_mega.planner import te_layers
@@ -90,15 +90,15 @@ TABLE = [
 OTHERS = [
     Layer(name, fields, recipe, recompute, layout, 2048)
     for name, fields, layout, recipes in (
-        ("qwen3 TP2+SP", QWEN3, {"tp": 2, "dp": 1, "sequence_parallel": True}, ("bf16", "tensorwise", "delayed")),
-        ("qwen3 TP2", QWEN3, {"tp": 2, "dp": 1}, ("bf16", "delayed")),
-        ("qwen2 TP1", QWEN2, {"tp": 1, "dp": 1}, ("tensorwise", "blockwise")),
+        ("qwen3 TP2+SP", QWEN3, {"tp": 2, "dp": 1, "sequence_parallel": True}, ("bf16", "delayed")),
+        ("qwen3 TP2", QWEN3, {"tp": 2, "dp": 1}, ("tensorwise",)),
+        ("qwen2 TP1", QWEN2, {"tp": 1, "dp": 1}, ("blockwise",)),
     )
     for recipe in recipes
     for recompute in ("none", "selective")
 ]
-# The stage that waits longest, which decides the peak, and of the FP8 layout the last one too.
-RANKS = [("llama3_70b", LLAMA_70B, (0, -1)), ("llama3_70b_bf16", LLAMA_70B, (0,)), ("qwen2.5_72b", QWEN_72B, (0,))]
+# The first stage of the FP8 layout, which holds most.
+RANKS = [("llama3_70b", LLAMA_70B, (0,))]
 
 
 def setup_of(name: str, fields: dict[str, Any], folder: Path) -> Setup:
@@ -160,12 +160,14 @@ def test_the_formulas_give_the_table() -> None:
 def test_the_formulas_hold_for_other_models_and_layouts(measured: Measured) -> None:
     """With norms of queries and keys, heads of an odd width, the sequence cut and not."""
     for layer, size in zip(OTHERS, measured.layers[len(TABLE) :], strict=True):
-        assert layer.planned() == pytest.approx(size, rel=0.01), layer
+        assert layer.planned() == pytest.approx(size, rel=1e-3), layer
 
 
-def test_whole_ranks_of_the_70b_layouts_keep_what_the_plan_says(measured: Measured) -> None:
+def test_a_whole_rank_of_the_70b_layout_keeps_what_the_plan_says(measured: Measured) -> None:
+    """With a layer in bf16 at its end, interleaved stages, and reductions that overlap."""
+    assert measured.ranks
     for case, (planned, kept) in measured.ranks.items():
-        assert planned == pytest.approx(kept, rel=0.05), case
+        assert planned == pytest.approx(kept, rel=0.02), case
 
 
 def test_mxfp8_and_mixtures_alone_are_unproven() -> None:

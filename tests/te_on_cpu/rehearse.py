@@ -25,6 +25,7 @@ from emulated_te.extension import positions
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from transformer_engine.pytorch.attention.dot_product_attention import utils as attention_utils
+from transformer_engine.pytorch.module import base
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 from grpo_mega.megatron import model as models
@@ -38,7 +39,6 @@ class KeptByTE(rehearse_rank.Kept):
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters)
-        self._by_storage = {p.untyped_storage()._cdata: p for p in parameters}
         self.saved: Counter[Saved] = Counter()
         counters.append(self)
 
@@ -51,9 +51,7 @@ class KeptByTE(rehearse_rank.Kept):
             super().pack(part)
             if self.now > before:
                 self.saved[tuple(part.shape), str(part.dtype).removeprefix("torch."), self.now - before] += 1
-        # A hook is given a parameter without its attributes, by which Transformer Engine fuses the addition of its gradient.
-        parameter = self._by_storage.get(tensor.untyped_storage()._cdata)
-        return tensor if parameter is None or parameter.shape != tensor.shape else parameter
+        return tensor
 
 
 counters: list[KeptByTE] = []
@@ -105,6 +103,8 @@ def make_shapes_only() -> None:
         return found
 
     TransformerEngineBaseModule.get_weight_workspace = noted
+    # Saved through a hook a parameter loses its attributes; by this one Megatron asks for a gradient where reductions overlap.
+    Tensor.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     packed.pack_params = packed_params
     rehearse_rank.Kept = KeptByTE  # type: ignore[misc]
     plain = models.TransformerConfig
@@ -125,6 +125,7 @@ def main() -> None:
         request = json.loads(line)
         counters.clear()
         weight_copies.clear()
+        base._dummy_wgrads.clear()  # fake tensors of the last request's mode
         dist.init_process_group("fake", store=dist.HashStore(), rank=request["rank"], world_size=request["world_size"])
         found = rehearse_rank.rehearse(request, counted)
         runtimes.stop()
