@@ -81,7 +81,7 @@ def config_of(folder: Path, family: str, recipe: str) -> Config:
         "run_dir": "unused",
         "steps": 1,
         "model": {"path": str(folder / family), "dtype": "bfloat16"},
-        "data": {"train": "unused", "max_prompt_length": 12},
+        "data": {"train": str(folder / "unused.jsonl"), "max_prompt_length": 12},
         "rollout": {"max_response_length": 24},
         "algorithm": {"group_size": 4, "kl_beta": 0.02},
         "batch": {"prompts_per_step": 4, "epochs": checks.UPDATES, "tokens_per_micro_batch": 256},
@@ -96,6 +96,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, s
     """Run all cases, in one launch of ranks for each world size; return them by family, recipe and layout."""
     folder = tmp_path_factory.mktemp("layouts")
     torch.save(make_groups(), folder / "groups.pt")
+    (folder / "unused.jsonl").write_text('{"prompt": "Say one.", "answer": "one"}\n')
     keys: list[tuple[str, str, str]] = []
     cases: list[Case] = []
     for family, layouts in LAYOUTS.items():
