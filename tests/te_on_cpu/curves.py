@@ -1,7 +1,7 @@
 """Loss curves of bf16 and the FP8 recipes on emulated kernels: a model of hidden size 256 learns the quickstart's task.
 
     PYTHONPATH=tests/te_on_cpu:tests/helpers:tools python -m emulated_te.run 2.11.0 tests/te_on_cpu/curves.py OUT
-        [--recipes bf16 tensorwise delayed blockwise] [--seeds 0 1] [--steps 50] [--per-step 24] [--minutes N]
+        [--recipes bf16 tensorwise delayed blockwise] [--seeds 0 1] [--steps 50] [--per-step 16] [--minutes N]
 
 Each run of a recipe and a seed is a file in OUT, written when it ends; what is there is not run again. No run begins
 after --minutes; one thread. OUT/curves.json has all losses with a table, OUT/curves.png the plot. The seed decides weights and
@@ -66,7 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", choices=VARIANTS, default=["bf16", "tensorwise", "delayed", "blockwise"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--per-step", type=int, default=24)
+    parser.add_argument("--per-step", type=int, default=16)
     parser.add_argument("--minutes", type=float, default=60.0)
     return parser.parse_args()
 

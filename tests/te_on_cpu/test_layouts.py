@@ -1,24 +1,28 @@
 """Transformer Engine's layers over tensor, sequence, pipeline, data and expert parallel ranks, in bf16 and every FP8 recipe.
 
 By the cases of `grpo-mega check`: the same samples, log-probs and three optimizer steps in every layout and on a single rank.
-What may differ is rounding: a layout cuts tensors elsewhere, and with one scale per tensor FP8 then rounds otherwise.
+What may differ is rounding: a layout cuts tensors elsewhere, and FP8 then rounds otherwise, as far as FP8 itself is from bf16.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
+import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from emulated_te import launcher
 from gpu_policies import precision_of
-from models import make_model, save_checkpoint
+from models import VOCAB_SIZE, make_model, save_checkpoint
 
 from grpo_mega import check as checks
 from grpo_mega import config as configs
-from grpo_mega.check import Case, Difference, Outcome, compare, with_layout
+from grpo_mega.check import Case, Outcome, compare, with_layout
 from grpo_mega.config import Config
+from grpo_mega.types import Group, Prompt, Sample
 
 pytestmark = pytest.mark.distributed
 
@@ -50,8 +54,26 @@ SIZES = {
 def make_inputs(folder: Path, family: str) -> None:
     sizes = {name: size for name, size in SIZES.items() if family.endswith("moe") or not name.startswith("moe")}
     save_checkpoint(make_model(family, seed=3, **sizes), folder / family)
-    rows = [{"prompt": f"Say {word}.", "answer": word} for word in ("one", "two", "three", "four")]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_groups() -> list[Group]:
+    """Return four groups of four ragged samples, with the log-probs of a model that knows nothing and random rewards."""
+    generator = torch.Generator().manual_seed(7)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(2, VOCAB_SIZE, (n,), generator=generator).tolist()
+
+    groups = []
+    for number in range(4):
+        prompt = Prompt(number, "", tuple(ids(3 + number)), "")
+        samples = []
+        for index in range(4):
+            length = int(torch.randint(4, 24, (1,), generator=generator))
+            sample = Sample(prompt, index, ids(length), [-math.log(VOCAB_SIZE)] * length, "stop", 0)
+            sample.reward = float(torch.rand(1, generator=generator))
+            samples.append(sample)
+        groups.append(Group(prompt, samples))
+    return groups
 
 
 def config_of(folder: Path, family: str, recipe: str) -> Config:
@@ -59,11 +81,11 @@ def config_of(folder: Path, family: str, recipe: str) -> Config:
         "run_dir": "unused",
         "steps": 1,
         "model": {"path": str(folder / family), "dtype": "bfloat16"},
-        "data": {"train": str(folder / "train.jsonl"), "max_prompt_length": 32},
+        "data": {"train": str(folder / "unused.jsonl"), "max_prompt_length": 12},
         "rollout": {"max_response_length": 24},
         "algorithm": {"group_size": 4, "kl_beta": 0.02},
         "batch": {"prompts_per_step": 4, "epochs": checks.UPDATES, "tokens_per_micro_batch": 256},
-        "optimizer": {"lr": 1e-3},
+        "optimizer": {"lr": 1e-4},
         "precision": {} if recipe == "bf16" else precision_of(recipe),
     }
     return configs.validate(raw)
@@ -73,6 +95,8 @@ def config_of(folder: Path, family: str, recipe: str) -> Config:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], Outcome]:
     """Run all cases, in one launch of ranks for each world size; return them by family, recipe and layout."""
     folder = tmp_path_factory.mktemp("layouts")
+    torch.save(make_groups(), folder / "groups.pt")
+    (folder / "unused.jsonl").write_text('{"prompt": "Say one.", "answer": "one"}\n')
     keys: list[tuple[str, str, str]] = []
     cases: list[Case] = []
     for family, layouts in LAYOUTS.items():
@@ -92,22 +116,30 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, s
         return dict(zip(keys, checks.run_cases(cases, folder), strict=True))
 
 
-def difference(outcomes: Any, family: str, recipe: str, layout: str) -> Difference:
-    return compare(layout, outcomes[family, recipe, layout], outcomes[family, recipe, "tp=1"])
-
-
 @pytest.mark.parametrize(("family", "recipe", "layout"), CASES)
 def test_a_layout_differs_from_one_rank_by_rounding(outcomes: Any, family: str, recipe: str, layout: str) -> None:
-    found = difference(outcomes, family, recipe, layout)
-    print(found)
-    assert found.is_within(checks.TOLERANCE["bfloat16"]), found
+    """Two roundings of the same numbers are up to twice as far apart as each is from them. Pipeline stages round alike."""
+    one_rank = outcomes[family, recipe, "tp=1"]
+    found = asdict(compare(layout, outcomes[family, recipe, layout], one_rank))
+    own = asdict(compare(layout, one_rank, outcomes[family, "bf16", "tp=1"]))
+    print(layout, found, own)
+    for name in ("loss", "logprobs", "ref_logprobs", "weights", "grad_norm", "metrics"):
+        tolerance = checks.TOLERANCE["bfloat16"] * (10 if name in ("grad_norm", "metrics") else 1)
+        allowed = 1e-6 if layout == "pp=2" else max(tolerance, 2 * own[name])
+        assert found[name] <= allowed, (name, found[name], allowed)
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_the_updates_compared_are_real_ones(outcomes: Any, family: str) -> None:
+    for recipe in RECIPES:
+        first, *_, last = outcomes[family, recipe, "tp=1"].updates
+        assert first["grad_norm"] > 0.01 and last["grad_norm"] > 0.01 and last["ratio/max"] > 1.02, (recipe, first, last)
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_each_recipe_was_in_use_and_near_to_bf16(outcomes: Any, family: str) -> None:
-    runs = [outcomes[family, recipe, "tp=1"] for recipe in RECIPES]
-    for i, run in enumerate(runs):
-        for other in runs[:i]:
-            found = compare("", run, other)
-            print(found)
-            assert 1e-4 < found.logprobs < 0.2, (i, found)
+    """By the log-prob of the worst token, relative to the mean of all."""
+    for recipe, other in itertools.combinations(RECIPES, 2):
+        found = compare(recipe, outcomes[family, recipe, "tp=1"], outcomes[family, other, "tp=1"])
+        print(found)
+        assert 1e-3 < found.logprobs < 0.3, (recipe, other, found)
