@@ -7,6 +7,7 @@ What may differ is rounding: a layout cuts tensors elsewhere, and FP8 then round
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -96,7 +97,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, s
     """Run all cases, in one launch of ranks for each world size; return them by family, recipe and layout."""
     folder = tmp_path_factory.mktemp("layouts")
     torch.save(make_groups(), folder / "groups.pt")
-    (folder / "unused.jsonl").write_text('{"prompt": "Say one.", "answer": "one"}\n')
+    rows = [json.dumps({"prompt": f"Say {number}.", "answer": str(number)}) for number in range(4)]
+    (folder / "unused.jsonl").write_text("\n".join(rows) + "\n")
     keys: list[tuple[str, str, str]] = []
     cases: list[Case] = []
     for family, layouts in LAYOUTS.items():
