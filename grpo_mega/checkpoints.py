@@ -175,7 +175,7 @@ def _problem(path: Path, checksum: str) -> str | None:
 
 
 def sha256(path: Path) -> str:
-    """Of a file's content; each chunk read is progress."""
+    """Return the digest of a file's content; each chunk read is progress."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

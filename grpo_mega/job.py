@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -226,15 +226,7 @@ def open_job(config: Config, build: BuildPolicy | None = None) -> Iterator[Job]:
         # What is alive now stays so: Megatron collects garbage in every save, which would go through all of it.
         gc.freeze()
         stack.enter_context(_hang_watch(config, runtime, timers))
-        checkpoints = Checkpoints(
-            config.run_dir / "checkpoints",
-            config.checkpoint,
-            runtime.rank,
-            store=runtime.store,
-            warn=log.warn,
-            shows_progress=config.log.progress,
-        )
-        stack.callback(checkpoints.close)
+        checkpoints = stack.enter_context(closing(_open_checkpoints(config, runtime, log)))
         yield Job(
             config=config,
             runtime=runtime,
@@ -263,6 +255,17 @@ def open_job(config: Config, build: BuildPolicy | None = None) -> Iterator[Job]:
             inputs=RunInputs(config.model, data.digests, runtime.rank, runtime.layout.world_size),
             health=Health(config),
         )
+
+
+def _open_checkpoints(config: Config, runtime: Runtime, log: Log) -> Checkpoints:
+    return Checkpoints(
+        config.run_dir / "checkpoints",
+        config.checkpoint,
+        runtime.rank,
+        store=runtime.store,
+        warn=log.warn,
+        shows_progress=config.log.progress,
+    )
 
 
 def _hang_watch(config: Config, runtime: Runtime, timers: Timers) -> HangWatch:

@@ -29,7 +29,7 @@ FLASH_ATTENTION: Version = (2, 1, 1)  # the oldest flash-attn that it uses
 
 @dataclass(frozen=True)
 class Found:
-    """What Megatron found when it was imported (see megatron/found.py)."""
+    """The packages that Megatron found when it was imported (see megatron/found.py)."""
 
     transformer_engine: bool
     apex_adam: bool

@@ -1,4 +1,4 @@
-"""What a dense layer of Transformer Engine keeps for its backward pass, by recipe and recompute; as measured without a GPU.
+"""Memory that a dense Transformer Engine layer keeps for its backward pass, by recipe and recompute, measured without a GPU.
 
 The formulas count elements of `b` bytes for one token. Each of their terms is a tensor that Transformer Engine's own Python
 kept when it ran on fake tensors without a GPU; MEASURED holds what that gave, and tests/planner measures again.

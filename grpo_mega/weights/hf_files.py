@@ -94,7 +94,7 @@ def check_tied(folder: Path, output: str, embedding: str) -> None:
 
 
 def _same_bytes(a: tuple[Path, TensorInfo], b: tuple[Path, TensorInfo]) -> bool:
-    """Whether two tensors have the same dtype, shape and bits; read block by block."""
+    """Return whether two tensors have the same dtype, shape and bits; read block by block."""
     (path, info), (other_path, other) = a, b
     if (info.dtype, info.shape) != (other.dtype, other.shape):
         return False

@@ -11,7 +11,7 @@ from grpo_mega.checkpoint_files import Manifest
 
 
 class SlowPolicy:
-    """What Checkpoints needs of a policy. Each rank's file is a pipe, fed with `num_parts` parts of `part_bytes`."""
+    """The part of a policy that Checkpoints needs. Each rank's file is a pipe, fed with `num_parts` parts of `part_bytes`."""
 
     def __init__(self, rank: int, num_parts: int = 3, part_bytes: int = 1000, pause_s: float = 0.0) -> None:
         self.num_pushed, self.state_bytes = 0, 1000

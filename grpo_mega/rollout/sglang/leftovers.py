@@ -1,4 +1,4 @@
-"""What a server could leave on this machine, and its removal: temporary folders and shared memory.
+"""Remove what a server could leave on this machine: temporary folders and shared memory.
 
 SGLang ends its processes with SIGKILL even when all is well, so nothing in it cleans up. Its files go to a folder of its own,
 locked by the server's processes as long as one of them lives, and its shared memory is open in them as long. What is neither
