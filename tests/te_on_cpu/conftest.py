@@ -1,5 +1,5 @@
-"""Tests of Transformer Engine on emulated kernels. A usual pytest process collects test_processes.py alone, which starts the
-processes that run the others and tests/gpu."""
+"""Tests of Transformer Engine on emulated kernels. A usual pytest process collects test_processes.py, which starts the
+processes that run the others and tests/gpu, and test_whole_steps.py, which starts training runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch.distributed as dist
 from grpo_mega.launch import only_rank
 
 HERE = Path(__file__).parent
-LAUNCHING = "test_processes.py"
+LAUNCHING = {"test_processes.py", "test_whole_steps.py"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     is_test = collection_path.parent == HERE and collection_path.name.startswith("test_")
     is_emulated = config.pluginmanager.hasplugin("emulated_te.plugin")
-    return True if is_test and is_emulated == (collection_path.name == LAUNCHING) else None
+    return True if is_test and is_emulated == (collection_path.name in LAUNCHING) else None
 
 
 @pytest.fixture
