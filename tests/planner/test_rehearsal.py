@@ -163,4 +163,6 @@ def test_ranks_without_a_rehearsal_are_refused(tmp_path: Path) -> None:
 def test_a_model_that_is_not_here_is_asked_for_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"{{run_dir: {tmp_path}/run, steps: 1, model: {{path: none}}, data: {{train: none}}}}")
     _, findings = prepare(Request(tmp_path / "run.yaml"))
-    assert any("or plan with --model-config FILE" in violation for violation in findings.violations)
+    assert any(
+        "or plan with --model NAME" in violation and "--model-config FILE" in violation for violation in findings.violations
+    )
