@@ -124,6 +124,7 @@ class RandomRewards:
         """`has_steps`: also as the reward of a step that ends with the response."""
         self._names, self._has_steps = tuple(names), has_steps
         self._samples: list[Sample] = []
+        self.has_warned = True  # there are no failures to tell
 
     def submit(self, sample: Sample) -> None:
         pass
@@ -131,7 +132,7 @@ class RandomRewards:
     def keep(self, groups: Iterable[Group]) -> None:
         self._samples = [sample for group in groups for sample in group.samples]
 
-    def finish(self) -> None:
+    def finish(self, on_progress: Callable[[], None] = lambda: None) -> None:
         for sample in self._samples:
             mixed = sum(sample.response_ids) + sample.index
             value = float(1 - sample.index if sample.index < 2 else mixed % 2)
@@ -140,6 +141,10 @@ class RandomRewards:
             if self._has_steps:
                 sample.step_ends, sample.step_rewards = [sample.response_len - 1], [value]
         self._samples = []
+        on_progress()
+
+    def check(self) -> None:
+        pass
 
 
 def _lognormal(text: str, rest: str) -> Lengths:
