@@ -14,9 +14,12 @@ import yaml
 from models import make_model, save_checkpoint
 from safetensors.torch import load_file, save_file
 
+from grpo_mega.rewards.failures import MIN_PROMPTS, MIN_SAMPLES
+
 ROOT = Path(__file__).resolve().parents[2]
 UP = "model.layers.1.mlp.up_proj.weight"
-RAISES = "def f(prompt, response, answer, extras):\n    return 1 / 0\n"
+RAISES = "import os\n\ndef f(prompt, response, answer, extras):\n    return 1 / (os.environ['RANK'] == '0')\n"
+NUM_PROMPTS = 2 * MIN_PROMPTS  # half of them for each of two ranks
 
 
 def train(folder: Path, **sections: Any) -> tuple[int, list[str], float]:
@@ -27,13 +30,14 @@ def train(folder: Path, **sections: Any) -> tuple[int, list[str], float]:
         "model": {"path": "model", "dtype": "float32"},
         "data": {"train": "train.jsonl", "max_prompt_length": 64},
         "rollout": {"max_response_length": 4},
-        "algorithm": {"group_size": 2},
+        "algorithm": {"group_size": MIN_SAMPLES // MIN_PROMPTS},
         "rewards": {"functions": [{"name": "format"}], "num_workers": 1},
-        "batch": {"prompts_per_step": 1, "tokens_per_micro_batch": 256},
+        "batch": {"prompts_per_step": NUM_PROMPTS, "tokens_per_micro_batch": 256},
         "log": {"progress": False},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(raw | sections))
-    (folder / "train.jsonl").write_text(json.dumps({"prompt": "1+1=?", "answer": "2"}) + "\n")
+    rows = [{"prompt": f"1+{number}=?", "answer": str(1 + number)} for number in range(NUM_PROMPTS)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "PYTHONWARNINGS": "ignore"}
     began = time.monotonic()
     command = [sys.executable, "-m", "grpo_mega.cli", "train", "config.yaml"]
@@ -59,5 +63,5 @@ def test_a_reward_that_raises_on_the_samples_of_one_rank_ends_all(tmp_path: Path
     (tmp_path / "own_rewards.py").write_text(RAISES)
     code, lines, seconds = train(tmp_path, layout={"dp": 2}, rewards={"functions": [{"name": "own_rewards.f"}]})
     assert (code, len(lines)) == (2, 1), lines
-    assert "reward function 'own_rewards.f' raised an exception for every one of 2 samples" in lines[0]
-    assert seconds < 60
+    assert f"reward function 'own_rewards.f' raised an exception for every one of the last {MIN_SAMPLES} samples" in lines[0]
+    assert seconds < 150  # it does not wait for a deadline of the other rank
