@@ -225,7 +225,8 @@ def _config(model: Path, layout: str, *overrides: str) -> configs.Config:
         "rollout": {"max_response_length": 24, "temperature": 0.8},
         "algorithm": {"group_size": 4, "kl_beta": 0.02, "calculate_entropy": True, "entropy_bonus": 0.01},
         "batch": {"prompts_per_step": 6, "epochs": 3, "tokens_per_micro_batch": 128},
-        "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
+        # eps is above the rounding of gradients: Adam would make a whole step of one that is nothing but rounding.
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-6},
     }
     for part in layout.split(","):
         configs.apply_override(raw, f"layout.{part.replace(';', ',')}")
