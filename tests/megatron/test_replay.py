@@ -76,7 +76,7 @@ class Replay:
         self.adam.step()
 
     def logprobs(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Of the response's tokens, and the entropies there."""
+        """Return the log-probs of the response's tokens, and the entropies there."""
         tokens = torch.tensor([*sample.prompt.token_ids, *sample.response_ids])
         logits = self.model(tokens[None]).logits[0, len(sample.prompt.token_ids) - 1 : -1] / TEMPERATURE
         table = torch.log_softmax(logits, -1)

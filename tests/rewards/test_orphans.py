@@ -56,7 +56,7 @@ class Rank:
         return found
 
     def has(self, number: int, within_s: float = 20.0) -> bool:
-        """Whether so many processes are there in two looks in a row."""
+        """Return whether so many processes are there in two looks in a row."""
         until, seen = time.monotonic() + within_s, [-1, -1]
         while seen != [number] * 2 and time.monotonic() < until:
             time.sleep(0.1)

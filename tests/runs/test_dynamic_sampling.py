@@ -116,7 +116,7 @@ def test_every_rollout_of_a_step_draws_the_prompts_that_come_next(whole: Path, p
 
 
 def test_evaluation_does_not_draw_with_the_seeds_of_training(phases: Phases) -> None:
-    """Of the same policy, to the same prompts with the same ids: before step 1, and between steps 4 and 5."""
+    """Compare answers of the same policy to the same prompts with the same ids: before step 1, and between steps 4 and 5."""
     for steps_before in (0, 4):
         trained, evaluated = (by_prompt(s) for s in (phases.steps[steps_before], phases.drawn_in_evaluation[steps_before]))
         assert len(trained) >= PER_STEP and len(evaluated) == NUM_PROMPTS

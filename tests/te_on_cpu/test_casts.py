@@ -54,7 +54,7 @@ def test_the_oracles_formats_are_those_of_the_standard() -> None:
 @pytest.mark.parametrize("form", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, 3.7e-3, 448 / 3.0, 2.0**-40, 1.1e30])
 def test_a_cast_with_a_given_scale_has_the_oracles_bits(form: str, scale: float) -> None:
-    """Of every finite bf16 number and of random fp32 ones; the transposed copy holds the same bits; the maximum is noted."""
+    """Cast every finite bf16 number and random fp32 ones; the transposed copy holds the same bits; the maximum is noted."""
     for values in (every_bf16(), ragged(48, 160, torch.float32, magnitude=1e3)):
         scales, amax = torch.tensor([scale]), torch.zeros(1)
         quantised = Float8Quantizer(scales, amax, DTYPES[form])(values)

@@ -56,7 +56,7 @@ def test_plain_products_round_once(layout: str) -> None:
 @pytest.mark.parametrize("kinds", ["tensorwise", "2d 1d", "1d 2d", "1d 1d"])
 @pytest.mark.parametrize("layout", SHAPES)
 def test_fp8_products_are_those_of_the_numbers_that_the_bits_stand_for(layout: str, kinds: str) -> None:
-    """Of the row-wise or the transposed copy, which for blocks of 1 x 128 stand for different numbers."""
+    """Read the row-wise or the transposed copy, which for blocks of 1 x 128 stand for different numbers."""
     a, b = operands(layout, 48, 176, 272, torch.bfloat16)
     if kinds == "tensorwise":
         a8, b8 = tensorwise()(a), tensorwise()(b)

@@ -1,4 +1,4 @@
-"""What the parts of the extension share: checks that raise as the C++ does, and the tiling of a matrix into blocks of 128."""
+"""Shared by the parts of the extension: checks that raise as the C++ does, and the tiling of a matrix into blocks of 128."""
 
 from __future__ import annotations
 
