@@ -11,13 +11,15 @@ and folders without a manifest are the user's.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from grpo_mega.errors import ResumeError
 
@@ -36,7 +38,7 @@ class Manifest:
     optimizer_step: int
     fingerprint: str  # of the weights, see Policy.fingerprint
     layout: str
-    model: str  # identity of the model's shape
+    model: dict[str, Any]  # sizes of the model, by field of ModelShape
     seed: int
     checksums: dict[str, str]  # sha256 by file below STATE
     draws: int | None = None  # of prompts from the data, one after the other; None: one per step
@@ -47,9 +49,36 @@ class Manifest:
 def read_manifest(checkpoint: Path) -> Manifest:
     """Raises ResumeError if it is not a checkpoint."""
     try:
-        return Manifest(**json.loads((checkpoint / MANIFEST).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        values = json.loads((checkpoint / MANIFEST).read_text())
+        if isinstance(values["model"], str):
+            values["model"] = _sizes_of_repr(values["model"])
+        return Manifest(**values)
+    except (OSError, ValueError, TypeError, LookupError, SyntaxError) as error:
         raise ResumeError(f"{checkpoint / MANIFEST} cannot be read ({error}); resume from another step-N folder") from None
+
+
+def check_model(checkpoint: Path, saved: dict[str, Any], shape: Any) -> None:
+    """Raise ResumeError unless the saved sizes are those of `shape`, a dataclass.
+
+    A field that the checkpoint does not know yet has its default; one that the code does not know any more is not compared.
+    """
+    ours = asdict(shape)
+    defaults = {field.name: field.default for field in fields(shape) if field.default is not MISSING}
+    different = [
+        f"{name}={saved.get(name, defaults.get(name))!r} instead of {value!r}"
+        for name, value in ours.items()
+        if saved.get(name, defaults.get(name)) != value
+    ]
+    if different:
+        raise ResumeError(f"checkpoint {checkpoint} is of another model ({', '.join(different)}); set model.path to that one")
+
+
+def _sizes_of_repr(text: str) -> dict[str, Any]:
+    """Read the sizes from the repr of a dataclass, which manifests held at first."""
+    call = ast.parse(text, mode="eval").body
+    if not isinstance(call, ast.Call):
+        raise ValueError(f"model={text!r} is not a model's shape")
+    return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
 
 
 def latest(folder: Path) -> Path | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo_mega import job as jobs
-from grpo_mega.checkpoint_files import STATE, read_manifest
+from grpo_mega.checkpoint_files import STATE, check_model, read_manifest
 from grpo_mega.checkpoints import verify
 from grpo_mega.config import Config
 from grpo_mega.convert.reader import open_reader
@@ -76,8 +76,7 @@ class _Source:
 
     def _checked(self, checkpoint: Path, model: ModelFiles, runtime: Runtime) -> Path:
         manifest = read_manifest(checkpoint)
-        if manifest.model != str(model.shape):
-            raise ResumeError(f"checkpoint {checkpoint} is of another model ({manifest.model}); set model.path to that one")
+        check_model(checkpoint, manifest.model, model.shape)
         verify(checkpoint, manifest, runtime.rank, runtime.layout.world_size)
         self.step = manifest.step
         return checkpoint / STATE

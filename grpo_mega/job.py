@@ -9,7 +9,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from grpo_mega.checkpoint_files import STATE, Manifest, latest, read_manifest, tell_latest
+from grpo_mega.checkpoint_files import STATE, Manifest, check_model, latest, read_manifest, tell_latest
 from grpo_mega.checkpoints import Checkpoints, verify
 from grpo_mega.collectives import recorder
 from grpo_mega.colocation import Colocation
@@ -29,7 +29,7 @@ from grpo_mega.data.sampler import Sampler
 from grpo_mega.data.tokenizer_files import check_vocabulary
 from grpo_mega.device import PeakMemory
 from grpo_mega.engines import build_engine, build_sync, make_room
-from grpo_mega.errors import ConfigError, EngineError, ResumeError
+from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.hang import HangWatch
 from grpo_mega.health import Health
 from grpo_mega.megatron import runtime as runtimes
@@ -113,8 +113,7 @@ class Job:
         self.inputs.begin()
         if found is not None:
             manifest = read_manifest(found)
-            if manifest.model != str(self.model.shape):
-                raise ResumeError(f"checkpoint {found} is of another model ({manifest.model}); give the run its own model.path")
+            check_model(found, manifest.model, self.model.shape)
             for change in self.inputs.changes(manifest.inputs):
                 self.log.warn(change)
             verify(found, manifest, self.runtime.rank, self.runtime.layout.world_size)
@@ -170,7 +169,7 @@ class Job:
                 optimizer_step=self.policy.optimizer_step,
                 fingerprint=self.policy.fingerprint(),
                 layout=f"tp={layout.tp},pp={layout.pp},vpp={layout.vpp},dp={layout.dp}",
-                model=str(self.model.shape),
+                model=asdict(self.model.shape),
                 seed=self.config.seed,
                 checksums={},
                 draws=self.draws,

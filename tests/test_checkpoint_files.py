@@ -7,20 +7,32 @@ import os
 import re
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from grpo_mega import config as configs
-from grpo_mega.checkpoint_files import Manifest, clean, find, latest, publish, read_manifest
+from grpo_mega.checkpoint_files import Manifest, check_model, clean, find, latest, publish, read_manifest
 from grpo_mega.errors import ResumeError
 from grpo_mega.run_folder import claim
 
 # What the version before this one wrote, letter by letter.
 OLD = (
-    '{{"step": {step}, "optimizer_step": 7, "fingerprint": "00c0ffee", "layout": "tp=1,pp=1,vpp=1,dp=1", "model": "m", '
+    '{{"step": {step}, "optimizer_step": 7, "fingerprint": "00c0ffee", "layout": "tp=1,pp=1,vpp=1,dp=1", '
+    '"model": "Shape(kind=\'a\', size=4, tied=True)", '
     '"seed": 3, "checksums": {{"common.pt": "ab"}}, "draws": {step}}}\n'
 )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model, of which `window` was not known when OLD was written."""
+
+    kind: str
+    size: int
+    tied: bool
+    window: int = 0
 
 
 def old(folder: Path, step: int, age_s: float, name: str | None = None) -> Path:
@@ -35,7 +47,7 @@ def old(folder: Path, step: int, age_s: float, name: str | None = None) -> Path:
 
 def save(folder: Path, step: int, keep: int) -> None:
     (folder / f".step-{step:06d}.partial" / "state").mkdir(parents=True)
-    publish(folder, Manifest(step, 7, "00c0ffee", "tp=1", "m", 3, {"common.pt": "ab"}, step), keep)
+    publish(folder, Manifest(step, 7, "00c0ffee", "tp=1", {"size": 4}, 3, {"common.pt": "ab"}, step), keep)
 
 
 def names(folder: Path) -> set[str]:
@@ -152,3 +164,22 @@ def test_a_manifest_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     (path / "checkpoint.json").write_text(json.dumps(content))
     manifest = read_manifest(path)
     assert (manifest.step, manifest.seed, manifest.draws, manifest.written_at) == (5, 3, None, None)
+
+
+def test_a_model_is_compared_by_its_sizes_and_new_ones_have_their_defaults(tmp_path: Path) -> None:
+    saved = read_manifest(old(tmp_path, 3, age_s=0)).model
+    check_model(tmp_path, saved, Shape("a", 4, True))
+    check_model(tmp_path, saved | {"dropped_by_now": 1}, Shape("a", 4, True))
+    with pytest.raises(ResumeError, match=r"of another model \(size=4 instead of 5\); set model.path"):
+        check_model(tmp_path, saved, Shape("a", 5, True))
+    with pytest.raises(ResumeError, match=r"window=0 instead of 8"):
+        check_model(tmp_path, saved, Shape("a", 4, True, window=8))
+
+
+@pytest.mark.parametrize("model", ["m", "Shape(size=open('x'))", "Shape(4", "3"])
+def test_a_manifest_whose_model_is_no_shape_is_refused_in_a_line(model: str, tmp_path: Path) -> None:
+    checkpoint = old(tmp_path, 3, age_s=0)
+    values = json.loads((checkpoint / "checkpoint.json").read_text()) | {"model": model}
+    (checkpoint / "checkpoint.json").write_text(json.dumps(values))
+    with pytest.raises(ResumeError, match=r"checkpoint.json cannot be read \(.*resume from another"):
+        read_manifest(checkpoint)
