@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo_mega.checkpoint_files import FINISHED
 from grpo_mega.config import Config, LayoutConfig, ModelConfig, RolloutConfig
-from grpo_mega.config_rewards import RewardFunctionConfig, RewardsConfig
+from grpo_mega.config.rewards import RewardFunctionConfig, RewardsConfig
 from grpo_mega.convert.dist_metadata import is_distributed_checkpoint
 from grpo_mega.convert.megatron_weights import MegatronWeights
 from grpo_mega.data.load import check_data

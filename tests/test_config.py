@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_mega import config, config_data
+from grpo_mega import config
+from grpo_mega.config import data as config_data
 from grpo_mega.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"run_dir": "runs/a", "steps": 10, "model": {"path": "m"}, "data": {"train": "d.jsonl"}}

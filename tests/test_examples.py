@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo_mega.config import load
-from grpo_mega.config_data import DataConfig
+from grpo_mega.config.data import DataConfig
 from grpo_mega.data import load_data
 from grpo_mega.preflight import check_layout
 from grpo_mega.rewards.accuracy import accuracy

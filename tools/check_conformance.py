@@ -15,7 +15,7 @@ names a function (kind, inputs, settings) -> result, called once for each case. 
                      ref_logprobs}; reward None: none was given. Log-probs are those before the update
                      result {advantages}: for each group and sample a list of `length` numbers
 
-`settings` has keys of the config's section `algorithm`, explained in grpo_mega/config_algorithm.py, and max_response_length.
+`settings` has keys of the config's section `algorithm`, explained in grpo_mega/config/algorithm.py, and max_response_length.
 Where mask is 0 values may be NaN (null in the file), which must not be read. A number may be off by --tolerance times the
 largest number of its case. A function raises NotImplementedError for a case that it does not know: it is named, and does not
 count as agreed. Exit code 2 and one line: there was nothing that could be checked.

@@ -18,7 +18,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from grpo_mega.config_algorithm import RECIPES
+from grpo_mega.config.algorithm import RECIPES
 from grpo_mega.observe.plot import read_curves
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_mega.config import RolloutConfig
-from grpo_mega.config_data import DataConfig, DataSource
+from grpo_mega.config.data import DataConfig, DataSource
 from grpo_mega.data.dataset import DatasetReport, load_prompts
 from grpo_mega.data.pass_rates import drop_by_pass_rate, read_pass_rates
 from grpo_mega.data.rows import check_rows

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from grpo_mega.config_data import DataConfig
+from grpo_mega.config.data import DataConfig
 from grpo_mega.errors import ConfigError
 from grpo_mega.json_lines import read_json_lines
 from grpo_mega.types import Prompt

@@ -101,7 +101,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag("num_completions_to_print", WHOLE, "log.samples_per_step", "samples of a step in output_dir/samples.jsonl"),
         Flag("resume", FLAG, None, "go on with the run in output_dir from its last checkpoint"),
         Flag("resume_from_checkpoint", FLAG, None, "the same"),
-        Flag("set", LIST, None, "KEY=VALUE: any key of the config, see grpo_mega/config.py; may be repeated"),
+        Flag("set", LIST, None, "KEY=VALUE: any key of the config, see grpo_mega/config/run.py; may be repeated"),
     ),
 }
 FLAGS: Mapping[str, Flag] = {flag.name: flag for flags in GROUPS.values() for flag in flags}

@@ -13,7 +13,7 @@ from models import make_tokenizer
 from pyarrow import parquet
 
 from grpo_mega.config import RolloutConfig
-from grpo_mega.config_data import DataConfig
+from grpo_mega.config.data import DataConfig
 from grpo_mega.data import MixedSampler, PromptSampler, RunData, load_data
 from grpo_mega.data.load import IDS_PER_SET, check_data
 from grpo_mega.data.split import split_off

@@ -11,7 +11,7 @@ from hostile_text import LINE_ENDS
 from models import make_tokenizer
 
 from grpo_mega.config import RolloutConfig
-from grpo_mega.config_data import DataConfig
+from grpo_mega.config.data import DataConfig
 from grpo_mega.data import RunData, load_data
 from grpo_mega.data.load import IDS_PER_SET, check_data
 from grpo_mega.data.pass_rates import text_hash

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from grpo_mega import cli, preflight
 from grpo_mega.config import ModelConfig
-from grpo_mega.config_data import DataConfig
+from grpo_mega.config.data import DataConfig
 from grpo_mega.data import load_data
 from grpo_mega.errors import ConfigError
 

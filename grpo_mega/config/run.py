@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from grpo_mega.config_algorithm import AlgorithmConfig
-from grpo_mega.config_base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
-from grpo_mega.config_data import DataConfig
-from grpo_mega.config_errors import one_line
-from grpo_mega.config_rewards import RewardsConfig
+from grpo_mega.config.algorithm import AlgorithmConfig
+from grpo_mega.config.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from grpo_mega.config.data import DataConfig
+from grpo_mega.config.messages import one_line
+from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.errors import ConfigError
 
 

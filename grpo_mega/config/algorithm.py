@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_mega.config_base import NonNegativeFloat, PositiveFloat, Section
+from grpo_mega.config.base import NonNegativeFloat, PositiveFloat, Section
 
 Recipe = Literal[
     "grpo",

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_mega.config_base import PositiveFloat, PositiveInt, Section
+from grpo_mega.config.base import PositiveFloat, PositiveInt, Section
 from grpo_mega.text import find_surrogate
 
 

@@ -9,7 +9,7 @@ import re
 
 from pydantic import Field, field_validator
 
-from grpo_mega.config_base import PositiveFloat, PositiveInt, Section
+from grpo_mega.config.base import PositiveFloat, PositiveInt, Section
 
 STEP_SPLITTERS = ("blank-lines", "lines", "step-k")  # see rewards/steps.py
 STEP_REGEX = "regex:"

@@ -1,0 +1,49 @@
+"""The schema of a run's config: sections of pydantic models, read from YAML. Never imports torch.
+
+run.py holds the whole config and its sections for model, layout, precision, rollout and optimizer; algorithm.py, data.py and
+rewards.py hold the others. A rule that needs more than the config itself (files, the model, the machine) is in validation/.
+"""
+
+from grpo_mega.config.algorithm import AlgorithmConfig
+from grpo_mega.config.data import DataConfig
+from grpo_mega.config.rewards import RewardsConfig
+from grpo_mega.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    GuardConfig,
+    LayoutConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RolloutConfig,
+    SyncConfig,
+    apply_override,
+    dump,
+    load,
+    validate,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "BatchConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "EvalConfig",
+    "GuardConfig",
+    "LayoutConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PrecisionConfig",
+    "RewardsConfig",
+    "RolloutConfig",
+    "SyncConfig",
+    "apply_override",
+    "dump",
+    "load",
+    "validate",
+]
