@@ -216,7 +216,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _train_as_rank(config: Config) -> int:
-    from grpo_mega.fp8 import environment
+    from grpo_mega.hardware.fp8 import environment
 
     for name, value in environment(config).items():
         os.environ.setdefault(name, value)

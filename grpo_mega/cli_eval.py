@@ -139,7 +139,7 @@ def _as_rank(request: Request) -> int:
 
 
 def _prepare(config: Config) -> None:
-    from grpo_mega.fp8 import environment
+    from grpo_mega.hardware.fp8 import environment
 
     for name, value in environment(config).items():
         os.environ.setdefault(name, value)

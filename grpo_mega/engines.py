@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from grpo_mega.config import Config, RolloutConfig
-from grpo_mega.device import PeakMemory
 from grpo_mega.errors import ConfigError
-from grpo_mega.fp8 import check_served_card
 from grpo_mega.gpu_memory import GpuMemory
+from grpo_mega.hardware.device import PeakMemory
+from grpo_mega.hardware.fp8 import check_served_card
 from grpo_mega.launch import num_cores
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime

@@ -27,10 +27,10 @@ from grpo_mega.convert.reader import open_reader
 from grpo_mega.data.load import load_data
 from grpo_mega.data.sampler import Sampler
 from grpo_mega.data.tokenizer_files import check_vocabulary
-from grpo_mega.device import PeakMemory
 from grpo_mega.engines import build_engine, build_sync, make_room
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.hang import HangWatch
+from grpo_mega.hardware.device import PeakMemory
 from grpo_mega.health import Health
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.found import in_use

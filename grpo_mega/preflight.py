@@ -21,7 +21,7 @@ from grpo_mega.convert.megatron_weights import MegatronWeights
 from grpo_mega.data.load import check_data
 from grpo_mega.data.tokenizer_files import check_tokenizer_files
 from grpo_mega.errors import ConfigError
-from grpo_mega.fp8 import (
+from grpo_mega.hardware.fp8 import (
     bf16_layer_problems,
     check_blocks,
     check_cuda,
@@ -29,7 +29,7 @@ from grpo_mega.fp8 import (
     check_transformer_engine,
     rollout_block_problems,
 )
-from grpo_mega.kernels import FUSED_PACKED, check_apex, check_attention, cuda_version, transformer_engine_version
+from grpo_mega.hardware.kernels import FUSED_PACKED, check_apex, check_attention, cuda_version, transformer_engine_version
 from grpo_mega.rewards import registry
 from grpo_mega.run_folder import CONFIG_FILE
 from grpo_mega.weights.architecture import check_architecture, position_problem

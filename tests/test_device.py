@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_mega.device import Device, PeakMemory
+from grpo_mega.hardware.device import Device, PeakMemory
 
 CPU = Device("cpu", torch.device("cpu"))
 

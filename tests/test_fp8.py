@@ -8,7 +8,7 @@ import torch
 
 from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig, validate
 from grpo_mega.errors import ConfigError
-from grpo_mega.fp8 import (
+from grpo_mega.hardware.fp8 import (
     RECIPES,
     bf16_layer_problems,
     check_blocks,

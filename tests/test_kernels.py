@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.kernels import Found, check_apex, check_attention, choose, cuda_version
+from grpo_mega.hardware.kernels import Found, check_apex, check_attention, choose, cuda_version
 
 Install = Callable[..., None]
 TE = ("transformer_engine/__init__.py", "transformer_engine_torch.py")
@@ -70,7 +70,7 @@ def test_without_both_all_are_those_of_torch(install: Install) -> None:
 ASK = """
 from grpo_mega.megatron.found import check_loads, found
 from grpo_mega.errors import ConfigError
-from grpo_mega.kernels import choose
+from grpo_mega.hardware.kernels import choose
 try:
     check_loads()
 except ConfigError as error:

@@ -24,8 +24,8 @@ from bench_gpu_rank import Figure, Options, config_of, finish
 from torch import Tensor
 
 from grpo_mega.config import Config
-from grpo_mega.device import Device
 from grpo_mega.engines import build_engine, build_sync
+from grpo_mega.hardware.device import Device
 from grpo_mega.launch import only_rank
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.rollout.board import Board

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from grpo_mega import device as devices
+from grpo_mega.hardware import device as devices
 from grpo_mega.ops.logprobs import vocab_parallel_logprobs
 
 EXTRA_TARGET_GIB = 1.0

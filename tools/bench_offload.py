@@ -26,8 +26,8 @@ import torch
 from bench_gpu_models import MODELS, layer_parameters, shape_of
 from torch import Tensor
 
-from grpo_mega import device as devices
 from grpo_mega.errors import ConfigError
+from grpo_mega.hardware import device as devices
 from grpo_mega.megatron.offload import PolicyMemory, storages_of
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_holding

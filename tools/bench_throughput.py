@@ -46,8 +46,8 @@ from grpo_mega import preflight, run_folder
 from grpo_mega.cli import CLAIMED, EXIT_INTERRUPTED, EXIT_USER_ERROR, check_world_size
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError, UserError
+from grpo_mega.hardware.cards import CARDS
 from grpo_mega.launch import only_rank, run_ranks
-from grpo_mega.planner.hardware import CARDS
 
 ROOT = Path(__file__).resolve().parents[1]
 RAW_FILE = "throughput.json"  # in the run's folder: what the ranks measured
@@ -227,7 +227,7 @@ def started(config: Config, argv: Sequence[str]) -> int:
 
 def measure(config: Config, options: argparse.Namespace) -> int:
     """As one rank; rank 0 leaves in the run's folder what all have seen. Returns the exit code."""
-    from grpo_mega.fp8 import environment
+    from grpo_mega.hardware.fp8 import environment
 
     for name, value in environment(config).items():
         os.environ.setdefault(name, value)

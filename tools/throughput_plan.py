@@ -16,7 +16,7 @@ from bench_gpu_models import peak_tflops
 
 from grpo_mega.config import Config, LayoutConfig
 from grpo_mega.errors import UserError
-from grpo_mega.planner.hardware import CARDS, Card, card_of
+from grpo_mega.hardware.cards import CARDS, Card, card_of
 from grpo_mega.planner.legality import read_model
 from grpo_mega.planner.plan import Plan, make_plan
 from grpo_mega.planner.setup import Setup

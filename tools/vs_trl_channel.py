@@ -14,7 +14,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from vs_trl_task import Task
 
-from grpo_mega.device import Device, PeakMemory
+from grpo_mega.hardware.device import Device, PeakMemory
 
 
 class Channel:

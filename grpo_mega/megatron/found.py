@@ -10,11 +10,11 @@ import functools
 import importlib
 from importlib.util import find_spec
 
-from grpo_mega import kernels
 from grpo_mega.config import Config
-from grpo_mega.device import Device
 from grpo_mega.errors import ConfigError
-from grpo_mega.kernels import Found, Kernels
+from grpo_mega.hardware import kernels
+from grpo_mega.hardware.device import Device
+from grpo_mega.hardware.kernels import Found, Kernels
 
 
 def in_use(device: Device) -> Kernels:

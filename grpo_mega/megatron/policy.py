@@ -24,8 +24,8 @@ from grpo_mega.algorithm.losses import LossOutputs, accumulate, finalize, policy
 from grpo_mega.algorithm_settings import loss_settings
 from grpo_mega.batching.layout import segments, to_device
 from grpo_mega.config import Config
-from grpo_mega.fp8 import RECIPES
 from grpo_mega.guard import Guard, num_groups
+from grpo_mega.hardware.fp8 import RECIPES
 from grpo_mega.megatron import checkpoint
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron.fp8_weights import PlainTensors, held, is_quantised, write_back

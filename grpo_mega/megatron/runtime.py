@@ -19,9 +19,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from grpo_mega import device as devices
 from grpo_mega.config import Config
 from grpo_mega.errors import UserError
+from grpo_mega.hardware import device as devices
 from grpo_mega.megatron.found import check as check_kernels
 from grpo_mega.megatron.precision import forget_fp8_state
 from grpo_mega.weights.layout import MegatronLayout

@@ -6,8 +6,8 @@ import functools
 import math
 from dataclasses import dataclass
 
+from grpo_mega.hardware.cards import Card
 from grpo_mega.planner.figures import GIB, Figure, figure
-from grpo_mega.planner.hardware import Card
 from grpo_mega.planner.setup import Setup
 from grpo_mega.weights.layout import EngineLayout, engine_blocks, hf_blocks
 from grpo_mega.weights.spec import Family, ModelShape, num_blocks

@@ -18,7 +18,9 @@ from grpo_mega.config import Config
 from grpo_mega.data.load import check_data
 from grpo_mega.data.tokenizer_files import check_tokenizer_files
 from grpo_mega.errors import ConfigError, UserError
-from grpo_mega.fp8 import (
+from grpo_mega.formats.known_models import KNOWN_MODELS, known_model, model_of_folder
+from grpo_mega.hardware.cards import Card
+from grpo_mega.hardware.fp8 import (
     bf16_layer_problems,
     check_blocks,
     check_card,
@@ -27,9 +29,13 @@ from grpo_mega.fp8 import (
     check_served_card,
     check_transformer_engine,
 )
-from grpo_mega.kernels import check_apex, check_attention, cuda_version, flash_attention_version, transformer_engine_version
-from grpo_mega.planner.hardware import Card
-from grpo_mega.planner.known_models import KNOWN_MODELS, known_model, model_of_folder
+from grpo_mega.hardware.kernels import (
+    check_apex,
+    check_attention,
+    cuda_version,
+    flash_attention_version,
+    transformer_engine_version,
+)
 from grpo_mega.weights.architecture import experts_per_token
 from grpo_mega.weights.hf_files import WEIGHT_SUFFIXES
 from grpo_mega.weights.spec import ModelShape, read_config

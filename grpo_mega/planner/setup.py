@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_mega.config import Config
-from grpo_mega.fp8 import RECIPES
-from grpo_mega.planner.hardware import ASSUMED, Assumptions, Card
+from grpo_mega.hardware.cards import ASSUMED, Assumptions, Card
+from grpo_mega.hardware.fp8 import RECIPES
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout
 from grpo_mega.weights.spec import Family, ModelShape

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from grpo_mega.device import Device
+from grpo_mega.hardware.device import Device
 from grpo_mega.rollout.checkpoint_names import checkpoint_tensors
 from grpo_mega.rollout.cpu_linear import speed_up
 from grpo_mega.rollout.engine import OnSample, Sampling, Until

@@ -15,8 +15,8 @@ import pytest
 import torch
 from bench_gpu_rank import config_of
 
-from grpo_mega import kernels
-from grpo_mega.device import Device
+from grpo_mega.hardware import kernels
+from grpo_mega.hardware.device import Device
 from grpo_mega.launch import only_rank
 
 HERE = Path(__file__).parent

@@ -10,7 +10,7 @@ import torch
 from gpu_policies import make_policy, make_samples, packed, supported_precisions
 from models import VOCAB_SIZE
 
-from grpo_mega.device import Device
+from grpo_mega.hardware.device import Device
 from grpo_mega.megatron.found import in_use
 from grpo_mega.megatron.policy import Policy
 

@@ -19,10 +19,10 @@ import torch
 from gpu_policies import SIZES, logits_of, make_policy, make_sample
 from transformers import AutoConfig
 
-from grpo_mega import kernels
 from grpo_mega.convert.reader import open_reader
-from grpo_mega.device import Device
-from grpo_mega.kernels import Kernels
+from grpo_mega.hardware import kernels
+from grpo_mega.hardware.device import Device
+from grpo_mega.hardware.kernels import Kernels
 from grpo_mega.megatron.found import in_use
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape

@@ -7,7 +7,7 @@ import torch
 from bench_gpu_logprobs import EXTRA_TARGET_GIB, Inputs, max_error, step_of
 from bench_gpu_rank import extra_gib
 
-from grpo_mega.device import Device
+from grpo_mega.hardware.device import Device
 
 pytestmark = pytest.mark.rehearsed
 

@@ -8,7 +8,7 @@ from gpu_policies import make_policy, make_samples, packed
 from models import VOCAB_SIZE
 from torch import Tensor
 
-from grpo_mega.device import Device
+from grpo_mega.hardware.device import Device
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron.policy import Policy
 

@@ -8,7 +8,7 @@ from gpu_policies import gradients_of, make_policy, make_samples
 from models import VOCAB_SIZE
 from torch import Tensor
 
-from grpo_mega.device import Device
+from grpo_mega.hardware.device import Device
 
 pytestmark = pytest.mark.rehearsed
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from bench_gpu_engine import config_for, opened, weight_bytes
 
-from grpo_mega.device import Device
 from grpo_mega.errors import SyncError
+from grpo_mega.hardware.device import Device
 from grpo_mega.weights.apply import Bucket
 
 Parts = tuple[Any, Any, Any]  # the trainer's weights, the engine, the sync

@@ -10,7 +10,7 @@ import pytest
 import torch
 from bench_gpu_rank import config_of
 
-from grpo_mega.device import Device
+from grpo_mega.hardware.device import Device
 from grpo_mega.observe import NullRunLog, Timers
 from grpo_mega.tracing import Tracer
 

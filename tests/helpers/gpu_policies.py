@@ -14,9 +14,9 @@ from bench_gpu_rank import config_of
 from models import make_config
 from torch import Tensor
 
-from grpo_mega import kernels
 from grpo_mega.batching.pack import pack
-from grpo_mega.device import Device
+from grpo_mega.hardware import kernels
+from grpo_mega.hardware.device import Device
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.model import output_weight
 from grpo_mega.megatron.policy import Policy
@@ -119,7 +119,7 @@ def supported_precisions(device: Device) -> dict[str, str]:
     """By FP8 recipe, why this machine cannot compute it; "" where it can."""
     from grpo_mega.config import PrecisionConfig
     from grpo_mega.errors import ConfigError
-    from grpo_mega.fp8 import RECIPES
+    from grpo_mega.hardware.fp8 import RECIPES
     from grpo_mega.megatron.precision import megatron_settings
 
     found: dict[str, str] = {}

@@ -18,14 +18,14 @@ from planner_cases import ACTIVATIONS, CASES, StateCase
 from ranks import run_cases
 from torch import Tensor
 
-from grpo_mega import device as devices
 from grpo_mega.algorithm.losses import LossOutputs
+from grpo_mega.hardware import device as devices
+from grpo_mega.hardware.cards import CARDS
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.planner.activations import activations
 from grpo_mega.planner.figures import evaluate
-from grpo_mega.planner.hardware import CARDS
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.state import Storage, buffer_of, chunk_parameters, stage_state
 from grpo_mega.types import PackedBatch

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import FAMILIES, VOCAB_SIZE, make_model, save_checkpoint
 
-from grpo_mega.device import Device
+from grpo_mega.hardware.device import Device
 from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.types import Group, Prompt, Sample

@@ -28,8 +28,8 @@ from grpo_mega import job as jobs
 from grpo_mega.algorithm import advantages
 from grpo_mega.batches import make_batches
 from grpo_mega.config import Config
-from grpo_mega.device import Device
 from grpo_mega.errors import SyncError
+from grpo_mega.hardware.device import Device
 from grpo_mega.job import ModelFiles
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy

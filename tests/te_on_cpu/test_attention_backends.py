@@ -15,7 +15,7 @@ from packaging.version import Version
 from transformer_engine.pytorch.attention.dot_product_attention import utils
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.kernels import check_attention
+from grpo_mega.hardware.kernels import check_attention
 
 PACKED = {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding_causal"}
 

@@ -20,7 +20,7 @@ from emulated_te import machine
 from emulated_te.extension import missing
 from transformer_engine.common import recipe as recipes
 
-from grpo_mega.device import Device
+from grpo_mega.hardware.device import Device
 
 WHEEL = Path(transformer_engine.__file__).parent
 

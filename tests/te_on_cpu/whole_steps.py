@@ -24,7 +24,7 @@ from emulated_te import launcher
 from models import make_model, save_checkpoint
 
 from grpo_mega import config as configs
-from grpo_mega.fp8 import environment
+from grpo_mega.hardware.fp8 import environment
 
 # What the quickstart's recipe gives up: fp32 and two ranks, an engine inside the trainer, a model that can add.
 CHANGES: dict[str, Any] = {

@@ -21,7 +21,7 @@ from throughput_result import ROWS, SKIPPED, problem, quantile
 from throughput_work import work_of
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.planner.hardware import CARDS
+from grpo_mega.hardware.cards import CARDS
 from grpo_mega.weights.spec import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_mega.config import LayoutConfig, RolloutConfig
 from grpo_mega.errors import ConfigError, WeightMappingError
-from grpo_mega.fp8 import check_served_card, rollout_block_problems
+from grpo_mega.hardware.fp8 import check_served_card, rollout_block_problems
 from grpo_mega.weights import blockwise_fp8, reference
 from grpo_mega.weights.families import FAMILIES, family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout

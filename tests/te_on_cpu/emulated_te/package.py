@@ -14,8 +14,8 @@ from emulated_te import loader, machine
 def emulate(version: str) -> None:
     """Install the emulation in this process; before anything imports megatron.core, and only once."""
     loader.install(version)
-    from grpo_mega import kernels
-    from grpo_mega.device import Device
+    from grpo_mega.hardware import kernels
+    from grpo_mega.hardware.device import Device
 
     why = f"version {version}, emulated on a CPU"
     kernels.choose = lambda *, is_cuda: kernels.Kernels(True, False, False, why)

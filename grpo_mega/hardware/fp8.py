@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from grpo_mega.config import Config, LayoutConfig, OptimizerConfig, PrecisionConfig, RolloutConfig
 from grpo_mega.errors import ConfigError
-from grpo_mega.kernels import Version, as_version
+from grpo_mega.hardware.kernels import Version, as_version
 from grpo_mega.weights.boxes import LocalTensor
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, check_engine_layout, check_megatron_layout
