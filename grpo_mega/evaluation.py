@@ -27,8 +27,8 @@ from grpo_mega.config import RewardsConfig
 from grpo_mega.data.pass_rates import text_hash
 from grpo_mega.job import Job
 from grpo_mega.json_lines import json_line
+from grpo_mega.observe.metrics import has_full_marks, heldout_metrics
 from grpo_mega.observe.pass_at_k import Tally, sampled_metrics, tally
-from grpo_mega.observe.rollout_metrics import has_full_marks, heldout_metrics
 from grpo_mega.rewards.answer import extract_answer, whole_turn
 from grpo_mega.rewards.normalize import normalize_answer
 from grpo_mega.rewards.scorer import drop_unusable

@@ -15,12 +15,12 @@ from grpo_mega.config import Config
 from grpo_mega.evaluation import evaluate_if_due
 from grpo_mega.job import Job, export_policy, open_job
 from grpo_mega.megatron.gathered import attach_old_logprobs
+from grpo_mega.observe.metrics import mean_over_updates, rollout_metrics
 from grpo_mega.observe.progress import progress
-from grpo_mega.observe.rollout_metrics import mean_over_updates, rollout_metrics
 from grpo_mega.observe.samples import num_logged
+from grpo_mega.observe.tracing import Tracer
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollouts import rollout
-from grpo_mega.tracing import Tracer
 from grpo_mega.types import Group, StepMetrics
 
 

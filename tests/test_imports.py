@@ -14,10 +14,10 @@ PACKAGE = ROOT / "grpo_mega"
 # A module or package directly below grpo_mega imports only those before it.
 ORDER = """
 __init__ errors text json_lines processes types config batching weights rewards data algorithm algorithm_settings ops
-hardware observe tracing collectives hang launch stopping checkpoint_files convert formats rollout guard megatron
-gpu_memory sync colocation batches health run_folder preflight planner engines run_inputs staging checkpoint_writer
-checkpoints job rollouts evaluation check check_rank evaluation_request evaluate_checkpoint cli_eval export_checkpoint
-flags train cli grpo
+hardware observe collectives hang launch stopping checkpoint_files convert formats rollout guard megatron gpu_memory
+sync colocation batches health run_folder preflight planner engines run_inputs staging checkpoint_writer checkpoints job
+rollouts evaluation check check_rank evaluation_request evaluate_checkpoint cli_eval export_checkpoint flags train cli
+grpo
 """
 
 # Third-party packages that only some may import, by path below the package.

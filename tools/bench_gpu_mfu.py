@@ -20,12 +20,12 @@ from bench_gpu_models import hf_config_of, layers_that_fit, peak_tflops, shape_o
 from bench_gpu_rank import Figure, Options, config_of, seconds_of
 from torch import Tensor
 
+from grpo_mega.batching import flops
 from grpo_mega.batching.pack import pack
 from grpo_mega.errors import ConfigError
 from grpo_mega.launch import only_rank
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
-from grpo_mega.observe import flops
 from grpo_mega.types import PackedBatch, Prompt, Sample
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of

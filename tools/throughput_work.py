@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_mega.observe import flops
+from grpo_mega.batching import flops
 
 GroupLengths = tuple[int, list[int]]  # tokens of the prompt, and of each response
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from urllib.parse import urlparse
 
 from grpo_mega.config import Config
-from grpo_mega.observe.other_names import other_names
+from grpo_mega.observe.metric_aliases import other_names
 from grpo_mega.observe.writers import Level
 from grpo_mega.text import well_formed
 from grpo_mega.types import StepMetrics

@@ -12,7 +12,7 @@ from bench_gpu_rank import config_of
 
 from grpo_mega.hardware.device import Device
 from grpo_mega.observe import NullRunLog, Timers
-from grpo_mega.tracing import Tracer
+from grpo_mega.observe.tracing import Tracer
 
 
 @pytest.mark.rehearsed

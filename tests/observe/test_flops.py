@@ -7,8 +7,8 @@ import torch
 from models import make_config, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
+from grpo_mega.batching import flops
 from grpo_mega.errors import ConfigError
-from grpo_mega.observe import flops
 from grpo_mega.weights.spec import ModelShape
 
 # Llama-3.1-8B: 32 heads of 128 over 8 key-value heads.
