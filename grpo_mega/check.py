@@ -20,8 +20,8 @@ from torch import Tensor
 from grpo_mega import config as configs
 from grpo_mega import preflight
 from grpo_mega.config import Config
+from grpo_mega.distributed.launch import run_ranks
 from grpo_mega.errors import ConfigError
-from grpo_mega.launch import run_ranks
 from grpo_mega.types import StepMetrics
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.hf_io import CheckpointReader

@@ -83,7 +83,7 @@ def train(config: Config, resume: bool, argv: list[str]) -> int:
     preflight.check(config)
     with run_folder.claim(config, resume=resume, argv=argv):
         if not is_rank and config.layout.world_size > 1:
-            from grpo_mega.launch import launch_local
+            from grpo_mega.distributed.launch import launch_local
 
             os.environ[CLAIMED] = str(os.getpid())  # the ranks are part of this claim
             try:
@@ -231,7 +231,7 @@ def _train_as_rank(config: Config) -> int:
 
 def _become_only_rank() -> None:
     """A world of one process needs no launcher."""
-    from grpo_mega.launch import rank_environments
+    from grpo_mega.distributed.launch import rank_environments
 
     os.environ.update(rank_environments(os.environ, world_size=1)[0])
 

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _start(request: Request, argv: list[str]) -> int:
-    from grpo_mega.launch import launch_local, only_rank
+    from grpo_mega.distributed.launch import launch_local, only_rank
 
     folder = Path(tempfile.mkdtemp(prefix="grpo_mega-eval-"))
     request = _in_folder(request, folder)

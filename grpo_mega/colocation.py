@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from grpo_mega.config import RolloutConfig
+from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.errors import EngineError
 from grpo_mega.gpu_memory import GpuMemory
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.timers import Timers
-from grpo_mega.rollout.board import Board
 from grpo_mega.rollout.engine import Engine, OnSample, Sampling
 from grpo_mega.rollout.phase import Economy, Phase
 from grpo_mega.rollout.phase import sample as sample_groups

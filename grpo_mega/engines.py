@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from grpo_mega.config import Config, RolloutConfig
+from grpo_mega.distributed.launch import num_cores
+from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.errors import ConfigError
 from grpo_mega.gpu_memory import GpuMemory
 from grpo_mega.hardware.device import PeakMemory
 from grpo_mega.hardware.fp8 import check_served_card
-from grpo_mega.launch import num_cores
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import SECONDS_BETWEEN_LINES
 from grpo_mega.preflight import engine_rank_problems
-from grpo_mega.rollout.board import Board
 from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.rollout.sglang.engine import Options, SGLangEngine

@@ -20,16 +20,18 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from grpo_mega.checkpoint_files import STATE, Manifest, check_model, latest, read_manifest, tell_latest
 from grpo_mega.checkpoints import Checkpoints, verify
-from grpo_mega.collectives import recorder
 from grpo_mega.colocation import Colocation
 from grpo_mega.config import Config
 from grpo_mega.convert.reader import open_reader
 from grpo_mega.data.load import load_data
 from grpo_mega.data.sampler import Sampler
 from grpo_mega.data.tokenizer_files import check_vocabulary
+from grpo_mega.distributed.recorder import recorder
+from grpo_mega.distributed.rendezvous import Board
+from grpo_mega.distributed.stop import StopRequest
+from grpo_mega.distributed.watchdog import HangWatch
 from grpo_mega.engines import build_engine, build_sync, make_room
 from grpo_mega.errors import ConfigError, EngineError
-from grpo_mega.hang import HangWatch
 from grpo_mega.hardware.device import PeakMemory
 from grpo_mega.health import Health
 from grpo_mega.megatron import runtime as runtimes
@@ -42,11 +44,9 @@ from grpo_mega.observe.run_log import Log, open_run_log
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
-from grpo_mega.rollout.board import Board
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.run_folder import adopt, trim
 from grpo_mega.run_inputs import RunInputs
-from grpo_mega.stopping import StopRequest
 from grpo_mega.text import well_formed
 from grpo_mega.types import Prompt, StepMetrics
 from grpo_mega.weights.architecture import check_architecture

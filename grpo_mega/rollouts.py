@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grpo_mega.collectives import recorder
+from grpo_mega.distributed.recorder import recorder
 from grpo_mega.job import Job
 from grpo_mega.observe.progress import progress
 from grpo_mega.rewards.scorer import VERDICTS

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from grpo_mega.collectives import recorder
 from grpo_mega.config import ModelConfig
 from grpo_mega.convert.dist_metadata import FORMAT, METADATA, is_distributed_checkpoint
+from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ConfigError, ResumeError
 from grpo_mega.weights.hf_files import weight_files
 

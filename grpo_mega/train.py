@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from grpo_mega.batches import has_spread, prepare
-from grpo_mega.collectives import recorder
 from grpo_mega.config import Config
+from grpo_mega.distributed.recorder import recorder
 from grpo_mega.evaluation import evaluate_if_due
 from grpo_mega.job import Job, export_policy, open_job
 from grpo_mega.megatron.gathered import attach_old_logprobs

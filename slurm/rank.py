@@ -15,7 +15,7 @@ from pathlib import Path
 
 from node import write
 
-from grpo_mega.launch import die_with_parent
+from grpo_mega.distributed.launch import die_with_parent
 
 LINES_OF_LOG = 5
 

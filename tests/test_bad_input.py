@@ -42,7 +42,7 @@ from spoil import (
 )
 
 from grpo_mega import cli
-from grpo_mega.launch import rank_environments
+from grpo_mega.distributed.launch import rank_environments
 
 BIG_TOKENIZER = {"model": {"vocab": {"a": 0, "b": 400}}}
 
@@ -326,7 +326,7 @@ def folder(good_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     for name in (*rank_environments({}, world_size=1)[0], cli.CLAIMED):
         monkeypatch.setenv(name, "")  # so that what the run sets is undone
         monkeypatch.delenv(name)
-    monkeypatch.setattr("grpo_mega.launch.launch_local", None)  # several ranks are never started
+    monkeypatch.setattr("grpo_mega.distributed.launch.launch_local", None)  # several ranks are never started
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield tmp_path
     for number, handler in handlers.items():

@@ -12,8 +12,8 @@ import yaml
 
 from grpo_mega import cli
 from grpo_mega.config import Config, LayoutConfig
+from grpo_mega.distributed.launch import rank_environments
 from grpo_mega.errors import ConfigError, RewardError
-from grpo_mega.launch import rank_environments
 
 HEAVY = {"torch", "transformers", "megatron", "numpy", "matplotlib", "wandb", "rich", "sglang"}
 
@@ -94,7 +94,7 @@ def test_what_a_person_can_mend_is_one_line_and_exit_code_2(
 def test_a_missing_model_is_told_before_any_process_starts(
     config_file: Path, no_rank: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_mega.launch.launch_local", None)
+    monkeypatch.setattr("grpo_mega.distributed.launch.launch_local", None)
     assert cli.main(["train", str(config_file), "--set", "model.path=/none", "--set", "layout.tp=2"]) == 2
     assert "model.path=/none" in capsys.readouterr().err
 
@@ -110,7 +110,7 @@ def test_several_ranks_are_launched_with_the_same_arguments(
     config_file: Path, no_rank: None, trained: list[Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     launched: list[tuple[list[str], int, Path]] = []
-    monkeypatch.setattr("grpo_mega.launch.launch_local", lambda *arguments: launched.append(arguments) or 5)
+    monkeypatch.setattr("grpo_mega.distributed.launch.launch_local", lambda *arguments: launched.append(arguments) or 5)
     arguments = ["train", str(config_file), "--set", "layout.tp=2", "--set", "layout.dp=3"]
     assert cli.main(arguments) == 5
     assert launched == [(arguments, 6, tmp_path / "run/logs")]

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.hang import EXIT_HANG, _on_nodes, _ranks
+from grpo_mega.distributed.watchdog import EXIT_HANG, _on_nodes, _ranks
 
 HELPERS = Path(__file__).parent / "helpers"
 RANK = """
 import os, signal, sys, time
 from datetime import timedelta
-from grpo_mega.collectives import recorder
+from grpo_mega.distributed.recorder import recorder
 record = recorder()
 import torch, torch.distributed as dist
 from grpo_mega import checkpoint_writer
 from grpo_mega.checkpoints import Checkpoints
 from grpo_mega.config import CheckpointConfig
-from grpo_mega.hang import HangWatch
+from grpo_mega.distributed.watchdog import HangWatch
 from grpo_mega.observe.timers import Timers
 from pathlib import Path
 from slow_policy import SlowPolicy, manifest
@@ -62,7 +62,7 @@ dist.barrier()
 
 
 def run(folder: Path, behaviour: str) -> tuple[int, str]:
-    code = "import sys; from pathlib import Path; from grpo_mega.launch import run_ranks; "
+    code = "import sys; from pathlib import Path; from grpo_mega.distributed.launch import run_ranks; "
     code += "sys.exit(run_ranks([sys.executable, *sys.argv[2:]], 4, Path(sys.argv[1])))"
     command = [sys.executable, "-c", code, str(folder / "logs"), "-c", RANK, str(folder), behaviour]
     environment = os.environ | {"PYTHONPATH": f"{HELPERS.parents[1]}{os.pathsep}{HELPERS}", "OMP_NUM_THREADS": "1"}

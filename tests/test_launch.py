@@ -11,9 +11,9 @@ from subprocess import PIPE, STDOUT
 
 import pytest
 
-from grpo_mega.launch import launch_local, rank_environments, run_ranks
+from grpo_mega.distributed.launch import launch_local, rank_environments, run_ranks
 
-LAUNCHER = "import sys; from pathlib import Path; from grpo_mega.launch import run_ranks; "
+LAUNCHER = "import sys; from pathlib import Path; from grpo_mega.distributed.launch import run_ranks; "
 LAUNCHER += "sys.exit(run_ranks([sys.executable, '-c', sys.argv[1]], int(sys.argv[2]), Path(sys.argv[3])))"
 
 
@@ -58,7 +58,7 @@ def write_pid(folder: Path, name: str = "rank") -> str:
 
 
 def test_ranks_get_torchruns_variables_and_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_mega.launch.num_cores", lambda: 9)
+    monkeypatch.setattr("grpo_mega.distributed.launch.num_cores", lambda: 9)
     first, second = rank_environments({"HOME": "/h", "RANK": "stale"}, world_size=2)
     assert (first["RANK"], first["LOCAL_RANK"], second["RANK"], second["LOCAL_RANK"]) == ("0", "0", "1", "1")
     assert first["WORLD_SIZE"] == second["LOCAL_WORLD_SIZE"] == "2"
@@ -114,7 +114,7 @@ def test_a_failed_rank_stops_the_others_and_is_named_with_its_log(tmp_path: Path
 def test_a_rank_that_ignores_sigterm_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("grpo_mega.launch.SECONDS_TO_STOP", 0.5)
+    monkeypatch.setattr("grpo_mega.distributed.launch.SECONDS_TO_STOP", 0.5)
     program = write_pid(tmp_path) + (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         f"while len([f for f in os.listdir('{tmp_path}') if f.endswith('.pid')]) < 2: time.sleep(0.02)\n"

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from grpo_mega.batching import flops
 from grpo_mega.batching.pack import pack
+from grpo_mega.distributed.launch import only_rank
 from grpo_mega.errors import ConfigError
-from grpo_mega.launch import only_rank
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.types import PackedBatch, Prompt, Sample

@@ -34,9 +34,9 @@ from torch.distributed import HashStore
 from transformers import Qwen2Config
 
 from grpo_mega.config import RolloutConfig
+from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.errors import EngineError
 from grpo_mega.hardware.device import Device
-from grpo_mega.rollout.board import Board
 from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine, Sampling
 from grpo_mega.rollout.phase import Economy, Phase, sample

@@ -20,6 +20,7 @@ from throughput_synthetic import Lengths, RandomRewards, SyntheticEngine
 from throughput_work import GroupLengths, work_of
 
 from grpo_mega.config import Config
+from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.engines import ranks_per_node
 from grpo_mega.job import Job, open_job
 from grpo_mega.megatron.compat import transfers_wrapped
@@ -27,7 +28,6 @@ from grpo_mega.observe.run_log import Log
 from grpo_mega.observe.timers import Timers
 from grpo_mega.planner.legality import read_model
 from grpo_mega.rewards.scorer import Scorer
-from grpo_mega.rollout.board import Board
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, PackedBatch, StepMetrics

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from grpo_mega.convert.checkpoint import Checkpoint, find_checkpoint
 from grpo_mega.convert.reader import open_reader
+from grpo_mega.distributed.launch import only_rank
 from grpo_mega.errors import ConfigError
-from grpo_mega.launch import only_rank
 from grpo_mega.weights.apply import fill
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from weight_sync_dry import ITEM_BYTES, Spec, num_elements
 
+from grpo_mega.distributed.launch import run_ranks
 from grpo_mega.errors import ConfigError, UserError
-from grpo_mega.launch import run_ranks
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.sides import engine_side, megatron_side
 

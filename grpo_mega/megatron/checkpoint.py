@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.optimizer import MegatronOptimizer
 
-from grpo_mega.collectives import recorder
+from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.megatron import compat
 from grpo_mega.megatron.fp8_weights import is_rounded_from

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-from grpo_mega.collectives import recorder
+from grpo_mega.distributed.recorder import recorder
 
 CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")

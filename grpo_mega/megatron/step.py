@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from grpo_mega.algorithm.losses import LossOutputs
-from grpo_mega.collectives import recorder
+from grpo_mega.distributed.recorder import recorder
 from grpo_mega.megatron.packed import pack_params
 from grpo_mega.types import PackedBatch
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_mega.rollout.board import Board
+from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.rollout.engine import Engine, OnSample, Sampling, Until
 from grpo_mega.types import Group, Prompt, StepMetrics
 

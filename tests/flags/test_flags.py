@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", cli.CLAIMED):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("grpo_mega.launch.launch_local", None)  # ranks are never started
+    monkeypatch.setattr("grpo_mega.distributed.launch.launch_local", None)  # ranks are never started
     return tmp_path
 
 

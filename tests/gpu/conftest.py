@@ -15,9 +15,9 @@ import pytest
 import torch
 from bench_gpu_rank import config_of
 
+from grpo_mega.distributed.launch import only_rank
 from grpo_mega.hardware import kernels
 from grpo_mega.hardware.device import Device
-from grpo_mega.launch import only_rank
 
 HERE = Path(__file__).parent
 HAS_GPU = torch.cuda.is_available()

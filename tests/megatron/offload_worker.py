@@ -19,8 +19,8 @@ from ranks import run_cases
 from grpo_mega import config as configs
 from grpo_mega.algorithm import advantages
 from grpo_mega.batching.pack import pack
-from grpo_mega.collectives import recorder
 from grpo_mega.config import Config
+from grpo_mega.distributed.recorder import recorder
 from grpo_mega.hardware import device as devices
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from models import VOCAB_SIZE, make_model
 from ranks import run_cases
 
+from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.hardware.device import Device
-from grpo_mega.rollout.board import Board
 from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.phase import Economy, Phase, sample

@@ -21,8 +21,8 @@ import torch
 from servers import LOADER, START_DEADLINE_S, Tree, make_settings
 from torch.distributed import HashStore
 
+from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.errors import EngineError, SyncError
-from grpo_mega.rollout.board import Board
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.exchange import check_versions
 from grpo_mega.rollout.phase import Enough

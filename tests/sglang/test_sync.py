@@ -11,7 +11,7 @@ import pytest
 from ranks import HELPERS, ROOT, launch
 from sync_cases import CASES
 
-from grpo_mega.launch import free_port
+from grpo_mega.distributed.launch import free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.sglang]
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo_mega.launch import die_with_parent, free_port, num_cores
+from grpo_mega.distributed.launch import die_with_parent, free_port, num_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")

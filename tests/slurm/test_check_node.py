@@ -10,7 +10,7 @@ from pathlib import Path
 import check_node
 import pytest
 
-from grpo_mega.launch import free_port
+from grpo_mega.distributed.launch import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = """0, NVIDIA H100 80GB HBM3, 550.54.15, 0, Not Active, Not Active, Not Active, 1980, 4

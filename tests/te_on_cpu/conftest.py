@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from grpo_mega.launch import only_rank
+from grpo_mega.distributed.launch import only_rank
 
 HERE = Path(__file__).parent
 LAUNCHING = {"test_processes.py", "test_whole_steps.py"}

@@ -21,7 +21,7 @@ import torch
 from bench_gpu_rank import config_of
 from learning import losses
 
-from grpo_mega.launch import only_rank
+from grpo_mega.distributed.launch import only_rank
 from grpo_mega.megatron import runtime as runtimes
 
 NOTE = "Transformer Engine's own Python on emulated kernels"

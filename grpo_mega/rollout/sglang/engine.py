@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.errors import EngineError
-from grpo_mega.rollout.board import Board
 from grpo_mega.rollout.engine import OnSample, Sampling, Until
 from grpo_mega.rollout.sglang.generation import drive
 from grpo_mega.rollout.sglang.link import Call, Limits, ServerLink

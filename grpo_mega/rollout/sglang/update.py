@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mega.rollout.board import Board
+from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.rollout.sglang.link import ServerLink
 from grpo_mega.rollout.sglang.shared import NUM_BUFFERS, DeviceBuckets, HostBuckets, payload
 from grpo_mega.weights.apply import Bucket, Entry

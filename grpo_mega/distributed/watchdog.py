@@ -23,14 +23,14 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from grpo_mega.collectives import Recorder
+from grpo_mega.distributed.recorder import Recorder
 from grpo_mega.observe.timers import Timers
 
 EXIT_HANG = 3
 FOLDER = "hang"
 SECONDS_TO_ANSWER = 10.0
 SECONDS_AFTER_FIRST = 20.0  # rank 0 asks first; others only if it does not
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 
 
 class HangWatch:

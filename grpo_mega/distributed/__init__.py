@@ -1,0 +1,1 @@
+"""How ranks start, meet and stop, and how a rank that hangs is found and reported."""
