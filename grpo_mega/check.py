@@ -22,9 +22,9 @@ from grpo_mega import preflight
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import run_ranks
 from grpo_mega.errors import ConfigError
+from grpo_mega.formats.hf_io import CheckpointReader
 from grpo_mega.types import StepMetrics
 from grpo_mega.weights.boxes import Box
-from grpo_mega.weights.hf_io import CheckpointReader
 
 UPDATES = 3
 SampleKey = tuple[int, int]  # prompt id, index in its group

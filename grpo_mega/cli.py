@@ -156,7 +156,7 @@ def export(run_dir: Path, out: Path, step: int | None) -> int:
     A finished run without checkpoints has such a folder, which is copied.
     """
     from grpo_mega import config as config_module
-    from grpo_mega.checkpoint_files import find_finished, without_checkpoints
+    from grpo_mega.formats.checkpoint_files import find_finished, without_checkpoints
     from grpo_mega.run_folder import CONFIG_FILE
 
     if out.exists():

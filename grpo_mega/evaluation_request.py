@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega import config as configs
-from grpo_mega.checkpoint_files import find, find_finished, without_checkpoints
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
+from grpo_mega.formats.checkpoint_files import find, find_finished, without_checkpoints
 from grpo_mega.run_folder import CONFIG_FILE, last_step
 
 REQUEST_FILE = "request.json"

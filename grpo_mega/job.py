@@ -18,11 +18,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from grpo_mega.checkpoint_files import STATE, Manifest, check_model, latest, read_manifest, tell_latest
 from grpo_mega.checkpoints import Checkpoints, verify
 from grpo_mega.colocation import Colocation
 from grpo_mega.config import Config
-from grpo_mega.convert.reader import open_reader
 from grpo_mega.data.load import load_data
 from grpo_mega.data.sampler import Sampler
 from grpo_mega.data.tokenizer_files import check_vocabulary
@@ -32,6 +30,10 @@ from grpo_mega.distributed.stop import StopRequest
 from grpo_mega.distributed.watchdog import HangWatch
 from grpo_mega.engines import build_engine, build_sync, make_room
 from grpo_mega.errors import ConfigError, EngineError
+from grpo_mega.formats.checkpoint_files import STATE, Manifest, check_model, latest, read_manifest, tell_latest
+from grpo_mega.formats.export import export
+from grpo_mega.formats.random_init import random_reader
+from grpo_mega.formats.reader import open_reader
 from grpo_mega.hardware.device import PeakMemory
 from grpo_mega.health import Health
 from grpo_mega.megatron import runtime as runtimes
@@ -50,9 +52,7 @@ from grpo_mega.run_inputs import RunInputs
 from grpo_mega.text import well_formed
 from grpo_mega.types import Prompt, StepMetrics
 from grpo_mega.weights.architecture import check_architecture
-from grpo_mega.weights.export import export
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.initial import random_reader
 from grpo_mega.weights.spec import Family, ModelShape
 
 

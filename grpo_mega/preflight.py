@@ -13,14 +13,15 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.checkpoint_files import FINISHED
 from grpo_mega.config import Config, LayoutConfig, ModelConfig, RolloutConfig
 from grpo_mega.config.rewards import RewardFunctionConfig, RewardsConfig
-from grpo_mega.convert.dist_metadata import is_distributed_checkpoint
-from grpo_mega.convert.megatron_weights import MegatronWeights
 from grpo_mega.data.load import check_data
 from grpo_mega.data.tokenizer_files import check_tokenizer_files
 from grpo_mega.errors import ConfigError
+from grpo_mega.formats.checkpoint_files import FINISHED
+from grpo_mega.formats.dcp_read import is_distributed_checkpoint
+from grpo_mega.formats.hf_files import check_folder, check_tied
+from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.hardware.fp8 import (
     bf16_layer_problems,
     check_blocks,
@@ -34,7 +35,6 @@ from grpo_mega.rewards import registry
 from grpo_mega.run_folder import CONFIG_FILE
 from grpo_mega.weights.architecture import check_architecture, position_problem
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.hf_files import check_folder, check_tied
 from grpo_mega.weights.layout import MegatronLayout, check_engine_layout, megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape, read_config
 

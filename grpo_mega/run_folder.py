@@ -31,9 +31,9 @@ from typing import Any
 import yaml
 
 from grpo_mega import config as configs
-from grpo_mega.checkpoint_files import latest
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError, ResumeError, UserError
+from grpo_mega.formats.checkpoint_files import latest
 from grpo_mega.json_lines import read_json_lines
 
 CONFIG_FILE = "config.yaml"

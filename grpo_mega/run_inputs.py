@@ -15,10 +15,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo_mega.config import ModelConfig
-from grpo_mega.convert.dist_metadata import FORMAT, METADATA, is_distributed_checkpoint
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ConfigError, ResumeError
-from grpo_mega.weights.hf_files import weight_files
+from grpo_mega.formats.dcp_read import FORMAT, METADATA, is_distributed_checkpoint
+from grpo_mega.formats.hf_files import weight_files
 
 TEXT_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),

@@ -14,9 +14,9 @@ PACKAGE = ROOT / "grpo_mega"
 # A module or package directly below grpo_mega imports only those before it.
 ORDER = """
 __init__ errors text json_lines processes types config batching weights rewards data algorithm algorithm_settings ops
-hardware observe distributed checkpoint_files convert formats rollout guard megatron gpu_memory sync colocation batches
-health run_folder preflight planner engines run_inputs staging checkpoint_writer checkpoints job rollouts evaluation
-check check_rank evaluation_request evaluate_checkpoint cli_eval export_checkpoint flags train cli grpo
+hardware observe distributed formats rollout guard megatron gpu_memory sync colocation batches health run_folder
+preflight planner engines run_inputs staging checkpoint_writer checkpoints job rollouts evaluation check check_rank
+evaluation_request evaluate_checkpoint cli_eval export_checkpoint flags train cli grpo
 """
 
 # Third-party packages that only some may import, by path below the package.
@@ -31,7 +31,7 @@ WITHOUT = {
     "types": {"torch", "transformers", "numpy", "pydantic"},
     "config": {"torch", "transformers", "numpy"},
     "preflight": {"torch", "transformers"},
-    "checkpoint_files": {"torch", "numpy", "pydantic"},
+    "formats.checkpoint_files": {"torch", "numpy", "pydantic"},
     "cli_eval": {"torch", "transformers"},
     "evaluation_request": {"torch", "transformers", "numpy"},
     "distributed.launch": {"torch", "transformers", "numpy", "pydantic"},

@@ -66,7 +66,7 @@ def copy(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable[[]
 
 
 def ours(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable[[], dict[str, Any]]:
-    from grpo_mega.convert.convert import convert_hf_to_mcore, convert_mcore_to_hf
+    from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
 
     convert = convert_mcore_to_hf if is_back else convert_hf_to_mcore
 

@@ -44,7 +44,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def convert(options: argparse.Namespace) -> int:
-    from grpo_mega.convert.convert import convert_hf_to_mcore
+    from grpo_mega.formats.convert import convert_hf_to_mcore
 
     report = convert_hf_to_mcore(options.hf_dir, options.out, dtype=options.dtype, workers=options.workers)
     print_report(report, options.out)
@@ -52,7 +52,7 @@ def convert(options: argparse.Namespace) -> int:
 
 
 def dry(options: argparse.Namespace) -> int:
-    from grpo_mega.convert.dry import Dry, lines, parse_layout
+    from grpo_mega.formats.dry import Dry, lines, parse_layout
     from grpo_mega.weights.families import family_of
     from grpo_mega.weights.spec import ModelShape, read_config
 

@@ -33,7 +33,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def convert(options: argparse.Namespace) -> int:
-    from grpo_mega.convert.convert import convert_mcore_to_hf
+    from grpo_mega.formats.convert import convert_mcore_to_hf
 
     report = convert_mcore_to_hf(
         options.checkpoint,

@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def inspect(options: argparse.Namespace) -> int:
-    from grpo_mega.convert.inspect import describe
+    from grpo_mega.formats.inspect import describe
 
     found = describe(options.path, options.config)
     if options.json:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from convert_options import Parser, count, run
 
-from grpo_mega.convert.checkpoint import Checkpoint, find_checkpoint
-from grpo_mega.convert.compare import Difference, compare
 from grpo_mega.errors import ConfigError
+from grpo_mega.formats.compare import Difference, compare
+from grpo_mega.formats.detect import Checkpoint, find_checkpoint
 
 _SHOWN = 10  # names of a kind
 

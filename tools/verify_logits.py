@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mega.convert.checkpoint import Checkpoint, find_checkpoint
-from grpo_mega.convert.reader import open_reader
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.errors import ConfigError
+from grpo_mega.formats.detect import Checkpoint, find_checkpoint
+from grpo_mega.formats.reader import open_reader
 from grpo_mega.weights.apply import fill
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,6 +18,7 @@ from grpo_mega.config import Config
 from grpo_mega.data.load import check_data
 from grpo_mega.data.tokenizer_files import check_tokenizer_files
 from grpo_mega.errors import ConfigError, UserError
+from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
 from grpo_mega.formats.known_models import KNOWN_MODELS, known_model, model_of_folder
 from grpo_mega.hardware.cards import Card
 from grpo_mega.hardware.fp8 import (
@@ -37,7 +38,6 @@ from grpo_mega.hardware.kernels import (
     transformer_engine_version,
 )
 from grpo_mega.weights.architecture import experts_per_token
-from grpo_mega.weights.hf_files import WEIGHT_SUFFIXES
 from grpo_mega.weights.spec import ModelShape, read_config
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from families import CASES, assert_same_folder, save
 
-from grpo_mega.convert.convert import convert_hf_to_mcore, convert_mcore_to_hf
-from grpo_mega.convert.inspect import describe
 from grpo_mega.distributed.launch import run_ranks
+from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
+from grpo_mega.formats.inspect import describe
 
 pytestmark = pytest.mark.distributed
 

@@ -12,8 +12,8 @@ from families import assert_same_folder
 from models import make_tokenizer
 from transformers import GenerationConfig, Phi3Config, Phi3ForCausalLM
 
-from grpo_mega.convert.convert import convert_hf_to_mcore, convert_mcore_to_hf
-from grpo_mega.convert.reader import MegatronReader
+from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
+from grpo_mega.formats.reader import MegatronReader
 from grpo_mega.weights import families
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.spec import ModelShape, read_config

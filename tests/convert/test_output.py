@@ -17,9 +17,9 @@ import pytest
 import torch
 from families import CASES, save, tensors_of
 
-from grpo_mega.convert.convert import convert_hf_to_mcore as convert
-from grpo_mega.convert.convert import convert_mcore_to_hf
-from grpo_mega.convert.output import JOURNAL
+from grpo_mega.formats.convert import convert_hf_to_mcore as convert
+from grpo_mega.formats.convert import convert_mcore_to_hf
+from grpo_mega.formats.output import JOURNAL
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
 
@@ -119,8 +119,8 @@ def test_bytes_that_changed_on_the_disk_are_found_when_read_back(tmp_path: Path,
 
 
 def fingerprint_of(source: Path, folder: Path) -> str:
-    from grpo_mega.convert.checkpoint import find_checkpoint
-    from grpo_mega.convert.plans import megatron_plan
+    from grpo_mega.formats.detect import find_checkpoint
+    from grpo_mega.formats.layouts import megatron_plan
 
     checkpoint = find_checkpoint(source)
     return megatron_plan(checkpoint, checkpoint.open(), None).fingerprint()  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def test_only_one_process_writes_to_an_output(tmp_path: Path, capsys: pytest.Cap
 MEASURED = """
 import re, sys
 from pathlib import Path
-from grpo_mega.convert.convert import convert_hf_to_mcore, convert_mcore_to_hf
+from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
 
 def resident(field):
     return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10

@@ -12,8 +12,8 @@ from families import CASES, assert_same_folder, edit_config, save, tensors_of
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from grpo_mega.convert.checkpoint import find_checkpoint
-from grpo_mega.convert.convert import convert_hf_to_mcore, convert_mcore_to_hf
+from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
+from grpo_mega.formats.detect import find_checkpoint
 
 QUIET = {"show_progress": False}
 

@@ -13,7 +13,7 @@ import pytest
 from bench_weight_sync import MODELS
 from families import CASES, save, tensors_of
 
-from grpo_mega.convert.convert import convert_hf_to_mcore as convert
+from grpo_mega.formats.convert import convert_hf_to_mcore as convert
 
 
 def described(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

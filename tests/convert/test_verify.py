@@ -9,7 +9,7 @@ import verify_checkpoint
 from families import CASES, edit_config, save, tensors_of
 from safetensors.torch import save_file
 
-from grpo_mega.convert.convert import convert_hf_to_mcore
+from grpo_mega.formats.convert import convert_hf_to_mcore
 
 
 def test_a_conversion_agrees_with_its_source_bit_for_bit_and_layer_by_layer(

@@ -17,11 +17,11 @@ from ranks import run_cases
 from slow_policy import SlowPolicy, manifest
 
 from grpo_mega import checkpoint_writer, checkpoints, run_inputs, staging
-from grpo_mega.checkpoint_files import latest, read_manifest
 from grpo_mega.checkpoints import Checkpoints
 from grpo_mega.config import CheckpointConfig, ModelConfig
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ResumeError
+from grpo_mega.formats.checkpoint_files import latest, read_manifest
 from grpo_mega.run_inputs import RunInputs
 
 WORLD_SIZE = 3

@@ -17,14 +17,14 @@ from mapping import Tensors, assert_equal, blank, filled, megatron_side, numbere
 from ranks import run_cases
 
 from grpo_mega.errors import SyncError
+from grpo_mega.formats.export import export
+from grpo_mega.formats.hf_io import CheckpointReader
 from grpo_mega.rollout import exchange
 from grpo_mega.sync.publish import WeightSync
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket, buckets, execute, fill
 from grpo_mega.weights.boxes import Holding, region
-from grpo_mega.weights.export import export
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.hf_io import CheckpointReader
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout, hf_holding
 from grpo_mega.weights.plan import plan, plan_sides
 from grpo_mega.weights.receive import Entry, differing, part_of, put

@@ -19,7 +19,7 @@ import torch
 from gpu_policies import SIZES, logits_of, make_policy, make_sample
 from transformers import AutoConfig
 
-from grpo_mega.convert.reader import open_reader
+from grpo_mega.formats.reader import open_reader
 from grpo_mega.hardware import kernels
 from grpo_mega.hardware.device import Device
 from grpo_mega.hardware.kernels import Kernels

@@ -15,6 +15,7 @@ from models import make_config
 from torch import Tensor
 
 from grpo_mega.batching.pack import pack
+from grpo_mega.formats.random_init import random_reader
 from grpo_mega.hardware import kernels
 from grpo_mega.hardware.device import Device
 from grpo_mega.megatron import runtime as runtimes
@@ -23,7 +24,6 @@ from grpo_mega.megatron.policy import Policy
 from grpo_mega.types import PackedBatch, Prompt, Sample
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.initial import random_reader
 from grpo_mega.weights.spec import ModelShape
 
 IS_EMULATED = not torch.cuda.is_available() and kernels.choose(is_cuda=False).transformer_engine

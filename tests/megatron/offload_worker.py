@@ -21,13 +21,13 @@ from grpo_mega.algorithm import advantages
 from grpo_mega.batching.pack import pack
 from grpo_mega.config import Config
 from grpo_mega.distributed.recorder import recorder
+from grpo_mega.formats.random_init import random_reader
 from grpo_mega.hardware import device as devices
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.types import Group, PackedBatch, Prompt, Sample
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.initial import random_reader
 from grpo_mega.weights.spec import ModelShape
 
 OVERLAP = ",overlap_grad_reduce=true,overlap_param_gather=true"

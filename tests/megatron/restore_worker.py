@@ -19,8 +19,8 @@ from models import make_config
 from offload_worker import Trainee, make_config_of
 from ranks import run_cases
 
-from grpo_mega.convert.reader import open_reader
 from grpo_mega.errors import ResumeError
+from grpo_mega.formats.reader import open_reader
 from grpo_mega.megatron import compat
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.weights.boxes import region

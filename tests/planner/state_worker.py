@@ -19,6 +19,7 @@ from ranks import run_cases
 from torch import Tensor
 
 from grpo_mega.algorithm.losses import LossOutputs
+from grpo_mega.formats.random_init import random_reader
 from grpo_mega.hardware import device as devices
 from grpo_mega.hardware.cards import CARDS
 from grpo_mega.megatron import runtime as runtimes
@@ -30,7 +31,6 @@ from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.state import Storage, buffer_of, chunk_parameters, stage_state
 from grpo_mega.types import PackedBatch
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.initial import random_reader
 from grpo_mega.weights.spec import ModelShape
 
 SMALL_BUCKET = 1500  # elements, so that tiny models make several

@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import FAMILIES, VOCAB_SIZE, make_model, save_checkpoint
 
+from grpo_mega.formats.hf_io import CheckpointReader
 from grpo_mega.hardware.device import Device
 from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.engine import Sampling
@@ -18,7 +19,6 @@ from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import fill
 from grpo_mega.weights.boxes import region
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.hf_io import CheckpointReader
 from grpo_mega.weights.spec import ModelShape
 
 LENGTHS = [3, 17, 1, 9, 9, 30, 5, 2]

@@ -21,8 +21,8 @@ import torch
 from bench_kills import End, read_end
 from hostile_text import LINE_ENDS, SURROGATES
 
-from grpo_mega.convert.blob import find_tensor
-from grpo_mega.convert.dist_metadata import read_metadata
+from grpo_mega.formats.dcp_read import read_metadata
+from grpo_mega.formats.torch_save import find_tensor
 from grpo_mega.megatron.optimizer import separate_steps
 
 pytestmark = pytest.mark.distributed

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.formats.hf_files import check_tied
+from grpo_mega.formats.hf_io import INDEX, SINGLE, CheckpointReader, CheckpointWriter, shards
 from grpo_mega.weights.boxes import Box, region
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.hf_files import check_tied
-from grpo_mega.weights.hf_io import INDEX, SINGLE, CheckpointReader, CheckpointWriter, shards
 from grpo_mega.weights.spec import ModelShape, read_config
 
 Checkpoint = tuple[Path, dict[str, Tensor]]

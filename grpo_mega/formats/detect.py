@@ -13,12 +13,12 @@ from typing import Any
 
 import yaml
 
-from grpo_mega.convert.dist_metadata import is_distributed_checkpoint
-from grpo_mega.convert.hf_weights import BIN, BIN_INDEX, HfWeights
-from grpo_mega.convert.megatron_weights import MegatronWeights
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.formats.dcp_read import is_distributed_checkpoint
+from grpo_mega.formats.hf_files import INDEX, SINGLE
+from grpo_mega.formats.hf_weights import BIN, BIN_INDEX, HfWeights
+from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.hf_files import INDEX, SINGLE
 from grpo_mega.weights.spec import Family, ModelShape, read_config
 
 STATE, MANIFEST, LATEST = "state", "checkpoint.json", "latest"  # of a run's checkpoints

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from grpo_mega.convert.stream import torch_dtype
+from grpo_mega.formats.stream import torch_dtype
 from grpo_mega.weights.boxes import Index
 from grpo_mega.weights.spec import ModelShape
 

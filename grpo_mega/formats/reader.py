@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from grpo_mega.convert.copies import target_of
-from grpo_mega.convert.dist_metadata import is_distributed_checkpoint
-from grpo_mega.convert.megatron_weights import MegatronWeights
-from grpo_mega.convert.sources import Files
-from grpo_mega.convert.stream import Streamer, has_nonfinite, torch_dtype
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.formats.dcp_read import is_distributed_checkpoint
+from grpo_mega.formats.hf_files import check_shapes
+from grpo_mega.formats.hf_io import CheckpointReader
+from grpo_mega.formats.megatron_weights import MegatronWeights
+from grpo_mega.formats.slices import target_of
+from grpo_mega.formats.sources import Files
+from grpo_mega.formats.stream import Streamer, has_nonfinite, torch_dtype
 from grpo_mega.weights.boxes import Box, Index, Piece
-from grpo_mega.weights.hf_files import check_shapes
-from grpo_mega.weights.hf_io import CheckpointReader
 from grpo_mega.weights.spec import Family, ModelShape
 
 

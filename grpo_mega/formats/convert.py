@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grpo_mega.convert.checkpoint import find_checkpoint
-from grpo_mega.convert.compare import same_tensor
-from grpo_mega.convert.dtypes import FROM_TORCH, WEIGHTS
-from grpo_mega.convert.hf_weights import HfWeights
-from grpo_mega.convert.megatron_weights import MegatronWeights
-from grpo_mega.convert.output import Report, check_free, write
-from grpo_mega.convert.plans import hf_plan, megatron_plan
-from grpo_mega.convert.records import check_records
 from grpo_mega.errors import ConfigError, WeightMappingError
+from grpo_mega.formats.compare import same_tensor
+from grpo_mega.formats.detect import find_checkpoint
+from grpo_mega.formats.dtypes import FROM_TORCH, WEIGHTS
+from grpo_mega.formats.hf_weights import HfWeights
+from grpo_mega.formats.layouts import hf_plan, megatron_plan
+from grpo_mega.formats.megatron_weights import MegatronWeights
+from grpo_mega.formats.output import Report, check_free, write
+from grpo_mega.formats.records import check_records
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _OUTPUT_LAYER = "lm_head.weight"

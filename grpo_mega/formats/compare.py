@@ -8,11 +8,11 @@ from itertools import zip_longest
 from math import prod
 from typing import Any
 
-from grpo_mega.convert.checkpoint import Checkpoint
-from grpo_mega.convert.copies import target_of
-from grpo_mega.convert.dtypes import ITEM_BYTES
-from grpo_mega.convert.sources import Files, Weights, whole
-from grpo_mega.convert.stream import Streamer
+from grpo_mega.formats.detect import Checkpoint
+from grpo_mega.formats.dtypes import ITEM_BYTES
+from grpo_mega.formats.slices import target_of
+from grpo_mega.formats.sources import Files, Weights, whole
+from grpo_mega.formats.stream import Streamer
 from grpo_mega.observe.byte_bar import byte_bar
 from grpo_mega.weights.boxes import Piece
 

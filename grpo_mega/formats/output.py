@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from grpo_mega.convert.copies import Target
-from grpo_mega.convert.sources import Files
-from grpo_mega.convert.stream import BLOCK_BYTES, Streamer, has_nonfinite
 from grpo_mega.errors import ConfigError, WeightMappingError
+from grpo_mega.formats.slices import Target
+from grpo_mega.formats.sources import Files
+from grpo_mega.formats.stream import BLOCK_BYTES, Streamer, has_nonfinite
 from grpo_mega.observe.byte_bar import ByteBar, byte_bar
 
 JOURNAL = "journal"

@@ -7,10 +7,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.convert.checkpoint import Checkpoint, find_checkpoint
-from grpo_mega.convert.dist_metadata import SavedTensor, read_metadata
-from grpo_mega.convert.dtypes import TORCH_NAMES
-from grpo_mega.convert.hf_weights import HfWeights
+from grpo_mega.formats.dcp_read import SavedTensor, read_metadata
+from grpo_mega.formats.detect import Checkpoint, find_checkpoint
+from grpo_mega.formats.dtypes import TORCH_NAMES
+from grpo_mega.formats.hf_weights import HfWeights
 
 
 def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:

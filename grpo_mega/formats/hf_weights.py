@@ -12,12 +12,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.convert.dtypes import FP8, FROM_TORCH, ITEM_BYTES, WEIGHTS
-from grpo_mega.convert.sources import Extent, Part, Scale, matrix, whole
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.formats.dtypes import FP8, FROM_TORCH, ITEM_BYTES, WEIGHTS
+from grpo_mega.formats.hf_files import INDEX, SCALE_SUFFIX, SINGLE, read_headers, shards_of, weight_files
+from grpo_mega.formats.safetensors_header import TensorInfo
+from grpo_mega.formats.sources import Extent, Part, Scale, matrix, whole
 from grpo_mega.weights.boxes import Index
-from grpo_mega.weights.hf_files import INDEX, SCALE_SUFFIX, SINGLE, read_headers, shards_of, weight_files
-from grpo_mega.weights.safetensors_header import TensorInfo
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _DEFAULT_BLOCK = (128, 128)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
-from grpo_mega.convert.megatron_weights import MegatronWeights, SavedRecord
-from grpo_mega.convert.sources import Files
-from grpo_mega.convert.stream import BLOCK_BYTES
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.formats.megatron_weights import MegatronWeights, SavedRecord
+from grpo_mega.formats.sources import Files
+from grpo_mega.formats.stream import BLOCK_BYTES
 from grpo_mega.observe.byte_bar import byte_bar
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_mega.formats.hf_io import CheckpointWriter, shards
 from grpo_mega.weights.apply import execute
 from grpo_mega.weights.boxes import Holding
-from grpo_mega.weights.hf_io import CheckpointWriter, shards
 from grpo_mega.weights.layout import hf_holding
 from grpo_mega.weights.plan import plan
 from grpo_mega.weights.spec import Family, ModelShape

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from grpo_mega.convert.dtypes import ITEM_BYTES
-from grpo_mega.convert.sources import Extent, Weights, matrix
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.formats.dtypes import ITEM_BYTES
+from grpo_mega.formats.sources import Extent, Weights, matrix
 from grpo_mega.weights.boxes import Box, Index, Piece
 
 _ORDER = ("F64", "F32", "BF16", "F16")

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.convert.blob import blob_of
-from grpo_mega.convert.checkpoint import Checkpoint
-from grpo_mega.convert.copies import Target, target_of
-from grpo_mega.convert.dist_metadata import COMMON, FORMAT, METADATA
-from grpo_mega.convert.dtypes import ITEM_BYTES, TORCH_NAMES
-from grpo_mega.convert.hf_weights import HfWeights
-from grpo_mega.convert.megatron_names import Stored, stored_tensors
-from grpo_mega.convert.megatron_weights import MegatronWeights
-from grpo_mega.convert.output import Item, OutputPlan
-from grpo_mega.convert.saved_metadata import SavedPiece, common_bytes, extra_states, metadata_bytes, no_state
-from grpo_mega.convert.sources import whole
+from grpo_mega.formats.dcp_read import COMMON, FORMAT, METADATA
+from grpo_mega.formats.dcp_write import SavedPiece, common_bytes, extra_states, metadata_bytes, no_state
+from grpo_mega.formats.detect import Checkpoint
+from grpo_mega.formats.dtypes import ITEM_BYTES, TORCH_NAMES
+from grpo_mega.formats.hf_files import INDEX, SINGLE, check_shapes, side_files
+from grpo_mega.formats.hf_weights import HfWeights
+from grpo_mega.formats.megatron_names import Stored, stored_tensors
+from grpo_mega.formats.megatron_weights import MegatronWeights
+from grpo_mega.formats.output import Item, OutputPlan
+from grpo_mega.formats.slices import Target, target_of
+from grpo_mega.formats.sources import whole
+from grpo_mega.formats.torch_save import blob_of
 from grpo_mega.weights.boxes import Index, Piece
-from grpo_mega.weights.hf_files import INDEX, SINGLE, check_shapes, side_files
 
 _FILE_BYTES = 8 << 30  # at about this size another file is begun; a rank reads only those that it needs
 _ALIGNMENT = 64

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_mega.convert.copies import Copy, Target
-from grpo_mega.convert.dtypes import ITEM_BYTES, TORCH_NAMES
-from grpo_mega.convert.sources import Extent, Files
+from grpo_mega.formats.dtypes import ITEM_BYTES, TORCH_NAMES
+from grpo_mega.formats.slices import Copy, Target
+from grpo_mega.formats.sources import Extent, Files
 
 BLOCK_BYTES = 1 << 20  # stays in a core's cache between reading and writing
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.formats.safetensors_header import ITEM_BITS, TensorInfo, read_header
 from grpo_mega.weights.boxes import Index
-from grpo_mega.weights.safetensors_header import ITEM_BITS, TensorInfo, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

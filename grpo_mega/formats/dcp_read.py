@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.convert.dtypes import FROM_TORCH
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.formats.dtypes import FROM_TORCH
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"

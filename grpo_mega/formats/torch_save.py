@@ -17,7 +17,7 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from grpo_mega.convert.dtypes import FROM_STORAGE, ITEM_BYTES, STORAGE_NAMES
+from grpo_mega.formats.dtypes import FROM_STORAGE, ITEM_BYTES, STORAGE_NAMES
 
 ALIGNMENT = 64
 _LIMIT = 0xFFFFFFFF  # sizes and offsets from here on need zip64

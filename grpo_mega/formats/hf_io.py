@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.formats.hf_files import INDEX, SINGLE, check_shapes, side_files, weight_files
 from grpo_mega.weights.boxes import Box, Index
-from grpo_mega.weights.hf_files import INDEX, SINGLE, check_shapes, side_files, weight_files
 
 
 class CheckpointReader:

@@ -13,8 +13,8 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from grpo_mega.convert.dtypes import ITEM_BYTES
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.formats.dtypes import ITEM_BYTES
 from grpo_mega.weights.boxes import Box, Index
 
 

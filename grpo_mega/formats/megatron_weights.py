@@ -12,12 +12,12 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from grpo_mega.convert.blob import find_tensor
-from grpo_mega.convert.dist_metadata import METADATA, Chunk, SavedTensor, read_metadata
-from grpo_mega.convert.dtypes import ITEM_BYTES, WEIGHTS
-from grpo_mega.convert.megatron_names import Stored, stored_tensors
-from grpo_mega.convert.sources import Extent, Files, Part, matrix
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.formats.dcp_read import METADATA, Chunk, SavedTensor, read_metadata
+from grpo_mega.formats.dtypes import ITEM_BYTES, WEIGHTS
+from grpo_mega.formats.megatron_names import Stored, stored_tensors
+from grpo_mega.formats.sources import Extent, Files, Part, matrix
+from grpo_mega.formats.torch_save import find_tensor
 from grpo_mega.weights.boxes import Box, Index, Piece
 from grpo_mega.weights.spec import Family, ModelShape
 
