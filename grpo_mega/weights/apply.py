@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mega.weights.blockwise_fp8 import quantise
 from grpo_mega.weights.boxes import Box, Holding, Index, region
 from grpo_mega.weights.checksum import checksum
+from grpo_mega.weights.fp8_blocks import quantise
 from grpo_mega.weights.plan import Plan
 from grpo_mega.weights.receive import Entry, part_of, put
-from grpo_mega.weights.template import Template
+from grpo_mega.weights.templates import Template
 from grpo_mega.weights.transfers import Transfer
 
 

@@ -17,7 +17,7 @@ from grpo_mega.weights.boxes import Holding, Kind
 from grpo_mega.weights.rounds import Rounds, make_rounds
 from grpo_mega.weights.sides import Side
 from grpo_mega.weights.spec import BLOCK
-from grpo_mega.weights.template import Place, Template
+from grpo_mega.weights.templates import Place, Template
 from grpo_mega.weights.transfers import Need, Transfer, choose, match
 
 __all__ = ["Plan", "Traffic", "Transfer", "plan", "plan_sides"]

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_mega.weights.blockwise_fp8 import SCALES, VALUES, dequantise
 from grpo_mega.weights.boxes import Index, region
 from grpo_mega.weights.checksum import checksum
+from grpo_mega.weights.fp8_blocks import SCALES, VALUES, dequantise
 from grpo_mega.weights.spec import BLOCK, num_blocks
 
 

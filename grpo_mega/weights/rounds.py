@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.spec import BLOCK
-from grpo_mega.weights.template import Template
+from grpo_mega.weights.templates import Template
 from grpo_mega.weights.transfers import Transfer
 
 GRAIN = 4  # a tensor is cut until what any rank sends or receives of it at a time is at most this part of a round

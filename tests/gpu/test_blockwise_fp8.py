@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_mega.weights import blockwise_fp8, reference
+from grpo_mega.weights import fp8_blocks as blockwise_fp8
+from grpo_mega.weights import reference
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from grpo_mega.config import LayoutConfig, RolloutConfig
 from grpo_mega.errors import ConfigError, WeightMappingError
 from grpo_mega.hardware.fp8 import check_served_card, rollout_block_problems
-from grpo_mega.weights import blockwise_fp8, reference
+from grpo_mega.weights import fp8_blocks as blockwise_fp8
+from grpo_mega.weights import reference
 from grpo_mega.weights.families import FAMILIES, family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout
 from grpo_mega.weights.plan import plan_sides

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_mega.weights.blockwise_fp8 import VALUES
+from grpo_mega.weights.fp8_blocks import VALUES
 
 _CACHE_SCALES = ("k_scale", "v_scale")
 REMEDY = "use rollout.server_args={fp8_gemm_backend: triton} or another GPU, or leave rollout.quantization out"

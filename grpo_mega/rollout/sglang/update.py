@@ -23,8 +23,8 @@ from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.rollout.sglang.link import ServerLink
 from grpo_mega.rollout.sglang.shared import NUM_BUFFERS, DeviceBuckets, HostBuckets, payload
 from grpo_mega.weights.apply import Bucket, Entry
-from grpo_mega.weights.blockwise_fp8 import SCALES, VALUES
 from grpo_mega.weights.boxes import Holding, Index
+from grpo_mega.weights.fp8_blocks import SCALES, VALUES
 from grpo_mega.weights.receive import scales_name
 from grpo_mega.weights.spec import num_blocks
 
