@@ -74,6 +74,7 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
 def train(config: Config, resume: bool, argv: list[str]) -> int:
     """Trains as one rank, or starts the ranks; `argv` is what they are started with."""
     from grpo_mega import preflight, run_folder  # numpy: only for a config that is sound
+    from grpo_mega.paths import LOGS
 
     is_rank = "RANK" in os.environ
     if is_rank:
@@ -87,7 +88,7 @@ def train(config: Config, resume: bool, argv: list[str]) -> int:
 
             os.environ[CLAIMED] = str(os.getpid())  # the ranks are part of this claim
             try:
-                code = launch_local(argv, config.layout.world_size, config.run_dir / "logs")
+                code = launch_local(argv, config.layout.world_size, config.run_dir / LOGS)
             finally:
                 del os.environ[CLAIMED]
             if code == EXIT_USER_ERROR:
@@ -157,7 +158,7 @@ def export(run_dir: Path, out: Path, step: int | None) -> int:
     """
     from grpo_mega import config as config_module
     from grpo_mega.formats.checkpoint_files import find_finished, without_checkpoints
-    from grpo_mega.run_folder import CONFIG_FILE
+    from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE
 
     if out.exists():
         raise ConfigError(f"{out} exists; name a folder that does not")
@@ -170,7 +171,7 @@ def export(run_dir: Path, out: Path, step: int | None) -> int:
         return 0
     from grpo_mega.export_checkpoint import export_checkpoint
 
-    print(export_checkpoint(config, run_dir / "checkpoints", step, out))
+    print(export_checkpoint(config, run_dir / CHECKPOINTS, step, out))
     return 0
 
 
@@ -186,7 +187,7 @@ def report(run_dir: Path) -> int:
     """Writes the run's page, and its curves as a picture once there are any, into its folder."""
     from grpo_mega.observe.plot import draw_curves
     from grpo_mega.observe.report import write_report
-    from grpo_mega.observe.writers import METRICS_FILE
+    from grpo_mega.paths import METRICS_FILE
 
     print(write_report(run_dir))
     picture = run_dir / "curves.png"

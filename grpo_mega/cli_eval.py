@@ -78,6 +78,7 @@ def run(options: argparse.Namespace, argv: list[str]) -> int:
 
 def _start(request: Request, argv: list[str]) -> int:
     from grpo_mega.distributed.launch import launch_local, only_rank
+    from grpo_mega.paths import LOGS
 
     folder = Path(tempfile.mkdtemp(prefix="grpo_mega-eval-"))
     request = _in_folder(request, folder)
@@ -90,7 +91,7 @@ def _start(request: Request, argv: list[str]) -> int:
             request.write(folder)
             os.environ[FOLDER] = str(folder)
             try:
-                code = launch_local(argv, request.config.layout.world_size, folder / "logs")
+                code = launch_local(argv, request.config.layout.world_size, folder / LOGS)
             finally:
                 del os.environ[FOLDER]
         return code

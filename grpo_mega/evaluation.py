@@ -17,7 +17,6 @@ mean of the sets'), and leaves a row for each prompt in heldout-N.jsonl:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from grpo_mega.job import Job
 from grpo_mega.json_lines import json_line
 from grpo_mega.observe.metrics import has_full_marks, heldout_metrics
 from grpo_mega.observe.pass_at_k import Tally, sampled_metrics, tally
+from grpo_mega.paths import write_atomically
 from grpo_mega.rewards.answer import extract_answer, whole_turn
 from grpo_mega.rewards.normalize import normalize_answer
 from grpo_mega.rewards.scorer import drop_unusable
@@ -104,9 +104,7 @@ def logged(by_set: Mapping[str, StepMetrics]) -> StepMetrics:
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """JSON lines; the file is there when it is whole."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(map(json_line, rows)), encoding="utf-8")
-    os.replace(partial, path)
+    write_atomically(path, "".join(map(json_line, rows)).encode())
 
 
 def heldout_path(job: Job, step: int) -> Path:

@@ -16,7 +16,8 @@ from grpo_mega import config as configs
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.checkpoint_files import find, find_finished, without_checkpoints
-from grpo_mega.run_folder import CONFIG_FILE, last_step
+from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE
+from grpo_mega.run_folder import last_step
 
 REQUEST_FILE = "request.json"
 
@@ -116,7 +117,7 @@ def _checkpoint(options: Options, is_run: bool) -> Path | None:
             raise ConfigError(f"--model {options.model} and --step {options.step} name two policies; give one of them")
         return None
     if is_run:
-        return find(options.target / "checkpoints", options.step)
+        return find(options.target / CHECKPOINTS, options.step)
     if options.step is not None:
         raise ConfigError(f"--step {options.step} is of a run, and {options.target} is a file; name the run's folder")
     return None

@@ -44,6 +44,7 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import progress
 from grpo_mega.observe.run_log import Log, open_run_log
 from grpo_mega.observe.timers import Timers
+from grpo_mega.paths import CHECKPOINTS
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.engine import Sampling
@@ -258,7 +259,7 @@ def open_job(config: Config, build: BuildPolicy | None = None) -> Iterator[Job]:
 
 def _open_checkpoints(config: Config, runtime: Runtime, log: Log) -> Checkpoints:
     return Checkpoints(
-        config.run_dir / "checkpoints",
+        config.run_dir / CHECKPOINTS,
         config.checkpoint,
         runtime.rank,
         store=runtime.store,
@@ -277,7 +278,7 @@ def _hang_watch(config: Config, runtime: Runtime, timers: Timers) -> HangWatch:
         deadline_s=config.hang_deadline_s,
         deadline_of_phase=config.deadline_of_phase,
         run_dir=config.run_dir,
-        last_checkpoint=partial(tell_latest, config.run_dir / "checkpoints"),
+        last_checkpoint=partial(tell_latest, config.run_dir / CHECKPOINTS),
     )
 
 
@@ -285,7 +286,7 @@ def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> Log:
     """Without what was logged after the last checkpoint, which will be done again; it begins with whose kernels are used."""
     changes: list[str] = []
     if runtime.rank == 0:
-        found = latest(config.run_dir / "checkpoints")
+        found = latest(config.run_dir / CHECKPOINTS)
         trim(config.run_dir, read_manifest(found).step if found else -1)
         changes = adopt(config)
     log = open_run_log(config, runtime.rank)

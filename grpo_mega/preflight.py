@@ -18,7 +18,6 @@ from grpo_mega.config.rewards import RewardFunctionConfig, RewardsConfig
 from grpo_mega.data.load import check_data
 from grpo_mega.data.tokenizer_files import check_tokenizer_files
 from grpo_mega.errors import ConfigError
-from grpo_mega.formats.checkpoint_files import FINISHED
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
 from grpo_mega.formats.hf_files import check_folder, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights
@@ -31,8 +30,8 @@ from grpo_mega.hardware.fp8 import (
     rollout_block_problems,
 )
 from grpo_mega.hardware.kernels import FUSED_PACKED, check_apex, check_attention, cuda_version, transformer_engine_version
+from grpo_mega.paths import CONFIG_FILE, FINISHED
 from grpo_mega.rewards import registry
-from grpo_mega.run_folder import CONFIG_FILE
 from grpo_mega.weights.architecture import check_architecture, position_problem
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, check_engine_layout, megatron_layout_problems

@@ -35,11 +35,18 @@ from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError, ResumeError, UserError
 from grpo_mega.formats.checkpoint_files import latest
 from grpo_mega.json_lines import read_json_lines
+from grpo_mega.paths import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    LOCK_FILE,
+    LOGS,
+    MESSAGES_FILE,
+    METRICS_FILE,
+    RUN_FILE,
+    SAMPLES_FILE,
+    write_atomically,
+)
 
-CONFIG_FILE = "config.yaml"
-RUN_FILE = "run.json"
-LOCK_FILE = "lock"
-CHECKPOINTS = "checkpoints"
 PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang", "math-verify")
 # What may differ when a run goes on: where and how fast it runs, and what a person adjusts to keep it healthy. All else would
 # make it another run, or is read from the checkpoint (Adam's constants, with the optimizer's state).
@@ -78,7 +85,7 @@ def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[None]:
         else:
             (folder / CONFIG_FILE).write_text(configs.dump(config))
         starts = _starts(folder)
-        _replace(folder / RUN_FILE, json.dumps({"starts": [*starts, _start(argv)]}, indent=1).encode() + b"\n")
+        write_atomically(folder / RUN_FILE, json.dumps({"starts": [*starts, _start(argv)]}, indent=1).encode() + b"\n")
         try:
             yield
         except UserError:
@@ -88,7 +95,7 @@ def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[None]:
 
 def discard_unstarted(folder: Path) -> None:
     """Removes a folder in which no run has begun to log, so that the same command works once what was wrong is mended."""
-    if {path.name for path in folder.iterdir()} <= {CONFIG_FILE, RUN_FILE, LOCK_FILE, "logs"}:
+    if {path.name for path in folder.iterdir()} <= {CONFIG_FILE, RUN_FILE, LOCK_FILE, LOGS}:
         shutil.rmtree(folder)
 
 
@@ -97,17 +104,17 @@ def adopt(config: Config) -> list[str]:
     if not (config.run_dir / CONFIG_FILE).exists():
         return []
     changes = _changes(config.run_dir, config)
-    _replace(config.run_dir / CONFIG_FILE, configs.dump(config).encode())
+    write_atomically(config.run_dir / CONFIG_FILE, configs.dump(config).encode())
     return [f"from here on {key}={now!r}; it was {before!r}" for key, (before, now) in changes.items()]
 
 
 def trim(folder: Path, step: int) -> None:
     """Takes out what was logged after `step`, from where a resumed run does it again."""
-    for name in ("metrics.jsonl", "samples.jsonl", "messages.jsonl"):
+    for name in (METRICS_FILE, SAMPLES_FILE, MESSAGES_FILE):
         path = folder / name
         if path.exists():
             whole = [(line, row) for line, row in read_json_lines(path) if row and "step" in row and line.endswith(b"\n")]
-            _replace(path, b"".join(line for line, row in whole if row["step"] <= step))
+            write_atomically(path, b"".join(line for line, row in whole if row["step"] <= step))
     for path in folder.glob("heldout-*.jsonl"):
         if int(path.stem.removeprefix("heldout-")) > step:
             path.unlink()
@@ -115,7 +122,7 @@ def trim(folder: Path, step: int) -> None:
 
 def last_step(folder: Path) -> int:
     """Return the last step that the run has logged; 0 if none."""
-    path = folder / "metrics.jsonl"
+    path = folder / METRICS_FILE
     if not path.is_file():
         return 0
     return max((row["step"] for _, row in read_json_lines(path) if row), default=0)
@@ -123,14 +130,8 @@ def last_step(folder: Path) -> int:
 
 def _is_free(folder: Path) -> bool:
     """Empty but for logs, or left by a start that was killed before the folder was a run's."""
-    return folder.is_dir() and {path.name for path in folder.iterdir()} <= {CONFIG_FILE, LOCK_FILE, f".{RUN_FILE}", "logs"}
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """The file has its old content or the new, whenever the process is killed."""
-    fresh = path.with_name(f".{path.name}")
-    fresh.write_bytes(content)
-    os.replace(fresh, path)
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {RUN_FILE}
+    return {name for name in names if not name.startswith(f".{RUN_FILE}.")} <= {CONFIG_FILE, LOCK_FILE, LOGS}
 
 
 def _changes(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:

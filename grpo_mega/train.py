@@ -19,6 +19,7 @@ from grpo_mega.observe.metrics import mean_over_updates, rollout_metrics
 from grpo_mega.observe.progress import progress
 from grpo_mega.observe.samples import num_logged
 from grpo_mega.observe.tracing import Tracer
+from grpo_mega.paths import FINISHED
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollouts import rollout
 from grpo_mega.types import Group, StepMetrics
@@ -42,8 +43,8 @@ def run(config: Config) -> None:
                 return
             evaluate_if_due(job, step + 1)
         with job.colocation.training():
-            export_policy(job.policy, job.model, config.run_dir / "hf")
-        job.log.message(f"policy saved as a Hugging Face checkpoint in {config.run_dir / 'hf'}")
+            export_policy(job.policy, job.model, config.run_dir / FINISHED)
+        job.log.message(f"policy saved as a Hugging Face checkpoint in {config.run_dir / FINISHED}")
 
 
 def train_step(job: Job, step: int) -> None:

@@ -13,9 +13,9 @@ PACKAGE = ROOT / "grpo_mega"
 
 # A module or package directly below grpo_mega imports only those before it.
 ORDER = """
-__init__ errors text json_lines processes types config batching weights rewards data algorithm algorithm_settings ops
-hardware observe distributed formats rollout guard megatron gpu_memory sync colocation batches health run_folder
-preflight planner engines run_inputs staging checkpoint_writer checkpoints job rollouts evaluation check check_rank
+__init__ errors text json_lines processes types paths config batching weights rewards data algorithm algorithm_settings
+ops hardware observe distributed formats preflight rollout guard megatron planner gpu_memory sync colocation batches
+engines health run_folder run_inputs staging checkpoint_writer checkpoints job rollouts evaluation check check_rank
 evaluation_request evaluate_checkpoint cli_eval export_checkpoint flags train cli grpo
 """
 

@@ -11,7 +11,8 @@ import yaml
 
 from grpo_mega import config as configs
 from grpo_mega.errors import ResumeError
-from grpo_mega.run_folder import CONFIG_FILE, adopt, claim, trim
+from grpo_mega.paths import CONFIG_FILE
+from grpo_mega.run_folder import adopt, claim, trim
 
 
 def config(folder: Path, **algorithm: Any) -> configs.Config:

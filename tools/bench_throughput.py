@@ -42,7 +42,7 @@ from throughput_result import problem, result, settings
 from throughput_text import table
 
 from grpo_mega import config as configs
-from grpo_mega import preflight, run_folder
+from grpo_mega import paths, preflight, run_folder
 from grpo_mega.cli import CLAIMED, EXIT_INTERRUPTED, EXIT_USER_ERROR, check_world_size
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank, run_ranks
@@ -212,7 +212,7 @@ def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) ->
 
 def started(config: Config, argv: Sequence[str]) -> int:
     """The exit code of the layout's ranks."""
-    path = config.run_dir / run_folder.CONFIG_FILE
+    path = config.run_dir / paths.CONFIG_FILE
     assert configs.validate(yaml.safe_load(path.read_text())) == config
     own = {CLAIMED: str(os.getpid()), FOLDER: str(path)}
     os.environ.update(own)

@@ -15,7 +15,7 @@ from grpo_mega.batches import prepare
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.job import Job, open_job
-from grpo_mega.observe.writers import METRICS_FILE
+from grpo_mega.paths import METRICS_FILE
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, Prompt, Sample
 

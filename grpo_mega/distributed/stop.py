@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-STOP_FILE = "stop"
+from grpo_mega.paths import STOP_FILE
 
 
 class StopRequest:

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ResumeError
+from grpo_mega.paths import CHECKPOINTS, FINISHED
 
 LATEST = "latest"
 MANIFEST = "checkpoint.json"
 STATE = "state"  # the folder of Megatron's files within a checkpoint
-FINISHED = "hf"  # within a run's folder: the policy after the last step, as a Hugging Face folder
 _CLOCK_TICK_S = 1e-3
 
 
@@ -127,7 +127,7 @@ def find_finished(run_dir: Path, step: int | None) -> Path | None:
     Raises ResumeError if such a run is asked for the checkpoint of a step.
     """
     finished = run_dir / FINISHED
-    if not (finished / "config.json").is_file() or any((run_dir / "checkpoints").glob(f"step-*/{MANIFEST}")):
+    if not (finished / "config.json").is_file() or any((run_dir / CHECKPOINTS).glob(f"step-*/{MANIFEST}")):
         return None
     if step is not None:
         raise ResumeError(

@@ -18,11 +18,11 @@ from grpo_mega.formats.dcp_read import is_distributed_checkpoint
 from grpo_mega.formats.hf_files import INDEX, SINGLE
 from grpo_mega.formats.hf_weights import BIN, BIN_INDEX, HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
+from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE, FINISHED
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import Family, ModelShape, read_config
 
 STATE, MANIFEST, LATEST = "state", "checkpoint.json", "latest"  # of a run's checkpoints
-_FINISHED = "hf"  # of a finished run
 _TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM's own training
 
 
@@ -70,8 +70,8 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
         return Checkpoint(path, "Megatron", state, side, _manifest_of(state))
     if _is_hugging_face(path):
         return Checkpoint(path, "Hugging Face", path, config_folder or path, {})
-    finished = path / _FINISHED
-    if (path / "config.yaml").is_file() and _is_hugging_face(finished):
+    finished = path / FINISHED
+    if (path / CONFIG_FILE).is_file() and _is_hugging_face(finished):
         note = f"{path} has no checkpoints: taking {finished}, the policy after its last step"
         return Checkpoint(finished, "Hugging Face", finished, config_folder or finished, {}, note)
     raise WeightMappingError(
@@ -86,7 +86,7 @@ def _is_hugging_face(path: Path) -> bool:
 def _state_of(path: Path) -> Path | None:
     """The folder of Megatron's files: itself, or within a checkpoint, the checkpoints, or the folder of a run."""
     candidates = [path, path / STATE]
-    for folder in (path, path / "checkpoints"):
+    for folder in (path, path / CHECKPOINTS):
         if (folder / LATEST).is_file():
             candidates.append(folder / (folder / LATEST).read_text().strip() / STATE)
     if (path / _TRACKER).is_file():
@@ -101,8 +101,8 @@ def _side_of(state: Path) -> Path:
     for folder in list(state.resolve().parents)[:4]:
         if (folder / "config.json").is_file():
             return folder
-        if (folder / "config.yaml").is_file():
-            found = Path(yaml.safe_load((folder / "config.yaml").read_text())["model"]["path"])
+        if (folder / CONFIG_FILE).is_file():
+            found = Path(yaml.safe_load((folder / CONFIG_FILE).read_text())["model"]["path"])
             if (found / "config.json").is_file():
                 return found
     raise WeightMappingError(f"{state} has no config.json, and no run's config.yaml leads to one; give its folder by --config")

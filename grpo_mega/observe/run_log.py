@@ -15,17 +15,8 @@ from grpo_mega.config import Config
 from grpo_mega.observe.report.refresh import ReportWriter
 from grpo_mega.observe.samples import Decode, SampleRows
 from grpo_mega.observe.wandb_writer import WandbWriter
-from grpo_mega.observe.writers import (
-    MESSAGES_FILE,
-    METRICS_FILE,
-    SAMPLES_FILE,
-    ConsoleWriter,
-    JsonLinesWriter,
-    Level,
-    MessageWriter,
-    SampleWriter,
-    Writer,
-)
+from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter, Level, MessageWriter, SampleWriter, Writer
+from grpo_mega.paths import MESSAGES_FILE, METRICS_FILE, SAMPLES_FILE
 from grpo_mega.text import well_formed
 from grpo_mega.types import Group, StepMetrics
 

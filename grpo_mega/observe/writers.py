@@ -18,9 +18,6 @@ from rich.text import Text
 from grpo_mega.json_lines import json_line
 from grpo_mega.types import StepMetrics
 
-METRICS_FILE = "metrics.jsonl"
-SAMPLES_FILE = "samples.jsonl"
-MESSAGES_FILE = "messages.jsonl"
 LINE_WIDTH = 120  # columns
 SHORTEST_PHASE_SHOWN = 0.05  # seconds
 

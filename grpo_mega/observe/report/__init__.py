@@ -7,14 +7,12 @@ run is data in it, never markup.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.observe.report.page import render
 from grpo_mega.observe.report.read import is_run, read_run
-
-REPORT_FILE = "report.html"
+from grpo_mega.paths import REPORT_FILE, write_atomically
 
 
 def write_report(run_dir: Path, *, is_over: bool = False) -> Path:
@@ -25,11 +23,8 @@ def write_report(run_dir: Path, *, is_over: bool = False) -> Path:
     if not is_run(run_dir):
         raise ConfigError(f"{run_dir} is not the folder of a run; name the run_dir of a run that has begun")
     path = run_dir / REPORT_FILE
-    fresh = path.with_name(f".{REPORT_FILE}.{os.getpid()}")
     try:
-        fresh.write_text(render(read_run(run_dir, is_over=is_over)), encoding="utf-8")
-        os.replace(fresh, path)
+        write_atomically(path, render(read_run(run_dir, is_over=is_over)).encode())
     except OSError as error:
-        fresh.unlink(missing_ok=True)
         raise ConfigError(f"{path}: {error.strerror}; give it a folder that can be written") from None
     return path

@@ -14,10 +14,9 @@ from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError
 from grpo_mega.json_lines import read_json_lines
 from grpo_mega.observe.report import metrics, responses
+from grpo_mega.paths import CONFIG_FILE, LOCK_FILE, MESSAGES_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE
 
 # The files of a run, as observe.writers and run_folder name them.
-METRICS_FILE, SAMPLES_FILE, MESSAGES_FILE = "metrics.jsonl", "samples.jsonl", "messages.jsonl"
-CONFIG_FILE, RUN_FILE, LOCK_FILE = "config.yaml", "run.json", "lock"
 MAX_MESSAGES = 1000
 _RECENT = 20  # steps from whose median time the rest is foretold
 

@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo_mega.observe.report import REPORT_FILE, write_report
+from grpo_mega.observe.report import write_report
 from grpo_mega.observe.writers import Level
+from grpo_mega.paths import REPORT_FILE
 from grpo_mega.types import StepMetrics
 
 MAX_SHARE = 0.05  # of the time that passes

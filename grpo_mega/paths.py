@@ -1,0 +1,30 @@
+"""The names of the files in a run's folder, RUN_DIR, and writing a file so that it is never seen half written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CONFIG_FILE = "config.yaml"
+RUN_FILE = "run.json"  # every start of the run: command, host, versions, changed settings
+LOCK_FILE = "lock"  # held by the process that uses the folder
+STOP_FILE = "stop"  # a user makes it to stop the run after the current step
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+MESSAGES_FILE = "messages.jsonl"
+REPORT_FILE = "report.html"
+LOGS = "logs"  # output of ranks and servers
+TRACE = "trace"
+CHECKPOINTS = "checkpoints"
+FINISHED = "hf"  # the policy after the last step, as a Hugging Face folder
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Give the file its new content at once: at any time, also after a kill, it has the old content or the new."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        fresh.write_bytes(content)
+        os.replace(fresh, path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
