@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from grpo_mega import config as configs
-from grpo_mega import preflight
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import run_ranks
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.hf_io import CheckpointReader
 from grpo_mega.types import StepMetrics
+from grpo_mega.validation import preflight
 from grpo_mega.weights.boxes import Box
 
 UPDATES = 3

@@ -73,8 +73,9 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
 
 def train(config: Config, resume: bool, argv: list[str]) -> int:
     """Trains as one rank, or starts the ranks; `argv` is what they are started with."""
-    from grpo_mega import preflight, run_folder  # numpy: only for a config that is sound
+    from grpo_mega import run_folder
     from grpo_mega.paths import LOGS
+    from grpo_mega.validation import preflight  # numpy: only for a config that is sound
 
     is_rank = "RANK" in os.environ
     if is_rank:
@@ -202,7 +203,7 @@ def check_world_size(environ: Mapping[str, str], layout: LayoutConfig) -> None:
     text = environ.get("WORLD_SIZE", "")
     if not text.isdecimal():
         raise ConfigError(f"RANK={environ.get('RANK')} is set but WORLD_SIZE={text!r}; start with torchrun, or unset RANK")
-    from grpo_mega.preflight import world_size_problems
+    from grpo_mega.validation.preflight import world_size_problems
 
     for problem in world_size_problems(layout, int(text)):
         raise ConfigError(problem)

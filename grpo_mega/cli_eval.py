@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, argv: list[str]) -> int:
             out=options.out,
         )
     )
-    from grpo_mega import preflight
+    from grpo_mega.validation import preflight
 
     if request.note is not None and os.environ.get("RANK", "0") == "0":
         print(f"grpo-mega: note: {request.note}", file=sys.stderr, flush=True)
@@ -107,7 +107,7 @@ def _start(request: Request, argv: list[str]) -> int:
 
 def _under_torchrun(request: Request) -> int:
     """Every node has a folder of its own, which its first rank removes."""
-    from grpo_mega import preflight
+    from grpo_mega.validation import preflight
 
     text = os.environ.get("WORLD_SIZE", "")
     if not text.isdecimal():

@@ -23,7 +23,6 @@ from grpo_mega.colocation import Colocation
 from grpo_mega.config import Config
 from grpo_mega.data.load import load_data
 from grpo_mega.data.sampler import Sampler
-from grpo_mega.data.tokenizer_files import check_vocabulary
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.distributed.stop import StopRequest
@@ -52,7 +51,8 @@ from grpo_mega.run_folder import adopt, trim
 from grpo_mega.run_inputs import RunInputs
 from grpo_mega.text import well_formed
 from grpo_mega.types import Prompt, StepMetrics
-from grpo_mega.weights.architecture import check_architecture
+from grpo_mega.validation.architecture import check_architecture
+from grpo_mega.validation.tokenizer import check_vocabulary
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import Family, ModelShape
 

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "grpo_mega"
 # A module or package directly below grpo_mega imports only those before it.
 ORDER = """
 __init__ errors text json_lines processes types paths config batching weights rewards data algorithm algorithm_settings
-ops hardware observe distributed formats preflight rollout guard megatron planner gpu_memory sync colocation batches
+ops hardware observe distributed formats validation rollout guard megatron planner gpu_memory sync colocation batches
 engines health run_folder run_inputs staging checkpoint_writer checkpoints job rollouts evaluation check check_rank
 evaluation_request evaluate_checkpoint cli_eval export_checkpoint flags train cli grpo
 """
@@ -30,7 +30,7 @@ WITHOUT = {
     "text": {"torch", "transformers", "numpy", "pydantic"},
     "types": {"torch", "transformers", "numpy", "pydantic"},
     "config": {"torch", "transformers", "numpy"},
-    "preflight": {"torch", "transformers"},
+    "validation.preflight": {"torch", "transformers"},
     "formats.checkpoint_files": {"torch", "numpy", "pydantic"},
     "cli_eval": {"torch", "transformers"},
     "evaluation_request": {"torch", "transformers", "numpy"},

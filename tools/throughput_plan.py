@@ -17,9 +17,9 @@ from bench_gpu_models import peak_tflops
 from grpo_mega.config import Config, LayoutConfig
 from grpo_mega.errors import UserError
 from grpo_mega.hardware.cards import CARDS, Card, card_of
-from grpo_mega.planner.legality import read_model
 from grpo_mega.planner.plan import Plan, make_plan
 from grpo_mega.planner.setup import Setup
+from grpo_mega.validation.legality import read_model
 
 UNBOUNDED = 1e15  # a rate that costs nothing
 

@@ -26,11 +26,11 @@ from grpo_mega.job import Job, open_job
 from grpo_mega.megatron.compat import transfers_wrapped
 from grpo_mega.observe.run_log import Log
 from grpo_mega.observe.timers import Timers
-from grpo_mega.planner.legality import read_model
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, PackedBatch, StepMetrics
+from grpo_mega.validation.legality import read_model
 from grpo_mega.weights.plan import plan_sides
 
 SIDES = {"cpu": 1024, "cuda": 8192}  # of the matrices whose product shows a device's rate

@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from grpo_mega import config as configs
-from grpo_mega import preflight
 from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.formats.known_models import known_model
 from grpo_mega.hardware.cards import card_of
 from grpo_mega.planner import rehearsal, text
-from grpo_mega.planner.legality import Findings, model_files, read_model, rules, settings
 from grpo_mega.planner.plan import make_plan
 from grpo_mega.planner.report import as_json, refusal
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.suggest import suggest
+from grpo_mega.validation import preflight
+from grpo_mega.validation.legality import Findings, model_files, read_model, rules, settings
 
 FITS, DOES_NOT_FIT, ILLEGAL = 0, 1, 2
 

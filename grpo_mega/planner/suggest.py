@@ -10,9 +10,9 @@ from typing import Any
 from grpo_mega import config as configs
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
-from grpo_mega.planner.legality import rules
 from grpo_mega.planner.plan import Plan, make_plan
 from grpo_mega.planner.setup import Setup
+from grpo_mega.validation.legality import rules
 
 Changes = dict[str, Any]  # values by dotted key of the config
 MAX_VPP = 4

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 from grpo_mega.planner.communication import groups
 from grpo_mega.planner.figures import GIB, Figure
-from grpo_mega.planner.legality import Findings
 from grpo_mega.planner.memory import PHASES
 from grpo_mega.planner.plan import MARGIN, Plan, disk_bytes
 from grpo_mega.planner.report import sections
 from grpo_mega.planner.suggest import Option, first_changes
+from grpo_mega.validation.legality import Findings
 
 WIDTH = 100
 _LABEL = 26

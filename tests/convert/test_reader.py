@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from grpo_mega import preflight
 from grpo_mega.config import ModelConfig
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.convert import convert_hf_to_mcore
 from grpo_mega.formats.hf_io import CheckpointReader
 from grpo_mega.formats.reader import MegatronReader, open_reader
+from grpo_mega.validation import preflight
 from grpo_mega.weights.boxes import Box, region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape, read_config

@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_mega import cli, preflight
+from grpo_mega import cli
 from grpo_mega.formats.known_models import KNOWN_MODELS, model_of_folder
+from grpo_mega.validation import preflight
 from grpo_mega.weights.families import family_of
 
 ROOT = Path(__file__).resolve().parents[2]

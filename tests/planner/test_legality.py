@@ -14,9 +14,9 @@ import yaml
 from models import VOCAB_SIZE, make_tokenizer
 
 from grpo_mega import config as configs
-from grpo_mega import preflight
 from grpo_mega.errors import UserError
 from grpo_mega.planner.command import Request, prepare
+from grpo_mega.validation import preflight
 
 COUNT = 300
 GPUS_PER_NODE = 8
@@ -54,7 +54,7 @@ def refusals_of_the_plan(path: Path) -> list[str]:
 
 def test_the_plan_refuses_what_training_refuses_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a machine that has it.
-    monkeypatch.setattr("grpo_mega.preflight.transformer_engine_version", lambda: "2.9.0")
+    monkeypatch.setattr("grpo_mega.validation.preflight.transformer_engine_version", lambda: "2.9.0")
     chance = random.Random(0)
     accepted: list[dict[str, Any]] = []
     reasons = set()

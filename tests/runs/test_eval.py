@@ -20,11 +20,12 @@ import pytest
 import verify_checkpoint
 from transformers import AutoTokenizer
 
-from grpo_mega import cli, preflight
+from grpo_mega import cli
 from grpo_mega.config import ModelConfig
 from grpo_mega.config.data import DataConfig
 from grpo_mega.data import load_data
 from grpo_mega.errors import ConfigError
+from grpo_mega.validation import preflight
 
 pytestmark = pytest.mark.distributed
 

@@ -16,7 +16,6 @@ from typing import Any
 from grpo_mega.config import Config, LayoutConfig, ModelConfig, RolloutConfig
 from grpo_mega.config.rewards import RewardFunctionConfig, RewardsConfig
 from grpo_mega.data.load import check_data
-from grpo_mega.data.tokenizer_files import check_tokenizer_files
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
 from grpo_mega.formats.hf_files import check_folder, check_tied
@@ -32,7 +31,8 @@ from grpo_mega.hardware.fp8 import (
 from grpo_mega.hardware.kernels import FUSED_PACKED, check_apex, check_attention, cuda_version, transformer_engine_version
 from grpo_mega.paths import CONFIG_FILE, FINISHED
 from grpo_mega.rewards import registry
-from grpo_mega.weights.architecture import check_architecture, position_problem
+from grpo_mega.validation.architecture import check_architecture, position_problem
+from grpo_mega.validation.tokenizer import check_tokenizer_files
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, check_engine_layout, megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape, read_config

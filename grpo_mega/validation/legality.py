@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_mega import preflight
 from grpo_mega.config import Config
 from grpo_mega.data.load import check_data
-from grpo_mega.data.tokenizer_files import check_tokenizer_files
 from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
 from grpo_mega.formats.known_models import KNOWN_MODELS, known_model, model_of_folder
@@ -37,7 +35,9 @@ from grpo_mega.hardware.kernels import (
     flash_attention_version,
     transformer_engine_version,
 )
-from grpo_mega.weights.architecture import experts_per_token
+from grpo_mega.validation import preflight
+from grpo_mega.validation.architecture import experts_per_token
+from grpo_mega.validation.tokenizer import check_tokenizer_files
 from grpo_mega.weights.spec import ModelShape, read_config
 
 
