@@ -19,12 +19,12 @@ from grpo_mega.hardware.fp8 import check_served_card
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import SECONDS_BETWEEN_LINES
-from grpo_mega.rollout.embedded import EmbeddedEngine
+from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
+from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
 from grpo_mega.rollout.sglang.engine import Options, SGLangEngine
 from grpo_mega.rollout.sglang.link import Limits
 from grpo_mega.rollout.sglang.server import ServerSettings
-from grpo_mega.rollout.sglang.shared import DeviceBuckets, HostBuckets
 from grpo_mega.rollout.sglang.update import LOADER, Place
 from grpo_mega.sync.publish import WeightSync
 from grpo_mega.validation.preflight import engine_rank_problems

@@ -37,7 +37,7 @@ from grpo_mega.config import RolloutConfig
 from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.errors import EngineError
 from grpo_mega.hardware.device import Device
-from grpo_mega.rollout.embedded import EmbeddedEngine
+from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine, Sampling
 from grpo_mega.rollout.phase import Economy, Phase, sample
 from grpo_mega.types import Group, Prompt, Sample
@@ -184,10 +184,10 @@ def engine_of(options: argparse.Namespace, folder: Path) -> Iterator[Engine]:
 
 
 def server(config: Qwen2Config, options: argparse.Namespace, num_sequences: int, folder: Path) -> Engine:
+    from grpo_mega.rollout.sglang.buckets import HostBuckets
     from grpo_mega.rollout.sglang.engine import Options, SGLangEngine
     from grpo_mega.rollout.sglang.link import Limits
     from grpo_mega.rollout.sglang.server import ServerSettings
-    from grpo_mega.rollout.sglang.shared import HostBuckets
     from grpo_mega.rollout.sglang.update import LOADER, Place
     from grpo_mega.weights.sides import Side
 

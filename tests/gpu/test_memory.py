@@ -18,7 +18,7 @@ import multiprocessing, pickle
 import torch
 import torch.multiprocessing
 from multiprocessing.reduction import ForkingPickler
-from grpo_mega.rollout.sglang.shared import DeviceBuckets
+from grpo_mega.rollout.sglang.buckets import DeviceBuckets
 
 def read(connection):
     for _ in range(4):

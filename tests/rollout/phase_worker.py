@@ -14,7 +14,7 @@ from ranks import run_cases
 
 from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.hardware.device import Device
-from grpo_mega.rollout.embedded import EmbeddedEngine
+from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.phase import Economy, Phase, sample
 from grpo_mega.types import Group, Prompt, Sample

@@ -13,7 +13,7 @@ from models import FAMILIES, VOCAB_SIZE, make_model, save_checkpoint
 
 from grpo_mega.formats.hf_io import CheckpointReader
 from grpo_mega.hardware.device import Device
-from grpo_mega.rollout.embedded import EmbeddedEngine
+from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import fill

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from grpo_mega.rollout.sglang import blocks, server_main
+from grpo_mega.rollout.sglang import fp8_params as blocks
+from grpo_mega.rollout.sglang import server_main
 
 
 def shuffle(layer: Any) -> None:

@@ -35,10 +35,10 @@ from grpo_mega.job import ModelFiles
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.rollout.sglang.buckets import HostBuckets
 from grpo_mega.rollout.sglang.engine import Options, SGLangEngine
 from grpo_mega.rollout.sglang.link import Limits
 from grpo_mega.rollout.sglang.server import ServerSettings
-from grpo_mega.rollout.sglang.shared import HostBuckets
 from grpo_mega.rollout.sglang.update import LOADER, Place
 from grpo_mega.sync.publish import WeightSync
 from grpo_mega.types import Group, Prompt, Sample

@@ -16,8 +16,8 @@ from servers import LOADER, Tree, generate
 
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.sglang.api import Api
+from grpo_mega.rollout.sglang.buckets import payload
 from grpo_mega.rollout.sglang.server import Server
-from grpo_mega.rollout.sglang.shared import payload
 
 T = TypeVar("T")
 

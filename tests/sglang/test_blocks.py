@@ -13,7 +13,7 @@ from ranks import ROOT
 from servers import make_settings
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.rollout.sglang.blocks import REMEDY
+from grpo_mega.rollout.sglang.fp8_params import REMEDY
 from grpo_mega.rollout.sglang.server import fixed_arguments, server_arguments
 from grpo_mega.rollout.sglang.update import parameters
 from grpo_mega.weights.boxes import LocalTensor

@@ -27,11 +27,11 @@ from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.exchange import check_versions
 from grpo_mega.rollout.phase import Enough
 from grpo_mega.rollout.sglang.api import Api
+from grpo_mega.rollout.sglang.buckets import HostBuckets, payload
+from grpo_mega.rollout.sglang.dispatch import drive
 from grpo_mega.rollout.sglang.engine import Options, SGLangEngine
-from grpo_mega.rollout.sglang.generation import drive
 from grpo_mega.rollout.sglang.link import Call, Limits, ServerLink
 from grpo_mega.rollout.sglang.server import Server
-from grpo_mega.rollout.sglang.shared import HostBuckets, payload
 from grpo_mega.rollout.sglang.update import Place
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.sides import Side

@@ -17,10 +17,10 @@ from torch import Tensor
 from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import OnSample, Sampling, Until
-from grpo_mega.rollout.sglang.generation import drive
+from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
+from grpo_mega.rollout.sglang.dispatch import drive
 from grpo_mega.rollout.sglang.link import Call, Limits, ServerLink
 from grpo_mega.rollout.sglang.server import ServerSettings
-from grpo_mega.rollout.sglang.shared import DeviceBuckets, HostBuckets
 from grpo_mega.rollout.sglang.update import Place, Update
 from grpo_mega.types import Group, Prompt
 from grpo_mega.weights.apply import Bucket

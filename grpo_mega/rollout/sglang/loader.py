@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mega.rollout.sglang import blocks
+from grpo_mega.rollout.sglang import fp8_params as blocks
 from grpo_mega.weights.receive import Entry, differing, differing_blocks, part_of, put
 
 Request = dict[str, Any]

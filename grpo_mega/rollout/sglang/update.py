@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from grpo_mega.distributed.rendezvous import Board
+from grpo_mega.rollout.sglang.buckets import NUM_BUFFERS, DeviceBuckets, HostBuckets, payload
 from grpo_mega.rollout.sglang.link import ServerLink
-from grpo_mega.rollout.sglang.shared import NUM_BUFFERS, DeviceBuckets, HostBuckets, payload
 from grpo_mega.weights.apply import Bucket, Entry
 from grpo_mega.weights.boxes import Holding, Index
 from grpo_mega.weights.fp8_blocks import SCALES, VALUES

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from grpo_mega.hardware.device import Device
-from grpo_mega.rollout.checkpoint_names import checkpoint_tensors
-from grpo_mega.rollout.cpu_linear import speed_up
+from grpo_mega.rollout.embedded.cpu_linear import speed_up
+from grpo_mega.rollout.embedded.expert_views import checkpoint_tensors
+from grpo_mega.rollout.embedded.sampler import draw, uniforms
 from grpo_mega.rollout.engine import OnSample, Sampling, Until
-from grpo_mega.rollout.sampler import draw, uniforms
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket, Entry
 from grpo_mega.weights.receive import differing, differing_blocks, put
