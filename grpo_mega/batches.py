@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_mega.algorithm.advantages import assign
 from grpo_mega.algorithm.aggregate import token_weights
 from grpo_mega.algorithm.kl import kl_penalty
-from grpo_mega.algorithm_settings import advantage_settings
+from grpo_mega.algorithm.settings import advantage_settings
 from grpo_mega.batching import pack
 from grpo_mega.config import AlgorithmConfig, Config
 from grpo_mega.megatron.gathered import gather_responses

@@ -16,7 +16,7 @@ import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega import config as configs
 from grpo_mega.algorithm import reference_advantages as reference
 from grpo_mega.algorithm.advantages import ADVANTAGES, assign
-from grpo_mega.algorithm_settings import advantage_settings
+from grpo_mega.algorithm.settings import advantage_settings
 from grpo_mega.batches import has_spread, make_batches
 from grpo_mega.types import Group, Prompt, Sample
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 from grpo_mega.hardware import device as devices
-from grpo_mega.ops.logprobs import vocab_parallel_logprobs
 
 EXTRA_TARGET_GIB = 1.0
 CHUNK = 1024  # tokens of log_softmax

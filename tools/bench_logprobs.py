@@ -138,7 +138,7 @@ def step(name: str, hidden_TH: Any, weight_VH: Any, targets_T: Any, needed_T: An
     from torch.nn.functional import linear
 
     if name == "ours":
-        from grpo_mega.ops.logprobs import vocab_parallel_logprobs
+        from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 
         logprobs_T, entropy_T = vocab_parallel_logprobs(
             hidden_TH,

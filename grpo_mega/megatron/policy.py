@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mega.algorithm.inputs import LossInputs
+from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 from grpo_mega.algorithm.losses import LossOutputs, accumulate, finalize, policy_loss
-from grpo_mega.algorithm_settings import loss_settings
+from grpo_mega.algorithm.settings import loss_settings
 from grpo_mega.batching.layout import segments, to_device
 from grpo_mega.config import Config
 from grpo_mega.guard import Guard, num_groups
@@ -34,7 +35,6 @@ from grpo_mega.megatron.offload import HostCopy, PolicyMemory
 from grpo_mega.megatron.precision import in_bf16, set_level
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.megatron.step import Pipeline
-from grpo_mega.ops.logprobs import vocab_parallel_logprobs
 from grpo_mega.types import PackedBatch, StepMetrics
 from grpo_mega.weights.apply import fill
 from grpo_mega.weights.boxes import Box, Holding

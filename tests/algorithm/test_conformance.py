@@ -11,7 +11,7 @@ import pytest
 
 from grpo_mega.algorithm import conformance
 from grpo_mega.algorithm.objectives import OBJECTIVES
-from grpo_mega.algorithm_settings import advantage_settings, loss_settings
+from grpo_mega.algorithm.settings import advantage_settings, loss_settings
 from grpo_mega.config import AlgorithmConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_mega.weights import fp8_blocks as blockwise_fp8
-from grpo_mega.weights import reference
+from tests.oracles import fp8_blocks as oracle
 
 pytestmark = pytest.mark.gpu
 
@@ -26,11 +26,11 @@ def test_a_gpu_gives_the_bits_of_the_naive_twin(dtype: torch.dtype, magnitude: f
     weight = weight_of(300, 500, dtype, magnitude)
     weight[:128, :128] = 0
     values, scales = blockwise_fp8.quantise(weight.cuda())
-    expected_values, expected_scales = reference.quantise(weight)
+    expected_values, expected_scales = oracle.quantise(weight)
     assert torch.equal(values.cpu().view(torch.uint8), expected_values.view(torch.uint8))
     assert torch.equal(scales.cpu(), expected_scales)
     found = blockwise_fp8.dequantise(values, scales, dtype)
-    assert torch.equal(found.cpu(), reference.dequantise(expected_values, expected_scales, dtype))
+    assert torch.equal(found.cpu(), oracle.dequantise(expected_values, expected_scales, dtype))
 
 
 @pytest.mark.emulated

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mega.ops.logprobs import vocab_parallel_logprobs
-from grpo_mega.ops.reference import logprobs_and_entropy_of_hidden
+from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
+from tests.oracles.logprobs import logprobs_and_entropy_of_hidden
 
 # Of values and of gradients; a gradient in bfloat16 is off by its rounding, once on every rank that adds a part.
 TOLERANCES = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-5, 3e-5), torch.bfloat16: (1e-5, 2**-8)}

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from logprob_cases import Case, assert_equal, of_ours, of_twin
 from ranks import run_cases
 
-from grpo_mega.ops.logprobs import vocab_parallel_logprobs
+from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 
 CASES = {
     "float64": Case(7, 16, 16),

@@ -10,7 +10,7 @@ from logprob_cases import Case, assert_equal, of_ours, of_twin
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_mega.ops.logprobs import vocab_parallel_logprobs
+from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 
 
 @st.composite

@@ -13,7 +13,7 @@ import torch
 from sync_cases import CASES, SAMPLING
 from transformers import AutoModelForCausalLM
 
-from grpo_mega.weights import reference
+from tests.oracles import fp8_blocks as oracle
 
 
 @torch.no_grad()
@@ -21,7 +21,7 @@ def difference(folder: Path, version: int, tp: int, weights_of: int, *, quantise
     model = AutoModelForCausalLM.from_pretrained(folder / f"hf{weights_of}", dtype=torch.float32)
     for name, layer in model.named_modules():
         if quantise and isinstance(layer, torch.nn.Linear) and name != "lm_head":
-            layer.weight.copy_(reference.dequantise(*reference.quantise(layer.weight), torch.float32))
+            layer.weight.copy_(oracle.dequantise(*oracle.quantise(layer.weight), torch.float32))
     worst = 0.0
     for prompt, response, said in json.loads((folder / f"samples{version}_tp{tp}.json").read_text()):
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / SAMPLING.temperature

@@ -22,7 +22,6 @@ from grpo_mega.errors import SyncError
 from grpo_mega.rollout.sglang import loader
 from grpo_mega.rollout.sglang.update import padded, parameters
 from grpo_mega.sync.publish import WeightSync
-from grpo_mega.weights import reference
 from grpo_mega.weights.apply import Bucket, fill
 from grpo_mega.weights.boxes import Box, Holding, region
 from grpo_mega.weights.families import family_of
@@ -31,6 +30,7 @@ from grpo_mega.weights.plan import plan_sides
 from grpo_mega.weights.receive import Entry, differing, differing_blocks, part_of, put, scales_name
 from grpo_mega.weights.sides import Side, engine_side, hf_side, megatron_side
 from grpo_mega.weights.spec import ModelShape
+from tests.oracles import fp8_blocks as oracle
 
 WORLD_SIZE = 4
 E4M3 = torch.float8_e4m3fn
@@ -92,7 +92,7 @@ class Quantised:
 
     def __init__(self, weights: Tensors) -> None:
         others = ("model.embed_tokens.weight", "lm_head.weight", ".mlp.gate.weight")
-        self.of = {n: reference.quantise(t) for n, t in weights.items() if t.ndim == 2 and not n.endswith(others)}
+        self.of = {n: oracle.quantise(t) for n, t in weights.items() if t.ndim == 2 and not n.endswith(others)}
 
     def values(self, box: Box) -> torch.Tensor:
         return self.of[box.tensor][0][region(box.start, box.shape)]
@@ -102,7 +102,7 @@ class Quantised:
         return self.of[box.tensor][1][region(start, tuple(-(-n // 128) for n in box.shape))]
 
     def meant(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        return reference.dequantise(self.values(box), self.scales(box), dtype)
+        return oracle.dequantise(self.values(box), self.scales(box), dtype)
 
 
 @cache

@@ -13,12 +13,12 @@ from grpo_mega.config import LayoutConfig, RolloutConfig
 from grpo_mega.errors import ConfigError, WeightMappingError
 from grpo_mega.hardware.fp8 import check_served_card, rollout_block_problems
 from grpo_mega.weights import fp8_blocks as blockwise_fp8
-from grpo_mega.weights import reference
 from grpo_mega.weights.families import FAMILIES, family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout
 from grpo_mega.weights.plan import plan_sides
 from grpo_mega.weights.sides import engine_side, megatron_side
 from grpo_mega.weights.spec import ModelShape
+from tests.oracles import fp8_blocks as oracle
 
 DTYPES = (torch.bfloat16, torch.float32)
 LLAMA_70B = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 128256, tied=False)
@@ -36,11 +36,11 @@ def as_bits(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def assert_equals_twin(weight: torch.Tensor) -> None:
-    found, expected = blockwise_fp8.quantise(weight), reference.quantise(weight)
+    found, expected = blockwise_fp8.quantise(weight), oracle.quantise(weight)
     assert [t.shape for t in found] == [t.shape for t in expected]
     assert all(torch.equal(a, b) for a, b in zip(as_bits(*found), as_bits(*expected), strict=True))
     for dtype in DTYPES:
-        ours, theirs = blockwise_fp8.dequantise(*found, dtype), reference.dequantise(*expected, dtype)
+        ours, theirs = blockwise_fp8.dequantise(*found, dtype), oracle.dequantise(*expected, dtype)
         assert ours.dtype == dtype
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
