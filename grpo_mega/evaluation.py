@@ -29,8 +29,8 @@ from grpo_mega.json_lines import json_line
 from grpo_mega.observe.metrics import has_full_marks, heldout_metrics
 from grpo_mega.observe.pass_at_k import Tally, sampled_metrics, tally
 from grpo_mega.paths import write_atomically
-from grpo_mega.rewards.answer import extract_answer, whole_turn
-from grpo_mega.rewards.normalize import normalize_answer
+from grpo_mega.rewards.math.answer import extract_answer, whole_turn
+from grpo_mega.rewards.math.normalize import normalize_answer
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollouts import rollout

@@ -44,8 +44,8 @@ from grpo_mega.observe.progress import progress
 from grpo_mega.observe.run_log import Log, open_run_log
 from grpo_mega.observe.timers import Timers
 from grpo_mega.paths import CHECKPOINTS
-from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
+from grpo_mega.rewards.workers.pool import RewardPool
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.run_folder import adopt, trim
 from grpo_mega.run_inputs import RunInputs

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from grpo_mega.config import load
 from grpo_mega.config.data import DataConfig
 from grpo_mega.data import load_data
-from grpo_mega.rewards.accuracy import accuracy
-from grpo_mega.rewards.score import Score
+from grpo_mega.rewards.api import Score
+from grpo_mega.rewards.math.accuracy import accuracy
 from grpo_mega.validation.preflight import check_layout
 from grpo_mega.weights.spec import ModelShape
 

@@ -32,7 +32,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.rewards.pool import RewardPool
+from grpo_mega.rewards.workers.pool import RewardPool
 
 GROUP_SIZE = 8
 SLICES = 5

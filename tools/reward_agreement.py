@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from grpo_mega.rewards.accuracy import accuracy
+from grpo_mega.rewards.math.accuracy import accuracy
 
 CORPUS = Path(__file__).resolve().parents[1] / "tests" / "rewards" / "corpus.jsonl"
 

@@ -6,8 +6,8 @@ A step without equations has no reward of its own. What is read as an equation i
 
 from typing import Any
 
+from grpo_mega.rewards.api import Score, Step
 from grpo_mega.rewards.equations import equations_hold
-from grpo_mega.rewards.score import Score, Step
 from grpo_mega.rewards.steps import splitter
 
 

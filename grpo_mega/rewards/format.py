@@ -7,7 +7,7 @@ the assistant's turn, extras["prefill"] is that text (for example "<think>\\n"),
 
 from typing import Any
 
-from grpo_mega.rewards.score import Score
+from grpo_mega.rewards.api import Score
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 

@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.rewards.score import RewardFunction
+from grpo_mega.rewards.api import RewardFunction
 from grpo_mega.rewards.steps import splitter
 
 BUILT_IN = {
-    "accuracy": "grpo_mega.rewards.accuracy.accuracy",
+    "accuracy": "grpo_mega.rewards.math.accuracy.accuracy",
     "arithmetic_steps": "grpo_mega.rewards.arithmetic.arithmetic_steps",
     "format": "grpo_mega.rewards.format.format_reward",
-    "reward_model": "grpo_mega.rewards.server.reward_model",
+    "reward_model": "grpo_mega.rewards.reward_model.reward_model",
 }
 _NUM_ARGUMENTS = 4  # prompt, response, answer, extras
 
@@ -45,7 +45,7 @@ def check(name: str, options: Mapping[str, Any], step_splitter: str, deadline_s:
         return
     bound = bind(name, options, step_splitter)
     if name == "reward_model":
-        from grpo_mega.rewards.server import check_deadline  # not for others: its imports take time
+        from grpo_mega.rewards.reward_model import check_deadline  # not for others: its imports take time
 
         check_deadline(bound, deadline_s)
 
@@ -73,7 +73,7 @@ def bind(name: str, options: Mapping[str, Any], step_splitter: str) -> RewardFun
     if isinstance(given.get("step_splitter"), str):
         splitter(given["step_splitter"])
     if name == "reward_model":
-        from grpo_mega.rewards.server import check_options
+        from grpo_mega.rewards.reward_model import check_options
 
         check_options(given)
     return partial(function, **given) if given else function

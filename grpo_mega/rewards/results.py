@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from grpo_mega.rewards.score import Score, Step
+from grpo_mega.rewards.api import Score, Step
 
 
 @dataclass(frozen=True)

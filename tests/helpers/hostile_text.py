@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from grpo_mega.rewards.score import Score
+from grpo_mega.rewards.api import Score
 
 LINE_ENDS = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e"
 SURROGATES = "\ud800\udc80 \udfff"

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.rewards.accuracy import accuracy
-from grpo_mega.rewards.normalize import normalize_answer
-from grpo_mega.rewards.numbers import numbers_equal, parse_number
-from grpo_mega.rewards.score import Score
+from grpo_mega.rewards.api import Score
+from grpo_mega.rewards.math.accuracy import accuracy
+from grpo_mega.rewards.math.normalize import normalize_answer
+from grpo_mega.rewards.math.numbers import numbers_equal, parse_number
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "test.jsonl"
 

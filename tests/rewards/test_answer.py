@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from grpo_mega.rewards.answer import extract_answer
-from grpo_mega.rewards.normalize import normalize_answer
-from grpo_mega.rewards.prose import TAIL
+from grpo_mega.rewards.math.answer import extract_answer
+from grpo_mega.rewards.math.normalize import normalize_answer
+from grpo_mega.rewards.math.prose import TAIL
 
 EXTRACTED = [
     # marked answers, in their order of precedence

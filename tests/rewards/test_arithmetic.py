@@ -8,9 +8,9 @@ from fractions import Fraction
 
 import pytest
 
+from grpo_mega.rewards.api import Score, Step
 from grpo_mega.rewards.arithmetic import arithmetic_steps
 from grpo_mega.rewards.equations import equations_hold
-from grpo_mega.rewards.score import Score, Step
 
 RIGHT = [
     "34+7=41",

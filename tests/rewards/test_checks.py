@@ -1,7 +1,7 @@
 """The queue of checks: what is shared, what is not, and that nothing is forgotten or remembered for ever."""
 
-from grpo_mega.rewards.checks import Check, Checks
-from grpo_mega.rewards.score import Score
+from grpo_mega.rewards.api import Score
+from grpo_mega.rewards.workers.checks import Check, Checks
 
 RIGHT, WRONG = Score(1.0, "correct"), Score(0.0, "wrong")
 

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from reward_agreement import CORPUS, Row, load_rows
 
-from grpo_mega.rewards.accuracy import accuracy
+from grpo_mega.rewards.math.accuracy import accuracy
 
 MIN_AGREEMENT = 0.97
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.rewards import answer, lists, mathverify, normalize
-from grpo_mega.rewards.accuracy import accuracy
-from grpo_mega.rewards.quick import MAX_CHARS, quick
+from grpo_mega.rewards.math import answer, lists, mathverify, normalize
+from grpo_mega.rewards.math.accuracy import accuracy
+from grpo_mega.rewards.math.quick import MAX_CHARS, quick
 
 ROOT = str(Path(__file__).resolve().parents[2])
 FORMULAS = [
@@ -172,7 +172,7 @@ def test_the_exact_path_knows_what_it_says_and_nothing_of_long_answers() -> None
 
 def test_the_exact_path_does_not_import_math_verify() -> None:
     code = (
-        "import sys; from grpo_mega.rewards.quick import quick; quick('x^2', 'x'); print(quick('18', '18')[0].verdict, "
+        "import sys; from grpo_mega.rewards.math.quick import quick; quick('x^2', 'x'); print(quick('18', '18')[0].verdict, "
         "'math_verify' in sys.modules, 'sympy' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout

@@ -19,7 +19,7 @@ import pytest
 from grpo_mega.config import Config, validate
 from grpo_mega.errors import ConfigError, RewardError
 from grpo_mega.rewards import NoScore, RewardPool, Score, Step
-from grpo_mega.rewards.server import JUDGE_TEMPLATE, reward_model
+from grpo_mega.rewards.reward_model import JUDGE_TEMPLATE, reward_model
 from grpo_mega.validation.preflight import check_rewards
 
 Answer = Callable[[str, Any], tuple[int, Any]]  # (path, body) -> (status, what is sent as JSON, or as it is if it is text)

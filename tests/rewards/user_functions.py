@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from grpo_mega.rewards.score import NoScore, Score, Step
+from grpo_mega.rewards.api import NoScore, Score, Step
 
 
 def length(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float:

@@ -20,7 +20,7 @@ from servers import START_DEADLINE_S, make_settings
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from grpo_mega.rewards import NoScore, RewardPool, Score, Step
-from grpo_mega.rewards.server import reward_model
+from grpo_mega.rewards.reward_model import reward_model
 from grpo_mega.rollout.sglang.server import free_ports, server_environment
 
 pytestmark = pytest.mark.sglang

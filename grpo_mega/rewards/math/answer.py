@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_mega.rewards.markup import plain
-from grpo_mega.rewards.prose import is_prose, read_passage, read_start
+from grpo_mega.rewards.math.markup import plain
+from grpo_mega.rewards.math.prose import is_prose, read_passage, read_start
 
 _THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>"), ("[THINK]", "[/THINK]"))
 _TOKEN = re.compile(r"\\(?:boxed|fbox) *\{|\\.|[{}]", re.DOTALL)

@@ -1,4 +1,4 @@
-"""The process that workers are forked from: `python -m grpo_mega.rewards.template FD`, started by the pool (see `process`).
+"""The process that workers are forked from: `python -m grpo_mega.rewards.workers.template FD`, started by process.py.
 
 It imports what takes long once (math-verify and its parser's tables, if the accuracy reward is asked for), so that a worker
 which replaces a killed one is at work within milliseconds. It never imports or runs anything of the user's, and has one thread,
@@ -27,9 +27,9 @@ import traceback
 from typing import NoReturn
 
 from grpo_mega.processes import adopt_orphans, descendants, die_with_parent, kill_descendants
-from grpo_mega.rewards import accuracy
-from grpo_mega.rewards.protocol import END, FAILED, FORK, FORK_AGAIN, LEAVE, READY, Setup, read_frame
-from grpo_mega.rewards.worker import describe, work
+from grpo_mega.rewards.math import accuracy
+from grpo_mega.rewards.workers.protocol import END, FAILED, FORK, FORK_AGAIN, LEAVE, READY, Setup, read_frame
+from grpo_mega.rewards.workers.worker import describe, work
 
 _MAX_REQUEST = 64
 

@@ -35,7 +35,7 @@ from functools import partial
 from typing import Any
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.rewards.score import NoScore, RewardFunction, Score, Step
+from grpo_mega.rewards.api import NoScore, RewardFunction, Score, Step
 from grpo_mega.rewards.steps import splitter
 from grpo_mega.text import well_formed
 

@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
-from grpo_mega.rewards.score import Score
+from grpo_mega.rewards.api import Score
 
 CAPACITY = 10_000  # verdicts; some megabytes
 

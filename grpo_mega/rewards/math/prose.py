@@ -9,7 +9,7 @@ characters are looked at, so that time is bounded.
 
 import re
 
-from grpo_mega.rewards.markup import CJK, plain
+from grpo_mega.rewards.math.markup import CJK, plain
 
 TAIL = 2000  # characters from the end in which an answer is looked for; a longer answer is none
 MAX_PHRASE_WORDS = 5  # a text without any number or formula is an answer itself only up to this length

@@ -13,9 +13,10 @@ process can stop every input: run it in the pool.
 from functools import lru_cache
 from typing import Any
 
-from grpo_mega.rewards import mathverify
-from grpo_mega.rewards.answer import whole_turn
-from grpo_mega.rewards.quick import (
+from grpo_mega.rewards.api import Score
+from grpo_mega.rewards.math import mathverify
+from grpo_mega.rewards.math.answer import whole_turn
+from grpo_mega.rewards.math.quick import (
     CORRECT,
     GOLD_UNPARSABLE,
     UNPARSABLE,
@@ -27,7 +28,6 @@ from grpo_mega.rewards.quick import (
     right_side,
     without_choices,
 )
-from grpo_mega.rewards.score import Score
 
 # The forms that answers commonly have, so that the parser's tables have been built for them.
 _FORMS = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from grpo_mega.rewards.numbers import parse_number
+from grpo_mega.rewards.math.numbers import parse_number
 
 _ELEMENT = r"-?(?:\d{1,9}(?:\.\d{1,9})?|\d{1,9}/\d{1,9}|\\[dt]?frac\{\d{1,9}\}\{\d{1,9}\})"
 _FORM = re.compile(rf"(?P<open>\(|\[|\\\{{)(?P<elements>{_ELEMENT}(?:, ?{_ELEMENT})+)(?P<close>\)|\]|\\\}})", re.ASCII)

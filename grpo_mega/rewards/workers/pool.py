@@ -26,13 +26,13 @@ from typing import Any
 
 from grpo_mega.errors import ConfigError, RewardError
 from grpo_mega.rewards import registry
-from grpo_mega.rewards.answer import whole_turn
-from grpo_mega.rewards.checks import Check, Checks
-from grpo_mega.rewards.process import Template, WorkerProcess
-from grpo_mega.rewards.protocol import FAILED, RAISED, READY, SCORED, Setup, frame
-from grpo_mega.rewards.quick import quick
+from grpo_mega.rewards.api import Score, Step
+from grpo_mega.rewards.math.answer import whole_turn
+from grpo_mega.rewards.math.quick import quick
 from grpo_mega.rewards.results import RewardResult, result_of
-from grpo_mega.rewards.score import Score, Step
+from grpo_mega.rewards.workers.checks import Check, Checks
+from grpo_mega.rewards.workers.process import Template, WorkerProcess
+from grpo_mega.rewards.workers.protocol import FAILED, RAISED, READY, SCORED, Setup, frame
 
 ACCURACY = "accuracy"
 SECONDS_BETWEEN_LOOKS = 1.0  # while results are waited for

@@ -8,11 +8,11 @@ runs the training: it looks at short answers only, so that no regex or number ca
 import re
 from functools import lru_cache
 
-from grpo_mega.rewards.answer import locate_answer, read_located
-from grpo_mega.rewards.lists import lists_equal, parse_list
-from grpo_mega.rewards.normalize import normalize_answer
-from grpo_mega.rewards.numbers import in_words, numbers_contradict, numbers_equal, parse_number
-from grpo_mega.rewards.score import Score
+from grpo_mega.rewards.api import Score
+from grpo_mega.rewards.math.answer import locate_answer, read_located
+from grpo_mega.rewards.math.lists import lists_equal, parse_list
+from grpo_mega.rewards.math.normalize import normalize_answer
+from grpo_mega.rewards.math.numbers import in_words, numbers_contradict, numbers_equal, parse_number
 
 MAX_CHARS = 100  # of an answer that `quick` looks at
 UNPARSABLE, GOLD_UNPARSABLE = Score(0.0, "unparsable"), Score(None, "gold_unparsable")

@@ -12,8 +12,8 @@ import traceback
 from typing import Any, BinaryIO
 
 from grpo_mega.rewards import registry
-from grpo_mega.rewards.protocol import FAILED, RAISED, READY, SCORED, Setup, frame, read_frame
-from grpo_mega.rewards.score import NoScore, RewardFunction, as_score
+from grpo_mega.rewards.api import NoScore, RewardFunction, as_score
+from grpo_mega.rewards.workers.protocol import FAILED, RAISED, READY, SCORED, Setup, frame, read_frame
 from grpo_mega.text import well_formed
 
 _MAX_ERROR_CHARS = 2000
@@ -26,7 +26,7 @@ def work(setup: Setup, requests: BinaryIO, replies: BinaryIO, is_replacement: bo
     try:
         functions = {name: registry.bind(name, options, setup.step_splitter) for name, options in setup.functions.items()}
         if "reward_model" in functions and not is_replacement:  # a server that restarts must not end the run
-            from grpo_mega.rewards.server import check_reachable
+            from grpo_mega.rewards.reward_model import check_reachable
 
             check_reachable(functions["reward_model"])
     except BaseException as error:

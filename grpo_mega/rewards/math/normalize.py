@@ -13,8 +13,8 @@ and [1,234] an interval. In brackets it separates thousands only where another c
 
 import re
 
-from grpo_mega.rewards.markup import plain
-from grpo_mega.rewards.prose import TAIL, is_prose, read_marked
+from grpo_mega.rewards.math.markup import plain
+from grpo_mega.rewards.math.prose import TAIL, is_prose, read_marked
 
 _CHARACTERS = str.maketrans(
     {

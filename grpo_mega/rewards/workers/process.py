@@ -15,16 +15,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.rewards.protocol import END, FORK, FORK_AGAIN, LEAVE, FrameBuffer, Setup, frame
+from grpo_mega.rewards.workers.protocol import END, FORK, FORK_AGAIN, LEAVE, FrameBuffer, Setup, frame
 
 ANSWER_LIMIT_S = 60.0  # for the template to fork, or to collect a killed process
 SECONDS_TO_END = 30.0  # for the template to end all below it
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 _READ_SIZE = 1 << 16
 
 
 class Template:
-    """A `grpo_mega.rewards.template`, starting from when this is made; `is_ready` is set by the pool once it says so."""
+    """A process of template.py, starting from when this is made; `is_ready` is set by the pool once it says so."""
 
     def __init__(self, setup: Setup) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -32,7 +32,7 @@ class Template:
         path = [_PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "grpo_mega.rewards.template", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "grpo_mega.rewards.workers.template", str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=2,
                 start_new_session=True,
@@ -112,7 +112,7 @@ class Template:
 
 
 class WorkerProcess:
-    """A `grpo_mega.rewards.worker`.
+    """A `grpo_mega.rewards.workers.worker`.
 
     `check` is what it is at work on; `started_at` (time.monotonic) is when it began with that, or when the process was started;
     `is_ready` is set by the pool once the worker says so.
