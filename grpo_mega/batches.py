@@ -16,7 +16,7 @@ from grpo_mega.algorithm.kl import kl_penalty
 from grpo_mega.algorithm.settings import advantage_settings
 from grpo_mega.batching import pack
 from grpo_mega.config import AlgorithmConfig, Config
-from grpo_mega.megatron.gathered import gather_responses
+from grpo_mega.megatron.gather import gather_responses
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.timers import Timers

@@ -19,7 +19,7 @@ from grpo_mega.batches import prepare
 from grpo_mega.check import Case, Outcome, SampleKey
 from grpo_mega.config import Config
 from grpo_mega.megatron import runtime as runtimes
-from grpo_mega.megatron.gathered import gather_responses
+from grpo_mega.megatron.gather import gather_responses
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rollouts import rollout

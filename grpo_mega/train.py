@@ -14,7 +14,7 @@ from grpo_mega.config import Config
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.evaluation import evaluate_if_due
 from grpo_mega.job import Job, export_policy, open_job
-from grpo_mega.megatron.gathered import attach_old_logprobs
+from grpo_mega.megatron.gather import attach_old_logprobs
 from grpo_mega.observe.metrics import mean_over_updates, rollout_metrics
 from grpo_mega.observe.progress import progress
 from grpo_mega.observe.samples import num_logged

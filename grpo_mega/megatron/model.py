@@ -34,8 +34,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_mega.config import Config
 from grpo_mega.megatron import compat
+from grpo_mega.megatron.attention import PackedAttention, PackedRotary, RMSNorm
 from grpo_mega.megatron.found import in_use
-from grpo_mega.megatron.packed import PackedAttention, PackedRotary, RMSNorm
 from grpo_mega.megatron.precision import DTYPES, megatron_settings
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.weights.spec import Family, ModelShape, padded_vocab

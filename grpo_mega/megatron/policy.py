@@ -25,16 +25,16 @@ from grpo_mega.algorithm.losses import LossOutputs, accumulate, finalize, policy
 from grpo_mega.algorithm.settings import loss_settings
 from grpo_mega.batching.layout import segments, to_device
 from grpo_mega.config import Config
-from grpo_mega.guard import Guard, num_groups
 from grpo_mega.hardware.fp8 import RECIPES
-from grpo_mega.megatron import checkpoint
 from grpo_mega.megatron import optimizer as optimizers
+from grpo_mega.megatron import state as checkpoint
 from grpo_mega.megatron.fp8_weights import PlainTensors, held, is_quantised, write_back
+from grpo_mega.megatron.guard import Guard, num_groups
 from grpo_mega.megatron.model import build_chunks, output_weight, uses_transformer_engine
 from grpo_mega.megatron.offload import HostCopy, PolicyMemory
+from grpo_mega.megatron.pipeline import Pipeline
 from grpo_mega.megatron.precision import in_bf16, set_level
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.megatron.step import Pipeline
 from grpo_mega.types import PackedBatch, StepMetrics
 from grpo_mega.weights.apply import fill
 from grpo_mega.weights.boxes import Box, Holding

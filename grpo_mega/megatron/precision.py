@@ -14,10 +14,10 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_mega.config import PrecisionConfig
-from grpo_mega.guard import Level
 from grpo_mega.hardware.device import Device
 from grpo_mega.hardware.fp8 import check_card, check_transformer_engine
 from grpo_mega.hardware.kernels import transformer_engine_version
+from grpo_mega.megatron.guard import Level
 
 if HAVE_TE:
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager

@@ -1,6 +1,6 @@
 """The plan's arithmetic beside what real Megatron does on chosen ranks of the layout, without the other ranks or a GPU.
 
-Each rank is built and run by `grpo_mega.megatron.rehearse_rank`, in a process that takes no memory for tensors. Compared are
+Each rank is built and run by `grpo_mega.megatron.rehearsal`, in a process that takes no memory for tensors. Compared are
 parameters, buffers, communication by kind and what autograd keeps, for a few micro-batches of full length. It proves the
 formulas of Megatron's local layers; those of Transformer Engine's layers stay unproven, and a mixture cannot be rehearsed:
 where its tokens go depends on their values.
@@ -59,7 +59,7 @@ def rehearse(setups: Sequence[tuple[Setup, Sequence[int]]], fields: Mapping[str,
     local = [(_local(setup), ranks) for setup, ranks in setups]
     requests = [request_of(setup, rank, fields) for setup, ranks in local for rank in ranks]
     process = subprocess.run(
-        [sys.executable, "-m", "grpo_mega.megatron.rehearse_rank"],
+        [sys.executable, "-m", "grpo_mega.megatron.rehearsal"],
         input="".join(json.dumps(request) + "\n" for request in requests),
         capture_output=True,
         text=True,

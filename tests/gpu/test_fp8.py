@@ -16,11 +16,11 @@ from learning import KEPT
 from models import VOCAB_SIZE
 
 from grpo_mega.config import PrecisionConfig
-from grpo_mega.guard import Level
 from grpo_mega.hardware.device import Device
 from grpo_mega.hardware.fp8 import RECIPES
 from grpo_mega.megatron.found import in_use
 from grpo_mega.megatron.fp8_weights import is_quantised
+from grpo_mega.megatron.guard import Level
 from grpo_mega.megatron.precision import in_bf16, set_level
 
 STEPS = 50

@@ -85,7 +85,7 @@ def test_a_reference_in_bf16_has_all_layers_in_bf16_for_its_pass_alone() -> None
 def test_what_the_guard_says_is_what_megatron_computes_in_bf16() -> None:
     result = python(
         PRELUDE
-        + "from grpo_mega.guard import Level\n"
+        + "from grpo_mega.megatron.guard import Level\n"
         + "from grpo_mega.megatron.precision import fp8_settings, set_level\n"
         + "from megatron.core.fp8_utils import is_first_last_bf16_layer\n"
         + "from megatron.core.transformer.transformer_config import TransformerConfig\n"

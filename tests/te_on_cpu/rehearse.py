@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests/te_on_cpu python -m emulated_te.run 2.11.0 tests/te_on_cpu/rehearse.py < REQUESTS
 
-Reads requests of grpo_mega.megatron.rehearse_rank, a line of JSON each, and prints the same answers, with `saved` beside: what
+Reads requests of grpo_mega.megatron.rehearsal, a line of JSON each, and prints the same answers, with `saved` beside: what
 autograd keeps at the end of the forward passes, as [shape, dtype, bytes, number of such tensors], the largest sum first. Copies
 of the weights in FP8 are not counted: they stay between passes, and the plan has a figure of their own for them. It needs a
 process of its own. The settings are those of a GPU wherever they decide what is kept.
@@ -28,8 +28,9 @@ from transformer_engine.pytorch.attention.dot_product_attention import utils as 
 from transformer_engine.pytorch.module import base
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
+from grpo_mega.megatron import attention as packed
 from grpo_mega.megatron import model as models
-from grpo_mega.megatron import packed, rehearse_rank
+from grpo_mega.megatron import rehearsal as rehearse_rank
 
 Saved = tuple[tuple[int, ...], str, int]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.distributed.recorder import recorder
-from grpo_mega.megatron.packed import pack_params
+from grpo_mega.megatron.attention import pack_params
 from grpo_mega.types import PackedBatch
 
 T = TypeVar("T")

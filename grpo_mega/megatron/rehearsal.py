@@ -1,6 +1,6 @@
 """One rank of a layout, built and run without the others: real Megatron on fake tensors, in a fake process group.
 
-`python -m grpo_mega.megatron.rehearse_rank` reads requests from stdin, each a line of JSON with config, model (the fields of
+`python -m grpo_mega.megatron.rehearsal` reads requests from stdin, each a line of JSON with config, model (the fields of
 its config.json), rank, world_size, num_batches, num_tokens (of a micro-batch) and segment (tokens of a sample). For each it
 prints a line of JSON with what it counted: parameters, the bytes that this rank sends by group and kind, and what autograd
 keeps for the backward pass at most. No memory is taken for tensors and nothing is computed, so that a rank of a 70B model takes
@@ -135,7 +135,7 @@ def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
     from grpo_mega.hardware.device import Device
     from grpo_mega.megatron import optimizer as optimizers
     from grpo_mega.megatron import runtime as runtimes
-    from grpo_mega.megatron.packed import pack_params
+    from grpo_mega.megatron.attention import pack_params
     from grpo_mega.megatron.policy import Policy
     from grpo_mega.types import PackedBatch
     from grpo_mega.weights.families import family_of
