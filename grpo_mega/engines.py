@@ -13,7 +13,6 @@ from grpo_mega.config import Config, RolloutConfig
 from grpo_mega.distributed.launch import num_cores
 from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.errors import ConfigError
-from grpo_mega.gpu_memory import GpuMemory
 from grpo_mega.hardware.device import PeakMemory
 from grpo_mega.hardware.fp8 import check_served_card
 from grpo_mega.megatron.policy import Policy
@@ -26,7 +25,8 @@ from grpo_mega.rollout.sglang.engine import Options, SGLangEngine
 from grpo_mega.rollout.sglang.link import Limits
 from grpo_mega.rollout.sglang.server import ServerSettings
 from grpo_mega.rollout.sglang.update import LOADER, Place
-from grpo_mega.sync.publish import WeightSync
+from grpo_mega.sync.memory import GpuMemory
+from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.validation.preflight import engine_rank_problems
 from grpo_mega.weights.layout import EngineLayout
 from grpo_mega.weights.plan import plan_sides

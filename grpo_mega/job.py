@@ -19,7 +19,6 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from grpo_mega.checkpoints import Checkpoints, verify
-from grpo_mega.colocation import Colocation
 from grpo_mega.config import Config
 from grpo_mega.data.load import load_data
 from grpo_mega.data.sampler import Sampler
@@ -49,6 +48,7 @@ from grpo_mega.rewards.workers.pool import RewardPool
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.run_folder import adopt, trim
 from grpo_mega.run_inputs import RunInputs
+from grpo_mega.sync.colocation import Colocation
 from grpo_mega.text import well_formed
 from grpo_mega.types import Prompt, StepMetrics
 from grpo_mega.validation.architecture import check_architecture

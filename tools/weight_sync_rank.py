@@ -26,7 +26,7 @@ from torch import Tensor
 from weight_sync_dry import Spec
 from weight_sync_gather import FullGather
 
-from grpo_mega.sync.publish import WeightSync
+from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.weights.apply import Bucket, fill
 from grpo_mega.weights.boxes import Box, Holding, Index
 from grpo_mega.weights.families import family_of

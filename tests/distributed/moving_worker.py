@@ -20,7 +20,7 @@ from grpo_mega.errors import SyncError
 from grpo_mega.formats.export import export
 from grpo_mega.formats.hf_io import CheckpointReader
 from grpo_mega.rollout import exchange
-from grpo_mega.sync.publish import WeightSync
+from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket, buckets, execute, fill
 from grpo_mega.weights.boxes import Holding, region

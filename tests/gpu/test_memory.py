@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mega.gpu_memory import GpuMemory
 from grpo_mega.hardware.device import Device, PeakMemory
+from grpo_mega.sync.memory import GpuMemory
 
 BUCKETS = """
 import multiprocessing, pickle

@@ -40,7 +40,7 @@ from grpo_mega.rollout.sglang.engine import Options, SGLangEngine
 from grpo_mega.rollout.sglang.link import Limits
 from grpo_mega.rollout.sglang.server import ServerSettings
 from grpo_mega.rollout.sglang.update import LOADER, Place
-from grpo_mega.sync.publish import WeightSync
+from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import EngineLayout

@@ -21,7 +21,7 @@ from ranks import run_cases
 from grpo_mega.errors import SyncError
 from grpo_mega.rollout.sglang import loader
 from grpo_mega.rollout.sglang.update import padded, parameters
-from grpo_mega.sync.publish import WeightSync
+from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.weights.apply import Bucket, fill
 from grpo_mega.weights.boxes import Box, Holding, region
 from grpo_mega.weights.families import family_of

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from grpo_mega.config import RolloutConfig
 from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.errors import EngineError
-from grpo_mega.gpu_memory import GpuMemory
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rollout.engine import Engine, OnSample, Sampling
 from grpo_mega.rollout.phase import Economy, Phase
 from grpo_mega.rollout.phase import sample as sample_groups
-from grpo_mega.sync.publish import WeightSync
+from grpo_mega.sync.memory import GpuMemory
+from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.types import Prompt, StepMetrics
 
 
