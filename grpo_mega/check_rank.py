@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mega import job as jobs
-from grpo_mega.batches import prepare
 from grpo_mega.check import Case, Outcome, SampleKey
 from grpo_mega.config import Config
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.gather import gather_responses
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.timers import Timers
-from grpo_mega.rollouts import rollout
+from grpo_mega.run import job as jobs
+from grpo_mega.run.batches import prepare
+from grpo_mega.run.rollout import rollout
 from grpo_mega.types import Group, PackedBatch, Sample
 
 

@@ -73,8 +73,8 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
 
 def train(config: Config, resume: bool, argv: list[str]) -> int:
     """Trains as one rank, or starts the ranks; `argv` is what they are started with."""
-    from grpo_mega import run_folder
     from grpo_mega.paths import LOGS
+    from grpo_mega.run import folder as run_folder
     from grpo_mega.validation import preflight  # numpy: only for a config that is sound
 
     is_rank = "RANK" in os.environ

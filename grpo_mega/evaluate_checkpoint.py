@@ -10,18 +10,18 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from grpo_mega import job as jobs
-from grpo_mega.checkpoints import verify
 from grpo_mega.config import Config
 from grpo_mega.data.load import IDS_PER_SET
 from grpo_mega.errors import ResumeError
-from grpo_mega.evaluation import Evaluated, evaluate_set, write_rows
 from grpo_mega.evaluation_request import Request
 from grpo_mega.formats.checkpoint_files import STATE, check_model, read_manifest
 from grpo_mega.formats.reader import open_reader
-from grpo_mega.job import Job, ModelFiles
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.run import job as jobs
+from grpo_mega.run.checkpoints import verify
+from grpo_mega.run.evaluation import Evaluated, evaluate_set, write_rows
+from grpo_mega.run.job import Job, ModelFiles
 from grpo_mega.types import Prompt
 
 

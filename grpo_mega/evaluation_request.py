@@ -17,7 +17,7 @@ from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.checkpoint_files import find, find_finished, without_checkpoints
 from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE
-from grpo_mega.run_folder import last_step
+from grpo_mega.run.folder import last_step
 
 REQUEST_FILE = "request.json"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from grpo_mega.checkpoints import verify
 from grpo_mega.config import Config
 from grpo_mega.formats.checkpoint_files import STATE, find, read_manifest
 from grpo_mega.formats.convert import convert_mcore_to_hf
+from grpo_mega.run.checkpoints import verify
 
 
 def export_checkpoint(config: Config, checkpoints: Path, step: int | None, out: Path) -> str:

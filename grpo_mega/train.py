@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from grpo_mega.batches import has_spread, prepare
 from grpo_mega.config import Config
 from grpo_mega.distributed.recorder import recorder
-from grpo_mega.evaluation import evaluate_if_due
-from grpo_mega.job import Job, export_policy, open_job
 from grpo_mega.megatron.gather import attach_old_logprobs
 from grpo_mega.observe.metrics import mean_over_updates, rollout_metrics
 from grpo_mega.observe.progress import progress
@@ -21,7 +18,10 @@ from grpo_mega.observe.samples import num_logged
 from grpo_mega.observe.tracing import Tracer
 from grpo_mega.paths import FINISHED
 from grpo_mega.rewards.scorer import drop_unusable
-from grpo_mega.rollouts import rollout
+from grpo_mega.run.batches import has_spread, prepare
+from grpo_mega.run.evaluation import evaluate_if_due
+from grpo_mega.run.job import Job, export_policy, open_job
+from grpo_mega.run.rollout import rollout
 from grpo_mega.types import Group, StepMetrics
 
 

@@ -17,7 +17,7 @@ from grpo_mega import config as configs
 from grpo_mega.algorithm import reference_advantages as reference
 from grpo_mega.algorithm.advantages import ADVANTAGES, assign
 from grpo_mega.algorithm.settings import advantage_settings
-from grpo_mega.batches import has_spread, make_batches
+from grpo_mega.run.batches import has_spread, make_batches
 from grpo_mega.types import Group, Prompt, Sample
 
 ONE_RANK: Any = SimpleNamespace(dp_size=1, dp_rank=0, length_multiple=1, micro_batch_multiple=1)

@@ -15,7 +15,7 @@ import pytest
 from grpo_mega import config as configs
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.checkpoint_files import Manifest, check_model, clean, find, latest, publish, read_manifest
-from grpo_mega.run_folder import claim
+from grpo_mega.run.folder import claim
 
 # What the version before this one wrote, letter by letter.
 OLD = (

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.engines import CPU_ROWS, check_padding
 from grpo_mega.errors import ConfigError
+from grpo_mega.run.engines import CPU_ROWS, check_padding
 from grpo_mega.weights.spec import ModelShape
 
 SHAPE = ModelShape("qwen2", 2, 64, 128, 8, 2, 8, 100, tied=False)

@@ -14,9 +14,8 @@ PACKAGE = ROOT / "grpo_mega"
 # A module or package directly below grpo_mega imports only those before it.
 ORDER = """
 __init__ errors text json_lines processes types paths config batching weights rewards data algorithm hardware observe
-distributed formats validation rollout megatron planner sync batches engines health run_folder run_inputs staging
-checkpoint_writer checkpoints job rollouts evaluation check check_rank evaluation_request evaluate_checkpoint cli_eval
-export_checkpoint flags train cli grpo
+distributed formats validation rollout megatron planner sync run check check_rank evaluation_request evaluate_checkpoint
+cli_eval export_checkpoint flags train cli grpo
 """
 
 # Third-party packages that only some may import, by path below the package.

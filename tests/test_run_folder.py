@@ -12,7 +12,7 @@ import yaml
 from grpo_mega import config as configs
 from grpo_mega.errors import ResumeError
 from grpo_mega.paths import CONFIG_FILE
-from grpo_mega.run_folder import adopt, claim, trim
+from grpo_mega.run.folder import adopt, claim, trim
 
 
 def config(folder: Path, **algorithm: Any) -> configs.Config:

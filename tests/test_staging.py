@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega import staging
+from grpo_mega.run import staging
 
 STRANGER = 12345  # a user id
 

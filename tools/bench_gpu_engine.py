@@ -26,9 +26,9 @@ from torch import Tensor
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.distributed.rendezvous import Board
-from grpo_mega.engines import build_engine, build_sync
 from grpo_mega.hardware.device import Device
 from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.run.engines import build_engine, build_sync
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout
 from grpo_mega.weights.sides import Side, megatron_side

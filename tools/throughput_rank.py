@@ -21,13 +21,13 @@ from throughput_work import GroupLengths, work_of
 
 from grpo_mega.config import Config
 from grpo_mega.distributed.rendezvous import Board
-from grpo_mega.engines import ranks_per_node
-from grpo_mega.job import Job, open_job
 from grpo_mega.megatron.compat import transfers_wrapped
 from grpo_mega.observe.run_log import Log
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.engine import Engine
+from grpo_mega.run.engines import ranks_per_node
+from grpo_mega.run.job import Job, open_job
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, PackedBatch, StepMetrics
 from grpo_mega.validation.legality import read_model

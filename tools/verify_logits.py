@@ -98,11 +98,11 @@ def _keep(found: dict[str, list[Tensor]], name: str) -> Any:
 
 def _by_megatron(checkpoint: Checkpoint) -> Outputs:
     from grpo_mega import config as configs
-    from grpo_mega import job as jobs
     from grpo_mega.batching.pack import pack
     from grpo_mega.megatron import runtime as runtimes
     from grpo_mega.megatron.model import output_weight
     from grpo_mega.megatron.policy import Policy
+    from grpo_mega.run import job as jobs
     from grpo_mega.types import Prompt, Sample
 
     config = configs.Config.model_validate(

@@ -11,11 +11,11 @@ from vs_trl_reward import reward
 from vs_trl_task import Task, given_rollout
 
 import grpo_mega.megatron  # noqa: F401  # its patches come first
-from grpo_mega.batches import prepare
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank
-from grpo_mega.job import Job, open_job
 from grpo_mega.paths import METRICS_FILE
+from grpo_mega.run.batches import prepare
+from grpo_mega.run.job import Job, open_job
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, Prompt, Sample
 

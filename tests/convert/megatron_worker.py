@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from grpo_mega import config as configs
-from grpo_mega import job as jobs
 from grpo_mega.megatron import model as models
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.state import _InProcessSave
+from grpo_mega.run import job as jobs
 
 # isort: split
 from megatron.core import dist_checkpointing, parallel_state

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from ranks import run_cases
 from slow_policy import SlowPolicy, manifest
 
-from grpo_mega import checkpoint_writer, checkpoints, run_inputs, staging
-from grpo_mega.checkpoints import Checkpoints
 from grpo_mega.config import CheckpointConfig, ModelConfig
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.checkpoint_files import latest, read_manifest
-from grpo_mega.run_inputs import RunInputs
+from grpo_mega.run import checkpoint_writer, checkpoints, staging
+from grpo_mega.run import inputs as run_inputs
+from grpo_mega.run.checkpoints import Checkpoints
+from grpo_mega.run.inputs import RunInputs
 
 WORLD_SIZE = 3
 SECONDS = 30.0  # for whatever is waited for

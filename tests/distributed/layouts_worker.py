@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from layout_cases import LogitsCase
 
-from grpo_mega import job as jobs
 from grpo_mega.batching.pack import pack
 from grpo_mega.check import Case
 from grpo_mega.check_rank import run_case
@@ -25,6 +24,7 @@ from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.model import output_weight
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.run import job as jobs
 from grpo_mega.types import PackedBatch, Prompt, Sample
 
 SQUARED_NORMS = optimizers.squared_norms

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_mega.errors import ConfigError, RewardError
-from grpo_mega.job import decode
 from grpo_mega.observe.metrics import heldout_metrics, rollout_metrics
 from grpo_mega.rewards import RewardPool, RewardResult, Step
 from grpo_mega.rewards.scorer import VERDICTS, Scorer, drop_unusable
 from grpo_mega.rewards.token_ends import PIECE_SIZE, token_ends
+from grpo_mega.run.job import decode
 from grpo_mega.types import Group, Prompt, Sample
 
 HERE = str(Path(__file__).resolve().parent)

@@ -24,14 +24,11 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from grpo_mega import config as configs
-from grpo_mega import job as jobs
 from grpo_mega.algorithm import advantages
-from grpo_mega.batches import make_batches
 from grpo_mega.config import Config
 from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.errors import SyncError
 from grpo_mega.hardware.device import Device
-from grpo_mega.job import ModelFiles
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
@@ -40,6 +37,9 @@ from grpo_mega.rollout.sglang.engine import Options, SGLangEngine
 from grpo_mega.rollout.sglang.link import Limits
 from grpo_mega.rollout.sglang.server import ServerSettings
 from grpo_mega.rollout.sglang.update import LOADER, Place
+from grpo_mega.run import job as jobs
+from grpo_mega.run.batches import make_batches
+from grpo_mega.run.job import ModelFiles
 from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket

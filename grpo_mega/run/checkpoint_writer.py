@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from torch.distributed import Store
 
-from grpo_mega.staging import StagedFile
+from grpo_mega.run.staging import StagedFile
 
 SECONDS_BETWEEN_LOOKS = 0.2
 _CHUNK = 16 << 20  # bytes

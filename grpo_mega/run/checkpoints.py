@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from grpo_mega.checkpoint_writer import SECONDS_BETWEEN_LOOKS, Writer
 from grpo_mega.config import CheckpointConfig
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.checkpoint_files import LATEST, STATE, Manifest, clean, partial_name, publish
 from grpo_mega.observe.byte_bar import byte_bar
-from grpo_mega.staging import Staging
+from grpo_mega.run.checkpoint_writer import SECONDS_BETWEEN_LOOKS, Writer
+from grpo_mega.run.staging import Staging
 
 if TYPE_CHECKING:
     from grpo_mega.megatron.policy import Policy

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from grpo_mega.checkpoints import Checkpoints, verify
 from grpo_mega.config import Config
 from grpo_mega.data.load import load_data
 from grpo_mega.data.sampler import Sampler
@@ -26,14 +25,12 @@ from grpo_mega.distributed.recorder import recorder
 from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.distributed.stop import StopRequest
 from grpo_mega.distributed.watchdog import HangWatch
-from grpo_mega.engines import build_engine, build_sync, make_room
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.formats.checkpoint_files import STATE, Manifest, check_model, latest, read_manifest, tell_latest
 from grpo_mega.formats.export import export
 from grpo_mega.formats.random_init import random_reader
 from grpo_mega.formats.reader import open_reader
 from grpo_mega.hardware.device import PeakMemory
-from grpo_mega.health import Health
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.found import in_use
 from grpo_mega.megatron.policy import Policy
@@ -46,8 +43,11 @@ from grpo_mega.paths import CHECKPOINTS
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rewards.workers.pool import RewardPool
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.run_folder import adopt, trim
-from grpo_mega.run_inputs import RunInputs
+from grpo_mega.run.checkpoints import Checkpoints, verify
+from grpo_mega.run.engines import build_engine, build_sync, make_room
+from grpo_mega.run.folder import adopt, trim
+from grpo_mega.run.health import Health
+from grpo_mega.run.inputs import RunInputs
 from grpo_mega.sync.colocation import Colocation
 from grpo_mega.text import well_formed
 from grpo_mega.types import Prompt, StepMetrics

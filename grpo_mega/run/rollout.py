@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_mega.distributed.recorder import recorder
-from grpo_mega.job import Job
 from grpo_mega.observe.progress import progress
 from grpo_mega.rewards.scorer import VERDICTS
 from grpo_mega.rollout import exchange
 from grpo_mega.rollout.engine import Sampling
+from grpo_mega.run.job import Job
 from grpo_mega.types import Group, Prompt, Sample
 
 _MANY = 2**24  # more samples than a phase has

@@ -24,7 +24,6 @@ from typing import Any
 
 from grpo_mega.config import RewardsConfig
 from grpo_mega.data.pass_rates import text_hash
-from grpo_mega.job import Job
 from grpo_mega.json_lines import json_line
 from grpo_mega.observe.metrics import has_full_marks, heldout_metrics
 from grpo_mega.observe.pass_at_k import Tally, sampled_metrics, tally
@@ -33,7 +32,8 @@ from grpo_mega.rewards.math.answer import extract_answer, whole_turn
 from grpo_mega.rewards.math.normalize import normalize_answer
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollouts import rollout
+from grpo_mega.run.job import Job
+from grpo_mega.run.rollout import rollout
 from grpo_mega.types import Group, Prompt, Sample, StepMetrics
 
 MOST_SAMPLES = 16384  # asked for in one phase, at whose end every rank holds all of them

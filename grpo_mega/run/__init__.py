@@ -1,0 +1,1 @@
+"""One run, assembled: its job, engines, batches, evaluation, checkpoints and folder."""
