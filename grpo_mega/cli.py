@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace, argv: list[str]) -> int:
     if options.command == "train":
         from grpo_mega import config as config_module
-        from grpo_mega.flags.rewards import overrides_of
+        from grpo_mega.commands.trl_flags.rewards import overrides_of
 
         overrides = [*overrides_of(options), *_profile_override(options.profile)]
         return train(config_module.load(options.config, overrides), options.resume, argv)
@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
     if options.command == "check":
         return check(options.config, options.set, options.layouts.split())
     if options.command == "eval":
-        from grpo_mega import cli_eval
+        from grpo_mega.commands import eval as cli_eval
 
         return cli_eval.run(options, argv)
     if options.command == "export":
@@ -103,11 +103,11 @@ def train(config: Config, resume: bool, argv: list[str]) -> int:
 def grpo(argv: list[str]) -> int:
     """Trains as the flags of TRL and open-r1 say; `argv` is "grpo" and the flags."""
     if {"-h", "--help"} & set(argv):
-        from grpo_mega.flags.parse import help_text
+        from grpo_mega.commands.trl_flags.parse import help_text
 
         print(help_text())
         return 0
-    from grpo_mega.flags import command
+    from grpo_mega.commands.trl_flags import command
 
     request = command.read(argv[1:], os.environ, is_cached=CLAIMED in os.environ)
     if CLAIMED not in os.environ and os.environ.get("RANK", "0") == "0":
@@ -118,7 +118,7 @@ def grpo(argv: list[str]) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """Tells whether a job will run, and how fast: 0 if it fits, 1 if it does not, 2 if its config breaks a rule."""
-    from grpo_mega.planner.command import Request, run
+    from grpo_mega.commands.plan import Request, run
 
     return run(
         Request(
@@ -142,8 +142,8 @@ def plan(options: argparse.Namespace) -> int:
 
 def check(config_path: Path, overrides: list[str], layouts: list[str]) -> int:
     """Prints how far each layout's numbers are from a single rank's; 1 if one is farther than rounding explains."""
-    from grpo_mega import check as checks
     from grpo_mega import config as config_module
+    from grpo_mega.commands import check as checks
 
     config = config_module.load(config_path, overrides)
     differences = checks.check(config, layouts)
@@ -170,7 +170,7 @@ def export(run_dir: Path, out: Path, step: int | None) -> int:
         _copy_folder(finished, out)
         print(f"policy of {finished} written to {out}")
         return 0
-    from grpo_mega.export_checkpoint import export_checkpoint
+    from grpo_mega.commands.export import export_checkpoint
 
     print(export_checkpoint(config, run_dir / CHECKPOINTS, step, out))
     return 0
@@ -239,8 +239,8 @@ def _become_only_rank() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from grpo_mega.cli_eval import add_options as add_eval_options
-    from grpo_mega.flags.rewards import add_reward_flags
+    from grpo_mega.commands.eval import add_options as add_eval_options
+    from grpo_mega.commands.trl_flags.rewards import add_reward_flags
 
     parser = argparse.ArgumentParser(prog="grpo-mega", description="Trains language models with GRPO on Megatron-core.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

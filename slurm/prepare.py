@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grpo_mega import config as configs
+from grpo_mega.commands.plan import Request
+from grpo_mega.commands.plan import prepare as plan_setup
+from grpo_mega.commands.trl_flags.rewards import add_reward_flags, overrides_of
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError, UserError
-from grpo_mega.flags.rewards import add_reward_flags, overrides_of
-from grpo_mega.planner.command import Request
-from grpo_mega.planner.command import prepare as plan_setup
 from grpo_mega.planner.plan import Plan, make_plan
 from grpo_mega.validation import preflight
 

@@ -11,9 +11,9 @@ import yaml
 
 from grpo_mega import cli
 from grpo_mega import config as configs
+from grpo_mega.commands.eval_request import Options, Request, make_request
 from grpo_mega.config import EvalConfig
 from grpo_mega.errors import ConfigError, UserError
-from grpo_mega.evaluation_request import Options, Request, make_request
 
 RAW: dict[str, Any] = {
     "run_dir": "somewhere",

@@ -14,8 +14,7 @@ PACKAGE = ROOT / "grpo_mega"
 # A module or package directly below grpo_mega imports only those before it.
 ORDER = """
 __init__ errors text json_lines processes types paths config batching weights rewards data algorithm hardware observe
-distributed formats validation rollout megatron planner sync run check check_rank evaluation_request evaluate_checkpoint
-cli_eval export_checkpoint flags train cli grpo
+distributed formats validation rollout megatron planner sync run commands train cli grpo
 """
 
 # Third-party packages that only some may import, by path below the package.
@@ -31,8 +30,8 @@ WITHOUT = {
     "config": {"torch", "transformers", "numpy"},
     "validation.preflight": {"torch", "transformers"},
     "formats.checkpoint_files": {"torch", "numpy", "pydantic"},
-    "cli_eval": {"torch", "transformers"},
-    "evaluation_request": {"torch", "transformers", "numpy"},
+    "commands.eval": {"torch", "transformers"},
+    "commands.eval_request": {"torch", "transformers", "numpy"},
     "distributed.launch": {"torch", "transformers", "numpy", "pydantic"},
     "cli": {"torch", "transformers", "numpy"},
     "planner": {"torch"},

@@ -1,7 +1,7 @@
 """One rank of the layout tests: all cases of one world size, one after the other in the same processes.
 
 `python layouts_worker.py FOLDER` reads cases.pt. A logits case compares the policy's logits with those that the parent
-computed with transformers, and leaves the largest difference; an update case is `grpo_mega.check_rank`'s, and leaves the
+computed with transformers, and leaves the largest difference; an update case is `grpo_mega.commands.check_rank`'s, and leaves the
 gradient norms by layer too, whose total is compared with Megatron's own.
 """
 
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from layout_cases import LogitsCase
 
 from grpo_mega.batching.pack import pack
-from grpo_mega.check import Case
-from grpo_mega.check_rank import run_case
+from grpo_mega.commands.check import Case
+from grpo_mega.commands.check_rank import run_case
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.model import output_weight

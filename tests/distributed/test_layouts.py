@@ -16,7 +16,7 @@ from layout_cases import LogitsCase
 from models import VOCAB_SIZE, make_model, save_checkpoint
 
 from grpo_mega import config as configs
-from grpo_mega.check import Case, Difference, Outcome, compare
+from grpo_mega.commands.check import Case, Difference, Outcome, compare
 from grpo_mega.distributed.launch import run_ranks
 from grpo_mega.types import Group, Prompt, Sample
 

@@ -11,11 +11,11 @@ import pytest
 from trl import GRPOConfig, ModelConfig, ScriptArguments
 
 from grpo_mega import cli
+from grpo_mega.commands.trl_flags import command
+from grpo_mega.commands.trl_flags.parse import help_text, parse
+from grpo_mega.commands.trl_flags.table import ALIASES, FLAGS, NOTED, REFUSED
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
-from grpo_mega.flags import command
-from grpo_mega.flags.parse import help_text, parse
-from grpo_mega.flags.table import ALIASES, FLAGS, NOTED, REFUSED
 
 SEED = "--model_name_or_path base --dataset_name math_dataset --reward_funcs accuracy format --output_dir output/grpo_math"
 ROWS = [{"question": f"{n}+1=?", "answer": str(n + 1)} for n in range(100)]
@@ -293,7 +293,7 @@ def test_a_model_in_the_hubs_cache_is_found_without_the_network(folder: Path, mo
 
 def test_reward_flags_of_train_replace_the_files_functions_and_keep_their_options(folder: Path) -> None:
     from grpo_mega import config as configs
-    from grpo_mega.flags.rewards import overrides_of
+    from grpo_mega.commands.trl_flags.rewards import overrides_of
 
     raw = {
         "run_dir": "run",

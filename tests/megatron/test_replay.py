@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from grpo_mega import config as configs
-from grpo_mega.check import Case, Outcome, run_cases
+from grpo_mega.commands.check import Case, Outcome, run_cases
 from grpo_mega.types import Group, Prompt, Sample
 
 pytestmark = pytest.mark.distributed

@@ -14,8 +14,8 @@ import yaml
 from models import VOCAB_SIZE, make_tokenizer
 
 from grpo_mega import config as configs
+from grpo_mega.commands.plan import Request, prepare
 from grpo_mega.errors import UserError
-from grpo_mega.planner.command import Request, prepare
 from grpo_mega.validation import preflight
 
 COUNT = 300

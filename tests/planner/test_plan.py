@@ -15,7 +15,7 @@ import yaml
 from shapes import LLAMA_70B
 
 from grpo_mega import cli
-from grpo_mega.planner.command import Request, prepare
+from grpo_mega.commands.plan import Request, prepare
 from grpo_mega.planner.engine import weight_elements
 from grpo_mega.planner.figures import evaluate
 from grpo_mega.planner.memory import PHASES

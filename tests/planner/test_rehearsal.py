@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from grpo_mega import config as configs
+from grpo_mega.commands.plan import Request, prepare
 from grpo_mega.errors import ConfigError, PlanError
 from grpo_mega.hardware.cards import card_of
-from grpo_mega.planner.command import Request, prepare
 from grpo_mega.planner.rehearsal import Comparison, default_ranks, rehearse
 from grpo_mega.planner.setup import Setup
 from grpo_mega.weights.layout import megatron_layout_problems

@@ -17,10 +17,10 @@ from emulated_te import launcher
 from shapes import LLAMA_70B
 
 from grpo_mega import config as configs
+from grpo_mega.commands.plan import Request, prepare
 from grpo_mega.hardware.cards import card_of
 from grpo_mega.planner import te_layers
 from grpo_mega.planner.activations import activations
-from grpo_mega.planner.command import Request, prepare
 from grpo_mega.planner.figures import evaluate
 from grpo_mega.planner.rehearsal import default_ranks, request_of
 from grpo_mega.planner.setup import Setup

@@ -11,7 +11,7 @@ from pathlib import Path
 import bench_kills
 import pytest
 
-from grpo_mega.check import TOLERANCE, Difference, _worst, table
+from grpo_mega.commands.check import TOLERANCE, Difference, _worst, table
 
 SAME = Difference(
     name="tp=2",

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from shapes import LLAMA_70B, QWEN_72B
 
+from grpo_mega.commands.plan import Request
+from grpo_mega.commands.plan import prepare as plan_setup
 from grpo_mega.config import load
-from grpo_mega.planner.command import Request
-from grpo_mega.planner.command import prepare as plan_setup
 from grpo_mega.planner.plan import MARGIN, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]

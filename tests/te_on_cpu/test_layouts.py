@@ -19,9 +19,9 @@ from emulated_te import launcher
 from gpu_policies import precision_of
 from models import VOCAB_SIZE, make_model, save_checkpoint
 
-from grpo_mega import check as checks
 from grpo_mega import config as configs
-from grpo_mega.check import Case, Outcome, compare, with_layout
+from grpo_mega.commands import check as checks
+from grpo_mega.commands.check import Case, Outcome, compare, with_layout
 from grpo_mega.config import Config
 from grpo_mega.types import Group, Prompt, Sample
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from grpo_mega.commands.eval_request import Request
 from grpo_mega.config import Config
 from grpo_mega.data.load import IDS_PER_SET
 from grpo_mega.errors import ResumeError
-from grpo_mega.evaluation_request import Request
 from grpo_mega.formats.checkpoint_files import STATE, check_model, read_manifest
 from grpo_mega.formats.reader import open_reader
 from grpo_mega.megatron.policy import Policy

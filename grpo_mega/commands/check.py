@@ -2,7 +2,7 @@
 
 `check(config, layouts)` samples one rollout with a single rank, then for every layout computes log-probs of policy and
 reference, takes three optimizer steps on these samples, and compares log-probs, metrics and weights with the single rank's.
-Layouts of equal world size share one launch of ranks, which run `python -m grpo_mega.check_rank FOLDER`.
+Layouts of equal world size share one launch of ranks, which run `python -m grpo_mega.commands.check_rank FOLDER`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[Outcome]:
     for world_size in dict.fromkeys(case.world_size for case in cases):
         members = {i: case for i, case in enumerate(cases) if case.world_size == world_size}
         torch.save(members, folder / "cases.pt")
-        code = run_ranks([sys.executable, "-m", "grpo_mega.check_rank", str(folder)], world_size, folder / f"logs-{world_size}")
+        code = run_ranks(
+            [sys.executable, "-m", "grpo_mega.commands.check_rank", str(folder)], world_size, folder / f"logs-{world_size}"
+        )
         if code:
             raise ConfigError(f"the ranks of {', '.join(c.name for c in members.values())} ended with code {code}; see above")
     return [torch.load(folder / str(i) / "outcome.pt", weights_only=False) for i in range(len(cases))]

@@ -7,8 +7,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grpo_mega.errors import ConfigError
-from grpo_mega.flags.table import (
+from grpo_mega.commands.trl_flags.table import (
     ALIASES,
     FLAG,
     FLAGS,
@@ -23,6 +22,7 @@ from grpo_mega.flags.table import (
     TEXT,
     WHOLE,
 )
+from grpo_mega.errors import ConfigError
 
 Values = dict[str, Any]  # by flag: bool, int, float, str or list[str], as its kind says
 _TRUE, _FALSE = {"true", "yes", "1"}, {"false", "no", "0"}

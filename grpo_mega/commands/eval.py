@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from grpo_mega.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
+    from grpo_mega.commands.eval_request import Request
     from grpo_mega.config import Config
-    from grpo_mega.evaluation_request import Request
 
 FOLDER = "GRPO_MEGA_EVAL_FOLDER"  # set for ranks whose launcher has left the request there
 _ENDS_WELL = (0, 2, 130)  # done, told in one line, or interrupted
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, argv: list[str]) -> int:
     """Evaluates as one rank, or starts the ranks with `argv`; returns the exit code."""
-    from grpo_mega.evaluation_request import Options, Request, make_request
+    from grpo_mega.commands.eval_request import Options, Request, make_request
 
     if FOLDER in os.environ:
         return _as_rank(Request.read(Path(os.environ[FOLDER])))
@@ -133,7 +133,7 @@ def _in_folder(request: Request, folder: Path) -> Request:
 
 def _as_rank(request: Request) -> int:
     _prepare(request.config)
-    from grpo_mega.evaluate_checkpoint import evaluate_checkpoint
+    from grpo_mega.commands.eval_rank import evaluate_checkpoint
 
     evaluate_checkpoint(request)
     return 0

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_mega import config as configs
+from grpo_mega.commands.trl_flags import sources
+from grpo_mega.commands.trl_flags.parse import Values, parse
+from grpo_mega.commands.trl_flags.values import Raw, to_raw
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
-from grpo_mega.flags import sources
-from grpo_mega.flags.parse import Values, parse
-from grpo_mega.flags.values import Raw, to_raw
 
 
 @dataclass(frozen=True)

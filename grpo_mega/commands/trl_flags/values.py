@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from grpo_mega.commands.trl_flags.parse import Values
+from grpo_mega.commands.trl_flags.rewards import reward_override
+from grpo_mega.commands.trl_flags.table import FLAGS
 from grpo_mega.config import AlgorithmConfig, BatchConfig, DataConfig, OptimizerConfig, RolloutConfig, apply_override
 from grpo_mega.errors import ConfigError
-from grpo_mega.flags.parse import Values
-from grpo_mega.flags.rewards import reward_override
-from grpo_mega.flags.table import FLAGS
 
 Raw = dict[str, Any]  # a config before it is validated
 _PER_DEVICE_DEFAULT = 8  # TRL's

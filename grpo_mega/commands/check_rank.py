@@ -1,6 +1,6 @@
 """One rank of `check`: runs all cases of a launch, one after the other in the same processes.
 
-`python -m grpo_mega.check_rank FOLDER` reads cases.pt and groups.pt (which the first launch writes where it is missing) and
+`python -m grpo_mega.commands.check_rank FOLDER` reads cases.pt and groups.pt (which the first launch writes where it is missing) and
 leaves an outcome.pt and a Hugging Face checkpoint for each case.
 """
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mega.check import Case, Outcome, SampleKey
+from grpo_mega.commands.check import Case, Outcome, SampleKey
 from grpo_mega.config import Config
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.gather import gather_responses
