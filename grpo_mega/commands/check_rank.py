@@ -1,6 +1,6 @@
 """One rank of `check`: runs all cases of a launch, one after the other in the same processes.
 
-`python -m grpo_mega.commands.check_rank FOLDER` reads cases.pt and groups.pt (which the first launch writes where it is missing) and
+`python -m grpo_mega.commands.check_rank FOLDER` reads cases.pt and groups.pt (written by the first launch where missing) and
 leaves an outcome.pt and a Hugging Face checkpoint for each case.
 """
 

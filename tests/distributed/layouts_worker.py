@@ -1,7 +1,7 @@
 """One rank of the layout tests: all cases of one world size, one after the other in the same processes.
 
 `python layouts_worker.py FOLDER` reads cases.pt. A logits case compares the policy's logits with those that the parent
-computed with transformers, and leaves the largest difference; an update case is `grpo_mega.commands.check_rank`'s, and leaves the
+computed with transformers, and leaves the largest difference; an update case is that of commands.check_rank, and leaves the
 gradient norms by layer too, whose total is compared with Megatron's own.
 """
 

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_mega.distributed.watchdog import EXIT_HANG, _on_nodes, _ranks
 
-HELPERS = Path(__file__).parent / "helpers"
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 RANK = """
 import os, signal, sys, time
 from datetime import timedelta

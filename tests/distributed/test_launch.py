@@ -77,7 +77,7 @@ def test_no_threads_of_ranks_and_examples_spin_while_they_wait() -> None:
     """As the OpenMP library says that torch brings along."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     kept |= {"OMP_DISPLAY_ENV": "VERBOSE"}
-    examples = Path(__file__).resolve().parents[1] / "examples"
+    examples = Path(__file__).resolve().parents[2] / "examples"
     commands = [
         (kept, [str(examples / "arithmetic.py"), "--help"]),
         (kept, [str(examples / "answer_again.py"), "--help"]),

@@ -121,7 +121,7 @@ def test_ks_are_powers_of_two_up_to_the_samples(samples: int, ks: tuple[int, ...
         ({"top_p": 1.5}, "eval.top_p=1.5: input should be less than or equal to 1"),
         ({"samples": -1}, "eval.samples=-1: input should be greater than or equal to 0"),
         ({"out": Path("none/rows.jsonl")}, "--out none/rows.jsonl: there is no folder none; make it first"),
-        ({"out": Path(__file__)}, "test_evaluation_request.py exists; name a file that does not"),
+        ({"out": Path(__file__)}, "test_eval_request.py exists; name a file that does not"),
         ({"overrides": ["data.heldout=null"]}, "has no held-out prompts; name a data set by --data, or give --train-set"),
     ],
 )

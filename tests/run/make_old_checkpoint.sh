@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes tests/runs/old_checkpoint.tar.xz: a run stopped after step 3 by the code of COMMIT, and the metrics of the same run without
-# a stop. tests/runs/test_old_checkpoint.py resumes it with today's code. Usage: tests/runs/make_old_checkpoint.sh COMMIT
+# Makes tests/run/old_checkpoint.tar.xz: a run stopped after step 3 by the code of COMMIT, and the metrics of the same run without
+# a stop. tests/run/test_old_checkpoint.py resumes it with today's code. Usage: tests/run/make_old_checkpoint.sh COMMIT
 set -euo pipefail
 
 commit="$(git rev-parse --verify "${1:?usage: make_old_checkpoint.sh COMMIT}^{commit}")"
@@ -47,5 +47,5 @@ EOF
 mv whole/metrics.jsonl expected.jsonl
 rm -rf whole stopped/hf stopped/report.html __pycache__
 echo "$commit" > commit
-tar --sort=name --owner=0 --group=0 --numeric-owner --mtime=@0 --create . | xz -9e > "$root/tests/runs/old_checkpoint.tar.xz"
-ls -l "$root/tests/runs/old_checkpoint.tar.xz"
+tar --sort=name --owner=0 --group=0 --numeric-owner --mtime=@0 --create . | xz -9e > "$root/tests/run/old_checkpoint.tar.xz"
+ls -l "$root/tests/run/old_checkpoint.tar.xz"
