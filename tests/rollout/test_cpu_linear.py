@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_mega.rollout.embedded.engine import cpu_linear
+from grpo_mega.rollout.embedded import cpu_linear
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
