@@ -73,7 +73,7 @@ def main(model: str, arguments: list[str]) -> None:
     root.attn.quant_method.create_weights(root.attn)
     root.attn.k_scale.fill_(3e-4)  # as a dummy load leaves it
     found = {name: [list(p.shape), str(p.dtype)] for name, p in root.plain.named_parameters()}
-    problems = blocks.settle(root)
+    problems = blocks.check_formats(root)
     scales = [float(root.attn.k_scale), float(root.attn.v_scale), root.attn.k_scale_float, root.attn.v_scale_float]
     print(json.dumps({"config": fields_of(config), "parameters": found, "problems": problems, "cache": scales}))
 
