@@ -36,6 +36,7 @@ OnSample = Callable[[Sample], None]
 
 
 class Engine(Protocol):
+    is_server: bool  # it has a process, and device memory, of its own
     version: int  # of the policy whose weights the engine holds; -1 before the first sync
 
     @property

@@ -73,7 +73,7 @@ def build_sync(config: Config, dtype: torch.dtype, policy: Policy, engine: Engin
 
 def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: PeakMemory) -> GpuMemory | None:
     """On a GPU a server takes its memory first and then sleeps, so that the policy can be built; None on a CPU."""
-    if not runtime.device.is_cuda or rollout.engine == "embedded":
+    if not (engine.is_server and runtime.device.is_cuda):
         return None
     before = torch.cuda.mem_get_info()[0]
     with runtime.together():

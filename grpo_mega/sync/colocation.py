@@ -38,7 +38,7 @@ class Colocation:
     def __post_init__(self) -> None:
         self._takes_turns = self.config.sleep == "always" or (self.config.sleep == "auto" and self.memory is not None)
         self._num_restarts: Counter[int] = Counter()  # by rank of the leader
-        if self.config.engine == "sglang" and self.memory is None:
+        if self.engine.is_server and self.memory is None:
             self.log("engines neither sleep nor wake here: without a GPU their memory is the host's")
 
     def sync_weights(self, version: int) -> StepMetrics:

@@ -66,7 +66,7 @@ class Ranks:
         return self.generator.generate(PROMPTS, SAMPLING, step=4, on_sample=on_sample, wanted=wanted)
 
     def all_groups(self) -> dict[int, Group]:
-        """Of both ranks, run to the end."""
+        """Return the groups of both ranks, run to the end."""
         found: list[dict[int, Group]] = [{}] * WORLD_SIZE
         dist.all_gather_object(found, self.generate(len(PROMPTS)).mine)
         return {place: group for groups in found for place, group in groups.items()}
@@ -91,7 +91,7 @@ def check_same(mine: dict[int, Group], whole: dict[int, Group]) -> None:
 
 
 def keeps_the_first(rank: int, folder: Path) -> None:
-    """Whatever the ranks' speed, the groups that a clock of decoded tokens puts first."""
+    """A phase keeps the groups that are first by a clock of decoded tokens, whatever the ranks' speed."""
     ranks = Ranks(rank)
     whole = ranks.all_groups()
     assert len({longest(group) for group in whole.values()}) > 6, "the case has become too easy"
@@ -106,7 +106,7 @@ def keeps_the_first(rank: int, folder: Path) -> None:
 
 
 def keeps_the_first_of_several_batches(rank: int, folder: Path) -> None:
-    """Of 7 prompts a rank decodes 2 at once; the clock goes on from batch to batch, in the order of the prompts."""
+    """Each rank decodes 2 of its 7 prompts at once; the clock goes on from batch to batch, in the order of the prompts."""
     whole = Ranks(rank).all_groups()
     clocks: dict[int, int] = {}
     for first in range(WORLD_SIZE):

@@ -1,4 +1,4 @@
-"""What tests with a real server share: a model, and a server at TP1 that was started as a trainer's rank would start it."""
+"""Fixtures of tests with a real server: a model, and a server at TP1 that was started as a trainer's rank would start it."""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""FP8 blocks against SGLang's own code: what it is told, the parameters it makes, and whether they keep the format sent."""
+"""FP8 blocks against SGLang's own code: its arguments, the parameters that it makes, and if they keep the format sent."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ CUDA = changed(CPU, {}, device_type="cuda", cores=())
 
 @pytest.fixture(scope="module")
 def found(model: Path) -> dict[str, Any]:
-    """What a server on a GPU would be told, read by SGLang."""
+    """The arguments of a server on a GPU, read by SGLang."""
     fixed = CUDA.fixed_arguments()
     override = json.dumps(fixed["json_model_override_args"])
     script = str(Path(__file__).with_name("blocks_in_sglang.py"))

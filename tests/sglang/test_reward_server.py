@@ -121,7 +121,7 @@ def _load(folder: Path, name: str) -> Any:
 
 
 def _logits(folder: Path, name: str, text: str) -> torch.Tensor:
-    """Of transformers, after the last token; of a model with a value head its value."""
+    """Return transformers' logits after the last token; for a model with a value head its value."""
     model = _load(folder, name)
     ids = AutoTokenizer.from_pretrained(folder / name)(text, return_tensors="pt")["input_ids"]
     with torch.no_grad():

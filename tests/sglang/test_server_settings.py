@@ -1,4 +1,4 @@
-"""What a server is started with, and what is changed of SGLang; no server is started here."""
+"""Arguments and environment of a server, and the changes to SGLang; no server is started here."""
 
 import ast
 import importlib

@@ -33,6 +33,7 @@ COMPACT_BELOW = 0.75  # share of live sequences below which the finished ones le
 
 
 class EmbeddedEngine:
+    is_server = False
     failure: str | None = None  # a failure here ends the rank itself
 
     def __init__(

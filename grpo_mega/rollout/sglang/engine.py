@@ -29,6 +29,8 @@ WEIGHTS, CACHE = "weights", "kv_cache"  # parts of a server's memory that sleep 
 
 
 class SGLangEngine:
+    is_server = True
+
     def __init__(
         self, settings: EngineSettings, side: Side, rendezvous: Rendezvous, buckets: HostBuckets | DeviceBuckets
     ) -> None:
