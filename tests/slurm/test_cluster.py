@@ -145,8 +145,8 @@ def test_a_job_that_everything_befalls_ends_as_if_nothing_had(
     cluster.lose_node("n2")
     job.wait_for_text("node n2 (ranks 2-3) does not answer", SECONDS_TO_NAME)
     job.wait_for_text("requeued: the last checkpoint is step-", SECONDS_TO_NAME, times=2)
-    # It stays lost, and n1 has been repaired. (If it came back at once, Slurm would have it end the lost step, whose number the next
-    # start's has too.)
+    # It stays lost, and n1 has been repaired. (If it came back at once, Slurm would have it end the lost step, whose number the
+    # next start's step has too.)
     cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
     (disks / "n1").mkdir()
     job.wait_for_start(5, "ExcNodeList=")
