@@ -108,9 +108,9 @@ def test_a_section_that_fails_leaves_the_others_alone(
     def fails(options: Any) -> list[Figure]:
         raise RuntimeError("no such luck")
 
-    monkeypatch.setitem(sys.modules, "bench_gpu_mfu", SimpleNamespace(run=fails))
+    monkeypatch.setitem(sys.modules, "tools.benchmarks.gpu.mfu", SimpleNamespace(run=fails))
     works = SimpleNamespace(run=lambda options: [Figure("step", "c", "n", 1.0, "s")])
-    monkeypatch.setitem(sys.modules, "bench_gpu_step", works)
+    monkeypatch.setitem(sys.modules, "tools.benchmarks.gpu.step", works)
     assert bench_gpu.main(["--tiny", "--child", "--only", "mfu,step"]) == 0
     captured = capsys.readouterr()
     [line] = captured.out.splitlines()
