@@ -163,7 +163,7 @@ def figures_of(plan: Plan, lengths: Sequence[int], case: Case, ms: float, cpu_ms
 
 
 def least_waste(lengths: Sequence[int], case: Case, dp_size: int) -> float:
-    """Of any plan with as few micro-batches as tokens and budget allow."""
+    """Return the least padding of any plan with as few micro-batches as tokens and budget allow."""
     num_bins = dp_size * -(-sum(lengths) // (case.budget * dp_size))
     shortest = max(max(lengths), -(-sum(lengths) // num_bins))
     return 1 - sum(lengths) / (num_bins * -(-shortest // case.length_multiple) * case.length_multiple)

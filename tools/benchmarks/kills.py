@@ -39,7 +39,7 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class End:
-    """What a finished run left: its metrics without times, and a checksum of its weights."""
+    """The end of a finished run: its metrics without times, and a checksum of its weights."""
 
     metrics: tuple[str, ...]
     weights: str
@@ -116,7 +116,7 @@ def whole_run(config: Path, run_dir: Path) -> tuple[End, float]:
 
 
 def killed_run(config: Path, run_dir: Path, moment: float, expected: End) -> tuple[bool, int]:
-    """Whether the run ended as expected, and from which step it was resumed (0: from the start)."""
+    """Tell whether the run ended as expected, and from which step it was resumed (0: from the start)."""
     process = start(config, run_dir, [])
     try:
         process.wait(timeout=moment)

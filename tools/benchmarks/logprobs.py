@@ -201,7 +201,7 @@ def max_error(
 
 
 def resident_kib(field: str) -> int:
-    """VmRSS, now resident, or VmHWM, the most that ever was; reading the first starts the second anew."""
+    """VmRSS, now resident, or VmHWM, the most that ever was; reading the first resets the second."""
     if field == "VmRSS":
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()

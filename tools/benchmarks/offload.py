@@ -5,7 +5,7 @@ copied): the weights, views of one bf16 buffer as Megatron has them, and for eac
 moments with storages of their own. What moves them is the trainer's own PolicyMemory: a copy, and memory given back to the
 device and taken again. Beside it one flat tensor of as many bytes is copied to pinned memory and back, with nothing freed.
 Both take turns in the same run; medians count. On a machine without a GPU the same code copies from RAM to RAM, where
-taking memory anew costs page faults; the ratios' target of 1.2 is for a GPU.
+taking new memory costs page faults; the ratios' target of 1.2 is for a GPU.
 
 --gib is how much moves: whole layers of --model (of 14 bytes a parameter), and its embedding where half is enough for that.
 The last line is JSON with offload_ratio and onload_ratio (ours / plain), gib, device, num_storages, seconds of each (medians)

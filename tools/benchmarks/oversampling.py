@@ -1,4 +1,4 @@
-"""What oversampling with abort of stragglers gains, and how it biases what goes on: both from the same run.
+"""Measure what oversampling with abort of stragglers gains and how it biases the kept samples, both in one run.
 
 `python tools/benchmarks/oversampling.py` samples phases of --prompts whole groups with a tiny random model, whose responses
 have lengths with a geometric tail (mean --mean-length, cut at --max-length). Each round is a step of its own: first all

@@ -182,7 +182,7 @@ def serve_peer(name: str) -> None:
 
 
 def timed(judge: Callable[[Sequence[Case]], list[bool]], cases: Sequence[Case]) -> tuple[list[bool], float]:
-    """What the judge says of the cases, and the seconds that it took."""
+    """Return the judge's verdicts on the cases, and the seconds that it took."""
     began = time.perf_counter()
     verdicts = judge(cases)
     return verdicts, time.perf_counter() - began
@@ -223,7 +223,7 @@ def main() -> int:
 
 
 def _measure(judges: dict[str, Judge], corpus: Sequence[Case]) -> tuple[dict[str, dict[str, float]], dict[str, list[bool]]]:
-    """Verdicts a second by kind ("all", too) and judge; and all verdicts, in the corpus's order."""
+    """Return verdicts per second by kind ("all", too) and judge; and all verdicts, in the corpus's order."""
     seconds: dict[str, dict[str, list[float]]] = {
         kind: {name: [] for name in judges} for kind in ("number", "expression", "all")
     }

@@ -1,7 +1,7 @@
 """Conversion of a random model against mbridge 0.15.1 and against plain copying, interleaved, each in a process of its own.
 
 `python tools/benchmarks/convert [--params 2e8 | --full | --tensors 10000] [--rounds N] [--workers N] [--back]`: --full is a
-model of 10^9 parameters; --tensors a mixture of experts of so many small tensors; --back converts the other way. Without
+model of 10^9 parameters; --tensors an MoE model of so many small tensors; --back converts the other way. Without
 arguments it takes a smaller model, which is done within a minute. --folder is where files go. Imports are not counted, and
 each begins with nothing left to be written to the disk and as much memory at hand as the model takes. mbridge needs
 mbridge==0.15.1 and einops; without it, its figures are null. The last line is JSON: cpu_ratio and wall_ratio (ours /
@@ -38,7 +38,7 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        config = mixture(options.tensors) if options.tensors else dense(FULL_PARAMS if options.full else options.params)
+        config = moe(options.tensors) if options.tensors else dense(FULL_PARAMS if options.full else options.params)
         tensors, num_bytes, largest = make_model(folder / "hf", config)
         print(f"{config['model_type']}, {num_bytes / 2e9:.3f} billion parameters in {tensors} tensors, bfloat16", flush=True)
         results = measure(options, folder, "moe" if options.tensors else "dense")
@@ -51,7 +51,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=DEFAULT_PARAMS)
     parser.add_argument("--full", action="store_true", help=f"{FULL_PARAMS:.0e} parameters, three rounds")
-    parser.add_argument("--tensors", type=int, help="a mixture with about so many small tensors instead")
+    parser.add_argument("--tensors", type=int, help="an MoE model with about so many small tensors instead")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which mbridge is stopped")
@@ -82,7 +82,7 @@ def dense(num_params: float) -> dict[str, Any]:
     }
 
 
-def mixture(num_tensors: int) -> dict[str, Any]:
+def moe(num_tensors: int) -> dict[str, Any]:
     layers = 4
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -137,7 +137,7 @@ def make_model(folder: Path, config: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def measure(options: argparse.Namespace, folder: Path, kind: str) -> dict[str, list[dict[str, float]]]:
-    """What each of the three took, round by round, in turns."""
+    """Measure each of the three, round by round, in turns."""
     has_mbridge = all(importlib.util.find_spec(name) for name in ("mbridge", "einops"))
     suffix = "-back" if options.back else ""
     source = folder / "hf"

@@ -74,7 +74,7 @@ def run(options: Options) -> list[Figure]:
 
 
 def _model(model: str, work: Work, device: Any, options: Options) -> list[Figure]:
-    """Of one model, in each precision that the card computes; all with as many layers as bf16, or as fit."""
+    """Measure one model in each precision that the card computes; all with as many layers as bf16, or as fit."""
     found: list[Figure] = []
     layers: int | None = None
     bf16: tuple[int, float] | None = None  # its layers and throughput

@@ -64,12 +64,12 @@ def hf_config_of(model: str, layers: int | None = None) -> Any:
 
 
 def layer_parameters(shape: ModelShape) -> int:
-    """Of one layer's matrices."""
+    """Return the number of parameters in one layer's matrices."""
     return shape.hidden * (2 * shape.q + 2 * shape.kv + 3 * shape.ffn)
 
 
 def vocab_parameters(shape: ModelShape) -> int:
-    """Of the embedding and the output layer."""
+    """Return the number of parameters of the embedding and the output layer."""
     return shape.vocab * shape.hidden * (1 if shape.tied else 2)
 
 

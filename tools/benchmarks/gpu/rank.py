@@ -1,4 +1,4 @@
-"""What the sections of benchmarks/gpu share: their figures, their place as the only rank of a job, and clocks of a device."""
+"""The parts that the sections of benchmarks/gpu share: their figures, their place as the only rank of a job, and clocks of a device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Options:
-    """Of a run of benchmarks: sizes that end soon, or sizes that a CPU can do."""
+    """Options of a run of benchmarks: sizes that end soon, or sizes that a CPU can do."""
 
     quick: bool
     tiny: bool
@@ -77,7 +77,7 @@ def seconds_of(act: Callable[[], object], device: torch.device, repeat: int) -> 
 
 
 def extra_gib(act: Callable[[], object], device: torch.device) -> float | None:
-    """What `act` allocates at its peak beyond what was there before; None where there is no GPU."""
+    """Return the GiB that `act` allocates at its peak beyond what was there before; None where there is no GPU."""
     if device.type != "cuda":
         act()
         return None

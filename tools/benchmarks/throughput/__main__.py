@@ -1,4 +1,4 @@
-"""What a training step's time goes into: `python tools/benchmarks/throughput CONFIG [--steps N] [--synthetic [LENGTHS]]`.
+"""Measure where a training step's time goes: `python tools/benchmarks/throughput CONFIG [--steps N] [--synthetic [LENGTHS]]`.
 
 Runs the trainer's own steps as `grpo-mega train CONFIG` would, in any layout (it starts the ranks of the layout, or is one of
 them under torchrun), and prints by phase: seconds, what the planner says, share, tokens/s, TFLOP/s, MFU, peak memory. Nothing
@@ -19,7 +19,7 @@ GiB        most that a rank held: its process on a CPU, its tensors on a GPU
 
 --against FILE compares with an earlier --out FILE: a phase is the same if medians differ by less than 5 % or the quartiles
 overlap. Files of other settings are refused, unless only the layout differs. The last line is JSON. Exit code 1 if phases and
-wall time are more than 2 % apart, 2 for what a person can mend.
+wall time are more than 2 % apart, 2 for what its user can fix.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def lengths_of(config: Config, options: argparse.Namespace) -> synthetic.Lengths
 
 
 def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) -> tuple[dict[str, Any] | None, int]:
-    """What was measured, by ranks that are started here or as rank 0 of torchrun's; or None and the exit code.
+    """Return the measurements of ranks started here, or of this rank 0 of torchrun's; or None and the exit code.
 
     The folder stays where a rank failed, with its logs.
     """

@@ -283,7 +283,7 @@ def _about(job: Job) -> dict[str, Any]:
 
 
 def _rates(job: Job) -> dict[str, float | None]:
-    """What this rank's device does while all others do the same: FLOP/s of a product, bytes/s copied and bytes/s received."""
+    """Measure this rank's device while all others do the same: FLOP/s of a product, bytes/s copied and bytes/s received."""
     device, dtype = job.runtime.device, job.model.dtype
     side = SIDES[device.type]
     a = torch.randn(side, side, device=device.torch_device, dtype=dtype)
@@ -292,7 +292,7 @@ def _rates(job: Job) -> dict[str, float | None]:
     parcel = torch.zeros(BYTES_SENT, dtype=torch.uint8, device=device.torch_device)
 
     def best(act: Callable[[], object], seconds: float) -> float:
-        """Of at least five, after one that does not count."""
+        """Return the median of at least five runs, after one that does not count."""
         act()
         dist.barrier()
         found: list[float] = []

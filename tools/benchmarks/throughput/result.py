@@ -82,7 +82,7 @@ def result(raw: Mapping[str, Any], config: Config, synthetic: str | None, gpu: s
 
 
 def settings(config: Config, synthetic: str | None) -> dict[str, Any]:
-    """What two runs must have in common to be compared. The model counts by its shape; paths do not count."""
+    """Return the settings that two runs must share to be compared. The model counts by its shape; paths do not count."""
     found = {name: value for name, value in config.model_dump(mode="json").items() if name not in FREE}
     found["model"] = found["model"] | {"path": None}
     found["data"] = found["data"] | {"train": None, "heldout": None, "heldout_sets": None, "pass_rates": None}
@@ -96,7 +96,7 @@ def problem(found: Mapping[str, Any]) -> str | None:
         if abs(found[name] - 1) > TOLERANCE:
             return (
                 f"{what} sum to {found[name]:.1%} of the step's wall time, not within {TOLERANCE:.0%} of it; "
-                "measure again on a quieter machine, and mend observe/timers.py if it stays so"
+                "measure again on a quieter machine, and correct observe/timers.py if it stays so"
             )
     return None
 
@@ -192,7 +192,7 @@ def _figures(
     phases: Mapping[str, Mapping[str, Any]],
     seconds: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Of the batch, the pipeline and the sync."""
+    """Return the figures of the batch, the pipeline and the sync."""
     layout = raw["layout"]
     firsts = [rank for rank in raw["ranks"] if rank["place"][0] == rank["place"][1] == 0]  # one of each data-parallel rank
     mini_batches = [mini for rank in firsts for step in rank["steps"] for mini in step["micro_batches"]]

@@ -71,7 +71,7 @@ def lengths_of(text: str, longest: int) -> Lengths:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Of the section `rollout`: log-probs that no engine gave must not stop the run, nor warn."""
+    """Return settings of `rollout` with which log-probs that no engine gave neither stop the run nor warn."""
     return config.rollout.model_dump(mode="json") | {"mismatch_stop": None, "mismatch_warn": MISMATCH_WARN}
 
 
@@ -159,7 +159,7 @@ def _lognormal(text: str, rest: str) -> Lengths:
         except ValueError:
             found[key] = math.nan
         if not 0 < found[key] < math.inf:
-            raise ConfigError(f"--synthetic {text}: {key}={value} must be a number above 0; mend it")
+            raise ConfigError(f"--synthetic {text}: {key}={value} must be a number above 0")
     if missing := [key for key in ("mean", "sigma", "max") if key not in found]:
         raise ConfigError(f"--synthetic {text} has no {missing[0]}; give mean=256,sigma=0.8,max=1024")
     [longest] = _whole(text, [f"{found['max']:.12g}"], 1)

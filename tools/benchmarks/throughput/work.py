@@ -1,4 +1,4 @@
-"""What a step has to do, from the lengths of its samples: tokens, and the model's FLOPs by observe/flops.py. No torch here."""
+"""Count the work of a step from the lengths of its samples: tokens, and the model's FLOPs by batching/flops.py, without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GroupLengths = tuple[int, list[int]]  # tokens of the prompt, and of each respon
 
 @dataclass
 class Work:
-    """What one step had to do, the same on all ranks. FLOPs are the model's, of all ranks together."""
+    """The work of one step, the same on all ranks. FLOPs are the model's, of all ranks together."""
 
     samples: int
     prompt_tokens: int  # a sample's prompt counts for each sample

@@ -1,4 +1,4 @@
-"""What a contestant is asked and answers, a line of JSON each way, and the peak of its memory."""
+"""The channel to a contestant, a line of JSON each way, and the peak of its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both contestants of benchmarks/vs_trl train: model, tokenizer, prompts, given responses, reward. Made from numbers
+"""The task that both contestants of benchmarks/vs_trl train: model, tokenizer, prompts, given responses, reward. Made from numbers
 alone.
 
 The model is a Qwen2 of about 31M random parameters with a vocabulary of 32,768. One dimension of its hidden states is the same

@@ -183,7 +183,7 @@ def pairs(option: str, text: str, known: tuple[str, ...]) -> dict[str, str]:
 def whole_numbers(option: str, found: dict[str, str]) -> dict[str, int]:
     for key, value in found.items():
         if not value.isascii() or not value.isdigit() or int(value) < 1:
-            raise ConfigError(f"{option}: {key}={value} must be a whole number above 0; mend it")
+            raise ConfigError(f"{option}: {key}={value} must be a whole number above 0")
     return {key: int(value) for key, value in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""What a weight sync would move, from shapes and layouts alone; no tensor is made and no rank is started.
+"""Compute what a weight sync would move, from shapes and layouts alone; no tensor is made and no rank is started.
 
 `dry_run` asks the plan. The bounds beside it are counted from what the ranks hold, without it: `lower_bound`, all that the
 engines want less what the same rank has; `full_gather_bytes`, what all ranks would receive if each gathered every weight, less
@@ -36,7 +36,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Dry:
-    """What a sync would move, in bytes."""
+    """The bytes that a sync would move."""
 
     plan: Plan
     traffic: Traffic
@@ -81,7 +81,7 @@ def full_gather(sources: Side, num_parameters: int, world_size: int) -> int:
 
 
 def num_elements(blocks: Iterable[Block]) -> int:
-    """Of all pieces."""
+    """Return the number of elements of all pieces."""
     return sum(
         len(block.layers) * len(block.experts) * sum(piece.box.size for t in block.tensors.values() for piece in t.pieces)
         for block in blocks

@@ -153,7 +153,7 @@ def _cut(names: list[str], shard: Holding, capacity: int) -> Iterator[list[Rows]
 
 
 def _slices(rows: Rows, shard: Holding, start: int, wanted: dict[str, list[Piece]]) -> Iterator[Slice]:
-    """What the engine wants of some rows of a shard that begins at `start`."""
+    """Return the parts that the engine needs of some rows of a shard that begins at `start`."""
     local: LocalTensor = shard[rows.name]
     for piece in local.pieces:
         first = max(rows.first, piece.offset[0])
