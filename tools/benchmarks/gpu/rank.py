@@ -1,4 +1,4 @@
-"""The parts that the sections of benchmarks/gpu share: their figures, their place as the only rank of a job, and clocks of a device."""
+"""The parts that the sections of benchmarks/gpu share: figures, the place of the only rank of a job, clocks of a device."""
 
 from __future__ import annotations
 

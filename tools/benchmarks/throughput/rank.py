@@ -292,7 +292,7 @@ def _rates(job: Job) -> dict[str, float | None]:
     parcel = torch.zeros(BYTES_SENT, dtype=torch.uint8, device=device.torch_device)
 
     def best(act: Callable[[], object], seconds: float) -> float:
-        """Return the median of at least five runs, after one that does not count."""
+        """Return the shortest of at least five runs in seconds, after one that does not count."""
         act()
         dist.barrier()
         found: list[float] = []

@@ -1,4 +1,4 @@
-"""Count the work of a step from the lengths of its samples: tokens, and the model's FLOPs by batching/flops.py, without torch."""
+"""Count the work of a step from the lengths of its samples: tokens, and FLOPs by batching/flops.py. Needs no torch."""
 
 from __future__ import annotations
 

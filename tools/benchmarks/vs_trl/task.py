@@ -1,5 +1,5 @@
-"""The task that both contestants of benchmarks/vs_trl train: model, tokenizer, prompts, given responses, reward. Made from numbers
-alone.
+"""The task that both contestants of benchmarks/vs_trl train: model, tokenizer, prompts, given responses, reward. Made from
+numbers alone.
 
 The model is a Qwen2 of about 31M random parameters with a vocabulary of 32,768. One dimension of its hidden states is the same
 everywhere, and the row of the end-of-sequence token reads it, so that a sampled response ends after any token with about the
