@@ -1,7 +1,7 @@
-"""One number for one question: what a trainer must give for a case of `conformance.json`, and what this one gives.
+"""Answer a conformance case by the oracles (`expected`) and by this trainer (`ours`), and compare two answers.
 
-A case is {name, kind, inputs, settings, expected}. An implementation is a function (kind, inputs, settings) -> result with the
-keys of `expected`; `expected` is the one of the naive twins, `ours` that of this trainer. Numbers are Python floats and lists:
+A case of vectors.json is {name, kind, inputs, settings, expected}. An implementation is a function (kind, inputs, settings) ->
+result with the keys of `expected`. All numbers are Python floats, in lists:
 
 kind        inputs                                                    result
 kl          logprobs, old_logprobs, ref_logprobs: lists               values, gradients: lists, d value_t / d logprobs_t
@@ -11,8 +11,8 @@ loss        responses: of logprobs, old_logprobs, ref_logprobs,       loss; grad
 advantages  groups: lists of samples of length, reward (None: not     advantages: for each group, for each sample, a list of
             scored), step_rewards, step_ends, logprobs, ref_logprobs        `length` numbers
 
-`settings` are keys of the config's section `algorithm`, and `max_response_length`. NaN stands on tokens whose mask is 0, which
-must not be read.
+`settings` holds keys of the config's section `algorithm`, and `max_response_length`. Tokens with mask 0 may hold NaN and must
+not be read.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mega.algorithm import advantages, aggregate, correction, kl, losses, objectives, reference, reference_advantages
+from grpo_mega.algorithm import advantages, aggregate, correction, kl, losses, objectives
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.types import Group, Prompt, Sample
+from tools.conformance import oracle_advantages, oracle_losses
 
 Json = dict[str, Any]
 Implementation = Callable[[str, Json, Json], Json]
 
 
 def expected(kind: str, inputs: Json, settings: Json) -> Json:
-    """By the naive twins, in float64."""
+    """Compute the result by the oracles, in float64."""
     return EXPECTED[kind](inputs, settings)
 
 
 def ours(kind: str, inputs: Json, settings: Json) -> Json:
-    """By the code that trains, in float64."""
+    """Compute the result by this trainer's functions, in float64."""
     return OURS[kind](inputs, settings)
 
 
 def differences(wanted: Json, given: Json, tolerance: float) -> list[str]:
-    """What `given` has that `wanted` has not, a line each. `tolerance` is relative to the largest number of `wanted`."""
+    """Return a line for each difference; `tolerance` is relative to the largest number of `wanted`."""
     largest = max((abs(value) for _, value in _numbers(wanted)), default=0.0)
     if _shape(wanted) != _shape(given):
         return [f"has the shape {_shape(given)}, not {_shape(wanted)}"]
@@ -54,13 +55,13 @@ def differences(wanted: Json, given: Json, tolerance: float) -> list[str]:
     ]
 
 
-# By the naive twins
+# The oracles
 
 
 def _expected_kl(inputs: Json, settings: Json) -> Json:
     logprobs = _scalars(inputs["logprobs"])
     values = [
-        reference.kl_penalty(logprob, ref, settings["kl_penalty_type"], old=old, kl_clamp=settings["kl_clamp"])
+        oracle_losses.kl_penalty(logprob, ref, settings["kl_penalty_type"], old=old, kl_clamp=settings["kl_clamp"])
         for logprob, old, ref in zip(logprobs, inputs["old_logprobs"], inputs["ref_logprobs"], strict=True)
     ]
     return {"values": [float(value.detach()) for value in values], "gradients": _gradients(sum(values), [logprobs])[0]}
@@ -70,8 +71,8 @@ def _expected_correction(inputs: Json, settings: Json) -> Json:
     result: Json = {"importance": [], "kept": []}
     for item in inputs["responses"]:
         tokens = range(len(item["mask"]))
-        response = reference.Response([], item["old_logprobs"], item["rollout_logprobs"], [], item["mask"])
-        importance, kept = reference.correct(response, twin_settings(settings))
+        response = oracle_losses.Response([], item["old_logprobs"], item["rollout_logprobs"], [], item["mask"])
+        importance, kept = oracle_losses.correct(response, oracle_settings(settings))
         result["importance"].append([importance.get(t, 0.0) for t in tokens])
         result["kept"].append([float(t in kept) for t in tokens])
     return result
@@ -79,21 +80,21 @@ def _expected_correction(inputs: Json, settings: Json) -> Json:
 
 def _expected_loss(inputs: Json, settings: Json) -> Json:
     responses = [
-        reference.Response(**(item | {"logprobs": _scalars(item["logprobs"]), "entropy": _scalars(item["entropy"])}))
+        oracle_losses.Response(**(item | {"logprobs": _scalars(item["logprobs"]), "entropy": _scalars(item["entropy"])}))
         for item in inputs["responses"]
     ]
-    loss = reference.minibatch_loss(responses, twin_settings(settings))
+    loss = oracle_losses.minibatch_loss(responses, oracle_settings(settings))
     return {"loss": float(loss.detach()), "gradients": _gradients(loss, [response.logprobs for response in responses])}
 
 
 def _expected_advantages(inputs: Json, settings: Json) -> Json:
-    groups = [[reference_advantages.Scored(**sample) for sample in group] for group in inputs["groups"]]
-    return {"advantages": reference_advantages.advantages(groups, reference_advantages.AdvantageSettings(**settings))}
+    groups = [[oracle_advantages.Scored(**sample) for sample in group] for group in inputs["groups"]]
+    return {"advantages": oracle_advantages.advantages(groups, oracle_advantages.AdvantageSettings(**settings))}
 
 
-def twin_settings(settings: Json) -> reference.Settings:
+def oracle_settings(settings: Json) -> oracle_losses.Settings:
     flat = {name: value for name, value in settings.items() if name != "correction"}
-    return reference.Settings(**flat, **settings.get("correction", {}))
+    return oracle_losses.Settings(**flat, **settings.get("correction", {}))
 
 
 def _scalars(values: Sequence[float]) -> list[Tensor]:
@@ -117,7 +118,7 @@ EXPECTED: Mapping[str, Callable[[Json, Json], Json]] = {
 }
 
 
-# By the code that trains
+# This trainer
 
 
 def _our_kl(inputs: Json, settings: Json) -> Json:
@@ -136,10 +137,10 @@ def _our_correction(inputs: Json, settings: Json) -> Json:
     names = ("logprobs", "ref_logprobs", "entropy", "advantages")
     packed = pack([item | dict.fromkeys(names, item["old_logprobs"]) for item in inputs["responses"]], settings)
     fixed = correction.correct(packed.without_masked(), our_loss_settings(settings).correction)
-    is_trained_T = packed.loss_mask > 0
+    is_unmasked_T = packed.loss_mask > 0
     return {
-        "importance": _unpack(torch.where(is_trained_T, fixed.importance, 0.0), inputs["responses"]),
-        "kept": _unpack(torch.where(is_trained_T, fixed.keep, 0.0), inputs["responses"]),
+        "importance": _unpack(torch.where(is_unmasked_T, fixed.importance, 0.0), inputs["responses"]),
+        "kept": _unpack(torch.where(is_unmasked_T, fixed.keep, 0.0), inputs["responses"]),
     }
 
 
@@ -165,7 +166,7 @@ def _our_advantages(inputs: Json, settings: Json) -> Json:
 
 
 def pack(responses: Sequence[Json], settings: Json) -> LossInputs:
-    """The responses laid end to end as in training: each is followed by a position that does not train, here full of NaN."""
+    """Lay the responses end to end as in training: each is followed by a position outside the loss, here full of NaN."""
     names = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "entropy", "logprobs")
     vectors = {name: _vector([x for item in responses for x in [*item[name], torch.nan]]) for name in names}
     weights = aggregate.token_weights(
@@ -246,7 +247,7 @@ OURS: Mapping[str, Callable[[Json, Json], Json]] = {
 
 
 def _numbers(value: Any, path: str = "") -> list[tuple[str, float]]:
-    """Each number with its path, as gradients[0][3]."""
+    """Return each number with its path, such as gradients[0][3]."""
     if isinstance(value, dict):
         return [pair for name in sorted(value) for pair in _numbers(value[name], f"{path}.{name}" if path else name)]
     if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""The naive twins of the advantages: lists of Python floats, sample after sample, as the papers print them.
+"""Oracle of the advantages: compute them sample by sample in Python floats, as the papers print them.
 
 In: the groups of one step, each a list of `Scored`. Out: for each sample of each group a list with one advantage per response
-token. Nothing is shared with the vectorised code. A sample without a reward gets zeros and counts nowhere.
+token. This module shares no code with the vectorised advantages. A sample without a reward gets zeros and is in no statistic.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from grpo_mega.algorithm.reference import kl_penalty
+from tools.conformance.oracle_losses import kl_penalty
 
 WHITEN_EPS = 1e-8  # added to the variance
 
@@ -52,7 +52,7 @@ Advantages = list[list[list[float]]]  # [group][sample][token]
 
 
 def advantages(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """By settings.adv_type."""
+    """Return the advantages of all tokens by the estimator settings.adv_type."""
     if settings.adv_type == "grpo":
         values = _of_group_scores(groups, settings, is_leave_one_out=False)
     elif settings.adv_type == "rloo":
@@ -70,7 +70,7 @@ def advantages(groups: Groups, settings: AdvantageSettings) -> Advantages:
 
 
 def zscores(values: Sequence[float], *, by_std: bool, ddof: int, eps: float) -> list[float]:
-    """(r - mean) / (std + eps), DeepSeekMath (arXiv 2402.03300) 4.1.2; without the division for Dr. GRPO (arXiv 2503.20783)."""
+    """Return (r - mean) / (std + eps), DeepSeekMath (arXiv 2402.03300) 4.1.2; r - mean for Dr. GRPO (arXiv 2503.20783)."""
     if len(values) <= ddof or max(values) == min(values):
         return [0.0 for _ in values]
     mean = math.fsum(values) / len(values)
@@ -81,7 +81,7 @@ def zscores(values: Sequence[float], *, by_std: bool, ddof: int, eps: float) -> 
 
 
 def leave_one_out(values: Sequence[float]) -> list[float]:
-    """RLOO, arXiv 2402.14740: r_i less the mean of the others."""
+    """Return r_i less the mean of the others (RLOO, arXiv 2402.14740)."""
     if len(values) < 2 or max(values) == min(values):
         return [0.0 for _ in values]
     result = []
@@ -92,7 +92,7 @@ def leave_one_out(values: Sequence[float]) -> list[float]:
 
 
 def overlong_penalty(length: int, settings: AdvantageSettings) -> float:
-    """DAPO, arXiv 2503.14476, eq. 13: what is added to the reward of a response of this length."""
+    """Return the addend to the reward of a response of this length (DAPO, arXiv 2503.14476, eq. 13)."""
     longest = settings.max_response_length
     cache = settings.overlong_buffer * longest
     if cache == 0 or length <= longest - cache:
@@ -103,7 +103,7 @@ def overlong_penalty(length: int, settings: AdvantageSettings) -> float:
 
 
 def penalties(sample: Scored, settings: AdvantageSettings) -> list[float]:
-    """kl_beta KL_t of each token where the KL is in the reward, else zeros."""
+    """Return kl_beta KL_t for each token if the KL penalty is in the reward, else zeros."""
     if settings.kl_in != "reward" or settings.kl_beta == 0:
         return [0.0] * sample.length
     result = []
@@ -116,31 +116,31 @@ def penalties(sample: Scored, settings: AdvantageSettings) -> list[float]:
 
 
 def outcome(sample: Scored, settings: AdvantageSettings) -> float:
-    """The reward of one sample with the overlong penalty, less the sum of its tokens' KL where that is in the reward."""
+    """Return the reward of a sample with the overlong penalty, less the sum of its tokens' KL if that is in the reward."""
     assert sample.reward is not None
     return sample.reward + overlong_penalty(sample.length, settings) - math.fsum(penalties(sample, settings))
 
 
 def counts(sample: Scored, settings: AdvantageSettings) -> bool:
-    """Whether there is a reward for it that settings.adv_type knows."""
+    """Return True if the sample has a reward that settings.adv_type uses."""
     return sample.reward is not None or (settings.adv_type == "grpo_process" and len(sample.step_rewards) > 0)
 
 
 def whitened(groups: Groups, values: Advantages, settings: AdvantageSettings) -> Advantages:
-    """(a - mean) / sqrt(var + 1e-8) over all tokens of all samples that count, var over their number less one."""
+    """Return (a - mean) / sqrt(var + 1e-8) over all tokens of samples with a reward; var divides by their number less one."""
     tokens = []
     for group, rows in zip(groups, values, strict=True):
         for sample, row in zip(group, rows, strict=True):
             if counts(sample, settings):
                 tokens.extend(row)
-    has_spread = len(tokens) > 1 and max(tokens) != min(tokens)
+    has_variance = len(tokens) > 1 and max(tokens) != min(tokens)
     mean = math.fsum(tokens) / len(tokens) if tokens else 0.0
-    var = math.fsum((token - mean) ** 2 for token in tokens) / (len(tokens) - 1) if has_spread else 0.0
+    var = math.fsum((token - mean) ** 2 for token in tokens) / (len(tokens) - 1) if has_variance else 0.0
     result: Advantages = []
     for group, rows in zip(groups, values, strict=True):
         result.append([])
         for sample, row in zip(group, rows, strict=True):
-            has_value = counts(sample, settings) and has_spread
+            has_value = counts(sample, settings) and has_variance
             result[-1].append([(value - mean) / math.sqrt(var + WHITEN_EPS) if has_value else 0.0 for value in row])
     return result
 
@@ -159,9 +159,11 @@ def _of_group_scores(groups: Groups, settings: AdvantageSettings, *, is_leave_on
 
 
 def _grpo_process(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """DeepSeekMath, arXiv 2402.03300, 4.1.3: a token's advantage is the sum of the normalised rewards of the steps that end at
-    it or after it; normalised over all steps of the group. Outcome advantages are added where there are outcome rewards too; a
-    group without any has the overlong penalty for its outcome."""
+    """Add, for each token, the normalised rewards of the steps that end at or after it (DeepSeekMath, arXiv 2402.03300, 4.1.3).
+
+    Step rewards are normalised over all steps of the group. The outcome advantage is added if there are outcome rewards; in a
+    group without any, the overlong penalty is the outcome.
+    """
     with_outcomes = []
     for group in groups:
         if all(sample.reward is None for sample in group):
@@ -181,7 +183,7 @@ def _grpo_process(groups: Groups, settings: AdvantageSettings) -> Advantages:
 
 
 def _reinforce_plus_plus(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """arXiv 2501.03262: r at the last token, less beta KL_t at each; the advantage is the sum from the token on (gamma 1)."""
+    """Sum, from each token on, r at the last token and -beta KL_t at every token (arXiv 2501.03262, gamma 1)."""
     result: Advantages = []
     for group in groups:
         result.append([])
@@ -197,7 +199,7 @@ def _reinforce_plus_plus(groups: Groups, settings: AdvantageSettings) -> Advanta
 
 
 def _less_group_mean(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """arXiv 2501.03262, with baseline: r less the mean of its group."""
+    """Return r less the mean of its group (arXiv 2501.03262, with baseline)."""
     result: Advantages = []
     for group in groups:
         rewards = [outcome(sample, settings) for sample in group if sample.reward is not None]

@@ -1,6 +1,6 @@
-"""The cases of grpo_mega/algorithm/conformance.json, less what is expected of them: small ragged batches and their edges.
+"""The cases of vectors.json without their expected numbers: small ragged batches and edge cases.
 
-Numbers have four decimals, so that a person can read them; ratios lie on both sides of every limit.
+Numbers have four decimals, so that people can read them; ratios lie on both sides of every limit.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ ADVANTAGE_SETTINGS: Json = {
 
 
 def all_cases() -> list[Json]:
-    """{name, kind, inputs, settings} each; names are unique."""
+    """Return all cases as {name, kind, inputs, settings}; names are unique."""
     return [*kl_cases(), *correction_cases(), *loss_cases(), *loss_edges(), *advantage_cases(), *advantage_edges()]
 
 
@@ -111,7 +111,7 @@ def loss_cases() -> Iterator[Json]:
 
 
 def loss_edges() -> Iterator[Json]:
-    """Worked examples, empty responses and masks, and ratios beyond any number."""
+    """Yield worked examples, empty responses and masks, and ratios that overflow without a clamp."""
     signs = [(ratio, advantage) for advantage in (1.0, -1.0) for ratio in (0.4, 1.1, 1.4, 1.8)]
     worked = {"responses": [one_token(math.log(ratio), advantage) for ratio, advantage in signs]}
     settings = LOSS_SETTINGS | {"ratio_clip_eps_high": 0.2, "loss_agg_func": "seq-mean-token-sum"}
@@ -151,7 +151,7 @@ def advantage_cases() -> Iterator[Json]:
 
 
 def advantage_edges() -> Iterator[Json]:
-    """The worked examples, and what has nothing to be compared with."""
+    """Yield worked examples, and groups without anything to compare."""
     worked = {"groups": [outcomes([1, 0, 0, 1]), outcomes([0, 0, 1, 1]), outcomes([1, 0, 0, 1, 1, 0, 0, 1])]}
     yield case("advantages: grpo, half of the answers right", "advantages", worked, ADVANTAGE_SETTINGS)
     steps = {"groups": [[stepped(10, [0.2, 0.8, 1.0], [3, 7, 9]), stepped(6, [0.0, 0.4], [2, 5])]]}
@@ -182,7 +182,7 @@ def case(name: str, kind: str, inputs: Json, settings: Json) -> Json:
 
 
 def responses(seed: int, lengths: list[int], *, has_gaps: bool = False) -> list[Json]:
-    """Ratios of 0.4 to 2.5, advantages of either sign, constant within a response; `has_gaps` masks some tokens, NaN there."""
+    """Make ratios of 0.4 to 2.5 and advantages of either sign, constant per response; `has_gaps` masks some tokens with NaN."""
     rng = random.Random(seed)
 
     def some(length: int, low: float, high: float) -> list[float]:

@@ -1,26 +1,25 @@
-"""Every loss with every aggregation and correction against the naive twin, on ragged mini-batches cut into micro-batches."""
+"""Every loss with every aggregation and correction against the oracle, on ragged mini-batches cut into micro-batches."""
 
 import itertools
 import math
 import random
 from dataclasses import replace
 
-import conformance_cases
 import pytest
 import torch
 
-from grpo_mega.algorithm import conformance, reference
 from grpo_mega.algorithm.losses import LossSettings, policy_loss
 from grpo_mega.algorithm.objectives import OBJECTIVES, Limits
+from tools.conformance import adapter, cases, oracle_losses
 
 VECTORS = ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "entropy")
 LEAVES = ("logprobs", "entropy")
-PENALTIES = itertools.cycle(conformance_cases.PENALTIES)
+PENALTIES = itertools.cycle(cases.PENALTIES)
 
 
 def random_responses(seed, lengths=(5, 0, 3, 1, 6, 2), *, by_token=False):
     """As in the conformance cases, some tokens masked; `by_token`: advantages that differ within a response."""
-    responses = conformance_cases.responses(seed, list(lengths), has_gaps=True)
+    responses = cases.responses(seed, list(lengths), has_gaps=True)
     rng = random.Random(seed)
     for item in responses if by_token else []:
         item["advantages"] = [rng.uniform(-2, 2) for _ in item["mask"]]
@@ -29,7 +28,7 @@ def random_responses(seed, lengths=(5, 0, 3, 1, 6, 2), *, by_token=False):
 
 def ours(responses, settings, num_parts=1, seed=0):
     """Loss and gradients by log-probs and entropy, of the responses in random order and in so many micro-batches."""
-    whole = conformance.pack(responses, settings)
+    whole = adapter.pack(responses, settings)
     whole.entropy.requires_grad_()
     order = list(range(len(responses)))
     random.Random(seed).shuffle(order)
@@ -39,21 +38,21 @@ def ours(responses, settings, num_parts=1, seed=0):
         numbers = torch.tensor([members.index(member) for member in whole.segments[where].tolist()])
         vectors = {name: getattr(whole, name)[where] for name in (*VECTORS, "loss_mask", "loss_weights")}
         part = replace(whole, **vectors, segments=numbers, num_segments=len(members))
-        total = total + policy_loss(part, conformance.our_loss_settings(settings)).loss
+        total = total + policy_loss(part, adapter.our_loss_settings(settings)).loss
     gradients = torch.autograd.grad(total, [whole.logprobs, whole.entropy], allow_unused=True)
     zeros = torch.zeros_like(whole.logprobs)
     return total.detach(), *[zeros if g is None else g for g in gradients]
 
 
-def twins(responses, settings):
-    """The same by the naive twin, in the same layout: each response is followed by a position that has no gradient."""
+def by_oracle(responses, settings):
+    """Compute the same by the oracle, in the same layout: each response is followed by a position without a gradient."""
     items = [
-        reference.Response(
+        oracle_losses.Response(
             **item | {name: [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in item[name]] for name in LEAVES}
         )
         for item in responses
     ]
-    loss = reference.minibatch_loss(items, conformance.twin_settings(settings))
+    loss = oracle_losses.minibatch_loss(items, adapter.oracle_settings(settings))
     result = [loss.detach()]
     for name in LEAVES:
         leaves = [leaf for item in items for leaf in [*getattr(item, name), torch.zeros(())]]
@@ -64,12 +63,12 @@ def twins(responses, settings):
     return result
 
 
-@pytest.mark.parametrize("aggregation", conformance_cases.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", cases.AGGREGATIONS)
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
-def test_loss_and_gradients_equal_the_naive_twins_in_any_micro_batches_and_under_any_correction(loss_type, aggregation):
-    corrections = [{}, *conformance_cases.CORRECTIONS.values()]
+def test_loss_and_gradients_equal_the_oracles_in_any_micro_batches_and_under_any_correction(loss_type, aggregation):
+    corrections = [{}, *cases.CORRECTIONS.values()]
     for seed, (correction, kind) in enumerate(zip(corrections, PENALTIES, strict=False)):
-        settings = conformance_cases.LOSS_SETTINGS | {
+        settings = cases.LOSS_SETTINGS | {
             "loss_type": loss_type,
             "loss_agg_func": aggregation,
             "kl_beta": 0.3,
@@ -78,7 +77,7 @@ def test_loss_and_gradients_equal_the_naive_twins_in_any_micro_batches_and_under
             "correction": correction,
         }
         responses = random_responses(seed, by_token=seed % 2 == 1)
-        expected = twins(responses, settings)
+        expected = by_oracle(responses, settings)
         assert expected[1].abs().max() > 1e-3
         for num_parts in (1, 3):
             for actual, wanted in zip(ours(responses, settings, num_parts, seed), expected, strict=True):
@@ -97,8 +96,8 @@ def test_the_random_batches_reach_both_sides_of_every_limit():
     for low, high in [(math.log(0.8), math.log(1.28)), (-0.2, 0.28), (-math.inf, math.log(1.5))]:
         is_where = {(value < low, value > high, positive) for value, positive in tokens}
         assert len(is_where) == (6 if low > -math.inf else 4)
-    for correction in conformance_cases.CORRECTIONS.values():
-        rows = conformance.expected("correction", {"responses": responses}, {"correction": correction})["kept"]
+    for correction in cases.CORRECTIONS.values():
+        rows = adapter.expected("correction", {"responses": responses}, {"correction": correction})["kept"]
         kept = {value for row, item in zip(rows, responses, strict=True) for value in used(row, item)}
         assert kept == ({0.0, 1.0} if correction.keys() & {"mask", "veto_below"} else {1.0})
 
@@ -109,23 +108,23 @@ def used(row, item):
 
 @pytest.mark.parametrize("loss_type", sorted(OBJECTIVES.keys() - {"cispo", "gspo_token"}))
 def test_gradients_of_losses_that_stop_none_equal_numeric_gradients(loss_type):
-    settings = conformance_cases.LOSS_SETTINGS | {"loss_type": loss_type, "kl_beta": 0.1, "entropy_bonus": 0.1}
-    inputs = conformance.pack(conformance_cases.responses(3, [4, 3, 2]), settings)
+    settings = cases.LOSS_SETTINGS | {"loss_type": loss_type, "kl_beta": 0.1, "entropy_bonus": 0.1}
+    inputs = adapter.pack(cases.responses(3, [4, 3, 2]), settings)
     kept = inputs.loss_mask > 0  # numeric gradients would shift the NaN of the others
 
     def loss(logprobs, entropy):
         full = [torch.zeros_like(inputs.logprobs).masked_scatter(kept, values) for values in (logprobs, entropy)]
-        return policy_loss(replace(inputs, logprobs=full[0], entropy=full[1]), conformance.our_loss_settings(settings)).loss
+        return policy_loss(replace(inputs, logprobs=full[0], entropy=full[1]), adapter.our_loss_settings(settings)).loss
 
     leaves = [values.detach()[kept].clone().requires_grad_() for values in (inputs.logprobs, inputs.entropy)]
     assert torch.autograd.gradcheck(loss, leaves)
 
 
-@pytest.mark.parametrize("aggregation", conformance_cases.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", cases.AGGREGATIONS)
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(loss_type, aggregation):
-    responses = [item | {"old_logprobs": item["logprobs"]} for item in conformance_cases.responses(4, [4, 1, 6])]
-    settings = conformance_cases.LOSS_SETTINGS | {"loss_type": loss_type, "loss_agg_func": aggregation}
+    responses = [item | {"old_logprobs": item["logprobs"]} for item in cases.responses(4, [4, 1, 6])]
+    settings = cases.LOSS_SETTINGS | {"loss_type": loss_type, "loss_agg_func": aggregation}
     _, gradient, _ = ours(responses, settings)
     _, expected, _ = ours(responses, settings | {"loss_type": "reinforce"})
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
@@ -134,25 +133,25 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(loss_type, aggregati
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
 @pytest.mark.parametrize("old", [-math.inf, math.inf, -1e4, 1e4])
 def test_ratios_beyond_any_number_give_finite_losses_and_gradients(loss_type, old):
-    for correction, dtype in itertools.product([{}, *conformance_cases.CORRECTIONS.values()], [torch.float32, torch.float64]):
-        responses = conformance_cases.responses(5, [3, 1, 2])
+    for correction, dtype in itertools.product([{}, *cases.CORRECTIONS.values()], [torch.float32, torch.float64]):
+        responses = cases.responses(5, [3, 1, 2])
         responses[0]["old_logprobs"][1] = responses[1]["old_logprobs"][0] = old
         responses[2]["advantages"] = [0.0, 0.0]
-        settings = conformance_cases.LOSS_SETTINGS | {"loss_type": loss_type, "kl_beta": 0.1, "correction": correction}
+        settings = cases.LOSS_SETTINGS | {"loss_type": loss_type, "kl_beta": 0.1, "correction": correction}
         settings |= {"kl_penalty_type": "low_var_kl_weighted"}
-        inputs = conformance.pack(responses, settings)
+        inputs = adapter.pack(responses, settings)
         vectors = {name: getattr(inputs, name).detach().to(dtype) for name in (*VECTORS, "loss_mask", "loss_weights")}
         inputs = replace(inputs, **vectors)
         inputs.logprobs.requires_grad_()
-        loss = policy_loss(inputs, conformance.our_loss_settings(settings)).loss
+        loss = policy_loss(inputs, adapter.our_loss_settings(settings)).loss
         (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
         assert loss.isfinite() and gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
 def test_masked_tokens_that_hold_nan_and_responses_without_tokens_contribute_exactly_nothing(loss_type):
-    for correction in [{}, *conformance_cases.CORRECTIONS.values()]:
-        settings = conformance_cases.LOSS_SETTINGS | {"loss_type": loss_type, "kl_beta": 0.1, "entropy_bonus": 0.1}
+    for correction in [{}, *cases.CORRECTIONS.values()]:
+        settings = cases.LOSS_SETTINGS | {"loss_type": loss_type, "kl_beta": 0.1, "entropy_bonus": 0.1}
         settings |= {"correction": correction, "loss_agg_func": "seq-mean-token-sum"}
         with_nan = random_responses(6)
         assert any(math.isnan(x) for item in with_nan for x in item["logprobs"])
@@ -168,10 +167,10 @@ def test_masked_tokens_that_hold_nan_and_responses_without_tokens_contribute_exa
 
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
 def test_a_mini_batch_with_nothing_to_train_on_has_loss_and_gradient_zero(loss_type):
-    settings = conformance_cases.LOSS_SETTINGS | {"loss_type": loss_type, "kl_beta": 0.1, "entropy_bonus": 0.1}
-    all_masked = [item | {"mask": [0] * len(item["mask"])} for item in conformance_cases.responses(7, [3, 0, 2])]
-    no_tokens = conformance_cases.responses(7, [0, 0])
-    for responses, correction in itertools.product([all_masked, no_tokens], [{}, *conformance_cases.CORRECTIONS.values()]):
+    settings = cases.LOSS_SETTINGS | {"loss_type": loss_type, "kl_beta": 0.1, "entropy_bonus": 0.1}
+    all_masked = [item | {"mask": [0] * len(item["mask"])} for item in cases.responses(7, [3, 0, 2])]
+    no_tokens = cases.responses(7, [0, 0])
+    for responses, correction in itertools.product([all_masked, no_tokens], [{}, *cases.CORRECTIONS.values()]):
         loss, *gradients = ours(responses, settings | {"correction": correction})
         assert loss == 0 and all(gradient.eq(0).all() for gradient in gradients)
 
@@ -179,11 +178,11 @@ def test_a_mini_batch_with_nothing_to_train_on_has_loss_and_gradient_zero(loss_t
 @pytest.mark.parametrize("loss_type", ["gspo", "gspo_token", "gmpo"])
 def test_a_dropped_token_is_no_part_of_its_responses_mean_ratio(loss_type):
     """What is left of a response has the loss that it would have alone, but for the length that it is divided by."""
-    responses = conformance_cases.responses(8, [4])
+    responses = cases.responses(8, [4])
     (item,) = responses
     item["rollout_logprobs"] = list(item["old_logprobs"])
     item["rollout_logprobs"][2] += 1.0  # a ratio of 0.37
-    settings = conformance_cases.LOSS_SETTINGS | {"loss_type": loss_type, "loss_agg_func": "seq-mean-token-sum"}
+    settings = cases.LOSS_SETTINGS | {"loss_type": loss_type, "loss_agg_func": "seq-mean-token-sum"}
     dropped, gradient, _ = ours(responses, settings | {"correction": {"mask": "token"}})
     rest = [{name: [*values[:2], *values[3:]] for name, values in item.items()}]
     alone, alone_gradient, _ = ours(rest, settings)

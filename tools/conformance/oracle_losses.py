@@ -1,12 +1,12 @@
-"""The naive twins of the losses: one response after the other, one token after the other, as the papers print them.
+"""Oracle of the losses: compute them response by response and token by token, as the papers print them.
 
-Nothing is shared with the vectorised code, so that both can be compared. A mini-batch is a list of `Response`, ragged and
-without padding; tokens are 0-dimensional float64 tensors where a gradient is wanted, and Python floats elsewhere.
-`minibatch_loss` is the loss of the whole mini-batch, differentiable. `conformance.json` holds what these functions give.
+This module shares no code with the vectorised losses that it checks. A mini-batch is a ragged list of `Response` without
+padding; tokens are 0-dimensional float64 tensors where a gradient is needed, and Python floats elsewhere. `minibatch_loss` is
+differentiable.
 
-A token whose mask is 0 is never read. A token that the correction drops is read by the correction alone: a response's mean
-ratio (gspo, gmpo) is that of the tokens that are left. The aggregation's denominators count the tokens whose mask is 1,
-dropped or not, and all responses.
+A token with mask 0 is never read. A token that the correction drops is read by the correction alone: the mean ratio of a
+response (gspo, gmpo) covers only the remaining tokens. The denominators of the aggregation count every token with mask 1,
+dropped or not, and every response.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# A ratio's logarithm is held within this, wherever a ratio is formed.
+# Every log-ratio is clamped to +- this before it is exponentiated.
 MAX_LOG_RATIO = 20.0
 
 
 @dataclass
 class Response:
-    """What is known of each token of one response: lists of the same length."""
+    """One value per token of a response in each list; all lists have the same length."""
 
     logprobs: list[Tensor]  # 0-dimensional float64, with gradient
     old_logprobs: list[float]
     rollout_logprobs: list[float]
     advantages: list[float]
-    mask: list[int]  # 1: trains
+    mask: list[int]  # 1: the token is included in the loss
     ref_logprobs: list[float] | None = None
     entropy: list[Tensor] | None = None  # 0-dimensional float64, with gradient
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a loss depends on, by the names of the config's sections `algorithm`, `algorithm.correction` and `rollout`."""
+    """Keys of the config's sections `algorithm`, `algorithm.correction` and `rollout` that a loss depends on."""
 
     loss_type: str = "actor"
     loss_agg_func: str = "seq-mean-token-mean"
@@ -60,7 +60,7 @@ class Settings:
 
 
 def minibatch_loss(responses: Sequence[Response], settings: Settings) -> Tensor:
-    """sum_i sum_t weight_i (importance_t policy_t + kl_beta KL_t - entropy_bonus H_t) over the tokens that are not dropped."""
+    """Return sum_i sum_t weight_i (importance_t policy_t + kl_beta KL_t - entropy_bonus H_t) over the kept tokens."""
     total = torch.zeros((), dtype=torch.float64)
     for response, weight in zip(responses, token_weights(responses, settings), strict=True):
         importance, kept = correct(response, settings)
@@ -80,7 +80,7 @@ def minibatch_loss(responses: Sequence[Response], settings: Settings) -> Tensor:
 
 
 def token_weights(responses: Sequence[Response], settings: Settings) -> list[float]:
-    """For each response the weight of each of its tokens; |o_i| is the number of its tokens whose mask is 1."""
+    """Return, for each response, the weight of each of its tokens; its length is the number of its tokens with mask 1."""
     lengths = [sum(response.mask) for response in responses]
     weights = []
     for length in lengths:
@@ -103,7 +103,7 @@ def token_weights(responses: Sequence[Response], settings: Settings) -> list[flo
 
 
 def kl_penalty(logprob: Tensor, ref: float, kind: str, *, old: float | None = None, kl_clamp: float | None = 10.0) -> Tensor:
-    """One token's penalty; `old`, the log-prob before the update, is for low_var_kl_weighted alone."""
+    """Return the penalty of one token; only low_var_kl_weighted needs `old`, the log-prob before the update."""
     if kind == "kl":
         return logprob - ref
     if kind == "abs":
@@ -111,18 +111,20 @@ def kl_penalty(logprob: Tensor, ref: float, kind: str, *, old: float | None = No
     if kind == "mse":
         return (logprob - ref) * (logprob - ref) / 2
     # DeepSeekMath eq. 4: pi_ref / pi - log(pi_ref / pi) - 1
-    log_ratio = held(ref - logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = clamp(ref - logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     value = log_ratio.exp() - log_ratio - 1
-    if kind == "low_var_kl_weighted":  # DeepSeek-V3.2, arXiv 2512.02556: weighed by pi / pi_old, a constant where k3 is one
+    if (
+        kind == "low_var_kl_weighted"
+    ):  # DeepSeek-V3.2, arXiv 2512.02556: times pi / pi_old, which has no gradient where k3 is clamped
         assert old is not None
         ratio = token_ratio(logprob, old)
         value = (ratio if abs(ref - float(logprob.detach())) <= MAX_LOG_RATIO else ratio.detach()) * value
     elif kind != "low_var_kl":
         raise ValueError(kind)
-    return value if kl_clamp is None else held(value, -math.inf, kl_clamp)
+    return value if kl_clamp is None else clamp(value, -math.inf, kl_clamp)
 
 
-# Policy terms: {token: l_t} for the tokens in `kept`
+# Policy terms: each function returns {token: l_t} for the tokens in `kept`.
 
 
 def actor(response: Response, kept: Sequence[int], settings: Settings) -> dict[int, Tensor]:
@@ -156,7 +158,7 @@ def gspo(response: Response, kept: Sequence[int], settings: Settings) -> dict[in
 
 
 def gspo_token(response: Response, kept: Sequence[int], settings: Settings) -> dict[int, Tensor]:
-    """arXiv 2507.18071, eq. 13 and 14: s_i,t = sg[s_i] pi_t / sg[pi_t], so that a token has its own gradient and advantage."""
+    """arXiv 2507.18071, eq. 13 and 14: s_i,t = sg[s_i] pi_t / sg[pi_t], so each token has its own gradient and advantage."""
     if not kept:
         return {}
     ratio = sequence_ratio(response, kept).detach()
@@ -172,7 +174,7 @@ def cispo(response: Response, kept: Sequence[int], settings: Settings) -> dict[i
     terms = {}
     for t in kept:
         ratio = token_ratio(response.logprobs[t], response.old_logprobs[t])
-        weight = held(ratio, 1 - settings.ratio_clip_eps_low, 1 + settings.ratio_clip_eps_high).detach()
+        weight = clamp(ratio, 1 - settings.ratio_clip_eps_low, 1 + settings.ratio_clip_eps_high).detach()
         terms[t] = -weight * response.advantages[t] * response.logprobs[t]
     return terms
 
@@ -193,11 +195,11 @@ def gmpo(response: Response, kept: Sequence[int], settings: Settings) -> dict[in
         return {}
     logs = []
     for t in kept:
-        log_ratio = held(response.logprobs[t] - response.old_logprobs[t], -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_ratio = clamp(response.logprobs[t] - response.old_logprobs[t], -MAX_LOG_RATIO, MAX_LOG_RATIO)
         if response.advantages[t] > 0:
-            logs.append(held(log_ratio, -math.inf, settings.ratio_clip_eps_high))
+            logs.append(clamp(log_ratio, -math.inf, settings.ratio_clip_eps_high))
         else:
-            logs.append(held(log_ratio, -settings.ratio_clip_eps_low, math.inf))
+            logs.append(clamp(log_ratio, -settings.ratio_clip_eps_low, math.inf))
     mean = torch.stack(logs).mean().exp()
     return {t: -response.advantages[t] * mean for t in kept}
 
@@ -223,25 +225,25 @@ POLICY_TERMS: Mapping[str, Callable[[Response, Sequence[int], Settings], dict[in
 
 
 def correct(response: Response, settings: Settings) -> tuple[dict[int, float], list[int]]:
-    """What the policy's term of each token is multiplied by, and the tokens that are left.
+    """Return the factor of the policy's term of each token, and the tokens that are kept.
 
     m_t = exp(old_logprobs_t - rollout_logprobs_t). Importance is m_t (token) or the product of all m_t (sequence), at most
-    max_importance; or, IcePop (arXiv 2510.18855), m_t within mask_low .. mask_high and 0 out of them. Dropped are tokens with
-    m_t out of mask_low .. mask_high, or all of the response if the product of m_t (sequence) or its geometric mean (geometric)
-    is out of them, or if any m_t is below veto_below.
+    max_importance; or, with IcePop (arXiv 2510.18855), m_t within mask_low .. mask_high and 0 outside. The mask drops tokens
+    with m_t outside mask_low .. mask_high, or a whole response if the product of its m_t (sequence) or their geometric mean
+    (geometric) is outside. veto_below drops a response if any of its m_t is smaller.
     """
-    trained = [t for t in range(len(response.mask)) if response.mask[t]]
-    if not trained:
+    unmasked = [t for t in range(len(response.mask)) if response.mask[t]]
+    if not unmasked:
         return {}, []
     logs = {}
-    for t in trained:
+    for t in unmasked:
         log_ratio = response.old_logprobs[t] - response.rollout_logprobs[t]
         logs[t] = min(max(log_ratio, -MAX_LOG_RATIO), MAX_LOG_RATIO)
     product = math.exp(min(max(sum(logs.values()), -MAX_LOG_RATIO), MAX_LOG_RATIO))
     geometric = math.exp(sum(logs.values()) / len(logs))
 
-    importance = dict.fromkeys(trained, 1.0)
-    for t in trained:
+    importance = dict.fromkeys(unmasked, 1.0)
+    for t in unmasked:
         if settings.importance == "token":
             importance[t] = min(math.exp(logs[t]), settings.max_importance)
         elif settings.importance == "sequence":
@@ -251,7 +253,7 @@ def correct(response: Response, settings: Settings) -> tuple[dict[int, float], l
             importance[t] = ratio if settings.mask_low <= ratio <= settings.mask_high else 0.0
 
     kept = []
-    for t in trained:
+    for t in unmasked:
         measured = {"none": None, "token": math.exp(logs[t]), "sequence": product, "geometric": geometric}[settings.mask]
         if measured is None or settings.mask_low <= measured <= settings.mask_high:
             kept.append(t)
@@ -264,23 +266,23 @@ def correct(response: Response, settings: Settings) -> tuple[dict[int, float], l
 
 
 def token_ratio(logprob: Tensor, old: float) -> Tensor:
-    return held(logprob - old, -MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return clamp(logprob - old, -MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def sequence_ratio(response: Response, kept: Sequence[int]) -> Tensor:
-    logs = [held(response.logprobs[t] - response.old_logprobs[t], -MAX_LOG_RATIO, MAX_LOG_RATIO) for t in kept]
+    logs = [clamp(response.logprobs[t] - response.old_logprobs[t], -MAX_LOG_RATIO, MAX_LOG_RATIO) for t in kept]
     return torch.stack(logs).mean().exp()
 
 
 def clipped_objective(ratio: Tensor, advantage: float, settings: Settings) -> Tensor:
-    """min(r A, clip(r, 1 - low, 1 + high) A)."""
+    """Return min(r A, clip(r, 1 - low, 1 + high) A)."""
     unclipped = ratio * advantage
-    clipped = held(ratio, 1 - settings.ratio_clip_eps_low, 1 + settings.ratio_clip_eps_high) * advantage
+    clipped = clamp(ratio, 1 - settings.ratio_clip_eps_low, 1 + settings.ratio_clip_eps_high) * advantage
     return unclipped if float(unclipped.detach()) <= float(clipped.detach()) else clipped
 
 
-def held(value: Tensor, low: float, high: float) -> Tensor:
-    """The value within low .. high; a constant, without gradient, where it was outside."""
+def clamp(value: Tensor, low: float, high: float) -> Tensor:
+    """Clamp the value to low .. high; a clamped value is a constant without gradient."""
     if float(value.detach()) < low:
         return torch.tensor(low, dtype=torch.float64)
     if float(value.detach()) > high:

@@ -1,15 +1,14 @@
-"""Every advantage against the naive twin on random ragged groups, and the worked examples of process supervision and RLOO."""
+"""Every advantage against the oracle on random ragged groups, and the worked examples of process supervision and RLOO."""
 
 import itertools
 import random
 
-import conformance_cases
 import pytest
 import torch
 
-from grpo_mega.algorithm import conformance
 from grpo_mega.algorithm.advantages import ADVANTAGES, AdvantageSettings, assign
 from grpo_mega.types import Group, Prompt, Sample
+from tools.conformance import adapter, cases
 
 OPTIONS = {
     "normalize_by_std": (True, False),
@@ -25,7 +24,7 @@ def random_groups(seed):
     """One to three groups of one to five samples of up to eight tokens, some without a reward or without steps."""
     rng = random.Random(seed)
     groups = [
-        conformance_cases.samples(rng.randrange(10**6), [rng.randint(0, 8) for _ in range(rng.randint(1, 5))])
+        cases.samples(rng.randrange(10**6), [rng.randint(0, 8) for _ in range(rng.randint(1, 5))])
         for _ in range(rng.randint(1, 3))
     ]
     for sample in itertools.chain(*groups):
@@ -37,15 +36,15 @@ def random_groups(seed):
 
 
 @pytest.mark.parametrize("adv_type", ADVANTAGES)
-def test_advantages_equal_the_naive_twins_for_any_groups_and_settings(adv_type):
+def test_advantages_equal_the_oracles_for_any_groups_and_settings(adv_type):
     num_nonzero = 0
     for seed, choice in enumerate(itertools.product(*OPTIONS.values())):
-        settings = conformance_cases.ADVANTAGE_SETTINGS | dict(zip(OPTIONS, choice, strict=True)) | {"adv_type": adv_type}
-        settings |= {"kl_beta": 0.2, "kl_penalty_type": conformance_cases.PENALTIES[seed % 5]}
+        settings = cases.ADVANTAGE_SETTINGS | dict(zip(OPTIONS, choice, strict=True)) | {"adv_type": adv_type}
+        settings |= {"kl_beta": 0.2, "kl_penalty_type": cases.PENALTIES[seed % 5]}
         groups = random_groups(seed)
-        expected = conformance.expected("advantages", {"groups": groups}, settings)
-        actual = conformance.ours("advantages", {"groups": groups}, settings)
-        assert conformance.differences(expected, actual, 1e-6) == []
+        expected = adapter.expected("advantages", {"groups": groups}, settings)
+        actual = adapter.ours("advantages", {"groups": groups}, settings)
+        assert adapter.differences(expected, actual, 1e-6) == []
         num_nonzero += any(x for group in expected["advantages"] for row in group for x in row)
     assert num_nonzero > 40
 
