@@ -30,7 +30,7 @@ def test_a_run_with_a_stopped_rank_ends_with_a_report_and_resumes(tmp_path: Path
     assert process.wait(timeout=SECONDS) == 3
     assert time.monotonic() - began < 60
     report = (run_dir / "hang" / "report.txt").read_text()
-    assert "says rank 0; the run ends here" in report and "rank 1: no answer: dead, stopped, or stuck" in report
+    assert "reported by rank 0; the run ends here" in report and "rank 1: no answer: dead, stopped, or stuck" in report
     assert f"the last good checkpoint is {run_dir}/checkpoints/step-" in report
     assert report.strip() in kills.log_of(run_dir).read_text()
     assert not Path(f"/proc/{stopped}").exists()

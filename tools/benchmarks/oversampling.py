@@ -35,7 +35,7 @@ from torch.distributed import HashStore
 from transformers import Qwen2Config
 
 from grpo_mega.config import RolloutConfig
-from grpo_mega.distributed.rendezvous import Board
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
 from grpo_mega.hardware.device import Device
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
@@ -109,7 +109,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 class Bench:
     def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
         self.engine, self.options = engine, options
-        self.board, self.economy = Board(HashStore(), 0, 1), Economy()
+        self.rendezvous, self.economy = Rendezvous(HashStore(), 0, 1), Economy()
         numbers = random.Random(0)
         self.prompts = [
             Prompt(i, "", tuple(numbers.randrange(VOCAB) for _ in range(PROMPT_LENGTH)), "")
@@ -141,7 +141,7 @@ class Bench:
     def phase(self, step: int, num_begun: int, wanted: int) -> Phase:
         return sample(
             self.engine,
-            self.board,
+            self.rendezvous,
             self.prompts[:num_begun],
             self.sampling,
             step=step,
@@ -216,7 +216,7 @@ def server(config: Qwen2Config, options: argparse.Namespace, num_sequences: int,
     )
     limits = Limits(num_sequences, start_deadline_s=DEADLINE_S, stall_deadline_s=DEADLINE_S)
     settled = Options(limits, num_engines=1, prove=False, on_wait=lambda _: None)
-    return SGLangEngine(settings, settled, Place(0, 0, 1, 0), Side(((),)), Board(HashStore(), 0, 1), HostBuckets())
+    return SGLangEngine(settings, settled, Place(0, 0, 1, 0), Side(((),)), Rendezvous(HashStore(), 0, 1), HostBuckets())
 
 
 def begun(factor: float, prompts: int) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank
-from grpo_mega.distributed.rendezvous import Board
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.hardware.device import Device
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.run.engines import build_engine, build_sync
@@ -89,12 +89,12 @@ def config_for(model: str, kind: str, folder: Path, **more: Any) -> Config:
 def opened(model: str, config: Config, device: Device) -> Iterator[tuple[Any, Any, Any]]:
     """The trainer's weights, an engine that is up, and the sync between them; the ranks must have joined."""
     runtime = runtimes.arrange(config, device)
-    board, shape = Board(runtime.store, 0, 1), shape_of(model)
-    engine = build_engine(config, hf_config_of(model), family_of(shape.model_type), shape, torch.bfloat16, runtime, board)
+    rendezvous, shape = Rendezvous(runtime.store, 0, 1), shape_of(model)
+    engine = build_engine(config, hf_config_of(model), family_of(shape.model_type), shape, torch.bfloat16, runtime, rendezvous)
     try:
         engine.wait_until_ready()
         trainer: Any = Trainer(shape, torch.bfloat16, device.torch_device)
-        yield trainer, engine, build_sync(config, torch.bfloat16, trainer, engine, board)
+        yield trainer, engine, build_sync(config, torch.bfloat16, trainer, engine, rendezvous)
     finally:
         engine.close()
 

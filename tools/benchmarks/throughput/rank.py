@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mega.config import Config
-from grpo_mega.distributed.rendezvous import Board
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.megatron.compat import transfers_wrapped
 from grpo_mega.observe.run_log import Log
 from grpo_mega.observe.timers import Timers
@@ -102,7 +102,7 @@ class Waits:
     def installed(self) -> Iterator[None]:
         """The doors are as they were afterwards."""
         doors: list[tuple[Any, str, Callable[..., Any]]] = [
-            (Board, "meet", self._on_host),
+            (Rendezvous, "all_gather", self._on_host),
             (dist, "all_gather_object", self._on_host),
             (dist, "barrier", self._on_host),
         ]
