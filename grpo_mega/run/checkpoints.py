@@ -24,7 +24,7 @@ from grpo_mega.config import CheckpointConfig
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.checkpoint_files import LATEST, STATE, Manifest, clean, partial_name, publish
-from grpo_mega.observe.byte_bar import byte_bar
+from grpo_mega.observe.progress import progress
 from grpo_mega.run.checkpoint_writer import SECONDS_BETWEEN_LOOKS, Writer
 from grpo_mega.run.staging import Staging
 
@@ -119,7 +119,7 @@ class Checkpoints:
         of this rank, which waits for nothing else."""
         shown = writer.num_done
         until: float | None = None
-        with byte_bar(writer.num_bytes - shown, "writing the checkpoint", self._shows_progress) as bar:
+        with progress(writer.num_bytes - shown, "writing the checkpoint", self._shows_progress, "bytes") as bar:
             while writer.is_alive and (until is None or time.monotonic() < until):
                 writer.wait(SECONDS_BETWEEN_LOOKS)
                 if writer.num_done > shown:
