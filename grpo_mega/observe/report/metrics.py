@@ -1,37 +1,19 @@
 """metrics.jsonl as the page draws it, and what in it should worry a person.
 
-The last line of a step counts for each metric. A run of more than MAX_POINTS steps is thinned: a point then stands for several
+A run of more than MAX_POINTS steps is thinned: a point then stands for several
 steps by their mean, or by the largest for metrics whose name ends in "max"; values that are not finite stay visible as such.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from typing import Any
 
-Curves = dict[str, dict[int, float]]
+from grpo_mega.observe.curves import Curves
 
 MAX_POINTS = 2000
 _MANY_CUT, _MANY_EQUAL = 0.2, 0.9  # shares from which on a person should look
 _NAMED = 6  # steps that a finding names
-
-
-def curves(records: Iterable[Mapping[str, Any]]) -> Curves:
-    """Each metric by step; records and values that are not metrics are passed over."""
-    found: Curves = {}
-    for record in records:
-        step = record.get("step")
-        if not isinstance(step, int):
-            continue
-        for name, value in record.items():
-            try:
-                number = float(value)
-            except (TypeError, ValueError):
-                continue
-            if name != "step":
-                found.setdefault(name, {})[step] = number
-    return found
 
 
 def steps_done(found: Curves) -> int:
@@ -79,7 +61,7 @@ def findings(found: Curves, mismatch_warn: float | None) -> list[str]:
         told.append(f"the mismatch of engine and trainer was above rollout.mismatch_warn={limit:g} {_at(steps)}")
     for name, bound, what in (
         ("response_length/cut", _MANY_CUT, "of the responses are cut off at rollout.max_response_length"),
-        ("groups/no_spread", _MANY_EQUAL, "of the groups have equal rewards and teach nothing"),
+        ("groups/zero_variance", _MANY_EQUAL, "of the groups have zero reward variance and teach nothing"),
     ):
         last = found.get(name)
         if last and last[max(last)] > bound:

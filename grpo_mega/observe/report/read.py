@@ -13,10 +13,10 @@ import yaml
 from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError
 from grpo_mega.json_lines import read_json_lines
+from grpo_mega.observe.curves import Curves, curves
 from grpo_mega.observe.report import metrics, responses
 from grpo_mega.paths import CONFIG_FILE, LOCK_FILE, MESSAGES_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE
 
-# The files of a run, as observe.writers and run_folder name them.
 MAX_MESSAGES = 1000
 _RECENT = 20  # steps from whose median time the rest is foretold
 
@@ -28,7 +28,7 @@ def is_run(run_dir: Path) -> bool:
 def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
     """What page/*.js draws. `is_over`: the run is ending, though it still holds its folder."""
     records, num_bad = read_lines(run_dir / METRICS_FILE)
-    found = metrics.curves(records)
+    found = curves(records)
     raw = _read_yaml(run_dir / CONFIG_FILE)
     num_steps = raw.get("steps") if isinstance(raw.get("steps"), int) else None
     done = metrics.steps_done(found)
@@ -77,7 +77,7 @@ def _status(done: int, num_steps: int | None, *, has_begun: bool, is_live: bool,
     return {"text": f"ended after step {done}{of}" if is_over else f"not running here; step {done}{of} is done", "kind": "warn"}
 
 
-def _time_left(found: metrics.Curves, steps_left: int) -> float | None:
+def _time_left(found: Curves, steps_left: int) -> float | None:
     seconds = found.get("seconds/step", {})
     recent = [seconds[step] for step in sorted(seconds)[-_RECENT:]]
     return steps_left * median(recent) if recent else None
