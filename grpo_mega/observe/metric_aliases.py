@@ -15,7 +15,7 @@ SAME: dict[str, tuple[str, ...]] = {  # ours -> TRL's (1.16), verl's
     "reward/std": ("reward_std",),
     "reward/min": ("critic/score/min", "critic/rewards/min"),
     "reward/max": ("critic/score/max", "critic/rewards/max"),
-    "groups/no_spread": ("frac_reward_zero_std",),
+    "groups/zero_variance": ("frac_reward_zero_std",),
     "kl/mean": ("kl", "actor/kl_loss"),
     "entropy/mean": ("entropy", "actor/entropy"),
     "loss/total": ("loss",),

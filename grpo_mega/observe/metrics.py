@@ -12,8 +12,8 @@ COUNTS = ("num_tokens", "dropped_mini_batches", "nonfinite_mini_batches")
 BY_STEP = ("grad_norm", "lr")  # a dropped mini-batch has none
 
 
-def rollout_metrics(groups: Sequence[Group], has_spread: Callable[[Group], bool]) -> StepMetrics:
-    """ "reward/<function>", "reward/mean", "verdict/<function>/<verdict>", "response_length/...", "groups/no_spread"."""
+def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group], bool]) -> StepMetrics:
+    """ "reward/<function>", "reward/mean", "verdict/<function>/<verdict>", "response_length/...", "groups/zero_variance"."""
     samples = [s for g in groups for s in g.samples]
     if not samples:
         return {}
@@ -27,7 +27,7 @@ def rollout_metrics(groups: Sequence[Group], has_spread: Callable[[Group], bool]
         "response_length/min": float(min(lengths)),
         "response_length/max": float(max(lengths)),
         "response_length/cut": sum(s.finish_reason == "length" for s in samples) / len(samples),
-        "groups/no_spread": sum(not has_spread(g) for g in groups) / len(groups),
+        "groups/zero_variance": sum(map(is_zero_variance, groups)) / len(groups),
     }
 
 

@@ -44,6 +44,7 @@ from grpo_mega.paths import (
     METRICS_FILE,
     RUN_FILE,
     SAMPLES_FILE,
+    heldout_files,
     write_atomically,
 )
 
@@ -115,8 +116,8 @@ def trim(folder: Path, step: int) -> None:
         if path.exists():
             whole = [(line, row) for line, row in read_json_lines(path) if row and "step" in row and line.endswith(b"\n")]
             write_atomically(path, b"".join(line for line, row in whole if row["step"] <= step))
-    for path in folder.glob("heldout-*.jsonl"):
-        if int(path.stem.removeprefix("heldout-")) > step:
+    for evaluated, path in heldout_files(folder).items():
+        if evaluated > step:
             path.unlink()
 
 

@@ -1,9 +1,9 @@
 """The policy and its engine on the same devices: whose turn it is, what moves between them, and what happens when one fails.
 
 A step goes: engine sleeps, policy comes back -> update -> gradients dropped, optimizer to the host -> engine wakes its weights
--> sync and proof -> policy's weights to the host -> engine wakes its cache -> sampling. `publish` is the part after the update;
-it runs alike before the first step, after a resume and after a restart of a server. A server that fails is started anew, gets
-the current weights, and samples what was left unfinished.
+-> sync and proof -> policy's weights to the host -> engine wakes its cache -> sampling. `sync_weights` is the part after the
+update; the same path runs before the first step, after a resume and after a restart of a server. A server that fails is started
+again, gets the current weights, and generates what was left unfinished.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Colocation:
         if self.config.engine == "sglang" and self.memory is None:
             self.say("engines neither sleep nor wake here: without a GPU their memory is the host's")
 
-    def publish(self, version: int) -> StepMetrics:
+    def sync_weights(self, version: int) -> StepMetrics:
         """Gives the engine the policy as it is, as policy `version`. Raises SyncError or EngineError, on all ranks."""
         while True:
             num_bytes = self._publish_once(version)
@@ -112,7 +112,7 @@ class Colocation:
         failures = self._meet_failures("sampling")
         if failures:
             self._revive(failures)
-            self.publish(version)
+            self.sync_weights(version)
 
     def _meet_failures(self, phase: str) -> dict[int, str]:
         """Why the engines of which leaders failed, known to all ranks."""

@@ -37,9 +37,9 @@ from grpo_mega.rollout.sglang.engine import Options, SGLangEngine
 from grpo_mega.rollout.sglang.link import Limits
 from grpo_mega.rollout.sglang.server import ServerSettings
 from grpo_mega.rollout.sglang.update import LOADER, Place
-from grpo_mega.run import job as jobs
+from grpo_mega.run import model_files
 from grpo_mega.run.batches import make_batches
-from grpo_mega.run.job import ModelFiles
+from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
@@ -164,11 +164,11 @@ def take_step(policy: Policy, config: Config) -> None:
 def sync_layout(
     config: Config, runtime: Runtime, board: Board, engines: dict[int, tuple[Side, SGLangEngine | Idle]], version: int
 ) -> None:
-    model = jobs.read_model(config)
-    policy = jobs.build_policy(config, model, runtime)
+    model = model_files.read_model(config)
+    policy = model_files.build_policy(config, model, runtime)
     take_step(policy, config)
     folder = model.folder.parent
-    jobs.export_policy(policy, model, folder / f"hf{version}")
+    model_files.export_policy(policy, model, folder / f"hf{version}")
     for tp, (side, engine) in engines.items():
         plan = plan_sides(policy.side(), side, ranks_per_node=WORLD_SIZE)
         meet = partial(board.meet, deadline_s=DEADLINE_S)
@@ -210,7 +210,7 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
         save_checkpoint(make_model(case.family, seed=3, **(SIZES | case.changes)), folder / "hf0")
     board = Board(runtime.store, runtime.rank, WORLD_SIZE)
     board.meet("the checkpoint", None, DEADLINE_S)
-    model = jobs.read_model(config)
+    model = model_files.read_model(config)
     sides = {
         tp: engine_side(model.family, model.shape, EngineLayout(tp, 1), WORLD_SIZE, quantise=case.quantise)
         for tp in case.engine_tps

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from grpo_mega.paths import heldout_files
+
 MAX_SAMPLE_BYTES = 6 << 20  # of samples.jsonl in the page
 MAX_SAMPLE_STEPS = 200
 MAX_EVALUATIONS = 8
@@ -52,7 +54,7 @@ def samples(path: Path) -> dict[str, Any]:
 
 def heldout(run_dir: Path) -> dict[str, Any]:
     """{"steps", "rows": [{"prompt", "answers": [{"ok", "scores", "response"} or None by step]}], "note"}."""
-    files = {int(p.stem.removeprefix("heldout-")): p for p in run_dir.glob("heldout-*.jsonl") if p.stem[8:].isdecimal()}
+    files = heldout_files(run_dir)
     steps = _even(sorted(files), MAX_EVALUATIONS)
     rows: dict[Any, dict[str, Any]] = {}
     num_prompts: set[Any] = set()

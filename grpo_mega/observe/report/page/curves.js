@@ -40,7 +40,7 @@ function drawCurves(parent) {
   add("Loss", lines([["loss/total", "total"], ...below("loss/").filter((name) => name !== "total").map((name) => [`loss/${name}`, name])]));
   add("Gradient norm", lines([["grad_norm", "before clipping"]]));
   add("Learning rate", lines([["lr", "learning rate"]]));
-  add("Samples of little use", lines([["groups/no_spread", "groups of equal rewards"], ["response_length/cut", "responses cut off"]]), { format: share });
+  add("Samples of little use", lines([["groups/zero_variance", "zero-variance groups"], ["response_length/cut", "responses cut off"]]), { format: share });
 
   addTimes(add, taken);
   const phases = below("memory/").map((name) => [`memory/${name}`, name.replace(/_gib$/, "")]);
