@@ -56,7 +56,8 @@ class Rollouts:
                 self.scorer.submit(sample)
                 # Counted over all ranks. One number holds both counts, since each request to the store takes time.
                 added = _MANY * sample.response_len + 1
-                tokens, num_done = divmod(self.colocation.board.take(f"{description} of step {step}", added) + added, _MANY)
+                before = self.colocation.rendezvous.fetch_add(f"{description} of step {step}", added)
+                tokens, num_done = divmod(before + added, _MANY)
                 bar.advance(num_done - num_shown, tokens=tokens - tokens_shown)
                 num_shown, tokens_shown = num_done, tokens
 
@@ -85,7 +86,7 @@ class Rollouts:
         num_failed = sum("error" in sample.verdicts.values() for sample in samples)
         if not num_failed:
             return False
-        texts = self.colocation.board.meet("scoring", self.scorer.first_error, self.config.rollout.phase_deadline_s)
+        texts = self.colocation.rendezvous.all_gather("scoring", self.scorer.first_error, self.config.rollout.phase_deadline_s)
         self.warn(
             f"{description}: reward functions failed on {num_failed} of {len(samples)} samples, which then have 0 or no score; "
             f"the first: {next(filter(None, texts), 'a worker process ended')}"
