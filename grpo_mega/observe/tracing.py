@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from grpo_mega.config import Config
 from grpo_mega.hardware.device import Device
-from grpo_mega.observe.run_log import Log
+from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.timers import Timers
 from grpo_mega.paths import TRACE
 
@@ -36,7 +36,7 @@ Span = tuple[str, int, int]  # phase, begin and end in nanoseconds since 1970
 class Tracer:
     """All ranks call `step` for every step; outside of log.profile it does nothing."""
 
-    def __init__(self, config: Config, rank: int, device: Device, timers: Timers, log: Log) -> None:
+    def __init__(self, config: Config, rank: int, device: Device, timers: Timers, log: RunLog) -> None:
         self._steps, self._folder = config.log.profiled_steps, config.run_dir / TRACE
         self._rank, self._device, self._timers, self._log = rank, device, timers, log
 

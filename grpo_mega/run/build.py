@@ -20,7 +20,7 @@ from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.found import in_use
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.observe.run_log import Log, open_run_log
+from grpo_mega.observe.run_log import RunLog, open_run_log
 from grpo_mega.observe.timers import Timers
 from grpo_mega.paths import CHECKPOINTS
 from grpo_mega.rewards.scorer import Scorer
@@ -130,7 +130,7 @@ def _reward_pool(config: Config) -> RewardPool:
     )
 
 
-def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> Log:
+def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
     """Open the log, without the lines after the last checkpoint, whose steps will be repeated. It begins with the kernels in
     use, notes on the data, and the settings that a resume changed."""
     changes: list[str] = []

@@ -17,7 +17,7 @@ from grpo_mega.formats.checkpoint_files import STATE, Manifest, check_model, lat
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import progress
-from grpo_mega.observe.run_log import Log
+from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.timers import Timers
 from grpo_mega.run.checkpoints import Checkpoints, verify
 from grpo_mega.run.health import Health
@@ -38,7 +38,7 @@ class Job:
     policy: Policy
     colocation: Colocation
     rollouts: Rollouts
-    log: Log
+    log: RunLog
     timers: Timers
     checkpoints: Checkpoints
     stop: StopRequest

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from grpo_mega.config import Config
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.megatron.compat import transfers_wrapped
-from grpo_mega.observe.run_log import Log
+from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.engine import Engine
@@ -166,13 +166,14 @@ class Waits:
         return timed
 
 
-class SeenLog:
+class SeenLog(RunLog):
     """A log that keeps of the last step this rank's metrics, its groups, and what it took by a clock of its own.
 
     A step is logged as its lap of the timers ends: so it lasts from one logging to the next.
     """
 
-    def __init__(self, log: Log, waits: Waits) -> None:
+    def __init__(self, log: RunLog, waits: Waits) -> None:
+        super().__init__()
         self._log, self._waits = log, waits
         self.metrics: StepMetrics = {}
         self.groups: Sequence[Group] = ()
