@@ -1,6 +1,6 @@
 """From a step's scored groups to the micro-batches of its update: advantages, token weights, packing, log-probs.
 
-The same on every rank but for the micro-batches, of which each data-parallel rank has its own.
+Every rank computes the same advantages and weights; each data-parallel rank packs its own micro-batches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from grpo_mega.algorithm.advantages import assign
 from grpo_mega.algorithm.aggregate import token_weights
 from grpo_mega.algorithm.kl import kl_penalty
 from grpo_mega.algorithm.settings import advantage_settings
-from grpo_mega.batching import pack
+from grpo_mega.batching import pack as packing
 from grpo_mega.config import AlgorithmConfig, Config
 from grpo_mega.megatron.gather import gather_responses
 from grpo_mega.megatron.policy import Policy
@@ -23,35 +23,44 @@ from grpo_mega.observe.timers import Timers
 from grpo_mega.types import Group, PackedBatch, Sample
 
 
-def prepare(
-    config: Config, groups: Sequence[Group], policy: Policy, runtime: Runtime, timers: Timers
-) -> tuple[list[Sample], list[list[PackedBatch]]]:
-    """All samples of the step, flat and in order, with advantages; and this rank's micro-batches of each mini-batch.
+def pack(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[PackedBatch]]:
+    """Set the samples' advantages; return this data-parallel rank's micro-batches of each mini-batch. `groups` are all of the
+    step."""
+    assign(groups, advantage_settings(config))
+    return make_batches(config, groups, policy)
 
-    A KL penalty in the reward needs log-probs before there are advantages: those that the batches were packed with are then
-    replaced by ones that know of it.
+
+def attach_logprobs(
+    config: Config,
+    groups: Sequence[Group],
+    batches: list[list[PackedBatch]],
+    policy: Policy,
+    runtime: Runtime,
+    timers: Timers,
+) -> list[list[PackedBatch]]:
+    """Return the batches with old_logprobs and ref_logprobs.
+
+    A KL penalty in the reward needs log-probs before there are advantages: those with which the batches were packed are then
+    replaced by advantages that include the penalty.
     """
-    settings = advantage_settings(config)
-    with timers("pack"):
-        samples = assign(groups, settings)
-        batches = make_batches(config, groups, policy)
     with timers("logprobs"):
         batches = policy.attach_logprobs(batches, timers)
     if config.algorithm.has_kl_reward:
         with timers("pack"):
+            samples = [sample for group in groups for sample in group.samples]
             penalties = gather_responses(lambda batch: _penalty(config.algorithm, batch), batches, samples, runtime)
-            assign(groups, settings, penalties)
+            assign(groups, advantage_settings(config), penalties)
             for mini_batch in batches:
-                pack.attach_advantages(mini_batch, samples)
-    return samples, batches
+                packing.attach_advantages(mini_batch, samples)
+    return batches
 
 
 def make_batches(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[PackedBatch]]:
-    """This data-parallel rank's micro-batches of each mini-batch, with token weights from global counts."""
-    mini_batches = pack.split(groups, config.batch.mini_batches)
-    return pack.pack(
+    """Return this data-parallel rank's micro-batches of each mini-batch, with token weights from global counts."""
+    mini_batches = packing.split(groups, config.batch.mini_batches)
+    return packing.pack(
         mini_batches,
-        [_weights(config, samples, mini_batches) for samples in mini_batches],
+        [_token_weights(config, samples, mini_batches) for samples in mini_batches],
         dp_size=policy.dp_size,
         dp_rank=policy.dp_rank,
         token_budget=config.batch.tokens_per_micro_batch,
@@ -60,18 +69,18 @@ def make_batches(config: Config, groups: Sequence[Group], policy: Policy) -> lis
     )
 
 
-def has_spread(config: Config, group: Group) -> bool:
-    """Tell if a sample of the group that trains has an advantage other than 0, so that the update learns something of it.
+def is_zero_variance(config: Config, group: Group) -> bool:
+    """Return True unless a sample that contributes to the loss has an advantage other than 0: the update learns nothing then.
 
-    Judged as if the group were the whole step, and without a KL penalty in the reward, for which there are no log-probs yet.
+    Judged as if the group were the whole step, and without a KL penalty in the reward, whose log-probs are not known yet.
     """
     alone = Group(group.prompt, [replace(sample) for sample in group.samples])
-    trained = [s for s in assign([alone], advantage_settings(config)) if _trains(config.algorithm, s)]
-    return any(bool(sample.advantages.any()) for sample in trained if sample.advantages is not None)
+    counted = [s for s in assign([alone], advantage_settings(config)) if _contributes_to_loss(config.algorithm, s)]
+    return not any(bool(sample.advantages.any()) for sample in counted if sample.advantages is not None)
 
 
 def _penalty(a: AlgorithmConfig, batch: PackedBatch) -> Tensor | None:
-    """[T], of the policy that sampled; None where the stage has no log-probs."""
+    """Return the KL penalty [T] of the policy that generated; None where the pipeline stage has no log-probs."""
     if batch.old_logprobs is None or batch.ref_logprobs is None:
         return None
     return kl_penalty(
@@ -83,13 +92,14 @@ def _penalty(a: AlgorithmConfig, batch: PackedBatch) -> Tensor | None:
     )
 
 
-def _weights(config: Config, samples: Sequence[Sample], mini_batches: Sequence[Sequence[Sample]]) -> list[float]:
-    """Samples that do not train do not count."""
+def _token_weights(config: Config, samples: Sequence[Sample], mini_batches: Sequence[Sequence[Sample]]) -> list[float]:
+    """Return each sample's weight per token; samples that do not contribute to the loss get 0 and are not counted."""
     a = config.algorithm
-    counted = [s for s in samples if _trains(a, s)]
+    counted = [s for s in samples if _contributes_to_loss(a, s)]
     num_tokens: float = sum(s.response_len for s in counted)
     if a.use_valid_token_scale:  # the mini-batch's share of the rollout's valid tokens
-        num_tokens = sum(s.response_len for mini in mini_batches for s in mini if _trains(a, s)) / len(mini_batches)
+        all_counted = [s for mini_batch in mini_batches for s in mini_batch if _contributes_to_loss(a, s)]
+        num_tokens = sum(s.response_len for s in all_counted) / len(mini_batches)
     weights = iter(
         token_weights(
             [s.response_len for s in counted],
@@ -99,9 +109,9 @@ def _weights(config: Config, samples: Sequence[Sample], mini_batches: Sequence[S
             num_tokens=num_tokens,
         )
     )
-    return [next(weights) if _trains(a, s) else 0.0 for s in samples]
+    return [next(weights) if _contributes_to_loss(a, s) else 0.0 for s in samples]
 
 
-def _trains(a: AlgorithmConfig, sample: Sample) -> bool:
-    """Samples without any reward do not, nor, with overlong_filter, do those that were cut off (they count in the group)."""
+def _contributes_to_loss(a: AlgorithmConfig, sample: Sample) -> bool:
+    """Return False for samples without any reward, and, with overlong_filter, for truncated ones."""
     return sample.is_scored and not (a.overlong_filter and sample.finish_reason == "length")
