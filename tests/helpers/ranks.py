@@ -39,7 +39,7 @@ def run_forked(
     command: Sequence[str] = (sys.executable, str(FORKED)),
 ) -> None:
     """Run a module or file as ranks that share one import (forked.py, or a `command` that runs it); fail with their errors."""
-    folders = (ROOT, HELPERS, ROOT / "tools", *filter(None, [os.environ.get("PYTHONPATH")]))
+    folders = (ROOT, HELPERS, *filter(None, [os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
