@@ -16,7 +16,8 @@ import time
 import traceback
 from pathlib import Path
 
-from grpo_mega.distributed.launch import die_with_parent, rank_environments
+from grpo_mega.distributed.launch import rank_environments
+from grpo_mega.processes import die_with_parent
 
 SECONDS_TO_END = 10.0
 
@@ -44,8 +45,7 @@ def start(rank: int, environment: dict[str, str], target: str, arguments: list[s
         return pid
     code = 1
     try:
-        if ask := die_with_parent(parent):
-            ask()
+        die_with_parent(parent)
         os.environ.update(environment)
         sys.argv = [target, *(argument.replace("{rank}", str(rank)) for argument in arguments)]
         if target.endswith(".py"):

@@ -12,9 +12,10 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
-from grpo_mega.distributed.launch import die_with_parent
+from grpo_mega.processes import die_with_parent
 
 HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
@@ -44,7 +45,7 @@ def run_forked(
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
     whole = [*command, str(world_size), target, *arguments]
-    ask = die_with_parent(os.getpid())
+    ask = partial(die_with_parent, os.getpid())
     process = subprocess.Popen(whole, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=ask)
     try:
         errors = process.communicate(timeout=timeout_s)[1]
