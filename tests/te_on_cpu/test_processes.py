@@ -10,11 +10,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from emulated_te import launcher
+
+from grpo_mega.processes import die_with_parent
 
 ROOT, HERE = launcher.ROOT, Path(__file__).parent
 GPU = ROOT / "tests" / "gpu"
@@ -49,10 +52,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Runn
             command = [sys.executable, "-m", "pytest", *plugin, *options, *map(str, targets)]
             log = folder / f"{name}.log"
             with log.open("w") as file:
-                started[name] = (
-                    subprocess.Popen(command, env=launcher.environment(), stdout=file, stderr=file, cwd=ROOT),
-                    log,
-                )
+                ask = partial(die_with_parent, os.getpid())  # also where this process is killed
+                environment = launcher.environment()
+                process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=ROOT, preexec_fn=ask)
+                started[name] = process, log
     try:
         yield started
     finally:
