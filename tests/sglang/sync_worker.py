@@ -232,8 +232,8 @@ def main(rank: int, folder: Path) -> None:
     os.environ["MASTER_PORT"] = (folder / "port").read_text()
     torch.set_num_threads(1)
     device = runtimes.join(config_of(CASES["llama"], folder, 1))
-    for name, case in CASES.items():
-        sync_case(case, device, folder / name)
+    for name in json.loads((folder / "cases.json").read_text()):
+        sync_case(CASES[name], device, folder / name)
     runtimes.stop()
 
 
