@@ -22,7 +22,6 @@ from torch import Tensor
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 from grpo_mega.algorithm.losses import LossOutputs, accumulate, finalize, policy_loss
-from grpo_mega.algorithm.settings import loss_settings
 from grpo_mega.batching.layout import segments, to_device
 from grpo_mega.config import Config
 from grpo_mega.hardware.fp8 import RECIPES
@@ -63,7 +62,6 @@ class Policy:
             self._chunks, partial(held, self._parameters.values()), self._optimizer_state, is_cuda=runtime.device.is_cuda
         )
         self._reference: HostCopy | None = None
-        self._loss_settings = loss_settings(config.algorithm)
         self._seen: list[tuple[PackedBatch, Tensor]] = []  # of the mini-batch under way, with its log-probs
         self.guard = Guard(config.precision.guard, shape.num_layers, config.rollout.mismatch_warn)
         self._layer_norms: list[list[float]] = []  # of each optimizer step of the last update, by the guard's groups
@@ -308,7 +306,7 @@ class Policy:
                 num_segments=batch.num_segments,
                 entropy=entropy,
             ),
-            self._loss_settings,
+            self._config.algorithm,
         )
 
     def _reduced(self, outputs: list[LossOutputs]) -> StepMetrics:
@@ -335,7 +333,7 @@ class Policy:
             num_segments=1,
             entropy=zero if self._config.algorithm.calculate_entropy else None,
         )
-        return policy_loss(inputs, self._loss_settings)
+        return policy_loss(inputs, self._config.algorithm)
 
     def _fill(self, read: Callable[[Box], Tensor]) -> None:
         """The parameters from a checkpoint's slices; those in FP8 one by one by way of plain ones."""

@@ -17,7 +17,7 @@ from models import VOCAB_SIZE, make_config
 from ranks import run_cases
 
 from grpo_mega import config as configs
-from grpo_mega.algorithm import advantages
+from grpo_mega.algorithm.advantages import assign_advantages
 from grpo_mega.batching.pack import pack
 from grpo_mega.config import Config
 from grpo_mega.distributed.recorder import recorder
@@ -316,7 +316,7 @@ def make_batches(policy: Policy, config: Config, step: int) -> list[list[PackedB
                 prompt, [Sample(prompt, i, r, [-3.0] * len(r), "stop", 0, reward=rewards[i]) for i, r in enumerate(responses)]
             )
         )
-    advantages.assign(groups)
+    assign_advantages(groups, config.algorithm, max_response_length=config.rollout.max_response_length)
     size = len(groups) // config.batch.mini_batches
     mini_batches = [[s for g in groups[i : i + size] for s in g.samples] for i in range(0, len(groups), size)]
     return pack(
