@@ -30,6 +30,13 @@ class LossInputs:
     num_segments: int
     entropy: Tensor | None = None  # with gradient if there is an entropy bonus
 
+    @classmethod
+    def of_masked_token(cls, *, has_reference: bool, has_entropy: bool) -> LossInputs:
+        """Return one masked token: its loss and metrics are 0, under the names that all micro-batches of a run have."""
+        zero = torch.zeros(1)
+        ref, entropy = (zero if has_it else None for has_it in (has_reference, has_entropy))
+        return cls(zero, zero, ref, zero, zero, zero, zero, torch.zeros(1, dtype=torch.int64), 1, entropy)
+
     def without_masked(self) -> LossInputs:
         """Return the inputs with 0 on masked tokens: before any arithmetic, so that no NaN of theirs reaches a gradient."""
         is_unmasked_T = self.loss_mask > 0

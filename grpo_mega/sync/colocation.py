@@ -56,14 +56,14 @@ class Colocation:
     def _publish_once(self, version: int) -> int:
         if self._moves:
             with self.timers("offload"):
-                self.policy.offload_optimizer()
+                self.policy.memory.offload_optimizer()
             with self.timers("wake"):
                 self.engine.wake_weights()
         with self.timers("sync"):
             num_bytes = self.sync.publish(self.policy, self.engine, version=version)
         if self._moves:
             with self.timers("offload"):
-                self.policy.offload_weights()
+                self.policy.memory.offload_weights()
             with self.timers("wake"):
                 self.engine.wake_cache()
         return num_bytes
@@ -75,7 +75,7 @@ class Colocation:
             with self.timers("sleep"):
                 self.engine.sleep()
             with self.timers("onload"):
-                self.policy.onload()
+                self.policy.memory.onload()
         if self.memory is None:
             yield
             return
@@ -122,8 +122,8 @@ class Colocation:
     def _revive(self, failures: Mapping[int, str]) -> None:
         """Starts engines anew until all are well; then none of the failed ones has weights."""
         if self._moves:  # a server takes its memory at the start
-            self.policy.offload_optimizer()
-            self.policy.offload_weights()
+            self.policy.memory.offload_optimizer()
+            self.policy.memory.offload_weights()
         while failures:
             for rank, why in failures.items():
                 self._restarts[rank] += 1
@@ -137,4 +137,4 @@ class Colocation:
             failures = self._meet_failures("restarting a server")
         if self._moves:
             self.engine.sleep()
-            self.policy.onload_weights()
+            self.policy.memory.onload_weights()

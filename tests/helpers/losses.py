@@ -4,7 +4,13 @@ from grpo_mega.algorithm.advantages import assign_advantages
 from grpo_mega.algorithm.losses import policy_loss
 from grpo_mega.config import AlgorithmConfig
 
-SHORT = {"clip_low": "ratio_clip_eps_low", "clip_high": "ratio_clip_eps_high", "clip_c": "ratio_clip_c"}
+SHORT = {
+    "clip_low": "ratio_clip_eps_low",
+    "clip_high": "ratio_clip_eps_high",
+    "clip_c": "ratio_clip_c",
+    "tau_positive": "sapo_tau_positive",
+    "tau_negative": "sapo_tau_negative",
+}
 GRPO = AlgorithmConfig()
 
 
