@@ -32,7 +32,7 @@ def run(config: Config) -> None:
     """
     with open_job(config) as job, job.saved_if_engine_fails():
         first, tracer = job.restore(), Tracer(config, job.runtime.rank, job.runtime.device, job.timers, job.log)
-        job.colocation.publish(first)
+        job.colocation.sync_weights(first)
         evaluate_if_due(job, first)
         for step in range(first, config.steps):
             with tracer.step(step + 1):
@@ -59,7 +59,7 @@ def train_step(job: Job, step: int) -> None:
         job.save_if_due(step + 1)
     job.log.log_samples(step + 1, groups, job.decode)
     try:
-        metrics |= job.colocation.publish(step + 1)
+        metrics |= job.colocation.sync_weights(step + 1)
     finally:
         job.log.log_step(step + 1, metrics | timers.lap())
     job.check_health(step + 1, metrics)
@@ -87,7 +87,7 @@ def sample_groups(job: Job, step: int) -> tuple[list[Group], int, StepMetrics]:
         found += useful
         if len(found) >= config.batch.prompts_per_step:
             break
-    metrics = {"prompts_dropped/gold_unparsable": float(num_unusable)} | job.colocation.economy.lap()
+    metrics = {"prompts_dropped/gold_unparsable": float(num_unusable)} | job.generator.flush_stats()
     if config.algorithm.dynamic_sampling_tries:
         surplus = max(len(found) - config.batch.prompts_per_step, 0)
         metrics |= {

@@ -67,7 +67,7 @@ def _by_sample(
 def _sample(config: Config, folder: Path) -> None:
     """A scored rollout of the config's first prompts, by the single rank of the baseline."""
     with jobs.open_job(config.model_copy(update={"run_dir": folder / "run"})) as job:
-        job.colocation.publish(0)
+        job.colocation.sync_weights(0)
         groups = rollout(job, job.prompts(0)[: config.batch.prompts_per_step], job.sampling, 0, "sampling")
     torch.save(groups, folder / "groups.pt")
 

@@ -32,7 +32,7 @@ def evaluate_checkpoint(request: Request) -> None:
     with jobs.open_job(request.config, source.build) as job:
         for number in (signal.SIGTERM, signal.SIGINT):  # there is no step after which to stop
             signal.signal(number, signal.default_int_handler)
-        job.colocation.publish(source.step)
+        job.colocation.sync_weights(source.step)
         sets = prompts_of(job, request)
         found = {name: evaluate_set(job, name, prompts, source.step) for name, prompts in sets.items()}
         if job.is_main:

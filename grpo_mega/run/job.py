@@ -43,6 +43,7 @@ from grpo_mega.paths import CHECKPOINTS
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rewards.workers.pool import RewardPool
 from grpo_mega.rollout.engine import Sampling
+from grpo_mega.rollout.phase import Generator
 from grpo_mega.run.checkpoints import Checkpoints, verify
 from grpo_mega.run.engines import build_engine, build_sync, make_room
 from grpo_mega.run.folder import adopt, trim
@@ -83,6 +84,7 @@ class Job:
     sampling: Sampling
     policy: Policy
     colocation: Colocation
+    generator: Generator
     scorer: Scorer
     log: Log
     timers: Timers
@@ -196,7 +198,7 @@ class Job:
 
 @contextmanager
 def open_job(config: Config, build: BuildPolicy | None = None) -> Iterator[Job]:
-    """A job ready for its first step, except that the engine has no weights before the first publish.
+    """A job ready for its first step, except that the engine has no weights before the first sync_weights.
 
     `build` makes the policy; None: one that trains, from the model that the run starts with.
     """
@@ -227,6 +229,8 @@ def open_job(config: Config, build: BuildPolicy | None = None) -> Iterator[Job]:
         gc.freeze()
         stack.enter_context(_hang_watch(config, runtime, timers))
         checkpoints = stack.enter_context(closing(_open_checkpoints(config, runtime, log)))
+        sync = build_sync(config, model.dtype, policy, engine, rendezvous)
+        colocation = Colocation(policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message)
         yield Job(
             config=config,
             runtime=runtime,
@@ -237,16 +241,8 @@ def open_job(config: Config, build: BuildPolicy | None = None) -> Iterator[Job]:
             sampler=sampler,
             sampling=training_sampling(config, model, tokenizer),
             policy=policy,
-            colocation=Colocation(
-                policy=policy,
-                engine=engine,
-                sync=build_sync(config, model.dtype, policy, engine, rendezvous),
-                rendezvous=rendezvous,
-                timers=timers,
-                config=config.rollout,
-                memory=memory,
-                say=log.message,
-            ),
+            colocation=colocation,
+            generator=Generator(engine, rendezvous, colocation.recover, phase_deadline_s=config.rollout.phase_deadline_s),
             scorer=Scorer(pool, partial(decode, tokenizer)),
             log=log,
             timers=timers,

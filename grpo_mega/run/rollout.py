@@ -44,7 +44,7 @@ def rollout(
             bar.advance(num_done - num_shown, tokens=tokens - tokens_shown)
             num_shown, tokens_shown = num_done, tokens
 
-        phase = job.colocation.sample(prompts, sampling, step=step, on_sample=on_sample, wanted=wanted)
+        phase = job.generator.generate(prompts, sampling, step=step, on_sample=on_sample, wanted=wanted)
     job.scorer.keep(phase.mine.values())
     with job.timers("reward"), job.runtime.together():
         job.scorer.finish(recorder().beat)

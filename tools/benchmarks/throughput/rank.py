@@ -62,7 +62,7 @@ def measure(config: Config, lengths: Lengths | None, *, warmup: int, steps: int)
         waits.begin(job.timers, is_cuda=job.runtime.device.is_cuda)
         if job.runtime.device.is_cuda:
             job.timers.watch = _synchronized
-        job.colocation.publish(0)
+        job.colocation.sync_weights(0)
         rates = _rates(job)
         job.timers.lap()
         log.begin()

@@ -51,7 +51,7 @@ def config_of(task: Task, tokens_per_micro_batch: int) -> Config:
 def serve(task: Task, channel: Channel, tokens_per_micro_batch: int) -> None:
     with only_rank(), open_job(config_of(task, tokens_per_micro_batch)) as job:
         job.restore()
-        job.colocation.publish(0)
+        job.colocation.sync_weights(0)
         channel.send(ready=True)
         peak, step = Peak(), 0
         while (request := channel.receive()) is not None:
@@ -63,7 +63,7 @@ def serve(task: Task, channel: Channel, tokens_per_micro_batch: int) -> None:
             channel.send(seconds=time.perf_counter() - began, peak=peak.take(), **answer)
             step += 1
             if groups:
-                job.colocation.publish(step)
+                job.colocation.sync_weights(step)
 
 
 def update(job: Job, groups: list[Group]) -> dict[str, Any]:
