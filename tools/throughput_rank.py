@@ -30,7 +30,7 @@ from grpo_mega.run.engines import ranks_per_node
 from grpo_mega.run.job import Job, open_job
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, PackedBatch, StepMetrics
-from grpo_mega.validation.legality import read_model
+from grpo_mega.validation.model import read_model
 from grpo_mega.weights.plan import plan_sides
 
 SIDES = {"cpu": 1024, "cuda": 8192}  # of the matrices whose product shows a device's rate

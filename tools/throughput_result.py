@@ -17,7 +17,7 @@ from typing import Any
 from throughput_plan import Peak, peak_of, predict
 
 from grpo_mega.config import Config
-from grpo_mega.validation.legality import read_model
+from grpo_mega.validation.model import read_model
 
 TOLERANCE = 0.02  # of the step's wall time, by which phases may miss it
 SKIPPED = ("sample", "reward")  # where responses are synthetic

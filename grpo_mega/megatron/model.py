@@ -192,7 +192,7 @@ def _mark_partitions(model: GPTModel) -> None:
 
 
 def rotary_inv_freq(hf_config: Any) -> torch.Tensor:
-    """Inverse frequencies [head_dim / 2] by transformers' own arithmetic, for what `check_architecture` lets pass."""
+    """Inverse frequencies [head_dim / 2] by transformers' own arithmetic, for what `architecture_problems` lets pass."""
     return LlamaRotaryEmbedding(hf_config).inv_freq.float()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from grpo_mega.planner.figures import Figure
 from grpo_mega.planner.plan import Plan, disk_bytes
 from grpo_mega.planner.suggest import Option, first_changes
-from grpo_mega.validation.legality import Findings
+from grpo_mega.validation.findings import Findings
 
 
 def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) -> dict[str, Any]:

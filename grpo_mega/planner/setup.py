@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from grpo_mega.config import Config
 from grpo_mega.hardware.cards import ASSUMED, Assumptions, Card
-from grpo_mega.hardware.fp8 import RECIPES
+from grpo_mega.hardware.fp8 import length_multiple
+from grpo_mega.validation.layout import megatron_layout
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout
 from grpo_mega.weights.spec import Family, ModelShape
@@ -35,16 +36,7 @@ class Setup:
 
     @property
     def layout(self) -> MegatronLayout:
-        wanted = self.config.layout
-        return MegatronLayout(
-            tp=wanted.tp,
-            pp=wanted.pp,
-            vpp=wanted.vpp or 1,
-            dp=self.world_size // (wanted.tp * wanted.pp),
-            ep=wanted.ep,
-            order=wanted.order,
-            layers_per_chunk=wanted.layers_per_chunk,
-        )
+        return megatron_layout(self.config.layout, self.world_size)
 
     @property
     def engine_layout(self) -> EngineLayout:
@@ -90,9 +82,8 @@ class Setup:
 
     @property
     def length_multiple(self) -> int:
-        """To what micro-batches are padded, as Policy has it."""
-        precision = self.config.precision
-        return (RECIPES[precision.fp8_recipe].length_multiple if precision.fp8 else 16) * self.layout.tp
+        """Return the number whose multiples the lengths of micro-batches are padded to."""
+        return length_multiple(self.config.precision, self.layout.tp)
 
     @property
     def micro_batch_tokens(self) -> int:
