@@ -89,6 +89,7 @@ def sections(plan: Plan) -> Iterator[tuple[str, list[Figure]]]:
     yield "batch", plan.batch.figures
     for phase, parts in plan.worst.phases.items():
         yield f"memory, {phase}", [*parts, plan.worst.totals[phase]]
+    yield "activations of a layer", plan.worst.layer
     yield "engine", [plan.engine.cache_tokens, plan.engine.concurrent]
     host = plan.host
     yield "host memory", [*host.pinned, host.pinned_total, *host.other, host.saving, host.peak]

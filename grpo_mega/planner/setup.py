@@ -1,18 +1,17 @@
-"""What is planned: the config, the model's shape and the machine, with what follows from them at once."""
+"""The subject of a plan: the config, the model's shape and the machine, with the sizes that follow from them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from grpo_mega.config import Config
+from grpo_mega.formats.dtypes import item_bytes
 from grpo_mega.hardware.cards import ASSUMED, Assumptions, Card
 from grpo_mega.hardware.fp8 import length_multiple
 from grpo_mega.validation.layout import megatron_layout
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout
 from grpo_mega.weights.spec import Family, ModelShape
-
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,15 @@ class Setup:
     def layout(self) -> MegatronLayout:
         return megatron_layout(self.config.layout, self.world_size)
 
+    def chunks(self, pp_rank: int) -> list[range]:
+        """Return the layers of each model chunk of a pipeline stage."""
+        layout = self.layout
+        return [layout.layers_of(self.shape.num_layers, pp_rank, chunk) for chunk in range(layout.vpp)]
+
+    def num_layers(self, pp_rank: int) -> int:
+        """Return the number of layers of a pipeline stage."""
+        return sum(map(len, self.chunks(pp_rank)))
+
     @property
     def engine_layout(self) -> EngineLayout:
         tp = self.config.rollout.tp
@@ -45,8 +53,8 @@ class Setup:
 
     @property
     def itemsize(self) -> int:
-        """Of a weight, in bytes."""
-        return ITEMSIZE[self.config.model.dtype]
+        """Return the bytes of a weight."""
+        return item_bytes(self.config.model.dtype)
 
     @property
     def num_nodes(self) -> int:
@@ -58,17 +66,17 @@ class Setup:
 
     @property
     def is_served(self) -> bool:
-        """By SGLang, in processes of its own."""
+        """Return True if the engine is SGLang, in processes of its own."""
         return self.config.rollout.engine == "sglang"
 
     @property
     def takes_turns(self) -> bool:
-        """Whether policy and engine give each other the device's memory; with sleep=auto, unless both are found to fit."""
+        """Return True if policy and engine give each other the device's memory; sleep=auto stops that once both fit."""
         return self.is_served and self.config.rollout.sleep != "never"
 
     @property
     def keeps_host_copies(self) -> bool:
-        """Whether policy's weights and optimizer state go to the host; the embedded engine stays where it is."""
+        """Return True if the policy's weights and optimizer state go to the host; the embedded engine stays on the device."""
         return self.takes_turns or self.config.rollout.sleep == "always"
 
     @property
@@ -77,7 +85,7 @@ class Setup:
 
     @property
     def sequence_parts(self) -> int:
-        """Into how many parts sequence parallelism cuts what lies between the layers."""
+        """Return the number of parts that sequence parallelism cuts what lies between the layers into."""
         return self.layout.tp if self.config.layout.sequence_parallel else 1
 
     @property
@@ -87,7 +95,7 @@ class Setup:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """The longest micro-batch."""
+        """Return the length of the longest micro-batch."""
         budget, multiple = self.config.batch.tokens_per_micro_batch, self.length_multiple
         return -(-budget // multiple) * multiple
 
