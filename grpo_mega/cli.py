@@ -203,10 +203,10 @@ def check_world_size(environ: Mapping[str, str], layout: LayoutConfig) -> None:
     text = environ.get("WORLD_SIZE", "")
     if not text.isdecimal():
         raise ConfigError(f"RANK={environ.get('RANK')} is set but WORLD_SIZE={text!r}; start with torchrun, or unset RANK")
-    from grpo_mega.validation.preflight import world_size_problems
+    from grpo_mega.validation import raise_first
+    from grpo_mega.validation.layout import world_size_problems
 
-    for problem in world_size_problems(layout, int(text)):
-        raise ConfigError(problem)
+    raise_first(world_size_problems(layout, int(text)))
 
 
 def _profile_override(steps: str | None) -> list[str]:

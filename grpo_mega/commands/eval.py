@@ -107,13 +107,13 @@ def _start(request: Request, argv: list[str]) -> int:
 
 def _under_torchrun(request: Request) -> int:
     """Every node has a folder of its own, which its first rank removes."""
-    from grpo_mega.validation import preflight
+    from grpo_mega.validation import preflight, raise_first
+    from grpo_mega.validation.layout import world_size_problems
 
     text = os.environ.get("WORLD_SIZE", "")
     if not text.isdecimal():
         raise ConfigError(f"RANK={os.environ['RANK']} is set but WORLD_SIZE={text!r}; start with torchrun, or unset RANK")
-    for problem in preflight.world_size_problems(request.config.layout, int(text)):
-        raise ConfigError(problem)
+    raise_first(world_size_problems(request.config.layout, int(text)))
     if os.environ["RANK"] == "0":
         preflight.check(request.config)
     job = f"{os.getuid()}-{os.environ.get('MASTER_ADDR', '')}-{os.environ.get('MASTER_PORT', '')}"

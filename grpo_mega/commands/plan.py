@@ -16,8 +16,8 @@ from grpo_mega.planner.plan import make_plan
 from grpo_mega.planner.report import as_json, refusal
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.suggest import suggest
-from grpo_mega.validation import preflight
-from grpo_mega.validation.legality import Findings, model_files, read_model, rules, settings
+from grpo_mega.validation.findings import Findings, find_all
+from grpo_mega.validation.model import read_model
 
 FITS, DOES_NOT_FIT, ILLEGAL = 0, 1, 2
 
@@ -91,21 +91,11 @@ def prepare(request: Request) -> tuple[Setup | None, Findings]:
             raise ConfigError(f"{name}={value}: must be at least 1")
     config = configs.load(request.config, list(request.overrides))
     world_size = request.world_size or config.layout.world_size
-    findings, model = settings(config, card), None
-    try:
-        model = read_model(config, request.model_config, request.model)
-    except UserError as error:
-        findings.add(" ".join(str(error).split()))
-    for problem in rules(config, model.shape if model else None, card, world_size, request.gpus_per_node):
-        findings.add(problem)
+    model, findings = find_all(
+        config, card, world_size, request.gpus_per_node, model_config=request.model_config, model=request.model
+    )
     if model is None:
         return None, findings
-    for problem in preflight.position_problems(config, model.fields):
-        findings.add(problem)
-    if model.is_here:
-        findings.take(model_files(config, model.shape))
-    if model.note is not None:
-        findings.notes.insert(0, model.note)
     nodes, rest = divmod(world_size, request.gpus_per_node)
     if nodes and rest:
         findings.notes.append(f"{world_size} GPUs fill {nodes} nodes of {request.gpus_per_node} and a part of another")
@@ -131,5 +121,5 @@ def _with_lengths(setup: Setup, request: Request) -> Setup:
     response = assumed.response_fill * longest_response if request.mean_response is None else request.mean_response
     for name, value, longest in (("prompt", prompt, longest_prompt), ("response", response, longest_response)):
         if not 0 < value <= longest:
-            raise ConfigError(f"--mean-{name} {value:g} is not between 0 and the longest, {longest}; mend it")
+            raise ConfigError(f"--mean-{name} {value:g} is not between 0 and the longest, {longest}; change it")
     return replace(setup, mean_prompt=prompt, mean_response=response)

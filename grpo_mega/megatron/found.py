@@ -15,6 +15,8 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.hardware import kernels
 from grpo_mega.hardware.device import Device
 from grpo_mega.hardware.kernels import Found, Kernels
+from grpo_mega.validation import raise_first
+from grpo_mega.validation.precision import attention_problems
 
 
 def in_use(device: Device) -> Kernels:
@@ -33,13 +35,8 @@ def check(config: Config, device: Device) -> None:
                 raise ConfigError(f"{key}={value}: needs Transformer Engine on a GPU, and {reason}; leave {key} out")
         return
     if device.capability is not None:
-        kernels.check_attention(
-            config.model.dtype,
-            device.capability,
-            device.name,
-            transformer_engine=version,
-            flash_attn=kernels.flash_attention_version(),
-        )
+        flash_attn = kernels.flash_attention_version()
+        raise_first(attention_problems(config.model.dtype, device.capability, device.name, version, flash_attn))
 
 
 @functools.cache

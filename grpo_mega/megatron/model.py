@@ -194,7 +194,7 @@ def _mark_partitions(model: GPTModel) -> None:
 
 
 def rotary_inv_freq(hf_config: Any) -> torch.Tensor:
-    """Return inverse frequencies [head_dim / 2] by transformers' own arithmetic, for what `check_architecture` lets pass."""
+    """Return inverse frequencies [head_dim / 2] by transformers' own arithmetic, for rope types that preflight accepts."""
     return LlamaRotaryEmbedding(hf_config).inv_freq.float()
 
 

@@ -24,7 +24,7 @@ from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 from grpo_mega.algorithm.losses import LossOutputs, accumulate, finalize, policy_loss
 from grpo_mega.batching.layout import segments, to_device
 from grpo_mega.config import Config
-from grpo_mega.hardware.fp8 import RECIPES
+from grpo_mega.hardware.fp8 import length_multiple
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import state as checkpoint
 from grpo_mega.megatron.fp8_weights import PlainTensors, held, is_quantised, write_back
@@ -69,8 +69,7 @@ class Policy:
     @property
     def length_multiple(self) -> int:
         """To what packed micro-batches are padded: sequence parallelism cuts them into tp parts, and FP8 wants whole blocks."""
-        precision = self._config.precision
-        return (RECIPES[precision.fp8_recipe].length_multiple if precision.fp8 else 16) * self._runtime.layout.tp
+        return length_multiple(self._config.precision, self._runtime.layout.tp)
 
     @property
     def micro_batch_multiple(self) -> int:

@@ -15,9 +15,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_mega.config import PrecisionConfig
 from grpo_mega.hardware.device import Device
-from grpo_mega.hardware.fp8 import check_card, check_transformer_engine
 from grpo_mega.hardware.kernels import transformer_engine_version
 from grpo_mega.megatron.guard import Level
+from grpo_mega.validation import raise_first
+from grpo_mega.validation.precision import card_problems, transformer_engine_problems
 
 if HAVE_TE:
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
@@ -30,8 +31,8 @@ def megatron_settings(precision: PrecisionConfig, device: Device) -> dict[str, A
     it."""
     if precision.fp8 is None:
         return {}
-    check_card(precision, device.capability, device.name)
-    check_transformer_engine(precision, transformer_engine_version())
+    raise_first(card_problems(precision, device.capability, device.name))
+    raise_first(transformer_engine_problems(precision, transformer_engine_version()))
     return fp8_settings(precision)
 
 

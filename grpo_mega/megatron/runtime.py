@@ -24,6 +24,7 @@ from grpo_mega.errors import UserError
 from grpo_mega.hardware import device as devices
 from grpo_mega.megatron.found import check as check_kernels
 from grpo_mega.megatron.precision import forget_fp8_state
+from grpo_mega.validation.layout import megatron_layout
 from grpo_mega.weights.layout import MegatronLayout
 
 
@@ -101,7 +102,7 @@ def arrange(config: Config, device: devices.Device) -> Runtime:
     """Make Megatron's groups for the config's layout, in place of earlier ones, and its random states."""
     _leave_groups()
     rank = dist.get_rank()
-    runtime = Runtime(device, resolve_layout(config, dist.get_world_size()), rank, _fresh_store(rank))
+    runtime = Runtime(device, megatron_layout(config.layout, dist.get_world_size()), rank, _fresh_store(rank))
     layout = runtime.layout
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -114,20 +115,6 @@ def arrange(config: Config, device: devices.Device) -> Runtime:
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
     return runtime
-
-
-def resolve_layout(config: Config, world_size: int) -> MegatronLayout:
-    """The layout with DP being what is left of the world."""
-    wanted = config.layout
-    return MegatronLayout(
-        tp=wanted.tp,
-        pp=wanted.pp,
-        vpp=wanted.vpp or 1,
-        dp=world_size // (wanted.tp * wanted.pp),
-        ep=wanted.ep,
-        order=wanted.order,
-        layers_per_chunk=wanted.layers_per_chunk,
-    )
 
 
 def stop() -> None:

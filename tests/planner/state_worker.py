@@ -26,7 +26,6 @@ from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.planner.activations import activations
-from grpo_mega.planner.figures import evaluate
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.state import Storage, buffer_of, chunk_parameters, stage_state
 from grpo_mega.types import PackedBatch
@@ -136,9 +135,7 @@ def check_activations(case: StateCase, runtime: Runtime) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         policy.pipeline.forward_backward([one_batch(setup.micro_batch_tokens)], on_hidden)
-    saved = activations(setup, 0).saved
-    # Segments of equal length need no padding.
-    planned = evaluate(saved.formula, {name: 1.0 if name == "padding" else value for name, value in saved.inputs.items()})
+    planned = activations(setup, 0, padding=1.0).saved.value  # segments of equal length need no padding
     # What does not grow with the model's width, such as positions, is not planned.
     assert abs(planned - at_the_end[0]) < 0.05 * at_the_end[0] + 2**15, (
         f"planned {planned:,.0f} bytes, autograd saved {at_the_end[0]:,}"

@@ -31,7 +31,7 @@ from grpo_mega.run.job import Job
 from grpo_mega.run.model_files import read_tokenizer
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, PackedBatch, StepMetrics
-from grpo_mega.validation.legality import read_model
+from grpo_mega.validation.model import read_model
 from grpo_mega.weights.plan import plan_sides
 from tools.benchmarks.throughput.synthetic import Lengths, RandomRewards, SyntheticEngine
 from tools.benchmarks.throughput.work import GroupLengths, work_of
