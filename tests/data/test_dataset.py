@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from grpo_mega.config import DataConfig
 from grpo_mega.data import DatasetReport, load_prompts
 from grpo_mega.errors import ConfigError
 from grpo_mega.types import Prompt
@@ -39,7 +40,9 @@ def load(path: Path, template: str | None = PLAIN, **changes: Any) -> tuple[list
         "system_prompt": None,
         "max_prompt_length": 200,
     }
-    return load_prompts(str(path), tokenizer=make_tokenizer(template), **{**settings, **changes})
+    first_id = changes.pop("first_id", 0)
+    config = DataConfig.model_validate({"train": str(path)} | settings | changes)
+    return load_prompts(config.train[0], config, make_tokenizer(template), first_id=first_id)
 
 
 def test_a_text_becomes_a_user_message_and_the_prompt_is_what_the_template_writes(tmp_path: Path) -> None:
