@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from grpo_mega import cli
+from grpo_mega.commands.ranks import check_world_size
 from grpo_mega.config import Config, LayoutConfig
 from grpo_mega.distributed.launch import rank_environments
 from grpo_mega.errors import ConfigError, RewardError
@@ -154,12 +155,12 @@ def test_an_error_of_another_rank_says_which(
 )
 def test_a_world_size_that_does_not_fit_the_layout_is_an_error(world_size: str, layout: dict[str, int], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        cli.check_world_size({"RANK": "0", "WORLD_SIZE": world_size}, LayoutConfig(**layout))
+        check_world_size({"RANK": "0", "WORLD_SIZE": world_size}, LayoutConfig(**layout))
 
 
 def test_world_sizes_that_fit_are_accepted() -> None:
-    cli.check_world_size({"WORLD_SIZE": "8"}, LayoutConfig(tp=2, pp=2))
-    cli.check_world_size({"WORLD_SIZE": "8"}, LayoutConfig(tp=2, pp=2, dp=2))
+    check_world_size({"WORLD_SIZE": "8"}, LayoutConfig(tp=2, pp=2))
+    check_world_size({"WORLD_SIZE": "8"}, LayoutConfig(tp=2, pp=2, dp=2))
 
 
 def test_report_writes_a_page_and_the_curves_into_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

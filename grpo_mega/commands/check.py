@@ -79,6 +79,14 @@ class Difference:
         return is_close and self.clipped_tokens <= 1.5 + tolerance * self.num_tokens
 
 
+def run(path: Path, overrides: Sequence[str], layouts: Sequence[str]) -> int:
+    """Print how far each layout's numbers are from a single rank's; return 1 if rounding does not explain a difference."""
+    config = configs.load(path, list(overrides))
+    differences, tolerance = check(config, layouts), TOLERANCE[config.model.dtype]
+    print(table(differences, tolerance))
+    return 0 if all(d.is_within(tolerance) for d in differences) else 1
+
+
 def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
     """The differences of each layout ("tp=2,pp=2") from a single rank. Raises ConfigError for a layout that cannot run."""
     config = config.model_copy(

@@ -23,13 +23,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from grpo_mega.errors import EXIT_USER_ERROR
+
 PORTS = range(10000, 20000)
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_TO_STOP = 10.0
 SECONDS_FOR_RANK_0_TO_SPEAK = 2.0
 LINES_OF_LOG = 5
 
-_EXIT_USER_ERROR = 2
 _PR_SET_PDEATHSIG = 1
 
 
@@ -175,11 +176,11 @@ def _wait(ranks: list[Rank], caught: list[int]) -> int:
     failed = _first_failure(ranks)
     if failed is None:
         return 0
-    is_user_error = failed.process.returncode == _EXIT_USER_ERROR
+    is_user_error = failed.process.returncode == EXIT_USER_ERROR
     if is_user_error and failed.rank != 0:
         # Most such errors are met by every rank, and rank 0 says them best.
         _wait_for(ranks[:1], SECONDS_FOR_RANK_0_TO_SPEAK)
-        if ranks[0].process.returncode == _EXIT_USER_ERROR:
+        if ranks[0].process.returncode == EXIT_USER_ERROR:
             failed = ranks[0]
     if not caught:
         _send(ranks, signal.SIGTERM)

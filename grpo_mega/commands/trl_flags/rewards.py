@@ -31,8 +31,8 @@ def overrides_of(options: argparse.Namespace) -> list[str]:
     if options.reward_funcs is not None:
         from grpo_mega import config as configs
 
-        known = {f.name: f.options for f in configs.load(options.config, options.set).rewards.functions}
-    return [*options.set, *reward_override(options.reward_funcs, options.reward_weights, known)]
+        known = {f.name: f.options for f in configs.load(options.config, options.overrides).rewards.functions}
+    return [*options.overrides, *reward_override(options.reward_funcs, options.reward_weights, known)]
 
 
 def reward_override(
