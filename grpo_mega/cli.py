@@ -111,7 +111,7 @@ def train(config: Config, resume: bool, argv: list[str]) -> int:
 def grpo(argv: list[str]) -> int:
     """Train by the flags of TRL and open-r1; `argv` is "grpo" and the flags."""
     from grpo_mega.commands.trl_flags import command
-    from grpo_mega.commands.trl_flags.parse import help_text
+    from grpo_mega.commands.trl_flags.flags import help_text
 
     if {"-h", "--help"} & set(argv):
         print(help_text())

@@ -1,4 +1,4 @@
-"""Errors that the user can correct: each text is one line, with the value, what is wrong with it, and what to do.
+"""Errors that the user can correct: each text is one line that names the value, the rule that it breaks, and the fix.
 
 The command line prints the text without a traceback and exits with code 2. Conditions that cannot happen are asserts instead.
 """

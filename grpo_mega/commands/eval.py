@@ -39,7 +39,7 @@ def run(options: EvalOptions, argv: list[str]) -> int:
 
 def _start(request: EvalRequest, argv: list[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="grpo_mega-eval-"))
-    code = 1  # unless one of the following sets it: an unexpected exception
+    code = 1  # of an unexpected exception
     try:
         if request.config.layout.world_size == 1:
             with only_rank():

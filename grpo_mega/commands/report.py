@@ -12,7 +12,7 @@ from grpo_mega.paths import METRICS_FILE
 
 
 def report(run_dir: Path) -> None:
-    """Write the page, and the picture once a step was logged, and print their paths."""
+    """Write the page, and the picture if at least one step was logged; print their paths."""
     print(write_report(run_dir))
     picture = run_dir / "curves.png"
     with contextlib.suppress(ConfigError):  # no step was logged, as the page says

@@ -64,7 +64,9 @@ class CorrectionConfig(Section):
     # Weight of the policy loss: the truncated ratio; icepop: the token's ratio within mask_low .. mask_high, and 0 outside.
     importance: Literal["none", "token", "sequence", "icepop"] = "none"
     max_importance: PositiveFloat = 2.0  # bound of the truncated ratio of token and sequence
-    mask: Literal["none", "token", "sequence", "geometric"] = "none"  # leave out of all losses what lies outside
+    mask: Literal["none", "token", "sequence", "geometric"] = (
+        "none"  # leave tokens (or responses) outside the bounds out of all losses
+    )
     mask_low: PositiveFloat = 0.5  # defaults as in IcePop
     mask_high: PositiveFloat = 5.0
     veto_below: PositiveFloat | None = None  # leave out a response with a token of a smaller ratio

@@ -165,7 +165,7 @@ class RolloutConfig(Section):
 
 class SyncConfig(Section):
     bucket_mib: PositiveFloat = 256.0  # weights that a rank sends to its engine at once; two buckets are allocated
-    prove: bool = True  # compare checksums of what the engine holds with the trainer's weights after every sync
+    prove: bool = True  # compare checksums of the engine's and the trainer's weights after every sync
 
 
 class BatchConfig(Section):

@@ -1,8 +1,8 @@
 """Render prompts by chat templates, and find the prefill: the text that a template itself writes into the assistant's turn.
 
 The prefill is found by comparing two renderings of one conversation: the generation prompt, and an assistant's turn
-whose content is a marker. The text before the marker is the header that every assistant turn has; what the generation
-prompt has beyond that header is the prefill, for example "<think>\\n".
+whose content is a marker. The text before the marker is the header that every assistant turn has; the rest of the
+generation prompt is the prefill, for example "<think>\\n".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], place: str) -> str:
     """Return the prompt's text, up to where the model begins to write. `place` (file:line) is for errors."""
     try:
         text = _apply(tokenizer, messages, add_generation_prompt=True)
-    except Exception as error:  # templates raise what they like: jinja2's errors, TypeError, ...
+    except Exception as error:  # templates raise any exception: jinja2's errors, TypeError, ...
         raise ConfigError(
             f"{place}: the chat template refuses the messages ({' '.join(str(error).split())}); "
             "correct the row, or leave data.system_prompt out if the template takes no system message"
@@ -49,7 +49,7 @@ def find_prefill(tokenizer: Any) -> str:
     """
     try:
         return _find_prefill(tokenizer)
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates raise any exception
         raise ConfigError(
             f"the chat template of {tokenizer.name_or_path!r} cannot render a question and its answer "
             f"({' '.join(str(error).split())}); correct chat_template in its tokenizer_config.json"

@@ -48,7 +48,7 @@ class RunData:
     sizes: tuple[int, ...]  # number of prompts of each training set, in the order of data.train
     heldout_sets: dict[str, list[Prompt]]  # by name; "" for a single set without a name
     notes: tuple[str, ...]  # lines for the log
-    digests: dict[str, str]  # of what was read, by "key=path" of the config
+    digests: dict[str, str]  # of the loaded prompts, by "key=path" of the config
     dropped: dict[str, int] = field(default_factory=dict)  # number of prompts dropped from the training sets, by reason
 
     @property
@@ -138,7 +138,7 @@ def load_prompts(
 
 
 def check_data(config: DataConfig, prompts_per_step: int, rollout: RolloutConfig) -> None:
-    """Raise ConfigError for a set or a row that cannot be used, as far as that shows without a tokenizer."""
+    """Raise ConfigError for a set or a row that cannot be used, as far as no tokenizer is needed."""
     for name, heldout in config.heldout_sources.items():
         key = f"data.heldout_sets.{name}" if name else "data.heldout"
         for source in config.train:
@@ -171,7 +171,7 @@ def make_sampler(config: DataConfig, sizes: Sequence[int], prompts_per_step: int
         return Sampler(sizes, weights, num_begun, seed, shuffle=config.shuffle)
     except ConfigError:
         raise ConfigError(
-            f"rollout.oversample={rollout.oversample} has a step begin {num_begun} prompts (batch.prompts_per_step="
+            f"rollout.oversample={rollout.oversample} makes a step begin {num_begun} prompts (batch.prompts_per_step="
             f"{prompts_per_step}), more than data.train, {sum(sizes)} prompts, can give; lower it"
         ) from None
 

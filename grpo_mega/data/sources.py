@@ -5,7 +5,7 @@
 - a data set of the Hugging Face hub, downloaded once into its cache: "hub:owner/name[:config][@split]".
 
 Without a split, "train" is read. A row's index is its place in the set from 0 (in JSONL its line, blank lines counted), so it
-does not depend on what is dropped later. Raises ConfigError with the place and the remedy for whatever cannot be read.
+stays the same when rows are dropped later. Raises ConfigError with the place and the remedy for a set that cannot be read.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _read_folder(path: str, folder: Path, split: str) -> Iterator[Row]:
         yield from _numbered(path, iter(rows))
     except ConfigError:
         raise
-    except Exception as error:  # datasets raises what its readers do
+    except Exception as error:  # datasets passes on its readers' errors
         remedy = "put .parquet, .jsonl or .json files there, or name a split of it as folder@split"
         raise ConfigError(f"data folder {path} cannot be read ({_text(error)}); {remedy}") from None
 
@@ -141,7 +141,7 @@ def _read_hub(path: str) -> Iterator[Row]:
 
     try:
         rows = datasets.load_dataset(match["name"], match["config"], split=match["split"] or DEFAULT_SPLIT)
-    except Exception as error:  # datasets raises what its loaders and the network do
+    except Exception as error:  # datasets passes on its loaders' and the network's errors
         remedy = "check name, config, split and network, or download it and name the folder"
         raise ConfigError(f"data set {path} cannot be loaded ({_text(error)}); {remedy}") from None
     yield from _numbered(path, iter(rows))
