@@ -1,4 +1,4 @@
-"""The command line: light until a command runs, one line for what a person can mend, ranks by torchrun or by itself."""
+"""The command line: light until a command runs, one line for errors of the user, ranks by torchrun or by itself."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def test_a_config_error_is_found_without_importing_anything_heavy(config_file: P
     assert not modules & HEAVY
 
 
-def test_what_a_person_can_mend_is_one_line_and_exit_code_2(
+def test_an_error_that_the_user_can_correct_is_one_line_and_exit_code_2(
     config_file: Path, no_rank: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", str(config_file), "--set", "optimizer.learning_rate=1"]) == 2
@@ -92,7 +92,7 @@ def test_what_a_person_can_mend_is_one_line_and_exit_code_2(
     assert output.err.count("\n") == 1
 
 
-def test_a_missing_model_is_told_before_any_process_starts(
+def test_a_missing_model_is_an_error_before_any_process_starts(
     config_file: Path, no_rank: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo_mega.distributed.launch.launch_local", None)

@@ -97,7 +97,7 @@ CASES: dict[str, dict[str, Any]] = {
         "checkpoint.interval": 2,
         "checkpoint.keep": 5,
     },
-    "--num_train_epochs 2.5": {"steps": 7},  # 250 prompts, 32 a step
+    "--num_train_epochs 2.5": {"steps": 7},  # 250 prompts, 32 per step
     "--lr_scheduler_type cosine --warmup_ratio 0.1 --max_steps 50": {
         "optimizer.schedule": "cosine",
         "optimizer.warmup_steps": 5,

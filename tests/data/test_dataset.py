@@ -206,7 +206,7 @@ def test_a_tokenizer_without_a_chat_template_is_an_error(tmp_path: Path) -> None
         load(write_rows(tmp_path / "a.jsonl", [GOOD]), template=None)
 
 
-def test_what_the_template_refuses_is_told_with_the_row(tmp_path: Path) -> None:
+def test_a_row_that_the_template_refuses_is_named(tmp_path: Path) -> None:
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + PLAIN
     with pytest.raises(ConfigError, match=r"a\.jsonl:1: the chat template refuses the messages \(no system role\)"):
         load(write_rows(tmp_path / "a.jsonl", [GOOD]), template=refusing, system_prompt="s")

@@ -24,7 +24,7 @@ MIXES = [
     ((100, 50), (1.0, 1.0), 8),
     ((100, 30, 7), (5.0, 3.0, 0.4), 10),
     ((40, 40, 40), (1.0, 1.0, 1.0), 10),
-    ((9, 200), (1.0, 2.0), 12),  # a set of little more than what a step takes of it
+    ((9, 200), (1.0, 2.0), 12),  # a set hardly larger than its share of one step
     ((300, 5), (1.0, 0.01), 16),  # a set of which most steps take nothing
 ]
 

@@ -204,7 +204,7 @@ CASES = [
     ),
     Case(
         "chat template refuses",
-        ("chat template", "no user", "correct the row"),
+        ("chat template", "no user", "correct chat_template"),
         spoil=change("model/tokenizer_config.json", chat_template="{{ raise_exception('no user') }}"),
         in_rank=True,
     ),
