@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grpo_mega import config as configs
-from grpo_mega.commands.plan import Request
+from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare as plan_setup
 from grpo_mega.commands.trl_flags.rewards import add_reward_flags, overrides_of
 from grpo_mega.config import Config
@@ -30,7 +30,7 @@ MARGIN_S = 180  # for a sync, the writers' last files, and Slurm itself
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", type=Path)
-    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
     add_reward_flags(parser)
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--ranks-per-node", type=int, required=True)
@@ -41,10 +41,10 @@ def main() -> int:
         config = configs.load(options.config, overrides_of(options))
         preflight.check(config)
         raise_first(world_problems(config, options.world_size, options.ranks_per_node))
-        request = Request(
-            options.config, options.set, options.gpu, world_size=options.world_size, gpus_per_node=options.ranks_per_node
+        plan_options = PlanOptions(
+            options.config, options.overrides, options.gpu, world_size=options.world_size, gpus_per_node=options.ranks_per_node
         )
-        setup, findings = plan_setup(request)
+        setup, findings = plan_setup(plan_options)
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

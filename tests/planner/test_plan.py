@@ -16,7 +16,8 @@ import yaml
 from shapes import LLAMA_70B
 
 from grpo_mega import cli
-from grpo_mega.commands.plan import Request, prepare
+from grpo_mega.commands.options import PlanOptions
+from grpo_mega.commands.plan import prepare
 from grpo_mega.planner.engine import weight_elements
 from grpo_mega.planner.memory import PHASES
 from grpo_mega.planner.plan import MARGIN, Plan, make_plan
@@ -84,7 +85,7 @@ def make_config(tmp_path: Path) -> MakeConfig:
 
 
 def plan_of(path: Path, **request: Any) -> Plan:
-    setup, findings = prepare(Request(path, **request))
+    setup, findings = prepare(PlanOptions(path, **request))
     assert setup is not None and not findings.violations
     return make_plan(setup)
 
@@ -264,7 +265,7 @@ def test_the_text_reads_well_at_100_columns(
 
 
 def test_what_is_not_on_this_machine_is_a_note(make_config: MakeConfig) -> None:
-    _, findings = prepare(Request(make_config()))
+    _, findings = prepare(PlanOptions(make_config()))
     assert findings.violations == []
     notes = " | ".join(findings.notes)
     assert "no weights here" in notes and "no tokenizer here" in notes and "data/elsewhere.jsonl" in notes
@@ -279,7 +280,7 @@ def test_the_model_may_be_another_config_json(make_config: MakeConfig, tmp_path:
 
 def test_suggestions_are_legal_fit_with_room_and_come_best_first(make_config: MakeConfig) -> None:
     path = make_config()
-    setup, _ = prepare(Request(path))
+    setup, _ = prepare(PlanOptions(path))
     assert setup is not None
     options = suggest(setup)
     assert len(options) == 5

@@ -17,7 +17,8 @@ from emulated_te import launcher
 from shapes import LLAMA_70B
 
 from grpo_mega import config as configs
-from grpo_mega.commands.plan import Request, prepare
+from grpo_mega.commands.options import PlanOptions
+from grpo_mega.commands.plan import prepare
 from grpo_mega.hardware.cards import card_of
 from grpo_mega.planner import te_layers
 from grpo_mega.planner.activations import activations
@@ -102,7 +103,7 @@ RANKS = [("llama3_70b", LLAMA_70B, (0,))]
 
 def setup_of(name: str, fields: dict[str, Any], folder: Path) -> Setup:
     (folder / "config.json").write_text(json.dumps(fields))
-    setup, findings = prepare(Request(ROOT / "slurm" / f"{name}.yaml", world_size=64, model_config=folder / "config.json"))
+    setup, findings = prepare(PlanOptions(ROOT / "slurm" / f"{name}.yaml", world_size=64, model_config=folder / "config.json"))
     assert setup is not None and not findings.violations
     return setup
 

@@ -14,7 +14,8 @@ import yaml
 from models import VOCAB_SIZE, make_tokenizer
 
 from grpo_mega import config as configs
-from grpo_mega.commands.plan import Request, prepare
+from grpo_mega.commands.options import PlanOptions
+from grpo_mega.commands.plan import prepare
 from grpo_mega.errors import UserError
 from grpo_mega.validation import preflight
 from grpo_mega.validation.engine import engine_rank_problems
@@ -48,7 +49,7 @@ def refusal_of_training(path: Path) -> str | None:
 
 def refusals_of_the_plan(path: Path) -> list[str]:
     try:
-        return prepare(Request(path, gpus_per_node=GPUS_PER_NODE))[1].violations
+        return prepare(PlanOptions(path, gpus_per_node=GPUS_PER_NODE))[1].violations
     except UserError as error:
         return [str(error)]
 
