@@ -102,7 +102,7 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
     from grpo_mega.megatron import runtime as runtimes
     from grpo_mega.megatron.model import output_weight
     from grpo_mega.megatron.policy import Policy
-    from grpo_mega.run import job as jobs
+    from grpo_mega.run import model_files
     from grpo_mega.types import Prompt, Sample
 
     config = configs.Config.model_validate(
@@ -124,7 +124,7 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
     with only_rank():
         runtime = runtimes.start(config)
         try:
-            model = jobs.read_model(config)
+            model = model_files.read_model(config)
             policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
             with open_reader(checkpoint.weights, model.family, model.shape) as reader:
                 fill(policy.holdings()[0], policy.tensors(), reader.read)

@@ -24,7 +24,7 @@ from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.model import output_weight
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.run import job as jobs
+from grpo_mega.run import model_files
 from grpo_mega.types import PackedBatch, Prompt, Sample
 
 SQUARED_NORMS = optimizers.squared_norms
@@ -65,8 +65,8 @@ def main(folder: Path) -> None:
 
 def logits_difference(case: LogitsCase, runtime: Runtime) -> float:
     """The largest difference of any logit from the expected, relative to the largest expected one; over all ranks."""
-    model = jobs.read_model(case.config)
-    policy = jobs.build_policy(case.config, model, runtime)
+    model = model_files.read_model(case.config)
+    policy = model_files.build_policy(case.config, model, runtime)
     samples = [_sample(i, tokens) for i, tokens in enumerate(case.sequences)]
     batches = pack(
         [samples],

@@ -10,7 +10,7 @@ from typing import Any
 import learning
 import pytest
 import torch
-from gpu_policies import IS_REHEARSAL, logits_of, make_policy, make_samples, packed, precision_of
+from gpu_policies import IS_EMULATED, IS_REHEARSAL, logits_of, make_policy, make_samples, packed, precision_of
 from gpu_policies import supported_precisions as why_not
 from learning import KEPT
 from models import VOCAB_SIZE
@@ -23,7 +23,7 @@ from grpo_mega.megatron.fp8_weights import is_quantised
 from grpo_mega.megatron.guard import Level
 from grpo_mega.megatron.precision import in_bf16, set_level
 
-STEPS = 50
+STEPS = 30 if IS_EMULATED else 50  # from the 25th on the loss falls slowly, and runs can be compared
 DEMONSTRATIONS = 8 if IS_REHEARSAL else 16  # of a step
 # Of the mean loss of the last ten steps, in parts of bf16's. A small model that learns fast amplifies rounding: over seeds 0, 1
 # and 2 tensorwise, delayed and blockwise ended -5.8% to +9.3% from bf16 on emulated kernels, 4.6% at root mean square, and no
@@ -45,7 +45,7 @@ def losses(device: Device, recipe: str | None, *, keeps_fp8: bool = False, momen
 
 @pytest.mark.emulated
 @pytest.mark.rehearsed
-def test_bf16_learns_the_arithmetic_task_in_50_steps(device: Device) -> None:
+def test_bf16_learns_the_arithmetic_task(device: Device) -> None:
     found = losses(device, None)
     assert len(found) == STEPS and found[0] > 3.0
     assert statistics.mean(found[-10:]) < 0.5 * found[0]

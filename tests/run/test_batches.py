@@ -15,7 +15,7 @@ import torch
 import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega import config as configs
 from grpo_mega.algorithm.advantages import ADVANTAGES, assign_advantages
-from grpo_mega.run.batches import has_spread, make_batches
+from grpo_mega.run.batches import is_zero_variance, make_batches
 from grpo_mega.types import Group, Prompt, Sample
 from tools.conformance import oracle_advantages
 
@@ -104,7 +104,7 @@ def sampled_group(rng: random.Random) -> Group:
     return group
 
 
-def naive_has_spread(settings: configs.Config, group: Group) -> bool:
+def oracle_is_zero_variance(settings: configs.Config, group: Group) -> bool:
     """By the advantages as the papers print them, of a step that has no other group."""
     a = settings.algorithm
     names = (
@@ -120,11 +120,11 @@ def naive_has_spread(settings: configs.Config, group: Group) -> bool:
     scored = [oracle_advantages.Scored(s.response_len, s.reward, s.step_rewards, s.step_ends) for s in group.samples]
     (rows,) = oracle_advantages.advantages([scored], oracle_advantages.AdvantageSettings(**values))
     is_cut = [a.overlong_filter and sample.finish_reason == "length" for sample in group.samples]
-    return any(any(row) for row, cut in zip(rows, is_cut, strict=True) if not cut)
+    return not any(any(row) for row, cut in zip(rows, is_cut, strict=True) if not cut)
 
 
 @pytest.mark.parametrize("adv_type", ADVANTAGES)
-def test_a_group_has_spread_where_its_advantages_are_not_all_zero(adv_type: str) -> None:
+def test_a_group_has_zero_variance_where_its_advantages_are_all_zero(adv_type: str) -> None:
     """Whatever shapes them: steps, punished length, normalisation, responses that were cut off and do not train."""
     rng = random.Random(3)
     found: Counter[tuple[bool, bool]] = Counter()
@@ -137,8 +137,8 @@ def test_a_group_has_spread_where_its_advantages_are_not_all_zero(adv_type: str)
         algorithm |= {"normalize_by_std": number % 5 > 0, "normalize_advantages": number % 7 == 0}
         settings, group = config(**algorithm), sampled_group(rng)
         before = [copy.copy(sample) for sample in group.samples]
-        expected = naive_has_spread(settings, group)
-        assert has_spread(settings, group) == expected, (algorithm, group.samples)
+        expected = oracle_is_zero_variance(settings, group)
+        assert is_zero_variance(settings, group) == expected, (algorithm, group.samples)
         assert group.samples == before  # judged on copies
         rewards = {sample.reward for sample in group.samples} - {None}
         differ = len(rewards) > 1 or len({r for sample in group.samples for r in sample.step_rewards}) > 1

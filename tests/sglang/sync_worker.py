@@ -35,9 +35,9 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.rollout.sglang.buckets import HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.settings import EngineSettings
-from grpo_mega.run import job as jobs
+from grpo_mega.run import model_files
 from grpo_mega.run.batches import make_batches
-from grpo_mega.run.job import ModelFiles
+from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
@@ -163,11 +163,11 @@ def take_step(policy: Policy, config: Config) -> None:
 def sync_layout(
     config: Config, runtime: Runtime, rendezvous: Rendezvous, engines: dict[int, tuple[Side, SGLangEngine | Idle]], version: int
 ) -> None:
-    model = jobs.read_model(config)
-    policy = jobs.build_policy(config, model, runtime)
+    model = model_files.read_model(config)
+    policy = model_files.build_policy(config, model, runtime)
     take_step(policy, config)
     folder = model.folder.parent
-    jobs.export_policy(policy, model, folder / f"hf{version}")
+    model_files.export_policy(policy, model, folder / f"hf{version}")
     for tp, (side, engine) in engines.items():
         plan = plan_sides(policy.side(), side, ranks_per_node=WORLD_SIZE)
         all_gather = partial(rendezvous.all_gather, deadline_s=DEADLINE_S)
@@ -209,7 +209,7 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
         save_checkpoint(make_model(case.family, seed=3, **(SIZES | case.changes)), folder / "hf0")
     rendezvous = Rendezvous(runtime.store, runtime.rank, WORLD_SIZE)
     rendezvous.all_gather("the checkpoint", None, DEADLINE_S)
-    model = jobs.read_model(config)
+    model = model_files.read_model(config)
     sides = {
         tp: engine_side(model.family, model.shape, EngineLayout(tp, 1), WORLD_SIZE, quantise=case.quantise)
         for tp in case.engine_tps
@@ -232,8 +232,8 @@ def main(rank: int, folder: Path) -> None:
     os.environ["MASTER_PORT"] = (folder / "port").read_text()
     torch.set_num_threads(1)
     device = runtimes.join(config_of(CASES["llama"], folder, 1))
-    for name, case in CASES.items():
-        sync_case(case, device, folder / name)
+    for name in json.loads((folder / "cases.json").read_text()):
+        sync_case(CASES[name], device, folder / name)
     runtimes.stop()
 
 

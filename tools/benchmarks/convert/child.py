@@ -85,7 +85,7 @@ def mbridge(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable
     from grpo_mega.megatron import model as models
     from grpo_mega.megatron import runtime as runtimes
     from grpo_mega.megatron.state import InProcessSave
-    from grpo_mega.run.job import read_model
+    from grpo_mega.run.model_files import read_model
 
     bridges: Any = importlib.import_module("mbridge.models")
     states: Any = importlib.import_module("mbridge.core.parallel_states")
