@@ -1,7 +1,7 @@
 """The containers that cross package borders: Prompt, Sample, Group, PackedBatch, StepMetrics.
 
-Plain dataclasses without behaviour beyond derived sizes. torch is needed for annotations only, so that processes which never
-touch a tensor (reward workers, the command line) stay light.
+Plain dataclasses without behaviour beyond derived sizes. torch is imported for annotations only, so that processes without
+tensors (reward workers, the command line) stay light.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
-StepMetrics = dict[str, float]  # what one step logs; names are path-like: "reward/mean", "loss/kl", "seconds/update"
+StepMetrics = dict[str, float]  # the metrics of one step; names are path-like: "reward/mean", "loss/kl", "seconds/update"
 
 
 @dataclass(frozen=True)
 class Prompt:
     """One row of a data set, rendered and tokenised.
 
-    `prefill` is what the chat template already wrote into the assistant's turn (for example "<think>\\n"); it is part of
-    `text` and `token_ids`, and format rewards score it together with the response.
+    `prefill` is the text that the chat template already wrote into the assistant's turn (for example "<think>\\n"); it is part
+    of `text` and `token_ids`, and format rewards score it together with the response.
     """
 
     id: int  # index in the data set; with (seed, step, sample index) it fixes the random stream of a rollout
@@ -34,10 +34,10 @@ class Prompt:
 
 @dataclass
 class Sample:
-    """One response to a prompt, and all that is known of it.
+    """One response to a prompt, with its log-probs, scores and advantages.
 
     `response_ids` ends with the end-of-sequence token if the model stopped by itself (finish_reason "stop"); that token is
-    part of the response and trains. `rollout_logprobs` has one entry per response token, temperature-scaled, before
+    part of the response and of the loss. `rollout_logprobs` has one entry per response token, temperature-scaled, before
     top-p and top-k.
     """
 
@@ -53,11 +53,11 @@ class Sample:
     step_ends: list[int] = field(default_factory=list)  # index of the response token at which each step ends, ascending
     step_rewards: list[float] = field(default_factory=list)  # of those steps, weighted
     advantages: Tensor | None = None  # [response_len] float32
-    old_logprobs: list[float] | None = None  # of logged samples, on the first rank, once they have trained
+    old_logprobs: list[float] | None = None  # of logged samples, after the update
 
     @property
     def is_scored(self) -> bool:
-        """Whether any reward speaks of it: a sample without one neither trains nor counts."""
+        """Return True if a reward function scored the sample; other samples are excluded from the loss and group statistics."""
         return self.reward is not None or bool(self.step_rewards)
 
     @property
@@ -81,7 +81,7 @@ class Group:
 class PackedBatch:
     """One micro-batch: several samples laid end to end, then padding, in one row of T tokens.
 
-    Per-token arrays are aligned to the position that *predicts*: entry t speaks of `targets[t]`, the token after `tokens[t]`.
+    Per-token arrays are aligned to the position that *predicts*: entry t belongs to `targets[t]`, the token after `tokens[t]`.
     The last position of every segment predicts nothing (loss_mask 0). If there is padding it is the last segment.
     """
 
@@ -89,11 +89,11 @@ class PackedBatch:
     targets: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, from 0 in every segment
     cu_seqlens: Tensor  # [num_segments + 1] int32, covers all T tokens
-    loss_mask: Tensor  # [T] float32, 1 on response tokens that train
-    loss_weights: Tensor  # [T] float32, what a token's loss counts in the global aggregate (0 where loss_mask is 0)
+    loss_mask: Tensor  # [T] float32, 1 on response tokens that contribute to the loss
+    loss_weights: Tensor  # [T] float32, the weight of each token in the loss of the mini-batch (0 where loss_mask is 0)
     advantages: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
-    sample_indices: list[int]  # which of the step's samples each segment holds, padding not counted
+    sample_indices: list[int]  # index in the step of each segment's sample, without padding
     old_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
     ref_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
 

@@ -1,4 +1,5 @@
-"""Log-probabilities and entropies of softmax(hidden @ weight.T / temperature), its vocabulary split over tensor-parallel ranks.
+"""Compute log-probabilities and entropies of softmax(hidden @ weight.T / temperature), its vocabulary split over
+tensor-parallel ranks.
 
 In: hidden states [T, H] and this rank's rows [padded_vocab / tp, H] of the output weight. Out: [T] vectors, the same on every
 rank of the group. Logits exist one tile of tokens and columns at a time, in float32 (float64 for float64 weights): forward and
@@ -36,7 +37,7 @@ def vocab_parallel_logprobs(
     weight_grad_VH: Tensor | None = None,
     tile: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of `targets_T` under softmax(hidden_TH @ weight.T / temperature), and its entropies if asked for.
+    """Return log-probabilities of `targets_T` under softmax(hidden_TH @ weight.T / temperature), and optionally entropies.
 
     hidden_TH: [T, H], the same on all ranks of `tp_group`; weight_VH: [width, H]; both float32, bfloat16 or float64. Rank r
     holds rows r * width to (r + 1) * width of the padded vocabulary; those from `vocab_size` on are padding: they are never
@@ -67,10 +68,10 @@ def vocab_parallel_logprobs(
 
 @dataclass(frozen=True)
 class _Shard:
-    """Which columns of the vocabulary a rank holds, and how [T, V] is walked over."""
+    """The columns of the vocabulary on a rank, and the tiles of [T, V]."""
 
     start: int
-    num_columns: int  # those that are no padding; 0 on a rank that holds padding only
+    num_columns: int  # without padding; 0 on a rank that holds padding only
     inverse_temperature: float
     num_tile_tokens: int
     num_tile_columns: int
@@ -82,18 +83,19 @@ class _Shard:
         return _slices(num_tokens, self.num_tile_tokens)
 
     def scratch(self, like: Tensor) -> Tensor:
-        """Memory for a tile, in the dtype of computation."""
+        """Allocate memory for a tile, in the dtype of computation."""
         size = min(self.num_tile_tokens, like.shape[0]) * min(self.num_tile_columns, self.num_columns)
         return torch.empty(size, dtype=_compute_dtype(like), device=like.device)
 
     def logits(self, hidden_nH: Tensor, weight_vH: Tensor, scratch: Tensor) -> Tensor:
-        """A tile's scaled logits [n, v], in `scratch`."""
+        """Compute a tile's scaled logits [n, v] in `scratch`."""
         x_nv = _tile_of(scratch, hidden_nH.shape[0], weight_vH.shape[0])
         _add_product(x_nv, hidden_nH, weight_vH.t(), beta=0.0, alpha=self.inverse_temperature)
         return x_nv
 
     def targets(self, targets_n: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-        """Each target's column in a tile (any valid one if it is elsewhere) [n, 1], and whether it is here [n, 1]."""
+        """Return each target's column in a tile [n, 1] (0 if it is in another tile), and a mask [n, 1] of those in this
+        tile."""
         column_n1 = (targets_n - (self.start + columns.start)).unsqueeze(1)
         is_here_n1 = (column_n1 >= 0) & (column_n1 < columns.stop - columns.start)
         return torch.where(is_here_n1, column_n1, 0), is_here_n1
@@ -158,7 +160,7 @@ class _Logprobs(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Upstream:
-    """What the gradient of the logits follows from, for the tokens that have one.
+    """The values that determine the gradient of the logits, for the tokens that have one.
 
     With y = x - max and p = e^y / sum e^y: d logprob / dx_j = [j = target] - p_j, d entropy / dx_j = -p_j (log p_j + entropy).
     Both are multiples of e^y but for the target's own: e^y (slope y + offset - grad) + [j = target] grad sum_exp.
@@ -172,7 +174,7 @@ class _Upstream:
     offset_N: Tensor | None  # slope times (entropy - log sum_exp)
 
     def to_logits(self, x_nv: Tensor, spare: Tensor, tokens: slice, target_n1: Tensor, is_here_n1: Tensor) -> Tensor:
-        """The gradient of a tile's logits, in their place; `spare` is scratch."""
+        """Replace a tile's logits by their gradient; `spare` is scratch."""
         y_nv = x_nv.sub_(self.max_N[tokens, None])
         grad_n1 = self.grad_N[tokens, None]
         if self.slope_N is None or self.offset_N is None:
@@ -187,7 +189,8 @@ class _Upstream:
 def _statistics(
     hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, shard: _Shard, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """The shard's max_T, and rows of sums [k, T]: target logit, sum e^y, and with entropy sum y e^y, with y = x - max."""
+    """Return the shard's max_T, and rows of sums [k, T]: target logit, sum e^y, and with entropy sum y e^y, with y = x -
+    max."""
     dtype, num_tokens = _compute_dtype(weight_VH), hidden_TH.shape[0]
     # The least finite number stands for -inf, whose differences would be NaN.
     max_T = torch.full((num_tokens,), torch.finfo(dtype).min, dtype=dtype, device=hidden_TH.device)
@@ -223,8 +226,8 @@ def _gradients(
     *,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of hidden states (in the dtype of computation) and weight, None where not needed; the weight's goes into
-    `weight_grad_VH` if there is one."""
+    """Return the gradients of hidden states (in the dtype of computation) and weight, None if not needed; the weight's is added
+    to `weight_grad_VH` if there is one."""
     needs_hidden, needs_weight = needs
     dtype, operands_NH = _compute_dtype(weight_VH), _operand(hidden_NH)
     grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=dtype) if needs_hidden else None
@@ -249,7 +252,7 @@ def _gradients(
 
 
 def _shift(sums_kT: Tensor, delta_T: Tensor) -> None:
-    """Restates the sums over y = x - old max for a new max, in place; delta_T = old - new <= 0."""
+    """Convert the sums over y = x - old max to a new max, in place; delta_T = old - new <= 0."""
     delta_T = delta_T.clamp(min=_LOG_ZERO)
     if sums_kT.shape[0] == 3:
         sums_kT[2].add_(delta_T * sums_kT[1])
@@ -257,7 +260,7 @@ def _shift(sums_kT: Tensor, delta_T: Tensor) -> None:
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
-    """out = beta out + alpha a @ b, in place; sums and `out` may be float32 where a and b are bfloat16 (on a GPU)."""
+    """Compute out = beta out + alpha a @ b, in place; sums and `out` may be float32 where a and b are bfloat16 (on a GPU)."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     else:
@@ -265,7 +268,7 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha:
 
 
 def _operand(x: Tensor) -> Tensor:
-    """As matrix products take it: a GPU multiplies bfloat16 with float32 sums, a CPU here only float32 fast."""
+    """Return the operand of matrix products: a GPU multiplies bfloat16 with float32 sums; on a CPU only float32 is fast."""
     return x if x.is_cuda else x.to(_compute_dtype(x))
 
 

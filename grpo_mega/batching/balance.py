@@ -1,9 +1,9 @@
-"""Spreads samples over the micro-batches of all data-parallel ranks, by their numbers of tokens.
+"""Balance samples over the micro-batches of all data-parallel ranks, by their numbers of tokens.
 
 In: the lengths of one mini-batch's samples. Out: for each rank, for each micro-batch, the indices of its samples. Every rank
 has the same number of micro-batches, none over the token budget; some may be empty. All micro-batches are padded to the longest
-(pack.py), so that one counts: samples are placed longest first, then exchanged between long and short micro-batches ("bins").
-A pure function of its arguments, so that all ranks find the same plan without talking.
+(pack.py), so its length is minimised: samples are placed longest first, then exchanged between long and short micro-batches
+("bins"). A pure function of its arguments: all ranks find the same plan without communication.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from grpo_mega.errors import PlanError
 
-CLOSE_ENOUGH = (1e-4, 2e-4, 4e-4)  # of the mean: by how much the longest bin may pass it; the next where one is not reached
-MAX_ROUNDS = 40  # of exchanges, for each of these
+CLOSE_ENOUGH = (1e-4, 2e-4, 4e-4)  # shares of the mean by which the longest bin may exceed it, tried in this order
+MAX_ROUNDS = 40  # rounds of exchanges for each share
 NUM_MOVABLE = 11  # samples of a bin that take part in exchanges, its shortest: they leave the finest differences
-NUM_PARTNERS = 24  # bins that one which is too long looks at in a round
+NUM_PARTNERS = 24  # short bins that are candidates for each long bin in a round
 
 Ints = NDArray[np.int64]
 
@@ -27,10 +27,10 @@ Ints = NDArray[np.int64]
 def balance(
     lengths: Sequence[int], *, dp_size: int, token_budget: int, micro_batch_multiple: int = 1, length_multiple: int = 1
 ) -> list[list[list[int]]]:
-    """[dp_rank][micro_batch] -> indices into `lengths`, ascending; as few micro-batches a rank as the budget allows.
+    """Return [dp_rank][micro_batch] -> indices into `lengths`, ascending; as few micro-batches per rank as the budget allows.
 
     The number of micro-batches is a multiple of `micro_batch_multiple`, and at least that. They are evened out until rounding
-    the longest up to `length_multiple`, as the caller does, makes no difference. Raises PlanError for a length over the budget.
+    the longest up to `length_multiple`, as the caller does, hides the rest. Raises PlanError for a length over the budget.
     """
     _check_budget(lengths, token_budget)
     lengths_N = np.array(lengths, dtype=np.int64)
@@ -49,7 +49,7 @@ def balance(
 
 
 def even_bins(lengths_N: Ints, num_bins: int, token_budget: int, length_multiple: int) -> Ints:
-    """The bin of each sample, such that the longest bin is about as short as can be; it may pass the budget all the same."""
+    """Return the bin of each sample, with the longest bin about as short as possible; it may still exceed the budget."""
     order_N = np.argsort(-lengths_N, kind="stable")
     falling_N = lengths_N[order_N]
     least = int(falling_N.max(initial=0))
@@ -62,12 +62,12 @@ def even_bins(lengths_N: Ints, num_bins: int, token_budget: int, length_multiple
 
 
 def loads(bin_of_N: Ints, lengths_N: Ints, num_bins: int) -> Ints:
-    """The tokens of each bin."""
+    """Return the tokens of each bin."""
     return np.bincount(bin_of_N, weights=lengths_N, minlength=num_bins).astype(np.int64)
 
 
 def longest_first(falling_N: Ints, num_bins: int) -> Ints:
-    """Longest processing time first: the bin of each length, which is the lightest at its turn."""
+    """Assign longest processing time first: each length, in falling order, goes into the lightest bin."""
     heap = list(range(num_bins))  # load * num_bins + bin, so that numbers alone are compared
     bins: list[int] = []
     for added in (falling_N * num_bins).tolist():
@@ -78,9 +78,9 @@ def longest_first(falling_N: Ints, num_bins: int) -> Ints:
 
 
 def even_out(bin_of_N: Ints, falling_N: Ints, num_bins: int, targets: Sequence[int]) -> None:
-    """Exchanges samples between bins, in place, until no bin is longer than a target; each is tried for MAX_ROUNDS rounds.
+    """Exchange samples between bins, in place, until no bin is longer than a target; each is tried for MAX_ROUNDS rounds.
 
-    `falling_N` falls.
+    `falling_N` is sorted in falling order.
     """
     loads_B = loads(bin_of_N, falling_N, num_bins)
     slots_BS = _movable(bin_of_N, num_bins)
@@ -96,10 +96,10 @@ def even_out(bin_of_N: Ints, falling_N: Ints, num_bins: int, targets: Sequence[i
 
 
 def _exchange(loads_B: Ints, slots_BS: Ints, sizes_BS: NDArray[np.int32], target: int, round_index: int) -> int:
-    """One round; returns the number of exchanges.
+    """Do one round; return the number of exchanges.
 
-    Each bin longer than `target` looks at some of the short ones, other ones every round, and makes the exchange of two
-    samples, or the move of one, that leaves the longer of both shortest, if that is shorter than before.
+    Each bin longer than `target` considers some of the short bins, different ones in every round, and makes the exchange of two
+    samples, or the move of one, that leaves the longer of both bins shortest, if it becomes shorter than before.
     """
     num_bins, num_slots = slots_BS.shape
     order_B = np.argsort(-loads_B, kind="stable")
@@ -128,7 +128,7 @@ def _exchange(loads_B: Ints, slots_BS: Ints, sizes_BS: NDArray[np.int32], target
 
 
 def _movable(bin_of_N: Ints, num_bins: int) -> Ints:
-    """[bins, slots]: the samples of each bin that take part, and -1 in empty slots, of which there is one at least."""
+    """Return [bins, slots]: the movable samples of each bin, and -1 in empty slots, of which there is at least one."""
     counts_B = np.bincount(bin_of_N, minlength=num_bins)
     by_bin_N = np.argsort(bin_of_N, kind="stable")
     slot_S = np.arange(min(NUM_MOVABLE, int(counts_B.max())) + 1)
@@ -138,7 +138,7 @@ def _movable(bin_of_N: Ints, num_bins: int) -> Ints:
 
 
 def _deal(bins: list[list[int]], loads_B: Ints, dp_size: int) -> list[list[list[int]]]:
-    """Gives each rank one bin a round, heaviest first, in turning order: ranks then work alike within each round and in all."""
+    """Give each rank one bin per round, heaviest first, in alternating order: this balances each round and the total."""
     order = np.argsort(-loads_B, kind="stable").tolist()
     ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
     for round_index, begin in enumerate(range(0, len(order), dp_size)):

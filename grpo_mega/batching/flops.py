@@ -1,11 +1,11 @@
-"""Floating-point operations of a training step, counted by hand: what a model's utilisation (MFU) is a share of.
+"""Count the floating-point operations of a training step by formulas, for the model FLOPs utilisation (MFU).
 
-A matrix product of [m, k] and [k, n] counts 2 m k n; nothing else counts. Of a forward pass over segments of n tokens:
+A matrix product of [m, k] and [k, n] counts 2 m k n; nothing else counts. In a forward pass over segments of n tokens:
  linear     2 x tokens x weights that multiply a token, in each layer: hidden x (q + 2 kv) + q x hidden for attention, and
             3 x hidden x ffn for a gated MLP, or hidden x experts for the router and 3 x hidden x moe_ffn for each chosen expert
  attention  4 x q for each pair of a query and a key that it sees, n (n + 1) / 2 of them in a segment, in each layer
- output     2 x hidden x vocab for each token whose log-prob is wanted
-A backward pass is twice the forward. What is computed again (activations, logits) does not count, nor do lookups.
+ output     2 x hidden x vocab for each token that needs a log-prob
+A backward pass counts twice the forward. Recomputation (activations, logits) and lookups do not count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grpo_mega.errors import ConfigError
 
 
 class Sizes(Protocol):
-    """Of a decoder-only transformer; weights.spec.ModelShape is one."""
+    """Sizes of a decoder-only transformer, such as weights.spec.ModelShape."""
 
     @property
     def num_layers(self) -> int: ...
@@ -42,7 +42,7 @@ class Sizes(Protocol):
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one forward pass, by where they arise."""
+    """Floating-point operations of one forward pass, by part."""
 
     linear: float  # whole numbers, except where they are means
     attention: float
@@ -58,14 +58,14 @@ class Flops:
 
     @property
     def training(self) -> float:
-        """Forward and backward."""
+        """Return the operations of forward and backward."""
         return self.forward + self.backward
 
 
 def count(sizes: Sizes, lengths: Sequence[int], *, experts_per_token: int = 0, num_outputs: int | None = None) -> Flops:
-    """Count segments of `lengths` tokens, of which `num_outputs` tokens (None: all) go through the output layer.
+    """Count a pass over segments of `lengths` tokens, with `num_outputs` tokens (None: all) through the output layer.
 
-    Raise ConfigError for an MoE model without its number of experts per token.
+    Raises ConfigError for an MoE model without its number of experts per token.
     """
     num_tokens = sum(lengths)
     num_pairs = sum(n * (n + 1) // 2 for n in lengths)
@@ -85,19 +85,19 @@ def of_totals(sizes: Sizes, num_tokens: float, num_pairs: float, num_outputs: fl
 
 
 def layer_weights(sizes: Sizes, experts_per_token: int = 0) -> int:
-    """Weights of one layer that multiply a token. Raises ConfigError likewise."""
+    """Return the number of weights of one layer that multiply a token. Raises ConfigError as `count` does."""
     q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     attention = sizes.hidden * (q + 2 * kv) + q * sizes.hidden
     if not sizes.num_experts:
         return attention + 3 * sizes.hidden * sizes.ffn
     if not 1 <= experts_per_token <= sizes.num_experts:
         raise ConfigError(
-            f"experts_per_token={experts_per_token} is not a number of a mixture's {sizes.num_experts} experts; "
+            f"experts_per_token={experts_per_token}: must be in 1 .. {sizes.num_experts} for an MoE model; "
             "give the config's num_experts_per_tok"
         )
     return attention + sizes.hidden * sizes.num_experts + experts_per_token * 3 * sizes.hidden * sizes.moe_ffn
 
 
 def per_token(sizes: Sizes, length: int, *, experts_per_token: int = 0) -> float:
-    """Of training, forward and backward, on each token of full segments of `length` tokens that all go to the output layer."""
+    """Return the training FLOPs (forward and backward) per token of full segments of `length` tokens."""
     return count(sizes, [length], experts_per_token=experts_per_token).training / length

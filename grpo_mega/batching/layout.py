@@ -1,4 +1,4 @@
-"""Where a sample's values sit in a packed row, and the way there and back.
+"""Map values between samples and packed rows.
 
 Response token j of a sample whose prompt has P tokens belongs to the position that predicts it: P - 1 + j of the sample's
 segment. `pack` writes by `response_slice`, `to_samples` reads by it, so the two cannot disagree.
@@ -17,7 +17,7 @@ from grpo_mega.types import PackedBatch, Sample
 
 
 def response_slice(segment_start: int, sample: Sample) -> slice:
-    """The positions of a packed row that predict the response of the sample whose segment starts at `segment_start`."""
+    """Return the positions of a packed row that predict the response of a sample with the segment start `segment_start`."""
     prompt_len = len(sample.prompt.token_ids)
     assert prompt_len > 0, f"prompt {sample.prompt.id} is empty: nothing predicts the first token of its response"
     begin = segment_start + prompt_len - 1
@@ -25,19 +25,19 @@ def response_slice(segment_start: int, sample: Sample) -> slice:
 
 
 def response_slices(batch: PackedBatch, samples: Sequence[Sample]) -> Iterator[slice]:
-    """The positions that predict the response of each of `batch.sample_indices`; `samples` are all of the step's."""
+    """Yield the positions that predict the response of each of `batch.sample_indices`; `samples` are all of the step's."""
     starts = batch.cu_seqlens.tolist()
     for start, index in zip(starts, batch.sample_indices, strict=False):  # a last segment of padding has no sample
         yield response_slice(start, samples[index])
 
 
 def to_samples(values_T: Tensor, batch: PackedBatch, samples: Sequence[Sample]) -> list[Tensor]:
-    """For each of `batch.sample_indices`, the [response_len] part of values_T; `samples` are all of the step's. Views."""
+    """Return views [response_len] of values_T for each of `batch.sample_indices`; `samples` are all of the step's."""
     return [values_T[where] for where in response_slices(batch, samples)]
 
 
 def from_samples(values: Sequence[Tensor], batch: PackedBatch, samples: Sequence[Sample]) -> Tensor:
-    """The inverse of `to_samples`: a [T] row with `values` on the responses, and 0 elsewhere. Keeps gradients."""
+    """Invert `to_samples`: return a row [T] with `values` on the responses and 0 elsewhere. Keeps gradients."""
     dtype = values[0].dtype if values else batch.loss_mask.dtype
     values_T = torch.zeros(batch.num_tokens, dtype=dtype, device=batch.tokens.device)
     for where, values_R in zip(response_slices(batch, samples), values, strict=True):
@@ -46,7 +46,7 @@ def from_samples(values: Sequence[Tensor], batch: PackedBatch, samples: Sequence
 
 
 def segments(batch: PackedBatch) -> Tensor:
-    """[T] int64: the number of the segment that each token is of, padding's last."""
+    """Return [T] int64: the index of each token's segment; padding is the last one."""
     numbers = torch.arange(batch.num_segments, device=batch.cu_seqlens.device)
     return numbers.repeat_interleave(batch.cu_seqlens.diff(), output_size=batch.num_tokens)
 

@@ -1,8 +1,9 @@
-"""Lays samples end to end into micro-batches of one DP rank; no tensor of a step is ever padded sample by sample.
+"""Pack samples end to end into the micro-batches of one DP rank, without padding sample by sample.
 
 In: the step's samples by mini-batch, the same on all ranks, with advantages. Out: this DP rank's PackedBatches, on the CPU.
-Within a mini-batch every rank has the same number of micro-batches, all of the same length T; where there are too few samples,
-a micro-batch is a filler: padding only, loss 0. Which samples share a micro-batch never changes loss, gradient or metrics.
+Within a mini-batch every rank has the same number of micro-batches, all of the same length T; with too few samples, some
+micro-batches are padding only, with loss 0. The choice of samples that share a micro-batch never changes loss, gradient or
+metrics.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from grpo_mega.types import Group, PackedBatch, Sample
 
 
 def split(groups: Sequence[Group], num_mini_batches: int) -> list[list[Sample]]:
-    """The samples of each mini-batch: contiguous runs of whole groups, whose numbers differ by at most one."""
+    """Split the samples into mini-batches: contiguous runs of whole groups, with numbers of groups that differ by at most
+    one."""
     if len(groups) < num_mini_batches:
         raise PlanError(
             f"batch.mini_batches={num_mini_batches} needs as many groups, but the step has {len(groups)}; "
@@ -39,10 +41,10 @@ def pack(
     length_multiple: int = 1,
     micro_batch_multiple: int = 1,
 ) -> list[list[PackedBatch]]:
-    """[mini_batch][micro_batch] of DP rank `dp_rank`.
+    """Return [mini_batch][micro_batch] of DP rank `dp_rank`.
 
     token_weights[m][i] is the weight of each response token of sample i of mini-batch m in the global loss
-    (algorithm.aggregate); a sample of weight 0 does not train: its loss_mask is 0. `sample_indices` count through the
+    (algorithm/token_weights.py); a sample of weight 0 has loss_mask 0. `sample_indices` count through the
     mini-batches, that is, through the step's samples. T is the longest micro-batch of the mini-batch on any rank, rounded up
     to `length_multiple`, so it may pass `token_budget` by less than that. The number of micro-batches is a multiple of
     `micro_batch_multiple`. Raises PlanError for a sample longer than the budget.
@@ -66,18 +68,18 @@ def pack(
 
 
 def attach_advantages(batches: Sequence[PackedBatch], samples: Sequence[Sample]) -> None:
-    """Puts the samples' advantages in place of those that the batches hold; `samples` are all of the step's."""
+    """Replace the advantages in the batches by those of the samples; `samples` are all of the step's."""
     for batch in batches:
         values = [samples[i].advantages for i in batch.sample_indices]
-        found = [v.to(batch.tokens.device) for v in values if v is not None]
-        assert len(found) == len(values), "a sample has no advantages"
-        batch.advantages = from_samples(found, batch, samples)
+        present = [v.to(batch.tokens.device) for v in values if v is not None]
+        assert len(present) == len(values), "a sample has no advantages"
+        batch.advantages = from_samples(present, batch, samples)
 
 
 def _pack_one(
     samples: Sequence[Sample], weights: Sequence[float], members: list[int], offset: int, num_tokens: int
 ) -> PackedBatch:
-    """One micro-batch of `num_tokens` tokens from the samples at `members`; `offset` is the index of samples[0] in the step."""
+    """Pack the samples at `members` into `num_tokens` tokens; `offset` is the index of samples[0] in the step."""
     tokens = torch.zeros(num_tokens, dtype=torch.int64)
     targets = torch.zeros(num_tokens, dtype=torch.int64)
     position_ids = torch.zeros(num_tokens, dtype=torch.int64)
