@@ -20,7 +20,7 @@ from grpo_mega.processes import descendants, living
 from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.sglang.settings import EngineSettings
 
-START_DEADLINE_S = 120.0
+START_DEADLINE_S = 300.0  # a busy machine takes far more than the 12 s of an idle one
 LOADER = "servers.note_names"  # in the server's processes: PYTHONPATH leads here
 # Of a trainer's rank, and not for its server.
 TRAINERS = {
