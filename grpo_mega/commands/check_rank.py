@@ -20,9 +20,9 @@ from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.gather import gather_responses
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.timers import Timers
-from grpo_mega.run import job as jobs
-from grpo_mega.run.batches import prepare
-from grpo_mega.run.rollout import rollout
+from grpo_mega.run.batches import attach_logprobs, pack
+from grpo_mega.run.build import open_job
+from grpo_mega.run.model_files import build_policy, export_policy, read_model
 from grpo_mega.types import Group, PackedBatch, Sample
 
 
@@ -42,12 +42,14 @@ def main(folder: Path) -> None:
 
 def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) -> None:
     """Leaves the case's outcome in `folder`. All ranks of the layout take part."""
-    model = jobs.read_model(case.config)
-    policy = jobs.build_policy(case.config, model, runtime)
-    samples, batches = prepare(case.config, groups, policy, runtime, Timers())
+    model = read_model(case.config)
+    policy = build_policy(case.config, model, runtime)
+    samples = [sample for group in groups for sample in group.samples]
+    batches = pack(case.config, groups, policy)
+    batches = attach_logprobs(case.config, groups, batches, policy, runtime, Timers())
     logprobs = {name: _by_sample(name, batches, samples, runtime) for name in ("old_logprobs", "ref_logprobs")}
     updates = policy.update(batches)
-    jobs.export_policy(policy, model, folder / "hf")
+    export_policy(policy, model, folder / "hf")
     if runtime.rank == 0:
         torch.save(Outcome(updates, logprobs, folder / "hf"), folder / "outcome.pt")
 
@@ -66,9 +68,9 @@ def _by_sample(
 
 def _sample(config: Config, folder: Path) -> None:
     """A scored rollout of the config's first prompts, by the single rank of the baseline."""
-    with jobs.open_job(config.model_copy(update={"run_dir": folder / "run"})) as job:
-        job.colocation.publish(0)
-        groups = rollout(job, job.prompts(0)[: config.batch.prompts_per_step], job.sampling, 0, "sampling")
+    with open_job(config.model_copy(update={"run_dir": folder / "run"})) as job:
+        job.colocation.sync_weights(version=0)
+        groups = job.rollouts.generate(job.prompts(0)[: config.batch.prompts_per_step], 0, "sampling")
     torch.save(groups, folder / "groups.pt")
 
 

@@ -18,10 +18,11 @@ from grpo_mega.formats.checkpoint_files import STATE, check_model, read_manifest
 from grpo_mega.formats.reader import open_reader
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.run import job as jobs
+from grpo_mega.run.build import open_job
 from grpo_mega.run.checkpoints import verify
 from grpo_mega.run.evaluation import Evaluated, evaluate_set, write_rows
-from grpo_mega.run.job import Job, ModelFiles
+from grpo_mega.run.job import Job
+from grpo_mega.run.model_files import ModelFiles, build_policy
 from grpo_mega.types import Prompt
 
 
@@ -29,12 +30,12 @@ def evaluate_checkpoint(request: Request) -> None:
     """All ranks call it. The first one prints a table and, as the last line, a summary in JSON; it writes request.out."""
     began = time.monotonic()
     source = _Source(request.checkpoint, request.step)
-    with jobs.open_job(request.config, source.build) as job:
+    with open_job(request.config, source.build) as job:
         for number in (signal.SIGTERM, signal.SIGINT):  # there is no step after which to stop
             signal.signal(number, signal.default_int_handler)
-        job.colocation.publish(source.step)
+        job.colocation.sync_weights(version=source.step)
         sets = prompts_of(job, request)
-        found = {name: evaluate_set(job, name, prompts, source.step) for name, prompts in sets.items()}
+        found = {name: evaluate_set(job.rollouts, name, prompts, source.step) for name, prompts in sets.items()}
         if job.is_main:
             if request.out is not None:
                 write_rows(request.out, [row for one in found.values() for row in one.rows])
@@ -60,7 +61,7 @@ class _Source:
         dist.broadcast_object_list(chosen)
         (self.checkpoint,) = chosen
         if self.checkpoint is None and config.model.init == "random":
-            return jobs.build_policy(config, model, runtime)
+            return build_policy(config, model, runtime)
         folder = model.folder if self.checkpoint is None else self._checked(self.checkpoint, model, runtime)
         policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
         try:
@@ -87,7 +88,7 @@ def prompts_of(job: Job, request: Request) -> dict[str, list[Prompt]]:
     if request.names is None:
         return job.heldout
     sets: dict[str, list[Prompt]] = {name: [] for name in request.names}
-    for prompt in job.train_prompts:
+    for prompt in job.data.train:
         sets[request.names[prompt.id // IDS_PER_SET]].append(prompt)
     return {name: prompts[: job.config.eval.num_prompts] for name, prompts in sets.items()}
 

@@ -27,6 +27,10 @@ Recipe = Literal[
     "process_supervision",
 ]
 
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+KLPenalty = Literal["kl", "abs", "mse", "low_var_kl", "low_var_kl_weighted"]
+KL_CLAMP = 10.0  # as in verl and RLinf: one token far from the reference must not decide the step
+
 # With their papers' values. grpo is the section's own defaults; the papers stand in algorithm/README.md.
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "grpo": {},
@@ -93,14 +97,12 @@ class AlgorithmConfig(Section):
     recipe: Recipe = "grpo"
     adv_type: Literal["grpo", "grpo_process", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
     loss_type: Literal["actor", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"] = "actor"
-    loss_agg_func: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
-        "seq-mean-token-mean"
-    )
+    loss_agg_func: Aggregation = "seq-mean-token-mean"
     group_size: Annotated[int, Field(ge=2)] = 16
     kl_beta: NonNegativeFloat = 0.0
     kl_in: Literal["loss", "reward"] = "loss"
-    kl_penalty_type: Literal["low_var_kl", "low_var_kl_weighted", "kl", "abs", "mse"] = "low_var_kl"
-    kl_clamp: PositiveFloat | None = 10.0  # the most that low_var_kl, weighted or not, is for one token; None: no such limit
+    kl_penalty_type: KLPenalty = "low_var_kl"
+    kl_clamp: PositiveFloat | None = KL_CLAMP  # upper bound of low_var_kl (weighted or not) per token; None: none
     normalize_by_std: bool = True  # the group's z-score divides by its deviation; Dr. GRPO's does not
     std_ddof: Literal[0, 1] = 1  # that deviation is over group_size - std_ddof
     std_eps: NonNegativeFloat = 1e-6  # added to it

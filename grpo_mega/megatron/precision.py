@@ -1,6 +1,6 @@
 """FP8 by Transformer Engine: Megatron's settings for a config, which layers stay in bf16, and weights kept in FP8.
 
-Norms, router, embedding and output layer are in bf16 whatever is set; log-probs, loss and reductions in fp32.
+Norms, router, embedding and output layer are always in bf16; log-probs, loss and reductions in fp32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def megatron_settings(precision: PrecisionConfig, device: Device) -> dict[str, Any]:
-    """Fields of Megatron's config. Raises ConfigError for what this device cannot compute, which Megatron would ignore."""
+    """Return fields of Megatron's config. Raises ConfigError for FP8 that this device cannot compute: Megatron would ignore
+    it."""
     if precision.fp8 is None:
         return {}
     check_card(precision, device.capability, device.name)
@@ -48,7 +49,7 @@ def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:
 
 
 def forget_fp8_state() -> None:
-    """Drop what Transformer Engine keeps of delayed scaling beyond a model's life.
+    """Drop Transformer Engine's global state of delayed scaling, which outlives a model.
 
     Its maxima are reduced in groups that the next arrangement of the ranks does not have.
     """
@@ -57,7 +58,7 @@ def forget_fp8_state() -> None:
 
 
 def set_level(config: TransformerConfig, precision: PrecisionConfig, level: Level) -> None:
-    """Which layers compute in bf16 from the next pass on: those of the config, and what the guard adds."""
+    """Set the layers that compute in bf16 from the next pass on: those of the config, and those that the guard adds."""
     if precision.fp8 is None:
         return
     added = {Level.AS_CONFIGURED: 0, Level.ENDS: precision.guard.layers, Level.ALL: config.num_layers}[level]
@@ -69,7 +70,7 @@ def set_level(config: TransformerConfig, precision: PrecisionConfig, level: Leve
 
 @contextmanager
 def in_bf16(config: TransformerConfig) -> Iterator[None]:
-    """While it lasts every layer is computed in bf16: Megatron asks its config anew in each forward pass."""
+    """Compute every layer in bf16 inside the context: Megatron reads its config in each forward pass."""
     before = config.first_last_layers_bf16, config.num_layers_at_start_in_bf16
     config.first_last_layers_bf16, config.num_layers_at_start_in_bf16 = True, config.num_layers
     try:

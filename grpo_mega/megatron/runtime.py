@@ -1,8 +1,8 @@
 """Process groups and this rank's place in the layout.
 
-`start(config)` joins the ranks (torchrun's environment or our own launcher's), sets up Megatron's model-parallel groups and
-seeds them; several layouts may follow one another in the same processes (`arrange`). `Runtime` carries what the rest asks:
-ranks, groups, device. Nothing of Megatron's global state leaks further than this package.
+`start(config)` joins the ranks (by the environment of torchrun or of our launcher), makes Megatron's model-parallel groups and
+seeds them; several layouts may follow one another in the same processes (`arrange`). `Runtime` holds ranks, groups and device.
+No other package sees Megatron's global state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Runtime:
     device: devices.Device
     layout: MegatronLayout
     rank: int
-    store: dist.Store  # shared by all ranks, with no keys but those of this arrangement
+    store: dist.Store  # shared by all ranks; its keys are of this arrangement only
 
     @property
     def tp_rank(self) -> int:
@@ -55,7 +55,7 @@ class Runtime:
         return parallel_state.get_tensor_model_parallel_group()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place."""
+        """Sum over all ranks, in place."""
         dist.all_reduce(values)
         return values
 
@@ -98,7 +98,7 @@ def join(config: Config) -> devices.Device:
 
 
 def arrange(config: Config, device: devices.Device) -> Runtime:
-    """Megatron's groups for the config's layout, in place of earlier ones, and its random states."""
+    """Make Megatron's groups for the config's layout, in place of earlier ones, and its random states."""
     _leave_groups()
     rank = dist.get_rank()
     runtime = Runtime(device, resolve_layout(config, dist.get_world_size()), rank, _fresh_store(rank))
@@ -136,16 +136,16 @@ def stop() -> None:
 
 
 def _fresh_store(rank: int) -> dist.Store:
-    """The job's store under a prefix that no earlier arrangement has used; every rank counts for itself."""
+    """Return the job's store with a prefix that no earlier arrangement used; every rank counts its own arrangements."""
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"arrangements/{rank}", 1)
     return dist.PrefixStore(f"arrangement/{number}", store)
 
 
 def _leave_groups() -> None:
-    """Megatron only forgets its groups; each would keep its threads and connections.
+    """Destroy Megatron's groups, with their threads and connections, which Megatron itself only forgets.
 
-    So would a policy that nobody needs any more: it is full of cycles, and holds its groups.
+    The garbage collector runs before: an unused policy has reference cycles, and holds its groups.
     """
     parallel_state.destroy_model_parallel()
     forget_fp8_state()
@@ -155,7 +155,7 @@ def _leave_groups() -> None:
 
 
 def _check_order(runtime: Runtime) -> None:
-    """The mapping of weights relies on `MegatronLayout.place`; it must be Megatron's own order of ranks."""
+    """Assert that Megatron orders ranks as `MegatronLayout.place` does, on which the mapping of weights relies."""
     theirs = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),

@@ -98,7 +98,7 @@ def kept_groups(run_dir: Path, row: dict[str, float]) -> int:
 def test_groups_whose_rewards_are_all_equal_are_replaced_up_to_the_bound(whole: Path) -> None:
     rows = metrics(whole)
     assert len(rows) == 6
-    assert all(row.get("groups/no_spread", 0.0) == 0 and row["rollouts"] <= 3 for row in rows)
+    assert all(row.get("groups/zero_variance", 0.0) == 0 and row["rollouts"] <= 3 for row in rows)
     assert sum(row["prompts_dropped/equal_rewards"] for row in rows) > 0
     for row in rows:  # another rollout only where the one before left too few
         assert row["rollouts"] == 1 or row["prompts_dropped/equal_rewards"] > 0

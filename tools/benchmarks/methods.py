@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from grpo_mega.config.algorithm import RECIPES
-from grpo_mega.observe.plot import read_curves
+from grpo_mega.observe.curves import read_curves
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "process_supervision")

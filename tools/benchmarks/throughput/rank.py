@@ -20,12 +20,15 @@ import torch.distributed as dist
 from grpo_mega.config import Config
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.megatron.compat import transfers_wrapped
-from grpo_mega.observe.run_log import Log
+from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.engine import Engine
+from grpo_mega.rollout.phase import Generator
+from grpo_mega.run.build import open_job
 from grpo_mega.run.engines import ranks_per_node
-from grpo_mega.run.job import Job, open_job
+from grpo_mega.run.job import Job
+from grpo_mega.run.model_files import read_tokenizer
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, PackedBatch, StepMetrics
 from grpo_mega.validation.legality import read_model
@@ -62,7 +65,7 @@ def measure(config: Config, lengths: Lengths | None, *, warmup: int, steps: int)
         waits.begin(job.timers, is_cuda=job.runtime.device.is_cuda)
         if job.runtime.device.is_cuda:
             job.timers.watch = _synchronized
-        job.colocation.publish(0)
+        job.colocation.sync_weights(version=0)
         rates = _rates(job)
         job.timers.lap()
         log.begin()
@@ -74,7 +77,7 @@ def measure(config: Config, lengths: Lengths | None, *, warmup: int, steps: int)
                 found.append(_step(log, seen))
                 drawn.append([(len(g.prompt.token_ids), [s.response_len for s in g.samples]) for g in log.groups])
             seen.clear()
-            job.is_stopped(number + 1)
+            job.stops_after(number + 1)
         mine = {"place": job.runtime.layout.place(job.runtime.rank), "rates": rates, "steps": [asdict(s) for s in found]}
         everyone: list[Any] = [None] * job.runtime.layout.world_size
         dist.all_gather_object(everyone, mine)
@@ -164,13 +167,14 @@ class Waits:
         return timed
 
 
-class SeenLog:
+class SeenLog(RunLog):
     """A log that keeps of the last step this rank's metrics, its groups, and what it took by a clock of its own.
 
     A step is logged as its lap of the timers ends: so it lasts from one logging to the next.
     """
 
-    def __init__(self, log: Log, waits: Waits) -> None:
+    def __init__(self, log: RunLog, waits: Waits) -> None:
+        super().__init__()
         self._log, self._waits = log, waits
         self.metrics: StepMetrics = {}
         self.groups: Sequence[Group] = ()
@@ -206,11 +210,13 @@ class SeenLog:
 
 def _replace_sampling(job: Job, lengths: Lengths) -> None:
     layout, config = job.runtime.layout, job.config
-    vocab = min(job.model.shape.vocab, len(job.tokenizer))
+    vocab = min(job.model.shape.vocab, len(read_tokenizer(job.model)))
     made = SyntheticEngine(job.colocation.engine, lengths, vocab=vocab, rank=job.runtime.rank, world_size=layout.world_size)
-    job.colocation.engine = cast(Engine, made)
+    job.colocation.engine = engine = cast(Engine, made)
+    deadline_s = config.rollout.phase_deadline_s
+    job.rollouts.generator = Generator(engine, job.rollouts.rendezvous, job.colocation.recover, phase_deadline_s=deadline_s)
     names = [function.name for function in config.rewards.functions]
-    job.scorer = cast(Scorer, RandomRewards(names, has_steps=config.algorithm.adv_type == "grpo_process"))
+    job.rollouts.scorer = cast(Scorer, RandomRewards(names, has_steps=config.algorithm.adv_type == "grpo_process"))
 
 
 def _watch_updates(job: Job) -> list[list[PackedBatch]]:

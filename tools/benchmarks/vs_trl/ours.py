@@ -10,8 +10,9 @@ import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.paths import METRICS_FILE
-from grpo_mega.run.batches import prepare
-from grpo_mega.run.job import Job, open_job
+from grpo_mega.run.batches import attach_logprobs, pack
+from grpo_mega.run.build import open_job
+from grpo_mega.run.job import Job
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, Prompt, Sample
 from tools.benchmarks.vs_trl.channel import Channel, Peak
@@ -50,8 +51,8 @@ def config_of(task: Task, tokens_per_micro_batch: int) -> Config:
 
 def serve(task: Task, channel: Channel, tokens_per_micro_batch: int) -> None:
     with only_rank(), open_job(config_of(task, tokens_per_micro_batch)) as job:
-        job.restore()
-        job.colocation.publish(0)
+        job.resume()
+        job.colocation.sync_weights(version=0)
         channel.send(ready=True)
         peak, step = Peak(), 0
         while (request := channel.receive()) is not None:
@@ -63,15 +64,16 @@ def serve(task: Task, channel: Channel, tokens_per_micro_batch: int) -> None:
             channel.send(seconds=time.perf_counter() - began, peak=peak.take(), **answer)
             step += 1
             if groups:
-                job.colocation.publish(step)
+                job.colocation.sync_weights(version=step)
 
 
 def update(job: Job, groups: list[Group]) -> dict[str, Any]:
     """From responses to new weights; what `grpo_mega.train.update` does, with the metrics of each optimizer step."""
     for group in groups:
         for sample in group.samples:
-            sample.reward = reward(job.decode(sample.response_ids))
-    _, batches = prepare(job.config, groups, job.policy, job.runtime, job.timers)
+            sample.reward = reward(job.rollouts.decode(sample.response_ids))
+    batches = pack(job.config, groups, job.policy)
+    batches = attach_logprobs(job.config, groups, batches, job.policy, job.runtime, job.timers)
     passes = job.policy.update(batches)
     return {"losses": [p["loss/total"] for p in passes], "norms": [p["grad_norm"] for p in passes]}
 
