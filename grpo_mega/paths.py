@@ -19,6 +19,17 @@ CHECKPOINTS = "checkpoints"
 FINISHED = "hf"  # the policy after the last step, as a Hugging Face folder
 
 
+def heldout_file(step: int) -> str:
+    """Return the name of the file with the answers to the held-out prompts after `step`."""
+    return f"heldout-{step:06d}.jsonl"
+
+
+def heldout_files(run_dir: Path) -> dict[int, Path]:
+    """Return the run's files of held-out answers by step."""
+    steps = {path: path.stem.removeprefix("heldout-") for path in run_dir.glob("heldout-*.jsonl")}
+    return {int(step): path for path, step in sorted(steps.items()) if step.isdecimal()}
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Give the file its new content at once: at any time, also after a kill, it has the old content or the new."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,7 +1,7 @@
-"""The training run, top to bottom: sample groups, score them, compute advantages, update the policy, hand its weights on.
+"""The training run, top to bottom: generate, score, pack, update, sync_weights.
 
-Every rank runs this program; there is no controller. Rollouts are shared over the ranks and then gathered, so that every rank
-computes the same advantages and the same packing; each then trains on its own part.
+Every rank runs this program; there is no controller. Generation is shared over the ranks and its groups are then gathered, so
+that every rank computes the same advantages and the same packing; each then trains on its own micro-batches.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from grpo_mega.observe.samples import num_logged
 from grpo_mega.observe.tracing import Tracer
 from grpo_mega.paths import FINISHED
 from grpo_mega.rewards.scorer import drop_unusable
-from grpo_mega.run.batches import has_spread, prepare
+from grpo_mega.run.batches import attach_logprobs, is_zero_variance, pack
+from grpo_mega.run.build import open_job
 from grpo_mega.run.evaluation import evaluate_if_due
-from grpo_mega.run.job import Job, export_policy, open_job
-from grpo_mega.run.rollout import rollout
-from grpo_mega.types import Group, StepMetrics
+from grpo_mega.run.job import Job
+from grpo_mega.run.model_files import export_policy
+from grpo_mega.types import Group, PackedBatch, StepMetrics
 
 
 def run(config: Config) -> None:
-    """Trains up to config.steps from where the run's last checkpoint ended, evaluating before, during and after.
+    """Train from the run's last checkpoint up to config.steps, evaluating before, during and after; then export to RUN_DIR/hf.
 
-    Exports the policy to RUN_DIR/hf at the end. Asked to stop, it ends after the step under way, with a checkpoint.
+    If asked to stop, end after the current step, with a checkpoint.
     """
     with open_job(config) as job, job.saved_if_engine_fails():
-        first, tracer = job.restore(), Tracer(config, job.runtime.rank, job.runtime.device, job.timers, job.log)
-        job.colocation.publish(first)
+        first, tracer = job.resume(), Tracer(config, job.runtime.rank, job.runtime.device, job.timers, job.log)
+        job.colocation.sync_weights(version=first)
         evaluate_if_due(job, first)
         for step in range(first, config.steps):
             with tracer.step(step + 1):
                 train_step(job, step)
             if step == first:
-                job.tell_memory()
-            if job.is_stopped(step + 1):
+                job.log_peak_memory()
+            if job.stops_after(step + 1):
                 return
             evaluate_if_due(job, step + 1)
         with job.colocation.training():
@@ -48,62 +49,66 @@ def run(config: Config) -> None:
 
 
 def train_step(job: Job, step: int) -> None:
-    """One rollout and its optimizer steps, and a checkpoint if one is due; then the engine has the new policy, step + 1."""
-    timers = job.timers
-    groups, num_draws, metrics = sample_groups(job, step)
-    metrics |= rollout_metrics(groups, partial(has_spread, job.config))
-    with job.colocation.training():
+    """Do one rollout and its optimizer steps, and save a checkpoint if one is due; then the engine has policy step + 1."""
+    groups, num_draws, metrics = generate(job, step)
+    metrics |= rollout_metrics(groups, partial(is_zero_variance, job.config))
+    with job.colocation.training():  # while this lasts, the GPUs' memory is the trainer's
         if len(groups) >= job.config.batch.mini_batches:
-            metrics |= update(job, step, groups)
+            with job.timers("pack"):
+                batches = pack(job.config, groups, job.policy)
+            batches = attach_logprobs(job.config, groups, batches, job.policy, job.runtime, job.timers)
+            metrics |= update(job, step, groups, batches)
         job.steps_done, job.draws = step + 1, job.draws + num_draws
         job.save_if_due(step + 1)
-    job.log.log_samples(step + 1, groups, job.decode)
+    job.log.log_samples(step + 1, groups, job.rollouts.decode)
     try:
-        metrics |= job.colocation.publish(step + 1)
+        metrics |= job.colocation.sync_weights(version=step + 1)
     finally:
-        job.log.log_step(step + 1, metrics | timers.lap())
+        job.log.log_step(step + 1, metrics | job.timers.lap())
     job.check_health(step + 1, metrics)
 
 
-def sample_groups(job: Job, step: int) -> tuple[list[Group], int, StepMetrics]:
-    """A step's groups, how often prompts were drawn for them, and counts of what was left out.
+def generate(job: Job, step: int) -> tuple[list[Group], int, StepMetrics]:
+    """Return the step's scored groups, how many batches of prompts were drawn for them, and counts of what was left out.
 
-    With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), groups that have no advantage other than 0 are replaced out of
-    further rollouts, of which there are at most algorithm.dynamic_sampling_tries.
+    With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), groups without an advantage other than 0 are replaced from
+    further rollouts, at most algorithm.dynamic_sampling_tries of them.
     """
-    config, found, seen = job.config, list[Group](), set[int]()
+    config, groups, seen = job.config, list[Group](), set[int]()
+    wanted, is_dynamic = config.batch.prompts_per_step, config.algorithm.dynamic_sampling_tries > 0
     num_unusable = num_equal = 0
     for attempt in range(1 + config.algorithm.dynamic_sampling_tries):
         prompts = [p for p in job.prompts(job.draws + attempt) if p.id not in seen]
         seen |= {p.id for p in prompts}
-        if not prompts:  # the data is small, and has been through
+        if not prompts:  # the data set is small, and all of it was drawn
             break
         description = "sampling" if attempt == 0 else f"sampling again ({attempt})"
-        groups = rollout(job, prompts, job.sampling, step, description, wanted=config.batch.prompts_per_step)
-        groups, num_dropped = drop_unusable(groups)
+        drawn, num_dropped = drop_unusable(job.rollouts.generate(prompts, step, description, wanted=wanted))
+        useful = [g for g in drawn if not is_zero_variance(config, g)] if is_dynamic else drawn
         num_unusable += num_dropped
-        useful = [g for g in groups if has_spread(config, g)] if config.algorithm.dynamic_sampling_tries else groups
-        num_equal += len(groups) - len(useful)
-        found += useful
-        if len(found) >= config.batch.prompts_per_step:
+        num_equal += len(drawn) - len(useful)
+        groups += useful
+        if len(groups) >= wanted:
             break
-    metrics = {"prompts_dropped/gold_unparsable": float(num_unusable)} | job.colocation.economy.lap()
-    if config.algorithm.dynamic_sampling_tries:
-        surplus = max(len(found) - config.batch.prompts_per_step, 0)
+    metrics = {"prompts_dropped/gold_unparsable": float(num_unusable)} | job.rollouts.generator.flush_stats()
+    if is_dynamic:
         metrics |= {
             "prompts_dropped/equal_rewards": float(num_equal),
-            "prompts_dropped/surplus": float(surplus),
+            "prompts_dropped/surplus": float(max(len(groups) - wanted, 0)),
             "rollouts": attempt + 1.0,
         }
-    return found[: config.batch.prompts_per_step], attempt + 1, metrics
+    return groups[:wanted], attempt + 1, metrics
 
 
-def update(job: Job, step: int, groups: Sequence[Group]) -> StepMetrics:
-    """The optimizer steps of one rollout."""
-    samples, batches = prepare(job.config, groups, job.policy, job.runtime, job.timers)
+def update(job: Job, step: int, groups: Sequence[Group], batches: Sequence[Sequence[PackedBatch]]) -> StepMetrics:
+    """Take the optimizer steps of one rollout, one per mini-batch; warn of what is wrong with them."""
+    samples = [sample for group in groups for sample in group.samples]
     num_passes = sum(map(len, batches)) * (job.config.layout.vpp or 1) * job.config.batch.epochs
-    is_shown = job.is_main and job.config.log.progress
-    with job.timers("update"), progress(num_passes, "update, micro-batches", is_shown) as bar, recorder().heard(bar.advance):
+    with (
+        job.timers("update"),
+        progress(num_passes, "update, micro-batches", job.shows_progress) as bar,
+        recorder().heard(bar.advance),
+    ):
         metrics = mean_over_updates(job.policy.update(batches))
     with job.timers("exchange"):
         attach_old_logprobs(batches, samples, job.runtime, num_logged(groups, job.config.log.samples_per_step))

@@ -1,6 +1,6 @@
-"""The section `rewards` of the config: which functions score a response, with which weights and options.
+"""The section `rewards` of the config: the functions that score a response, with their weights and options.
 
-Names and options of functions are checked in validation/; those of the user's own functions in the workers that import them.
+validation/ checks the names and options of functions; workers check those of the user's own functions when they import them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class RewardsConfig(Section):
         RewardFunctionConfig(name="accuracy"),
         RewardFunctionConfig(name="format", weight=0.5),
     )
-    num_workers: PositiveInt = 2  # worker processes of each engine (embedded: of each rank)
-    deadline_s: PositiveFloat = 5.0  # one check; past it the worker is killed and the verdict is "timeout"
-    step_splitter: str = "blank-lines"  # where the steps of a response end, for the functions that ask: see rewards/steps.py
+    num_workers: PositiveInt = 2  # worker processes per engine (embedded: per rank)
+    deadline_s: PositiveFloat = 5.0  # of one call; then the worker is killed and the verdict is "timeout"
+    step_splitter: str = "blank-lines"  # for functions that score steps; see rewards/steps.py
 
     @field_validator("functions")
     @classmethod

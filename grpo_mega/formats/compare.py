@@ -13,7 +13,7 @@ from grpo_mega.formats.dtypes import ITEM_BYTES
 from grpo_mega.formats.slices import target_of
 from grpo_mega.formats.sources import Files, Weights, whole
 from grpo_mega.formats.stream import Streamer
-from grpo_mega.observe.byte_bar import byte_bar
+from grpo_mega.observe.progress import progress
 from grpo_mega.weights.boxes import Piece
 
 _IGNORED = ("transformers_version", "_name_or_path", "_commit_hash")
@@ -50,7 +50,7 @@ def compare(a: Checkpoint, b: Checkpoint, workers: int = 2, show_progress: bool 
         else:
             found.other.append(f"{name} is {_said(*sides[0])} in A and {_said(*sides[1])} in B")
     sizes = {name: prod(shapes[name]) * ITEM_BYTES[ours.dtype(name)] for name in common}
-    with byte_bar(sum(sizes.values()), "comparing", show_progress) as bar, ThreadPoolExecutor(workers) as pool:
+    with progress(sum(sizes.values()), "comparing", show_progress, "bytes") as bar, ThreadPoolExecutor(workers) as pool:
 
         def differs(name: str) -> bool:
             is_same = same_tensor(ours, name, theirs, name)

@@ -23,7 +23,7 @@ from grpo_mega.errors import ConfigError, WeightMappingError
 from grpo_mega.formats.slices import Target
 from grpo_mega.formats.sources import Files
 from grpo_mega.formats.stream import BLOCK_BYTES, Streamer, has_nonfinite
-from grpo_mega.observe.byte_bar import ByteBar, byte_bar
+from grpo_mega.observe.progress import Bar, progress
 
 JOURNAL = "journal"
 _SPARE_BYTES = 64 << 20  # left free on the disk
@@ -134,7 +134,7 @@ def _fill(plan: OutputPlan, partial: Path, journal: Path, workers: int, show_pro
     report = Report(len(plan.items), plan.num_bytes)
     files, outputs = Files(), _Outputs(partial, plan.sizes)
     try:
-        with byte_bar(plan.num_bytes, "writing", show_progress) as bar, _Notes(journal, plan.fingerprint()) as notes:
+        with progress(plan.num_bytes, "writing", show_progress, "bytes") as bar, _Notes(journal, plan.fingerprint()) as notes:
             left = []
             for number, item in enumerate(plan.items):
                 if number in done:
@@ -145,7 +145,7 @@ def _fill(plan: OutputPlan, partial: Path, journal: Path, workers: int, show_pro
             _run(workers, left, lambda: _Writer(plan, files, outputs, notes, bar))
         written = time.monotonic()
         outputs.sync()
-        with byte_bar(plan.num_bytes, "reading back", show_progress) as bar:
+        with progress(plan.num_bytes, "reading back", show_progress, "bytes") as bar:
             _run(workers, range(len(plan.items)), lambda: _Prover(plan, files, outputs, report, bar))
         outputs.sync()
         report.write_seconds, report.proof_seconds = written - began, time.monotonic() - written
@@ -256,7 +256,7 @@ class _Notes:
 
 
 class _Writer:
-    def __init__(self, plan: OutputPlan, files: Files, outputs: _Outputs, notes: _Notes, bar: ByteBar) -> None:
+    def __init__(self, plan: OutputPlan, files: Files, outputs: _Outputs, notes: _Notes, bar: Bar) -> None:
         self._items, self._outputs, self._notes, self._bar = plan.items, outputs, notes, bar
         self._streamer = Streamer(files)
 
@@ -273,7 +273,7 @@ class _Writer:
 class _Prover:
     """Reads a tensor's source once more, and what was written, and compares; only then its checksum is put into the file."""
 
-    def __init__(self, plan: OutputPlan, files: Files, outputs: _Outputs, report: Report, bar: ByteBar) -> None:
+    def __init__(self, plan: OutputPlan, files: Files, outputs: _Outputs, report: Report, bar: Bar) -> None:
         self._items, self._outputs, self._report, self._bar = plan.items, outputs, report, bar
         self._streamer = Streamer(files)
         self._buffer = bytearray(BLOCK_BYTES)

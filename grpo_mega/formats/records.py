@@ -9,7 +9,7 @@ from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.megatron_weights import MegatronWeights, SavedRecord
 from grpo_mega.formats.sources import Files
 from grpo_mega.formats.stream import BLOCK_BYTES
-from grpo_mega.observe.byte_bar import byte_bar
+from grpo_mega.observe.progress import progress
 
 
 def check_records(weights: MegatronWeights, workers: int, show_progress: bool = True) -> None:
@@ -21,7 +21,7 @@ def check_records(weights: MegatronWeights, workers: int, show_progress: bool = 
     files = Files()
     try:
         total = sum(record.num_bytes for record in records)
-        with byte_bar(total, "checking", show_progress) as bar, ThreadPoolExecutor(workers) as pool:
+        with progress(total, "checking", show_progress, "bytes") as bar, ThreadPoolExecutor(workers) as pool:
 
             def check(record: SavedRecord) -> None:
                 if _crc_of(record, files) != record.crc:

@@ -1,7 +1,8 @@
-"""The names under which TRL's and verl's users look for the same figures; Weights & Biases gets them beside ours.
+"""The names that TRL and verl give to the same metrics; Weights & Biases gets them beside ours.
 
-Only where the meaning is the same. Not so and therefore left out: TRL's num_tokens (of the whole run), verl's perf/throughput
-(of prompts too) and actor/pg_clipfrac_lower (of dual clipping). timing_s has our phases, by verl's names where it has one.
+Only metrics of equal meaning have an alias. Different, and therefore left out: TRL's num_tokens (of the whole run), verl's
+perf/throughput (which counts prompts too) and actor/pg_clipfrac_lower (of dual clipping). timing_s has our phases, by verl's
+names where it has one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ SAME: dict[str, tuple[str, ...]] = {  # ours -> TRL's (1.16), verl's
     "reward/std": ("reward_std",),
     "reward/min": ("critic/score/min", "critic/rewards/min"),
     "reward/max": ("critic/score/max", "critic/rewards/max"),
-    "groups/no_spread": ("frac_reward_zero_std",),
+    "groups/zero_variance": ("frac_reward_zero_std",),
     "kl/mean": ("kl", "actor/kl_loss"),
     "entropy/mean": ("entropy", "actor/entropy"),
     "loss/total": ("loss",),
@@ -44,16 +45,16 @@ _OF_ALL = {"mean", "std", "min", "max"}
 
 
 def other_names(metrics: Mapping[str, float]) -> StepMetrics:
-    """The metrics that others have too, by their names."""
-    found: StepMetrics = {}
+    """Return the metrics that TRL or verl have too, under their names."""
+    aliases: StepMetrics = {}
     for name, value in metrics.items():
         family, _, rest = name.partition("/")
         if name in SAME:
-            found |= dict.fromkeys(SAME[name], value)
+            aliases |= dict.fromkeys(SAME[name], value)
         elif family == "reward" and rest not in _OF_ALL:
-            found[f"rewards/{rest}/mean"] = value
+            aliases[f"rewards/{rest}/mean"] = value
         elif family == "seconds":
-            found[f"timing_s/{PHASES.get(rest, rest)}"] = value
+            aliases[f"timing_s/{PHASES.get(rest, rest)}"] = value
         elif family == "eval" and (rest == "score" or rest.endswith("/score")):
-            found[f"val-core/{rest.removesuffix('/score') if '/' in rest else 'heldout'}/score/mean@1"] = value
-    return {name: value for name, value in found.items() if name not in metrics}
+            aliases[f"val-core/{rest.removesuffix('/score') if '/' in rest else 'heldout'}/score/mean@1"] = value
+    return {name: value for name, value in aliases.items() if name not in metrics}

@@ -12,8 +12,9 @@ COUNTS = ("num_tokens", "dropped_mini_batches", "nonfinite_mini_batches")
 BY_STEP = ("grad_norm", "lr")  # a dropped mini-batch has none
 
 
-def rollout_metrics(groups: Sequence[Group], has_spread: Callable[[Group], bool]) -> StepMetrics:
-    """ "reward/<function>", "reward/mean", "verdict/<function>/<verdict>", "response_length/...", "groups/no_spread"."""
+def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group], bool]) -> StepMetrics:
+    """Return "reward/<function>", "reward/mean", "verdict/<function>/<verdict>", "response_length/...", and
+    "groups/zero_variance": the share of groups from which the update learns nothing."""
     samples = [s for g in groups for s in g.samples]
     if not samples:
         return {}
@@ -27,13 +28,13 @@ def rollout_metrics(groups: Sequence[Group], has_spread: Callable[[Group], bool]
         "response_length/min": float(min(lengths)),
         "response_length/max": float(max(lengths)),
         "response_length/cut": sum(s.finish_reason == "length" for s in samples) / len(samples),
-        "groups/no_spread": sum(not has_spread(g) for g in groups) / len(groups),
+        "groups/zero_variance": sum(map(is_zero_variance, groups)) / len(groups),
     }
 
 
 def mean_over_updates(passes: Sequence[StepMetrics]) -> StepMetrics:
-    """One step's metrics from those of its optimizer steps: token metrics weighted by tokens, losses by steps; maxima stay
-    maxima and counts add up."""
+    """Return one step's metrics from those of its optimizer steps: token metrics weighted by tokens, losses averaged over
+    optimizer steps, maxima and sums of counts."""
     tokens = [m["num_tokens"] for m in passes]
     result: StepMetrics = {}
     for name in dict.fromkeys(name for m in passes for name in m):
@@ -50,7 +51,7 @@ def mean_over_updates(passes: Sequence[StepMetrics]) -> StepMetrics:
 
 
 def heldout_metrics(groups: Sequence[Group]) -> StepMetrics:
-    """ "eval/score": share of responses on which every reward function that applies gave at least 1; and each one's mean."""
+    """Return "eval/score", the share of responses with full marks, and the mean score of each reward function."""
     samples = [s for g in groups for s in g.samples]
     if not samples:
         return {}
@@ -62,7 +63,7 @@ def heldout_metrics(groups: Sequence[Group]) -> StepMetrics:
 
 
 def has_full_marks(sample: Sample) -> bool:
-    """From every reward function that applies to it, of which there is one."""
+    """Return True if every reward function that applies gave at least 1, and there is one that applies."""
     marks = [value for value in sample.scores.values() if value is not None]
     return bool(marks) and min(marks) >= 1.0
 
@@ -73,13 +74,13 @@ def _verdicts(samples: Sequence[Sample]) -> StepMetrics:
 
 
 def _spread(rewards: Sequence[float]) -> StepMetrics:
-    """The standard deviation is the sample's, over all of the step."""
+    """Return the sample standard deviation and the range over all rewards of the step."""
     if len(rewards) < 2:
         return {}
     return {"reward/std": stdev(rewards), "reward/min": min(rewards), "reward/max": max(rewards)}
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """Of the values that are not None; 0 without any."""
+    """Return the mean of the values that are not None; 0 if all are."""
     present = [v for v in values if v is not None]
     return sum(present) / len(present) if present else 0.0

@@ -1,10 +1,10 @@
-"""What k responses to a prompt are worth, estimated without bias from n of them: pass@k, mean@k, majority@k.
+"""Unbiased estimates from n responses of how k responses to a prompt score: pass@k, mean@k, majority@k.
 
-pass@k      the chance that at least one of k responses is right: 1 - C(n - c, k) / C(n, k) with c of n right
+pass@k      the probability that at least one of k responses is correct: 1 - C(n - c, k) / C(n, k) with c of n correct
             (Chen et al. 2021, arXiv 2107.03374, eq. 1)
-mean@k      the expected share of right ones among k, which is c / n for every k
-majority@k  the chance that the answer which most of k responses give is right. Responses vote by their answer's text; one
-            without an answer does not vote. Among answers with equally many votes one is drawn; without a vote it is wrong.
+mean@k      the expected share of correct ones among k, which is c / n for every k
+majority@k  the probability that the answer which most of k responses give is correct. Responses vote by their answer's text;
+            one without an answer does not vote. Ties are broken by a random draw; without any vote the result is incorrect.
 
 Each is the mean over all C(n, k) subsets, computed exactly, so that a smaller k costs no further samples and no noise.
 """
@@ -20,12 +20,12 @@ import numpy as np
 
 from grpo_mega.types import StepMetrics
 
-Votes = tuple[tuple[int, int], ...]  # (responses with an answer, how many of them are right), of each answer, sorted
+Votes = tuple[tuple[int, int], ...]  # per answer: (number of responses that give it, number of these that are correct), sorted
 
 
 @dataclass(frozen=True)
 class Tally:
-    """The responses to one prompt."""
+    """Counts of the responses to one prompt."""
 
     num_samples: int
     num_correct: int
@@ -33,7 +33,7 @@ class Tally:
 
 
 def tally(answers: Sequence[str], is_correct: Sequence[bool]) -> Tally:
-    """Of each response its answer as text ("" for none), and whether it is right."""
+    """Count the votes of responses, given each one's answer as text ("" for none) and if it is correct."""
     counts: dict[str, list[int]] = {}
     for answer, right in zip(answers, is_correct, strict=True):
         if answer:
@@ -44,8 +44,8 @@ def tally(answers: Sequence[str], is_correct: Sequence[bool]) -> Tally:
 
 
 def sampled_metrics(tallies: Sequence[Tally], ks: Sequence[int]) -> StepMetrics:
-    """ "mean@<n>", then "pass@<k>" and "majority@<k>" for each k, over prompts of n responses each; and the shares of prompts
-    that were "never_solved" and "always_solved"."""
+    """Return "mean@<n>", then "pass@<k>" and "majority@<k>" for each k, over prompts of n responses each; and the shares of
+    prompts that were "never_solved" and "always_solved"."""
     if not tallies:
         return {}
     n = tallies[0].num_samples
@@ -59,39 +59,39 @@ def sampled_metrics(tallies: Sequence[Tally], ks: Sequence[int]) -> StepMetrics:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """With c of n responses right, 1 <= k <= n."""
+    """Return pass@k if c of n responses are correct, 1 <= k <= n."""
     assert 0 <= c <= n and 1 <= k <= n, (n, c, k)
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 
 def mean_at_k(n: int, c: int) -> float:
-    """The same for every k."""
+    """Return mean@k, which is the same for every k."""
     return c / n
 
 
 @lru_cache(maxsize=65536)  # most prompts of a set have one of a few tallies
 def majority_at_k(n: int, votes: Votes, k: int) -> float:
-    """Of n responses, of which those in `votes` give an answer, 1 <= k <= n.
+    """Return majority@k of n responses, of which those in `votes` give an answer, 1 <= k <= n.
 
-    Counts the subsets in which the winners have t votes, for each t. Of an answer that is right in r of m responses (r is 0 or
-    m where being right depends on the answer alone) the responses in a subset are right in r / m at the mean.
+    For each t, count the subsets in which the winners have t votes. If an answer is correct in r of its m responses (r is 0 or
+    m where correctness depends on the answer alone), its responses in a subset are correct with probability r / m.
     """
     assert sum(m for m, _ in votes) <= n and 1 <= k <= n, (n, votes, k)
     if not any(right for _, right in votes):
         return 0.0
     num_silent = n - sum(m for m, _ in votes)
-    found = 0.0
+    total = 0.0
     for t in range(1, min(k, max(m for m, _ in votes)) + 1):
         worth = _worths(votes, k, t)
         silent = np.array([comb(num_silent, k - size) for size in range(k + 1)], dtype=np.float64)
         num_tied = np.arange(1, worth.shape[1])
-        found += float(((silent @ worth)[1:] / num_tied).sum())
-    return found / comb(n, k)
+        total += float(((silent @ worth)[1:] / num_tied).sum())
+    return total / comb(n, k)
 
 
 def _worths(votes: Votes, k: int, t: int) -> np.ndarray:
-    """[k + 1, k // t + 1]: over the subsets of voting responses in which no answer has more than t, by their size and by how
-    many answers have t, the sum of the worths r / m of those answers."""
+    """Return [k + 1, k // t + 1]: summed over the subsets of voting responses in which no answer has more than t votes, by
+    their size and by the number of answers with t votes, the probabilities r / m of those answers."""
     shape = (k + 1, k // t + 1)
     ways, worth = np.zeros(shape), np.zeros(shape)
     ways[0, 0] = 1.0

@@ -1,53 +1,59 @@
 """Progress of anything that may take longer than 5 seconds: a bar on a terminal, else a plain line at most every 5 s.
 
-`progress(total, description, enabled)` is a context that gives a Bar to advance; `track(iterable, ...)` wraps a loop. Shown are
-how much is done, the time left, and tokens a second where the work counts tokens.
-For rank 0 alone: the others pass enabled=False. Bars may be nested, and printed lines appear above them.
+`progress(total, description, enabled)` is a context that gives a Bar to advance, of items or of bytes; `track(iterable, ...)`
+wraps a loop. Shown are the amount done, the time left, and bytes or tokens per second. For rank 0 alone: the others pass
+enabled=False. Bars may be nested, threads may share one, and printed lines appear above them.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from rich import get_console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 T = TypeVar("T")
+Unit = Literal["items", "bytes"]
 
 SECONDS_BETWEEN_LINES = 5.0
 
 
 class Bar(Protocol):
     def advance(self, n: int = 1, tokens: int = 0) -> None:
-        """`n` more of the total are done, with so many tokens in them."""
+        """Count `n` more items or bytes as done, with so many tokens in them."""
 
 
 @contextmanager
-def progress(total: int | None, description: str, enabled: bool = True) -> Iterator[Bar]:
-    """Shows how much of `total` (None: unknown) is done, as told by `bar.advance()`."""
+def progress(total: int | None, description: str, enabled: bool = True, unit: Unit = "items") -> Iterator[Bar]:
+    """Show how much of `total` (None: unknown) is done, as `bar.advance()` counts it."""
     console = get_console()
     if not enabled:
         yield _NoBar()
     elif not console.is_terminal:
-        yield LineBar(total, description)
+        yield LineBar(total, description, unit)
     else:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[rate]}"),
-        )
+        done = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TimeElapsedColumn())
+        rate = TextColumn("{task.fields[rate]}")
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), *done, TimeRemainingColumn(), rate)
         with Progress(*columns, console=console, transient=True) as display:
             yield _RichBar(display, total, description)
 
 
 def track(iterable: Iterable[T], description: str, enabled: bool = True) -> Iterator[T]:
-    """The items of `iterable`, with progress shown while they are worked on."""
+    """Yield the items of `iterable`, showing progress while they are worked on."""
     total = len(iterable) if isinstance(iterable, Sized) else None
     with progress(total, description, enabled) as bar:
         for item in iterable:
@@ -56,38 +62,45 @@ def track(iterable: Iterable[T], description: str, enabled: bool = True) -> Iter
 
 
 class LineBar:
-    """Prints `sampling: 40/256 (12 s, 65 s left, 3,400 tokens/s)` at most once in SECONDS_BETWEEN_LINES; quick work prints
-    nothing."""
+    """Prints `sampling: 40/256 (12 s, 65 s left, 3,400 tokens/s)`, or `writing: 1.2 of 3.4 GB, 567 MB/s, 4 s left`, at most
+    once in SECONDS_BETWEEN_LINES; quick work prints nothing."""
 
     def __init__(
         self,
         total: int | None,
         description: str,
+        unit: Unit = "items",
         write: Callable[[str], None] = lambda line: print(line, flush=True),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total = total
-        self._description = description
-        self._write = write
-        self._clock = clock
+        self._total, self._description, self._unit = total, description, unit
+        self._write, self._clock = write, clock
         self._done = self._tokens = 0
         self._began = self._written = clock()
+        self._lock = threading.Lock()
 
     def advance(self, n: int = 1, tokens: int = 0) -> None:
-        self._done += n
-        self._tokens += tokens
-        now = self._clock()
-        if now - self._written >= SECONDS_BETWEEN_LINES:
-            self._written = now
-            self._write(f"{self._description}: {self._told(now - self._began)}")
+        with self._lock:
+            self._done += n
+            self._tokens += tokens
+            now = self._clock()
+            if now - self._written >= SECONDS_BETWEEN_LINES:
+                self._written = now
+                seconds = now - self._began
+                self._write(f"{self._description}: {self._bytes(seconds) if self._unit == 'bytes' else self._items(seconds)}")
 
-    def _told(self, seconds: float) -> str:
+    def _items(self, seconds: float) -> str:
         parts = [f"{seconds:.0f} s"]
         if self._total is not None and 0 < self._done <= self._total:
             parts.append(f"{seconds * (self._total - self._done) / self._done:.0f} s left")
         if self._tokens:
             parts.append(_rate(self._tokens, seconds))
         return f"{self._done}{'' if self._total is None else f'/{self._total}'} ({', '.join(parts)})"
+
+    def _bytes(self, seconds: float) -> str:
+        total, speed = self._total or 0, max(1.0, self._done / seconds)
+        left = (total - self._done) / speed
+        return f"{self._done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed / 1e6:.0f} MB/s, {left:.0f} s left"
 
 
 class _RichBar:

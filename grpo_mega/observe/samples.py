@@ -1,8 +1,8 @@
-"""What samples.jsonl tells of a sample: a row of text, rewards and numbers by token.
+"""Rows of samples.jsonl: a sample's text, rewards and per-token numbers.
 
 `token_ends[i]` is where token i's text ends in `response`, in characters; `rollout_logprobs` are the engine's, `mismatch` is
-the trainer's old log-prob less the engine's (left out where the sample did not train), `advantages` stands only where they
-differ by token. Whole groups are logged, the first ones of a step: prompts come in random order.
+the trainer's old log-prob minus the engine's (left out if the sample was not trained on), `advantages` is present only where
+they differ by token. The first whole groups of a step are logged: prompts come in random order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LOGPROB_DIGITS = 5  # after the point
 
 
 def num_logged(groups: Sequence[Group], samples_per_step: int) -> int:
-    """How many samples are logged, the first of the step: those of as many whole groups as it takes for `samples_per_step`."""
+    """Return how many samples are logged: those of the first whole groups until there are `samples_per_step`."""
     count = 0
     for group in groups:
         if count >= samples_per_step:
@@ -28,14 +28,14 @@ def num_logged(groups: Sequence[Group], samples_per_step: int) -> int:
 
 
 class SampleRows:
-    """Makes rows; remembers what single tokens look like."""
+    """Makes rows; caches the text of single tokens."""
 
     def __init__(self, samples_per_step: int) -> None:
         self._samples_per_step = samples_per_step
         self._texts: dict[int, str] = {}
 
     def of(self, step: int, groups: Sequence[Group], decode: Decode) -> list[dict[str, Any]]:
-        """The rows of the step's logged samples."""
+        """Return the rows of the step's logged samples."""
         flat = [(place, sample) for place, group in enumerate(groups) for sample in group.samples]
         return [self._row(step, place, s, decode) for place, s in flat[: num_logged(groups, self._samples_per_step)]]
 
@@ -78,5 +78,5 @@ class SampleRows:
 
 
 def _short(value: float) -> float:
-    """Three digits: enough for a colour, a quarter of the file."""
+    """Round to three digits: enough for a colour, and a quarter of the file's size."""
     return float(f"{value:.3g}")

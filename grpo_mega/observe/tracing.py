@@ -1,10 +1,10 @@
 """Traces of chosen steps (`grpo-mega train --profile STEPS`), for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-    RUN_DIR/trace/step-000003.json               the phases of all ranks, a process a rank
-    RUN_DIR/trace/step-000003-rank-0.json        a rank's operations by torch.profiler, its phases among them
+    RUN_DIR/trace/step-000003.json               the phases of all ranks, one process per rank
+    RUN_DIR/trace/step-000003-rank-0.json        one rank's operations by torch.profiler, with its phases
     RUN_DIR/trace/step-000003-rank-0.pickle      on GPUs: its allocations, for pytorch.org/memory_viz
 
-Times are of each node's own clock. Writing takes seconds, which the next step shows as the phase "trace".
+Times are by each node's own clock. Writing takes seconds, which the next step shows as the phase "trace".
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from grpo_mega.config import Config
 from grpo_mega.hardware.device import Device
-from grpo_mega.observe.run_log import Log
+from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.timers import Timers
 from grpo_mega.paths import TRACE
 
-MAX_ALLOCATIONS = 200_000  # that a snapshot of memory holds
+MAX_ALLOCATIONS = 200_000  # maximum in a snapshot of memory
 
 Span = tuple[str, int, int]  # phase, begin and end in nanoseconds since 1970
 
 
 class Tracer:
-    """All ranks call `step` for every step; outside of log.profile it does nothing."""
+    """Traces the steps of log.profile. All ranks call `step` for every step."""
 
-    def __init__(self, config: Config, rank: int, device: Device, timers: Timers, log: Log) -> None:
+    def __init__(self, config: Config, rank: int, device: Device, timers: Timers, log: RunLog) -> None:
         self._steps, self._folder = config.log.profiled_steps, config.run_dir / TRACE
         self._rank, self._device, self._timers, self._log = rank, device, timers, log
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Traces what happens in the context. A trace that cannot be written is a warning."""
+        """Trace the context if the step is to be traced. A trace that cannot be written is a warning."""
         if step not in self._steps:
             yield
             return
@@ -89,7 +89,7 @@ class Tracer:
 
 
 def phase_trace(everyone: list[tuple[str, list[Span]]]) -> dict[str, Any]:
-    """Chrome's trace format from each rank's name and spans: a process a rank, in order, from the first begin on."""
+    """Return Chrome's trace format of each rank's name and spans: one process per rank, times relative to the first begin."""
     origin = min((begin for _, spans in everyone for _, begin, _ in spans), default=0)
     events: list[dict[str, Any]] = []
     for rank, (name, spans) in enumerate(everyone):
@@ -113,7 +113,7 @@ def _watched(phase: str, spans: list[Span]) -> Iterator[None]:
 
 
 def _name_process(path: Path, name: str) -> None:
-    """torch calls every rank's process python."""
+    """Name the process in the trace, since torch calls every rank's process "python"."""
     trace = json.loads(path.read_text())
     for event in trace["traceEvents"]:
         if event.get("ph") == "M" and event.get("name") == "process_name" and event.get("pid") == os.getpid():

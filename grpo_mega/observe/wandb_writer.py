@@ -1,9 +1,9 @@
-"""Weights & Biases, imported only when a run asks for it. Never prompts and never needs a network.
+"""Weights & Biases, imported only if config.log.wandb is set. Never prompts and never needs a network.
 
-It gets our metrics, the same under the names of TRL and verl (other_names.py), and a table of the logged samples.
+It gets our metrics, the same under the names of TRL and verl (metric_aliases.py), and a table of the logged samples.
 
 Online only if an API key is set (WANDB_API_KEY, or an entry for the server in netrc); else the run is written offline below
-the run folder, from where `wandb sync` sends it. WANDB_MODE, where the user sets it, wins, save that "online" needs a key.
+the run's folder, from where `wandb sync` sends it. WANDB_MODE overrides this, except that "online" needs a key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import urlparse
 
 from grpo_mega.config import Config
 from grpo_mega.observe.metric_aliases import other_names
-from grpo_mega.observe.writers import Level
+from grpo_mega.observe.writers import Writer
 from grpo_mega.text import well_formed
 from grpo_mega.types import StepMetrics
 
@@ -31,8 +31,8 @@ TABLE = "completions"
 Mode = Literal["online", "offline", "disabled"]
 
 
-class WandbWriter:
-    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+class WandbWriter(Writer):
+    def __init__(self, config: Config, log: Callable[[str], None]) -> None:
         import wandb
 
         mode = wandb_mode(os.environ)
@@ -56,19 +56,16 @@ class WandbWriter:
             if mode != "online":
                 raise
             mode = "offline"
-            say(f"wandb: cannot reach its server ({' '.join(str(error).split())}); logging offline")
+            log(f"wandb: cannot reach its server ({' '.join(str(error).split())}); logging offline")
             self._run = start(mode)
-        say(f"wandb: {mode}, {self._run.url if mode == 'online' else self._run.dir}")
+        log(f"wandb: {mode}, {self._run.url if mode == 'online' else self._run.dir}")
 
     def write_step(self, step: int, metrics: StepMetrics) -> None:
         # The step is a value, not wandb's own step, which refuses to go back after a resume.
         self._run.log({"step": step, **metrics, **other_names(metrics)})
 
-    def write_eval(self, step: int, metrics: StepMetrics) -> None:
-        self.write_step(step, metrics)
-
     def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
-        """A table under "completions", as TRL has it."""
+        """Log a table under "completions", as TRL does."""
         import wandb
 
         names = list(rows[0]["rewards"])
@@ -81,22 +78,19 @@ class WandbWriter:
             table.add_data(row["step"], *texts, *scores, *rest)
         self._run.log({"step": rows[0]["step"], TABLE: table})
 
-    def write_message(self, text: str, *, level: Level = "info") -> None:
-        pass
-
     def close(self) -> None:
         self._run.finish()
 
 
 def _run_id(path: Path) -> str:
-    """The run's id, kept in its folder, so that a resumed run goes on in the same place."""
+    """Return the run's id, kept in its folder, so that a resumed run continues the same W&B run."""
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:8])
     return path.read_text().strip()
 
 
 def wandb_mode(environ: Mapping[str, str]) -> Mode:
-    """The mode in which wandb never asks for a key."""
+    """Return the mode in which wandb never asks for a key."""
     wanted = environ.get("WANDB_MODE", "online")
     if wanted in ("offline", "dryrun"):
         return "offline"

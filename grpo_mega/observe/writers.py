@@ -1,8 +1,7 @@
-"""Where a run's log goes: the console, metrics.jsonl, samples.jsonl, messages.jsonl, and Weights & Biases.
+"""Writers of a run's log: the console, and files of JSON lines. Weights & Biases and the report have modules of their own.
 
-Every writer takes (step, metrics) and may be given any subset of the known metrics. Files are appended to and flushed line
-by line, so that a run that dies has told what it knew; a resumed run goes on in the same files, where the last line of a
-step counts.
+Every writer takes any subset of the known metrics. Files are appended to and flushed line by line, so that they are complete
+when a run is killed; a resumed run appends to the same files, where the last line of a step counts.
 """
 
 from __future__ import annotations
@@ -10,37 +9,45 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import IO, Any, Literal
 
 from rich.console import Console
 from rich.text import Text
 
 from grpo_mega.json_lines import json_line
+from grpo_mega.paths import MESSAGES_FILE, METRICS_FILE, SAMPLES_FILE
 from grpo_mega.types import StepMetrics
 
 LINE_WIDTH = 120  # columns
 SHORTEST_PHASE_SHOWN = 0.05  # seconds
 
-
 Level = Literal["info", "warning"]
 
 
-class Writer(Protocol):
-    def write_step(self, step: int, metrics: StepMetrics) -> None: ...
+class Writer:
+    """Ignores everything, so that a writer has methods only for what it writes; an evaluation is written like a step."""
 
-    def write_eval(self, step: int, metrics: StepMetrics) -> None: ...
+    def write_step(self, step: int, metrics: StepMetrics) -> None:
+        pass
 
-    def write_message(self, text: str, *, level: Level = "info") -> None: ...
+    def write_eval(self, step: int, metrics: StepMetrics) -> None:
+        self.write_step(step, metrics)
 
-    def close(self) -> None: ...
+    def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
+        """`rows` are those of samples.SampleRows, at least one."""
+
+    def write_message(self, text: str, *, level: Level = "info") -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
-class ConsoleWriter:
-    """One line a step, which fits 120 columns; styled on a terminal, plain elsewhere."""
+class ConsoleWriter(Writer):
+    """One line per step, which fits 120 columns; styled on a terminal, plain elsewhere."""
 
     def __init__(self, console: Console, num_steps: int) -> None:
-        self._console = console
-        self._num_steps = num_steps
+        self._console, self._num_steps = console, num_steps
 
     def write_step(self, step: int, metrics: StepMetrics) -> None:
         head = f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"
@@ -53,76 +60,49 @@ class ConsoleWriter:
     def write_message(self, text: str, *, level: Level = "info") -> None:
         self._console.print(Text(text, style="yellow" if level == "warning" else ""), soft_wrap=True)
 
-    def close(self) -> None:
-        pass
-
     def _print(self, head: str, line: str, style: str) -> None:
         # soft_wrap: a line is never folded at a width that a pipe or a log file does not have.
         self._console.print(Text.assemble((head, style), "  ", line), soft_wrap=True)
 
 
-class JsonLinesWriter:
-    """metrics.jsonl: {"step": 3, "reward/mean": 0.5, ...}. What is no finite number is a string: JSON has no numbers for these,
-    and null would hide which it was."""
+class JsonLinesWriter(Writer):
+    """Appends to three files of the run's folder:
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+    metrics.jsonl    {"step": 3, "reward/mean": 0.5, ...}. NaN and infinities are strings: JSON has no numbers for them,
+                     and null would hide which it was
+    samples.jsonl    some responses of every step
+    messages.jsonl   the console's messages, each with the last step that was done by then
+    """
 
-    def write_step(self, step: int, metrics: StepMetrics) -> None:
-        self._file.write(json_line({"step": step, **metrics}))
-        self._file.flush()
-
-    def write_eval(self, step: int, metrics: StepMetrics) -> None:
-        self.write_step(step, metrics)
-
-    def write_message(self, text: str, *, level: Level = "info") -> None:
-        pass
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class SampleWriter:
-    """samples.jsonl: a few responses of every step, as rows of samples.SampleRows."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
-
-    def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
-        self._file.writelines(json_line(row) for row in rows)
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class MessageWriter:
-    """messages.jsonl: what the console was told besides figures, each with the last step that was done by then."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = (METRICS_FILE, SAMPLES_FILE, MESSAGES_FILE)
+        self._metrics, self._samples, self._messages = [(folder / name).open("a", encoding="utf-8") for name in names]
         self._step = 0
 
     def write_step(self, step: int, metrics: StepMetrics) -> None:
         self._step = step
+        _append(self._metrics, [{"step": step, **metrics}])
 
-    def write_eval(self, step: int, metrics: StepMetrics) -> None:
-        self._step = step
+    def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
+        _append(self._samples, rows)
 
     def write_message(self, text: str, *, level: Level = "info") -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._file.write(json_line({"step": self._step, "time": now, "level": level, "text": text}))
-        self._file.flush()
+        _append(self._messages, [{"step": self._step, "time": now, "level": level, "text": text}])
 
     def close(self) -> None:
-        self._file.close()
+        for file in (self._metrics, self._samples, self._messages):
+            file.close()
+
+
+def _append(file: IO[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    file.writelines(json_line(row) for row in rows)
+    file.flush()
 
 
 def step_line(metrics: Mapping[str, float], width: int) -> str:
-    """What a person watches of a step: `reward 0.812  kl 0.0123 ...  3.4 s: sample 1.2, update 0.8`.
+    """Return a step's main figures in a line: `reward 0.812  kl 0.0123 ...  3.4 s: sample 1.2, update 0.8`.
 
     The longest phases come first, and as many of them as fit into `width` columns.
     """

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from grpo_mega.config.base import PositiveInt, Section
-from grpo_mega.config.messages import one_line
+from grpo_mega.config.loading import one_line
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards.api import NoScore, Score, Step
 from grpo_mega.rewards.steps import splitter

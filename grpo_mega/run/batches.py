@@ -1,6 +1,6 @@
 """From a step's scored groups to the micro-batches of its update: advantages, token weights, packing, log-probs.
 
-The same on every rank but for the micro-batches, of which each data-parallel rank has its own.
+Every rank computes the same advantages and weights; each data-parallel rank packs its own micro-batches.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from grpo_mega.algorithm.advantages import assign
-from grpo_mega.algorithm.aggregate import token_weights
+from grpo_mega.algorithm.advantages import assign_advantages
 from grpo_mega.algorithm.kl import kl_penalty
-from grpo_mega.algorithm.settings import advantage_settings
-from grpo_mega.batching import pack
+from grpo_mega.algorithm.token_weights import contributes_to_loss, mini_batch_weights
+from grpo_mega.batching import pack as packing
 from grpo_mega.config import AlgorithmConfig, Config
 from grpo_mega.megatron.gather import gather_responses
 from grpo_mega.megatron.policy import Policy
@@ -23,35 +22,44 @@ from grpo_mega.observe.timers import Timers
 from grpo_mega.types import Group, PackedBatch, Sample
 
 
-def prepare(
-    config: Config, groups: Sequence[Group], policy: Policy, runtime: Runtime, timers: Timers
-) -> tuple[list[Sample], list[list[PackedBatch]]]:
-    """All samples of the step, flat and in order, with advantages; and this rank's micro-batches of each mini-batch.
+def pack(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[PackedBatch]]:
+    """Set the samples' advantages; return this data-parallel rank's micro-batches of each mini-batch. `groups` are all of the
+    step."""
+    _assign_advantages(config, groups)
+    return make_batches(config, groups, policy)
 
-    A KL penalty in the reward needs log-probs before there are advantages: those that the batches were packed with are then
-    replaced by ones that know of it.
+
+def attach_logprobs(
+    config: Config,
+    groups: Sequence[Group],
+    batches: list[list[PackedBatch]],
+    policy: Policy,
+    runtime: Runtime,
+    timers: Timers,
+) -> list[list[PackedBatch]]:
+    """Return the batches with old_logprobs and ref_logprobs.
+
+    A KL penalty in the reward needs log-probs before there are advantages: those with which the batches were packed are then
+    replaced by advantages that include the penalty.
     """
-    settings = advantage_settings(config)
-    with timers("pack"):
-        samples = assign(groups, settings)
-        batches = make_batches(config, groups, policy)
     with timers("logprobs"):
         batches = policy.attach_logprobs(batches, timers)
     if config.algorithm.has_kl_reward:
         with timers("pack"):
+            samples = [sample for group in groups for sample in group.samples]
             penalties = gather_responses(lambda batch: _penalty(config.algorithm, batch), batches, samples, runtime)
-            assign(groups, settings, penalties)
+            _assign_advantages(config, groups, penalties)
             for mini_batch in batches:
-                pack.attach_advantages(mini_batch, samples)
-    return samples, batches
+                packing.attach_advantages(mini_batch, samples)
+    return batches
 
 
 def make_batches(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[PackedBatch]]:
-    """This data-parallel rank's micro-batches of each mini-batch, with token weights from global counts."""
-    mini_batches = pack.split(groups, config.batch.mini_batches)
-    return pack.pack(
+    """Return this data-parallel rank's micro-batches of each mini-batch, with token weights from global counts."""
+    mini_batches = packing.split(groups, config.batch.mini_batches)
+    return packing.pack(
         mini_batches,
-        [_weights(config, samples, mini_batches) for samples in mini_batches],
+        mini_batch_weights(mini_batches, config.algorithm, max_response_length=config.rollout.max_response_length),
         dp_size=policy.dp_size,
         dp_rank=policy.dp_rank,
         token_budget=config.batch.tokens_per_micro_batch,
@@ -60,18 +68,23 @@ def make_batches(config: Config, groups: Sequence[Group], policy: Policy) -> lis
     )
 
 
-def has_spread(config: Config, group: Group) -> bool:
-    """Tell if a sample of the group that trains has an advantage other than 0, so that the update learns something of it.
+def is_zero_variance(config: Config, group: Group) -> bool:
+    """Return True unless a sample that contributes to the loss has an advantage other than 0: the update learns nothing then.
 
-    Judged as if the group were the whole step, and without a KL penalty in the reward, for which there are no log-probs yet.
+    Judged as if the group were the whole step, and without a KL penalty in the reward, whose log-probs are not known yet.
     """
     alone = Group(group.prompt, [replace(sample) for sample in group.samples])
-    trained = [s for s in assign([alone], advantage_settings(config)) if _trains(config.algorithm, s)]
-    return any(bool(sample.advantages.any()) for sample in trained if sample.advantages is not None)
+    counted = [s for s in _assign_advantages(config, [alone]) if contributes_to_loss(s, config.algorithm)]
+    return not any(bool(sample.advantages.any()) for sample in counted if sample.advantages is not None)
+
+
+def _assign_advantages(config: Config, groups: Sequence[Group], kl_penalties: Sequence[Tensor] | None = None) -> list[Sample]:
+    longest = config.rollout.max_response_length
+    return assign_advantages(groups, config.algorithm, max_response_length=longest, kl_penalties=kl_penalties)
 
 
 def _penalty(a: AlgorithmConfig, batch: PackedBatch) -> Tensor | None:
-    """[T], of the policy that sampled; None where the stage has no log-probs."""
+    """Return the KL penalty [T] of the policy that generated; None where the pipeline stage has no log-probs."""
     if batch.old_logprobs is None or batch.ref_logprobs is None:
         return None
     return kl_penalty(
@@ -79,29 +92,5 @@ def _penalty(a: AlgorithmConfig, batch: PackedBatch) -> Tensor | None:
         batch.ref_logprobs,
         a.kl_penalty_type,
         old_logprobs=batch.old_logprobs,
-        max_penalty=a.kl_clamp,
+        kl_clamp=a.kl_clamp,
     )
-
-
-def _weights(config: Config, samples: Sequence[Sample], mini_batches: Sequence[Sequence[Sample]]) -> list[float]:
-    """Samples that do not train do not count."""
-    a = config.algorithm
-    counted = [s for s in samples if _trains(a, s)]
-    num_tokens: float = sum(s.response_len for s in counted)
-    if a.use_valid_token_scale:  # the mini-batch's share of the rollout's valid tokens
-        num_tokens = sum(s.response_len for mini in mini_batches for s in mini if _trains(a, s)) / len(mini_batches)
-    weights = iter(
-        token_weights(
-            [s.response_len for s in counted],
-            a.loss_agg_func,
-            max_response_length=config.rollout.max_response_length,
-            num_samples=len(counted),
-            num_tokens=num_tokens,
-        )
-    )
-    return [next(weights) if _trains(a, s) else 0.0 for s in samples]
-
-
-def _trains(a: AlgorithmConfig, sample: Sample) -> bool:
-    """Samples without any reward do not, nor, with overlong_filter, do those that were cut off (they count in the group)."""
-    return sample.is_scored and not (a.overlong_filter and sample.finish_reason == "length")

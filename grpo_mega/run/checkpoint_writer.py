@@ -1,8 +1,8 @@
-"""One rank's part of a save, by a thread of its own: from memory to the disk, read back, and published once all ranks are done.
+"""Writes one rank's part of a save in a background thread: to the disk, read back, published once all ranks are done.
 
-The ranks' threads talk through the job's store, so that no rank's main thread is needed: each posts the checksums of its files,
-and rank 0's, when it has those of all, gives the checkpoint its name. That waits for `may_publish`: a checkpoint that can be
-seen is one from which a run goes on, and what was logged after it is taken out then. So the metrics of its own step come first.
+The ranks' threads communicate through the job's store, without their main threads: each posts the checksums of its files, and
+rank 0's, once it has those of all, gives the checkpoint its final name. That waits for `may_publish`, which is set once the
+metrics of the checkpoint's step are logged: a resumed run removes lines logged after its checkpoint and never repeats its step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from grpo_mega.run.staging import StagedFile
 
 SECONDS_BETWEEN_LOOKS = 0.2
 _CHUNK = 16 << 20  # bytes
-_CHUNKS_PER_SYNC = 16  # so that what is left to the last fsync is written in a moment, and progress is seen meanwhile
+_CHUNKS_PER_SYNC = 16  # so that the last fsync is short, and progress is seen meanwhile
 
 
 class Writer:
-    """`publish(checksums)` is called by rank 0's thread alone. `store` is this thread's own."""
+    """Starts to write at once. Only rank 0's thread calls `publish(checksums)`. `store` belongs to this thread."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Writer:
         self._keys = [f"{key}/{other}" for other in range(world_size)]
         self.num_bytes = sum(file.num_bytes * 2 for file in staged)  # each is written and read back
         self.num_done = 0
-        self.failure = ""  # why there is no checkpoint, as far as this rank knows
+        self.failure = ""  # the reason why there is no checkpoint, as far as this rank knows
         self.is_written = threading.Event()  # this rank's part
         self.may_publish = threading.Event()
         self._is_given_up = threading.Event()
@@ -59,7 +59,7 @@ class Writer:
         self._thread.join(seconds)
 
     def give_up(self) -> None:
-        """End soon, and publish nothing."""
+        """End the thread soon, without publishing."""
         self._is_given_up.set()
 
     def _run(self) -> None:
@@ -81,7 +81,7 @@ class Writer:
             self.failure = self.failure or f"{type(error).__name__}: {error}"
 
     def _write(self, file: StagedFile) -> str:
-        """The sha256 of a file that is on the disk as it was staged."""
+        """Write a file and verify it on the disk; return its sha256."""
         path = self._target / file.name
         if file.is_in_memory:
             with path.open("wb") as copy:
@@ -92,11 +92,11 @@ class Writer:
         file.content.close()
         with path.open("rb") as copy_again:
             if self._digest(copy_again) != written:
-                raise OSError(f"{path} reads back otherwise than it was written")
+                raise OSError(f"{path} reads back differently from what was written")
         return written
 
     def _digest(self, source: BinaryIO, copy: BinaryIO | None = None) -> str:
-        """The sha256 of what `source` holds, which is written to `copy` as well, down to the disk."""
+        """Return the sha256 of the content of `source`; write the content to `copy`, if given, and sync it to the disk."""
         digest = hashlib.sha256()
         number = 0
         while chunk := source.read(_CHUNK):

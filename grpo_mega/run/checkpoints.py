@@ -1,10 +1,9 @@
-"""The checkpoints of a run: written beside the training, proven, and only then visible.
+"""The checkpoints of a run: written beside the training, verified, and only then visible.
 
-A save stages the state in memory (staging.py), which is all that training waits for. A background thread of each rank then
-hashes what the rank staged, copies it to RUN_DIR/checkpoints/.step-N.partial, and reads it back to compare
-(checkpoint_writer.py). As soon as all have done so, and the step is logged, rank 0's thread renames the folder to step-N and
-moves `latest`; older ones go. A checkpoint that can be seen is therefore whole; `verify` names the file that is not as it was
-written.
+A save stages the state in memory (staging.py); training waits for nothing more. A background thread of each rank then hashes
+the rank's files, copies them to RUN_DIR/checkpoints/.step-N.partial, and reads them back to compare (checkpoint_writer.py).
+Once all ranks have done so, and the step is logged, rank 0's thread renames the folder to step-N, points `latest` to it, and
+removes old checkpoints. A visible checkpoint is therefore whole; `verify` names a file that changed since it was written.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from grpo_mega.config import CheckpointConfig
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.checkpoint_files import LATEST, STATE, Manifest, clean, partial_name, publish
-from grpo_mega.observe.byte_bar import byte_bar
+from grpo_mega.observe.progress import progress
 from grpo_mega.run.checkpoint_writer import SECONDS_BETWEEN_LOOKS, Writer
-from grpo_mega.run.staging import Staging
+from grpo_mega.run.staging import Staging, all_ranks
 
 if TYPE_CHECKING:
     from grpo_mega.megatron.policy import Policy
 
-SECONDS_FOR_OTHERS = 20.0  # to finish their parts, when this rank is about to end because of an error
+SECONDS_FOR_OTHERS = 20.0  # time for the other ranks to finish their parts when this rank ends because of an error
 _CHUNK = 16 << 20  # bytes
 
 
@@ -50,23 +49,23 @@ class Checkpoints:
     ) -> None:
         self.folder, self._config, self._rank, self._warn = folder, config, rank, warn
         self._shows_progress = shows_progress and rank == 0
-        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # for the writers: it serves one thread at a time
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # the writers' own connection: one serves a single thread at a time
         self._num_saves = 0
-        self._writer: Writer | None = None  # of the save under way
+        self._writer: Writer | None = None  # of the save in progress
         self._last: Manifest | None = None  # of the last save
-        self._num_pushed = 0  # Policy.num_pushed then
-        self.saved_step: int | None = None  # whose checkpoint is there: the last one saved, or resumed from
+        self._num_pushed = 0  # Policy.num_pushed at the last save
+        self.saved_step: int | None = None  # step of the last checkpoint that was saved or resumed from
         self._staging = Staging(rank)
         if rank == 0:
             clean(folder)
         dist.barrier()
 
     def save(self, policy: Policy, manifest: Manifest) -> None:
-        """Stages the state; the rest happens behind. Raises ResumeError if it cannot be, or must not be, written."""
+        """Stage the state; the rest happens in the background. Raises ResumeError if it cannot or must not be written."""
         self.finish()
-        if manifest.step == self.saved_step:  # an engine failed before another step was done
+        if manifest.step == self.saved_step:  # an engine failed before another step was finished
             return
-        self._check_moved(policy, manifest)
+        self._check_weights_changed(policy, manifest)
         self._check_disk(policy)
         target = self.folder / partial_name(manifest.step) / STATE
         target.mkdir(parents=True, exist_ok=True)
@@ -84,14 +83,14 @@ class Checkpoints:
         )
 
     def poll(self) -> None:
-        """Allows a save to become visible, its step being logged; does not wait. Raises ResumeError if it was not written."""
+        """Let a save become visible, now that its step is logged; do not wait. Raises ResumeError if it was not written."""
         if self._writer is not None:
             self._writer.may_publish.set()
-            if _agree(not self._writer.is_alive):
+            if all_ranks(not self._writer.is_alive):
                 self.finish()
 
     def finish(self) -> None:
-        """Waits until a save under way is visible. Raises ResumeError if a rank could not write its part."""
+        """Wait until a save in progress is visible. Raises ResumeError if a rank could not write its part."""
         if self._writer is None:
             return
         self._writer.may_publish.set()
@@ -104,7 +103,7 @@ class Checkpoints:
             raise ResumeError(f"checkpoint of step {step} was not written ({failure}); free the disk and resume")
 
     def close(self) -> None:
-        """Ends a save under way, without the other ranks: after an error. If its step is logged it gets the time to become
+        """End a save in progress after an error, without the other ranks. If its step is logged it gets time to become
         visible."""
         writer, self._writer = self._writer, None
         if writer is None:
@@ -115,11 +114,11 @@ class Checkpoints:
         writer.wait(SECONDS_FOR_OTHERS)
 
     def _wait(self, writer: Writer, seconds_for_others: float | None = None) -> None:
-        """Until the writer has ended, or for so long after it has written this rank's part. What it does meanwhile is progress
-        of this rank, which waits for nothing else."""
+        """Wait until the writer has ended, or, if given, for `seconds_for_others` after it has written this rank's part. Bytes
+        written count as progress of this rank for the hang watch."""
         shown = writer.num_done
         until: float | None = None
-        with byte_bar(writer.num_bytes - shown, "writing the checkpoint", self._shows_progress) as bar:
+        with progress(writer.num_bytes - shown, "writing the checkpoint", self._shows_progress, "bytes") as bar:
             while writer.is_alive and (until is None or time.monotonic() < until):
                 writer.wait(SECONDS_BETWEEN_LOOKS)
                 if writer.num_done > shown:
@@ -130,7 +129,7 @@ class Checkpoints:
                     until = time.monotonic() + seconds_for_others
 
     def _check_disk(self, policy: Policy) -> None:
-        """Raise ResumeError unless the disk will take all ranks' state."""
+        """Raise ResumeError unless the disk has room for all ranks' state."""
         needed = torch.tensor([policy.state_bytes])
         dist.all_reduce(needed)
         free = shutil.disk_usage(self.folder).free
@@ -140,21 +139,21 @@ class Checkpoints:
                 "free the disk and resume, or lower checkpoint.keep"
             )
 
-    def _check_moved(self, policy: Policy, manifest: Manifest) -> None:
+    def _check_weights_changed(self, policy: Policy, manifest: Manifest) -> None:
         """Raise ResumeError if gradients left the weights as they were at the last save; warn if there were none."""
         last, num_pushed = self._last, policy.num_pushed - self._num_pushed
         self._num_pushed = policy.num_pushed
         if last is None or manifest.optimizer_step == last.optimizer_step or manifest.fingerprint != last.fingerprint:
             return
         num_steps = manifest.optimizer_step - last.optimizer_step
-        text = f"the weights are those of step {last.step} though {num_steps} optimizer steps were taken since"
+        text = f"the weights did not change in {num_steps} optimizer steps since step {last.step}"
         if num_pushed:
-            raise ResumeError(f"{text}; nothing trains: is optimizer.lr too small?")
+            raise ResumeError(f"{text}; is optimizer.lr too small?")
         self._warn(f"{text}: past warm-up, no gradient was above 0; do rewards differ within any group?")
 
 
 def verify(checkpoint: Path, manifest: Manifest, rank: int, world_size: int) -> None:
-    """Compares every file with its checksum, ranks sharing the work. Raises ResumeError on all ranks, naming the file."""
+    """Compare every file with its checksum; ranks share the work. Raises ResumeError on all ranks, naming the file."""
     names = sorted(manifest.checksums)
     wrong = [
         problem
@@ -163,9 +162,9 @@ def verify(checkpoint: Path, manifest: Manifest, rank: int, world_size: int) -> 
     ]
     everyone: list[list[str]] = [[]] * world_size
     dist.all_gather_object(everyone, wrong)
-    found = [problem for one in everyone for problem in one]
-    if found:
-        raise ResumeError(f"{found[0]}; put the name of an older step-N into {checkpoint.parent / LATEST} and resume")
+    problems = [problem for one in everyone for problem in one]
+    if problems:
+        raise ResumeError(f"{problems[0]}; put the name of an older step-N into {checkpoint.parent / LATEST} and resume")
 
 
 def _problem(path: Path, checksum: str) -> str | None:
@@ -175,16 +174,10 @@ def _problem(path: Path, checksum: str) -> str | None:
 
 
 def sha256(path: Path) -> str:
-    """Return the digest of a file's content; each chunk read is progress."""
+    """Return the digest of a file's content; each chunk that is read counts as progress for the hang watch."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
             recorder().beat()
     return digest.hexdigest()
-
-
-def _agree(value: bool) -> bool:
-    flag = torch.tensor([int(value)])
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag)

@@ -11,38 +11,38 @@ import torch
 
 from grpo_mega.config import Config, RolloutConfig
 from grpo_mega.distributed.launch import num_cores
-from grpo_mega.distributed.rendezvous import Board
-from grpo_mega.errors import ConfigError
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.hardware.device import PeakMemory
-from grpo_mega.hardware.fp8 import check_served_card
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import SECONDS_BETWEEN_LINES
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
-from grpo_mega.rollout.sglang.engine import Options, SGLangEngine
-from grpo_mega.rollout.sglang.link import Limits
-from grpo_mega.rollout.sglang.server import ServerSettings
-from grpo_mega.rollout.sglang.update import LOADER, Place
+from grpo_mega.rollout.sglang.engine import SGLangEngine
+from grpo_mega.rollout.sglang.settings import EngineSettings
 from grpo_mega.sync.memory import GpuMemory
 from grpo_mega.sync.weight_sync import WeightSync
-from grpo_mega.validation.preflight import engine_rank_problems
+from grpo_mega.validation import raise_first
+from grpo_mega.validation.engine import engine_rank_problems, padding_problems, served_card_problems
 from grpo_mega.weights.layout import EngineLayout
 from grpo_mega.weights.plan import plan_sides
 from grpo_mega.weights.sides import engine_side
 from grpo_mega.weights.spec import Family, ModelShape
 
-CPU_ROWS = 32  # to whose multiple SGLang pads each rank's part of an MLP on a CPU
-CACHE_MARGIN = 256  # tokens of KV cache beyond what the sequences need: pages and the server's own warm-up
-
 
 def build_engine(
-    config: Config, hf_config: Any, family: Family, shape: ModelShape, dtype: torch.dtype, runtime: Runtime, board: Board
+    config: Config,
+    hf_config: Any,
+    family: Family,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    runtime: Runtime,
+    rendezvous: Rendezvous,
 ) -> Engine:
     """The engine of this rank. A server has begun to start where the rank leads one; `wait_until_ready` ends that."""
     if config.rollout.engine == "sglang":
-        return _sglang(config, family, shape, dtype, runtime, board)
+        return _sglang(config, family, shape, dtype, runtime, rendezvous)
     return EmbeddedEngine(
         hf_config,
         family,
@@ -57,20 +57,20 @@ def build_engine(
     )
 
 
-def build_sync(config: Config, dtype: torch.dtype, policy: Policy, engine: Engine, board: Board) -> WeightSync:
+def build_sync(config: Config, dtype: torch.dtype, policy: Policy, engine: Engine, rendezvous: Rendezvous) -> WeightSync:
     """The plan from the trainer's layout to the engine's, and what carries it out."""
     return WeightSync(
         plan_sides(policy.side(), engine.side(), ranks_per_node=ranks_per_node()),
         dtype,
         int(config.sync.bucket_mib * 2**20),
-        partial(board.meet, deadline_s=config.rollout.start_deadline_s),
+        partial(rendezvous.all_gather, deadline_s=config.rollout.start_deadline_s),
         prove=config.sync.prove,
     )
 
 
 def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: PeakMemory) -> GpuMemory | None:
     """On a GPU a server takes its memory first and then sleeps, so that the policy can be built; None on a CPU."""
-    if not runtime.device.is_cuda or rollout.engine == "embedded":
+    if not (engine.is_server and runtime.device.is_cuda):
         return None
     before = torch.cuda.mem_get_info()[0]
     with runtime.together():
@@ -81,71 +81,48 @@ def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: Pe
     return memory
 
 
-def check_padding(shape: ModelShape, tp: int) -> None:
-    """Raises ConfigError for a model that SGLang would pad on a CPU, where no checkpoint's tensors fit its own."""
-    rows = shape.moe_ffn or shape.ffn
-    if rows % (CPU_ROWS * tp):
-        raise ConfigError(
-            f"SGLang pads an MLP of {rows} rows on a CPU, where rollout.tp={tp} wants a multiple of {CPU_ROWS * tp}; "
-            "use rollout.engine=embedded, or another model"
-        )
-    if shape.num_kv_heads % tp:
-        raise ConfigError(
-            f"SGLang pads {shape.num_kv_heads} key-value heads on a CPU, where rollout.tp={tp} does not divide them; "
-            "use a divisor of them, or rollout.engine=embedded"
-        )
-
-
 def ranks_per_node() -> int:
     """As the launcher says; torchrun and our own set it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
 def _sglang(
-    config: Config, family: Family, shape: ModelShape, dtype: torch.dtype, runtime: Runtime, board: Board
+    config: Config, family: Family, shape: ModelShape, dtype: torch.dtype, runtime: Runtime, rendezvous: Rendezvous
 ) -> SGLangEngine:
     rollout, device, world_size = config.rollout, runtime.device, runtime.layout.world_size
-    for problem in engine_rank_problems(rollout.tp, world_size, ranks_per_node()):
-        raise ConfigError(problem)
+    raise_first(engine_rank_problems(rollout.tp, world_size, ranks_per_node()))
     if device.is_cuda:
         index = device.torch_device
-        check_served_card(
-            rollout, config.model.dtype, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
+        raise_first(
+            served_card_problems(
+                rollout, config.model.dtype, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
+            )
         )
     else:
-        check_padding(shape, rollout.tp)
-    place = Place(runtime.rank // rollout.tp, runtime.rank % rollout.tp, rollout.tp, runtime.rank)
-    layout = EngineLayout(rollout.tp, world_size // rollout.tp)
-    first_local = int(os.environ.get("LOCAL_RANK", "0")) - place.tp_rank
-    longest = config.data.max_prompt_length + rollout.max_response_length
-    cache_tokens = rollout.cache_tokens
-    if cache_tokens is None and not device.is_cuda:
-        cache_tokens = rollout.max_concurrent * longest + CACHE_MARGIN
-    folder = config.run_dir / "engines" / str(place.engine)
+        raise_first(padding_problems(shape, rollout.tp))
+    engine, tp_rank = divmod(runtime.rank, rollout.tp)
+    first_local = int(os.environ.get("LOCAL_RANK", "0")) - tp_rank
+    folder = config.run_dir / "engines" / str(engine)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = ServerSettings(
+    settings = EngineSettings(
+        rollout=rollout,
         model_path=config.model.path,
-        folder=folder,
-        tp=rollout.tp,
         dtype=config.model.dtype,
+        folder=folder,
+        context_length=config.data.max_prompt_length + rollout.max_response_length + 1,
         device_type=device.type,
+        rank=runtime.rank,
+        world_size=world_size,
         base_gpu_id=first_local,
-        context_length=longest + 1,
-        max_running_requests=rollout.max_concurrent,
-        max_total_tokens=cache_tokens,
-        memory_fraction=rollout.memory_fraction,
-        seed=config.seed + place.engine,
-        has_memory_saver=device.is_cuda and rollout.sleep != "never",
         cores=_cores(first_local, rollout.tp),
-        weight_loader=LOADER,
-        extra=rollout.server_args,
-        quantization=rollout.quantization,
+        seed=config.seed + engine,
+        prove=config.sync.prove,
+        on_wait=_waiting(runtime.rank == 0 and config.log.progress),
     )
-    limits = Limits(rollout.max_concurrent, rollout.start_deadline_s, rollout.stall_deadline_s, rollout.phase_deadline_s)
-    options = Options(limits, layout.num_engines, config.sync.prove, _waiting(runtime.rank == 0 and config.log.progress))
     buckets = _buckets(device.is_cuda, int(config.sync.bucket_mib * 2**20), device.torch_device)
+    layout = EngineLayout(rollout.tp, settings.num_engines)
     side = engine_side(family, shape, layout, world_size, quantise=rollout.quantization is not None)
-    return SGLangEngine(settings, options, place, side, board, buckets)
+    return SGLangEngine(settings, side, rendezvous, buckets)
 
 
 def _buckets(is_cuda: bool, num_bytes: int, device: torch.device) -> HostBuckets | DeviceBuckets:

@@ -1,15 +1,15 @@
-"""The run's folder: who owns it, and what it says of how the run was started.
+"""The run's folder: ownership by one process, the record of each start, and which settings may change on resume.
 
-    config.yaml      as resolved at the last start          metrics.jsonl   a line a step, and one an evaluation
-    run.json         command, versions, git state, seed     samples.jsonl   some responses of every step
+    config.yaml      as resolved at the last start          metrics.jsonl   a line per step, and one per evaluation
+    run.json         command, versions, git state, machine  samples.jsonl   some responses of every step
     checkpoints/     step-N folders and `latest`            heldout-N.jsonl answers to the held-out prompts after step N
-    logs/            output of the ranks but the first      messages.jsonl  what the run said besides, warnings among it
-    lock             held by the process that trains here   report.html     all of this to look at, refreshed and at the end
+    logs/            output of all ranks but the first      messages.jsonl  all other messages, including warnings
+    lock             held by the process that trains here   report.html     all of this as a page, refreshed during the run
     stop             made by you: stop after this step      curves.png      from `grpo-mega report`
-    hf/              the trained policy, at the end         hang/           where every rank was, if it got stuck
+    hf/              the trained policy, at the end         hang/           the stacks of all ranks, if the run got stuck
     trace/           from `train --profile STEPS`
 
-`claim` is called before any rank starts. A folder is never shared: it is new, or resumed by asking for it, or refused.
+`claim` is called before any rank starts. A folder is never shared: it is new, or resumed with --resume, or refused.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ from grpo_mega.paths import (
     METRICS_FILE,
     RUN_FILE,
     SAMPLES_FILE,
+    heldout_files,
     write_atomically,
 )
 
 PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang", "math-verify")
-# What may differ when a run goes on: where and how fast it runs, and what a person adjusts to keep it healthy. All else would
-# make it another run, or is read from the checkpoint (Adam's constants, with the optimizer's state).
+# These may differ when a run is resumed: where and how fast it runs, and settings adjusted to keep it healthy. Any other key
+# would make it another run, or is read from the checkpoint (Adam's constants, with the optimizer's state).
 FREE_ON_RESUME = {"run_dir", "steps", "device", "layout", "sync", "eval", "checkpoint", "log", "max_nonfinite_steps"}
 FREE_ON_RESUME |= {f"rollout.{name}" for name in ("tp", "max_concurrent", "cache_tokens", "memory_fraction", "sleep")}
 FREE_ON_RESUME |= {f"rollout.{name}" for name in ("start_deadline_s", "stall_deadline_s", "phase_deadline_s", "max_restarts")}
@@ -63,7 +64,7 @@ FREE_ON_RESUME |= {"algorithm.early_stop_imp_ratio"}
 
 @contextmanager
 def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[None]:
-    """Makes the folder this run's while the context lasts. Raises ConfigError or ResumeError, having written nothing."""
+    """Own the folder while the context lasts. Raises ConfigError or ResumeError, and then has written nothing."""
     folder = config.run_dir
     is_run = (folder / RUN_FILE).exists()
     if not is_run and folder.exists() and not _is_free(folder):
@@ -81,7 +82,7 @@ def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[None]:
         except BlockingIOError:
             raise ConfigError(f"run_dir={folder} is in use by another process; wait for it or name another run_dir") from None
         if is_run:
-            latest(folder / CHECKPOINTS)  # before a rank starts: it must not name what is not there
+            latest(folder / CHECKPOINTS)  # raises ResumeError before any rank starts if it names a missing checkpoint
         else:
             (folder / CONFIG_FILE).write_text(configs.dump(config))
         starts = _starts(folder)
@@ -94,13 +95,13 @@ def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[None]:
 
 
 def discard_unstarted(folder: Path) -> None:
-    """Removes a folder in which no run has begun to log, so that the same command works once what was wrong is mended."""
+    """Remove a folder in which no run has begun to log, so that the same command works once the error is fixed."""
     if {path.name for path in folder.iterdir()} <= {CONFIG_FILE, RUN_FILE, LOCK_FILE, LOGS}:
         shutil.rmtree(folder)
 
 
 def adopt(config: Config) -> list[str]:
-    """Record `config` as the run's, now that it starts, and return a line for each setting that was another until now."""
+    """Record `config` as the run's, now that it starts; return a line for each setting that has changed."""
     if not (config.run_dir / CONFIG_FILE).exists():
         return []
     changes = _changes(config.run_dir, config)
@@ -109,14 +110,14 @@ def adopt(config: Config) -> list[str]:
 
 
 def trim(folder: Path, step: int) -> None:
-    """Takes out what was logged after `step`, from where a resumed run does it again."""
+    """Remove the log lines after `step`, whose steps a resumed run repeats."""
     for name in (METRICS_FILE, SAMPLES_FILE, MESSAGES_FILE):
         path = folder / name
         if path.exists():
             whole = [(line, row) for line, row in read_json_lines(path) if row and "step" in row and line.endswith(b"\n")]
             write_atomically(path, b"".join(line for line, row in whole if row["step"] <= step))
-    for path in folder.glob("heldout-*.jsonl"):
-        if int(path.stem.removeprefix("heldout-")) > step:
+    for evaluated, path in heldout_files(folder).items():
+        if evaluated > step:
             path.unlink()
 
 
@@ -129,15 +130,15 @@ def last_step(folder: Path) -> int:
 
 
 def _is_free(folder: Path) -> bool:
-    """Empty but for logs, or left by a start that was killed before the folder was a run's."""
+    """Return True if the folder is empty except for logs, or was left by a start that was killed before it became a run's."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {RUN_FILE}
     return {name for name in names if not name.startswith(f".{RUN_FILE}.")} <= {CONFIG_FILE, LOCK_FILE, LOGS}
 
 
 def _changes(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the values before and now of what differs from the run's. Raises ResumeError for what must not differ."""
+    """Return the old and new value of each changed setting. Raises ResumeError for one that must not change."""
     recorded = yaml.safe_load((folder / CONFIG_FILE).read_text())
-    with suppress(ConfigError):  # keys that were not known then have their defaults
+    with suppress(ConfigError):  # keys added since then have their defaults
         recorded = configs.validate(recorded).model_dump(mode="json")
     return dict(_differences("", recorded, config.model_dump(mode="json"), is_free=False))
 
@@ -167,26 +168,30 @@ def _start(argv: list[str]) -> dict[str, Any]:
         "command": ["grpo-mega", *argv],
         "host": platform.node(),
         "python": sys.version.split()[0],
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": {name: installed for name in PACKAGES if (installed := _version(name))},
         "git": _git_state(),
         "machine": _machine(),
     }
 
 
 def _machine() -> dict[str, Any]:
-    """Of the first rank's node: system, processor, cores, memory, GPUs by their driver."""
-    found: dict[str, Any] = {"system": f"{platform.system()} {platform.release()}", "cores": os.cpu_count()}
-    with suppress(OSError, ValueError):
-        found["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
+    """Describe the first rank's node: system, processor, cores, memory, and the GPUs that the driver lists."""
+    gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "processor": next(iter(_fields(Path("/proc/cpuinfo"), "model name")), None),
+        "gpus": [model for path in gpus for model in _fields(path, "Model")],
+    }
+
+
+def _fields(path: Path, name: str) -> list[str]:
+    """Return the values of the lines `name: value` of a file in /proc; nothing if it cannot be read."""
     with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        found["processor"] = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
-    found["gpus"] = []
-    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        with suppress(OSError):
-            lines = path.read_text().splitlines()
-            found["gpus"] += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
-    return found
+        pairs = [line.partition(":") for line in path.read_text().splitlines()]
+        return [value.strip() for key, _, value in pairs if key.strip() == name]
+    return []
 
 
 def _version(package: str) -> str | None:
@@ -197,7 +202,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_state() -> str | None:
-    """The commit that the code is at, with "-dirty" if it was changed; None outside a checkout."""
+    """Return the commit of the code, with "-dirty" if it was changed; None outside a git checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -1,6 +1,7 @@
-"""Judge after each step if the run is worth going on with: are updates finite, and does the engine agree with the trainer?
+"""Judges after each step if the run may continue: are updates finite, and does the engine agree with the trainer?
 
-In: the metrics of a step, the same on all ranks. Out: a warning; NonFiniteError or MismatchError in one line with the remedy.
+Input: the metrics of a step, equal on all ranks. Output: a warning; or NonFiniteError or MismatchError, in one line with the
+remedy.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ _MOST_NAMED = 8  # samples in a warning
 
 @dataclass
 class Health:
-    """Count the steps in a row with updates that were dropped because of infinities or NaN."""
+    """Counts the steps in a row with updates that were dropped because of infinities or NaN."""
 
     config: Config
     nonfinite_steps: int = 0
 
     @property
     def has_diverged(self) -> bool:
-        """Tell if there were too many of them, so that the run must end after this step, with a checkpoint."""
+        """Return True if there were too many of them: the run must end after this step, with a checkpoint."""
         return self.nonfinite_steps >= self.config.max_nonfinite_steps
 
     def observe(self, step: int, metrics: StepMetrics, blamed: Sequence[Sample]) -> list[str]:
@@ -48,9 +49,9 @@ class Health:
                 f"in {checkpoints}; go on with --resume and a lower optimizer.lr, or a higher max_nonfinite_steps"
             )
         k3, limit = metrics.get("mismatch/k3", 0.0), self.config.rollout.mismatch_stop
-        is_counted = math.isnan(k3) and self.nonfinite_steps > 0  # NaN log-probs are not the engine's doing
+        is_counted = math.isnan(k3) and self.nonfinite_steps > 0  # NaN log-probs of the trainer say nothing of the engine
         if limit is not None and not is_counted and not k3 <= limit:
             raise MismatchError(
-                f"step {step}: the KL (k3) between engine and trainer is {k3:.3g} nats a token, above "
+                f"step {step}: the KL (k3) between engine and trainer is {k3:.3g} nats per token, above "
                 f"rollout.mismatch_stop={limit}; go on from a checkpoint before it, or raise the limit"
             )

@@ -1,8 +1,8 @@
 """Digests of a run's start model and data, which its checkpoints record, so that a resumed run notices a change.
 
 The start model is also the reference of the KL penalty. Its files are therefore hashed in full: config, tokenizer and, unless
-the run starts from random ones, weights. All ranks share the work piece by piece, in a thread of each that runs beside the
-first step; a run that goes on waits for it. Of data the prompts as they were read are hashed, wherever they came from.
+the run starts from random ones, weights. All ranks share the work piece by piece, each in a thread that runs beside the first
+step; only a resumed run waits for it. For data, the prompts are hashed as they were read, from whatever source.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SECONDS_BETWEEN_LOOKS = 0.2
 
 
 class RunInputs:
-    """`data`: digests by config key. All ranks call every method together."""
+    """Digests of one run's inputs; `data` gives those of its data by config key. All ranks call every method together."""
 
     def __init__(self, model: ModelConfig, data: Mapping[str, str], rank: int, world_size: int) -> None:
         self._folder, self._data = model.path, dict(data)
@@ -47,11 +47,11 @@ class RunInputs:
         self._thread = threading.Thread(target=self._hash, name="model digests", daemon=True)
 
     def begin(self) -> None:
-        """Hash the model's files, beside whatever comes next."""
+        """Start to hash the model's files in the background."""
         self._thread.start()
 
     def digests(self) -> dict[str, str]:
-        """Return the digests of model and data, once the model's are there. Raises ConfigError for an unreadable file."""
+        """Return the digests of model and data; wait for the model's. Raises ConfigError for an unreadable file."""
         if self._gathered is None:
             self._wait()
             everyone: list[tuple[dict[tuple[str, int], str], str]] = [({}, "")] * dist.get_world_size()
@@ -60,15 +60,15 @@ class RunInputs:
                 if problem:
                     raise ConfigError(f"model.path={self._folder} cannot be read ({problem}); fetch the file again")
             by_file: dict[str, list[str]] = {}
-            for (name, _), digest in sorted(item for found, _ in everyone for item in found.items()):
+            for (name, _), digest in sorted(item for digests, _ in everyone for item in digests.items()):
                 by_file.setdefault(name, []).append(digest)
             self._gathered = {f"{MODEL}{name}": _joined(pieces) for name, pieces in by_file.items()} | self._data
         return self._gathered
 
     def changes(self, recorded: Mapping[str, str] | None) -> list[str]:
-        """Return a line per data set that is no longer as `recorded` in a checkpoint, None of an earlier version.
+        """Return a line per data set that has changed since `recorded`, which is None in checkpoints of earlier versions.
 
-        Raises ResumeError if the model is not.
+        Raises ResumeError if the model has changed.
         """
         if recorded is None:
             return []
@@ -77,10 +77,10 @@ class RunInputs:
         for name in changed:
             if name.startswith(MODEL):
                 file = name.removeprefix(MODEL)
-                what = f"{file} is gone" if name not in now else f"{file} is new" if name not in recorded else f"{file} differs"
+                change = "is gone" if name not in now else "is new" if name not in recorded else "differs"
                 raise ResumeError(
-                    f"model.path={self._folder}: must hold the model that the run started from, its reference, but {what} "
-                    "since the checkpoint; put the run's files back, or start another run_dir"
+                    f"model.path={self._folder}: must hold the model that the run started from, its reference, but {file} "
+                    f"{change} since the checkpoint; put the run's files back, or start another run_dir"
                 )
         return [
             f"{name} is not what it was at the run's checkpoint; the run goes on with what is there now" for name in changed
@@ -112,13 +112,13 @@ class RunInputs:
 
 
 def model_files(model: ModelConfig) -> list[Path]:
-    """Return those files of the start model on which a run depends."""
-    found = [path for name in TEXT_FILES if (path := model.path / name).is_file()]
+    """Return the files of the start model on which a run depends."""
+    texts = [path for name in TEXT_FILES if (path := model.path / name).is_file()]
     if model.init == "random":
-        return found
+        return texts
     if not is_distributed_checkpoint(model.path):
-        return found + weight_files(model.path)
-    return found + [p for p in sorted(model.path.iterdir()) if p.name in MEGATRON_FILES or p.suffix == ".distcp"]
+        return texts + weight_files(model.path)
+    return texts + [p for p in sorted(model.path.iterdir()) if p.name in MEGATRON_FILES or p.suffix == ".distcp"]
 
 
 def _joined(pieces: list[str]) -> str:

@@ -258,13 +258,13 @@ def warns_where_nothing_could_train(rank: int, folder: Path) -> None:
     del WARNINGS[:]
     save(1, "a")
     save(2, "a")  # all rewards equal so far
-    assert len(WARNINGS) == 1 and "the weights are those of step 1 though 1 optimizer steps were taken" in WARNINGS[0]
+    assert len(WARNINGS) == 1 and "the weights did not change in 1 optimizer steps since step 1: past warm-up" in WARNINGS[0]
     policy.num_pushed = 1
     save(3, "b")
     save(4, "b")
     assert len(WARNINGS) == 2
     policy.num_pushed = 2
-    assert "nothing trains: is optimizer.lr too small?" in raised(save, 5, "b")
+    assert "did not change in 1 optimizer steps since step 4; is optimizer.lr too small?" in raised(save, 5, "b")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.model import output_weight
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.run import job as jobs
+from grpo_mega.run import model_files
 from grpo_mega.types import PackedBatch, Prompt, Sample
 
 SQUARED_NORMS = optimizers.squared_norms
@@ -65,8 +65,8 @@ def main(folder: Path) -> None:
 
 def logits_difference(case: LogitsCase, runtime: Runtime) -> float:
     """The largest difference of any logit from the expected, relative to the largest expected one; over all ranks."""
-    model = jobs.read_model(case.config)
-    policy = jobs.build_policy(case.config, model, runtime)
+    model = model_files.read_model(case.config)
+    policy = model_files.build_policy(case.config, model, runtime)
     samples = [_sample(i, tokens) for i, tokens in enumerate(case.sequences)]
     batches = pack(
         [samples],
@@ -77,7 +77,7 @@ def logits_difference(case: LogitsCase, runtime: Runtime) -> float:
         length_multiple=policy.length_multiple,
         micro_batch_multiple=policy.micro_batch_multiple,
     )[0]
-    found = policy._pipeline.forward(batches, partial(_differences, case, runtime, policy, model.shape.vocab))
+    found = policy.pipeline.forward(batches, partial(_differences, case, runtime, policy, model.shape.vocab))
     worst = torch.tensor(max((d for micro_batch in found for d in micro_batch), default=0.0))
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst)
@@ -86,7 +86,7 @@ def logits_difference(case: LogitsCase, runtime: Runtime) -> float:
 def _differences(
     case: LogitsCase, runtime: Runtime, policy: Policy, vocab: int, hidden_TH: torch.Tensor, batch: PackedBatch
 ) -> list[float]:
-    logits_TV = hidden_TH @ output_weight(policy._models[-1]).t()
+    logits_TV = hidden_TH @ output_weight(policy.models[-1]).t()
     shards = [torch.empty_like(logits_TV) for _ in range(runtime.layout.tp)]
     dist.all_gather(shards, logits_TV.contiguous(), group=runtime.tp_group)
     full_TV = torch.cat(shards, dim=1)[:, :vocab].float()

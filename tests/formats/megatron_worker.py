@@ -18,8 +18,8 @@ import torch.distributed as dist
 from grpo_mega import config as configs
 from grpo_mega.megatron import model as models
 from grpo_mega.megatron import runtime as runtimes
-from grpo_mega.megatron.state import _InProcessSave
-from grpo_mega.run import job as jobs
+from grpo_mega.megatron.state import InProcessSave
+from grpo_mega.run import model_files
 
 # isort: split
 from megatron.core import dist_checkpointing, parallel_state
@@ -32,7 +32,7 @@ def main(folder: Path) -> None:
     for case in cases:
         config = _config(case, "megatron")
         runtime = runtimes.arrange(config, device)
-        model = jobs.read_model(config)
+        model = model_files.read_model(config)
         chunks = models.build_chunks(model.shape, model.family, model.hf_config, config, runtime)
         with torch.no_grad():
             for chunk in chunks:
@@ -43,9 +43,9 @@ def main(folder: Path) -> None:
         if runtime.rank == 0:
             out.mkdir()
         dist.barrier()
-        dist_checkpointing.save(_state(chunks), str(out), sharded_strategy=_InProcessSave("torch_dist", 1))
+        dist_checkpointing.save(_state(chunks), str(out), sharded_strategy=InProcessSave("torch_dist", 1))
 
-        policy = jobs.build_policy(config, model, runtime)
+        policy = model_files.build_policy(config, model, runtime)
         trained = out.with_name(f"{out.name}-trained")
         if runtime.rank == 0:
             trained.mkdir()
@@ -53,7 +53,7 @@ def main(folder: Path) -> None:
         policy.save(trained)
         loaded = policy.tensors()
         expected_config = _config(case, "hf")
-        expected = jobs.build_policy(expected_config, jobs.read_model(expected_config), runtime).tensors()
+        expected = model_files.build_policy(expected_config, model_files.read_model(expected_config), runtime).tensors()
         assert loaded.keys() == expected.keys()
         for name, tensor in expected.items():
             assert torch.equal(loaded[name], tensor), (case["layout"], name)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_gpu_rank import config_of
 
 from grpo_mega.hardware.device import Device
-from grpo_mega.observe import NullRunLog, Timers
+from grpo_mega.observe import RunLog, Timers
 from grpo_mega.observe.tracing import Tracer
+from tools.benchmarks.gpu.rank import config_of
 
 
 @pytest.mark.rehearsed
@@ -20,7 +20,7 @@ def test_a_trace_has_the_devices_kernels_and_a_snapshot_of_its_memory(device: De
     config = config_of(tmp_path, {"path": "unused"})
     config = config.model_copy(update={"run_dir": tmp_path, "log": config.log.model_copy(update={"profile": "1"})})
     timers = Timers()
-    tracer = Tracer(config, 0, device, timers, NullRunLog())
+    tracer = Tracer(config, 0, device, timers, RunLog())
     for step in (1, 2):
         with tracer.step(step), timers("update"):
             a = torch.ones(256, 256, device=device.torch_device)

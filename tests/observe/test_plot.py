@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.observe.plot import draw_curves, read_curves
+from grpo_mega.observe.curves import read_curves
+from grpo_mega.observe.plot import draw_curves
 
 
 def write(path: Path, records: list[dict[str, object]]) -> Path:
@@ -47,6 +48,11 @@ def test_the_last_line_of_a_step_counts_and_a_half_written_end_is_passed_over(tm
     path = write(tmp_path / "metrics.jsonl", [{"step": 0, "a": 1.0}, {"step": 1, "a": 2.0}, {"step": 1, "a": 3.0}])
     path.write_text(path.read_text() + '{"step": 2, "a"')
     assert read_curves(path) == {"a": {0: 1.0, 1: 3.0}}
+
+
+def test_curves_of_an_older_run_have_todays_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "metrics.jsonl", [{"step": 0, "groups/no_spread": 0.5}, {"step": 1, "groups/zero_variance": 1.0}])
+    assert read_curves(path) == {"groups/zero_variance": {0: 0.5, 1: 1.0}}
 
 
 def test_a_run_without_metrics_is_an_error(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from grpo_mega.observe.progress import LineBar, progress, track
 def test_without_a_terminal_a_line_comes_at_most_every_five_seconds() -> None:
     lines: list[str] = []
     now = 0.0
-    bar = LineBar(20, "sampling", lines.append, lambda: now)
+    bar = LineBar(20, "sampling", "items", lines.append, lambda: now)
     for _ in range(12):
         now += 1
         bar.advance()
@@ -22,7 +22,7 @@ def test_without_a_terminal_a_line_comes_at_most_every_five_seconds() -> None:
 def test_tokens_a_second_are_told_where_they_are_counted_and_nothing_is_foretold_without_a_total() -> None:
     lines: list[str] = []
     now = 0.0
-    bar = LineBar(None, "sampling", lines.append, lambda: now)
+    bar = LineBar(None, "sampling", "items", lines.append, lambda: now)
     for _ in range(6):
         now += 1
         bar.advance(2, tokens=2500)

@@ -102,14 +102,14 @@ def test_what_the_metrics_show_is_said_in_sentences() -> None:
         "dropped_mini_batches": dict.fromkeys(range(1, 9), 1.0),
         "mismatch/k3": {1: 0.01, 2: 0.5},
         "verdict/accuracy/timeout": {4: 0.1},
-        "groups/no_spread": {1: 0.0, 8: 0.95},
+        "groups/zero_variance": {1: 0.0, 8: 0.95},
         "response_length/cut": {1: 1.0, 8: 0.0},
     }
     assert metrics.findings(found, mismatch_warn=0.02) == [
         "mini-batches were dropped at steps 1, 2, 3, 4, 5, 6 and 2 more",
         "checks ended as accuracy/timeout at step 4",
         "the mismatch of engine and trainer was above rollout.mismatch_warn=0.02 at step 2",
-        "95% of the groups have equal rewards and teach nothing, in the last step",
+        "95% of the groups have zero reward variance and teach nothing, in the last step",
     ]
 
 

@@ -57,10 +57,10 @@ def test_every_chart_is_drawn_and_the_new_metric_has_one_too(browser: Page, tmp_
     show(browser, make_run(tmp_path / "run"))
     titles = browser.run("[...document.querySelectorAll('#curves > .charts > .chart')].map((c) => c.dataset.title)")
     wanted = ["Reward", "Held-out", "Verdicts: accuracy", "KL to the reference", "Entropy", "Response length", "Clipped tokens"]
-    wanted += ["Mismatch of engine and trainer", "Learning rate", "Seconds of a step, by phase", "Throughput", "Evaluation"]
+    wanted += ["Mismatch of engine and trainer", "Learning rate", "Seconds per step, by phase", "Throughput", "Evaluation"]
     assert titles == wanted
     browser.wait_for("document.querySelectorAll('#curves > .charts > .chart path.line').length >= 12")
-    assert count(browser, '[data-title="Seconds of a step, by phase"] path.area') == 3
+    assert count(browser, '[data-title="Seconds per step, by phase"] path.area') == 3
     assert "57%" in text(browser, ".shares")  # sampling: 2 of 3.5 s
     browser.run("document.querySelector('details.more').open = true")
     browser.wait_for("document.querySelector('[data-title=\"new/metric\"] path.line')")
@@ -112,7 +112,7 @@ def test_samples_of_a_step_stand_side_by_side_and_their_tokens_are_coloured(brow
     )
     assert "what is 3?" in text(browser, "#samples .prompt")
     put(browser, "#prompt-filter", "IS 1")
-    assert text(browser, "#samples-told") == "4 groups in all steps"  # 1, 10, 11 and 12
+    assert text(browser, "#samples-count") == "4 groups in all steps"  # 1, 10, 11 and 12
     check(browser)
 
 

@@ -18,7 +18,7 @@ from grpo_mega.observe.metrics import heldout_metrics, rollout_metrics
 from grpo_mega.rewards import RewardPool, RewardResult, Step
 from grpo_mega.rewards.scorer import VERDICTS, Scorer, drop_unusable
 from grpo_mega.rewards.steps import tokens_at
-from grpo_mega.run.job import decode
+from grpo_mega.run.model_files import decoder
 from grpo_mega.text import PIECE_SIZE
 from grpo_mega.types import Group, Prompt, Sample
 
@@ -59,11 +59,11 @@ def sentence_pieces() -> Any:
 
 
 def _check_against_all_prefixes(tokenizer: Any, ids: list[int]) -> None:
-    text = decode(tokenizer, ids)
-    prefixes = [decode(tokenizer, ids[: t + 1]) for t in range(len(ids))]
+    text = decoder(tokenizer)(ids)
+    prefixes = [decoder(tokenizer)(ids[: t + 1]) for t in range(len(ids))]
     ends = list(range(1, len(text) + 1))
     expected = [next(t for t, prefix in enumerate(prefixes) if prefix.startswith(text[:end])) for end in ends]
-    assert tokens_at(ids, lambda some: decode(tokenizer, some), ends) == expected
+    assert tokens_at(ids, decoder(tokenizer), ends) == expected
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
@@ -147,7 +147,7 @@ def test_the_scorer_gives_samples_their_steps_by_token(byte_level: Any) -> None:
     responses = [TEXT, "no steps", ".,.", "🙂."]
     samples = _samples(byte_level, prompt, responses)
     with _pool((MARKED, 2.0), (OTHER, 1.0)) as pool:
-        scorer = Scorer(pool, lambda ids: decode(byte_level, ids))
+        scorer = Scorer(pool, decoder(byte_level))
         for sample in samples:
             scorer.submit(sample)
         scorer.finish()
@@ -155,7 +155,7 @@ def test_the_scorer_gives_samples_their_steps_by_token(byte_level: Any) -> None:
         expected: dict[int, float] = {}
         for i, c in enumerate(response):
             for value in {".": [2.0, 0.25], "!": [-2.0], ",": [0.25]}.get(c, []):
-                (t,) = tokens_at(sample.response_ids, lambda ids: decode(byte_level, ids), [i + 1])
+                (t,) = tokens_at(sample.response_ids, decoder(byte_level), [i + 1])
                 expected[t] = expected.get(t, 0.0) + value
         assert dict(zip(sample.step_ends, sample.step_rewards, strict=True)) == expected
         assert sample.step_ends == sorted(set(sample.step_ends))
@@ -164,11 +164,11 @@ def test_the_scorer_gives_samples_their_steps_by_token(byte_level: Any) -> None:
         assert all(end < sample.response_len - 1 for end in sample.step_ends)  # the end-of-sequence token has no text
     group = Group(prompt, samples)
     assert drop_unusable([group]) == ([group], 0)
-    metrics = rollout_metrics([group], lambda found: found is group)
+    metrics = rollout_metrics([group], lambda one: one is not group)
     assert metrics["reward/mean"] == 0.0
     assert metrics[f"reward/{OTHER}"] == 0.25
-    assert metrics["groups/no_spread"] == 0.0
-    assert rollout_metrics([group, Group(prompt, samples)], lambda found: found is group)["groups/no_spread"] == 0.5
+    assert metrics["groups/zero_variance"] == 0.0
+    assert rollout_metrics([group, Group(prompt, samples)], lambda one: one is not group)["groups/zero_variance"] == 0.5
     assert heldout_metrics([group])[f"eval/{OTHER}"] == 0.25
 
 

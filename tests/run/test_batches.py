@@ -14,11 +14,10 @@ import torch
 
 import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega import config as configs
-from grpo_mega.algorithm import reference_advantages as reference
-from grpo_mega.algorithm.advantages import ADVANTAGES, assign
-from grpo_mega.algorithm.settings import advantage_settings
-from grpo_mega.run.batches import has_spread, make_batches
+from grpo_mega.algorithm.advantages import ADVANTAGES, assign_advantages
+from grpo_mega.run.batches import is_zero_variance, make_batches
 from grpo_mega.types import Group, Prompt, Sample
+from tools.conformance import oracle_advantages
 
 ONE_RANK: Any = SimpleNamespace(dp_size=1, dp_rank=0, length_multiple=1, micro_batch_multiple=1)
 MAX_LENGTH = 10
@@ -53,7 +52,7 @@ def groups(lengths: list[list[int]]) -> list[Group]:
 
 def weights(config: configs.Config, groups: list[Group]) -> list[list[float]]:
     """Of each sample of each mini-batch: the weight of its tokens, and 0 for one that does not train."""
-    assign(groups)
+    assign_advantages(groups, config.algorithm, max_response_length=MAX_LENGTH)
     batches = make_batches(config, groups, ONE_RANK)
     found = []
     for mini_batch in batches:
@@ -105,7 +104,7 @@ def sampled_group(rng: random.Random) -> Group:
     return group
 
 
-def naive_has_spread(settings: configs.Config, group: Group) -> bool:
+def oracle_is_zero_variance(settings: configs.Config, group: Group) -> bool:
     """By the advantages as the papers print them, of a step that has no other group."""
     a = settings.algorithm
     names = (
@@ -118,14 +117,14 @@ def naive_has_spread(settings: configs.Config, group: Group) -> bool:
         "overlong_penalty",
     )
     values = {name: getattr(a, name) for name in names} | {"max_response_length": MAX_LENGTH}
-    scored = [reference.Scored(s.response_len, s.reward, s.step_rewards, s.step_ends) for s in group.samples]
-    (rows,) = reference.advantages([scored], reference.AdvantageSettings(**values))
+    scored = [oracle_advantages.Scored(s.response_len, s.reward, s.step_rewards, s.step_ends) for s in group.samples]
+    (rows,) = oracle_advantages.advantages([scored], oracle_advantages.AdvantageSettings(**values))
     is_cut = [a.overlong_filter and sample.finish_reason == "length" for sample in group.samples]
-    return any(any(row) for row, cut in zip(rows, is_cut, strict=True) if not cut)
+    return not any(any(row) for row, cut in zip(rows, is_cut, strict=True) if not cut)
 
 
 @pytest.mark.parametrize("adv_type", ADVANTAGES)
-def test_a_group_has_spread_where_its_advantages_are_not_all_zero(adv_type: str) -> None:
+def test_a_group_has_zero_variance_where_its_advantages_are_all_zero(adv_type: str) -> None:
     """Whatever shapes them: steps, punished length, normalisation, responses that were cut off and do not train."""
     rng = random.Random(3)
     found: Counter[tuple[bool, bool]] = Counter()
@@ -138,8 +137,8 @@ def test_a_group_has_spread_where_its_advantages_are_not_all_zero(adv_type: str)
         algorithm |= {"normalize_by_std": number % 5 > 0, "normalize_advantages": number % 7 == 0}
         settings, group = config(**algorithm), sampled_group(rng)
         before = [copy.copy(sample) for sample in group.samples]
-        expected = naive_has_spread(settings, group)
-        assert has_spread(settings, group) == expected, (algorithm, group.samples)
+        expected = oracle_is_zero_variance(settings, group)
+        assert is_zero_variance(settings, group) == expected, (algorithm, group.samples)
         assert group.samples == before  # judged on copies
         rewards = {sample.reward for sample in group.samples} - {None}
         differ = len(rewards) > 1 or len({r for sample in group.samples for r in sample.step_rewards}) > 1
@@ -152,7 +151,7 @@ def test_a_long_response_is_punished_where_steps_alone_are_rewarded() -> None:
     (group,) = groups([[4, 9]])
     for sample in group.samples:
         sample.reward, sample.step_ends, sample.step_rewards = None, [2], [1.0]
-    assign([group], advantage_settings(settings))
+    assign_advantages([group], settings.algorithm, max_response_length=MAX_LENGTH)
     short, long = (sample.advantages for sample in group.samples)
     assert short is not None and long is not None
     assert short.tolist() == pytest.approx([0.2] * 4) and long.tolist() == pytest.approx(

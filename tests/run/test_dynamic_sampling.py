@@ -12,12 +12,12 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import bench_kills
 import pytest
-from bench_kills import End, read_end
 from coarse_reward import SCORED
 
-from grpo_mega.data.sampler import PromptSampler
+from grpo_mega.data.sampler import Sampler
+from tools.benchmarks import kills
+from tools.benchmarks.kills import End, read_end
 
 pytestmark = pytest.mark.distributed
 
@@ -39,7 +39,7 @@ OPTIONS = [
 
 
 def run(config: Path, run_dir: Path, *arguments: str) -> None:
-    process = bench_kills.start(config, run_dir, [*OPTIONS, *arguments], output=subprocess.PIPE)
+    process = kills.start(config, run_dir, [*OPTIONS, *arguments], output=subprocess.PIPE)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
 
@@ -51,7 +51,7 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = bench_kills.write_inputs(tmp_path_factory.mktemp("dynamic"), "tp=1")
+    path = kills.write_inputs(tmp_path_factory.mktemp("dynamic"), "tp=1")
     shutil.copy(path.parent / "train.jsonl", path.parent / "heldout.jsonl")
     return path
 
@@ -98,7 +98,7 @@ def kept_groups(run_dir: Path, row: dict[str, float]) -> int:
 def test_groups_whose_rewards_are_all_equal_are_replaced_up_to_the_bound(whole: Path) -> None:
     rows = metrics(whole)
     assert len(rows) == 6
-    assert all(row.get("groups/no_spread", 0.0) == 0 and row["rollouts"] <= 3 for row in rows)
+    assert all(row.get("groups/zero_variance", 0.0) == 0 and row["rollouts"] <= 3 for row in rows)
     assert sum(row["prompts_dropped/equal_rewards"] for row in rows) > 0
     for row in rows:  # another rollout only where the one before left too few
         assert row["rollouts"] == 1 or row["prompts_dropped/equal_rewards"] > 0
@@ -106,7 +106,7 @@ def test_groups_whose_rewards_are_all_equal_are_replaced_up_to_the_bound(whole: 
 
 
 def test_every_rollout_of_a_step_draws_the_prompts_that_come_next(whole: Path, phases: Phases) -> None:
-    order = PromptSampler(NUM_PROMPTS, PER_STEP, seed=3, shuffle=True)
+    order = Sampler([NUM_PROMPTS], [1.0], PER_STEP, seed=3, shuffle=True)
     draw = 0
     for row, scored in zip(metrics(whole), phases.steps, strict=True):
         drawn = [prompt for number in range(draw, draw + int(row["rollouts"])) for prompt in order.indices(number)]
@@ -131,7 +131,7 @@ def by_prompt(scored: list[tuple[int, str]]) -> dict[int, list[str]]:
 
 def test_a_stopped_run_goes_on_with_the_prompts_that_it_would_have_drawn(config: Path, whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = bench_kills.start(config, run_dir, OPTIONS, output=subprocess.PIPE)
+    process = kills.start(config, run_dir, OPTIONS, output=subprocess.PIPE)
     while not (run_dir / "metrics.jsonl").exists() or len(metrics(run_dir)) < 2:
         assert process.poll() is None
     (run_dir / "stop").touch()

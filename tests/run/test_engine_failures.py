@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import bench_kills
 import pytest
 from servers import Tree, is_true_within
+
+from tools.benchmarks import kills
 
 pytestmark = [pytest.mark.distributed, pytest.mark.sglang]
 
@@ -39,17 +40,17 @@ class Run:
     def __init__(self, config: Path, folder: Path, *arguments: str) -> None:
         self.folder = folder
         self.log_start = len(self.log())
-        self.process = bench_kills.start(config, folder, list(arguments))
+        self.process = kills.start(config, folder, list(arguments))
 
     def log(self) -> str:
-        return _read(bench_kills.log_of(self.folder))[getattr(self, "log_start", 0) :]
+        return _read(kills.log_of(self.folder))[getattr(self, "log_start", 0) :]
 
     def steps(self) -> list[dict[str, float]]:
         lines = _read(self.folder / "metrics.jsonl").split("\n")[:-1]
         return [row for row in map(json.loads, lines) if "seconds/step" in row]
 
     def restarts(self) -> list[str]:
-        return re.findall(r"the engine of rank \d+ failed and is started anew.*", self.log())
+        return re.findall(r"the engine of rank \d+ failed and is restarted.*", self.log())
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         until = time.monotonic() + SECONDS
@@ -83,7 +84,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = bench_kills.write_inputs(tmp_path_factory.mktemp("inputs"), "dp=2")
+    path = kills.write_inputs(tmp_path_factory.mktemp("inputs"), "dp=2")
     config = json.loads(path.read_text())
     for name, value in CONFIG.items():
         config[name] = {**config[name], **value} if isinstance(value, dict) else value
@@ -164,8 +165,8 @@ def test_a_server_that_may_not_be_started_anew_ends_the_run_with_a_checkpoint_an
     assert run.process.returncode == 2, log
     (line,) = [line for line in log.splitlines() if "error:" in line]
     assert re.search(
-        r"the engine of rank [01] failed 1 times \(http://127\.0\.0\.1:\d+ .*; mend it, or raise rollout\.max_restarts, "
-        r"and go on with --resume; a checkpoint of step \d+ is in .*/checkpoints$",
+        r"the engine of rank [01] failed 1 times \(http://127\.0\.0\.1:\d+ .*; remove the cause, or raise "
+        r"rollout\.max_restarts, and go on with --resume; a checkpoint of step \d+ is in .*/checkpoints$",
         line,
     )
     assert "Traceback" not in log

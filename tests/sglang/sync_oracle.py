@@ -1,4 +1,4 @@
-"""What transformers makes of the weights that sync_worker.py exported; in a process where nothing is patched.
+"""Log-probs by transformers with the weights that sync_worker.py exported; in a process where nothing is patched.
 
 `python sync_oracle.py FOLDER` writes FOLDER/differences.json: by case and version, the largest difference of a rollout log-prob
 from transformers' on the same weights, by the engine's tp, and on the weights of the version before. Where they travelled in
@@ -31,6 +31,7 @@ def difference(folder: Path, version: int, tp: int, weights_of: int, *, quantise
 
 
 def main(folder: Path) -> None:
+    chosen = {name: CASES[name] for name in json.loads((folder / "cases.json").read_text())}
     found = {
         name: [
             {
@@ -40,7 +41,7 @@ def main(folder: Path) -> None:
             }
             for version in range(1, len(case.layouts) + 1)
         ]
-        for name, case in CASES.items()
+        for name, case in chosen.items()
     }
     (folder / "differences.json").write_text(json.dumps(found))
 

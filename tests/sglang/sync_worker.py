@@ -24,22 +24,20 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from grpo_mega import config as configs
-from grpo_mega.algorithm import advantages
-from grpo_mega.config import Config
-from grpo_mega.distributed.rendezvous import Board
+from grpo_mega.algorithm.advantages import assign_advantages
+from grpo_mega.config import Config, RolloutConfig
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import SyncError
 from grpo_mega.hardware.device import Device
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.rollout.sglang.buckets import HostBuckets
-from grpo_mega.rollout.sglang.engine import Options, SGLangEngine
-from grpo_mega.rollout.sglang.link import Limits
-from grpo_mega.rollout.sglang.server import ServerSettings
-from grpo_mega.rollout.sglang.update import LOADER, Place
-from grpo_mega.run import job as jobs
+from grpo_mega.rollout.sglang.engine import SGLangEngine
+from grpo_mega.rollout.sglang.settings import EngineSettings
+from grpo_mega.run import model_files
 from grpo_mega.run.batches import make_batches
-from grpo_mega.run.job import ModelFiles
+from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
@@ -98,28 +96,29 @@ def engine_of(
     if rank >= tp:
         yield Idle()
         return
-    settings = ServerSettings(
-        model_path=model.folder,
-        folder=folder,
+    rollout = RolloutConfig(
+        engine="sglang",
         tp=tp,
-        dtype="float32",
-        device_type="cpu",
-        base_gpu_id=0,
-        context_length=64,
-        max_running_requests=32,
-        max_total_tokens=2048,
-        memory_fraction=None,
-        seed=0,
-        has_memory_saver=False,
-        cores=tuple(sorted(os.sched_getaffinity(0))[:tp]),
-        weight_loader=LOADER,
-        extra={},
+        max_concurrent=32,
+        cache_tokens=2048,
         quantization="fp8" if case.quantise else None,
+        start_deadline_s=DEADLINE_S,
+        stall_deadline_s=DEADLINE_S,
+    )
+    settings = EngineSettings(
+        rollout=rollout,
+        model_path=model.folder,
+        dtype="float32",
+        folder=folder,
+        context_length=64,
+        device_type="cpu",
+        rank=rank,
+        world_size=tp,
+        cores=tuple(sorted(os.sched_getaffinity(0))[:tp]),
     )
     folder.mkdir(parents=True, exist_ok=True)
-    board = Board(PrefixStore(f"engine{tp}", runtime.store), rank, WORLD_SIZE)
-    options = Options(Limits(32, DEADLINE_S, DEADLINE_S), 1, True, lambda seconds: None)
-    engine = SGLangEngine(settings, options, Place(0, rank, tp, rank), side, board, HostBuckets())
+    rendezvous = Rendezvous(PrefixStore(f"engine{tp}", runtime.store), rank, WORLD_SIZE)
+    engine = SGLangEngine(settings, side, rendezvous, HostBuckets())
     try:
         yield engine
     finally:
@@ -156,23 +155,23 @@ def groups() -> list[Group]:
 
 def take_step(policy: Policy, config: Config) -> None:
     made = groups()
-    advantages.assign(made)
+    assign_advantages(made, config.algorithm, max_response_length=config.rollout.max_response_length)
     (metrics,) = policy.update(policy.attach_logprobs(make_batches(config, made, policy)))
     assert metrics["grad_norm"] > 0 and not metrics["dropped_mini_batches"], metrics
 
 
 def sync_layout(
-    config: Config, runtime: Runtime, board: Board, engines: dict[int, tuple[Side, SGLangEngine | Idle]], version: int
+    config: Config, runtime: Runtime, rendezvous: Rendezvous, engines: dict[int, tuple[Side, SGLangEngine | Idle]], version: int
 ) -> None:
-    model = jobs.read_model(config)
-    policy = jobs.build_policy(config, model, runtime)
+    model = model_files.read_model(config)
+    policy = model_files.build_policy(config, model, runtime)
     take_step(policy, config)
     folder = model.folder.parent
-    jobs.export_policy(policy, model, folder / f"hf{version}")
+    model_files.export_policy(policy, model, folder / f"hf{version}")
     for tp, (side, engine) in engines.items():
         plan = plan_sides(policy.side(), side, ranks_per_node=WORLD_SIZE)
-        meet = partial(board.meet, deadline_s=DEADLINE_S)
-        WeightSync(plan, torch.float32, BUCKET_BYTES, meet).publish(policy, engine, version=version)
+        all_gather = partial(rendezvous.all_gather, deadline_s=DEADLINE_S)
+        WeightSync(plan, torch.float32, BUCKET_BYTES, all_gather).sync_weights(policy, engine, version=version)
         if runtime.rank == 0:
             assert isinstance(engine, SGLangEngine)
             found = engine.generate(dict(enumerate(PROMPTS)), SAMPLING, step=version, on_sample=lambda s: None)
@@ -182,25 +181,25 @@ def sync_layout(
             assert {sample.policy_version for sample in samples} == {version}
             said = [(s.prompt.token_ids, s.response_ids, s.rollout_logprobs) for s in samples]
             (folder / f"samples{version}_tp{tp}.json").write_text(json.dumps(said))
-        board.meet("the next sync", None, DEADLINE_S)
+        rendezvous.all_gather("the next sync", None, DEADLINE_S)
     side, engine = engines[max(engines)]
-    sync_flipped(policy, engine, side, board)
+    sync_flipped(policy, engine, side, rendezvous)
 
 
-def sync_flipped(policy: Policy, engine: SGLangEngine | Idle, side: Side, board: Board) -> None:
+def sync_flipped(policy: Policy, engine: SGLangEngine | Idle, side: Side, rendezvous: Rendezvous) -> None:
     """A byte that changes on the way is noticed on every rank, and its tensor named."""
     spoiled = Flipping(engine, bucket=1) if isinstance(engine, SGLangEngine) else engine
     plan = plan_sides(policy.side(), side, ranks_per_node=WORLD_SIZE)
-    sync = WeightSync(plan, torch.float32, BUCKET_BYTES, partial(board.meet, deadline_s=DEADLINE_S))
+    sync = WeightSync(plan, torch.float32, BUCKET_BYTES, partial(rendezvous.all_gather, deadline_s=DEADLINE_S))
     try:
-        sync.publish(policy, spoiled, version=99)
+        sync.sync_weights(policy, spoiled, version=99)
     except SyncError as error:
         said = str(error)
     else:
         raise AssertionError("a flipped byte went unnoticed")
     assert not isinstance(spoiled, Flipping) or spoiled.flipped in said, said
     assert engine.version != 99
-    sync.publish(policy, engine, version=100)  # nothing is the worse for it
+    sync.sync_weights(policy, engine, version=100)  # nothing is the worse for it
 
 
 def sync_case(case: Case, device: Device, folder: Path) -> None:
@@ -208,9 +207,9 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
     runtime = runtimes.arrange(config, device)
     if runtime.rank == 0:
         save_checkpoint(make_model(case.family, seed=3, **(SIZES | case.changes)), folder / "hf0")
-    board = Board(runtime.store, runtime.rank, WORLD_SIZE)
-    board.meet("the checkpoint", None, DEADLINE_S)
-    model = jobs.read_model(config)
+    rendezvous = Rendezvous(runtime.store, runtime.rank, WORLD_SIZE)
+    rendezvous.all_gather("the checkpoint", None, DEADLINE_S)
+    model = model_files.read_model(config)
     sides = {
         tp: engine_side(model.family, model.shape, EngineLayout(tp, 1), WORLD_SIZE, quantise=case.quantise)
         for tp in case.engine_tps
@@ -225,7 +224,7 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
                 engine.wait_until_ready()
         for version in range(1, len(case.layouts) + 1):
             config = config_of(case, folder, version)
-            sync_layout(config, runtimes.arrange(config, device), board, engines, version)
+            sync_layout(config, runtimes.arrange(config, device), rendezvous, engines, version)
 
 
 def main(rank: int, folder: Path) -> None:
@@ -233,8 +232,8 @@ def main(rank: int, folder: Path) -> None:
     os.environ["MASTER_PORT"] = (folder / "port").read_text()
     torch.set_num_threads(1)
     device = runtimes.join(config_of(CASES["llama"], folder, 1))
-    for name, case in CASES.items():
-        sync_case(case, device, folder / name)
+    for name in json.loads((folder / "cases.json").read_text()):
+        sync_case(CASES[name], device, folder / name)
     runtimes.stop()
 
 

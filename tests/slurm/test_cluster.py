@@ -13,14 +13,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import bench_kills
 import pytest
 from cluster import ROOT, Cluster, missing_programs, wait_for
+
+from grpo_mega.distributed.launch import num_cores
+from tools.benchmarks import kills
 
 pytestmark = pytest.mark.distributed
 
 SECONDS = 600.0  # for whatever is waited for
-SECONDS_TO_NAME = 60.0  # from a failure to the line that names node and rank
+SECONDS_TO_NAME = 60.0  # from a failure to the line that names node and rank, where each core has at most LOAD processes
+LOAD = 4
 STEPS = 24
 SETTINGS = ["--set", f"steps={STEPS}", "--set", "log.samples_per_step=1000", "--set", "eval.interval=10"]
 SGLANG_STEPS = 12
@@ -54,6 +57,10 @@ class Job:
 
     def wait_for_text(self, text: str, seconds: float = SECONDS, times: int = 1) -> None:
         self.wait_for(lambda: self.log().count(text) >= times, seconds)
+
+    def wait_for_name(self, text: str) -> None:
+        load = os.getloadavg()[0] / num_cores()
+        self.wait_for_text(text, SECONDS_TO_NAME * max(1.0, load / LOAD))
 
     def wait_for_steps(self, more: int) -> None:
         wanted = self.num_steps() + more
@@ -103,7 +110,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """The run that nothing befalls, by grpo-mega's own launcher."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     settings = ["--set", f"model.path={model}", "--set", f"data.train={ROOT}/tests/slurm/prompts.jsonl", *SETTINGS]
-    bench_kills.finish(bench_kills.start(ROOT / "slurm" / "tiny.yaml", run_dir, settings), run_dir)
+    kills.finish(kills.start(ROOT / "slurm" / "tiny.yaml", run_dir, settings), run_dir)
     return run_dir
 
 
@@ -137,16 +144,16 @@ def test_a_job_that_everything_befalls_ends_as_if_nothing_had(
 
     job.wait_for_steps(2)
     os.kill(job.rank_process(3), 9)
-    job.wait_for_text("first failure: node n2: rank 3 was killed by SIGKILL; ", SECONDS_TO_NAME)
-    job.wait_for_text("requeued: the last checkpoint is step-", SECONDS_TO_NAME)
+    job.wait_for_name("first failure: node n2: rank 3 was killed by SIGKILL; ")
+    job.wait_for_text("requeued: the last checkpoint is step-")
     job.wait_for_start(4)
 
     job.wait_for_steps(2)
     cluster.lose_node("n2")
-    job.wait_for_text("node n2 (ranks 2-3) does not answer", SECONDS_TO_NAME)
-    job.wait_for_text("requeued: the last checkpoint is step-", SECONDS_TO_NAME, times=2)
-    # It stays lost, and n1 has been mended. (Come back at once, it would be told to end the lost step, whose number the next
-    # start's has too.)
+    job.wait_for_name("node n2 (ranks 2-3) does not answer")
+    job.wait_for_text("requeued: the last checkpoint is step-", times=2)
+    # It stays lost, and n1 has been repaired. (If it came back at once, Slurm would have it end the lost step, whose number the
+    # next start's step has too.)
     cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
     (disks / "n1").mkdir()
     job.wait_for_start(5, "ExcNodeList=")
@@ -154,7 +161,7 @@ def test_a_job_that_everything_befalls_ends_as_if_nothing_had(
 
     assert job.end() == "COMPLETED"
     assert f"finished: {job.run_dir}/hf" in job.log()
-    assert bench_kills.read_end(job.run_dir) == bench_kills.read_end(whole_run)
+    assert kills.read_end(job.run_dir) == kills.read_end(whole_run)
     assert {path.name for path in (job.run_dir / "logs").glob("rank_*.log")} == {"rank_1.log", "rank_2.log", "rank_3.log"}
 
 
@@ -179,7 +186,7 @@ def test_a_config_that_is_wrong_is_told_once_and_leaves_nothing(cluster: Cluster
     job = Job(cluster, tmp_path / "run", model, "--set", "layout.tp=4", CHECK_NODES="0")
     assert job.end() == "FAILED"
     assert "error: WORLD_SIZE=4 contradicts layout.tp=4, pp=2, dp=1; " in job.log()
-    assert job.log().count("not requeued: the config has to be mended first") == 1
+    assert job.log().count("not requeued: fix the config first") == 1
     assert not job.run_dir.exists()
 
 

@@ -1,8 +1,8 @@
 """The run's report: one HTML file that stands alone, made from what a run leaves in its folder.
 
-`write_report(run_dir)` reads the folder (also of a run under way, a broken one or one of an older version: what is missing is
-told in the page) and writes RUN_DIR/report.html, whole or not at all. The page asks for nothing over a network; text of the
-run is data in it, never markup.
+`write_report(run_dir)` reads the folder (also of a run under way, a broken one or one of an older version: the page says what
+is missing) and writes RUN_DIR/report.html, whole or not at all. The page requests nothing over a network; the run's text is
+data in it, never markup.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grpo_mega.paths import REPORT_FILE, write_atomically
 
 
 def write_report(run_dir: Path, *, is_over: bool = False) -> Path:
-    """Returns the path of the page. `is_over`: the run is ending now, though it still holds its folder.
+    """Return the path of the page. `is_over`: the run is ending now, though it still holds its folder.
 
     Raises ConfigError if the folder is not a run's, or cannot be written.
     """

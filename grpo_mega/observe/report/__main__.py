@@ -1,4 +1,4 @@
-"""Writes the report of the run in the folder that is given, at the lowest priority; prints the seconds that it took."""
+"""Write the report of the given run folder at the lowest priority; print the CPU seconds used."""
 
 from __future__ import annotations
 

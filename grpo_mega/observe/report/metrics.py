@@ -1,46 +1,28 @@
-"""metrics.jsonl as the page draws it, and what in it should worry a person.
+"""Curves as the page draws them, and findings: signs of trouble that a person should look at.
 
-The last line of a step counts for each metric. A run of more than MAX_POINTS steps is thinned: a point then stands for several
-steps by their mean, or by the largest for metrics whose name ends in "max"; values that are not finite stay visible as such.
+A run of more than MAX_POINTS steps is thinned: a point is then the mean of several steps, or the maximum for metrics whose name
+ends in "max"; values that are not finite stay visible as such.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from typing import Any
 
-Curves = dict[str, dict[int, float]]
+from grpo_mega.observe.curves import Curves
 
 MAX_POINTS = 2000
-_MANY_CUT, _MANY_EQUAL = 0.2, 0.9  # shares from which on a person should look
-_NAMED = 6  # steps that a finding names
-
-
-def curves(records: Iterable[Mapping[str, Any]]) -> Curves:
-    """Each metric by step; records and values that are not metrics are passed over."""
-    found: Curves = {}
-    for record in records:
-        step = record.get("step")
-        if not isinstance(step, int):
-            continue
-        for name, value in record.items():
-            try:
-                number = float(value)
-            except (TypeError, ValueError):
-                continue
-            if name != "step":
-                found.setdefault(name, {})[step] = number
-    return found
+_MANY_CUT, _MANY_EQUAL = 0.2, 0.9  # shares above which they are findings
+_NAMED = 6  # maximum number of steps named in a finding
 
 
 def steps_done(found: Curves) -> int:
-    """The last step that trained."""
+    """Return the number of the last training step."""
     return max(found.get("seconds/step") or found.get("reward/mean") or found.get("loss/total") or {0: 0.0})
 
 
 def series(found: Curves) -> dict[str, Any]:
-    """{"steps": lists of steps, "series": {name: {"s": which list, "v": values, None where not finite}}, "points_averaged"}."""
+    """Return {"steps": lists of steps, "series": {name: {"s": index of a list, "v": values}}, "points_averaged": width}."""
     longest = max((len(curve) for curve in found.values()), default=0)
     width = max(1, math.ceil(longest / MAX_POINTS))
     lists: dict[tuple[int, ...], int] = {}
@@ -56,35 +38,35 @@ def series(found: Curves) -> dict[str, Any]:
 
 
 def findings(found: Curves, mismatch_warn: float | None) -> list[str]:
-    """What a person should look at, a sentence each."""
-    told = []
+    """Return the findings, a sentence each."""
+    sentences = []
     broken = {name: [s for s, v in curve.items() if not math.isfinite(v)] for name, curve in sorted(found.items())}
-    told += [f"{name} is not finite {_at(steps)}" for name, steps in broken.items() if steps]
+    sentences += [f"{name} is not finite {_at(steps)}" for name, steps in broken.items() if steps]
     for name, what in (
         ("nonfinite_mini_batches", "mini-batches were dropped because loss or gradient was not finite"),
         ("dropped_mini_batches", "mini-batches were dropped"),
     ):
         steps = [s for s, v in found.get(name, {}).items() if v > 0]
         if steps:
-            told.append(f"{what} {_at(steps)}")
+            sentences.append(f"{what} {_at(steps)}")
             break
     for name in sorted(found):
         if name.startswith("verdict/") and name.rsplit("/", 1)[1] in ("timeout", "crashed", "error"):
             steps = [s for s, v in found[name].items() if v > 0]
             if steps:
-                told.append(f"checks ended as {name.removeprefix('verdict/')} {_at(steps)}")
+                sentences.append(f"checks ended as {name.removeprefix('verdict/')} {_at(steps)}")
     limit = mismatch_warn if mismatch_warn is not None else math.inf
     steps = [s for s, v in found.get("mismatch/k3", {}).items() if v > limit]
     if steps:
-        told.append(f"the mismatch of engine and trainer was above rollout.mismatch_warn={limit:g} {_at(steps)}")
+        sentences.append(f"the mismatch of engine and trainer was above rollout.mismatch_warn={limit:g} {_at(steps)}")
     for name, bound, what in (
         ("response_length/cut", _MANY_CUT, "of the responses are cut off at rollout.max_response_length"),
-        ("groups/no_spread", _MANY_EQUAL, "of the groups have equal rewards and teach nothing"),
+        ("groups/zero_variance", _MANY_EQUAL, "of the groups have zero reward variance and teach nothing"),
     ):
         last = found.get(name)
         if last and last[max(last)] > bound:
-            told.append(f"{last[max(last)]:.0%} {what}, in the last step")
-    return told
+            sentences.append(f"{last[max(last)]:.0%} {what}, in the last step")
+    return sentences
 
 
 def _at(steps: list[int]) -> str:
@@ -99,5 +81,5 @@ def _mean(values: list[float]) -> float:
 
 
 def _rounded(value: float) -> float | None:
-    """Six digits are more than a picture shows."""
+    """Round to six digits, more than a picture shows."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,7 +1,7 @@
 """The page as text: template, style, scripts and data in one file.
 
-Data go in as JSON with "<", ">" and "&" escaped, so that no text of a run can end the element that holds it; the page's policy
-lets run the one script whose hash it names, and lets nothing be loaded.
+Data are JSON with "<", ">" and "&" escaped, so that no text of a run can end the element that holds it; the page's content
+security policy allows the one script whose hash it names, and no requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCRIPTS = ("base.js", "chart.js", "curves.js", "samples.js", "tables.js", "main.
 
 
 def render(data: dict[str, Any]) -> str:
-    """`data` as read.read_run gives it."""
+    """Return the page for `data` as read.read_run returns it."""
     script = _script()
     page = Template(_text("page.html")).substitute(
         TITLE=html.escape(f"{data['title']} · GRPO run"),
@@ -35,7 +35,7 @@ def render(data: dict[str, Any]) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON that is safe within a script element."""
+    """Return JSON that is safe within a script element."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")

@@ -1,4 +1,4 @@
-"""A run's folder as the data of its report. Nothing that is missing or broken in the folder is an error here."""
+"""Read a run's folder as the data of its report. Missing or broken files are no errors here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import yaml
 from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError
 from grpo_mega.json_lines import read_json_lines
+from grpo_mega.observe.curves import Curves, curves
 from grpo_mega.observe.report import metrics, responses
 from grpo_mega.paths import CONFIG_FILE, LOCK_FILE, MESSAGES_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE
 
-# The files of a run, as observe.writers and run_folder name them.
 MAX_MESSAGES = 1000
-_RECENT = 20  # steps from whose median time the rest is foretold
+_RECENT = 20  # number of steps whose median time predicts the rest
 
 
 def is_run(run_dir: Path) -> bool:
@@ -26,9 +26,9 @@ def is_run(run_dir: Path) -> bool:
 
 
 def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
-    """What page/*.js draws. `is_over`: the run is ending, though it still holds its folder."""
+    """Return the data that page/*.js draws. `is_over`: the run is ending, though it still holds its folder."""
     records, num_bad = read_lines(run_dir / METRICS_FILE)
-    found = metrics.curves(records)
+    found = curves(records)
     raw = _read_yaml(run_dir / CONFIG_FILE)
     num_steps = raw.get("steps") if isinstance(raw.get("steps"), int) else None
     done = metrics.steps_done(found)
@@ -58,7 +58,7 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The objects of a file of JSON lines, and how many lines are none; a half-written last one does not count."""
+    """Return the objects of a file of JSON lines, and the number of broken lines, except for a half-written last one."""
     if not path.is_file():
         return [], 0
     lines = list(read_json_lines(path))
@@ -77,14 +77,14 @@ def _status(done: int, num_steps: int | None, *, has_begun: bool, is_live: bool,
     return {"text": f"ended after step {done}{of}" if is_over else f"not running here; step {done}{of} is done", "kind": "warn"}
 
 
-def _time_left(found: metrics.Curves, steps_left: int) -> float | None:
+def _time_left(found: Curves, steps_left: int) -> float | None:
     seconds = found.get("seconds/step", {})
     recent = [seconds[step] for step in sorted(seconds)[-_RECENT:]]
     return steps_left * median(recent) if recent else None
 
 
 def _is_held(lock: Path) -> bool:
-    """Whether a process of this machine trains in the folder. Taking the lock to see would disturb one that starts."""
+    """Return True if a process of this machine holds the folder. Taking the lock to test it would disturb a start."""
     locks = Path("/proc/locks")
     if not lock.exists() or not locks.exists():
         return False
@@ -100,7 +100,7 @@ def _subtitle(run_dir: Path, raw: dict[str, Any]) -> str:
 
 
 def _layout(raw: dict[str, Any]) -> list[list[str]]:
-    """What of the layout differs from a single rank's."""
+    """Return the layout keys that differ from a single rank's, and the engine."""
     layout = raw.get("layout") or {}
     rows = [[f"layout.{name}", str(value)] for name, value in layout.items() if value not in (None, 1, False)]
     engine = (raw.get("rollout") or {}).get("engine")
@@ -108,7 +108,7 @@ def _layout(raw: dict[str, Any]) -> list[list[str]]:
 
 
 def _config_rows(raw: dict[str, Any]) -> list[list[Any]]:
-    """[dotted key, value as text, whether it is the default's] of every leaf; None where defaults cannot be told."""
+    """Return [dotted key, value as text, is_default] of every leaf; is_default is None if the config is not valid today."""
     try:
         config = configs.validate(raw)
         changed = set(_leaves(config.model_dump(mode="json", exclude_defaults=True)))
@@ -120,10 +120,10 @@ def _config_rows(raw: dict[str, Any]) -> list[list[Any]]:
 
 def _leaves(value: Any, prefix: str = "") -> dict[str, str]:
     if isinstance(value, dict) and value:
-        found: dict[str, str] = {}
+        leaves: dict[str, str] = {}
         for name, item in value.items():
-            found |= _leaves(item, f"{prefix}.{name}" if prefix else str(name))
-        return found
+            leaves |= _leaves(item, f"{prefix}.{name}" if prefix else str(name))
+        return leaves
     return {prefix: value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)}
 
 

@@ -1,8 +1,8 @@
-"""Keeps the report of a run under way fresh, beside the training and never in its way.
+"""Refresh the report of a run under way, without slowing the training.
 
-While the run trains, a process of its own at the lowest priority reads the folder and writes the page; training only starts it,
-and goes on whatever becomes of it. It may use at most MAX_SHARE of the time, so a page that takes long comes less often. The
-last page is written when the log is closed. Whatever fails is one warning in a run.
+While the run trains, a process at the lowest priority reads the folder and writes the page; training only starts it, and never
+waits for it. It may use at most MAX_SHARE of the time, so a page that takes long is written less often. The last page is made
+when the log is closed. Failures are one warning per run.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from grpo_mega.observe.report import write_report
-from grpo_mega.observe.writers import Level
+from grpo_mega.observe.writers import Writer
 from grpo_mega.paths import REPORT_FILE
 from grpo_mega.types import StepMetrics
 
 MAX_SHARE = 0.05  # of the time that passes
 
 
-class ReportWriter:
+class ReportWriter(Writer):
     def __init__(self, run_dir: Path, interval: int, warn: Callable[[str], None]) -> None:
         """`interval`: steps between pages; 0: at the end only."""
         self._run_dir, self._interval, self._warn = run_dir, interval, warn
@@ -32,19 +32,16 @@ class ReportWriter:
         self._has_warned = False
 
     def write_step(self, step: int, metrics: StepMetrics) -> None:
-        self._look()
+        self._collect()
         is_due = self._interval > 0 and step % self._interval == 0
         if is_due and self._process is None and time.monotonic() >= self._not_before:
             self._start()
 
     def write_eval(self, step: int, metrics: StepMetrics) -> None:
-        pass
-
-    def write_message(self, text: str, *, level: Level = "info") -> None:
-        pass
+        pass  # the step's own line follows
 
     def close(self) -> None:
-        if self._process is not None:  # what it writes would be replaced at once
+        if self._process is not None:  # its page would be replaced at once
             self._process.kill()
             self._process.communicate()
             for partial in self._run_dir.glob(f".{REPORT_FILE}.*"):
@@ -52,7 +49,7 @@ class ReportWriter:
         try:
             write_report(self._run_dir, is_over=True)
         except Exception as error:
-            self._tell(str(error) or repr(error))
+            self._warn_once(str(error) or repr(error))
 
     def _start(self) -> None:
         self._began = time.monotonic()
@@ -66,20 +63,20 @@ class ReportWriter:
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
         except OSError as error:
-            self._tell(str(error))
+            self._warn_once(str(error))
 
-    def _look(self) -> None:
-        """Notes that the process has ended, and what it said if it failed."""
+    def _collect(self) -> None:
+        """Take the output of a process that has ended: the time that it needed, or why it failed."""
         if self._process is None or self._process.poll() is None:
             return
         process, self._process = self._process, None
-        said, _ = process.communicate()
+        output, _ = process.communicate()
         if process.returncode:
-            self._tell(said.strip().rpartition("\n")[2] or f"exit code {process.returncode}")
+            self._warn_once(output.strip().rpartition("\n")[2] or f"exit code {process.returncode}")
         else:
-            self._not_before = self._began + float(said.split()[-1]) / MAX_SHARE
+            self._not_before = self._began + float(output.split()[-1]) / MAX_SHARE
 
-    def _tell(self, why: str) -> None:
+    def _warn_once(self, why: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             with contextlib.suppress(Exception):  # files of the log may be closed by now

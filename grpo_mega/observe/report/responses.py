@@ -1,7 +1,7 @@
 """samples.jsonl and heldout-*.jsonl as the page shows them, within bounds.
 
-What does not fit is left out and told: shown are the first and the last step with samples and others evenly between, held-out
-evaluations likewise, and the first prompts. Files are scanned for their steps, and only the lines that are shown are parsed.
+If not all fits, the page says so and shows the first and the last step with samples and others evenly between, the same choice
+of held-out evaluations, and the first prompts. Files are scanned for their steps, and only the lines that are shown are parsed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from grpo_mega.paths import heldout_files
+
 MAX_SAMPLE_BYTES = 6 << 20  # of samples.jsonl in the page
 MAX_SAMPLE_STEPS = 200
 MAX_EVALUATIONS = 8
@@ -25,7 +27,7 @@ _STEP = re.compile(rb'\{"step": (-?\d+),')
 
 
 def samples(path: Path) -> dict[str, Any]:
-    """{"steps": [{"step", "groups": [{"prompt_id", "prompt", "answer", "samples"}]}], "note"}."""
+    """Return {"steps": [{"step", "groups": [{"prompt_id", "prompt", "answer", "samples"}]}], "note"}."""
     lines = _lines_by_step(path)
     steps = sorted(lines)
     shown = [step for step in _even(steps, MAX_SAMPLE_STEPS) if lines[step]]
@@ -51,8 +53,8 @@ def samples(path: Path) -> dict[str, Any]:
 
 
 def heldout(run_dir: Path) -> dict[str, Any]:
-    """{"steps", "rows": [{"prompt", "answers": [{"ok", "scores", "response"} or None by step]}], "note"}."""
-    files = {int(p.stem.removeprefix("heldout-")): p for p in run_dir.glob("heldout-*.jsonl") if p.stem[8:].isdecimal()}
+    """Return {"steps", "rows": [{"prompt", "answers": [{"ok", "scores", "response"} or None by step]}], "note"}."""
+    files = heldout_files(run_dir)
     steps = _even(sorted(files), MAX_EVALUATIONS)
     rows: dict[Any, dict[str, Any]] = {}
     num_prompts: set[Any] = set()
@@ -75,7 +77,7 @@ def heldout(run_dir: Path) -> dict[str, Any]:
 
 
 def _answer(record: dict[str, Any]) -> dict[str, Any]:
-    """A greedy answer, or how often sampled ones were right; `ok` is how right it is, from 0 to 1."""
+    """Return a greedy answer, or how many sampled ones were correct; `ok` is the share that is correct, from 0 to 1."""
     scores, num_samples = record.get("scores") or {}, record.get("samples")
     marks = [v for v in scores.values() if isinstance(v, int | float)]
     ok = float(bool(marks) and min(marks) >= 1.0)
@@ -87,7 +89,7 @@ def _answer(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines_by_step(path: Path) -> dict[int, list[tuple[int, int]]]:
-    """Where each step's lines begin, and their lengths. A half-written last line is passed over."""
+    """Return where each step's lines begin, and their lengths. A half-written last line is skipped."""
     found: dict[int, list[tuple[int, int]]] = defaultdict(list)
     if not path.exists():
         return found
@@ -113,7 +115,7 @@ def _groups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _sample(record: dict[str, Any]) -> dict[str, Any]:
-    """As samples.js reads it; token texts in place of their ends."""
+    """Return a sample as samples.js reads it, with the texts of tokens instead of their ends."""
     response, ends = str(record.get("response", "")), record.get("token_ends")
     tokens = [response[begin:end] for begin, end in zip([0, *ends], ends, strict=False)] if ends else None
     return {
@@ -132,7 +134,7 @@ def _sample(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(text: bytes) -> list[dict[str, Any]]:
-    """The lines that are JSON objects."""
+    """Return the lines that are JSON objects."""
     found = []
     for line in text.splitlines():
         try:
@@ -145,7 +147,7 @@ def _parsed(text: bytes) -> list[dict[str, Any]]:
 
 
 def _even(items: Sequence[T], count: int) -> list[T]:
-    """At most `count` of them, the first and the last among them."""
+    """Return at most `count` of the items, evenly spaced, with the first and the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]

@@ -22,8 +22,8 @@ function drawCurves(parent) {
   add("Reward", lines([["reward/mean", "total"], ...functions.map((name) => [`reward/${name}`, name])]), { note: "mean of the step's samples" });
   const evals = below("eval/"), isLength = (name) => name.endsWith("response_length"), isSampled = (name) => name.includes("@");
   const heldout = (names) => lines(names.map((name) => [`eval/${name}`, name]), true);
-  add("Held-out", heldout(["score", ...evals.filter((name) => name !== "score" && !isLength(name) && !isSampled(name))]), { note: "prompts that do not train" });
-  add("Held-out, sampled answers", heldout(evals.filter(isSampled)), { note: "prompts that do not train" });
+  add("Held-out", heldout(["score", ...evals.filter((name) => name !== "score" && !isLength(name) && !isSampled(name))]), { note: "prompts not trained on" });
+  add("Held-out, sampled answers", heldout(evals.filter(isSampled)), { note: "prompts not trained on" });
   const verdictsOf = [...new Set(below("verdict/").map((name) => name.split("/")[0]))];
   for (const name of verdictsOf) {
     const found = lines(below(`verdict/${name}/`).map((verdict) => [`verdict/${name}/${verdict}`, verdict]));
@@ -31,8 +31,8 @@ function drawCurves(parent) {
     for (const line of found) line.color = `var(${GOOD_VERDICTS.test(line.label) ? "--c2" : line.label === "wrong" || line.label === "malformed" ? "--c1" : others.shift() || "--c8"})`;
     add(`Verdicts: ${name}`, found, { note: "share of samples", format: share });
   }
-  add("KL to the reference", lines([["kl/mean", "KL (k3), nats a token"]]));
-  add("Entropy", lines([["entropy/mean", "nats a token"]]));
+  add("KL to the reference", lines([["kl/mean", "KL (k3), nats per token"]]));
+  add("Entropy", lines([["entropy/mean", "nats per token"]]));
   add("Response length", lines([["response_length/mean", "mean"], ["response_length/max", "longest"], ...evals.filter(isLength).map((name) => [`eval/${name}`, `held-out ${name.replace(/_?response_length$/, "").replace("/", " ")}`.trim()])]), { note: "tokens" });
   add("Clipped tokens", lines([["clip/fraction", "all"], ["clip/fraction_low", "low"], ["clip/fraction_high", "high"]]), { format: share });
   add("Mismatch of engine and trainer", lines([["mismatch/abs_mean", "|Δ log-prob|, mean"], ["mismatch/abs_max", "largest"], ["mismatch/k3", "KL (k3)"]]), { isLog: true });
@@ -40,7 +40,7 @@ function drawCurves(parent) {
   add("Loss", lines([["loss/total", "total"], ...below("loss/").filter((name) => name !== "total").map((name) => [`loss/${name}`, name])]));
   add("Gradient norm", lines([["grad_norm", "before clipping"]]));
   add("Learning rate", lines([["lr", "learning rate"]]));
-  add("Samples of little use", lines([["groups/no_spread", "groups of equal rewards"], ["response_length/cut", "responses cut off"]]), { format: share });
+  add("Samples of little use", lines([["groups/zero_variance", "zero-variance groups"], ["response_length/cut", "responses cut off"]]), { format: share });
 
   addTimes(add, taken);
   const phases = below("memory/").map((name) => [`memory/${name}`, name.replace(/_gib$/, "")]);
@@ -81,10 +81,10 @@ function addTimes(add, taken) {
       return el("div", { style: `background: ${line.color}; flex: ${sums[i] / all} 1 0; padding: ${sums[i] / all > 0.05 ? "2px 6px" : "2px 0"}`, title: text }, sums[i] / all > 0.05 ? text : "");
     }));
   };
-  add("Seconds of a step, by phase", found, { isStacked: true, isWide: true, format: (v) => `${show(v)} s`, extra: shares, onDraw });
+  add("Seconds per step, by phase", found, { isStacked: true, isWide: true, format: (v) => `${show(v)} s`, extra: shares, onDraw });
 
   const perSecond = (label, phase, i) => ({ label, color: color(i), points: combine(["num_tokens", `seconds/${phase}`], (n, s) => n / s) });
-  add("Throughput", [perSecond("step", "step", 0), perSecond("sampling", "sample", 1), perSecond("update", "update", 2)].filter((line) => line.points.length), { note: "response tokens a second of each phase" });
+  add("Throughput", [perSecond("step", "step", 0), perSecond("sampling", "sample", 1), perSecond("update", "update", 2)].filter((line) => line.points.length), { note: "response tokens per second of each phase" });
   if ("seconds/evaluation" in data.metrics.series) {
     taken.add("seconds/evaluation");
     add("Evaluation", [{ label: "seconds", points: points("seconds/evaluation"), color: color(0), isDots: true }], { format: duration });

@@ -53,9 +53,9 @@ function tiles() {
   atEnd("kl/mean", "KL to the reference");
   fromTo("response_length/mean", "Response length");
   const seconds = points("seconds/step").map((p) => p.value).filter(isNumber).sort((a, b) => a - b);
-  if (seconds.length) found.push(tile("Seconds a step", short(seconds[seconds.length >> 1]), "median"));
+  if (seconds.length) found.push(tile("Seconds per step", short(seconds[seconds.length >> 1]), "median"));
   const speed = combine(["num_tokens", "seconds/step"], (n, s) => n / s).map((p) => p.value).sort((a, b) => a - b);
-  if (speed.length) found.push(tile("Tokens a second", short(speed[speed.length >> 1]), "that train, median"));
+  if (speed.length) found.push(tile("Tokens per second", short(speed[speed.length >> 1]), "response tokens, median"));
   return el("div", { class: "tiles" }, found);
 }
 

@@ -15,23 +15,23 @@ function drawHeldout(parent) {
     wrong: ["wrong at the end", (row) => last(row).ok < 1],
   };
   const state = { kind: "all", text: "" };
-  const told = el("span", { class: "soft" }), body = el("tbody", {});
+  const count = el("span", { class: "soft" }), body = el("tbody", {});
   const table = el("table", { class: "table pick" }, el("thead", {}, el("tr", {}, el("th", {}, "prompt"), steps.map((step) => el("th", {}, `step ${step}`)))), body);
   function draw() {
     const found = rows.filter((row) => kinds[state.kind][1](row) && row.prompt.toLowerCase().includes(state.text));
-    told.textContent = `${found.length} of ${rows.length} prompts${found.length > ANSWERS_SHOWN ? `, the first ${ANSWERS_SHOWN} shown` : ""}; a click shows the answers`;
+    count.textContent = `${found.length} of ${rows.length} prompts${found.length > ANSWERS_SHOWN ? `, the first ${ANSWERS_SHOWN} shown` : ""}; a click shows the answers`;
     body.replaceChildren(...found.slice(0, ANSWERS_SHOWN).map((row) => heldoutLine(row, steps)));
   }
   parent.append(
     el("div", { class: "toolbar" },
       segments("heldout-kind", Object.entries(kinds).map(([key, [label]]) => [key, `${label} (${rows.filter(kinds[key][1]).length})`]), "all", (value) => { state.kind = value; draw(); }, "which prompts"),
-      told, el("input", { type: "search", class: "right", placeholder: "filter by prompt text", oninput: (event) => { state.text = event.target.value.trim().toLowerCase(); draw(); } })),
+      count, el("input", { type: "search", class: "right", placeholder: "filter by prompt text", oninput: (event) => { state.text = event.target.value.trim().toLowerCase(); draw(); } })),
     note && el("div", { class: "toolbar faint" }, note),
     el("div", { class: "card scroll" }, table));
   draw();
 }
 
-// The greedy answer's mark, and how many of the sampled ones were right.
+// The greedy answer's mark, and the number of sampled ones that are correct.
 function heldoutMark(answer) {
   const dot = answer.response !== null && el("span", { class: `dot ${answer.ok ? "good" : ""}`, title: answer.ok ? "full marks" : "not full marks" });
   return [dot, answer.solved && el("span", { class: "soft" }, ` ${answer.solved}`)];
@@ -81,7 +81,7 @@ function drawEnvironment(parent) {
   const { starts, layout } = data.environment;
   const last = starts.at(-1);
   if (!last) {
-    parent.append(empty("The folder has no run.json, which tells of the machine and the versions."));
+    parent.append(empty("The folder has no run.json, which records the machine and the versions."));
     return;
   }
   const machine = last.machine || {};
@@ -96,16 +96,16 @@ function drawEnvironment(parent) {
 
 function drawMessages(parent) {
   if (!data.findings.length && !data.messages.length) {
-    parent.append(empty("Nothing was said, and nothing looks wrong."));
+    parent.append(empty("No messages, and no findings in the metrics."));
     return;
   }
   const line = (level, step, text, time) => el("tr", {}, el("td", {}, badge(level, level === "warning" ? "warn" : "")), el("td", { class: "soft" }, step), el("td", {}, text), el("td", { class: "faint", style: "white-space: nowrap" }, time));
   if (data.findings.length) {
-    parent.append(el("div", { class: "card scroll", id: "findings" }, el("table", { class: "table" }, el("thead", {}, el("tr", {}, el("th", { colspan: 4 }, "What the metrics show"))),
+    parent.append(el("div", { class: "card scroll", id: "findings" }, el("table", { class: "table" }, el("thead", {}, el("tr", {}, el("th", { colspan: 4 }, "Findings in the metrics"))),
       el("tbody", {}, data.findings.map((text) => line("warning", "", text, ""))))));
   }
   if (data.messages.length) {
-    parent.append(el("div", { class: "card scroll", style: "margin-top: 14px" }, el("table", { class: "table" }, el("thead", {}, el("tr", {}, el("th", {}, "What the run said"), el("th", {}, "step"), el("th", {}), el("th", {}))),
+    parent.append(el("div", { class: "card scroll", style: "margin-top: 14px" }, el("table", { class: "table" }, el("thead", {}, el("tr", {}, el("th", {}, "Messages of the run"), el("th", {}, "step"), el("th", {}), el("th", {}))),
       el("tbody", {}, data.messages.map((m) => line(m.level, m.step, m.text, m.time))))));
   }
 }

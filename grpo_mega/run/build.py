@@ -1,0 +1,160 @@
+"""Assemble a run from its config: data, engine, policy, sync, rewards, log, checkpoints."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+
+from grpo_mega.config import Config
+from grpo_mega.data.load import load_data
+from grpo_mega.distributed.recorder import recorder
+from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.distributed.stop import StopRequest
+from grpo_mega.distributed.watchdog import HangWatch
+from grpo_mega.formats.checkpoint_files import latest, read_manifest, tell_latest
+from grpo_mega.hardware.device import PeakMemory
+from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.found import in_use
+from grpo_mega.megatron.policy import Policy
+from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.observe.run_log import RunLog, open_run_log
+from grpo_mega.observe.timers import Timers
+from grpo_mega.paths import CHECKPOINTS
+from grpo_mega.rewards.scorer import Scorer
+from grpo_mega.rewards.workers.pool import RewardPool
+from grpo_mega.rollout.phase import Generator
+from grpo_mega.run.checkpoints import Checkpoints
+from grpo_mega.run.engines import build_engine, build_sync, make_room
+from grpo_mega.run.folder import adopt, trim
+from grpo_mega.run.health import Health
+from grpo_mega.run.inputs import RunInputs
+from grpo_mega.run.job import Job
+from grpo_mega.run.model_files import ModelFiles, build_policy, decoder, read_model, read_tokenizer, training_sampling
+from grpo_mega.run.rollout import Rollouts
+from grpo_mega.sync.colocation import Colocation
+
+BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
+
+
+@contextmanager
+def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]:
+    """Make the job ready for its first step, except that the engine has no weights before the first sync_weights.
+
+    However the context ends, workers, servers, files and process groups are closed. Evaluation passes its own `build`, since it
+    needs no optimizer.
+    """
+    with ExitStack() as stack:
+        pool = stack.enter_context(_reward_pool(config))  # the workers import in the background while the model is built
+        model = read_model(config)
+        tokenizer = read_tokenizer(model)
+        data = load_data(config.data, tokenizer)
+        sampler = data.sampler(config.data, config.batch.prompts_per_step, config.seed, config.rollout)
+        pool.wait_until_ready()
+
+        runtime = runtimes.start(config)
+        stack.callback(runtimes.stop)
+        world_size = runtime.layout.world_size
+        rendezvous = Rendezvous(runtime.store, runtime.rank, world_size)
+        engine = build_engine(config, model.hf_config, model.family, model.shape, model.dtype, runtime, rendezvous)
+        stack.callback(engine.close)
+        peak = PeakMemory(runtime.device)
+        memory = make_room(engine, runtime, config.rollout, peak)
+        policy = build(config, model, runtime)
+        with runtime.together():
+            engine.wait_until_ready()
+        timers = Timers(take_peak=peak.take)
+        stop = StopRequest(config.run_dir)
+        log = _open_log(config, runtime, data.notes)
+        stack.callback(log.close)
+        gc.freeze()  # Megatron collects garbage in every save; objects alive now live to the end and need not be scanned
+        stack.enter_context(_hang_watch(config, runtime, timers))
+        checkpoints = Checkpoints(
+            config.run_dir / CHECKPOINTS,
+            config.checkpoint,
+            runtime.rank,
+            store=runtime.store,
+            warn=log.warn,
+            shows_progress=config.log.progress,
+        )
+        stack.enter_context(closing(checkpoints))
+        colocation = Colocation(
+            policy=policy,
+            engine=engine,
+            sync=build_sync(config, model.dtype, policy, engine, rendezvous),
+            rendezvous=rendezvous,
+            timers=timers,
+            config=config.rollout,
+            memory=memory,
+            log=log.message,
+        )
+        decode = decoder(tokenizer)
+        yield Job(
+            config=config,
+            runtime=runtime,
+            model=model,
+            data=data,
+            sampler=sampler,
+            policy=policy,
+            colocation=colocation,
+            rollouts=Rollouts(
+                config=config,
+                generator=Generator(engine, rendezvous, colocation.recover, phase_deadline_s=config.rollout.phase_deadline_s),
+                rendezvous=rendezvous,
+                scorer=Scorer(pool, decode),
+                sampling=training_sampling(config, model, tokenizer),
+                decode=decode,
+                runtime=runtime,
+                timers=timers,
+                warn=log.warn,
+            ),
+            log=log,
+            timers=timers,
+            checkpoints=checkpoints,
+            stop=stop,
+            inputs=RunInputs(config.model, data.digests, runtime.rank, world_size),
+            health=Health(config),
+        )
+
+
+def _reward_pool(config: Config) -> RewardPool:
+    """Make this rank's reward workers. Only the first rank of each engine has any: it scores what its engine generates."""
+    is_leader = int(os.environ.get("RANK", "0")) % config.rollout.tp == 0
+    rewards = config.rewards
+    return RewardPool(
+        [(f.name, f.weight) for f in rewards.functions],
+        rewards.num_workers if is_leader else 0,
+        rewards.deadline_s,
+        options={f.name: f.options for f in rewards.functions},
+        step_splitter=rewards.step_splitter,
+    )
+
+
+def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
+    """Open the log, without the lines after the last checkpoint, whose steps will be repeated. It begins with the kernels in
+    use, notes on the data, and the settings that a resume changed."""
+    changes: list[str] = []
+    if runtime.rank == 0:
+        checkpoint = latest(config.run_dir / CHECKPOINTS)
+        trim(config.run_dir, read_manifest(checkpoint).step if checkpoint else -1)
+        changes = adopt(config)
+    log = open_run_log(config, runtime.rank)
+    for message in (in_use(runtime.device).line(), *notes, *changes):
+        log.message(message)
+    return log
+
+
+def _hang_watch(config: Config, runtime: Runtime, timers: Timers) -> HangWatch:
+    return HangWatch(
+        runtime.store,
+        runtime.rank,
+        runtime.layout.world_size,
+        timers=timers,
+        recorder=recorder(),
+        deadline_s=config.hang_deadline_s,
+        deadline_of_phase=config.deadline_of_phase,
+        run_dir=config.run_dir,
+        last_checkpoint=partial(tell_latest, config.run_dir / CHECKPOINTS),
+    )

@@ -1,0 +1,119 @@
+"""Reading the Hugging Face checkpoint that a run starts from, and writing the trained policy as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from grpo_mega.config import Config
+from grpo_mega.errors import ConfigError
+from grpo_mega.formats.export import export
+from grpo_mega.formats.random_init import random_reader
+from grpo_mega.formats.reader import open_reader
+from grpo_mega.megatron.policy import Policy
+from grpo_mega.megatron.precision import DTYPES
+from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.rollout.engine import Sampling
+from grpo_mega.text import well_formed
+from grpo_mega.validation import raise_first
+from grpo_mega.validation.model import architecture_problems
+from grpo_mega.validation.tokenizer import check_vocabulary
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.spec import Family, ModelShape
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The Hugging Face checkpoint that a run starts from, as its config describes it."""
+
+    folder: Path
+    hf_config: Any
+    shape: ModelShape
+    family: Family
+    dtype: torch.dtype  # in which it is trained and served
+
+
+def read_model(config: Config) -> ModelFiles:
+    """Read model.path. Raises ConfigError or WeightMappingError for a model that cannot be trained."""
+    try:
+        hf_config = AutoConfig.from_pretrained(config.model.path)
+    except Exception as error:  # transformers and the packages under it raise exceptions of any type
+        raise ConfigError(
+            f"transformers refuses {config.model.path / 'config.json'} ({' '.join(str(error).split())}); correct the file"
+        ) from None
+    raise_first(architecture_problems(hf_config.to_dict()))
+    shape = ModelShape.from_hf_config(hf_config.to_dict())
+    return ModelFiles(config.model.path, hf_config, shape, family_of(shape.model_type), DTYPES[config.model.dtype])
+
+
+def read_tokenizer(model: ModelFiles) -> Any:
+    """Load the tokenizer. Raises ConfigError if it cannot be loaded or is larger than the model's vocabulary."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.folder)
+    except Exception as error:  # transformers and tokenizers raise exceptions of any type
+        raise ConfigError(
+            f"the tokenizer of model.path={model.folder} cannot be loaded ({error!r}); fetch its files again"
+        ) from None
+    check_vocabulary(model.folder, max(tokenizer.get_vocab().values()), model.shape.vocab)
+    return tokenizer
+
+
+def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Return the function that turns token ids into the text that rewards score: without special tokens."""
+
+    def decode(token_ids: list[int]) -> str:
+        return well_formed(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    return decode
+
+
+def training_sampling(config: Config, model: ModelFiles, tokenizer: Any) -> Sampling:
+    """Return the sampling parameters of training. Every end-of-sequence id stops a response: those of the config, the model,
+    its generation config and the tokenizer."""
+    stops = {*config.rollout.stop_token_ids, tokenizer.eos_token_id}
+    sources = [model.hf_config]
+    if (model.folder / "generation_config.json").exists():
+        sources.append(GenerationConfig.from_pretrained(model.folder))
+    for source in sources:
+        eos = source.eos_token_id
+        stops.update(eos if isinstance(eos, (list, tuple)) else [eos])
+    return Sampling(
+        group_size=config.algorithm.group_size,
+        temperature=config.rollout.temperature,
+        max_response_length=config.rollout.max_response_length,
+        stop_token_ids=frozenset(s for s in stops if s is not None),
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        seed=config.seed,
+    )
+
+
+def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
+    """Build the policy with the checkpoint's weights, or random ones from the seed."""
+    policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
+    tensors = model.family.hf_tensors(model.shape)
+    if config.model.init == "random":
+        policy.load(random_reader(tensors, config.seed, model.hf_config.initializer_range))
+    else:
+        with open_reader(model.folder, model.family, model.shape) as reader:
+            reader.check(tensors)
+            policy.load(reader.read)
+    return policy
+
+
+def export_policy(policy: Policy, model: ModelFiles, folder: Path) -> None:
+    """Write the policy as a Hugging Face checkpoint."""
+    export(
+        policy.holdings(),
+        policy.tensors(),
+        family=model.family,
+        shape=model.shape,
+        dtype=model.dtype,
+        source_folder=model.folder,
+        folder=folder,
+    )

@@ -1,0 +1,39 @@
+"""What is refused before an engine is built."""
+
+import importlib.util
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from grpo_mega.validation.engine import CPU_ROWS, padding_problems
+from grpo_mega.weights.spec import ModelShape
+
+SHAPE = ModelShape("qwen2", 2, 64, 128, 8, 2, 8, 100, tied=False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp", "message"),
+    [
+        (replace(SHAPE, ffn=48), 1, "pads an MLP of 48 rows on a CPU, where rollout.tp=1 wants a multiple of 32"),
+        (replace(SHAPE, ffn=96), 2, "pads an MLP of 96 rows on a CPU, where rollout.tp=2 wants a multiple of 64"),
+        (replace(SHAPE, num_experts=4, moe_ffn=24), 1, "pads an MLP of 24 rows"),
+        (SHAPE, 4, "pads 2 key-value heads on a CPU, where rollout.tp=4 does not divide them"),
+    ],
+)
+def test_a_model_that_a_server_would_pad_on_a_cpu_is_refused(shape: ModelShape, tp: int, message: str) -> None:
+    assert re.search(message, next(padding_problems(shape, tp)))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_one_that_fits_is_not(tp: int) -> None:
+    assert not list(padding_problems(SHAPE, tp))
+
+
+def test_the_multiple_is_sglangs() -> None:
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.origin is None:
+        pytest.skip("SGLang is not installed; examples/quickstart.sh --engine sglang installs it")
+    source = (Path(spec.origin).parent / "srt/configs/update_config.py").read_text(encoding="utf-8")
+    assert re.findall(r"^DEFAULT_MOE_PADDING_SIZE = (\d+)$", source, re.MULTILINE) == [str(CPU_ROWS)]
