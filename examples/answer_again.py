@@ -1,4 +1,4 @@
-"""Answers a finished run's held-out prompts with transformers alone, from the exported checkpoint, and compares.
+"""Answer a finished run's held-out prompts with transformers alone, from the exported checkpoint, and compare.
 
 `python examples/answer_again.py RUN_DIR [--prompts 64]` exits 1 unless the greedy answers are the run's own, token by token:
 the checkpoint that the trainer wrote is then the policy that it trained.

@@ -1,8 +1,8 @@
-"""Makes the quickstart's start model and data: `python examples/arithmetic.py OUT --seed N`.
+"""Make the quickstart's start model and data: `python examples/arithmetic.py OUT --seed N`.
 
 Output: OUT/model (a Hugging Face Qwen2 checkpoint in fp32 with tokenizer and chat template), OUT/train.jsonl and
 OUT/heldout.jsonl with {"prompt": "34+7+9+8=?", "answer": "58"}; no held-out prompt is ever trained on. A response adds
-one term a line inside <think> and ends in <answer>.
+one term per line inside <think> and ends in <answer>.
 The supervised demonstrations are sloppy on purpose, as real pre-training text is: their writer often forgets to carry
 when it adds a large digit (CARRY_DROPPED) and sometimes leaves the answer's tags out (TAGS_MISSING). So the model
 samples right sums as well as wrong ones, its greedy answer is right about half the time, and what it must learn from
@@ -69,7 +69,7 @@ WELL_FORMED = re.compile(r"<think>((?!</?think>|</?answer>).)*</think>\n?<answer
 
 @dataclass(frozen=True)
 class Problem:
-    """Terms to add, the first of two digits and the others of one."""
+    """Return terms to add, the first of two digits and the others of one."""
 
     terms: tuple[int, ...]
 
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def make_problems(rng: random.Random) -> tuple[list[Problem], list[Problem]]:
-    """Distinct problems, as (train, held-out)."""
+    """Return distinct problems, as (train, held-out)."""
     problems: dict[Problem, None] = {}
     while len(problems) < NUM_TRAIN + NUM_HELDOUT:
         digits = (rng.randint(2, 9) for _ in range(NUM_TERMS - 1))
@@ -114,7 +114,7 @@ def make_problems(rng: random.Random) -> tuple[list[Problem], list[Problem]]:
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> str:
-    """A response as a sloppy writer gives it."""
+    """Write a response as a sloppy writer does."""
     total, lines = problem.terms[0], []
     for term in problem.terms[1:]:
         carries = total % 10 + term >= 10
@@ -132,7 +132,7 @@ def is_right_and_well_formed(response: str, problem: Problem) -> bool:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """One token a character and one a tag; the tags are ordinary tokens, so that decoding keeps them.
+    """Make a tokenizer with one token per character and one per tag; the tags are ordinary tokens, so that decoding keeps them.
 
     AutoTokenizer gives every Qwen2 checkpoint a Qwen2Tokenizer, whatever it was saved as: so this is one, byte-level
     BPE without merges. Characters outside CHARACTERS are dropped.
@@ -145,7 +145,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 
 def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
-    """Heads, key-value heads, layers, FFN and vocabulary are even: two tensor or pipeline ranks can share them."""
+    """Make a model with even numbers of heads, layers, FFN and vocabulary, which two tensor or pipeline ranks can share."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -169,7 +169,7 @@ def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
 
 
 def train_supervised(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, train: Sequence[Problem], rng: random.Random) -> int:
-    """AdamW on demonstrations until the greedy score on some training prompts reaches the target; returns the steps.
+    """Train by AdamW on demonstrations until the greedy score on some training prompts reaches the target; return the steps.
 
     Then the learning rate goes to 0 in COOLDOWN_STEPS, which brings the sampled shares close to the demonstrations'.
     """
@@ -205,7 +205,7 @@ def train_supervised(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, train: 
 def tokenize_demonstrations(
     tokenizer: Qwen2Tokenizer, problems: Sequence[Problem], rng: random.Random
 ) -> dict[str, torch.Tensor]:
-    """input_ids, attention_mask and labels, each [problems, tokens]; labels are -100 outside the response."""
+    """Return input_ids, attention_mask and labels, each [problems, tokens]; labels are -100 outside the response."""
     prompts = render_prompts(tokenizer, problems)
     responses = [demonstrate(problem, rng) + "<eos>" for problem in problems]
     encoded = tokenizer([p + r for p, r in zip(prompts, responses, strict=True)], padding=True, return_tensors="pt")
@@ -224,7 +224,7 @@ def render_prompts(tokenizer: Qwen2Tokenizer, problems: Sequence[Problem]) -> li
 
 
 def greedy_score(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: Sequence[Problem]) -> float:
-    """Share of problems whose greedy response is right and well-formed."""
+    """Return the share of problems with a greedy response that is right and well-formed."""
     encoded = tokenizer(render_prompts(tokenizer, problems), padding=True, return_tensors="pt")
     output = model.generate(
         input_ids=encoded["input_ids"],

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Trains a small arithmetic model with GRPO on this machine, from nothing but Python and pip:
+# Train a small arithmetic model with GRPO on this machine, from nothing but Python and pip:
 #   examples/quickstart.sh [--out DIR] [--seed N] [--layout tp=2] [--engine embedded|sglang] [--short]
-# Makes .venv, a Hugging Face checkpoint that is right about half the time, and trains it on two processes with real
+# It makes .venv and a Hugging Face checkpoint that is right about half the time, and trains that on two processes with real
 # Megatron-core; evaluates held-out prompts before and after; leaves a Hugging Face checkpoint and curves.png in DIR.
 # --layout takes tp, pp and dp, for example pp=2 or tp=2,dp=2. --short: 4 steps of GRPO and 64 held-out prompts, to see that all works.
 set -euo pipefail

@@ -1,4 +1,4 @@
-"""Makes a model folder without weights: `python examples/tiny_random_model.py OUT`.
+"""Make a model folder without weights: `python examples/tiny_random_model.py OUT`.
 
 Output: OUT/config.json of a Qwen2 with 2 layers and hidden 64, for model.init=random, and a tokenizer with one token a byte,
 so that it takes any text, and a chat template. Nothing is downloaded or trained. The layers, heads and vocabulary divide by 2,
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """Byte-level BPE without merges."""
+    """Make a byte-level BPE tokenizer without merges."""
     names = SPECIAL_TOKENS + sorted(ByteLevel.alphabet())
     tokenizer = Qwen2Tokenizer(
         vocab={name: i for i, name in enumerate(names)},
@@ -47,7 +47,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 
 def make_config(tokenizer: Qwen2Tokenizer) -> Qwen2Config:
-    """Either <eos> or <end> ends a response."""
+    """Let either <eos> or <end> end a response."""
     return Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,

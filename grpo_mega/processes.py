@@ -1,7 +1,7 @@
-"""Which processes run below another, and how they end with it, whatever they are doing (Linux).
+"""Find the processes that run below another, and end them with it, whatever they are doing (Linux).
 
-A process ends with its parent by `die_with_parent`. What it started in turn ends with a guardian, a process that adopts the
-orphans below it (`adopt_orphans`) and calls `kill_descendants` before it exits.
+A process ends with its parent by `die_with_parent`. The processes that it started in turn end with a guardian, a process that
+adopts the orphans below it (`adopt_orphans`) and calls `kill_descendants` before it exits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Process:
 
 
 def living() -> Iterator[Process]:
-    """All processes of this machine but the zombies. One whose first thread has ended before the others is none yet."""
+    """Yield all processes of this machine but the zombies. One that still has threads is no zombie, even without its first."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
             with contextlib.suppress(OSError):
@@ -39,17 +39,17 @@ def living() -> Iterator[Process]:
 
 
 def descendants(pid: int) -> list[int]:
-    """All living processes below `pid`."""
+    """Return all living processes below `pid`."""
     children: dict[int, list[int]] = {}
     for process in living():
         children.setdefault(process.parent, []).append(process.pid)
-    found: list[int] = []
+    result: list[int] = []
     pending = [pid]
     while pending:
         below = children.get(pending.pop(), [])
-        found += below
+        result += below
         pending += below
-    return found
+    return result
 
 
 def kill_descendants() -> None:

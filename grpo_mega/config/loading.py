@@ -33,7 +33,7 @@ def validate(raw: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(_one_line(error)) from None
+        raise ConfigError(one_line(Config, error)) from None
 
 
 def dump(config: Config) -> str:
@@ -59,12 +59,12 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     node[leaf] = value
 
 
-def _one_line(error: ValidationError) -> str:
-    """Return the first problem."""
+def one_line(schema: type[BaseModel], error: ValidationError) -> str:
+    """Return the first problem that `schema` has with its values."""
     problem = error.errors()[0]
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {key!r}; {_nearest(problem['loc'])}"
+        return f"unknown key {key!r}; {_nearest(schema, problem['loc'])}"
     if problem["type"] == "missing":
         return f"{key} is missing; it has no default"
     message = problem["msg"].removeprefix("Value error, ")
@@ -73,8 +73,8 @@ def _one_line(error: ValidationError) -> str:
     return f"{key}={problem['input']!r}: {message[0].lower()}{message[1:]}"
 
 
-def _nearest(location: tuple[int | str, ...]) -> str:
-    section: Any = Config
+def _nearest(schema: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    section: Any = schema
     for part in location[:-1]:
         if isinstance(part, str) and part in section.model_fields:  # else an index, or a name that the user chose
             section = _section_type(section.model_fields[part].annotation)

@@ -1,4 +1,4 @@
-"""What a reward function returns (Score), and what the pool returns for a sample (RewardResult).
+"""The result of a reward function (Score), and the pool's result for a sample (RewardResult).
 
 A reward function is `(prompt, response, answer, extras, **options) -> float | None | Score`. None, as the result or as a
 Score's value, means "does not apply here": the function then adds nothing to the sample's reward. A Score may also have
@@ -40,7 +40,7 @@ class Score:
 
 
 class NoScore(Exception):
-    """To be raised where a score is missing through no fault of the response, such as that of a server which does not answer.
+    """Raised where a score is missing through no fault of the response, such as when a server does not answer.
 
     The sample then has no score (None) with the verdict "error"; any other exception costs it the score: 0.
     """

@@ -1,4 +1,4 @@
-"""The format reward: is the whole response `<think>...</think>` and then `<answer>...</answer>`?
+"""The format reward: check that the whole response is `<think>...</think>` and then `<answer>...</answer>`.
 
 Exactly one of each tag, in this order; thought and answer may span lines and may be empty; between and after them only
 white space. 1.0 with the verdict "well_formed", else 0.0 with "malformed". Where the chat template has already opened
@@ -13,7 +13,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def format_reward(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
-    """Score(1.0, "well_formed") or Score(0.0, "malformed"); linear in the length of the response."""
+    """Return Score(1.0, "well_formed") or Score(0.0, "malformed"); linear in the length of the response."""
     prefill = str(extras.get("prefill") or "").lstrip()  # its leading white space is the template's, not the model's
     if is_well_formed(prefill + response):
         return Score(1.0, "well_formed")
@@ -21,9 +21,9 @@ def format_reward(prompt: str, response: str, answer: str, extras: dict[str, Any
 
 
 def is_well_formed(text: str) -> bool:
-    """Whether `text` is one thought and one answer, and nothing else.
+    """Return whether `text` is one thought and one answer, and nothing else.
 
-    Searches for fixed strings only: a regular expression backtracks over every tag that a response repeats.
+    It searches for fixed strings only: a regular expression backtracks over every tag that a response repeats.
     """
     if any(text.count(tag) != 1 for tag in TAGS):
         return False

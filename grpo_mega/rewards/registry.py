@@ -1,4 +1,4 @@
-"""Reward functions by name: one of BUILT_IN, or the dotted path of the user's own, `package.module.function`.
+"""Find reward functions by name: one of BUILT_IN, or the dotted path of the user's own, `package.module.function`.
 
 `check` imports nothing of the user's, so that a misspelt name or option is refused before anything starts; `bind` imports the
 function's module, which for a dotted path is the user's code and is therefore done in the worker processes only. Options are
@@ -21,7 +21,7 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.rewards.api import RewardFunction
 from grpo_mega.rewards.steps import splitter
 
-BUILT_IN = {
+BUILT_IN = {  # dotted paths, and for an example's function its file in the repository
     "accuracy": "grpo_mega.rewards.math.accuracy.accuracy",
     "arithmetic_steps": "examples/process_supervision/arithmetic_steps.py",
     "format": "grpo_mega.rewards.format.format_reward",
@@ -31,7 +31,7 @@ _NUM_ARGUMENTS = 4  # prompt, response, answer, extras
 
 
 def check_name(name: str) -> None:
-    """Raises ConfigError unless `name` is built in or has the form of a dotted path."""
+    """Raise ConfigError unless `name` is built in or has the form of a dotted path."""
     if name in BUILT_IN or ("." in name and all(part.isidentifier() for part in name.split("."))):
         return
     nearest = difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.5)
@@ -43,19 +43,19 @@ def check_name(name: str) -> None:
 
 
 def check(name: str, options: Mapping[str, Any], step_splitter: str, deadline_s: float) -> None:
-    """Raises ConfigError for an unknown name, and for a built-in function's options; imports nothing of the user's."""
+    """Raise ConfigError for an unknown name, and for a built-in function's options; import nothing of the user's."""
     check_name(name)
     if name not in BUILT_IN:
         return
-    bound = bind(name, options, step_splitter)
+    bind(name, options, step_splitter)
     if name == "reward_model":
         from grpo_mega.rewards.reward_model import check_deadline  # not for others: its imports take time
 
-        check_deadline(bound, deadline_s)
+        check_deadline(options, deadline_s)
 
 
 def bind(name: str, options: Mapping[str, Any], step_splitter: str) -> RewardFunction:
-    """The function called `name`, with its options.
+    """Return the function called `name`, with its options.
 
     Raises:
         ConfigError: unknown name, a module that cannot be imported or lacks the function, or options that it does not take.
@@ -77,14 +77,14 @@ def bind(name: str, options: Mapping[str, Any], step_splitter: str) -> RewardFun
     if isinstance(given.get("step_splitter"), str):
         splitter(given["step_splitter"])
     if name == "reward_model":
-        from grpo_mega.rewards.reward_model import check_options
+        from grpo_mega.rewards.reward_model import server_of
 
-        check_options(given)
+        server_of(given)
     return partial(function, **given) if given else function
 
 
 def resolve(name: str) -> RewardFunction:
-    """The function called `name`.
+    """Return the function called `name`.
 
     Raises:
         ConfigError: unknown name, a module that cannot be imported, or one without such a function.
@@ -122,7 +122,7 @@ def _example(name: str, path: str) -> ModuleType:
 
 
 def _options_of(function: RewardFunction) -> dict[str, bool] | None:
-    """The options that a function takes, and whether each is required; None where any will do, or one cannot tell."""
+    """Return the options that a function takes, and whether each is required; None where it takes any, or one cannot tell."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

@@ -1,28 +1,12 @@
-"""The reward of a reward-model server, for a response or for each of its steps. Options:
-
-    url             of the server, such as http://node7:30000
-    api             classify: a model with a value head, by SGLang's POST /classify; score: the probability of a label token
-                    after the text, by SGLang's POST /v1/score; chat: a judge, by POST /v1/chat/completions of any server that
-                    has it, whose reply's last number is the reward
-    model           its name at the server, where that wants one
-    template        what the server is given: {prompt}, {response}, {answer} and {column} of the data set are filled in
-    steps           reward each step, by the response up to its end, instead of the response (one request; chat: one a step)
-    step_splitter   where steps end; rewards.step_splitter unless given
-    labels          score: token ids such as "9689,2753"; of several the first one's share of them, of one its probability
-    output          classify and score: which of the model's outputs, where it has more than one
-    scale           times the value; chat's template asks for 0 to 10, so that its scale is 0.1 unless given
-    max_tokens      chat: of a reply
-    timeout_s       for one response, retries and pauses included; less than rewards.deadline_s
-    retries         further tries where the server does not answer, or answers 429 or 5xx
-    api_key_env     the environment variable that holds the key, where the server wants one
+"""The reward of a reward-model server, for a response or for each of its steps; the options are the fields of `Server`.
 
 A response without a reward, because the server failed or refused it, has no score (verdict "error"), not 0.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
-import math
 import os
 import re
 import time
@@ -30,17 +14,17 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+
+from grpo_mega.config.base import PositiveInt, Section
+from grpo_mega.config.loading import one_line
 from grpo_mega.errors import ConfigError
-from grpo_mega.rewards.api import NoScore, RewardFunction, Score, Step
+from grpo_mega.rewards.api import NoScore, Score, Step
 from grpo_mega.rewards.steps import splitter
 from grpo_mega.text import well_formed
 
-APIS = ("classify", "score", "chat")
-TIMEOUT_S = 4.0
 FIRST_PAUSE_S = 0.2  # twice as long before every further try
 START_TIMEOUT_S = 30.0
 SHOWN = 200  # characters of a server's complaint
@@ -64,147 +48,63 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?![\w])")
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
-def reward_model(
-    prompt: str,
-    response: str,
-    answer: str,
-    extras: dict[str, Any],
-    *,
-    url: str,
-    api: str = "classify",
-    model: str = "",
-    template: str = "",
-    steps: bool = False,
-    step_splitter: str = "blank-lines",
-    labels: str | int = "",
-    output: int | None = None,
-    scale: float | None = None,
-    max_tokens: int = 512,
-    timeout_s: float = TIMEOUT_S,
-    retries: int = 2,
-    api_key_env: str = "",
-) -> Score:
-    """Raises NoScore where the server gives none. The options are those of the module's docstring."""
-    client = _Client(url, api, model, template, labels, output, scale, max_tokens, timeout_s, retries, api_key_env)
-    values = {**{name: str(value) for name, value in extras.items()}, "prompt": prompt, "answer": answer}
-    if not steps:
-        return Score(client.score([client.fill({**values, "response": response})])[0], "scored")
-    ends = splitter(step_splitter)(response)
-    if not ends:
-        return Score(None, "no_steps")
-    rewards = client.score([client.fill({**values, "response": response[:end].rstrip()}) for end in ends])
-    return Score(None, "scored", tuple(Step(end, reward) for end, reward in zip(ends, rewards, strict=True)))
+class Server(Section):
+    """A reward-model server as the options of `reward_model` describe it, and the requests to it."""
 
+    model_config = ConfigDict(strict=True)
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a value that an option cannot have."""
-    _client_of(options)
-    if not isinstance(options.get("steps", False), bool):
-        raise ConfigError(f"reward_model: steps={options['steps']!r} is neither true nor false; set it to one of them")
+    url: str  # of the server, such as http://node7:30000
+    # classify: a model with a value head, by SGLang's POST /classify; score: the probability of a label token after the text,
+    # by SGLang's POST /v1/score; chat: a judge, by POST /v1/chat/completions of any server that has it; the last number of its
+    # reply is the reward
+    api: Literal["classify", "score", "chat"] = "classify"
+    model: str = ""  # its name at the server, where that wants one
+    template: str = ""  # the text for the server, with {prompt}, {response}, {answer} and {column} of the data set
+    steps: bool = False  # reward each step, by the response up to its end, in place of the response (chat: a request per step)
+    step_splitter: str = "blank-lines"  # where steps end; rewards.step_splitter unless given
+    labels: str | int = ""  # score: token ids such as "9689,2753"; of several the first one's share, of one its probability
+    output: int | None = Field(default=None, ge=0)  # classify and score: which of the model's outputs, if it has several
+    scale: float | None = None  # times the value; chat's own template asks for 0 to 10, so that its scale is 0.1 unless given
+    max_tokens: PositiveInt = 512  # chat: of a reply
+    timeout_s: float = Field(default=4.0, gt=0)  # for one response, retries and pauses included; below rewards.deadline_s
+    retries: int = Field(default=2, ge=0)  # further tries where the server does not answer, or answers 429 or 5xx
+    api_key_env: str = ""  # the environment variable that holds the key, where the server wants one
 
-
-def check_deadline(function: RewardFunction, deadline_s: float) -> None:
-    """Raises ConfigError if the pool would end a check before the function itself gives up."""
-    timeout_s = _client_of(_options(function)).timeout_s
-    if timeout_s >= deadline_s:
-        raise ConfigError(
-            f"reward_model: timeout_s={timeout_s:g} is not below rewards.deadline_s={deadline_s:g}; "
-            f"lower it, or raise rewards.deadline_s above {timeout_s:g}"
-        )
-
-
-def check_reachable(function: RewardFunction) -> None:
-    """Raises ConfigError unless there is a server that is ready; one without /health need only answer."""
-    client = _client_of(_options(function))
-    try:
-        client.open("/health", None, START_TIMEOUT_S)
-    except urllib.error.HTTPError as error:
-        if error.code >= 500:
-            raise ConfigError(
-                f"reward_model: the server at url={client.url} answers {error.code} to /health; start training when it is ready"
-            ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"reward_model: no server answers at url={client.url} ({_reason(error)}); start it, or correct the option url"
-        ) from None
-
-
-def _options(function: RewardFunction) -> Mapping[str, Any]:
-    assert isinstance(function, partial)
-    return function.keywords
-
-
-def _client_of(options: Mapping[str, Any]) -> _Client:
-    names = {field.name for field in fields(_Client)}
-    return _Client(**{name: value for name, value in options.items() if name in names})
-
-
-@dataclass(frozen=True)
-class _Client:
-    """A server as the options describe it. Raises ConfigError for a value that an option cannot have."""
-
-    url: str
-    api: str = "classify"
-    model: str = ""
-    template: str = ""
-    labels: str | int = ""
-    output: int | None = None
-    scale: float | None = None
-    max_tokens: int = 512
-    timeout_s: float = TIMEOUT_S
-    retries: int = 2
-    api_key_env: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("url", "api", "model", "template", "api_key_env"):
-            if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"reward_model: {name}={getattr(self, name)!r} is not a text; give one")
+    @model_validator(mode="after")
+    def _fits(self) -> Server:
         parts = urllib.parse.urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"reward_model: url={self.url!r} is not of the form http://HOST:PORT; correct it")
-        if self.api not in APIS:
-            raise ConfigError(f"reward_model: api={self.api!r} is unknown; use one of {', '.join(APIS)}")
+            raise ValueError(f"url={self.url!r} is not of the form http://HOST:PORT; correct it")
         if self.api == "chat" and not self.model:
-            raise ConfigError("reward_model: api=chat needs the option model; name the judge as the server knows it")
+            raise ValueError("api=chat needs the option model; name the judge as the server knows it")
         if self.template and "{response}" not in self.template:
-            raise ConfigError("reward_model: template has no {response}; say where the response stands")
+            raise ValueError("template has no {response}; say where the response stands")
         if not re.fullmatch(r"(\d+( *, *\d+)*)?", str(self.labels)):
-            raise ConfigError(f"reward_model: labels={self.labels!r} are not token ids; write them like '9689,2753'")
-        for name, least in (("output", 0), ("max_tokens", 1), ("retries", 0)):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < least):
-                raise ConfigError(f"reward_model: {name}={value!r} is not a whole number of at least {least}; give one")
-        for name in ("scale", "timeout_s"):
-            value = getattr(self, name)
-            if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
-                raise ConfigError(f"reward_model: {name}={value!r} is not a number; give one")
-        if self.timeout_s <= 0:
-            raise ConfigError(f"reward_model: timeout_s={self.timeout_s:g} is not above 0; give so many seconds")
+            raise ValueError(f"labels={self.labels!r} are not token ids; write them like '9689,2753'")
         if self.api_key_env and self.api_key_env not in os.environ:
-            raise ConfigError(
-                f"reward_model: api_key_env={self.api_key_env!r} is not in the environment; export it, or leave the option out"
-            )
+            raise ValueError(f"api_key_env={self.api_key_env!r} is not in the environment; export it, or leave the option out")
+        return self
 
     def fill(self, values: Mapping[str, str]) -> str:
-        """The template with these values; other words in braces stay."""
+        """Fill the template with these values; other words in braces stay."""
         template = self.template or (JUDGE_TEMPLATE if self.api == "chat" else TEXT_TEMPLATE)
         return well_formed(_FIELD.sub(lambda match: values.get(match[1], match[0]), template))
 
     def score(self, texts: list[str]) -> list[float]:
-        """The rewards of these texts, scaled. Raises NoScore."""
+        """Return the rewards of these texts, scaled. Raises NoScore."""
         deadline = time.monotonic() + self.timeout_s
         if self.api == "chat":
-            found = [self._last_number(self._ask("/v1/chat/completions", self._chat(text), deadline)) for text in texts]
+            values = [self._last_number(self._ask("/v1/chat/completions", self._chat(text), deadline)) for text in texts]
         elif self.api == "classify":
             reply = self._ask("/classify", {"text": texts}, deadline)
-            found = [self._output_of(item.get("embedding")) for item in self._items(reply, len(texts))]
+            values = [self._output_of(item.get("embedding")) for item in self._items(reply, len(texts))]
         else:
-            found = self._label_scores(texts, deadline)
+            values = self._label_scores(texts, deadline)
         scale = self.scale if self.scale is not None else 0.1 if self.api == "chat" and not self.template else 1.0
-        return [scale * value for value in found]
+        return [scale * value for value in values]
 
     def open(self, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> bytes:
-        """The answer to POST, or to GET without a body. Raises OSError, of which HTTPError is one, or ValueError."""
+        """Return the answer to POST, or to GET without a body. Raises OSError, such as HTTPError, or ValueError."""
         headers = {"Content-Type": "application/json"}
         if self.api_key_env:
             headers["Authorization"] = f"Bearer {os.environ[self.api_key_env]}"
@@ -216,7 +116,7 @@ class _Client:
             return bytes(answer.read())
 
     def _ask(self, path: str, body: Mapping[str, Any], deadline: float) -> Any:
-        """The reply of the server, tried again where that may help, as long as there is time."""
+        """Return the reply of the server, after further tries where they may help, as long as there is time."""
         pause = FIRST_PAUSE_S
         for num_left in range(self.retries, -1, -1):
             try:
@@ -275,6 +175,59 @@ class _Client:
         if not numbers:
             raise self._failure("", f"replied without a number ({_one_line(text[-SHOWN:])})", "ask for one in template")
         return float(numbers[-1])
+
+
+def reward_model(prompt: str, response: str, answer: str, extras: dict[str, Any], **options: Any) -> Score:
+    """Return the server's reward; `options` are the fields of `Server`. Raises NoScore where the server gives none."""
+    server = server_of(options)
+    values = {**{name: str(value) for name, value in extras.items()}, "prompt": prompt, "answer": answer}
+    if not server.steps:
+        return Score(server.score([server.fill({**values, "response": response})])[0], "scored")
+    ends = splitter(server.step_splitter)(response)
+    if not ends:
+        return Score(None, "no_steps")
+    rewards = server.score([server.fill({**values, "response": response[:end].rstrip()}) for end in ends])
+    return Score(None, "scored", tuple(Step(end, reward) for end, reward in zip(ends, rewards, strict=True)))
+
+
+# The registry reads a function's options from its signature.
+reward_model.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [*list(inspect.signature(reward_model).parameters.values())[:4], *inspect.signature(Server).parameters.values()]
+)
+
+
+def server_of(options: Mapping[str, Any]) -> Server:
+    """Return the server that the options describe. Raises ConfigError for a value that an option cannot have."""
+    try:
+        return Server.model_validate(options)
+    except ValidationError as error:
+        raise ConfigError(f"reward_model: {one_line(Server, error)}") from None
+
+
+def check_deadline(options: Mapping[str, Any], deadline_s: float) -> None:
+    """Raise ConfigError if the pool would end a check before the function itself gives up."""
+    timeout_s = server_of(options).timeout_s
+    if timeout_s >= deadline_s:
+        raise ConfigError(
+            f"reward_model: timeout_s={timeout_s:g} is not below rewards.deadline_s={deadline_s:g}; "
+            f"lower it, or raise rewards.deadline_s above {timeout_s:g}"
+        )
+
+
+def check_reachable(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the server answers and is ready; one without /health need only answer."""
+    server = server_of(options)
+    try:
+        server.open("/health", None, START_TIMEOUT_S)
+    except urllib.error.HTTPError as error:
+        if error.code >= 500:
+            raise ConfigError(
+                f"reward_model: the server at url={server.url} answers {error.code} to /health; start training when it is ready"
+            ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"reward_model: no server answers at url={server.url} ({_reason(error)}); start it, or correct the option url"
+        ) from None
 
 
 def _reason(error: BaseException) -> str:

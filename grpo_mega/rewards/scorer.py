@@ -1,8 +1,8 @@
-"""Scoring a rollout: samples go to the pool as they end, and their scores come back into them.
+"""Score a rollout: samples go to the pool as they end, and their scores come back into them.
 
 `submit` is called by the engine for every sample that ends; `finish` waits for the rest and fills in scores, verdicts, reward
 and the rewards of steps. Training then calls `check`; evaluation only warns of `first_error`. `drop_unusable`
-takes out the groups whose gold answer does not parse: they would train on format alone.
+removes the groups whose gold answer does not parse: they would train on format alone.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult, Step
-from grpo_mega.rewards.failures import Failures
-from grpo_mega.rewards.token_ends import token_ends
+from grpo_mega.rewards.steps import tokens_at
 from grpo_mega.rewards.workers.pool import RewardPool
 from grpo_mega.types import Group, Sample
+
+MIN_SAMPLES, MIN_PROMPTS = 8, 4  # on which a reward function has raised before it counts as broken
 
 VERDICTS = (
     "correct",
@@ -42,11 +44,11 @@ class Scorer:
         self._samples: dict[int, Sample] = {}
         self._scored: list[tuple[Sample, RewardResult]] = []  # of the last rollout
         self._failures = Failures()
-        self.has_warned = False  # a person was told that a function failed
+        self.has_warned = False  # the log says that a function failed
         self._keys = itertools.count()
 
     def submit(self, sample: Sample) -> None:
-        """Does not wait. The response is scored as text without special tokens."""
+        """Hand a sample to the workers, without waiting. The response is scored as text without special tokens."""
         key = next(self._keys)
         self._samples[key] = sample
         prompt = sample.prompt
@@ -54,7 +56,7 @@ class Scorer:
         self._pool.submit(key, prompt.text, self._decode(sample.response_ids), prompt.answer, extras)
 
     def keep(self, groups: Iterable[Group]) -> None:
-        """Of what was submitted only the samples of these groups count; the others are not scored any further."""
+        """Keep the samples of these groups; the others that were submitted are not scored any further."""
         kept = {id(sample) for group in groups for sample in group.samples}
         dropped = [key for key, sample in self._samples.items() if id(sample) not in kept]
         self._pool.discard(dropped)
@@ -72,25 +74,53 @@ class Scorer:
         self._samples = {}
 
     def check(self) -> None:
-        """Raises RewardError for a function that is broken, as the samples of this rollout and those before show it."""
+        """Raise RewardError for a function that is broken, as the samples of this rollout and those before show it."""
         self._failures.add(self._scored)
 
     @property
     def first_error(self) -> str | None:
-        """The first exception on the samples of this rollout, with the function's name."""
+        """The first exception on the samples of this rollout, with the function's name; None if there is none."""
         return next((f"{name}: {text}" for _, result in self._scored for name, text in result.errors.items()), None)
 
     def _at_tokens(self, sample: Sample, steps: Sequence[Step]) -> tuple[list[int], list[float]]:
-        """Where the steps end and what they are worth; those that end at one token make one step."""
+        """Return the tokens at which steps end, and their rewards; steps that end at one token make one step."""
         if not steps:
             return [], []
         sums: dict[int, float] = {}
-        for token, step in zip(token_ends(sample.response_ids, self._decode, [s.end for s in steps]), steps, strict=True):
+        for token, step in zip(tokens_at(sample.response_ids, self._decode, [s.end for s in steps]), steps, strict=True):
             sums[token] = sums.get(token, 0.0) + step.value
         return list(sums), list(sums.values())
 
 
 def drop_unusable(groups: Sequence[Group]) -> tuple[list[Group], int]:
-    """The groups whose gold answer parses, and how many were dropped."""
+    """Return the groups whose gold answer parses, and how many were dropped."""
     usable = [g for g in groups if not any("gold_unparsable" in s.verdicts.values() for s in g.samples)]
     return usable, len(groups) - len(usable)
+
+
+class Failures:
+    """Decide when a reward function is broken, and the run must end: after it has raised on everything for a while.
+
+    An exception may also be the fault of one row of the data, on which the function raises for each sample of the group, and a
+    rank may have few prompts in a rollout. So a function counts as broken once it has raised on every sample of this rank since
+    it last gave a score, and these are MIN_SAMPLES different ones, of MIN_PROMPTS prompts. To wait that long costs little:
+    scores that are all equal give no gradient.
+    """
+
+    def __init__(self) -> None:
+        self._failed: dict[str, set[tuple[int, tuple[int, ...]]]] = {}  # by function: (prompt id, response)
+
+    def add(self, scored: Sequence[tuple[Sample, RewardResult]]) -> None:
+        """Add the results of one rollout. Raises RewardError for a function that is broken."""
+        for name in {name for _, result in scored for name in result.verdicts}:
+            errors = [(sample, result.errors[name]) for sample, result in scored if name in result.errors]
+            if len(errors) < len(scored):
+                self._failed.pop(name, None)
+                continue
+            failed = self._failed.setdefault(name, set())
+            failed |= {(sample.prompt.id, tuple(sample.response_ids)) for sample, _ in errors}
+            if len(failed) >= MIN_SAMPLES and len({prompt for prompt, _ in failed}) >= MIN_PROMPTS:
+                raise RewardError(
+                    f"reward function {name!r} raised an exception for every one of the last {len(failed)} samples, now "
+                    f"{errors[0][1]}; correct the function or take it out of rewards.functions"
+                )

@@ -1,4 +1,4 @@
-"""The steps of a response: where each ends, by the name of a splitter (the key rewards.step_splitter).
+"""Find where the steps of a response end, by the name of a splitter (the key rewards.step_splitter).
 
     blank-lines    a step ends with the blank lines after it
     lines          a step is a line
@@ -11,11 +11,13 @@ space has no steps. Time is linear in the text's length (for regex:PATTERN, as f
 """
 
 import re
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from grpo_mega.config.rewards import step_separator
 from grpo_mega.errors import ConfigError
+from grpo_mega.text import Decode, token_ends
 
 _INK = re.compile(r"\S")
 
@@ -30,6 +32,17 @@ def splitter(name: str) -> Splitter:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return lambda text: _ends(text, separator)
+
+
+def tokens_at(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> list[int]:
+    """Return for each of the character `ends` the smallest t such that token_ids[: t + 1] decode to a text that begins with so
+    many characters of the whole text."""
+    ids = list(token_ids)
+    by_token = token_ends(ids, decode)
+    if by_token is not None:
+        return [bisect_left(by_token, end) for end in ends]
+    whole = decode(ids)
+    return [bisect_left(range(len(ids) - 1), True, key=lambda t: decode(ids[: t + 1]).startswith(whole[:end])) for end in ends]
 
 
 def _ends(text: str, separator: re.Pattern[str]) -> list[int]:

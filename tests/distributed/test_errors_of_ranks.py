@@ -14,7 +14,7 @@ import yaml
 from models import make_model, save_checkpoint
 from safetensors.torch import load_file, save_file
 
-from grpo_mega.rewards.failures import MIN_PROMPTS, MIN_SAMPLES
+from grpo_mega.rewards.scorer import MIN_PROMPTS, MIN_SAMPLES
 
 ROOT = Path(__file__).resolve().parents[2]
 UP = "model.layers.1.mlp.up_proj.weight"

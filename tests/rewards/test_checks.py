@@ -42,7 +42,7 @@ def test_a_discarded_sample_takes_no_other_with_it() -> None:
         checks.add(Check("accuracy", [key], texts))
     under_way = _next(checks)
     checks.forget({0, 2, 3})
-    assert checks.next() is None, "nobody waits for the second any more"
+    assert checks.next() is None, "no sample waits for the second any more"
     checks.add(Check("accuracy", [4], ("x", "z")))
     assert _next(checks).keys == [4]
     assert checks.finish(under_way, WRONG) == [1]

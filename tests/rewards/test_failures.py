@@ -4,7 +4,7 @@ import pytest
 
 from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult
-from grpo_mega.rewards.failures import Failures
+from grpo_mega.rewards.scorer import Failures
 from grpo_mega.types import Prompt, Sample
 
 Scored = tuple[Sample, RewardResult]

@@ -1,6 +1,6 @@
 """No process of a pool outlives the pool, its process, or the check that started it, whatever that check is doing.
 
-The processes are told by a mark in their environment, which everything that a reward function starts inherits.
+The processes are recognized by a mark in their environment, which everything that a reward function starts inherits.
 """
 
 import contextlib

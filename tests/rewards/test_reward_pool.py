@@ -39,7 +39,7 @@ def _wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie that waits for a parent which does not collect it does not."""
+    """Return whether the process runs; a zombie that waits for a parent which does not collect it does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -17,8 +17,9 @@ from grpo_mega.errors import ConfigError, RewardError
 from grpo_mega.observe.metrics import heldout_metrics, rollout_metrics
 from grpo_mega.rewards import RewardPool, RewardResult, Step
 from grpo_mega.rewards.scorer import VERDICTS, Scorer, drop_unusable
-from grpo_mega.rewards.token_ends import PIECE_SIZE, token_ends
+from grpo_mega.rewards.steps import tokens_at
 from grpo_mega.run.model_files import decoder
+from grpo_mega.text import PIECE_SIZE
 from grpo_mega.types import Group, Prompt, Sample
 
 HERE = str(Path(__file__).resolve().parent)
@@ -62,7 +63,7 @@ def _check_against_all_prefixes(tokenizer: Any, ids: list[int]) -> None:
     prefixes = [decoder(tokenizer)(ids[: t + 1]) for t in range(len(ids))]
     ends = list(range(1, len(text) + 1))
     expected = [next(t for t, prefix in enumerate(prefixes) if prefix.startswith(text[:end])) for end in ends]
-    assert token_ends(ids, decoder(tokenizer), ends) == expected
+    assert tokens_at(ids, decoder(tokenizer), ends) == expected
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
@@ -93,7 +94,7 @@ def test_few_tokens_are_decoded() -> None:
         num_decoded += len(ids)
         return "".join(map(chr, ids))
 
-    assert token_ends([97] * 4000, letters, range(100, 4001, 100)) == list(range(99, 4000, 100))
+    assert tokens_at([97] * 4000, letters, range(100, 4001, 100)) == list(range(99, 4000, 100))
     assert num_decoded < 40 * 4000  # all prefixes: 8 million
 
 
@@ -154,7 +155,7 @@ def test_the_scorer_gives_samples_their_steps_by_token(byte_level: Any) -> None:
         expected: dict[int, float] = {}
         for i, c in enumerate(response):
             for value in {".": [2.0, 0.25], "!": [-2.0], ",": [0.25]}.get(c, []):
-                (t,) = token_ends(sample.response_ids, decoder(byte_level), [i + 1])
+                (t,) = tokens_at(sample.response_ids, decoder(byte_level), [i + 1])
                 expected[t] = expected.get(t, 0.0) + value
         assert dict(zip(sample.step_ends, sample.step_rewards, strict=True)) == expected
         assert sample.step_ends == sorted(set(sample.step_ends))

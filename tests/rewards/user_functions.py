@@ -87,5 +87,5 @@ def other_marks(prompt: str, response: str, answer: str, extras: dict[str, Any])
 
 
 def bad_steps(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
-    """What the response says, as the steps' ends; a letter is an infinite reward."""
+    """Return steps that end where the response says; a letter is an infinite reward."""
     return Score(1.0, "x", tuple(Step(int(c), 1.0) if c.isdigit() else Step(1, float("inf")) for c in response))

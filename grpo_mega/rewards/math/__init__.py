@@ -1,1 +1,1 @@
-"""The accuracy reward: which part of a response is its answer, and whether that equals the reference answer."""
+"""The accuracy reward: find the answer in a response, and compare it with the gold answer."""

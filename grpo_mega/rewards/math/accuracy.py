@@ -1,4 +1,4 @@
-"""The accuracy reward: is the response's answer the gold answer?
+"""The accuracy reward: compare the response's answer with the gold answer.
 
 Both are read by `answer.extract_answer` and `normalize.normalize_answer`. Verdicts: "correct" (1.0), "wrong" (0.0),
 "unparsable" (0.0, the response has no answer that can be read) and "gold_unparsable" (None; it depends on the gold
@@ -55,13 +55,13 @@ _FORMS = (
 
 
 def accuracy(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
-    """Score of the response against the gold `answer`; the verdicts are in the module's docstring."""
+    """Score the response against the gold `answer`; the verdicts are in the module's docstring."""
     gold, text = without_choices(read(answer), read(whole_turn(response, extras)))
     return judge(gold, text) or _judge_by_math_verify(gold, text)
 
 
 def warm_up() -> None:
-    """Imports math-verify and builds its parser's tables, one to two seconds, so that no check pays for it."""
+    """Import math-verify and build its parser's tables, which takes one to two seconds, so that no check pays for it."""
     for gold, text in _FORMS:
         accuracy("", rf"\boxed{{{text}}}", rf"\boxed{{{gold}}}", {})
 
@@ -82,5 +82,5 @@ def _judge_by_math_verify(gold: str, text: str) -> Score:
 
 @lru_cache(maxsize=256)
 def _parse_gold(gold: str) -> tuple[Any, ...]:
-    """Cached because a group shares it."""
+    """Parse a gold answer; cached because a group shares it."""
     return mathverify.parse(gold)

@@ -1,20 +1,19 @@
-"""The answer of a response, as text: where it stands (`extract_answer`).
+"""Find the answer of a response, as text (`extract_answer`).
 
-What follows the thought (`</think>`) counts, all of it if there is no thought; a response that was cut off inside its thought
+The text after the thought (`</think>`) counts, all of it if there is no thought; a response that was cut off inside its thought
 has no answer. Give `whole_turn`: where the chat template opens the thought, the response has no `<think>` of its own.
 
 The answer is the content of the last complete `<answer>...</answer>`; else of the last `\\boxed{...}` with balanced braces, or
-of several that a comma or "and" joins; else what follows the last `####` on its line, unless that is a heading with text below
-it; else what the text states (`prose`). Gold answers are read by the same rule, so that a bare `1/2`, a worked solution ending
-in `#### 18` and one ending in `\\boxed{18}` all serve. Time is linear in the text's length.
+of several that a comma or "and" joins; else the rest of the line after the last `####`, unless that is a heading with text
+below it; else the answer that the text states (`prose`). Gold answers are read by the same rule, so that a bare `1/2`, a worked
+solution ending in `#### 18` and one ending in `\\boxed{18}` all serve. Time is linear in the text's length.
 """
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_mega.rewards.math.markup import plain
-from grpo_mega.rewards.math.prose import is_prose, read_passage, read_start
+from grpo_mega.rewards.math.prose import is_prose, plain, read_passage, read_start
 
 _THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>"), ("[THINK]", "[/THINK]"))
 _TOKEN = re.compile(r"\\(?:boxed|fbox) *\{|\\.|[{}]", re.DOTALL)
@@ -28,7 +27,7 @@ _MAX_HASHED = 400  # characters of a line after ####; a longer one is no answer
 
 
 def whole_turn(response: str, extras: Mapping[str, Any]) -> str:
-    """Return the assistant's turn: what the chat template wrote into it (extras["prefill"]), and the response."""
+    """Return the assistant's turn: the text that the chat template wrote into it (extras["prefill"]), and the response."""
     return str(extras.get("prefill") or "") + response
 
 
@@ -38,9 +37,9 @@ def extract_answer(response: str) -> str | None:
 
 
 def locate_answer(response: str) -> tuple[str | None, str]:
-    """Return (what is marked as the answer, ""), or (None, the text that states it).
+    """Return (the text that is marked as the answer, ""), or (None, the text that states it).
 
-    Searches without any regex that could go back over the text.
+    It searches without any regex that could go back over the text.
     """
     conclusion = _conclusion(response)
     tagged = _last_tagged(conclusion)
@@ -51,7 +50,7 @@ def locate_answer(response: str) -> tuple[str | None, str]:
 
 
 def read_located(marked: str | None, conclusion: str) -> str | None:
-    """Return what `extract_answer` does, from what `locate_answer` found."""
+    """Return the answer, as `extract_answer` does, from the result of `locate_answer`."""
     if marked is not None:
         return marked.strip() or None
     return read_passage(conclusion)
@@ -79,7 +78,7 @@ def _last_tagged(text: str) -> str | None:
 
 
 def _marked(text: str) -> str | None:
-    """Return the content of the last box, else what follows the last `####`, if anything does."""
+    """Return the content of the last box, else the text after the last `####`, if there is any."""
     boxed = _boxed(text)
     return boxed if boxed is not None else _hashed(text)
 
@@ -96,7 +95,7 @@ def _hashed(text: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    r"""The content of the last box, or of the last ones if they are joined: "\boxed{3} and \boxed{5}" gives "3, 5"."""
+    r"""Return the content of the last box, or of the last ones if they are joined: "\boxed{3} and \boxed{5}" gives "3, 5"."""
     start = _last_command(text, len(text))
     if start < 0:
         return None
@@ -119,12 +118,12 @@ def _boxed(text: str) -> str | None:
 
 
 def _last_command(text: str, end: int) -> int:
-    r"""Where the last \boxed or \fbox before `end` begins, or -1."""
+    r"""Return where the last \boxed or \fbox before `end` begins, or -1."""
     return max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))
 
 
 def _joined_box(text: str, start: int) -> tuple[int, int] | None:
-    """The content of the box that is joined with the one whose content begins at `start`."""
+    """Return where the content of the box stands that is joined with the one with the content at `start`."""
     first = max(0, start - _JOIN_CHARS)
     join = _JOIN.search(text[first:start]) if "}" in text[first:start] else None
     before = _last_command(text, first + join.start()) if join else -1
@@ -133,13 +132,13 @@ def _joined_box(text: str, start: int) -> tuple[int, int] | None:
 
 
 def _last_boxed(text: str) -> tuple[int, int] | None:
-    """Where the content of the balanced `\\boxed{...}` or `\\fbox{...}` that starts last begins and ends."""
+    """Return where the content of the balanced `\\boxed{...}` or `\\fbox{...}` that starts last begins and ends."""
     start = _last_command(text, len(text))
     return (_closed_box(text, start) or _last_boxed_of_all(text)) if start >= 0 else None
 
 
 def _closed_box(text: str, start: int) -> tuple[int, int] | None:
-    """The same for the box at `start` with no other box in it, if it is closed."""
+    """Return the same for the box at `start` with no other box in it, if it is closed."""
     box = _TOKEN.match(text, start)
     if box is None or box[0][-1] != "{" or not _is_token(text, start):
         return None
@@ -155,7 +154,7 @@ def _closed_box(text: str, start: int) -> tuple[int, int] | None:
 
 
 def _is_token(text: str, start: int) -> bool:
-    """Whether the backslash at `start` begins a command, and is not the second half of an escaped one."""
+    """Return whether the backslash at `start` begins a command, and is not the second half of an escaped one."""
     first = start
     while first > 0 and text[first - 1] == "\\":
         first -= 1
@@ -163,7 +162,7 @@ def _is_token(text: str, start: int) -> bool:
 
 
 def _last_boxed_of_all(text: str) -> tuple[int, int] | None:
-    """The same in one pass over the text, for those whose last box is never closed."""
+    """Return the same in one pass over the text, for texts with a last box that is never closed."""
     last: tuple[int, int] | None = None
     open_braces: list[int] = []  # the index after each open brace, negated where it does not belong to a box
     for token in _TOKEN.finditer(text):
@@ -175,4 +174,4 @@ def _last_boxed_of_all(text: str) -> tuple[int, int] | None:
             open_braces.append(-1)
         elif token[0].endswith("{") and len(token[0]) > 2:
             open_braces.append(token.end())
-    return None if last is None else last
+    return last

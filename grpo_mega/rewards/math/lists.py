@@ -1,8 +1,8 @@
 """Pairs, intervals and sets of plain numbers: (1,-2), [0,1/2), \\{1,2,3\\}. Read from normalized answers and compared exactly.
 
-Only where the verdict is beyond doubt, and so that of math-verify: both sides have the same brackets and simple numbers that
-are equal or clearly differ. What math-verify reads in ways of its own is left to it: one element, equal ends, an interval's
-ends in descending order, an element twice.
+They are compared here only where the verdict is beyond doubt, and so that of math-verify: both sides have the same brackets and
+simple numbers that are equal or clearly differ. Lists that math-verify reads in ways of its own are left to it: one element,
+equal ends, an interval's ends in descending order, an element twice.
 """
 
 import re
@@ -19,7 +19,7 @@ _CLEARLY = Fraction(1, 100_000)  # math-verify rounds to six places
 
 @dataclass(frozen=True)
 class NumberList:
-    """`values` in order, those of a set ascending; `brackets` is what opens and what closes it."""
+    """The values in order, those of a set ascending, and the two brackets."""
 
     brackets: str
     values: tuple[Fraction, ...]
@@ -27,7 +27,7 @@ class NumberList:
 
 @lru_cache(maxsize=1024)
 def parse_list(text: str) -> NumberList | None:
-    """The list that the whole of `text` is, or None."""
+    """Return the list that the whole of `text` is, or None."""
     match = _FORM.fullmatch(text)
     if match is None:
         return None
@@ -45,7 +45,7 @@ def parse_list(text: str) -> NumberList | None:
 
 
 def lists_equal(gold: NumberList, response: NumberList) -> bool | None:
-    """Whether they are the same; None if that is in doubt."""
+    """Return whether they are the same; None if that is in doubt."""
     if gold.brackets != response.brackets or len(gold.values) != len(response.values):
         return None
     differences = [abs(a - b) for a, b in zip(gold.values, response.values, strict=True)]

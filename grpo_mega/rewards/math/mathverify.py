@@ -1,29 +1,28 @@
 """math-verify, as the accuracy reward uses it: `parse` and `verify`, without timeouts of its own.
 
-Most of its time goes into its parser, ANTLR's in Python. What that decides depends on the types of the tokens alone, so that it
-need not decide again for 5x^2+3 what it did for 7y^2+4. The first time it tries without the stack of rules ("SLL"), which gives
-the same tree or a syntax error, and only after an error with it ("LL"), which is much slower. The comparison of wrong answers
+Most of its time goes into its parser, ANTLR's in Python. Its decisions depend on the types of the tokens alone, so that those
+for 5x^2+3 also serve for 7y^2+4. A new form it first tries to parse without the stack of rules ("SLL"), which gives the
+same tree or a syntax error, and only after an error with it ("LL"), which is much slower. The comparison of wrong answers
 is mostly sympy's `simplify`, which is not called where values at one point tell two expressions apart.
 """
 
 import contextlib
 import logging
 import math
-from collections import OrderedDict
 from functools import lru_cache, partial
 from typing import Any
 
-_FORMS = 4096  # sequences of tokens that are remembered
+_FORMS = 4096  # sequences of tokens for which decisions are remembered
 _DIGITS, _CLEARLY = 15, 1e-6  # of a value that is computed, and by how much two must differ for their size
 
 
 def parse(text: str) -> tuple[Any, ...]:
-    """math-verify's reading of a normalized answer, as one LaTeX formula; empty if it has none."""
+    """Return math-verify's readings of a normalized answer, taken as one LaTeX formula; none if it cannot read it."""
     if not text:
         return ()
     math_verify = _math_verify()
-    # Its own removal of units would take "3t" for "3"; its search for boxes and its fallback to a string would extract
-    # a second time.
+    # math-verify's own removal of units would take "3t" for "3"; its search for boxes and its fallback to a string would
+    # extract a second time.
     config = math_verify.LatexExtractionConfig(
         boxed_match_priority=-1,
         normalization_config=math_verify.LatexNormalizationConfig(
@@ -35,24 +34,20 @@ def parse(text: str) -> tuple[Any, ...]:
 
 
 def verify(gold: tuple[Any, ...], response: tuple[Any, ...]) -> bool:
-    """Whether one of the readings of the response is one of those of the gold answer."""
+    """Return whether one of the readings of the response equals one of those of the gold answer."""
     return bool(_math_verify().verify(list(gold), list(response), allow_set_relation_comp=True, timeout_seconds=None))
 
 
 @lru_cache(maxsize=1)
 def _math_verify() -> Any:
-    """The math_verify package: imported at the first use, for it takes a second, with its log lines silenced, and faster."""
+    """Import math_verify at its first use, which takes a second; silence its log lines, and make it faster."""
     import math_verify
 
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    # Of a version that is built otherwise nothing is replaced: it is as right, and slower.
-    with contextlib.suppress(ImportError, AttributeError):
-        _parse_each_form_once()
-    with contextlib.suppress(ImportError, AttributeError):
-        _read_numbers_once()
-    with contextlib.suppress(ImportError, AttributeError):
-        _refute_by_numbers()
+    for speed_up in (_parse_each_form_once, _read_numbers_once, _refute_by_numbers):
+        with contextlib.suppress(ImportError, AttributeError):  # a version that is built otherwise is as right, and slower
+            speed_up()
     return math_verify
 
 
@@ -62,24 +57,24 @@ def _parse_each_form_once() -> None:
 
     converter = latex2sympy2._Latex2Sympy
     create_parser = converter.create_parser
-    seen: OrderedDict[tuple[int, ...], list[int]] = OrderedDict()  # decisions by types of tokens, those used last are last
+
+    @lru_cache(maxsize=_FORMS)
+    def decisions_of(form: tuple[int, ...]) -> list[int]:
+        """Return the list of the decisions for token types, which the first parse of them fills."""
+        return []
 
     def parse(self: Any, latex: str, parser: Any) -> Any:
         tokens = parser.getTokenStream()
         tokens.fill()
-        form = tuple(token.type for token in tokens.tokens)
-        if form in seen:
-            seen.move_to_end(form)
-            replayed = iter(seen[form])
+        decisions = decisions_of(tuple(token.type for token in tokens.tokens))
+        if decisions:
+            replayed = iter(decisions)
             parser._interp.adaptivePredict = lambda *_: next(replayed)
             return type(parser).math(parser)
         try:
-            tree, decisions = _decide(parser, PredictionMode.SLL)
+            tree, decisions[:] = _decide(parser, PredictionMode.SLL)
         except Exception:
-            tree, decisions = _decide(create_parser(self, latex), PredictionMode.LL)
-        seen[form] = decisions
-        if len(seen) > _FORMS:
-            seen.popitem(last=False)
+            tree, decisions[:] = _decide(create_parser(self, latex), PredictionMode.LL)
         return tree
 
     def create(self: Any, latex: str) -> Any:
@@ -91,7 +86,7 @@ def _parse_each_form_once() -> None:
 
 
 def _decide(parser: Any, mode: Any) -> tuple[Any, list[int]]:
-    """The tree, and the alternatives that the parser chose on the way."""
+    """Return the tree, and the alternatives that the parser chose on the way."""
     parser._interp.predictionMode = mode
     choose = parser._interp.adaptivePredict
     decisions: list[int] = []
@@ -105,7 +100,7 @@ def _decide(parser: Any, mode: Any) -> tuple[Any, list[int]]:
 
 
 def _read_numbers_once() -> None:
-    """sympy evaluates Python code for "5", which takes half a millisecond."""
+    """Cache numbers: for "5" sympy evaluates Python code, which takes half a millisecond."""
     from latex2sympy2_extended import latex2sympy2
 
     converter = latex2sympy2._Latex2Sympy
@@ -125,7 +120,7 @@ def _refute_by_numbers() -> None:
 
 
 def _differ_at_a_point(a: Any, b: Any) -> bool:
-    """Whether two expressions clearly have different real values at one point, so that no algebra can make them equal."""
+    """Return whether two expressions clearly have different real values at one point, so that no algebra makes them equal."""
     from sympy import Derivative, Expr, Limit, Rational, Symbol  # type: ignore[import-untyped]
     from sympy.concrete.expr_with_limits import ExprWithLimits  # type: ignore[import-untyped]
 

@@ -1,6 +1,6 @@
-"""An answer's text in canonical form (`normalize_answer`), ready for exact comparison or for math-verify.
+"""Bring an answer's text into canonical form (`normalize_answer`), for exact comparison or for math-verify.
 
-Input: text of `answer.extract_answer`; output: one line of LaTeX-like text, "" if nothing is left. Gone are: words
+Input: text of `answer.extract_answer`; output: one line of LaTeX-like text, "" if nothing is left. Removed are words
 around the expression, math delimiters, markdown, LaTeX spacing, currency signs, units, degree signs, thousands
 separators, a final full stop. Kept: the percent sign as `%` (whether it matters depends on the other side), `x = `,
 brackets, letters.
@@ -13,8 +13,7 @@ and [1,234] an interval. In brackets it separates thousands only where another c
 
 import re
 
-from grpo_mega.rewards.math.markup import plain
-from grpo_mega.rewards.math.prose import TAIL, is_prose, read_marked
+from grpo_mega.rewards.math.prose import TAIL, is_prose, plain, read_marked
 
 _CHARACTERS = str.maketrans(
     {
@@ -76,7 +75,7 @@ _SEPARATORS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!,|,\\!|\\ |~)(?=\d{3}(?!\d))")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d])(?!,\d)")
 _BRACKETED = re.compile(r"[(\[{][^()\[\]{}]*,[^()\[\]{}]*[)\]}]")
 
-# What most answers are: already canonical but for a backslash before the percent sign. The rules below say the same of it.
+# Most answers: already canonical but for a backslash before the percent sign. The rules below give the same for them.
 _CANONICAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\d+/\d+|\\[dt]?frac\{-?\d+\}\{\d+\})(?:\\?%)?", re.ASCII)
 
 _REWRITES = tuple(
@@ -102,7 +101,7 @@ _REWRITES = tuple(
 
 
 def normalize_answer(text: str) -> str:
-    """The canonical form of an answer; the same for every way of writing it that the module's docstring names."""
+    """Return the canonical form of an answer; the same for every way of writing it that the module's docstring names."""
     text = text.strip()
     if len(text) <= TAIL and _CANONICAL.fullmatch(text):
         return text.replace("\\%", "%")
@@ -139,14 +138,14 @@ def _last_row(text: str) -> str:
 
 
 def _unwrap_if_prose(match: re.Match[str]) -> str:
-    r"""A `\text{...}` with a number is the answer itself; what denies, and words that stand between numbers, are part of it."""
+    r"""Unwrap a `\text{...}` that is part of the answer: one with a number, a denial, or words that stand between numbers."""
     is_part = re.search(r"\d", match[1]) or _DENIAL.search(match[1])
     is_part = is_part or (re.search(r"[A-Za-z]{3}", match[1]) and _TEXT_BETWEEN.search(match.string))
     return f" {match[1]} " if is_part else match[0]
 
 
 def _unwrap_text(text: str) -> str:
-    r"""Removes `\text{...}` beside an expression (a unit, a remark), and unwraps it where it is all there is."""
+    r"""Remove `\text{...}` beside an expression (a unit, a remark), and unwrap it where it is all there is."""
     without = re.sub(rf"{_TEXT}{_POWER}", _conjunction, text)
     if re.search(r"[\dA-Za-z]", _SPACE.sub("", without)):
         return without

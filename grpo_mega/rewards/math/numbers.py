@@ -48,7 +48,7 @@ class PlainNumber:
 
 @lru_cache(maxsize=1024)
 def parse_number(text: str) -> PlainNumber | None:
-    """The plain number that the whole of `text` is, or None."""
+    """Return the plain number that the whole of `text` is, or None."""
     if len(text) > MAX_DIGITS:
         return None
     core = text.strip()
@@ -58,16 +58,16 @@ def parse_number(text: str) -> PlainNumber | None:
         core = core[1:-1].strip()
     for form in _FORMS:
         if match := form.fullmatch(core):
-            found = {name: group for name, group in match.groupdict().items() if group is not None}
-            value, decimals = _value(found)
+            groups = {name: group for name, group in match.groupdict().items() if group is not None}
+            value, decimals = _value(groups)
             if value is None:
                 return None
-            return PlainNumber(-value if found["sign"] == "-" else value, decimals, is_percent)
+            return PlainNumber(-value if groups["sign"] == "-" else value, decimals, is_percent)
     return None
 
 
 def numbers_equal(gold: PlainNumber, response: PlainNumber) -> bool:
-    """Whether two plain numbers are the same answer.
+    """Return whether two plain numbers are the same answer.
 
     A percent sign on both sides or on neither changes nothing; on one side only, p% stands for both p and p/100, since a
     question "how many percent" has the answer 50, 50% or 0.5.
@@ -126,25 +126,25 @@ def _rounds_to(exact: PlainNumber, rounded: PlainNumber) -> bool:
     return round(exact.value, rounded.decimals) == rounded.value
 
 
-def _value(found: dict[str, str]) -> tuple[Fraction | None, int]:
-    """The unsigned value and the number of decimal places, from the groups of one of the forms."""
-    if "decimal" in found:
-        exponent = int(found.get("e") or found.get("t") or 0)
-        whole, _, part = found["decimal"].partition(".")
+def _value(groups: dict[str, str]) -> tuple[Fraction | None, int]:
+    """Return the unsigned value and the number of decimal places, from the groups of one of the forms."""
+    if "decimal" in groups:
+        exponent = int(groups.get("e") or groups.get("t") or 0)
+        whole, _, part = groups["decimal"].partition(".")
         places = len(part)
         value = Fraction(int(whole + part), 10**places)
         if exponent:
             value *= Fraction(10) ** exponent
         return value, max(0, places - exponent) if places else 0
-    if "power" in found:
-        return Fraction(10) ** int(found["power"]), 0
-    if "repeat" in found:
-        lead, repeat = found["lead"], found["repeat"]
+    if "power" in groups:
+        return Fraction(10) ** int(groups["power"]), 0
+    if "repeat" in groups:
+        lead, repeat = groups["lead"], groups["repeat"]
         places = len(lead.partition(".")[2])
         period = Fraction(int(repeat), (10 ** len(repeat) - 1) * 10**places)
         return Fraction(("0" + lead).rstrip(".")) + period, 0
-    numerator = int(found.get("n") or found["n1"])
-    denominator = int(found.get("d") or found["d1"])
-    if denominator == 0 or ("whole" in found and numerator < 0):
+    numerator = int(groups.get("n") or groups["n1"])
+    denominator = int(groups.get("d") or groups["d1"])
+    if denominator == 0 or ("whole" in groups and numerator < 0):
         return None, 0
-    return int(found.get("whole", 0)) + Fraction(numerator, denominator), 0
+    return int(groups.get("whole", 0)) + Fraction(numerator, denominator), 0

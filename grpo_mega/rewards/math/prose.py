@@ -1,20 +1,46 @@
-"""The answer that a text states: the last one announced, else the last one in bold, else the last expression.
+"""Find the answer that a text states: the last one announced, else the last one in bold, else the last expression.
 
 `read_passage` reads the conclusion of a response, `read_marked` the content of a tag, a box or a `####` line that holds more
 than an expression. Both return text for `normalize.normalize_answer`, or None. "The answer is 16 students out of 20" announces
-16: the first expression counts after an announcement, the last one elsewhere. Nothing that the text denies ("not 5", "more than
-5") is an answer, and a text that gives two answers ("6 or 9", "2 hours and 30 minutes") keeps both. Only the last TAIL
-characters are looked at, so that time is bounded.
+16: the first expression counts after an announcement, the last one elsewhere. An expression that the text denies ("not 5",
+"more than 5") is no answer, and a text that gives two answers ("6 or 9", "2 hours and 30 minutes") keeps both. Only the last
+TAIL characters are read, so that time is bounded.
+
+`plain` removes the marks of Markdown and chat templates first: emphasis (bold, italic, code), tokens such as <|im_end|>, and
+characters without width. Full-width characters become ASCII, and a line separator of Unicode becomes a newline. Stars between
+operands stay: 2**10 is a power, 3*4 a product.
 """
 
 import re
-
-from grpo_mega.rewards.math.markup import CJK, plain
 
 TAIL = 2000  # characters from the end in which an answer is looked for; a longer answer is none
 MAX_PHRASE_WORDS = 5  # a text without any number or formula is an answer itself only up to this length
 MAX_ANNOUNCED, MAX_CLAUSE = 8, 400  # announcements that are tried, the last one first, and characters of each
 MAX_TITLE = 20  # characters before "answer" in a heading
+
+_CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"  # the inside of a regex's character class
+
+_PLAIN = str.maketrans(
+    {
+        **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # full-width forms of ASCII
+        **dict.fromkeys("\u2028\u2029\u0085", "\n"),
+        **dict.fromkeys("\u200b\u2060\ufeff`"),
+        "\u3000": " ",
+        "。": ". ",
+        "、": ", ",
+        "−": "-",  # noqa: RUF001
+    }
+)
+_MARKUP = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"<\|[^|<>\s]{1,40}\|>|</?answer>", " "),
+        (r"(?<![0-9A-Za-z)}\]])\*\*\*?(?! )|(?<! )\*?\*\*(?![0-9A-Za-z(\\-])", ""),
+        (r"(?<![0-9A-Za-z)}\]*^_{])\*([^\s*](?:[^*\n]{0,200}[^\s*])?)\*(?![0-9A-Za-z*({])", r"\1"),
+        (r"(?<!\w)__(?=\S)|(?<=\S)__(?!\w)", ""),
+        (r"(?<![\d)] )\b(?:minus|negative|Minus|Negative) (?=[\d$\\(.])", "-"),
+    )
+)
 
 _FUNCTION = re.compile(
     "and|or|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|sqrt|inf|infinity|mod|gcd|lcm|max|min|pi", re.IGNORECASE
@@ -42,7 +68,7 @@ _COMPOUND = re.compile(r"\s*[A-Za-z]+,?\s+(?:and|or|to)\s+[$€£]?\d|\s*(?:to|t
 
 _LETTER = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f"
 _WORD = re.compile(
-    rf"(?<![{_LETTER}\\])(?:[{_LETTER}]{{3,}}|(?i:it|is|so|we|he|be|of|by|at|on|as)(?![{_LETTER}]))|[{CJK}]+|[\u0400-\u04ff]{{2,}}"
+    rf"(?<![{_LETTER}\\])(?:[{_LETTER}]{{3,}}|(?i:it|is|so|we|he|be|of|by|at|on|as)(?![{_LETTER}]))|[{_CJK}]+|[\u0400-\u04ff]{{2,}}"
 )
 _BESIDE = frozenset("$%.,:;}")  # what ends the formula or the clause before a word
 _COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+")
@@ -59,8 +85,8 @@ _ANNOUNCED = re.compile(
 _SOUGHT = re.compile(r"\b(?:find|get|check|verify|compute|calculate|determine|obtain|reach|round|simplify|write)\b[^.:]*$")
 _REASON = re.compile(  # what begins an explanation after an answer
     r"[,;]? (?=(?:because|since|as|for|given|when|if)\b)"
-    rf"|, ?(?=(?!and\b|or\b)(?:[a-z]{{3,}}|[{CJK}]))"
-    rf"|(?<=\S) ?(?=\([^()]*(?:[A-Za-z]{{3}}|=|[{CJK}]))"
+    rf"|, ?(?=(?!and\b|or\b)(?:[a-z]{{3,}}|[{_CJK}]))"
+    rf"|(?<=\S) ?(?=\([^()]*(?:[A-Za-z]{{3}}|=|[{_CJK}]))"
 )
 _NAME = re.compile(r"[A-Za-z]{3,}(?=, \d)")  # Monday, 3 days after Friday
 _OFFER = re.compile(  # what chat models end with
@@ -85,7 +111,7 @@ _DENIED = re.compile(
     r"(?: (?:be|equal|to|just|simply|the|a|all|exactly))*[ $*]*$"
 )
 _DENIED_CHARS = 40
-_REMARK = re.compile(rf"\((?=[^()]*(?:[A-Za-z]{{3}}|[{CJK}]))[^()\n]*\)")
+_REMARK = re.compile(rf"\((?=[^()]*(?:[A-Za-z]{{3}}|[{_CJK}]))[^()\n]*\)")
 _NO_ANSWER = re.compile(
     r"(?:wrong|incorrect|correct|right|as follows|below|above|found|clear|the following|obtained|therefore|unknown)\b",
     re.IGNORECASE,
@@ -93,6 +119,14 @@ _NO_ANSWER = re.compile(
 
 _EMPHASIS = re.compile(r"(?<![\w)}\]*])\*{1,2}([^\s*][^*\n]*)\*{1,2}(?![\w(*])")
 _LIST_MARKER = re.compile(r"\d+[.)]")
+
+
+def plain(text: str) -> str:
+    """Return `text` without the marks of Markdown and chat templates, stripped."""
+    text = text.translate(_PLAIN)
+    for pattern, replacement in _MARKUP:
+        text = pattern.sub(replacement, text)
+    return text.strip()
 
 
 def read_passage(text: str) -> str | None:
@@ -109,7 +143,7 @@ def read_passage(text: str) -> str | None:
 
 
 def read_marked(text: str) -> str | None:
-    """Return the answer in a text that is marked as one: of a single sentence what it begins with, if that is an expression."""
+    """Return the answer in a text that is marked as one: of a single sentence the expression that it begins with, if any."""
     text = plain(text[-TAIL:])
     if not is_prose(text):
         return text or None
@@ -141,7 +175,7 @@ def is_prose(text: str) -> bool:
 
 
 def _announced(text: str, bold: str | None = None) -> str | None:
-    """Return what follows the last "the answer is", "Answer:" or heading "Answer" that is followed by an answer.
+    """Return the answer after the last "the answer is", "Answer:" or heading "Answer" that is followed by one.
 
     Where that begins with words, an expression in `bold` says which of the expressions after them it is.
     """
@@ -164,7 +198,7 @@ def _read_clause(clause: str) -> str | None:
 
 
 def _read_start(clause: str) -> str | None:
-    """The expression, choice or phrase that a clause begins with."""
+    """Return the expression, choice or phrase that a clause begins with."""
     filler = _FILLER.match(clause)
     clause = clause[filler.end() if filler else 0 :].rstrip(" .!?,;:")
     if choice := _CHOICE.match(clause):
@@ -181,7 +215,7 @@ def _read_start(clause: str) -> str | None:
 
 
 def _leading(clause: str) -> str | None:
-    """The expressions that the clause begins with: "3, 5 and 7", of "2 * 8 = 16" the 16; the whole clause if units join two."""
+    """Return the expressions that begin the clause: "3, 5 and 7", of "2 * 8 = 16" the 16; all of it if units join two."""
     items: list[str] = []
     end = position = 0
     while item := _FORMULA.match(clause, position) or _EXPRESSION.match(clause, position):
@@ -200,7 +234,7 @@ def _leading(clause: str) -> str | None:
 
 
 def _emphasized(text: str) -> str | None:
-    """The expression in bold in the last line, if there is one and only one."""
+    """Return the expression in bold in the last line, if there is one and only one."""
     line = text.rstrip().rpartition("\n")[2]
     found = [plain(bold) for bold in _EMPHASIS.findall(line) if not _LIST_MARKER.fullmatch(bold.strip())]
     answers = [
@@ -215,7 +249,7 @@ def _chosen(text: str) -> str | None:
 
 
 def _last_expression(text: str) -> str | None:
-    """The last formula, or the last number or expression after it, that the text neither denies nor has in a remark alone."""
+    """Return the last formula, or the last number or expression after it; but none that is denied, or in a remark alone."""
     formulas = [match for match in _FORMULA.finditer(text) if match[match.lastgroup or 0].strip()]
     start = formulas[-1].end() if formulas else 0
     end = len(text)
@@ -242,7 +276,7 @@ def _last_stated(text: str, found: list[re.Match[str]]) -> str | None:
 
 
 def _phrase(text: str) -> str | None:
-    """A few words without a number."""
+    """Return the text if it is a few words without a number."""
     text = text.strip(" .!?")
     is_short = 0 < len(text.split()) <= MAX_PHRASE_WORDS
     return text if is_short and not re.search(r"\d", text) and not _NO_ANSWER.match(text) else None

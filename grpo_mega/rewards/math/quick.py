@@ -1,7 +1,7 @@
-"""The accuracy reward's exact path: which verdicts need no math-verify, and what the others depend on.
+"""The accuracy reward's exact path: verdicts that need no math-verify, and the texts on which the others depend.
 
-`read` gives a text's normalized answer; `judge` the Score of one against a gold one where exact arithmetic and text decide,
-else None. `accuracy` begins with them, so that a verdict is the same wherever it is found. `quick` is for the process that
+`read` returns a text's normalized answer; `judge` the Score of one against a gold one where exact arithmetic and text decide,
+else None. `accuracy` begins with them, so that a verdict does not depend on where it is made. `quick` is for the process that
 runs the training: it looks at short answers only, so that no regex or number can take long, and imports no math-verify.
 """
 
@@ -29,9 +29,10 @@ _PHRASE = re.compile(r".*[A-Za-z]{4}|.*[A-Za-z] +[A-Za-z]")
 
 
 def quick(response: str, answer: str) -> tuple[Score | None, tuple[str, str] | None]:
-    """(the Score, if it is found at once; else the normalized gold answer and answer, on which alone it depends, if short).
+    """Return (the Score, None) if that is clear at once, else (None, the normalized gold answer and answer, on which alone it
+    depends, if they are short).
 
-    Takes time linear in the texts' lengths and some dozen microseconds for the answers in them, whatever they hold.
+    It takes time linear in the texts' lengths and some dozen microseconds for the answers in them, whatever they hold.
     """
     try:
         gold, text = _read_gold(answer), _read_if_short(response)
@@ -44,13 +45,13 @@ def quick(response: str, answer: str) -> tuple[Score | None, tuple[str, str] | N
 
 
 def read(text: str) -> str:
-    """The normalized answer of a response or of a gold answer; "" if it has none."""
+    """Return the normalized answer of a response or of a gold answer; "" if it has none."""
     return _normalize(*locate_answer(text))
 
 
 def without_choices(gold: str, text: str) -> tuple[str, str]:
-    """Return what of two normalized answers is compared: of "(C) 12" the letter where the other one is a letter, or if both
-    have letters that differ; else the value."""
+    """Return the parts of two normalized answers that are compared: of "(C) 12" the letter where the other one is a letter, or
+    if both have letters that differ; else the value."""
     if not (_CHOICE.fullmatch(gold) or _CHOICE.fullmatch(text)):
         return gold, text
     (gold_letter, gold_value), (letter, value) = _choice(gold), _choice(text)
@@ -60,13 +61,13 @@ def without_choices(gold: str, text: str) -> tuple[str, str]:
 
 
 def is_plain(gold: str) -> bool:
-    """Whether a normalized answer is one that can be read without math-verify."""
+    """Return whether a normalized answer can be read without math-verify."""
     return bool(parse_number(gold) or parse_list(gold) or _TIME.fullmatch(gold) or _is_phrase(gold))
 
 
 @lru_cache(maxsize=1024)
 def judge(gold: str, text: str) -> Score | None:
-    """The Score of a normalized answer against a normalized gold one; None if it takes math-verify to say."""
+    """Return the Score of a normalized answer against a normalized gold one; None if it takes math-verify to tell."""
     if not gold:
         return GOLD_UNPARSABLE
     if not is_plain(gold):
@@ -80,7 +81,7 @@ def judge(gold: str, text: str) -> Score | None:
 
 
 def compare(gold: str, text: str) -> bool | None:
-    """Whether two normalized answers, neither of them empty, are the same; None if it takes math-verify to say."""
+    """Return whether two normalized answers, neither of them empty, are the same; None if it takes math-verify to tell."""
     if text == gold:
         return True
     if _TIME.fullmatch(gold) and _TIME.fullmatch(text):
@@ -107,7 +108,7 @@ def compare(gold: str, text: str) -> bool | None:
 
 
 def right_side(gold: str, text: str) -> str:
-    """What of `text` is compared with a gold answer: all, but of "x = 9*2 = 18" the 18 unless the gold one is an equation."""
+    """Return the part of `text` that is compared: all, but of "x = 9*2 = 18" the 18 unless the gold answer is an equation."""
     if _EQUALS.search(gold) or _LIST.search(text):
         return text
     return normalize_answer(_EQUALS.split(text)[-1])
@@ -125,7 +126,7 @@ def _is_contradiction(gold: str, text: str) -> bool:
 
 
 def _choice(text: str) -> tuple[str, str]:
-    """The letter and the value of "(C) 12"; of a letter alone that, and no value; else neither."""
+    """Return the letter and the value of "(C) 12"; for a letter alone that, and no value; else neither."""
     if match := _CHOICE.fullmatch(text):
         return match[1], match[2]
     return (text.upper() if len(text) == 1 and text.upper() in "ABCDEFGHIJ" else ""), ""
@@ -152,7 +153,7 @@ def _is_phrase(text: str) -> bool:
 
 
 def _same_time(gold: str, response: str) -> bool:
-    """Hours and minutes agree; am or pm must agree if the gold answer says which."""
+    """Return whether hours and minutes agree, and am or pm if the gold answer says which."""
     gold_match, match = _TIME.fullmatch(gold), _TIME.fullmatch(response)
     assert gold_match and match
     if (int(gold_match[1]), gold_match[2]) != (int(match[1]), match[2]):

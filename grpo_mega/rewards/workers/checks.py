@@ -1,4 +1,4 @@
-"""The pool's queue of checks: which samples wait for which, and what the accuracy reward's verdicts have been so far.
+"""The pool's queue of checks: which samples wait for which check, and the verdicts of the accuracy reward so far.
 
 Invariants: of two checks with the same texts one is queued or under way at a time; a check in the queue has samples. Not for
 several threads at once: the pool's lock guards it.
@@ -17,7 +17,7 @@ Texts = tuple[str, str]  # the normalized gold answer and answer, on which alone
 
 @dataclass(eq=False)
 class Check:
-    """One function on the samples that it must give the same score: one, unless `texts` says what that depends on."""
+    """One function on the samples that must get the same score: one, unless `texts` are those on which it depends."""
 
     name: str
     keys: list[Hashable]
@@ -30,17 +30,17 @@ class Checks:
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._queue: deque[Check] = deque()
         self._shared: dict[Texts, Check] = {}  # queued or under way
-        self._verdicts: OrderedDict[Texts, Score] = OrderedDict()  # those asked for last are last
+        self._verdicts: OrderedDict[Texts, Score] = OrderedDict()  # the most recently used ones are last
         self._capacity = capacity
 
     def known(self, texts: Texts) -> Score | None:
-        """The Score that was found for these texts, if it is remembered."""
+        """Return the Score of these texts, if it is remembered."""
         if texts in self._verdicts:
             self._verdicts.move_to_end(texts)
         return self._verdicts.get(texts)
 
     def add(self, check: Check) -> None:
-        """Queues a check, or has its samples wait for one with the same texts."""
+        """Queue a check, or have its samples wait for one with the same texts."""
         if check.texts is not None:
             like_it = self._shared.setdefault(check.texts, check)
             if like_it is not check:
@@ -49,12 +49,12 @@ class Checks:
         self._queue.append(check)
 
     def next(self) -> Check | None:
-        """The check to begin with now."""
+        """Return the check to begin with now; None if none waits."""
         return self._queue.popleft() if self._queue else None
 
     def finish(self, check: Check, score: Score | None) -> list[Hashable]:
-        """The samples that have an outcome by this check's end: with the function's own `score` all of them, and it is
-        remembered; with None (it hung, crashed or raised) the first alone, and the others are queued again."""
+        """Return the samples that have an outcome now that this check has ended. With the function's own `score` these are all
+        its samples, and it is remembered; with None (it hung, crashed or raised) only the first, and the others wait again."""
         if check.texts is not None:
             if self._shared.get(check.texts) is check:
                 del self._shared[check.texts]
@@ -66,7 +66,7 @@ class Checks:
         return done
 
     def forget(self, keys: Collection[Hashable]) -> None:
-        """No check is done for these samples alone any more."""
+        """Drop the checks for which no other samples than these wait."""
         for check in (*self._queue, *self._shared.values()):
             check.keys = [key for key in check.keys if key not in keys]
         self._queue = deque(check for check in self._queue if check.keys)

@@ -73,7 +73,7 @@ class Job:
         if "reward_model" in functions and not self.is_replacement:  # a server that restarts must not end the run
             from grpo_mega.rewards.reward_model import check_reachable
 
-            check_reachable(functions["reward_model"])
+            check_reachable(self.functions["reward_model"])
         return functions
 
 
