@@ -1,4 +1,4 @@
-"""The cards and the assumptions: every number of the planner that is neither the config's nor the model's stands here.
+"""Cards and assumptions: every number of the planner that comes from neither the config nor the model.
 
 Peaks are the makers' data sheets (dense, without sparsity). The assumptions are judgements; `--explain` lists them.
 """
@@ -21,7 +21,7 @@ class Card:
     memory_gib: float  # as CUDA reports it, which is less than what is sold
     bf16_flops: float
     fp8_flops: float  # 0: it has none
-    hbm_bytes: float  # a second
+    hbm_bytes: float  # per second
     nvlink_bytes: float
     network_bytes: float  # between nodes
     host_bytes: float  # to host memory
@@ -85,6 +85,7 @@ class Assumptions:
     step_overhead_s: float = _assume(2.0, "a step's remainder: rewards still under way, packing, logs, sleeping and waking")
 
     def rows(self) -> Iterator[tuple[str, float, str]]:
+        """Yield each assumption's name, value and reason."""
         for one in fields(self):
             yield one.name, getattr(self, one.name), one.metadata["why"]
 

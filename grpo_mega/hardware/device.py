@@ -1,4 +1,4 @@
-"""CPU or CUDA: the one place that asks which, so that the same code runs on a laptop and on 64 GPUs; and its memory."""
+"""The device, CPU or CUDA, and its memory: the only module that asks which, so that the same code runs on 1 CPU and 64 GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Device:
 
     @property
     def backend(self) -> str:
-        """The process group's backend. On GPUs gloo serves what is exchanged as host tensors."""
+        """Return the process group's backend. On GPUs gloo exchanges host tensors."""
         return "gloo" if self.type == "cpu" else "cpu:gloo,cuda:nccl"
 
     @property
@@ -33,12 +33,12 @@ class Device:
 
     @property
     def name(self) -> str:
-        """Return what a message calls it."""
+        """Return the name for messages."""
         return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else "a CPU"
 
 
 class PeakMemory:
-    """The most memory held since it was last asked: tensors' on a GPU, this process's resident memory on a CPU."""
+    """The most memory held since the last `take`: tensors' on a GPU, this process's resident memory on a CPU."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -46,7 +46,7 @@ class PeakMemory:
         self.take()
 
     def take(self) -> int:
-        """Bytes. From now on the peak is counted anew."""
+        """Return the peak in bytes, and reset it."""
         if self._device.is_cuda:
             device = self._device.torch_device
             self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(device))
@@ -61,7 +61,7 @@ class PeakMemory:
 
 
 def select(choice: Literal["auto", "cpu", "cuda"], local_rank: int) -> Device:
-    """The device of this rank. Raises ConfigError if CUDA is asked for and absent."""
+    """Return the device of this rank. Raise ConfigError if CUDA is asked for and absent."""
     has_cuda = torch.cuda.is_available()
     if choice == "cuda" and not has_cuda:
         raise ConfigError("device='cuda', but torch sees no GPU here; use device=auto or device=cpu")
@@ -71,7 +71,7 @@ def select(choice: Literal["auto", "cpu", "cuda"], local_rank: int) -> Device:
         return Device("cpu", torch.device("cpu"))
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}; start fewer ranks a node"
+            f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}; start fewer ranks per node"
         )
     torch.cuda.set_device(local_rank)
     return Device("cuda", torch.device("cuda", local_rank))

@@ -1,1 +1,1 @@
-"""What a run needs and how fast it will be, by arithmetic: no GPU, no torch, no other ranks. README.md says what is exact."""
+"""Memory, time and communication of a run by arithmetic: no GPU, no torch, no other ranks. README.md lists what is exact."""

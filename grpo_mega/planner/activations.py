@@ -31,7 +31,7 @@ class Activations:
 
     @property
     def kept(self) -> list[Figure]:
-        """What autograd keeps, at most."""
+        """Return what autograd keeps, at most."""
         return [self.saved, self.recomputed]
 
     @property

@@ -1,6 +1,6 @@
-"""A plan: whether a job will run, on which devices what sits, how much memory it takes and how long a step lasts.
+"""A plan: if a job will run, how ranks are placed, how much memory it takes and how long a step lasts.
 
-`make_plan` takes a config that breaks no rule (see legality.py) as a Setup. Everything is arithmetic on it.
+`make_plan` takes a config that breaks no rule (see validation/findings.py) as a Setup. Everything is arithmetic on it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Plan:
 
     @property
     def worst(self) -> StageMemory:
-        """The stage with the highest peak; while sampling all are alike, so then the one that trains with least room."""
+        """Return the stage with the highest peak; of equal ones, as while generating, that with least room in training."""
         return max(self.stages, key=lambda stage: (stage.peak.value, stage.totals["update"].value))
 
     @property
@@ -46,20 +46,20 @@ class Plan:
 
     @property
     def spare(self) -> float:
-        """Share of the device that the peak leaves free; negative where it does not fit."""
+        """Return the share of the device that the peak leaves free; negative where it does not fit."""
         return 1 - self.peak_gib / self.capacity_gib
 
     @property
     def shortfalls(self) -> list[str]:
-        """Why it does not run, though no rule is broken."""
-        found = [self.engine.shortfall] if self.engine.shortfall else []
+        """Return the reasons why it does not run, though no rule is broken."""
+        reasons = [self.engine.shortfall] if self.engine.shortfall else []
         if self.spare < 0:
             largest = max(self.worst.phases[self.worst.peak_phase], key=lambda figure: figure.value)
-            found.append(
+            reasons.append(
                 f"{self.worst.peak_phase} takes {self.peak_gib:.1f} GiB of {self.capacity_gib:.1f} on pipeline stage "
                 f"{self.worst.pp_rank}, most of it {largest.label} ({largest.gib:.1f} GiB)"
             )
-        return found
+        return reasons
 
     @property
     def fits(self) -> bool:
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def both_fit(self) -> bool:
-        """Whether sleep=auto will find after the first update that policy and engine need not take turns."""
+        """Return True if sleep=auto will find after the first update that policy and engine need not take turns."""
         engine = self.engine.weights.gib + self.engine.cache.gib + self.engine.extra.gib
         training = max(stage.totals["update"].gib for stage in self.stages)
         is_asked = self.setup.takes_turns and self.setup.config.rollout.sleep == "auto"
@@ -87,7 +87,7 @@ class Plan:
 
     @cached_property
     def sync_traffic(self) -> Traffic:
-        """What a sync moves between ranks, counted transfer by transfer."""
+        """Return what a sync moves between ranks, counted transfer by transfer."""
         return sync_traffic(self.setup)
 
 
@@ -112,5 +112,5 @@ def sync_traffic(setup: Setup) -> Traffic:
 
 
 def disk_bytes(plan: Plan) -> tuple[float, float]:
-    """(held at once: those kept and the one being written; what a save wants to find free)."""
+    """Return the bytes of the checkpoints kept and the one being written, and the free bytes that a save asks for."""
     return plan.checkpoint.value * (plan.setup.config.checkpoint.keep + 1), plan.checkpoint.value

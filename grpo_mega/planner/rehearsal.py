@@ -1,9 +1,9 @@
-"""The plan's arithmetic beside what real Megatron does on chosen ranks of the layout, without the other ranks or a GPU.
+"""Compares the plan's arithmetic with real Megatron on chosen ranks of the layout, without the other ranks or a GPU.
 
 Each rank is built and run by `grpo_mega.megatron.rehearsal`, in a process that takes no memory for tensors. Compared are
 parameters, buffers, communication by kind and what autograd keeps, for a few micro-batches of full length. It proves the
-formulas of Megatron's local layers; those of Transformer Engine's layers stay unproven, and a mixture cannot be rehearsed:
-where its tokens go depends on their values.
+formulas of Megatron's local layers; those of Transformer Engine's layers stay unproven, and an MoE model cannot be
+rehearsed: the experts that its tokens go to depend on their values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Relative to what was rehearsed."""
+        """Return the difference relative to the rehearsed number."""
         return abs(self.planned - self.rehearsed) / max(abs(self.rehearsed), 1.0)
 
     @property
@@ -48,14 +48,14 @@ class Comparison:
 
 
 def default_ranks(setup: Setup) -> list[int]:
-    """One of the first pipeline stage, one of the middle and one of the last."""
+    """Return a rank of the first pipeline stage, of the middle one and of the last."""
     stages = sorted({0, setup.layout.pp // 2, setup.layout.pp - 1})
     places = {setup.layout.place(rank): rank for rank in range(setup.world_size)}
     return [places[0, stage, 0] for stage in stages]
 
 
 def rehearse(setups: Sequence[tuple[Setup, Sequence[int]]], fields: Mapping[str, Any]) -> list[list[Comparison]]:
-    """Of each setup the comparisons of its ranks. `fields`: of the model's config.json. Raises ConfigError or PlanError."""
+    """Return the comparisons of each setup's ranks; `fields` are the model's config.json. Raise ConfigError or PlanError."""
     local = [(_local(setup), ranks) for setup, ranks in setups]
     requests = [request_of(setup, rank, fields) for setup, ranks in local for rank in ranks]
     process = subprocess.run(
@@ -73,13 +73,13 @@ def rehearse(setups: Sequence[tuple[Setup, Sequence[int]]], fields: Mapping[str,
 
 
 def _local(setup: Setup) -> Setup:
-    """With Megatron's local layers, and nothing that needs Transformer Engine."""
+    """Return the setup with Megatron's local layers, and nothing that needs Transformer Engine."""
     config = setup.config.model_copy(update={"precision": PrecisionConfig(), "optimizer": OptimizerConfig()})
     return replace(setup, config=config, uses_te=False)
 
 
 def request_of(setup: Setup, rank: int, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what rehearse_rank is asked for a rank. Raises ConfigError for what cannot be rehearsed."""
+    """Return the request to megatron/rehearsal.py for a rank. Raise ConfigError for what cannot be rehearsed."""
     if setup.shape.num_experts:
         raise ConfigError(f"--rehearse: where tokens of {setup.shape.model_type} go depends on their values; plan without it")
     if not 0 <= rank < setup.world_size:
@@ -98,7 +98,7 @@ def request_of(setup: Setup, rank: int, fields: Mapping[str, Any]) -> dict[str, 
 
 
 def num_batches(setup: Setup) -> int:
-    """Enough to fill the pipeline."""
+    """Return enough micro-batches to fill the pipeline."""
     return 2 * setup.layout.pp
 
 
@@ -125,7 +125,7 @@ def _compare(setup: Setup, rank: int, found: Mapping[str, Any]) -> Iterator[Comp
 
 
 def _sent(setup: Setup, kind: str, figure: Figure, pp_rank: int) -> float:
-    """What the plan's formula gives for the micro-batches of a rehearsal on this stage."""
+    """Return what the plan's formula gives for the micro-batches of a rehearsal on this stage."""
     layout = setup.layout
     tokens = setup.micro_batch_tokens * num_batches(setup)
     once: dict[str, Number] = {"tokens": tokens, "updates": 1, "forwards": 0, "optimizer_steps": 1}
@@ -140,7 +140,7 @@ def _sent(setup: Setup, kind: str, figure: Figure, pp_rank: int) -> float:
 
 
 def render(setup: Setup, comparisons: Sequence[Comparison]) -> str:
-    """For a terminal of 100 columns."""
+    """Return the comparisons as a table for a terminal of 100 columns."""
     lines = [
         f"Rehearsal ({num_batches(setup)} micro-batches of {setup.micro_batch_tokens:,} tokens, Megatron's local layers)",
         f"  {'rank':>4}  {'':26}{'planned':>18}{'rehearsed':>18}{'off by':>9}",

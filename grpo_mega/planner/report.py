@@ -1,4 +1,4 @@
-"""A plan as JSON: what scripts ask first at the top level, then every figure with its formula and inputs."""
+"""A plan as JSON: the fields that scripts need most at the top level, then every figure with its formula and inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_mega.validation.findings import Findings
 def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) -> dict[str, Any]:
     setup, layout = plan.setup, plan.setup.layout
     kept, asked = disk_bytes(plan)
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "fits": plan.fits,
         "peak_gib": round(plan.peak_gib, 3),
         "capacity_gib": plan.capacity_gib,
@@ -66,12 +66,12 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
         "assumptions": {name: {"value": value, "why": why} for name, value, why in setup.assumed.rows()},
     }
     if options is not None:
-        found["suggestions"] = [_option(option) for option in options]
-    return found
+        report["suggestions"] = [_option(option) for option in options]
+    return report
 
 
 def refusal(gpu: str, violations: Sequence[str], notes: Sequence[str]) -> dict[str, Any]:
-    """The JSON for a config that breaks a rule: there is nothing to plan."""
+    """Return the JSON for a config that breaks a rule, for which there is no plan."""
     return {
         "fits": False,
         "peak_gib": None,
@@ -85,7 +85,7 @@ def refusal(gpu: str, violations: Sequence[str], notes: Sequence[str]) -> dict[s
 
 
 def sections(plan: Plan) -> Iterator[tuple[str, list[Figure]]]:
-    """All figures, by section; those of memory are of the stage with the highest peak."""
+    """Yield all figures by section; those of memory are of the stage with the highest peak."""
     yield "batch", plan.batch.figures
     for phase, parts in plan.worst.phases.items():
         yield f"memory, {phase}", [*parts, plan.worst.totals[phase]]

@@ -52,7 +52,7 @@ class Storage:
     is_overlapped: bool  # layout.overlap_grad_reduce: buckets
     master_bytes: int  # of an element's fp32 master; 0: the weights themselves
     moment_bytes: int  # of both moments of an element
-    fp8_layers: range | None = None  # whose linear layers are kept in FP8
+    fp8_layers: range | None = None  # those with linear layers kept in FP8
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape) -> Storage:
@@ -99,16 +99,16 @@ class State:
 
     @property
     def weights(self) -> int:
-        """Bytes."""
+        """Return the bytes of the weights."""
         return self.elements * self.itemsize + self.fp8_elements
 
     @property
     def gradients(self) -> int:
-        """Bytes."""
+        """Return the bytes of the fp32 gradients."""
         return (self.elements + self.fp8_elements) * FP32
 
     def optimizer(self, dp_rank: int) -> int:
-        """Bytes of masters and moments, once Adam has made them."""
+        """Return the bytes of masters and moments, once Adam has made them."""
         return self.optimizer_elements[dp_rank] * (self.master_bytes + self.moment_bytes)
 
     @property
@@ -120,7 +120,7 @@ class State:
 def stage_state(
     family: Family, shape: ModelShape, layout: MegatronLayout, pp_rank: int, storage: Storage, fused_norms: bool
 ) -> State:
-    """What each rank of a stage holds."""
+    """Return what each rank of a stage holds."""
     rank = next(r for r in range(layout.world_size) if layout.place(r) == (0, pp_rank, 0))
     chunks = chunk_parameters(family, shape, layout, rank, fused_norms=fused_norms)
     buffers = [b for i, chunk in enumerate(chunks) for b in _buffers(chunk, layout, storage, has_buckets=i + pp_rank == 0)]
@@ -142,7 +142,7 @@ def stage_state(
 def chunk_parameters(
     family: Family, shape: ModelShape, layout: MegatronLayout, rank: int, *, fused_norms: bool
 ) -> list[list[Parameter]]:
-    """By chunk, a rank's parameters in the order of Megatron's modules."""
+    """Return a rank's parameters, chunk by chunk, in the order of Megatron's modules."""
     chunks: list[list[tuple[tuple[int, ...], Parameter]]] = [[] for _ in range(layout.vpp)]
     for block in megatron_blocks(family, shape, layout, rank, fused_norms=fused_norms):
         for name, tensor in block.tensors.items():
@@ -153,7 +153,7 @@ def chunk_parameters(
 
 
 def buffer_of(parameters: Sequence[Parameter], dp_size: int, bucket_size: int | None, *, is_fp8: bool = False) -> Buffer:
-    """Megatron's arithmetic of one buffer (_ParamAndGradBuffer), and what each rank's optimizer holds of it."""
+    """Lay out one buffer as Megatron does (_ParamAndGradBuffer), with what each rank's optimizer holds of it."""
     end_multiple = math.lcm(dp_size, END_MULTIPLE)
     shares = [0] * dp_size
     begin = position = 0  # of the bucket, and of what is laid
@@ -186,7 +186,7 @@ def buffer_of(parameters: Sequence[Parameter], dp_size: int, bucket_size: int | 
 def _buffers(
     parameters: Sequence[Parameter], layout: MegatronLayout, storage: Storage, *, has_buckets: bool
 ) -> Iterator[Buffer]:
-    """Of one chunk; only the first chunk of the first stage is cut into buckets."""
+    """Yield one chunk's buffers; only the first chunk of the first stage is cut into buckets."""
     bucket_size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * layout.dp) if storage.is_overlapped and has_buckets else None
     for is_spread in (False, True):
         for is_fp8 in (False, True):
@@ -204,7 +204,7 @@ def _is_fp8(parameter: Parameter, storage: Storage) -> bool:
 def _repeated(
     block: Block, name: str, size: int, shape: ModelShape, layout: MegatronLayout
 ) -> Iterator[tuple[tuple[int, ...], Parameter]]:
-    """The parameters that a block's tensor stands for, each with its place among the chunk's."""
+    """Yield the parameters that a block's tensor stands for, each with its place among the chunk's."""
     order = next(i for i, part in enumerate(_ORDER) if part in name)
     is_alone = shape.tied and layout.pp > 1 and ("embedding." in name or "output_layer" in name)
     is_spread = block.kind == "expert" and layout.ep > 1

@@ -25,7 +25,7 @@ class Option:
 
     @property
     def flags(self) -> str:
-        """As the command line takes them; empty for the config as it is."""
+        """Return the changes as the command line takes them; empty for the config as it is."""
         return " ".join(f"--set {key}={_text(value)}" for key, value in self.changes.items())
 
     @property
@@ -34,14 +34,14 @@ class Option:
 
 
 def suggest(setup: Setup, count: int = 5) -> list[Option]:
-    """The fastest layouts of all that leave plan.MARGIN free, best first; of equal ones that with the fewest cuts."""
-    found = [option for option in _options(setup, _layouts(setup)) if option.plan.fits and not option.plan.is_tight]
-    found.sort(key=lambda option: (-round(option.rate, 2), option.plan.setup.layout.pp, option.plan.setup.layout.tp))
-    return found[:count]
+    """Return the fastest layouts that leave plan.MARGIN free, best first; of equal ones those with the fewest cuts."""
+    options = [option for option in _options(setup, _layouts(setup)) if option.plan.fits and not option.plan.is_tight]
+    options.sort(key=lambda option: (-round(option.rate, 2), option.plan.setup.layout.pp, option.plan.setup.layout.tp))
+    return options[:count]
 
 
 def first_changes(plan: Plan, count: int = 3) -> list[Option]:
-    """Single changes: those that make it fit with plan.MARGIN free where it does not, else those that make it faster."""
+    """Return single changes: those that make it fit with plan.MARGIN free where it does not, else those that make it faster."""
     options = [option for option in _options(plan.setup, _single_changes(plan.setup)) if option.plan.fits]
     own = plan.timing.tokens_per_second_per_gpu.value
     if plan.fits and not plan.is_tight:
@@ -54,7 +54,7 @@ def first_changes(plan: Plan, count: int = 3) -> list[Option]:
 
 
 def changed(config: Config, changes: Changes) -> Config | None:
-    """The config with these values; None if it is not one."""
+    """Return the config with these values; None if they contradict one another."""
     raw = config.model_dump(mode="json")
     for key, value in changes.items():
         node = raw
@@ -79,7 +79,7 @@ def _options(setup: Setup, candidates: Iterable[Changes]) -> Iterator[Option]:
 
 
 def _layouts(setup: Setup) -> Iterator[Changes]:
-    """All that the world and the node admit. Tensor parallelism stays within a node."""
+    """Yield all layouts that the world size and the node admit; tensor parallelism stays within a node."""
     shape, world = setup.shape, setup.world_size
     node = _divisors(setup.ranks_per_node)
     served = node if setup.is_served else [1]

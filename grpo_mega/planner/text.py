@@ -38,7 +38,7 @@ def render(plan: Plan, findings: Findings, options: Sequence[Option] | None, *, 
 
 
 def violations(findings: Findings) -> str:
-    """What to mend before there is anything to plan."""
+    """Return the text for a config that breaks rules, for which there is no plan."""
     count = len(findings.violations)
     lines = [f"{count} rule{'s are' if count > 1 else ' is'} broken; training would refuse this config:"]
     return "\n".join([*lines, *_wrapped(findings.violations, "  - "), *_wrapped(findings.notes, "note: ")])
@@ -48,12 +48,12 @@ def _verdict(plan: Plan) -> str:
     setup, timing = plan.setup, plan.timing
     room = f"{plan.peak_gib:.1f} of {plan.capacity_gib:.1f} GiB at the peak ({plan.worst.peak_phase})"
     if plan.fits:
-        tight = f", less than the {MARGIN:.0%} that estimates want" if plan.is_tight else ""
+        tight = f", less than the {MARGIN:.0%} that estimates need" if plan.is_tight else ""
         answer = f"FITS with {plan.spare:.0%} to spare{tight}: {room}"
     else:
         answer = f"DOES NOT FIT: {'; '.join(plan.shortfalls)}"
     rate = timing.tokens_per_second_per_gpu.value
-    speed = f"A step takes about {_seconds(timing.step.value)}; {rate:,.0f} tokens a second a GPU."
+    speed = f"A step takes about {_seconds(timing.step.value)}; {rate:,.0f} tokens per second per GPU."
     title = f"{setup.shape.model_type}, {_billions(plan)} parameters, on {setup.world_size} x {setup.card.title}"
     return "\n".join([title, *_wrapped([answer]), speed])
 
@@ -69,15 +69,12 @@ def _placement(plan: Plan) -> list[str]:
     cuts += [f"ep={layout.ep}"] if setup.shape.num_experts else []
     cuts += ["sequence parallel"] if config.layout.sequence_parallel else []
     nodes = "1 node" if setup.num_nodes == 1 else f"{setup.num_nodes} nodes"
-    lines = [_head("Who sits where", f"{', '.join(cuts)}; {nodes} of {setup.ranks_per_node}, order {layout.order}")]
+    lines = [_head("Rank placement", f"{', '.join(cuts)}; {nodes} of {setup.ranks_per_node}, order {layout.order}")]
     for axis, name in (("tp", "tensor parallel"), ("pp", "pipeline"), ("dp", "data parallel"), ("ep", "experts")):
-        found = groups(layout, axis)
-        if len(found[0]) > 1:
-            first = _ranks(found[0])
-            lines.append(f"  {name:{_LABEL}}{len(found):>4} groups of {len(found[0]):<4} the first: ranks {first}")
-    sizes = [
-        "+".join(str(len(layout.layers_of(setup.shape.num_layers, p, c))) for c in range(layout.vpp)) for p in range(layout.pp)
-    ]
+        first, *others = groups(layout, axis)
+        if len(first) > 1:
+            lines.append(f"  {name:{_LABEL}}{len(others) + 1:>4} groups of {len(first):<4} the first: ranks {_ranks(first)}")
+    sizes = ["+".join(str(len(chunk)) for chunk in setup.chunks(pp_rank)) for pp_rank in range(layout.pp)]
     lines += _wrapped([f"{'layers by stage':{_LABEL}}{', '.join(sizes)}"], "  ")
     if setup.is_served:
         number, tp = setup.engine_layout.num_engines, config.rollout.tp
@@ -88,6 +85,10 @@ def _placement(plan: Plan) -> list[str]:
     return lines
 
 
+def _row(label: str, value: str, rest: str = "") -> str:
+    return f"  {label:{_LABEL}}{value:>10} {rest}".rstrip()
+
+
 def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and len({b - a for a, b in pairwise(ranks)}) == 1:
         step = ranks[1] - ranks[0]
@@ -96,17 +97,18 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _batch(plan: Plan) -> list[str]:
-    found, config, setup = plan.batch, plan.setup.config, plan.setup
-    budget = config.batch.tokens_per_micro_batch
+    b, setup, sizes, group = plan.batch, plan.setup, plan.setup.config.batch, plan.setup.config.algorithm.group_size
+    tokens = f"{b.tokens.value:,.0f}"
     return [
         _head("Batch", f"mean prompt {setup.mean_prompt:g}, mean response {setup.mean_response:g} tokens (assumed or given)"),
-        f"  {'samples a step':{_LABEL}}{found.samples.value:>10,} = {config.batch.prompts_per_step} prompts x "
-        f"{config.algorithm.group_size}; {found.tokens.value:,.0f} tokens",
-        f"  {'optimizer steps':{_LABEL}}{config.batch.optimizer_steps:>10,} = {config.batch.mini_batches} mini-batches x "
-        f"{config.batch.epochs} epochs",
-        f"  {'micro-batches a rank':{_LABEL}}{found.micro_batches.value:>10,} of up to {budget:,} tokens an optimizer step; at "
-        f"most {found.most_micro_batches.value:,}",
-        f"  {'pipeline bubble':{_LABEL}}{found.bubble.value:>10.0%}",
+        _row("samples per step", f"{b.samples.value:,}", f"= {sizes.prompts_per_step} prompts x {group}; {tokens} tokens"),
+        _row("optimizer steps", f"{sizes.optimizer_steps:,}", f"= {sizes.mini_batches} mini-batches x {sizes.epochs} epochs"),
+        _row(
+            "micro-batches per rank",
+            f"{b.micro_batches.value:,}",
+            f"of up to {sizes.tokens_per_micro_batch:,} tokens per optimizer step; at most {b.most_micro_batches.value:,}",
+        ),
+        _row("pipeline bubble", f"{b.bubble.value:.0%}"),
     ]
 
 
@@ -153,19 +155,22 @@ def _host(plan: Plan) -> list[str]:
     parts = ", ".join(f"{figure.label} {figure.gib:.0f}" for figure in host.pinned if figure.value)
     return [
         _head("Host and disk", ""),
-        f"  {'pinned a node':{_LABEL}}{host.pinned_total.gib:>10,.0f} GiB{f': {parts}' if parts else ''}",
-        f"  {'most a node':{_LABEL}}{host.peak.gib:>10,.0f} GiB, {host.saving.gib:,.0f} of it while a checkpoint is gathered",
-        *([f"  {'':{_LABEL}}           more than the {usual:,.0f} GiB of a usual node"] if host.peak.gib > usual else []),
-        f"  {'a checkpoint':{_LABEL}}{plan.checkpoint.value / 1e9:>10,.0f} GB; {kept / 1e9:,.0f} GB with the {config.keep} "
-        "kept and the one being written",
-        f"  {'free disk a save wants':{_LABEL}}{asked / 1e9:>10,.0f} GB",
+        _row("pinned per node", f"{host.pinned_total.gib:,.0f}", f"GiB{f': {parts}' if parts else ''}"),
+        _row("most per node", f"{host.peak.gib:,.0f}", f"GiB, {host.saving.gib:,.0f} of it while a checkpoint is gathered"),
+        *([_row("", "", f"more than the {usual:,.0f} GiB of a usual node")] if host.peak.gib > usual else []),
+        _row(
+            "a checkpoint",
+            f"{plan.checkpoint.value / 1e9:,.0f}",
+            f"GB; {kept / 1e9:,.0f} GB with the {config.keep} kept and the one being written",
+        ),
+        _row("free disk for a save", f"{asked / 1e9:,.0f}", "GB"),
     ]
 
 
 def _communication(plan: Plan) -> list[str]:
     if not plan.links:
         return []
-    lines = [_head("Communication a step", "sent by the busiest rank")]
+    lines = [_head("Communication per step", "sent by the busiest rank")]
     lines.append(f"  {'':{_LABEL}}{'GB':>10}{'seconds':>10}  {'link':10}groups across nodes")
     for link in plan.links:
         where = f"{link.num_crossing} of {link.num_groups}" if plan.setup.num_nodes > 1 else "one node"
@@ -188,14 +193,10 @@ def _time(plan: Plan) -> list[str]:
     for phase in timing.phases:
         if phase.value:
             share = phase.value / timing.step.value
-            lines.append(
-                f"  {phase.label:{_LABEL}}{_seconds(phase.value):>10}{share:>8.0%}  {'#' * round(40 * share)}".rstrip()
-            )
-    lines.append(f"  {'a step':{_LABEL}}{_seconds(timing.step.value):>10}")
-    lines.append(
-        f"  {'tokens a second a GPU':{_LABEL}}{timing.tokens_per_second_per_gpu.value:>10,.0f}        "
-        f"update at {timing.model_flops_share.value:.0%} of the bf16 peak"
-    )
+            lines.append(_row(phase.label, _seconds(phase.value), f"{share:>7.0%}  {'#' * round(40 * share)}"))
+    rate, share = timing.tokens_per_second_per_gpu.value, timing.model_flops_share.value
+    lines.append(_row("a step", _seconds(timing.step.value)))
+    lines.append(_row("tokens per second per GPU", f"{rate:,.0f}", f"       update at {share:.0%} of the bf16 peak"))
     return lines
 
 
@@ -205,8 +206,8 @@ def _changes(plan: Plan) -> list[str]:
         return [_head("What to change first", "no single change makes it fit; --suggest searches whole layouts")]
     if not options:
         return []
-    purpose = "what makes it faster" if plan.fits and not plan.is_tight else "what makes room"
-    return [_head("What to change first", f"single changes; {purpose}"), *_option_lines(options)]
+    purpose = "those that make it faster" if plan.fits and not plan.is_tight else "those that make room"
+    return [_head("What to change first", f"single changes, {purpose}"), *_option_lines(options)]
 
 
 def _suggestions(options: Sequence[Option]) -> list[str]:
@@ -219,7 +220,7 @@ def _option_lines(options: Iterable[Option]) -> Iterator[str]:
     for number, option in enumerate(options, 1):
         state = "fits" if option.plan.fits else "does not fit"
         yield (
-            f"  {number}. {option.rate:>8,.0f} tokens/s/GPU, {_seconds(option.plan.timing.step.value)} a step, "
+            f"  {number}. {option.rate:>8,.0f} tokens/s/GPU, {_seconds(option.plan.timing.step.value)} per step, "
             f"{option.plan.peak_gib:.1f} GiB, {option.plan.spare:.0%} to spare, {state}"
         )
         yield from textwrap.wrap(
@@ -244,7 +245,7 @@ def _explanation(plan: Plan) -> Iterator[list[str]]:
 
 
 def _assumptions(plan: Plan) -> list[str]:
-    lines = [_head("Assumptions", "planner/hardware.py")]
+    lines = [_head("Assumptions", "hardware/cards.py")]
     for name, value, why in plan.setup.assumed.rows():
         lines += _wrapped([f"{name:22} {value:<8g} {why}"], "  ")
     card = plan.setup.card
@@ -279,7 +280,7 @@ def _head(title: str, detail: str) -> str:
 
 
 def _wrapped(texts: Iterable[str], lead: str = "") -> list[str]:
-    """Lines of at most WIDTH columns; spaces that align a table stay."""
+    """Return lines of at most WIDTH columns; spaces that align a table stay."""
     return [
         line
         for one in texts
