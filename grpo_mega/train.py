@@ -90,7 +90,7 @@ def generate(job: Job, step: int) -> tuple[list[Group], int, StepMetrics]:
         groups += useful
         if len(groups) >= wanted:
             break
-    metrics = {"prompts_dropped/gold_unparsable": float(num_unusable)} | job.colocation.economy.lap()
+    metrics = {"prompts_dropped/gold_unparsable": float(num_unusable)} | job.rollouts.generator.flush_stats()
     if is_dynamic:
         metrics |= {
             "prompts_dropped/equal_rewards": float(num_equal),

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What a job does before its ranks start: looks at the config, the nodes and the model's place. Sourced by job.sh, whose
+# Check the config and the nodes and copy the model before the ranks start. Sourced by job.sh, whose
 # variables and functions it uses; each function returns if all is well, and otherwise ends the job or requeues it.
 
-# The config, the model's and the data's files are looked at once, on one node: what is wrong with them is no reason to requeue.
-# The plan tells how long a step and a save take.
+# Check the config and the files of model and data once, on one node; their errors are no reason to requeue. The plan estimates
+# the time of a step and of a save.
 prepare() {
     TRAIN=("$CONFIG" --set "run_dir=$RUN_DIR" --set "model.path=$MODEL" --set "data.train=$DATA" "${OVERRIDES[@]}")
     on_nodes "${NODES[0]}" --output="$STATE/prepare.txt" -- "$PYTHON" slurm/prepare.py \
@@ -13,7 +13,7 @@ prepare() {
     wait_for "$STEP_PID" || code=$?
     grep -v '^LEAD_SECONDS=' "$STATE/prepare.txt"
     if ((code == EXIT_CONFIG)); then
-        say "not requeued: the config has to be mended first"
+        say "not requeued: fix the config first"
         discard_state
         exit "$EXIT_CONFIG"
     elif ((code != 0)); then
@@ -23,7 +23,7 @@ prepare() {
     LEAD_SECONDS="${LEAD_SECONDS:-$(sed -n 's/^LEAD_SECONDS=//p' "$STATE/prepare.txt")}"
 }
 
-# A run that has logged nothing leaves no folder behind, so that the same command works once what was wrong is mended.
+# A run that has logged nothing leaves no folder behind, so that the same command works once the error is fixed.
 discard_state() {
     [[ -e "$RUN_DIR/run.json" ]] && return
     rm -rf "$STATE"

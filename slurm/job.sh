@@ -3,17 +3,17 @@
 #
 # Trains until RUN_DIR/hf is there, over as many starts of one Slurm job as that takes: before the time limit it asks the run to
 # save and stop, and requeues itself; after a failure it names node and rank, and requeues itself if the last start saved
-# something. Runs on the first node, outside of any container; what runs on the nodes is slurm/node.py. See slurm/README.md.
+# something. It runs on the first node, outside of any container; slurm/node.py runs on every node. See slurm/README.md.
 
 set -uo pipefail
 
 # shellcheck source=slurm/before.sh
 source "$GRPO_MEGA_ROOT/slurm/before.sh"
 
-EXIT_CONFIG=2              # of grpo-mega: what a person can mend, so another start would end the same way
+EXIT_CONFIG=2              # of grpo-mega: an error that the user must fix, so another start would end the same way
 MAX_STARTS_WITHOUT_SAVE=2  # in a row, before the job gives up
-SECONDS_TO_SPEAK=10        # from one node's failure to the end of all, in which the others tell of theirs
-SECONDS_TO_ANSWER=10       # for a node that is asked whether it lives
+SECONDS_TO_REPORT=10       # from the first failure to the end of all nodes, in which others report theirs
+SECONDS_TO_ANSWER=10       # for a node that is asked if it is alive
 
 main() {
     require_arguments "$@"
@@ -38,7 +38,7 @@ say() {
     echo "$(date '+%F %T') $SLURM_JOB_NAME $SLURM_JOB_ID: $*"
 }
 
-# --- What the job is asked to do -------------------------------------------------------------------------------------------
+# --- Arguments and settings -------------------------------------------------------------------------------------------
 
 require_arguments() {
     if (($# < 2)) || [[ "$1" == -* || "$2" == -* ]]; then
@@ -88,7 +88,7 @@ settings() {
     library_settings
 }
 
-# What the libraries are told. Whatever is set already stays.
+# Set the variables of the libraries. Those that are set already stay.
 library_settings() {
     # Tensor parallelism with sequence parallelism overlaps communication with GEMMs only if kernels start in the order in which
     # they were launched, which one hardware queue guarantees.
@@ -102,7 +102,7 @@ library_settings() {
     export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
     # 2^22 * 4 us before InfiniBand gives a packet up: links flap for a second or two when a port is retrained.
     export NCCL_IB_TIMEOUT="${NCCL_IB_TIMEOUT:-22}"
-    # Ranks of one node share its cores; libraries that start a thread a core each would have them fight.
+    # Ranks of one node share its cores; with a thread per core and rank they would compete for them.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
     if [[ -n "${NETWORK_INTERFACE:-}" ]]; then
@@ -195,7 +195,7 @@ train() {
         fi
         find_lost_nodes "$NODE_SILENCE_SECONDS"
         # srun itself waits for a node that is gone until Slurm gives it up, which takes minutes.
-        if [[ -n "$LOST_NODES" ]] || { [[ -n "$failed_at" ]] && ((SECONDS - failed_at > SECONDS_TO_SPEAK)); }; then
+        if [[ -n "$LOST_NODES" ]] || { [[ -n "$failed_at" ]] && ((SECONDS - failed_at > SECONDS_TO_REPORT)); }; then
             kill_srun
         fi
         [[ -e "$RUN_DIR/stop" ]] && IS_ASKED=1
@@ -217,23 +217,23 @@ latest_checkpoint() {
     cat "$RUN_DIR/checkpoints/latest" 2> /dev/null
 }
 
-# Tells the nodes that this start of the job lives; they end their ranks when it does not.
+# Show the nodes that this start of the job is alive; they end their ranks when it is not.
 beat() {
     mkdir -p "$STATE/beats" "$STATE/failures"
     echo "$START $SECONDS" > "$STATE/.job_beat" && mv "$STATE/.job_beat" "$STATE/job_beat"
 }
 
-# Into LOST_NODES: nodes that have been silent for so many seconds and do not answer. A node's beat is a file; so that a slow
-# file system is not taken for a dead node, the node is asked too.
+# Add to LOST_NODES the nodes without a new beat for $1 seconds that do not answer either. A beat is a file, and a slow file
+# system must not be taken for a dead node.
 find_lost_nodes() {
-    local node found
+    local node last
     for node in "${NODES[@]}"; do
         [[ ",$LOST_NODES," != *",$node,"* ]] || continue
-        found="$(cat "$STATE/beats/$node" 2> /dev/null)"
-        if [[ "${LAST_BEAT[$node]:-}" != "$found" ]]; then
-            LAST_BEAT[$node]="$found"
+        last="$(cat "$STATE/beats/$node" 2> /dev/null)"
+        if [[ "${LAST_BEAT[$node]:-}" != "$last" ]]; then
+            LAST_BEAT[$node]="$last"
             HEARD_AT[$node]=$SECONDS
-        elif [[ -n "$found" ]] && ((SECONDS - HEARD_AT[$node] > $1)) && ! answers "$node"; then
+        elif [[ -n "$last" ]] && ((SECONDS - HEARD_AT[$node] > $1)) && ! answers "$node"; then
             LOST_NODES+="${LOST_NODES:+,}$node"
         fi
     done
@@ -266,22 +266,22 @@ on_usr1() {
     STOPPING=1
 }
 
-# Preemption's grace period, scancel, or what follows on our own `scontrol requeue`.
+# Sent in the grace period of a preemption, by scancel, and after the `scontrol requeue` of this script.
 on_term() {
     if [[ -n "$IS_REQUEUED" ]]; then
         exclude_bad_nodes
         exit 0
     fi
-    [[ -n "$STOPPING" ]] || say "told to end: the run will save after this step, if Slurm leaves it the time"
+    [[ -n "$STOPPING" ]] || say "asked to end: the run will save after this step, if Slurm leaves it the time"
     STOPPING="${STOPPING:-1}" IS_TERMINATED=1
 }
 
 # Ranks look for the file after every step. Before there is a run, there is nothing to stop.
 ask_to_stop() {
     ((EPOCHSECONDS < STOP_AT)) || on_usr1
-    if [[ -n "$STOPPING" && "$STOPPING" != told && -f "$RUN_DIR/run.json" ]]; then
+    if [[ -n "$STOPPING" && "$STOPPING" != asked && -f "$RUN_DIR/run.json" ]]; then
         touch "$RUN_DIR/stop"
-        STOPPING=told
+        STOPPING=asked
     fi
 }
 
@@ -307,14 +307,14 @@ judge() {
     fi
     report_failure
     if [[ -z "$LOST_NODES" && "$FIRST_CODE" == "$EXIT_CONFIG" ]]; then
-        say "not requeued: what the line above says has to be mended first"
+        say "not requeued: fix the error above first"
         discard_state
         exit "$EXIT_CONFIG"
     fi
     requeue_or_give_up
 }
 
-# What failed first, by node and rank. FIRST_CODE: the exit code of that rank.
+# Report the first failure by node and rank. FIRST_CODE: the exit code of that rank.
 report_failure() {
     local node first others
     find_lost_nodes 5
@@ -337,7 +337,7 @@ ranks_of() {
     done
 }
 
-# After a failure: another start is worth while if this one saved something, or is the first that did not.
+# After a failure, start again if this start saved something, or is the first that did not.
 requeue_or_give_up() {
     local count=0 now
     now="$(latest_checkpoint)"
@@ -347,7 +347,7 @@ requeue_or_give_up() {
     mkdir -p "$STATE"
     echo "$count" > "$STATE/starts_without_save"
     if ((count >= MAX_STARTS_WITHOUT_SAVE)); then
-        say "given up after $count starts in a row that saved nothing; sbatch again with RUN_DIR=$RUN_DIR once it is mended"
+        say "given up after $count starts in a row that saved nothing; fix the cause, then sbatch again with RUN_DIR=$RUN_DIR"
         exit 1
     fi
     requeue "the last checkpoint is ${now:-none}"
@@ -371,8 +371,8 @@ requeue() {
     done
 }
 
-# The nodes of a job that runs cannot be changed, and those of a pending one may be given to it at once. In between, while the
-# requeued start is still being ended, both is settled: what is excluded now holds for the next start.
+# The excluded nodes of a running job cannot be changed, and a pending job may get its nodes at once. While the requeued start
+# is still being ended they can be changed, and hold for the next start.
 exclude_bad_nodes() {
     [[ -n "$BAD_NODES" ]] || return 0
     local excluded

@@ -1,8 +1,8 @@
-"""One node's part of a job, as srun starts it: `node.py ARGUMENTS` runs `grpo-mega ARGUMENTS` by torchrun as this node's ranks.
+"""Run one node's part of a job, as srun starts it: `node.py ARGUMENTS` runs `grpo-mega ARGUMENTS` by torchrun as its ranks.
 
-Writes a beat to STATE/beats/NODE for the job's script, which takes a node without one for lost. Invariant: no rank outlives the
-job's script, the daemon that carries this node's part of the job, or a rank of this node that failed (but by some seconds, in
-which it may say why it fails too).
+Writes a beat to STATE/beats/NODE for the job's script, which treats a node without beats as lost. Invariant: no rank outlives
+the job's script, Slurm's daemon for this node's part of the job, or a rank of this node that failed (except by some seconds, in
+which it may report its own failure).
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import threading
 import time
 from pathlib import Path
 
+from grpo_mega.processes import descendants
+
 SECONDS_BETWEEN_BEATS = 1.0
 SECONDS_AFTER_FAILURE = 5.0
-SILENCES = 3  # of the job's script, in units of what the script allows a node
+SILENCES = 3  # how long the job's script may be silent, in units of the time that it allows a node
 
 
 class Node:
@@ -28,12 +30,12 @@ class Node:
         self.state, self.start = Path(environ["STATE"]), environ["START"]
         self.allowed_s = SILENCES * float(environ["NODE_SILENCE_SECONDS"])
         self.parent = os.getppid()
-        self.is_ending = False  # because of the others, not of itself
+        self.is_ending = False  # because of other processes, not because its own ranks failed
 
     def run(self, arguments: list[str]) -> int:
-        """torchrun's exit code."""
-        # Sent to all steps of a job by scancel and by Slurm itself. torchrun dies of the first at once, and kills its ranks on
-        # the second; ignored here, it never sees them. The second one ranks get too, and they stop after their step.
+        """Return torchrun's exit code."""
+        # scancel and Slurm send both to all steps of a job. torchrun dies of SIGUSR1 at once and kills its ranks on SIGTERM, so
+        # it inherits that they are ignored. Ranks get SIGTERM too, and stop after their step.
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=self.watch, daemon=True).start()
@@ -53,9 +55,9 @@ class Node:
             if os.getppid() != self.parent:
                 self.end("Slurm's daemon for this part of the job is gone")
             if beat and beat.split()[0] != self.start:
-                self.end("the job has been started anew")
+                self.end("the job has been started again")
             if now - heard_at > self.allowed_s:
-                self.end(f"no sign of life from the job's script for {self.allowed_s:.0f} s")
+                self.end(f"no beat from the job's script for {self.allowed_s:.0f} s")
             if self.failures():
                 failed_at = failed_at or now
                 if now - failed_at > SECONDS_AFTER_FAILURE:
@@ -72,9 +74,9 @@ class Node:
             return ""
 
     def end(self, reason: str) -> None:
-        """Kills every process below this one, then this one."""
+        """Kill every process below this one, then this one."""
         self.is_ending = True
-        with contextlib.suppress(OSError):  # who would print it may be gone
+        with contextlib.suppress(OSError):  # the reader of stderr may be gone
             print(f"node {self.name}: {reason}; its ranks are killed", file=sys.stderr, flush=True)
         while pids := descendants(os.getpid()):
             for pid in pids:
@@ -88,7 +90,7 @@ def torchrun_arguments() -> list[str]:
     environ = os.environ
     return [
         f"--nnodes={environ['SLURM_NNODES']}",
-        # Node N has ranks N * RANKS_PER_NODE and up: who is where does not depend on who comes first.
+        # Node N has ranks N * RANKS_PER_NODE and up, whichever node is first at the rendezvous.
         f"--node-rank={environ['SLURM_NODEID']}",
         f"--nproc-per-node={environ['RANKS_PER_NODE']}",
         f"--master-addr={environ['MASTER_ADDR']}",
@@ -99,25 +101,9 @@ def torchrun_arguments() -> list[str]:
     ]
 
 
-def descendants(pid: int) -> list[int]:
-    """All processes below `pid` that still run."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                children.setdefault(int(parent), []).append(int(stat.parent.name))
-    found, pending = [], [pid]
-    while pending:
-        below = children.get(pending.pop(), [])
-        found += below
-        pending += below
-    return found
-
-
 def write(path: Path, *fields: object) -> None:
-    """A line: the time, then the fields. As a whole, also for who reads it meanwhile."""
-    path.parent.mkdir(parents=True, exist_ok=True)  # it may be gone with a run that never began
+    """Write a line of the time and the fields, atomically for readers."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # the folder may be gone with a run that never began
     fresh = path.parent.parent / f".{path.parent.name}-{path.name}"
     fresh.write_text("\t".join(map(str, (f"{time.time():.3f}", *fields))) + "\n")
     os.replace(fresh, path)

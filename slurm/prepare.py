@@ -1,7 +1,7 @@
-"""What a job asks before its ranks start: is the config sound, and how long before the time limit must it stop?
+"""Check a job's config before its ranks start, and compute how long before the time limit the job must stop.
 
-Prints what the plan says, and a line LEAD_SECONDS=N: as long as a step, a save and its check may take. Exit code 2, with one
-line on stderr, for what a person has to mend; nothing is written.
+Prints the plan, and a line LEAD_SECONDS=N: as long as a step, a save and its check may take. Exit code 2, with one line on
+stderr, for an error that the user must fix; nothing is written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo_mega.planner.plan import Plan, make_plan
 from grpo_mega.validation import preflight
 
 LEAST_LEAD_S = 600
-STEP_FACTOR = 3.0  # how far a step may be from its estimate, or from the mean when responses grow
+STEP_FACTOR = 3.0  # a step may take so many times its estimate, or the mean as responses grow
 MARGIN_S = 180  # for a sync, the writers' last files, and Slurm itself
 
 
@@ -73,7 +73,7 @@ def describe(plan: Plan) -> Iterator[str]:
 
 
 def lead_seconds(step_s: float, checkpoint_gb: float, disk_gbps: float) -> int:
-    """A step may just have begun; what is saved is written and read back."""
+    """Return the seconds for a step that has just begun, and for a save that is written and read back."""
     return max(LEAST_LEAD_S, round(STEP_FACTOR * step_s + 2 * checkpoint_gb / disk_gbps + MARGIN_S))
 
 

@@ -1,8 +1,8 @@
-"""One rank, as torchrun starts it: `rank.py ARGUMENTS` runs `grpo-mega ARGUMENTS` and ends as that does.
+"""Run one rank, as torchrun starts it: `rank.py ARGUMENTS` runs `grpo-mega ARGUMENTS` and exits with its code.
 
-Rank 0 keeps the job's output; the others write to RUN_DIR/logs/rank_N.log, as with grpo-mega's own launcher. Of a failure it
-writes STATE/failures/NODE-RANK at once: time, exit code, and a line that names node and rank. torchrun would tell only when the
-node's other ranks have ended, half a minute later, and the job's other nodes are killed before that.
+Rank 0 keeps the job's output; the others write to RUN_DIR/logs/rank_N.log, as with grpo-mega's own launcher. After a failure it
+writes STATE/failures/NODE-RANK at once: time, exit code, and a line that names node and rank. torchrun would report it half a
+minute later, when the node's other ranks have ended, and the job's other nodes are killed before that.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
 #SBATCH --output=slurm-%x-%j.out
 #SBATCH --signal=B:USR1@900
 # Llama-3-70B on 8 nodes of 8 GPUs: sbatch slurm/train_70b.sh MODEL DATA [--set key=value ...]; see slurm/README.md.
-# --signal is what is left if the script's own timer, which knows how long a step and a save take, fails; B: to this script alone.
+# --signal helps if the script's own timer, which is based on the plan, fails; B: to this script only.
 CONFIG="${CONFIG:-slurm/llama3_70b.yaml}"
 RANKS_PER_NODE="${RANKS_PER_NODE:-8}"
 ALLREDUCE_FLOOR_GBPS="${ALLREDUCE_FLOOR_GBPS:-200}"    # within a node, bus bandwidth; NVLink of an H100 gives about twice that

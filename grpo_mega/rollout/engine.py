@@ -1,18 +1,19 @@
-"""What the trainer asks of an engine, embedded or a server.
+"""The protocol of an engine, embedded or a server.
 
-An engine holds a copy of the policy in its own layout, filled by `sync` and by nothing else; `version` says which policy that
-is. Token ids go in and come out, never text. An engine may span several ranks; all of them call every method together, except
-that `generate` may return at once on those that drive nothing.
+An engine holds a copy of the policy in its own layout, filled by weight syncs only; `version` names that policy. Token ids go
+in and come out, never text. An engine may span several ranks. All ranks call every method together, but `generate` may return
+at once on a rank that drives no engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.sides import Side
@@ -20,7 +21,7 @@ from grpo_mega.weights.sides import Side
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn. `temperature` 0 is greedy decoding; log-probs are then those at temperature 1."""
+    """How responses are sampled. `temperature` 0 is greedy decoding; log-probs are then those at temperature 1."""
 
     group_size: int
     temperature: float
@@ -34,40 +35,17 @@ class Sampling:
 OnSample = Callable[[Sample], None]
 
 
-class Until(Protocol):
-    """When a generation phase ends before all of its groups are done; each rank has its own, and they agree.
-
-    `clock` is the engine's own measure of how far it has come in this phase, which grows alike on all ranks: the embedded
-    engine counts the tokens that it has decoded one after the other, so that which groups count as first does not depend on
-    the speed of a rank. A server has no such clock; for its groups it is 0, and what is done is done.
-    """
-
-    def done(self, key: int, clock: int = 0) -> None:
-        """All samples of a group have ended."""
-        ...
-
-    def is_reached(self, clock: int = 0) -> bool:
-        """Whether the engine is to end what it has under way. Cheap enough to be asked between two tokens."""
-        ...
-
-    def aborted(self, key: int, lengths: Sequence[int]) -> None:
-        """A group that was begun and not finished, with the response tokens so far of each sample; nothing else of it is kept.
-
-        Here partial rollouts would take over: handed the samples themselves, the next phase could begin with them.
-        """
-        ...
-
-
 class Engine(Protocol):
+    is_server: bool  # it has a process, and device memory, of its own
     version: int  # of the policy whose weights the engine holds; -1 before the first sync
 
     @property
     def failure(self) -> str | None:
-        """Why the engine of this rank is of no use until it is revived; None if it is well."""
+        """Why the engine of this rank cannot be used until it is restarted; None if it can."""
         ...
 
     def wait_until_ready(self) -> None:
-        """Ends the start-up that began when the engine was made. Raises EngineError."""
+        """Finish the start that began when the engine was made. Raise EngineError if it fails."""
         ...
 
     def generate(
@@ -77,59 +55,59 @@ class Engine(Protocol):
         *,
         step: int,
         on_sample: OnSample,
-        until: Until | None = None,
+        stop: StopCondition | None = None,
     ) -> dict[int, Group]:
-        """This rank's share of the groups, by the keys of their prompts. `on_sample` is called as each sample ends.
+        """Return this rank's share of the groups, by the keys of their prompts; call `on_sample` as each sample ends.
 
-        With `until` only the groups that were done before it was reached; then nothing is under way any more, and the engine
+        With `stop` these are the groups that were done before it was met; then nothing is under way any more, and the engine
         is as after a whole phase. Prompts are begun in their order.
 
-        Every rank passes the same prompts, and each prompt is sampled by one of them. If the engine fails on the way, `failure`
-        says why and the groups that were not finished are missing. A sample's random stream depends on (sampling.seed, step,
-        prompt id, sample index) only, where the engine takes a seed for each sample.
+        Every rank passes the same prompts, and one rank generates each group. If the engine fails meanwhile, `failure` says
+        why, and the groups that were not finished are missing. A sample's random stream depends on (sampling.seed, step,
+        prompt id, sample index) only, where the engine takes a seed per sample.
         """
         ...
 
-    def revive(self, failed: Collection[int]) -> None:
-        """Starts the engines of the ranks `failed` anew, which then have no weights; `failure` is set again if that fails."""
+    def restart(self, failed: Collection[int]) -> None:
+        """Restart the engines of the ranks `failed`, which then have no weights; set `failure` again if that fails."""
         ...
 
     def sleep(self) -> None:
-        """Gives the device memory of weights and cache to the trainer."""
+        """Give the device memory of weights and KV cache to the trainer."""
         ...
 
     def wake_weights(self) -> None:
-        """Takes back the memory of the weights, whose values are lost."""
+        """Take back the memory of the weights, whose values are lost."""
         ...
 
     def wake_cache(self) -> None:
-        """Takes back the memory of the KV cache, which is empty then."""
+        """Take back the memory of the KV cache, which is empty then."""
         ...
 
     def side(self) -> Side:
-        """What the engine side of each rank holds, for the plan of a sync."""
+        """Return the tensors of each engine rank, for the plan of a sync."""
         ...
 
     def begin_update(self) -> list[str]:
-        """Opens a sync. Returns what differs between the engine's tensors and those of `side`; then nothing may be loaded."""
+        """Begin a sync. Return how the engine's tensors differ from those of `side`; if they do, nothing may be loaded."""
         ...
 
     def allocate(self, index: int, num_bytes: int) -> Tensor:
-        """The [num_bytes] uint8 tensor in which round `index` of a sync is to be put; waits until it is free again."""
+        """Return the [num_bytes] uint8 tensor for round `index` of a sync, once the engine has read its last contents."""
         ...
 
     def load(self, bucket: Bucket) -> None:
-        """Hands over a bucket that is filled; the engine may still be reading it when this returns."""
+        """Hand over a filled bucket; the engine may still be reading it when this returns."""
         ...
 
     def end_update(self, version: int) -> list[str]:
-        """Waits until all buckets are loaded; then the engine holds `version`.
+        """Wait until all buckets are loaded; then the engine holds `version`.
 
-        Returns the names of tensors whose checksums are not those that came with the buckets; then the version stays as it was.
-        What came as FP8 blocks was proven as it came.
+        Return the names of tensors whose checksums differ from those that came with the buckets; then the version stays as it
+        was. FP8 blocks were verified as they came.
         """
         ...
 
     def close(self) -> None:
-        """Ends what the engine started; may be called at any time, and twice."""
+        """End what the engine started; may be called at any time, and twice."""
         ...

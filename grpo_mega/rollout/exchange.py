@@ -1,7 +1,7 @@
-"""Sharing the samples of a rollout with every rank.
+"""Share the samples of a rollout with every rank.
 
-Each rank has sampled some of the prompts; afterwards all hold all groups, in the order of the prompts, so that advantages and
-packing are computed alike everywhere. Samples travel as two host tensors, never pickled.
+Each rank has generated some of the groups; afterwards all ranks hold all groups, in the order of the prompts, so that all of
+them compute the same advantages and the same packing. Samples travel as two host tensors, never pickled.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _NONE = float("nan")  # a score of None
 def gather(
     groups: Mapping[int, Group], prompts: Mapping[int, Prompt], reward_names: Sequence[str], verdict_names: Sequence[str]
 ) -> list[Group]:
-    """All ranks' groups, in the order of `prompts`, samples by index; `groups` are this rank's. Both go by the same keys.
+    """Return all ranks' groups in the order of `prompts`, samples by index. `groups` are this rank's, by keys of `prompts`.
 
     Verdicts that are not in `verdict_names` become "other".
     """
     verdicts = [*verdict_names, "other"]
     ints, floats = _encode(groups, reward_names, verdicts)
-    found = {place: Group(p, []) for place, p in prompts.items()}
+    gathered = {place: Group(p, []) for place, p in prompts.items()}
     for i, f in zip(_all_gather(ints), _all_gather(floats), strict=True):
         for place, sample in _decode(i, f, prompts, reward_names, verdicts):
-            found[place].samples.append(sample)
-    for group in found.values():
+            gathered[place].samples.append(sample)
+    for group in gathered.values():
         group.samples.sort(key=lambda s: s.index)
-    return list(found.values())
+    return list(gathered.values())
 
 
 def check_versions(groups: Sequence[Group], version: int) -> None:
-    """Raises SyncError, naming a sample, unless policy `version` made all of them."""
+    """Raise SyncError, naming a sample, unless policy `version` generated all of them."""
     for sample in (s for g in groups for s in g.samples):
         if sample.policy_version != version:
             raise SyncError(
@@ -69,7 +69,7 @@ def _decode(
     ints: Tensor, floats: Tensor, prompts: Mapping[int, Prompt], reward_names: Sequence[str], verdicts: list[str]
 ) -> list[tuple[int, Sample]]:
     i, f = iter(ints.tolist()), iter(floats.tolist())
-    found = []
+    samples = []
 
     def score() -> float | None:
         value = next(f)
@@ -77,7 +77,6 @@ def _decode(
 
     for place in i:
         index, version, finish, length = (next(i) for _ in range(4))
-        found_verdicts = {name: verdicts[next(i)] for name in reward_names}
         sample = Sample(
             prompt=prompts[place],
             index=index,
@@ -85,20 +84,20 @@ def _decode(
             rollout_logprobs=[],
             finish_reason=_FINISH[finish],  # type: ignore[arg-type]
             policy_version=version,
+            verdicts={name: verdicts[next(i)] for name in reward_names},
             scores={name: score() for name in reward_names},
-            verdicts=found_verdicts,
             reward=score(),
             step_ends=[next(i) for _ in range(next(i))],
         )
         sample.step_rewards = [next(f) for _ in sample.step_ends]
         sample.response_ids = [next(i) for _ in range(length)]
         sample.rollout_logprobs = [next(f) for _ in range(length)]
-        found.append((place, sample))
-    return found
+        samples.append((place, sample))
+    return samples
 
 
 def _all_gather(values: Tensor) -> list[Tensor]:
-    """Every rank's vector; lengths differ."""
+    """Return every rank's vector; lengths differ."""
     world_size = dist.get_world_size()
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
     dist.all_gather(sizes, torch.tensor([len(values)]))

@@ -1,47 +1,75 @@
-"""One generation phase over all ranks: prompts in, groups out, and what became of the groups that were begun for nothing.
+"""Run generation phases over all ranks: prompts in, groups out.
 
-With fewer groups `wanted` than prompts given, the phase ends as soon as so many are done over all ranks, and the rest is
-aborted. Those that go on are the first by the engines' clocks, then by their place among the prompts; the choice is the same on
-every rank. With the embedded engine it depends on nothing but the samples and the number of ranks, so that a run that is
-resumed makes it again; with servers it depends on their speed.
+With fewer groups `wanted` than prompts given, a phase ends as soon as so many are done over all ranks, and the rest is
+aborted. The groups that are kept are the first by the engines' clocks, then by their place among the prompts; the choice is the
+same on every rank. With the embedded engine it depends on the samples and the number of ranks only, so that a resumed run
+makes it again; with servers it depends on their speed.
 
-Groups with a long response are aborted more often: what goes on is shorter, and easier, than what was begun. `Economy` says
-by how much as far as it is known.
+Groups with a long response are aborted more often: kept groups are shorter, and easier, than those that were begun.
+`Generator.flush_stats` reports by how much, as far as it is known.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.rollout.engine import Engine, OnSample, Sampling, Until
+from grpo_mega.rollout.engine import Engine, OnSample, Sampling
+from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt, StepMetrics
 
 
 @dataclass(frozen=True)
 class Phase:
-    mine: dict[int, Group]  # of the groups that go on, those that this rank sampled, by place among the prompts
-    places: list[int]  # of all that go on, ascending; the same on every rank
+    mine: dict[int, Group]  # of the groups that are kept, those that this rank generated, by place among the prompts
+    places: list[int]  # of all that are kept, ascending; the same on every rank
 
 
-class Economy:
-    """Adds up what phases with oversampling kept and threw away; the same on every rank."""
+class Generator:
+    """Generates with the engines of all ranks; every rank calls its methods together with the others."""
 
-    def __init__(self) -> None:
-        self._sums: Counter[str] = Counter()
+    def __init__(
+        self, engine: Engine, rendezvous: Rendezvous, recover: Callable[[int], None], *, phase_deadline_s: float
+    ) -> None:
+        """`recover(version)` restarts failed engines and gives all engines policy `version` again."""
+        self._engine, self._rendezvous, self._recover = engine, rendezvous, recover
+        self._deadline_s = phase_deadline_s
+        self._sums: Counter[str] = Counter()  # over phases with oversampling
 
-    def add(self, reports: Sequence[_Report], kept: frozenset[int]) -> None:
-        for report in reports:
-            name = "kept" if report.place in kept else "aborted"
-            self._sums.update({f"{name}_groups": 1, f"{name}_samples": report.num_samples, f"{name}_tokens": report.num_tokens})
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int, on_sample: OnSample, wanted: int | None = None
+    ) -> Phase:
+        """Return the whole groups of all prompts, or of the first `wanted` that are done; one rank generates each group.
 
-    def lap(self) -> StepMetrics:
-        """Since the last lap; nothing if no phase oversampled. Lengths are means in tokens, of the aborted as far as they came.
+        Groups that a failed engine left unfinished are generated again. Raise EngineError on all ranks if `recover` raises it.
+        """
+        wanted = len(prompts) if wanted is None else min(wanted, len(prompts))
+        todo: Mapping[int, Prompt] = dict(enumerate(prompts))
+        mine: dict[int, Group] = {}
+        places: list[int] = []
+        while len(places) < wanted:
+            version, missing = self._engine.version, wanted - len(places)
+            stop = StopCondition(self._rendezvous, missing) if missing < len(todo) else None
+            groups = self._engine.generate(todo, sampling, step=step, on_sample=on_sample, stop=stop)
+            reports = self._share(_reports(groups, stop))
+            kept = _first(reports, missing)
+            if stop is not None:
+                stop.close()
+            if wanted < len(prompts):
+                self._count(reports, kept)
+            mine |= {place: group for place, group in groups.items() if place in kept}
+            places += kept
+            todo = {place: prompt for place, prompt in todo.items() if place not in kept}
+            self._recover(version)
+        return Phase(mine, sorted(places))
 
-        What was aborted is a lower bound: how long those responses would have become nobody knows.
+    def flush_stats(self) -> StepMetrics:
+        """Return what phases with oversampling kept and aborted since the last call; nothing if there were none.
+
+        Lengths are means in tokens. Those of aborted groups are a lower bound: their samples were not finished.
         """
         sums, self._sums = self._sums, Counter()
         if not sums:
@@ -55,95 +83,31 @@ class Economy:
             "rollout/aborted_length": sums["aborted_tokens"] / max(1, sums["aborted_samples"]),
         }
 
+    def _share(self, reports: Sequence[_Report]) -> list[_Report]:
+        """Return the reports of all ranks."""
+        return [_Report(*row) for rows in self._rendezvous.all_gather("generation", reports, self._deadline_s) for row in rows]
 
-def sample(
-    engine: Engine,
-    rendezvous: Rendezvous,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    *,
-    step: int,
-    on_sample: OnSample,
-    wanted: int,
-    deadline_s: float,
-    mend: Callable[[int], None],
-    economy: Economy,
-) -> Phase:
-    """`wanted` whole groups. What a failed engine left unfinished is begun anew, after `mend(version)` has given all engines
-    policy `version` again; all ranks call that together, also if none has failed."""
-    todo: Mapping[int, Prompt] = dict(enumerate(prompts))
-    mine: dict[int, Group] = {}
-    places: list[int] = []
-    while len(places) < wanted:
-        version, missing = engine.version, wanted - len(places)
-        until = Enough(rendezvous, missing) if missing < len(todo) else None
-        found = engine.generate(todo, sampling, step=step, on_sample=on_sample, until=until)
-        said = rendezvous.all_gather("sampling", [report.row for report in _reports(found, until)], deadline_s)
-        reports = [_Report(*row) for rows in said for row in rows]
-        kept = _first(reports, missing)
-        if until is not None:
-            until.forget()
-        if wanted < len(prompts):
-            economy.add(reports, kept)
-        mine |= {place: group for place, group in found.items() if place in kept}
-        places += kept
-        todo = {place: prompt for place, prompt in todo.items() if place not in kept}
-        mend(version)
-    return Phase(mine, sorted(places))
+    def _count(self, reports: Sequence[_Report], kept: frozenset[int]) -> None:
+        for report in reports:
+            name = "kept" if report.place in kept else "aborted"
+            self._sums.update({f"{name}_groups": 1, f"{name}_samples": report.num_samples, f"{name}_tokens": report.num_tokens})
 
 
-class Enough(Until):
-    """Reached at the clock at which `wanted` groups are done, over all ranks. Every rank makes its own at the same time."""
-
-    def __init__(self, rendezvous: Rendezvous, wanted: int) -> None:
-        self.clocks: dict[int, int] = {}  # of the groups that this rank finished, by key
-        self.lengths: dict[int, Sequence[int]] = {}  # of the groups that it aborted
-        self._rendezvous, self._wanted = rendezvous, wanted
-        self._name = rendezvous.unique_key("enough")
-        self._posted: list[str] = []
-        self._known: list[int] = []  # clocks of all ranks' groups, ascending
-
-    def done(self, key: int, clock: int = 0) -> None:
-        self.clocks[key] = clock
-        entry = f"{self._name}/{self._rendezvous.fetch_add(self._name)}"
-        self._rendezvous.set(entry, str(clock))
-        self._posted.append(entry)
-
-    def is_reached(self, clock: int = 0) -> bool:
-        """A rank may go on for a while after it is so, until it hears of it; that changes nothing about who is first."""
-        while (text := self._rendezvous.try_get(f"{self._name}/{len(self._known)}")) is not None:
-            insort(self._known, int(text))
-        return bisect_right(self._known, clock) >= self._wanted
-
-    def aborted(self, key: int, lengths: Sequence[int]) -> None:
-        self.lengths[key] = lengths
-
-    def forget(self) -> None:
-        """Takes what this rank said from the rendezvous, once no rank asks any more."""
-        for entry in (*self._posted, self._name):
-            self._rendezvous.delete(entry)
-
-
-@dataclass(frozen=True)
-class _Report:
-    """What one rank tells the others of a group."""
+class _Report(NamedTuple):
+    """Describes one group to the other ranks."""
 
     place: int
     clock: int | None  # None: not finished
     num_samples: int  # with at least one token
     num_tokens: int
 
-    @property
-    def row(self) -> tuple[int, int | None, int, int]:
-        return self.place, self.clock, self.num_samples, self.num_tokens
 
-
-def _reports(found: Mapping[int, Group], until: Enough | None) -> list[_Report]:
+def _reports(groups: Mapping[int, Group], stop: StopCondition | None) -> list[_Report]:
     reports = []
-    for place, group in found.items():
+    for place, group in groups.items():
         lengths = [s.response_len for s in group.samples]
-        reports.append(_Report(place, until.clocks[place] if until else 0, len(lengths), sum(lengths)))
-    for place, aborted in until.lengths.items() if until else ():
+        reports.append(_Report(place, stop.clocks[place] if stop else 0, len(lengths), sum(lengths)))
+    for place, aborted in stop.lengths.items() if stop else ():
         reports.append(_Report(place, None, sum(length > 0 for length in aborted), sum(aborted)))
     return reports
 

@@ -25,6 +25,7 @@ from grpo_mega.observe.timers import Timers
 from grpo_mega.paths import CHECKPOINTS
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rewards.workers.pool import RewardPool
+from grpo_mega.rollout.phase import Generator
 from grpo_mega.run.checkpoints import Checkpoints
 from grpo_mega.run.engines import build_engine, build_sync, make_room
 from grpo_mega.run.folder import adopt, trim
@@ -79,16 +80,8 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
             shows_progress=config.log.progress,
         )
         stack.enter_context(closing(checkpoints))
-        colocation = Colocation(
-            policy=policy,
-            engine=engine,
-            sync=build_sync(config, model.dtype, policy, engine, rendezvous),
-            rendezvous=rendezvous,
-            timers=timers,
-            config=config.rollout,
-            memory=memory,
-            say=log.message,
-        )
+        sync = build_sync(config, model.dtype, policy, engine, rendezvous)
+        colocation = Colocation(policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message)
         decode = decoder(tokenizer)
         yield Job(
             config=config,
@@ -100,7 +93,8 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
             colocation=colocation,
             rollouts=Rollouts(
                 config=config,
-                colocation=colocation,
+                generator=Generator(engine, rendezvous, colocation.recover, phase_deadline_s=config.rollout.phase_deadline_s),
+                rendezvous=rendezvous,
                 scorer=Scorer(pool, decode),
                 sampling=training_sampling(config, model, tokenizer),
                 decode=decode,

@@ -21,10 +21,8 @@ from grpo_mega.observe.progress import SECONDS_BETWEEN_LINES
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
-from grpo_mega.rollout.sglang.engine import Options, SGLangEngine
-from grpo_mega.rollout.sglang.link import Limits
-from grpo_mega.rollout.sglang.server import ServerSettings
-from grpo_mega.rollout.sglang.update import LOADER, Place
+from grpo_mega.rollout.sglang.engine import SGLangEngine
+from grpo_mega.rollout.sglang.settings import EngineSettings
 from grpo_mega.sync.memory import GpuMemory
 from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.validation.preflight import engine_rank_problems
@@ -34,7 +32,6 @@ from grpo_mega.weights.sides import engine_side
 from grpo_mega.weights.spec import Family, ModelShape
 
 CPU_ROWS = 32  # to whose multiple SGLang pads each rank's part of an MLP on a CPU
-CACHE_MARGIN = 256  # tokens of KV cache beyond what the sequences need: pages and the server's own warm-up
 
 
 def build_engine(
@@ -76,7 +73,7 @@ def build_sync(config: Config, dtype: torch.dtype, policy: Policy, engine: Engin
 
 def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: PeakMemory) -> GpuMemory | None:
     """On a GPU a server takes its memory first and then sleeps, so that the policy can be built; None on a CPU."""
-    if not runtime.device.is_cuda or rollout.engine == "embedded":
+    if not (engine.is_server and runtime.device.is_cuda):
         return None
     before = torch.cuda.mem_get_info()[0]
     with runtime.together():
@@ -120,38 +117,29 @@ def _sglang(
         )
     else:
         check_padding(shape, rollout.tp)
-    place = Place(runtime.rank // rollout.tp, runtime.rank % rollout.tp, rollout.tp, runtime.rank)
-    layout = EngineLayout(rollout.tp, world_size // rollout.tp)
-    first_local = int(os.environ.get("LOCAL_RANK", "0")) - place.tp_rank
-    longest = config.data.max_prompt_length + rollout.max_response_length
-    cache_tokens = rollout.cache_tokens
-    if cache_tokens is None and not device.is_cuda:
-        cache_tokens = rollout.max_concurrent * longest + CACHE_MARGIN
-    folder = config.run_dir / "engines" / str(place.engine)
+    engine, tp_rank = divmod(runtime.rank, rollout.tp)
+    first_local = int(os.environ.get("LOCAL_RANK", "0")) - tp_rank
+    folder = config.run_dir / "engines" / str(engine)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = ServerSettings(
+    settings = EngineSettings(
+        rollout=rollout,
         model_path=config.model.path,
-        folder=folder,
-        tp=rollout.tp,
         dtype=config.model.dtype,
+        folder=folder,
+        context_length=config.data.max_prompt_length + rollout.max_response_length + 1,
         device_type=device.type,
+        rank=runtime.rank,
+        world_size=world_size,
         base_gpu_id=first_local,
-        context_length=longest + 1,
-        max_running_requests=rollout.max_concurrent,
-        max_total_tokens=cache_tokens,
-        memory_fraction=rollout.memory_fraction,
-        seed=config.seed + place.engine,
-        has_memory_saver=device.is_cuda and rollout.sleep != "never",
         cores=_cores(first_local, rollout.tp),
-        weight_loader=LOADER,
-        extra=rollout.server_args,
-        quantization=rollout.quantization,
+        seed=config.seed + engine,
+        prove=config.sync.prove,
+        on_wait=_waiting(runtime.rank == 0 and config.log.progress),
     )
-    limits = Limits(rollout.max_concurrent, rollout.start_deadline_s, rollout.stall_deadline_s, rollout.phase_deadline_s)
-    options = Options(limits, layout.num_engines, config.sync.prove, _waiting(runtime.rank == 0 and config.log.progress))
     buckets = _buckets(device.is_cuda, int(config.sync.bucket_mib * 2**20), device.torch_device)
+    layout = EngineLayout(rollout.tp, settings.num_engines)
     side = engine_side(family, shape, layout, world_size, quantise=rollout.quantization is not None)
-    return SGLangEngine(settings, options, place, side, rendezvous, buckets)
+    return SGLangEngine(settings, side, rendezvous, buckets)
 
 
 def _buckets(is_cuda: bool, num_bytes: int, device: torch.device) -> HostBuckets | DeviceBuckets:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from grpo_mega.config import Config
 from grpo_mega.distributed.recorder import recorder
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import progress
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rewards.scorer import VERDICTS, Scorer
 from grpo_mega.rollout import exchange
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.sync.colocation import Colocation
+from grpo_mega.rollout.phase import Generator
 from grpo_mega.types import Group, Prompt, Sample
 
 _MANY = 2**24  # exceeds the number of samples of any phase
@@ -22,7 +23,8 @@ _MANY = 2**24  # exceeds the number of samples of any phase
 @dataclass
 class Rollouts:
     config: Config
-    colocation: Colocation
+    generator: Generator
+    rendezvous: Rendezvous
     scorer: Scorer
     sampling: Sampling  # of training
     decode: Callable[[list[int]], str]  # token ids of a response to text
@@ -56,12 +58,12 @@ class Rollouts:
                 self.scorer.submit(sample)
                 # Counted over all ranks. One number holds both counts, since each request to the store takes time.
                 added = _MANY * sample.response_len + 1
-                before = self.colocation.rendezvous.fetch_add(f"{description} of step {step}", added)
+                before = self.rendezvous.fetch_add(f"{description} of step {step}", added)
                 tokens, num_done = divmod(before + added, _MANY)
                 bar.advance(num_done - num_shown, tokens=tokens - tokens_shown)
                 num_shown, tokens_shown = num_done, tokens
 
-            phase = self.colocation.sample(prompts, sampling, step=step, on_sample=on_sample, wanted=wanted)
+            phase = self.generator.generate(prompts, sampling, step=step, on_sample=on_sample, wanted=wanted)
         self.scorer.keep(phase.mine.values())
         with self.timers("reward"), self.runtime.together():
             self.scorer.finish(recorder().beat)
@@ -86,7 +88,7 @@ class Rollouts:
         num_failed = sum("error" in sample.verdicts.values() for sample in samples)
         if not num_failed:
             return False
-        texts = self.colocation.rendezvous.all_gather("scoring", self.scorer.first_error, self.config.rollout.phase_deadline_s)
+        texts = self.rendezvous.all_gather("scoring", self.scorer.first_error, self.config.rollout.phase_deadline_s)
         self.warn(
             f"{description}: reward functions failed on {num_failed} of {len(samples)} samples, which then have 0 or no score; "
             f"the first: {next(filter(None, texts), 'a worker process ended')}"

@@ -1,1 +1,1 @@
-"""Moves weights from the trainer's layout to the engine's, along a plan of weights.plan."""
+"""Sharing devices between policy and engine, and moving weights from one to the other along a plan of weights.plan."""

@@ -1,6 +1,6 @@
-"""Measured GPU memory of the two that share a device, and whether both fit at once; the same answer on all ranks.
+"""Measure the GPU memory of policy and engine, and decide if both fit on a device at once; the same answer on all ranks.
 
-The trainer's need is the peak of its own allocations while it trained; the engine's is what it holds when awake. CUDA only.
+The policy's need is the peak of its own allocations while it trained; the engine's is what it holds when awake. CUDA only.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from grpo_mega.hardware.device import PeakMemory
 
-MARGIN = 0.08  # of the device, for fragmentation, NCCL's buffers and longer batches to come
+MARGIN = 0.08  # of the device, left for fragmentation, NCCL's buffers and longer batches
 
 
 class GpuMemory:
     def __init__(self, device: torch.device, engine_bytes: int, peak: PeakMemory) -> None:
-        """`engine_bytes`: what the engine holds awake, measured when it was started."""
+        """`engine_bytes`: held by the engine when awake, measured at its start."""
         self._peak = peak
         self._engine_bytes = engine_bytes
         self._training_bytes = 0
@@ -33,7 +33,7 @@ class GpuMemory:
         self._training_bytes = max(self._training_bytes, self._peak.reserved)
 
     def both_fit(self) -> bool:
-        """On every rank; all ranks ask together."""
+        """Return True if both fit on every rank; all ranks ask together."""
         is_enough = fits(self._total_bytes, self._training_bytes, self._engine_bytes)
         answer = torch.tensor([int(is_enough)])
         dist.all_reduce(answer, op=dist.ReduceOp.MIN)
@@ -48,5 +48,5 @@ class GpuMemory:
 
 
 def fits(total_bytes: int, training_bytes: int, engine_bytes: int) -> bool:
-    """Whether both fit with MARGIN of the device to spare."""
+    """Return True if both fit with MARGIN of the device to spare."""
     return training_bytes + engine_bytes <= (1 - MARGIN) * total_bytes

@@ -1,7 +1,7 @@
-"""Publishing the policy: the trainer's slices go to the engine ranks that want them, in buckets, and provably arrive.
+"""Move the policy's weights into the engine: each engine rank gets its own slices, in buckets, and verifies them.
 
-The plan is made once, since neither layout changes. Every rank takes part in every `publish`. Each engine rank receives its own
-slices only; while one bucket is loaded by the engine, the next is filled.
+The plan is made once, since neither layout changes. Every rank takes part in every sync. While the engine loads one bucket, the
+next is filled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from grpo_mega.weights.apply import Bucket, buckets
 from grpo_mega.weights.plan import Plan
 
 MAX_NAMED = 8  # tensors in an error
-Meet = Callable[[str, list[str]], list[list[str]]]  # (phase, what this rank brings) -> what every rank brought
+AllGather = Callable[[str, list[str]], list[list[str]]]  # (phase, value of this rank) -> values of all ranks
 
 
 class Source(Protocol):
@@ -25,6 +25,8 @@ class Source(Protocol):
 
 
 class Target(Protocol):
+    """The part of rollout.engine.Engine that a sync needs."""
+
     def begin_update(self) -> list[str]: ...
 
     def allocate(self, index: int, num_bytes: int) -> Tensor: ...
@@ -35,20 +37,17 @@ class Target(Protocol):
 
 
 class WeightSync:
-    def __init__(self, plan: Plan, dtype: torch.dtype, bucket_bytes: int, meet: Meet, *, prove: bool = True) -> None:
-        """`dtype`: the engine's, of what the plan does not quantise. `meet` lets all ranks learn what each has to say.
+    def __init__(self, plan: Plan, dtype: torch.dtype, bucket_bytes: int, all_gather: AllGather, *, prove: bool = True) -> None:
+        """`dtype`: the engine's, for tensors that the plan does not quantise. Without `prove` no checksums are sent."""
+        self._plan, self._dtype, self._bucket_bytes, self._prove = plan, dtype, bucket_bytes, prove
+        self._all_gather = all_gather
 
-        Without `prove` no checksums are sent.
+    def sync_weights(self, policy: Source, engine: Target, *, version: int) -> int:
+        """Fill the engine; return the bytes that this rank received from others.
+
+        Raise SyncError on all ranks, naming tensors, if the engine's are not those of the plan or if one did not arrive whole.
         """
-        self._plan, self._dtype, self._bucket_bytes, self._meet = plan, dtype, bucket_bytes, meet
-        self._prove = prove
-
-    def publish(self, policy: Source, engine: Target, *, version: int) -> int:
-        """Fills the engine. Returns the bytes that this rank received from others.
-
-        Raises SyncError on all ranks, naming tensors, if the engine's are not those of the plan or if one did not arrive whole.
-        """
-        self._raise_first("beginning a sync", engine.begin_update(), "the engine's tensors are not those of the plan")
+        self._check("beginning a sync", engine.begin_update(), "the engine's tensors are not those of the plan")
         num_bytes = 0
         for bucket in buckets(
             self._plan,
@@ -60,11 +59,12 @@ class WeightSync:
         ):
             engine.load(bucket)
             num_bytes += bucket.num_bytes_received
-        self._raise_first("ending a sync", engine.end_update(version), f"policy version {version} is not what the engine has")
+        self._check("ending a sync", engine.end_update(version), f"policy version {version} is not what the engine has")
         return num_bytes
 
-    def _raise_first(self, phase: str, problems: list[str], what: str) -> None:
-        for rank, found in enumerate(self._meet(phase, problems)):
-            if found:
-                more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-                raise SyncError(f"{what}, at rank {rank}: {'; '.join(found[:MAX_NAMED])}{more}; start again with --resume")
+    def _check(self, phase: str, problems: list[str], summary: str) -> None:
+        """Raise the SyncError of the first rank that has problems."""
+        for rank, names in enumerate(self._all_gather(phase, problems)):
+            if names:
+                more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+                raise SyncError(f"{summary}, at rank {rank}: {'; '.join(names[:MAX_NAMED])}{more}; start again with --resume")

@@ -19,7 +19,7 @@ from datetime import timedelta
 from grpo_mega.distributed.recorder import recorder
 record = recorder()
 import torch, torch.distributed as dist
-from grpo_mega import checkpoint_writer
+from grpo_mega.run import checkpoint_writer
 from grpo_mega.run.checkpoints import Checkpoints
 from grpo_mega.config import CheckpointConfig
 from grpo_mega.distributed.watchdog import HangWatch

@@ -9,14 +9,16 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_mega.config import RolloutConfig
 from grpo_mega.processes import descendants, living
-from grpo_mega.rollout.sglang.server import Server, ServerSettings
+from grpo_mega.rollout.sglang.server import Server
+from grpo_mega.rollout.sglang.settings import EngineSettings
 
 START_DEADLINE_S = 120.0
 LOADER = "servers.note_names"  # in the server's processes: PYTHONPATH leads here
@@ -55,24 +57,27 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def make_settings(model: Path, folder: Path, *, tp: int = 1, extra: dict[str, Any] | None = None) -> ServerSettings:
-    return ServerSettings(
+def make_settings(
+    model: Path, folder: Path, *, on_wait: Callable[[float], None] = lambda _: None, **rollout: Any
+) -> EngineSettings:
+    """`rollout`: of the config's section."""
+    defaults = {"max_concurrent": 64, "cache_tokens": 16384, "start_deadline_s": START_DEADLINE_S, "stall_deadline_s": 30.0}
+    return EngineSettings(
+        rollout=RolloutConfig(**{"engine": "sglang", **defaults, **rollout}),
         model_path=model,
-        folder=folder,
-        tp=tp,
         dtype="float32",
-        device_type="cpu",
-        base_gpu_id=0,
+        folder=folder,
         context_length=512,
-        max_running_requests=64,
-        max_total_tokens=16384,
-        memory_fraction=None,
-        seed=0,
-        has_memory_saver=False,
+        device_type="cpu",
         cores=(0, 1),
         weight_loader=LOADER,
-        extra=extra or {},
+        on_wait=on_wait,
     )
+
+
+def changed(settings: EngineSettings, changes: dict[str, Any], **others: Any) -> EngineSettings:
+    """`changes`: of the config's section, without its checks."""
+    return replace(settings, rollout=settings.rollout.model_copy(update=changes), **others)
 
 
 @contextlib.contextmanager

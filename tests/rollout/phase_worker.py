@@ -16,7 +16,7 @@ from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.hardware.device import Device
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.phase import Economy, Phase, sample
+from grpo_mega.rollout.phase import Generator, Phase
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import fill
 from grpo_mega.weights.boxes import region
@@ -54,32 +54,21 @@ class Ranks:
         holding = self.engine.side().holding(rank)
         fill(holding, self.engine.tensors(), lambda box: weights[box.tensor][region(box.start, box.shape)])
         self.engine.version = 1
-        self.economy = Economy()
         RENDEZVOUS[0] = RENDEZVOUS[0] or Rendezvous(dist.distributed_c10d._get_default_store(), rank, WORLD_SIZE)
         self.rendezvous = RENDEZVOUS[0]
+        self.generator = Generator(self.engine, self.rendezvous, lambda version: None, phase_deadline_s=60)
 
-    def sample(self, wanted: int, *, slow_rank: int | None = None) -> Phase:
+    def generate(self, wanted: int, *, slow_rank: int | None = None) -> Phase:
         def on_sample(_: Sample) -> None:
             if self.rank == slow_rank:
                 time.sleep(0.02)
 
-        return sample(
-            self.engine,
-            self.rendezvous,
-            PROMPTS,
-            SAMPLING,
-            step=4,
-            on_sample=on_sample,
-            wanted=wanted,
-            deadline_s=60,
-            mend=lambda version: None,
-            economy=self.economy,
-        )
+        return self.generator.generate(PROMPTS, SAMPLING, step=4, on_sample=on_sample, wanted=wanted)
 
     def all_groups(self) -> dict[int, Group]:
-        """Of both ranks, run to the end."""
+        """Return the groups of both ranks, run to the end."""
         found: list[dict[int, Group]] = [{}] * WORLD_SIZE
-        dist.all_gather_object(found, self.sample(len(PROMPTS)).mine)
+        dist.all_gather_object(found, self.generate(len(PROMPTS)).mine)
         return {place: group for groups in found for place, group in groups.items()}
 
 
@@ -102,14 +91,14 @@ def check_same(mine: dict[int, Group], whole: dict[int, Group]) -> None:
 
 
 def keeps_the_first(rank: int, folder: Path) -> None:
-    """Whatever the ranks' speed, the groups that a clock of decoded tokens puts first."""
+    """A phase keeps the groups that are first by a clock of decoded tokens, whatever the ranks' speed."""
     ranks = Ranks(rank)
     whole = ranks.all_groups()
     assert len({longest(group) for group in whole.values()}) > 6, "the case has become too easy"
     for wanted in (1, 5, 13):
         expected = sorted(sorted(whole, key=lambda place: (longest(whole[place]), place))[:wanted])
         for slow_rank in (None, 0, 1):
-            phase = ranks.sample(wanted, slow_rank=slow_rank)
+            phase = ranks.generate(wanted, slow_rank=slow_rank)
             assert phase.places == expected, (phase.places, expected)
             assert sorted(phase.mine) == [place for place in expected if place % WORLD_SIZE == rank]
             check_same(phase.mine, whole)
@@ -117,7 +106,7 @@ def keeps_the_first(rank: int, folder: Path) -> None:
 
 
 def keeps_the_first_of_several_batches(rank: int, folder: Path) -> None:
-    """Of 7 prompts a rank decodes 2 at once; the clock goes on from batch to batch, in the order of the prompts."""
+    """Each rank decodes 2 of its 7 prompts at once; the clock goes on from batch to batch, in the order of the prompts."""
     whole = Ranks(rank).all_groups()
     clocks: dict[int, int] = {}
     for first in range(WORLD_SIZE):
@@ -128,7 +117,7 @@ def keeps_the_first_of_several_batches(rank: int, folder: Path) -> None:
     for wanted in (3, 8):
         expected = sorted(sorted(clocks, key=lambda place: (clocks[place], place))[:wanted])
         for slow_rank in (0, 1):
-            phase = Ranks(rank, max_concurrent=2 * GROUP_SIZE).sample(wanted, slow_rank=slow_rank)
+            phase = Ranks(rank, max_concurrent=2 * GROUP_SIZE).generate(wanted, slow_rank=slow_rank)
             assert phase.places == expected, (phase.places, expected)
             check_same(phase.mine, whole)
 
@@ -136,13 +125,13 @@ def keeps_the_first_of_several_batches(rank: int, folder: Path) -> None:
 def counts_what_is_thrown_away(rank: int, folder: Path) -> None:
     ranks = Ranks(rank)
     whole = ranks.all_groups()
-    assert ranks.economy.lap() == {}, "nothing was thrown away"
+    assert ranks.generator.flush_stats() == {}, "nothing was thrown away"
     wanted = 6
-    phase = ranks.sample(wanted)
+    phase = ranks.generate(wanted)
     kept = [s.response_len for place in phase.places for s in whole[place].samples]
     aborted = [s.response_len for place in set(whole) - set(phase.places) for s in whole[place].samples]
-    found = ranks.economy.lap()
-    assert ranks.economy.lap() == {}
+    found = ranks.generator.flush_stats()
+    assert ranks.generator.flush_stats() == {}
     everyone: list[dict[str, float]] = [{}] * WORLD_SIZE
     dist.all_gather_object(everyone, found)
     assert everyone[0] == everyone[1]
@@ -165,10 +154,10 @@ def leaves_no_keys_in_the_store(rank: int, folder: Path) -> None:
         dist.barrier()
         return found
 
-    ranks.sample(3)
+    ranks.generate(3)
     before = num_keys()
     for _ in range(3):
-        ranks.sample(3)
+        ranks.generate(3)
     assert num_keys() == before
 
 

@@ -33,5 +33,5 @@ def test_what_is_begun_kept_and_thrown_away_is_counted_alike_on_all_ranks(result
     check(results, "counts_what_is_thrown_away")
 
 
-def test_a_phase_leaves_nothing_on_the_board(results: Results) -> None:
-    check(results, "leaves_nothing_on_the_board")
+def test_a_phase_leaves_no_keys_in_the_store(results: Results) -> None:
+    check(results, "leaves_no_keys_in_the_store")

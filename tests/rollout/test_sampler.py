@@ -21,7 +21,7 @@ def random_logits(rows: int, vocab: int, seed: int) -> Tensor:
 
 
 def allowed(logits: Tensor, temperature: float, top_p: float, top_k: int) -> dict[int, float]:
-    """The naive twin: tokens of one row that may be drawn, with their probabilities, from the most likely on."""
+    """Return the oracle: tokens of one row that may be sampled, with their probabilities, from the most likely on."""
     probabilities = torch.softmax(logits.double() / temperature, dim=0).tolist()
     ranked = sorted(range(len(probabilities)), key=lambda v: -probabilities[v])[: top_k or None]
     total, reached, kept = sum(probabilities[v] for v in ranked), 0.0, []

@@ -50,7 +50,7 @@ class Run:
         return [row for row in map(json.loads, lines) if "seconds/step" in row]
 
     def restarts(self) -> list[str]:
-        return re.findall(r"the engine of rank \d+ failed and is started anew.*", self.log())
+        return re.findall(r"the engine of rank \d+ failed and is restarted.*", self.log())
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         until = time.monotonic() + SECONDS
@@ -165,8 +165,8 @@ def test_a_server_that_may_not_be_started_anew_ends_the_run_with_a_checkpoint_an
     assert run.process.returncode == 2, log
     (line,) = [line for line in log.splitlines() if "error:" in line]
     assert re.search(
-        r"the engine of rank [01] failed 1 times \(http://127\.0\.0\.1:\d+ .*; mend it, or raise rollout\.max_restarts, "
-        r"and go on with --resume; a checkpoint of step \d+ is in .*/checkpoints$",
+        r"the engine of rank [01] failed 1 times \(http://127\.0\.0\.1:\d+ .*; remove the cause, or raise "
+        r"rollout\.max_restarts, and go on with --resume; a checkpoint of step \d+ is in .*/checkpoints$",
         line,
     )
     assert "Traceback" not in log

@@ -1,4 +1,4 @@
-"""What SGLang's own code makes of FP8 blocks, where its imports are stubbed: `python blocks_in_sglang.py MODEL ...`.
+"""Run SGLang's own code on FP8 blocks, with its imports stubbed: `python blocks_in_sglang.py MODEL ...`.
 
 The rest are arguments of a server. None is started, since SGLang computes with blocks on GPUs only; what it does with them
 after a load is plain code, which runs here as it does on a GPU with Triton's kernels. Prints JSON.
@@ -59,8 +59,8 @@ def main(model: str, arguments: list[str]) -> None:
 
     settings = prepare_server_args(arguments)
     override = settings.json_model_override_args
-    told = ModelConfig(model, model_override_args=override, quantization=settings.quantization, dtype="bfloat16")
-    config = get_quant_config(told, LoadConfig(), {})
+    model_config = ModelConfig(model, model_override_args=override, quantization=settings.quantization, dtype="bfloat16")
+    config = get_quant_config(model_config, LoadConfig(), {})
     fp8._is_cpu = False  # where it would ask for AMX
     root = torch.nn.Module()
     for name, then in (("plain", None), ("shuffling", shuffle), ("packing", pack)):
@@ -73,7 +73,7 @@ def main(model: str, arguments: list[str]) -> None:
     root.attn.quant_method.create_weights(root.attn)
     root.attn.k_scale.fill_(3e-4)  # as a dummy load leaves it
     found = {name: [list(p.shape), str(p.dtype)] for name, p in root.plain.named_parameters()}
-    problems = blocks.settle(root)
+    problems = blocks.check_formats(root)
     scales = [float(root.attn.k_scale), float(root.attn.v_scale), root.attn.k_scale_float, root.attn.v_scale_float]
     print(json.dumps({"config": fields_of(config), "parameters": found, "problems": problems, "cache": scales}))
 

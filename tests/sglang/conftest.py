@@ -1,11 +1,11 @@
-"""What tests with a real server share: a model, and a server at TP1 that was started as a trainer's rank would start it."""
+"""Fixtures of tests with a real server: a model, and a server at TP1 that was started as a trainer's rank would start it."""
 
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers import START_DEADLINE_S, make_settings, trainers_environment, write_model
+from servers import make_settings, trainers_environment, write_model
 
 from grpo_mega.rollout.sglang.server import Server
 
@@ -28,7 +28,7 @@ def server(model: Path, temporary: Path, tmp_path_factory: pytest.TempPathFactor
     with trainers_environment(temporary):
         server.start()
     try:
-        server.wait_until_healthy(START_DEADLINE_S, lambda _: None)
+        server.wait_until_healthy()
         yield server
     finally:
         server.stop()

@@ -4,12 +4,12 @@ import sys
 import time
 from pathlib import Path
 
-from servers import START_DEADLINE_S, make_settings
+from servers import make_settings
 
 from grpo_mega.rollout.sglang.server import Server
 
 model, folder, tp = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 with Server(make_settings(model, folder, tp=tp)) as server:
-    server.wait_until_healthy(START_DEADLINE_S, lambda _: None)
+    server.wait_until_healthy()
     print(server.url, flush=True)
     time.sleep(600)

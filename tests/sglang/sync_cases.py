@@ -1,4 +1,4 @@
-"""What the ranks of sync_worker.py and the test that reads their results share; imports nothing of Megatron-core."""
+"""Cases for the ranks of sync_worker.py and for the test that reads their results; imports nothing of Megatron-core."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,4 +1,4 @@
-"""What transformers makes of the weights that sync_worker.py exported; in a process where nothing is patched.
+"""Log-probs by transformers with the weights that sync_worker.py exported; in a process where nothing is patched.
 
 `python sync_oracle.py FOLDER` writes FOLDER/differences.json: by case and version, the largest difference of a rollout log-prob
 from transformers' on the same weights, by the engine's tp, and on the weights of the version before. Where they travelled in

@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore
 
 from grpo_mega import config as configs
 from grpo_mega.algorithm import advantages
-from grpo_mega.config import Config
+from grpo_mega.config import Config, RolloutConfig
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import SyncError
 from grpo_mega.hardware.device import Device
@@ -33,10 +33,8 @@ from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.rollout.sglang.buckets import HostBuckets
-from grpo_mega.rollout.sglang.engine import Options, SGLangEngine
-from grpo_mega.rollout.sglang.link import Limits
-from grpo_mega.rollout.sglang.server import ServerSettings
-from grpo_mega.rollout.sglang.update import LOADER, Place
+from grpo_mega.rollout.sglang.engine import SGLangEngine
+from grpo_mega.rollout.sglang.settings import EngineSettings
 from grpo_mega.run import model_files
 from grpo_mega.run.batches import make_batches
 from grpo_mega.run.model_files import ModelFiles
@@ -98,28 +96,29 @@ def engine_of(
     if rank >= tp:
         yield Idle()
         return
-    settings = ServerSettings(
-        model_path=model.folder,
-        folder=folder,
+    rollout = RolloutConfig(
+        engine="sglang",
         tp=tp,
-        dtype="float32",
-        device_type="cpu",
-        base_gpu_id=0,
-        context_length=64,
-        max_running_requests=32,
-        max_total_tokens=2048,
-        memory_fraction=None,
-        seed=0,
-        has_memory_saver=False,
-        cores=tuple(sorted(os.sched_getaffinity(0))[:tp]),
-        weight_loader=LOADER,
-        extra={},
+        max_concurrent=32,
+        cache_tokens=2048,
         quantization="fp8" if case.quantise else None,
+        start_deadline_s=DEADLINE_S,
+        stall_deadline_s=DEADLINE_S,
+    )
+    settings = EngineSettings(
+        rollout=rollout,
+        model_path=model.folder,
+        dtype="float32",
+        folder=folder,
+        context_length=64,
+        device_type="cpu",
+        rank=rank,
+        world_size=tp,
+        cores=tuple(sorted(os.sched_getaffinity(0))[:tp]),
     )
     folder.mkdir(parents=True, exist_ok=True)
     rendezvous = Rendezvous(PrefixStore(f"engine{tp}", runtime.store), rank, WORLD_SIZE)
-    options = Options(Limits(32, DEADLINE_S, DEADLINE_S), 1, True, lambda seconds: None)
-    engine = SGLangEngine(settings, options, Place(0, rank, tp, rank), side, rendezvous, HostBuckets())
+    engine = SGLangEngine(settings, side, rendezvous, HostBuckets())
     try:
         yield engine
     finally:
@@ -171,8 +170,8 @@ def sync_layout(
     model_files.export_policy(policy, model, folder / f"hf{version}")
     for tp, (side, engine) in engines.items():
         plan = plan_sides(policy.side(), side, ranks_per_node=WORLD_SIZE)
-        meet = partial(rendezvous.all_gather, deadline_s=DEADLINE_S)
-        WeightSync(plan, torch.float32, BUCKET_BYTES, meet).publish(policy, engine, version=version)
+        all_gather = partial(rendezvous.all_gather, deadline_s=DEADLINE_S)
+        WeightSync(plan, torch.float32, BUCKET_BYTES, all_gather).sync_weights(policy, engine, version=version)
         if runtime.rank == 0:
             assert isinstance(engine, SGLangEngine)
             found = engine.generate(dict(enumerate(PROMPTS)), SAMPLING, step=version, on_sample=lambda s: None)
@@ -193,14 +192,14 @@ def sync_flipped(policy: Policy, engine: SGLangEngine | Idle, side: Side, rendez
     plan = plan_sides(policy.side(), side, ranks_per_node=WORLD_SIZE)
     sync = WeightSync(plan, torch.float32, BUCKET_BYTES, partial(rendezvous.all_gather, deadline_s=DEADLINE_S))
     try:
-        sync.publish(policy, spoiled, version=99)
+        sync.sync_weights(policy, spoiled, version=99)
     except SyncError as error:
         said = str(error)
     else:
         raise AssertionError("a flipped byte went unnoticed")
     assert not isinstance(spoiled, Flipping) or spoiled.flipped in said, said
     assert engine.version != 99
-    sync.publish(policy, engine, version=100)  # nothing is the worse for it
+    sync.sync_weights(policy, engine, version=100)  # nothing is the worse for it
 
 
 def sync_case(case: Case, device: Device, folder: Path) -> None:

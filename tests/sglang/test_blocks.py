@@ -1,30 +1,30 @@
-"""FP8 blocks against SGLang's own code: what it is told, the parameters it makes, and whether they keep the format sent."""
+"""FP8 blocks against SGLang's own code: its arguments, the parameters that it makes, and if they keep the format sent."""
 
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import ROOT
-from servers import make_settings
+from servers import changed, make_settings
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.rollout.sglang.fp8_params import REMEDY
-from grpo_mega.rollout.sglang.server import fixed_arguments, server_arguments
+from grpo_mega.rollout.sglang.server import server_arguments
 from grpo_mega.rollout.sglang.update import parameters
 from grpo_mega.weights.boxes import LocalTensor
 
-CUDA = replace(make_settings(Path("/m"), Path("/f")), device_type="cuda", dtype="bfloat16", cores=(), quantization="fp8")
+CPU = changed(make_settings(Path("/m"), Path("/f")), {"quantization": "fp8"}, dtype="bfloat16")
+CUDA = changed(CPU, {}, device_type="cuda", cores=())
 
 
 @pytest.fixture(scope="module")
 def found(model: Path) -> dict[str, Any]:
-    """What a server on a GPU would be told, read by SGLang."""
-    fixed = fixed_arguments(CUDA)
+    """The arguments of a server on a GPU, read by SGLang."""
+    fixed = CUDA.fixed_arguments()
     override = json.dumps(fixed["json_model_override_args"])
     script = str(Path(__file__).with_name("blocks_in_sglang.py"))
     words = ["--model-path", str(model), "--quantization", fixed["quantization"], "--json-model-override-args", override]
@@ -64,13 +64,13 @@ def test_the_scales_of_a_key_value_cache_that_a_dummy_load_leaves_become_one(fou
     assert found["cache"] == [1.0] * 4
 
 
-def test_a_server_on_a_cpu_is_not_told_of_blocks_and_nobody_else_may_tell() -> None:
-    words = server_arguments(replace(CUDA, device_type="cpu", cores=(0,)), "name", 1, 2)
+def test_a_server_on_a_cpu_gets_no_blocks_and_users_may_not_set_their_arguments() -> None:
+    words = server_arguments(CPU, "name", 1, 2)
     assert not {"--quantization", "--json-model-override-args"} & set(words)
     assert "--quantization fp8" in " ".join(server_arguments(CUDA, "name", 1, 2))
     for name in ("quantization", "json_model_override_args"):
         with pytest.raises(ConfigError, match=f"rollout.server_args.{name} is set by the trainer; remove it"):
-            replace(CUDA, extra={name: "x"})
+            changed(CUDA, {"server_args": {name: "x"}})
 
 
 def test_experts_in_one_parameter_have_their_scales_in_one() -> None:

@@ -1,4 +1,4 @@
-"""What a server could leave behind, and that it is removed as soon as no living process has it, and not before."""
+"""Left-overs of a server are removed as soon as no living process uses them, and not before."""
 
 import os
 import signal

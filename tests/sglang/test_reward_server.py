@@ -19,9 +19,10 @@ from safetensors.torch import load_model
 from servers import START_DEADLINE_S, make_settings
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from grpo_mega.distributed.launch import free_ports
 from grpo_mega.rewards import NoScore, RewardPool, Score, Step
 from grpo_mega.rewards.reward_model import reward_model
-from grpo_mega.rollout.sglang.server import free_ports, server_environment
+from grpo_mega.rollout.sglang.server import server_environment
 
 pytestmark = pytest.mark.sglang
 
@@ -120,7 +121,7 @@ def _load(folder: Path, name: str) -> Any:
 
 
 def _logits(folder: Path, name: str, text: str) -> torch.Tensor:
-    """Of transformers, after the last token; of a model with a value head its value."""
+    """Return transformers' logits after the last token; for a model with a value head its value."""
     model = _load(folder, name)
     ids = AutoTokenizer.from_pretrained(folder / name)(text, return_tensors="pt")["input_ids"]
     with torch.no_grad():

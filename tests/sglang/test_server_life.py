@@ -1,7 +1,7 @@
 """The life of a server process: what it starts with, what it serves, and that nothing is left however it ends.
 
 Starts take ten seconds, so each carries several tests; ends that do not depend on how far the start has come are tested early.
-The last test kills the server that all files here share, after the tests of api.py have used it.
+The last test kills the server that all files here share, after the tests of the session have used it.
 """
 
 import os
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from servers import (
-    START_DEADLINE_S,
     TRAINERS,
     Tree,
     generate,
@@ -92,10 +91,10 @@ def test_its_log_is_in_its_folder_and_short(server: Server) -> None:
 
 
 def test_an_argument_that_sglang_does_not_know_is_one_clear_line(model: Path, tmp_path: Path, empty: Path) -> None:
-    with Server(make_settings(model, tmp_path, extra={"no_such_argument": 7})) as server:
+    with Server(make_settings(model, tmp_path, server_args={"no_such_argument": 7})) as server:
         tree = wait_for_sglang(lambda: Tree.of(server))
         with pytest.raises(EngineError) as caught:
-            server.wait_until_healthy(START_DEADLINE_S, lambda _: None)
+            server.wait_until_healthy()
         problem = "unrecognized arguments: --no-such-argument 7"
         assert str(caught.value) == f"the SGLang server of {tmp_path} did not start: {problem}; see {tmp_path}/server.log"
         assert not server.is_alive()
@@ -107,12 +106,12 @@ def test_another_port_is_taken_if_one_is_in_use_and_an_exception_ends_the_server
 ) -> None:
     taken = int(server.url.rpartition(":")[2])
     free_ports = servers_module.free_ports
-    offers = [[taken, free_ports(1)[0]]]
-    monkeypatch.setattr(servers_module, "free_ports", lambda count: offers.pop() if offers else free_ports(count))
+    offers = [[taken, *free_ports(1)]]
+    monkeypatch.setattr(servers_module, "free_ports", lambda *asked: offers.pop() if offers else free_ports(*asked))
     waits: list[float] = []
-    other = Server(make_settings(model, tmp_path))
+    other = Server(make_settings(model, tmp_path, on_wait=waits.append))
     with pytest.raises(ZeroDivisionError), other:
-        other.wait_until_healthy(START_DEADLINE_S, waits.append)
+        other.wait_until_healthy()
         assert not offers
         assert other.url != server.url
         assert waits == sorted(waits)
@@ -176,10 +175,10 @@ def test_a_server_can_be_stopped_while_it_starts(model: Path, tmp_path: Path, em
 
 
 def test_a_server_that_is_not_ready_in_time_is_ended(model: Path, tmp_path: Path, empty: Path) -> None:
-    server = Server(make_settings(model, tmp_path))
+    server = Server(make_settings(model, tmp_path, start_deadline_s=1))
     server.start()
     with pytest.raises(EngineError, match=r"was not ready after 1 s; .*server\.log ends: "):
-        server.wait_until_healthy(1, lambda _: None)
+        server.wait_until_healthy()
     assert not server.is_alive()
 
 

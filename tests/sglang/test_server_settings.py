@@ -1,24 +1,25 @@
-"""What a server is started with, and what is changed of SGLang; no server is started here."""
+"""Arguments and environment of a server, and the changes to SGLang; no server is started here."""
 
 import ast
 import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from servers import TRAINERS, make_settings
+from servers import TRAINERS, changed, make_settings
 
+from grpo_mega.distributed.launch import free_ports
 from grpo_mega.errors import ConfigError
 from grpo_mega.rollout.sglang import import_stubs, served_models
-from grpo_mega.rollout.sglang.server import free_ports, server_arguments, server_environment
+from grpo_mega.rollout.sglang.server import server_arguments, server_environment
 from grpo_mega.weights.families import FAMILIES
 
 SETTINGS = make_settings(Path("/m"), Path("/f"))
-CUDA = replace(SETTINGS, device_type="cuda", base_gpu_id=4, tp=4, has_memory_saver=True, memory_fraction=0.6, cores=())
+ON_GPU = {"tp": 4, "memory_fraction": 0.6, "cache_tokens": None}
+CUDA = changed(SETTINGS, ON_GPU, device_type="cuda", base_gpu_id=4, cores=())
 
 
 def sglang_source(path: str) -> str:
@@ -41,7 +42,7 @@ def test_the_server_gets_the_environment_without_what_is_meant_for_the_trainer()
     [((0, 1), 1, "2", None), ((4, 5, 6, 7, 8), 2, "2", "4,5|6,7,8"), ((3,), 2, "1", "3|3")],
 )
 def test_the_processes_of_a_server_share_its_cores(cores: tuple[int, ...], tp: int, threads: str, binding: str | None) -> None:
-    found = server_environment({}, replace(SETTINGS, cores=cores, tp=tp))
+    found = server_environment({}, changed(SETTINGS, {"tp": tp}, cores=cores))
     assert found["OMP_NUM_THREADS"] == threads
     assert found["OMP_WAIT_POLICY"] == "passive"
     assert found.get("SGLANG_CPU_OMP_THREADS_BIND") == binding
@@ -49,7 +50,7 @@ def test_the_processes_of_a_server_share_its_cores(cores: tuple[int, ...], tp: i
 
 def test_arguments_are_those_of_the_settings_and_a_persons_own_before_them() -> None:
     extra = {"attention_backend": "fa3", "enable-metrics": True, "sleep_on_idle": False, "json_model_override_args": {"a": 1}}
-    words = server_arguments(replace(CUDA, extra=extra), "name", 1, 2)
+    words = server_arguments(changed(CUDA, {"server_args": extra}), "name", 1, 2)
     text = " ".join(words)
     assert "--attention-backend fa3" in text
     assert "--enable-metrics --json-model-override-args" in text
@@ -58,16 +59,20 @@ def test_arguments_are_those_of_the_settings_and_a_persons_own_before_them() -> 
     assert "--tp-size 4 --base-gpu-id 4" in text
     assert "--mem-fraction-static 0.6 --enable-memory-saver --random-seed 0" in text
     assert text.endswith("--served-model-name name --host 127.0.0.1 --port 1 --nccl-port 2")
-    assert "--max-total-tokens" in words
-    assert "--max-total-tokens" not in server_arguments(replace(CUDA, max_total_tokens=None), "name", 1, 2)
+    assert "--max-total-tokens" not in words
+    assert "--max-total-tokens 99 --" in " ".join(server_arguments(changed(CUDA, {"cache_tokens": 99}), "name", 1, 2))
+    assert "--max-total-tokens 16384 --" in " ".join(server_arguments(SETTINGS, "name", 1, 2))
+    needed = server_arguments(changed(SETTINGS, {"cache_tokens": None}), "name", 1, 2)
+    assert f"--max-total-tokens {64 * 511 + 256} --" in " ".join(needed)
     assert "--attention-backend torch_native" in " ".join(server_arguments(SETTINGS, "name", 1, 2))
-    assert "--enable-memory-saver" not in server_arguments(replace(SETTINGS, has_memory_saver=True), "name", 1, 2)
+    assert "--enable-memory-saver" not in server_arguments(changed(CUDA, {"sleep": "never"}), "name", 1, 2)
+    assert "--enable-memory-saver" not in server_arguments(changed(SETTINGS, {"sleep": "always"}), "name", 1, 2)
 
 
 @pytest.mark.parametrize("name", ["tp_size", "port", "load-format", "random_seed"])
 def test_what_the_trainer_relies_on_cannot_be_set_by_a_person(name: str) -> None:
     with pytest.raises(ConfigError, match=f"rollout.server_args.{name} is set by the trainer; remove it"):
-        replace(SETTINGS, extra={name: 1})
+        changed(SETTINGS, {"server_args": {name: 1}})
 
 
 def test_free_ports_differ() -> None:

@@ -146,8 +146,8 @@ def test_a_job_that_everything_befalls_ends_as_if_nothing_had(
     cluster.lose_node("n2")
     job.wait_for_text("node n2 (ranks 2-3) does not answer", SECONDS_TO_NAME)
     job.wait_for_text("requeued: the last checkpoint is step-", SECONDS_TO_NAME, times=2)
-    # It stays lost, and n1 has been mended. (Come back at once, it would be told to end the lost step, whose number the next
-    # start's has too.)
+    # It stays lost, and n1 has been repaired. (If it came back at once, Slurm would have it end the lost step, whose number the
+    # next start's step has too.)
     cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
     (disks / "n1").mkdir()
     job.wait_for_start(5, "ExcNodeList=")
@@ -180,7 +180,7 @@ def test_a_config_that_is_wrong_is_told_once_and_leaves_nothing(cluster: Cluster
     job = Job(cluster, tmp_path / "run", model, "--set", "layout.tp=4", CHECK_NODES="0")
     assert job.end() == "FAILED"
     assert "error: WORLD_SIZE=4 contradicts layout.tp=4, pp=2, dp=1; " in job.log()
-    assert job.log().count("not requeued: the config has to be mended first") == 1
+    assert job.log().count("not requeued: fix the config first") == 1
     assert not job.run_dir.exists()
 
 

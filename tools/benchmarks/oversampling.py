@@ -40,7 +40,7 @@ from grpo_mega.errors import EngineError
 from grpo_mega.hardware.device import Device
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine, Sampling
-from grpo_mega.rollout.phase import Economy, Phase, sample
+from grpo_mega.rollout.phase import Generator, Phase
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
@@ -109,7 +109,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 class Bench:
     def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
         self.engine, self.options = engine, options
-        self.rendezvous, self.economy = Rendezvous(HashStore(), 0, 1), Economy()
+        self.generator = Generator(engine, Rendezvous(HashStore(), 0, 1), self.check, phase_deadline_s=DEADLINE_S)
         numbers = random.Random(0)
         self.prompts = [
             Prompt(i, "", tuple(numbers.randrange(VOCAB) for _ in range(PROMPT_LENGTH)), "")
@@ -135,21 +135,12 @@ class Bench:
                 "identical": all(same(group, whole[place]) for place, group in phase.mine.items()),
                 "kept": means(phase.mine.values(), self.options),
                 "all": means(everything.values(), self.options),
-            } | self.economy.lap()
+            } | self.generator.flush_stats()
         return found
 
     def phase(self, step: int, num_begun: int, wanted: int) -> Phase:
-        return sample(
-            self.engine,
-            self.rendezvous,
-            self.prompts[:num_begun],
-            self.sampling,
-            step=step,
-            on_sample=lambda _: None,
-            wanted=wanted,
-            deadline_s=DEADLINE_S,
-            mend=self.check,
-            economy=self.economy,
+        return self.generator.generate(
+            self.prompts[:num_begun], self.sampling, step=step, on_sample=lambda _: None, wanted=wanted
         )
 
     def check(self, _: int) -> None:
@@ -186,37 +177,26 @@ def engine_of(options: argparse.Namespace, folder: Path) -> Iterator[Engine]:
 
 def server(config: Qwen2Config, options: argparse.Namespace, num_sequences: int, folder: Path) -> Engine:
     from grpo_mega.rollout.sglang.buckets import HostBuckets
-    from grpo_mega.rollout.sglang.engine import Options, SGLangEngine
-    from grpo_mega.rollout.sglang.link import Limits
-    from grpo_mega.rollout.sglang.server import ServerSettings
-    from grpo_mega.rollout.sglang.update import LOADER, Place
+    from grpo_mega.rollout.sglang.engine import SGLangEngine
+    from grpo_mega.rollout.sglang.settings import EngineSettings
     from grpo_mega.weights.sides import Side
 
     model = folder / "model"
     model.mkdir()
     fields = config.to_dict() | {"architectures": ["Qwen2ForCausalLM"], "eos_token_id": 1, "dtype": "float32"}
     (model / "config.json").write_text(json.dumps(fields))
-    longest = PROMPT_LENGTH + options.max_length
-    settings = ServerSettings(
+    deadlines = {"start_deadline_s": DEADLINE_S, "stall_deadline_s": DEADLINE_S, "phase_deadline_s": DEADLINE_S}
+    settings = EngineSettings(
+        rollout=RolloutConfig(engine="sglang", max_concurrent=num_sequences, **deadlines),
         model_path=model,
-        folder=folder,
-        tp=1,
         dtype="float32",
+        folder=folder,
+        context_length=PROMPT_LENGTH + options.max_length + 1,
         device_type="cpu",
-        base_gpu_id=0,
-        context_length=longest + 1,
-        max_running_requests=num_sequences,
-        max_total_tokens=num_sequences * longest + 256,
-        memory_fraction=None,
-        seed=0,
-        has_memory_saver=False,
         cores=(0, 1),
-        weight_loader=LOADER,
-        extra={},
+        prove=False,
     )
-    limits = Limits(num_sequences, start_deadline_s=DEADLINE_S, stall_deadline_s=DEADLINE_S)
-    settled = Options(limits, num_engines=1, prove=False, on_wait=lambda _: None)
-    return SGLangEngine(settings, settled, Place(0, 0, 1, 0), Side(((),)), Rendezvous(HashStore(), 0, 1), HostBuckets())
+    return SGLangEngine(settings, Side(((),)), Rendezvous(HashStore(), 0, 1), HostBuckets())
 
 
 def begun(factor: float, prompts: int) -> int:

@@ -1,8 +1,8 @@
-"""The engine inside each rank's process: transformers' own model with a key-value cache, one replica a rank.
+"""The engine inside each rank's process: transformers' own model with a KV cache, one replica per rank.
 
-It needs no GPU and no server, works for any family that transformers knows, and is an oracle of the weight mapping, since
-nothing of its forward pass is ours. Prompts are decoded in batches of at most `max_concurrent` sequences; a sequence that
-ends leaves the batch. Ended early, a phase ends between two tokens, and its cache goes with its batch.
+It needs no GPU and no server, works for any family that transformers knows, and is an oracle of the weight mapping, since its
+forward pass is not this project's. Prompts are decoded in batches of at most `max_concurrent` sequences; a sequence that ends
+leaves the batch. A phase that is stopped early ends between two tokens, and its cache goes with its batch.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from grpo_mega.hardware.device import Device
 from grpo_mega.rollout.embedded.cpu_linear import speed_up
 from grpo_mega.rollout.embedded.expert_views import checkpoint_tensors
 from grpo_mega.rollout.embedded.sampler import draw, uniforms
-from grpo_mega.rollout.engine import OnSample, Sampling, Until
+from grpo_mega.rollout.engine import OnSample, Sampling
+from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket, Entry
 from grpo_mega.weights.receive import differing, differing_blocks, put
 from grpo_mega.weights.sides import Side, hf_side
 from grpo_mega.weights.spec import Family, ModelShape
 
-GROUPED_MM_ROW_BYTES = 16  # of which torch.grouped_mm wants rows to be multiples
-COMPACT_BELOW = 0.75  # share of live sequences under which the finished ones leave the cache
+GROUPED_MM_ROW_BYTES = 16  # torch.grouped_mm needs rows of a multiple of so many bytes
+COMPACT_BELOW = 0.75  # share of live sequences below which the finished ones leave the cache
 
 
 class EmbeddedEngine:
-    failure: str | None = None  # it lives and dies with its rank
+    is_server = False
+    failure: str | None = None  # a failure here ends the rank itself
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class EmbeddedEngine:
         prove: bool,
         quantise: bool = False,
     ) -> None:
-        """`prove`: compare checksums after each sync. `quantise`: linear layers hold what FP8 blocks stand for."""
+        """`prove`: compare checksums after each sync. `quantise`: linear layers hold the dequantised values of FP8 blocks."""
         self.version = -1
         self.device = device.torch_device
         self.max_concurrent = max_concurrent
@@ -87,17 +89,17 @@ class EmbeddedEngine:
         return problems
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The model's weights, by the names that they have in its checkpoint."""
+        """Return the model's weights by their names in its checkpoint."""
         return self._tensors
 
     def wait_until_ready(self) -> None:
         pass
 
-    def revive(self, failed: Collection[int]) -> None:
+    def restart(self, failed: Collection[int]) -> None:
         pass
 
     def sleep(self) -> None:
-        """Keeps its memory: it is meant for machines where both fit."""
+        """Keep the memory: this engine is for machines where policy and engine fit together."""
 
     def wake_weights(self) -> None:
         pass
@@ -116,23 +118,22 @@ class EmbeddedEngine:
         *,
         step: int,
         on_sample: OnSample,
-        until: Until | None = None,
+        stop: StopCondition | None = None,
     ) -> dict[int, Group]:
-        """Every rank takes every world_size-th prompt. The clock of `until` counts this rank's decoded tokens, batch after
-        batch."""
+        """Take every world_size-th prompt. The clock of `stop` counts this rank's decoded tokens, batch after batch."""
         groups = {key: Group(prompts[key], []) for key in list(prompts)[self._rank :: self._world_size]}
         per_batch = max(1, self.max_concurrent // sampling.group_size)
         order = list(groups)
-        if until is None:
-            # Prompts of similar length share a batch: less padding. With `until` the last batches may never be begun, and
+        if stop is None:
+            # Prompts of similar length share a batch: less padding. With `stop` the last batches may never be begun, and
             # these must not always be those of the longest prompts.
             order.sort(key=lambda key: len(groups[key].prompt.token_ids))
         clock = 0
         for first in range(0, len(order), per_batch):
-            if until is not None and until.is_reached(clock):
+            if stop is not None and stop.is_met(clock):
                 break
             batch = {key: groups[key] for key in order[first : first + per_batch]}
-            clock = self._generate_batch(batch, sampling, step, on_sample, until, clock)
+            clock = self._generate_batch(batch, sampling, step, on_sample, stop, clock)
         return {key: group for key, group in groups.items() if len(group.samples) == sampling.group_size}
 
     def _generate_batch(
@@ -141,10 +142,10 @@ class EmbeddedEngine:
         sampling: Sampling,
         step: int,
         on_sample: OnSample,
-        until: Until | None,
+        stop: StopCondition | None,
         clock: int,
     ) -> int:
-        """Adds the samples to their groups, as far as `until` lets it; `clock` at the end."""
+        """Add samples to their groups until `stop` is met; return the clock at the end."""
         n, keys, groups = sampling.group_size, list(batch), list(batch.values())
         state = _Decoding.prefill(self._model, [g.prompt for g in groups], n, self.device)
         streams = _streams(groups, sampling, step, self.device)
@@ -174,13 +175,13 @@ class EmbeddedEngine:
                 )
                 group.samples.append(sample)
                 on_sample(sample)
-                if until is not None and len(group.samples) == n:
-                    until.done(keys[row // n], clock)
+                if stop is not None and len(group.samples) == n:
+                    stop.done(keys[row // n], clock)
             state.is_live &= ~ended
             if is_last or not state.is_live.any():
                 break
-            if until is not None and until.is_reached(clock):
-                _abort(batch, until, n, position + 1)
+            if stop is not None and stop.is_met(clock):
+                _abort(batch, stop, n, position + 1)
                 break
             state.advance(self._model, tokens)
         for group in groups:
@@ -195,16 +196,16 @@ def _experts_implementation(shape: ModelShape, dtype: torch.dtype) -> dict[str, 
     return {} if is_aligned else {"experts_implementation": "eager"}
 
 
-def _abort(batch: Mapping[int, Group], until: Until, group_size: int, length: int) -> None:
-    """Reports the groups that are not done, of which the samples under way have `length` tokens."""
+def _abort(batch: Mapping[int, Group], stop: StopCondition, group_size: int, length: int) -> None:
+    """Report the groups that are not done; their samples under way have `length` tokens."""
     for key, group in batch.items():
         num_live = group_size - len(group.samples)
         if num_live:
-            until.aborted(key, [s.response_len for s in group.samples] + [length] * num_live)
+            stop.aborted(key, [s.response_len for s in group.samples] + [length] * num_live)
 
 
 def _streams(groups: list[Group], sampling: Sampling, step: int, device: torch.device) -> Tensor | None:
-    """[sequences, max_response_length] uniforms, or None for greedy decoding."""
+    """Return uniforms [sequences, max_response_length], or None for greedy decoding."""
     if sampling.temperature == 0:
         return None
     rows = [
@@ -217,7 +218,7 @@ def _streams(groups: list[Group], sampling: Sampling, step: int, device: torch.d
 
 @dataclass
 class _Decoding:
-    """A batch on its way: what the model needs for the next token of the sequences still in the cache."""
+    """The state of a batch: inputs of the model for the next token of the sequences still in the cache."""
 
     cache: DynamicCache
     mask: Tensor  # [B, tokens so far], 0 on the left padding
@@ -228,7 +229,7 @@ class _Decoding:
 
     @classmethod
     def prefill(cls, model: Any, prompts: list[Prompt], group_size: int, device: torch.device) -> _Decoding:
-        """Runs each prompt once, then repeats it for the samples of its group."""
+        """Run each prompt once, then repeat its cache for the samples of its group."""
         longest = max(len(p.token_ids) for p in prompts)
         ids = torch.zeros((len(prompts), longest), dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -253,7 +254,7 @@ class _Decoding:
         )
 
     def advance(self, model: Any, tokens: Tensor) -> None:
-        """Feeds the drawn tokens; where enough sequences have ended, those leave first."""
+        """Feed the sampled tokens; first drop the sequences that have ended, if there are enough of them."""
         if self.is_live.float().mean() < COMPACT_BELOW:
             keep = self.is_live.nonzero().squeeze(1)
             self.cache.batch_select_indices(keep)

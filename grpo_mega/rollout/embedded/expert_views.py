@@ -1,7 +1,6 @@
-"""The weights of a transformers model under the names that its checkpoints have.
+"""The weights of a transformers model under the names of its checkpoints.
 
-They differ for mixtures of experts alone, of which transformers keeps all experts of a layer in one parameter; here stand the
-views of each.
+They differ for MoE models only: transformers keeps all experts of a layer in one parameter, of which each expert is a view.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from grpo_mega.weights.spec import Family, ModelShape
 
 
 def checkpoint_tensors(model: nn.Module, family: Family, shape: ModelShape) -> Mapping[str, Tensor]:
-    """The parameters of `model`, or views of them, by the names of `family.hf_tensors`."""
+    """Return the parameters of `model`, or views of them, by the names of `family.hf_tensors`."""
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     if not shape.num_experts:
         return parameters
     tensors: dict[str, Tensor] = {}
     for layer in range(shape.num_layers):
-        tensors |= dict(_mixture(parameters, family, shape, layer))
+        tensors |= dict(_moe_layer(parameters, family, shape, layer))
     return tensors | parameters
 
 
-def _mixture(parameters: dict[str, Tensor], family: Family, shape: ModelShape, layer: int) -> Iterator[tuple[str, Tensor]]:
-    """Takes a layer's router and experts out of the parameters, and gives them by their names in the table."""
+def _moe_layer(parameters: dict[str, Tensor], family: Family, shape: ModelShape, layer: int) -> Iterator[tuple[str, Tensor]]:
+    """Move a layer's router and experts out of `parameters`; yield them under their names in the family's table."""
     router, gate_up, down = (row.hf for row in family.rows if "mlp.router" in row.megatron or row.where == "expert")
     block = f"model.layers.{layer}.mlp"
     yield router[0].format(i=layer), parameters.pop(f"{block}.gate.weight")

@@ -1,4 +1,4 @@
-"""Drawing the next token, with a random stream of its own for each sample."""
+"""Sample the next token; each sample has a random stream of its own."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_BLOCK = 256  # tokens whose mass is summed first, so that the vocabulary is gone through once and not in double precision
+_BLOCK = 256  # tokens per partial sum, so that only the sums, and not the whole vocabulary, are in double precision
 
 
 def uniforms(seed: int, step: int, prompt_id: int, sample_index: int, length: int) -> np.ndarray:
-    """[length] float64 in [0, 1): the stream of one sample, a function of these four numbers only (Philox counter)."""
+    """Return [length] float64 in [0, 1): a sample's stream, which depends on these four numbers only (Philox counter)."""
     sequence = np.random.SeedSequence((seed, step, prompt_id, sample_index))
     return np.random.Generator(np.random.Philox(sequence)).random(length)
 
 
 def draw(logits_BV: Tensor, uniform_B: Tensor | None, *, temperature: float, top_p: float, top_k: int) -> tuple[Tensor, Tensor]:
-    """Next tokens [B] and their log-probs [B] float32.
+    """Return the next tokens [B] and their log-probs [B] float32.
 
     Log-probs are those of softmax(logits / temperature), before top-p and top-k, as the trainer computes them. The token is
-    the inverse of the cumulative distribution at `uniform_B`; without it, or at temperature 0, the most likely one. Of logits
-    with NaN it is any token, and its log-prob NaN.
+    the inverse of the cumulative distribution at `uniform_B`; without it, or at temperature 0, the most likely one. For logits
+    with NaN it is any token of the vocabulary, with log-prob NaN.
     """
     scaled_BV = logits_BV.float() if temperature in (0, 1) else logits_BV.float() / temperature
     max_B1 = scaled_BV.amax(dim=-1, keepdim=True)
@@ -39,7 +39,7 @@ def draw(logits_BV: Tensor, uniform_B: Tensor | None, *, temperature: float, top
 
 
 def _masses(shifted_BV: Tensor) -> Tensor:
-    """exp of it in blocks [B, N, K], zeros after the vocabulary's end."""
+    """Return exp of the logits in blocks [B, N, K], with zeros after the end of the vocabulary."""
     num_rows, vocab = shifted_BV.shape
     num_blocks = -(-vocab // _BLOCK)
     masses_BW = shifted_BV.new_zeros((num_rows, num_blocks * _BLOCK))
@@ -48,27 +48,27 @@ def _masses(shifted_BV: Tensor) -> Tensor:
 
 
 def _locate(masses_BNK: Tensor, sums_BN: Tensor, uniform_B: Tensor) -> Tensor:
-    """The token at `uniform_B` of the cumulative distribution: its block, then its place there. Never one without mass."""
+    """Return the tokens [B] at `uniform_B` of the cumulative distribution, never one without mass: block, then place."""
     cumulative_BN = sums_BN.cumsum(dim=-1)
     block_B1, wanted_B1 = _search(cumulative_BN, uniform_B[:, None] * cumulative_BN[:, -1:])
     before_B1 = cumulative_BN.gather(1, block_B1) - sums_BN.gather(1, block_B1)
     within_BK = masses_BNK[torch.arange(len(masses_BNK), device=masses_BNK.device), block_B1.squeeze(1)].double().cumsum(dim=-1)
-    # The block's sum was rounded, this one is not.
+    # A block's sum was rounded in float32; the sum within the block is in double precision.
     share_B1 = (wanted_B1 - before_B1) / sums_BN.gather(1, block_B1)
     place_B1, _ = _search(within_BK, share_B1.clamp(min=0) * within_BK[:, -1:])
     return (block_B1 * _BLOCK + place_B1).squeeze(1)
 
 
 def _search(cumulative_BX: Tensor, wanted_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index [B, 1] whose cumulative mass exceeds what is wanted, which is kept below the whole; and what is."""
+    """Return the first index [B, 1] whose cumulative mass exceeds the wanted one, and the wanted mass, kept below the whole."""
     whole_B1 = cumulative_BX[:, -1:]
     wanted_B1 = torch.minimum(wanted_B1, torch.nextafter(whole_B1, torch.zeros_like(whole_B1)))
-    # Where the masses are NaN all is beyond the end.
+    # If the masses are NaN, searchsorted returns an index beyond the end.
     return torch.searchsorted(cumulative_BX, wanted_B1, right=True).clamp_(max=cumulative_BX.shape[-1] - 1), wanted_B1
 
 
 def _filtered(probs_BV: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Masses with those outside top-k, then outside the smallest set that reaches top-p, set to zero."""
+    """Set masses outside top-k, then outside the smallest set that reaches top-p, to zero."""
     ordered, index = probs_BV.sort(dim=-1, descending=True)
     if top_k:
         ordered[:, top_k:] = 0

@@ -1,6 +1,6 @@
-"""Bucket buffers that a server on the same machine reads: shared memory without a name on the CPU, CUDA IPC on a GPU.
+"""Buffers of buckets that a server on the same machine reads: shared memory without a name on a CPU, CUDA IPC on a GPU.
 
-A rank fills the buffers, its engine's process on the same device opens them by the handle. The memory on the CPU belongs to
+A rank fills the buffers, and its engine's process on the same device opens them. The memory on the CPU belongs to
 file descriptors of the rank (memfd), so nothing is left in /dev/shm, however the processes end.
 """
 
@@ -35,12 +35,12 @@ class HostBuckets:
         return self._buffers[slot][:num_bytes]
 
     def describe(self, index: int) -> dict[str, Any]:
-        """How the server finds the buffer of round `index`."""
+        """Return how the server finds the buffer of round `index`."""
         slot = index % NUM_BUFFERS
         return {"file": f"/proc/{os.getpid()}/fd/{self._files[slot]}", "num_bytes": self._buffers[slot].numel()}
 
     def handle(self, index: int) -> Tensor:
-        """What travels beside the description: nothing, the server opens the file."""
+        """Return the tensor that is sent with the description: an empty one, since the server opens the file."""
         return torch.empty(0)
 
     def close(self) -> None:
@@ -52,9 +52,9 @@ class HostBuckets:
 
 
 class DeviceBuckets:
-    """Buffers on a GPU, of a fixed size, taken once and kept: IPC handles of them stay valid.
+    """Buffers of a fixed size on a GPU, allocated once and kept, so that their IPC handles stay valid.
 
-    They may not lie in expandable segments, which CUDA IPC cannot share: those are switched off while they are taken.
+    They must not lie in expandable segments, which CUDA IPC cannot share: those are off during the allocation.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, *, has_expandable_segments: bool) -> None:
@@ -81,7 +81,7 @@ class DeviceBuckets:
         return {}
 
     def handle(self, index: int) -> Tensor:
-        torch.cuda.current_stream().synchronize()  # the server reads on a stream that knows nothing of ours
+        torch.cuda.current_stream().synchronize()  # the server reads on another stream
         return self._buffers[index % NUM_BUFFERS]
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class DeviceBuckets:
 
 
 def payload(request: str, handle: Tensor) -> str:
-    """One rank's part of an update request: a list of one named tensor, as SGLang's own serialiser writes it."""
+    """Return one rank's part of an update request: a list of one named tensor, as SGLang's own serialiser writes it."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump([(request, handle)])
     return base64.b64encode(buffer.getvalue()).decode()

@@ -1,203 +1,202 @@
-"""Sampling from one SGLang server: token ids in, token ids and log-probs out, one event for each sample that ends.
+"""The leader's client of its server: starts and restarts it, calls it, and generates with it.
 
-The session lives on an event loop in a thread of its own; its owner hands in groups and takes events from a queue, so that
-rewards and bookkeeping stay in the owner's thread. A connection that breaks is tried again, for the samples that are missing
-only; what the server refuses is not, and nothing is once the phase is told to end.
+The first failure is kept in `failure`, with the phase and the end of the server's log, and is never raised: other ranks wait
+for this one. From then on calls do nothing until `restart`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import json
 import queue
-import threading
-from collections.abc import AsyncIterator, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import aiohttp
+from typing import Any
 
 from grpo_mega.errors import EngineError
-from grpo_mega.rollout.engine import Sampling
-from grpo_mega.types import Prompt, Sample
+from grpo_mega.rollout.engine import OnSample, Sampling
+from grpo_mega.rollout.sglang.server import Server
+from grpo_mega.rollout.sglang.session import Session
+from grpo_mega.rollout.sglang.settings import EngineSettings
+from grpo_mega.rollout.stop_condition import StopCondition
+from grpo_mega.types import Group, Prompt
 
-T = TypeVar("T")
-
-ATTEMPTS = 4
-FIRST_PAUSE_S = 0.5  # before the second attempt; doubles each time
-CONNECT_DEADLINE_S = 10.0
-SPARE_CONNECTIONS = 4  # for other calls, such as for its health, which may not wait behind samples
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A sample that ended; or, with `error`, a group that cannot be had from this server."""
-
-    key: int  # of the prompt
-    sample: Sample | None
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Aborted:
-    """No more samples of a group will come, as was asked."""
-
-    key: int
-    lengths: tuple[int, ...]  # tokens so far of those that had not ended
+LOOK_S = 0.2  # between looks at whether the server is alive
+STOP_LOOK_S = 0.05  # between looks at whether a stop condition is met
 
 
 class Client:
-    def __init__(self, url: str, *, num_connections: int, is_seeded: bool) -> None:
-        """`num_connections`: groups sampled at once. `is_seeded`: the server draws each sample from a seed of its own, which
-        needs a request that names them all."""
-        self.url = url
-        self.events: queue.SimpleQueue[Ended | Aborted] = queue.SimpleQueue()
-        self.is_ending = False  # groups under way are being aborted; set and reset by the owner
-        self._is_seeded = is_seeded
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-client", daemon=True)
-        self._thread.start()
-        self.session = self.run(self._open(num_connections))
+    def __init__(self, settings: EngineSettings, server: Server | None = None) -> None:
+        """Without a `server` that runs, begin to start one; `wait_until_ready` finishes that."""
+        self.failure: str | None = None
+        self._settings, self._rollout = settings, settings.rollout
+        self._session: Session | None = None
+        self.server = server or Server(settings)
+        if server is None:
+            self.server.start()
 
-    async def _open(self, num_connections: int) -> aiohttp.ClientSession:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S)
-        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=num_connections + SPARE_CONNECTIONS), timeout=timeout)
+    @property
+    def session(self) -> Session:
+        assert self._session is not None, "wait_until_ready was not called"
+        return self._session
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs a coroutine on the session's loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def wait_until_ready(self) -> None:
+        """Raise EngineError if the server does not come up. A second call does nothing."""
+        if self._session is None:
+            self.server.wait_until_healthy()
+            num_connections, is_seeded = self._rollout.max_concurrent, self._settings.is_seeded
+            self._session = Session(self.server.url, num_connections=num_connections, is_seeded=is_seeded)
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.start(coroutine).result()
+    def restart(self) -> None:
+        """Replace the failed server by a new one; set `failure` if it does not come up."""
+        self.close()
+        self.failure, self.server = None, Server(self._settings)
+        try:
+            self.server.start()
+            self.wait_until_ready()
+        except EngineError as error:
+            self.fail(str(error))
 
     def close(self) -> None:
-        """Gives up whatever is under way."""
-        if self._loop.is_closed():
-            return
-        self.run(self._end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        if self._session is not None:
+            self._session.close()
+        self._session = None
+        self.server.stop()
 
-    async def _end(self) -> None:
-        tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self.session.close()
+    def fail(self, reason: str) -> None:
+        if self.failure is None:
+            self.failure = f"{reason}; {self.server.tail()}"
 
-    def sample(self, key: int, prompt: Prompt, sampling: Sampling, step: int) -> None:
-        """Asks for a group; its samples come as events, group_size of them or, as the last, one with an error."""
-        self.start(self._sample(key, prompt, sampling, step))
+    def post(self, phase: str, path: str, body: dict[str, Any] | None = None) -> None:
+        """Call an endpoint and await its response."""
+        self.await_response(phase, self.begin_post(path, body))
 
-    async def _sample(self, key: int, prompt: Prompt, sampling: Sampling, step: int) -> None:
-        try:
-            await self._sample_or_raise(key, prompt, sampling, step)
-        except EngineError as error:
-            self.events.put(Ended(key, None, str(error)))
-        except Exception as error:  # an answer that is not as expected; unsaid, its group would be waited for without end
-            self.events.put(Ended(key, None, f"prompt {prompt.id} at {self.url}: {error!r}"))
+    def begin_post(self, path: str, body: dict[str, Any] | None = None) -> Future[Any] | None:
+        """Begin to call an endpoint; return None if the server has failed before."""
+        return self._begin(lambda session: session.post(path, body))
 
-    async def _sample_or_raise(self, key: int, prompt: Prompt, sampling: Sampling, step: int) -> None:
-        missing = list(range(sampling.group_size))
-        lengths: list[int] = []  # of the samples that were aborted
-        pause = FIRST_PAUSE_S
-        for attempt in range(1, ATTEMPTS + 1):
-            if self.is_ending:
-                break
+    def _begin(self, call: Callable[[Session], Coroutine[Any, Any, Any]]) -> Future[Any] | None:
+        if self.failure is not None or self._session is None:
+            return None
+        return self._session.start(call(self._session))
+
+    def await_response(self, phase: str, future: Future[Any] | None) -> Any:
+        """Return the result of a call; None, with `failure` set, if there is none or the server dies or stalls meanwhile."""
+        until = time.monotonic() + self._rollout.stall_deadline_s
+        while future is not None and self.failure is None:
             try:
-                body = request_body(prompt, sampling, missing, step, is_seeded=self._is_seeded)
-                asked = tuple(missing)
-                async for event in self._stream(body):
-                    index = asked[event["index"]]
-                    if event["meta_info"]["finish_reason"]["type"] == "abort":
-                        lengths.append(int(event["meta_info"].get("completion_tokens", 0)))
-                    elif index in missing:
-                        self.events.put(Ended(key, sample_of(event, prompt, index)))
-                        missing.remove(index)
-                if not missing:
-                    return
-                problem = f"its answer lacks {len(missing)} samples"
-            except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-                problem = repr(error)
-            if attempt < ATTEMPTS and not self.is_ending:
-                await asyncio.sleep(pause)
-                pause *= 2
-        if self.is_ending:
-            self.events.put(Aborted(key, tuple(lengths)))
+                return future.result(timeout=LOOK_S)
+            except TimeoutError:
+                if future.done():  # the call's own deadline
+                    self.fail(f"{self.server.url} did not answer in time, {phase}")
+                elif not self.server.is_alive():
+                    self.fail(f"{self.server.url} died, {phase}")
+                elif time.monotonic() > until:
+                    future.cancel()
+                    self.fail(f"{self.server.url} gave no answer for {self._rollout.stall_deadline_s:.0f} s, {phase}")
+            except Exception as error:  # any that the session raises
+                self.fail(f"{self.server.url} failed, {phase} ({error})")
+        return None
+
+    def generate(
+        self,
+        prompts: Mapping[int, Prompt],
+        sampling: Sampling,
+        step: int,
+        *,
+        next_number: Callable[[], int],
+        max_groups: int,
+        on_sample: OnSample,
+        stop: StopCondition | None = None,
+    ) -> dict[int, Group]:
+        """Return the groups that this server finished, by key.
+
+        All engines share a counter of prompts: `next_number` takes one while fewer than `max_groups` groups are under way. No
+        engine rests while prompts wait, and a slow one takes fewer.
+
+        Once `stop` is met, the groups under way are aborted, and the server is idle with an empty cache. If the server fails,
+        also while it aborts, the groups under way are missing; nothing of them is kept.
+        """
+        phase, keys = f"generating in step {step}", list(prompts)
+        under_way: dict[int, Group] = {}
+        finished: dict[int, Group] = {}
+        has_more = True
+        began = heard = time.monotonic()
+        while self.failure is None:
+            if stop is not None and stop.is_met():
+                self._abort(f"aborting stragglers in step {step}", under_way, sampling.group_size, stop)
+                return finished
+            while has_more and len(under_way) < max_groups:
+                number = next_number()
+                has_more = number < len(keys)
+                if has_more:
+                    key = keys[number]
+                    under_way[key] = Group(prompts[key], [])
+                    self.session.generate(key, prompts[key], sampling, step)
+            if not under_way:
+                return finished
+            try:
+                event = self.session.events.get(timeout=LOOK_S if stop is None else STOP_LOOK_S)
+            except queue.Empty:
+                heard = self._check_alive(phase, heard, began)
+                continue
+            heard = time.monotonic()
+            if event.sample is None:
+                self.fail(f"{phase}: {event.error}")
+                break
+            group = under_way[event.key]
+            group.samples.append(event.sample)
+            on_sample(event.sample)
+            if len(group.samples) == sampling.group_size:
+                group.samples.sort(key=lambda s: s.index)
+                finished[event.key] = under_way.pop(event.key)
+                if stop is not None:
+                    stop.done(event.key)
+        return finished
+
+    def _check_alive(self, phase: str, heard: float, began: float) -> float:
+        """Return when the server, last heard of at `heard`, was last known to be healthy, after a health check if one is due.
+
+        Set `failure` if it is dead, hangs, or exceeds the phase's deadline. Times are time.monotonic's.
+        """
+        now, deadline = time.monotonic(), self._rollout.stall_deadline_s
+        if not self.server.is_alive():
+            self.fail(f"{self.server.url} died, {phase}")
+        elif now - began > self._rollout.phase_deadline_s:
+            self.fail(f"{self.server.url} is not done after {now - began:.0f} s, {phase}")
+        elif now - heard > deadline:
+            check = self._begin(lambda session: session.is_healthy(deadline / 2))
+            if self.await_response(f"{phase}, asked for its health", check):
+                return time.monotonic()
+            self.fail(f"{self.server.url} hangs, {phase}: nothing for {now - heard:.0f} s, and not healthy")
+        return heard
+
+    def _abort(self, phase: str, under_way: Mapping[int, Group], group_size: int, stop: StopCondition) -> None:
+        """Abort the groups under way and report their lengths to `stop`, but not if the server fails meanwhile."""
+        if not under_way:
             return
-        raise EngineError(f"prompt {prompt.id} failed {ATTEMPTS} times at {self.url}: {problem}")
-
-    async def _stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The events of samples that ended. Raises EngineError where trying again cannot help."""
-        async with self.session.post(f"{self.url}/generate", json=body) as response:
-            if response.status != 200:
-                text = " ".join((await response.text()).split())[:500]
-                if 400 <= response.status < 500:
-                    raise EngineError(f"the server at {self.url} refused a request ({response.status}: {text})")
-                raise aiohttp.ClientPayloadError(f"{response.status}: {text}")
-            async for text in _data_lines(response.content):
-                event = json.loads(text)
-                if "error" in event:
-                    raise EngineError(f"the server at {self.url} could not sample: {event['error']}")
-                finish = event["meta_info"]["finish_reason"]
-                if finish is None:
-                    continue
-                if finish["type"] not in ("stop", "length") and not self.is_ending:
-                    raise aiohttp.ClientPayloadError(f"a sample ended by {finish}")
-                yield {"index": 0, **event}
-
-
-async def _data_lines(content: aiohttp.StreamReader) -> AsyncIterator[str]:
-    """The data of server-sent events, however long: a StreamReader's own lines may not be."""
-    pending: list[bytes] = []
-    async for chunk in content.iter_any():
-        *lines, rest = chunk.split(b"\n")
-        for line in lines:
-            text = (b"".join(pending) + line).strip()
-            pending = []
-            if text.startswith(b"data:") and text != b"data: [DONE]":
-                yield text.removeprefix(b"data:").decode()
-        pending.append(rest)
-
-
-def request_body(prompt: Prompt, sampling: Sampling, indices: list[int], step: int, *, is_seeded: bool) -> dict[str, Any]:
-    """The request for the samples of a prompt with these indices."""
-    params: dict[str, Any] = {
-        "max_new_tokens": sampling.max_response_length,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "stop_token_ids": sorted(sampling.stop_token_ids),
-    }
-    body: dict[str, Any] = {"return_logprob": True, "stream": True}
-    if is_seeded:
-        seeds = [sample_seed(sampling.seed, step, prompt.id, index) for index in indices]
-        return body | {
-            "input_ids": [list(prompt.token_ids)] * len(indices),
-            "sampling_params": [params | {"sampling_seed": seed} for seed in seeds],
-        }
-    return body | {"input_ids": list(prompt.token_ids), "sampling_params": params | {"n": len(indices)}}
-
-
-def sample_seed(seed: int, step: int, prompt_id: int, index: int) -> int:
-    """63 bits that depend on these four numbers only."""
-    digest = hashlib.blake2b(repr((seed, step, prompt_id, index)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def sample_of(event: dict[str, Any], prompt: Prompt, index: int) -> Sample:
-    meta = event["meta_info"]
-    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-    response_ids = [entry[1] for entry in meta["output_token_logprobs"]]
-    assert response_ids == event["output_ids"], "the server's log-probs are of other tokens than its response"
-    return Sample(
-        prompt=prompt,
-        index=index,
-        response_ids=response_ids,
-        rollout_logprobs=logprobs,
-        finish_reason=meta["finish_reason"]["type"],
-        policy_version=int(meta["weight_version"]) if str(meta["weight_version"]).isdigit() else -1,
-    )
+        lengths = {key: [sample.response_len for sample in group.samples] for key, group in under_way.items()}
+        waiting = set(under_way)
+        began, session = time.monotonic(), self.session
+        session.is_aborting = True
+        while waiting and self.failure is None:
+            # More than once: a request may reach the server after it has aborted all that it had.
+            self.post(phase, "/abort_request", {"abort_all": True})
+            pause_ends = time.monotonic() + LOOK_S
+            while waiting and (seconds := pause_ends - time.monotonic()) > 0:
+                try:
+                    event = session.events.get(timeout=seconds)
+                except queue.Empty:
+                    break
+                if event.error is not None:
+                    self.fail(f"{phase}: {event.error}")
+                    break
+                lengths[event.key] += [event.sample.response_len] if event.sample else event.aborted or ()
+                if event.aborted is not None or len(lengths[event.key]) == group_size:
+                    waiting.discard(event.key)
+            if waiting and time.monotonic() - began > self._rollout.stall_deadline_s:
+                self.fail(f"{phase}: {len(waiting)} groups do not end")
+        self.await_response(phase, self._begin(lambda session: session.flush_cache_when_idle()))
+        session.is_aborting = False
+        if self.failure is None:
+            for key, tokens in lengths.items():
+                stop.aborted(key, tokens)

@@ -1,4 +1,4 @@
-"""What is changed of SGLang 0.5.21, in its own processes only. A test tells when a change is no longer needed."""
+"""Changes to SGLang 0.5.21, in its own processes only. A test fails once a change is no longer needed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 def hide_megatron() -> None:
-    """SGLang's debug dumper imports Megatron-core where it is installed, for nothing here: a second, and on a GPU memory."""
-    sys.modules["megatron"] = None  # type: ignore[assignment]  # what makes an import of it fail
+    """Keep SGLang's debug dumper from importing Megatron-core, which would take a second, and memory on a GPU."""
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # makes the import fail
 
 
 def fork_children() -> None:
-    """SGLang insists on spawning its processes, each of which then imports all again.
+    """Have SGLang fork its processes. It spawns them, and each then imports everything again.
 
-    Without CUDA they can be forked: it does so before it starts a thread or an event loop.
+    Forking is safe without CUDA: SGLang starts its processes before it starts a thread or an event loop.
     """
     set_start_method = multiprocessing.set_start_method
 
@@ -28,10 +28,10 @@ def fork_children() -> None:
 
 
 def drop_idle_warnings() -> None:
-    """Keeps pages of no interest out of the log, in which a person looks for the reason of a failure.
+    """Keep irrelevant pages out of the log, in which users look for the cause of a failure.
 
-    One warning for each endpoint that answers to GET and POST, whenever the list of endpoints is asked for; and a traceback,
-    since a server that skips its warm-up asks itself to freeze its collector before it listens. server.py asks for that.
+    These are a warning per endpoint that answers to GET and POST, whenever the list of endpoints is read; and a traceback,
+    because a server that skips its warm-up calls its own /freeze_gc before it listens. server.py makes that call.
     """
     warnings.filterwarnings("ignore", message="Duplicate Operation ID")
     logging.getLogger("sglang.srt.entrypoints.http_server").addFilter(_is_of_interest)

@@ -1,12 +1,12 @@
-"""Runs inside the server: whether SGLang's FP8 parameters keep the format in which they are sent.
+"""Check that SGLang's FP8 parameters keep the format in which they are sent; runs inside the server.
 
 After a load SGLang may rearrange FP8 blocks for the kernels that it has chosen (`process_weights_after_loading`). On Hopper,
 and wherever its Triton kernels compute, it leaves 128 x 128 blocks with float32 scales as they are; a sync then writes them in
-place, as the addresses in its CUDA graphs ask for. Elsewhere (DeepGEMM on Blackwell packs scales as powers of two, Marlin below
-an L40 repacks the weights) shapes and types are others, or bytes change their places. All of that is found before the first
-bucket, by processing a pattern once more.
+place, which the addresses in its CUDA graphs need. Elsewhere (DeepGEMM on Blackwell packs scales as powers of two, Marlin below
+an L40 repacks the weights) shapes and types change, or bytes change their places. `check_formats` finds all of that before the
+first bucket, by processing a pattern.
 
-The scales of an FP8 key-value cache, which the model then has too, are in no checkpoint. A dummy load leaves random ones, and
+The scales of an FP8 KV cache, which the model then has too, are in no checkpoint. A dummy load leaves random ones, and
 sleep loses them; here they become SGLang's own default, 1.
 """
 
@@ -26,8 +26,8 @@ def is_cache_scale(name: str) -> bool:
 
 
 @torch.no_grad()
-def settle(model: torch.nn.Module) -> list[str]:
-    """For a model that has no weights yet: sets the cache's scales; the FP8 parameters that SGLang does not leave as sent."""
+def check_formats(model: torch.nn.Module) -> list[str]:
+    """Return the FP8 parameters that SGLang rearranges; set the cache's scales. For a model that has no weights yet."""
     problems = []
     for path, module in model.named_modules():
         method, own = getattr(module, "quant_method", None), dict(module.named_parameters(recurse=False))
@@ -50,14 +50,14 @@ def settle(model: torch.nn.Module) -> list[str]:
 
 @torch.no_grad()
 def reset_cache_scales(model: torch.nn.Module) -> None:
-    """For a model that may have slept since it was settled."""
+    """Set the cache's scales again, for a model that may have slept."""
     for name, parameter in model.named_parameters():
         if is_cache_scale(name):
             parameter.fill_(1.0)
 
 
 def _stamp(parameter: Tensor) -> Tensor:
-    """Writes numbers in which no two neighbours are alike, and returns their bytes."""
+    """Write numbers of which no two neighbours are equal; return their bytes."""
     numbers = torch.arange(parameter.numel(), device=parameter.device).remainder_(113).add_(1).view(parameter.shape)
     parameter.copy_(numbers.to(torch.float32))
     return _bytes(parameter).clone()

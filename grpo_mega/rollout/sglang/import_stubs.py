@@ -16,9 +16,9 @@ STUBBED = ("torchvision", "sgl_kernel")
 
 
 def install() -> None:
-    """May be called more than once."""
+    """Append the finder of stubs; may be called more than once."""
     if not any(isinstance(finder, StubFinder) for finder in sys.meta_path):
-        sys.meta_path.append(StubFinder())  # last, so that it is asked for what no one else has
+        sys.meta_path.append(StubFinder())  # last, so that real packages win
 
 
 class StubFinder(MetaPathFinder, Loader):
@@ -33,7 +33,7 @@ class StubFinder(MetaPathFinder, Loader):
 
 
 class Stub(ModuleType):
-    """Every attribute is another stub."""
+    """A module of which every attribute is another stub."""
 
     __version__ = "0.28.0"  # of the torchvision that belongs to torch 2.13
 

@@ -1,8 +1,8 @@
-"""Remove what a server could leave on this machine: temporary folders and shared memory.
+"""Remove temporary folders and shared memory of servers that are gone.
 
-SGLang ends its processes with SIGKILL even when all is well, so nothing in it cleans up. Its files go to a folder of its own,
-locked by the server's processes as long as one of them lives, and its shared memory is open in them as long. What is neither
-locked nor open is garbage, whoever made it and however that ended: `remove_unused` needs no record of it.
+SGLang ends its processes with SIGKILL even when all is well, so it never cleans up. Each server has a temporary folder, locked
+by its processes as long as one of them lives; its shared memory is open in them for as long. A folder that is not locked, or
+memory that is not open, belongs to no living server, so `remove_unused` needs no record of servers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LONGEST_BASE = 60  # characters: the path of a Unix socket, which lies two names
 
 
 def make_folder() -> tuple[Path, int]:
-    """A new temporary folder and the file descriptor that locks it, for this process and those forked from it."""
+    """Return a new temporary folder and the file descriptor that locks it, for this process and those forked from it."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=_base()))
-        with contextlib.suppress(OSError):  # taken for garbage before it was locked
+        with contextlib.suppress(OSError):  # removed by another process before it was locked
             lock = _lock(folder)
             if folder.exists():
                 return folder, lock
@@ -33,7 +33,7 @@ def make_folder() -> tuple[Path, int]:
 
 
 def remove_unused() -> None:
-    """Removes the temporary folders and the shared memory of servers that are gone."""
+    """Remove the temporary folders and the shared memory of servers that are gone."""
     for folder in _base().glob(f"{FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError):  # in use, or another user's
             lock = _lock(folder)
@@ -53,7 +53,7 @@ def _base() -> Path:
 
 
 def _lock(folder: Path) -> int:
-    """Raises OSError if a living process holds the lock, or the folder is gone."""
+    """Lock a folder. Raise OSError if a living process holds the lock, or the folder is gone."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,8 +64,8 @@ def _lock(folder: Path) -> int:
 
 
 def _open_files() -> set[str]:
-    found = set()
+    paths = set()
     for link in glob.iglob("/proc/[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
-            found.add(os.readlink(link))
-    return found
+            paths.add(os.readlink(link))
+    return paths

@@ -1,9 +1,9 @@
-"""Runs inside the server, in each of its tensor-parallel processes: takes buckets over into the parameters, and proves them.
+"""Load buckets into the parameters and verify them; runs inside the server, in each of its tensor-parallel processes.
 
 SGLang calls `load` (--custom-weight-loader) with one named tensor, whose name is a request in JSON and whose value is the
-bucket where that comes by CUDA IPC. An exception here would end the server, so there is none: what went wrong is written to the
-file that the request names, which the trainer reads. What differs of FP8 blocks is told with the bucket that brought them; the
-trainer keeps it until the update ends.
+bucket where that comes by CUDA IPC. An exception here would end the server, so problems are written to a file that the request
+names and the trainer reads. Differences in FP8 blocks are reported with the bucket that brought them; the trainer keeps them
+until the update ends.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) ->
         request = json.loads(text)
         try:
             problems, has_failed = _ACTIONS[request["action"]](model, request, values), False
-        except Exception as error:  # told to the trainer; here it would end the server
+        except Exception as error:  # is reported to the trainer; here it would end the server
             problems, has_failed = [f"{request['action']} failed: {error!r}"], True
         _report(request, problems, has_failed=has_failed)
 
 
 def _check(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
-    """Before the first bucket: the server's parameters are those of the table; padding, which no bucket fills, is zeroed."""
+    """Return how the server's parameters differ from the trainer's table; zero the padding, which no bucket fills."""
     parameters, without = _parameters(model), "none"
     wanted = {name: f"{tuple(shape)} of {dtype}" for name, (shape, dtype) in request["parameters"].items()}
-    found = {name: f"{tuple(p.shape)} of {p.dtype}" for name, p in parameters.items()}
+    actual = {name: f"{tuple(p.shape)} of {p.dtype}" for name, p in parameters.items()}
     problems = [
-        f"{name}: the server has {found.get(name, without)}, the table {wanted.get(name, without)}{_remedy(name)}"
-        for name in sorted(wanted.keys() | found.keys())
-        if wanted.get(name) != found.get(name)
+        f"{name}: the server has {actual.get(name, without)}, the table {wanted.get(name, without)}{_remedy(name)}"
+        for name in sorted(wanted.keys() | actual.keys())
+        if wanted.get(name) != actual.get(name)
     ]
     if not problems:
-        problems = blocks.settle(model)
+        problems = blocks.check_formats(model)
     if not problems:
         for name in request["padded"]:
             part_of(parameters, name).zero_()
@@ -53,7 +53,7 @@ def _check(model: torch.nn.Module, request: Request, values: Tensor) -> list[str
 
 
 def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
-    """Copies a bucket's pieces to their places. Returns the names of tensors whose FP8 blocks are not the trainer's."""
+    """Copy a bucket's pieces to their places; return the names of tensors whose FP8 blocks are not the trainer's."""
     if "file" in request:
         values = torch.from_file(request["file"], shared=True, size=request["num_bytes"], dtype=torch.uint8)
     used, entries, parameters = values[: request["used_bytes"]], _entries(request), _parameters(model)
@@ -65,7 +65,7 @@ def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]
 
 
 def _prove(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
-    """The names of tensors of which a piece has another checksum than the trainer's."""
+    """Return the names of tensors of which a piece has another checksum than the trainer's."""
     blocks.reset_cache_scales(model)
     return differing(_entries(request), _parameters(model))
 
@@ -90,9 +90,9 @@ def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _report(request: Request, problems: list[str], *, has_failed: bool) -> None:

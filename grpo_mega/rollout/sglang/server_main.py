@@ -1,7 +1,7 @@
-"""One SGLang server and its guardian: `python -m grpo_mega.rollout.sglang.server_main OWNER_PID ARGUMENTS-OF-SGLANG`.
+"""Run one SGLang server below a guardian: `python -m grpo_mega.rollout.sglang.server_main OWNER_PID ARGUMENTS-OF-SGLANG`.
 
 The process forks. The child is SGLang. The parent, the guardian, imports nothing heavy and adopts every orphan below it; once
-SGLang has ended, the owner is gone or a signal has come, it kills all that still runs, removes what is left and exits: with
+SGLang has ended, the owner is gone or a signal has come, it kills all processes below it, removes their files and exits: with
 SGLang's exit code, or 0 where the end was asked for. SGLang in turn is killed with its guardian, and its children with it.
 """
 
@@ -27,7 +27,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 def main(owner: int, arguments: Sequence[str]) -> int:
     watched = {*_STOP_SIGNALS, signal.SIGCHLD}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # they wait until they are asked for
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # pending until sigtimedwait takes them
     adopt_orphans()
     leftovers.remove_unused()
     folder, lock = leftovers.make_folder()
@@ -46,12 +46,12 @@ def main(owner: int, arguments: Sequence[str]) -> int:
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """SGLang, until it ends."""
+    """Run SGLang until it ends."""
     prepare()
-    sys.argv = ["sglang", *arguments]  # the name with which it begins its complaints
-    gc.disable()  # while modules are made there is nothing to collect, though a seventh of the time goes to looking for it
+    sys.argv = ["sglang", *arguments]  # the name with which its error messages begin
+    gc.disable()  # imports leave nothing to collect, yet a seventh of their time goes to the collector
     from sglang.launch_server import run_server
-    from sglang.srt.entrypoints import http_server  # noqa: F401  # else imported in run_server, with the collector on
+    from sglang.srt.entrypoints import http_server  # noqa: F401  # otherwise imported in run_server, with the collector on
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
@@ -64,7 +64,7 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def prepare() -> None:
-    """What a process of SGLang needs before its first import; of each, where they are spawned."""
+    """Change a process of SGLang before its first import; every process, where they are spawned."""
     compat.hide_megatron()
     compat.drop_idle_warnings()
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
@@ -73,7 +73,7 @@ def prepare() -> None:
 
 
 def _serve_and_exit(arguments: Sequence[str]) -> NoReturn:
-    """Leaves without the interpreter's clean-up, in which some libraries write pages to the log."""
+    """Exit without the interpreter's clean-up, in which some libraries write pages to the log."""
     code = 1
     try:
         serve(arguments)
@@ -103,6 +103,6 @@ def _wait_for_end(server: int, owner: int, watched: set[signal.Signals]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
-if __name__ == "__mp_main__":  # imported by a process that SGLang spawned, seconds before that asks the kernel itself
+if __name__ == "__mp_main__":  # in a process that SGLang spawned, seconds before SGLang itself asks the kernel
     die_with_parent(os.getppid())
     prepare()

@@ -22,7 +22,8 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:
-    from grpo_mega.rollout.engine import Engine, OnSample, Sampling, Until
+    from grpo_mega.rollout.engine import Engine, OnSample, Sampling
+    from grpo_mega.rollout.stop_condition import StopCondition
 
 KINDS = "fixed:512, uniform:16,1024, lognormal:mean=256,sigma=0.8,max=1024 or file:lengths.json"
 MISMATCH_WARN = 1e30  # nats a token: made-up log-probs say nothing of engine and trainer
@@ -92,7 +93,7 @@ class SyntheticEngine:
         *,
         step: int,
         on_sample: OnSample,
-        until: Until | None = None,
+        stop: StopCondition | None = None,
     ) -> dict[int, Group]:
         """Every rank takes every world_size-th prompt. A group's clock is its longest response."""
         found: dict[int, Group] = {}
@@ -101,8 +102,8 @@ class SyntheticEngine:
             group = Group(prompt, [self._sample(prompt, i, sampling, step) for i in range(sampling.group_size)])
             for sample in group.samples:
                 on_sample(sample)
-            if until is not None:
-                until.done(key, max(s.response_len for s in group.samples))
+            if stop is not None:
+                stop.done(key, max(s.response_len for s in group.samples))
             found[key] = group
         return found
 

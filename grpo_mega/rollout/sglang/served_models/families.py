@@ -1,4 +1,4 @@
-"""One class for each `model_type` of our families, from SGLang's module of that name."""
+"""One class per `model_type` of the supported families, from SGLang's module of that name."""
 
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.mistral import MistralForCausalLM

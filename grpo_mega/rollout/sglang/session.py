@@ -1,0 +1,268 @@
+"""An HTTP session with one SGLang server: calls to its endpoints, and groups as one event per sample that ends.
+
+The session lives on an event loop in a thread of its own; its owner hands in groups and takes events from a queue, so that
+rewards and bookkeeping stay in the owner's thread. A connection that breaks is tried again for the missing samples only; a
+request that the server refuses is not, and none is while groups are aborted.
+
+Abilities of a server are read from its list of endpoints, not from a version number (SGLang 0.5.17, 0.5.21 and 0.5.23 differ).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import queue
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import aiohttp
+
+from grpo_mega.errors import EngineError
+from grpo_mega.rollout.engine import Sampling
+from grpo_mega.types import Prompt, Sample
+
+T = TypeVar("T")
+
+ATTEMPTS = 4
+FIRST_PAUSE_S = 0.5  # before the second attempt; doubles each time
+CONNECT_DEADLINE_S = 10.0
+DEADLINE_S = 120.0  # of a call other than for samples
+FLUSH_PAUSE_S = 0.05  # before a server that is not idle yet is asked again
+MAX_WORDS = 500  # characters of a server's answer in an error
+SPARE_CONNECTIONS = 4  # for calls that must not wait behind samples, such as health checks
+
+# From 0.5.21 on an update has a beginning and an end and is refused without them; before, these endpoints do not exist.
+OPTIONAL = {"/begin_weight_update", "/end_weight_update"}
+
+
+class RefusedError(EngineError):
+    """The server answered that it does not do what it was asked."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """A sample that ended; or the last event of a group, with `error` or `aborted`."""
+
+    key: int  # of the group
+    sample: Sample | None = None
+    error: str | None = None  # why this server cannot generate the group
+    aborted: tuple[int, ...] | None = None  # tokens so far of the samples that had not ended when the group was aborted
+
+
+class Session:
+    def __init__(self, url: str, *, num_connections: int = 1, is_seeded: bool = False, deadline_s: float = DEADLINE_S) -> None:
+        """`num_connections`: groups under way at once. `is_seeded`: the server samples from a seed per sample, for which a
+        request must contain all of them."""
+        self.url = url
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.is_aborting = False  # groups under way are being aborted; set and reset by the owner
+        self._is_seeded, self._deadline_s = is_seeded, deadline_s
+        self._endpoints: set[str] | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-session", daemon=True)
+        self._thread.start()
+        self._http = self.run(self._open(num_connections))
+
+    async def _open(self, num_connections: int) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S)
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=num_connections + SPARE_CONNECTIONS), timeout=timeout)
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the session's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.start(coroutine).result()
+
+    def close(self) -> None:
+        """Cancel all that is under way."""
+        if self._loop.is_closed():
+            return
+        self.run(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._http.close()
+
+    async def post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        """Call an endpoint. Raise EngineError if the server refuses, with its words, or does not answer."""
+        if path in OPTIONAL and path not in await self._known_endpoints():
+            return
+        answer = await self._call("POST", path, body or {})
+        if _parsed(answer).get("success") is False:
+            raise EngineError(f"{self.url}{path} was refused: {_words(answer)}")
+
+    async def flush_cache_when_idle(self) -> None:
+        """Flush the cache as soon as the scheduler has nothing under way any more; until then it refuses."""
+        while True:
+            with contextlib.suppress(RefusedError):
+                return await self.post("/flush_cache")
+            await asyncio.sleep(FLUSH_PAUSE_S)
+
+    async def is_healthy(self, deadline_s: float) -> bool:
+        """Return True if the scheduler answers between two batches: busy, idle, paused or asleep, but not hung or gone.
+
+        SGLang's own health check generates, which would end a server that sleeps.
+        """
+        with contextlib.suppress(EngineError):
+            await self._call("GET", "/server_info", deadline_s=deadline_s)
+            return True
+        return False
+
+    async def _known_endpoints(self) -> set[str]:
+        if self._endpoints is None:
+            self._endpoints = set(json.loads(await self._call("GET", "/openapi.json"))["paths"])
+        return self._endpoints
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, deadline_s: float | None = None
+    ) -> str:
+        deadline_s = deadline_s or self._deadline_s
+        try:
+            async with asyncio.timeout(deadline_s), self._http.request(method, f"{self.url}{path}", json=body) as response:
+                text = await response.text()
+        except TimeoutError:
+            raise EngineError(f"{self.url}{path} gave no answer for {deadline_s:.0f} s") from None
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise EngineError(f"{self.url}{path} cannot be reached ({error})") from None
+        if response.status != 200:
+            raise RefusedError(f"{self.url}{path} was refused ({response.status}): {_words(text)}")
+        return text
+
+    def generate(self, key: int, prompt: Prompt, sampling: Sampling, step: int) -> None:
+        """Begin a group; its samples come as events, group_size of them unless one says that no more will come."""
+        self.start(self._generate(key, prompt, sampling, step))
+
+    async def _generate(self, key: int, prompt: Prompt, sampling: Sampling, step: int) -> None:
+        try:
+            await self._generate_or_raise(key, prompt, sampling, step)
+        except EngineError as error:
+            self.events.put(Event(key, error=str(error)))
+        except Exception as error:  # an unexpected answer; without an event the owner would wait for the group for ever
+            self.events.put(Event(key, error=f"prompt {prompt.id} at {self.url}: {error!r}"))
+
+    async def _generate_or_raise(self, key: int, prompt: Prompt, sampling: Sampling, step: int) -> None:
+        missing = list(range(sampling.group_size))
+        aborted: list[int] = []
+        pause = FIRST_PAUSE_S
+        for attempt in range(1, ATTEMPTS + 1):
+            if self.is_aborting:
+                break
+            try:
+                requested = tuple(missing)
+                async for answer in self._stream(request_body(prompt, sampling, missing, step, is_seeded=self._is_seeded)):
+                    index = requested[answer["index"]]
+                    if answer["meta_info"]["finish_reason"]["type"] == "abort":
+                        aborted.append(int(answer["meta_info"].get("completion_tokens", 0)))
+                    elif index in missing:
+                        self.events.put(Event(key, sample_of(answer, prompt, index)))
+                        missing.remove(index)
+                if not missing:
+                    return
+                problem = f"its answer lacks {len(missing)} samples"
+            except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
+                problem = repr(error)
+            if attempt < ATTEMPTS and not self.is_aborting:
+                await asyncio.sleep(pause)
+                pause *= 2
+        if not self.is_aborting:
+            raise EngineError(f"prompt {prompt.id} failed {ATTEMPTS} times at {self.url}: {problem}")
+        self.events.put(Event(key, aborted=tuple(aborted)))
+
+    async def _stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Yield an answer per sample that ended. Raise EngineError where a further attempt cannot help."""
+        async with self._http.post(f"{self.url}/generate", json=body) as response:
+            if response.status != 200:
+                text = _words(await response.text())
+                if 400 <= response.status < 500:
+                    raise EngineError(f"the server at {self.url} refused a request ({response.status}: {text})")
+                raise aiohttp.ClientPayloadError(f"{response.status}: {text}")
+            async for text in _data_lines(response.content):
+                answer = json.loads(text)
+                if "error" in answer:
+                    raise EngineError(f"the server at {self.url} could not generate: {answer['error']}")
+                finish = answer["meta_info"]["finish_reason"]
+                if finish is None:
+                    continue
+                if finish["type"] not in ("stop", "length") and not self.is_aborting:
+                    raise aiohttp.ClientPayloadError(f"a sample ended by {finish}")
+                yield {"index": 0, **answer}
+
+
+async def _data_lines(content: aiohttp.StreamReader) -> AsyncIterator[str]:
+    """Yield the data of server-sent events of any length; a StreamReader's own lines are limited."""
+    pending: list[bytes] = []
+    async for chunk in content.iter_any():
+        *lines, rest = chunk.split(b"\n")
+        for line in lines:
+            text = (b"".join(pending) + line).strip()
+            pending = []
+            if text.startswith(b"data:") and text != b"data: [DONE]":
+                yield text.removeprefix(b"data:").decode()
+        pending.append(rest)
+
+
+def request_body(prompt: Prompt, sampling: Sampling, indices: list[int], step: int, *, is_seeded: bool) -> dict[str, Any]:
+    """Return the request for the samples of a prompt with these indices."""
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_response_length,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "stop_token_ids": sorted(sampling.stop_token_ids),
+    }
+    body: dict[str, Any] = {"return_logprob": True, "stream": True}
+    if is_seeded:
+        seeds = [sample_seed(sampling.seed, step, prompt.id, index) for index in indices]
+        return body | {
+            "input_ids": [list(prompt.token_ids)] * len(indices),
+            "sampling_params": [params | {"sampling_seed": seed} for seed in seeds],
+        }
+    return body | {"input_ids": list(prompt.token_ids), "sampling_params": params | {"n": len(indices)}}
+
+
+def sample_seed(seed: int, step: int, prompt_id: int, index: int) -> int:
+    """Return 63 bits that depend on these four numbers only."""
+    digest = hashlib.blake2b(repr((seed, step, prompt_id, index)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def sample_of(answer: dict[str, Any], prompt: Prompt, index: int) -> Sample:
+    meta = answer["meta_info"]
+    response_ids = [entry[1] for entry in meta["output_token_logprobs"]]
+    assert response_ids == answer["output_ids"], "the server's log-probs are of other tokens than its response"
+    return Sample(
+        prompt=prompt,
+        index=index,
+        response_ids=response_ids,
+        rollout_logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
+        finish_reason=meta["finish_reason"]["type"],
+        policy_version=int(meta["weight_version"]) if str(meta["weight_version"]).isdigit() else -1,
+    )
+
+
+def _words(text: str) -> str:
+    """Return the message of a server's answer, on one line."""
+    parsed = _parsed(text)
+    error = parsed.get("error", parsed)
+    message = error.get("message", text) if isinstance(error, dict) else error
+    return " ".join(str(message).split())[:MAX_WORDS]
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        parsed = json.loads(text)
+        if isinstance(parsed, dict):
+            return parsed
+    return {}

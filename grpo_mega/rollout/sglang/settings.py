@@ -1,0 +1,114 @@
+"""The settings of one SGLang engine, on one of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.config import RolloutConfig
+from grpo_mega.errors import ConfigError
+from grpo_mega.weights.spec import BLOCK
+
+CACHE_MARGIN = 256  # tokens of KV cache beyond those of the sequences: pages and the server's own warm-up
+LOADER = "grpo_mega.rollout.sglang.loader.load"
+SEEDED_BY = "enable_deterministic_inference"  # the server argument with which SGLang samples from a seed per sample
+
+# As if the checkpoint said so: SGLang then makes FP8 parameters and their scales, and nothing is left to be quantised there.
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Raises ConfigError for an argument in rollout.server_args that is not the user's to set."""
+
+    rollout: RolloutConfig
+    model_path: Path
+    dtype: str  # "float32" or "bfloat16"
+    folder: Path  # gets server.log and the reports of a sync
+    context_length: int
+    device_type: str  # "cpu" or "cuda"
+    rank: int = 0
+    world_size: int = 1
+    base_gpu_id: int = 0  # of the engine's first rank
+    cores: tuple[int, ...] = ()  # of a server on a CPU
+    seed: int = 0
+    prove: bool = True  # compare checksums after each sync
+    weight_loader: str = LOADER  # dotted path of a function in the server's processes
+    on_wait: Callable[[float], None] = lambda seconds: None  # is called with the seconds that a start has taken so far
+
+    def __post_init__(self) -> None:
+        assert self.cores or self.device_type != "cpu", "a server on a CPU needs cores"
+        fixed = {"host", "port", "nccl_port", "served_model_name", *self.fixed_arguments()}
+        for name in self.rollout.server_args:
+            if name.replace("-", "_") in fixed:
+                raise ConfigError(f"rollout.server_args.{name} is set by the trainer; remove it")
+
+    @property
+    def engine(self) -> int:
+        return self.rank // self.rollout.tp
+
+    @property
+    def num_engines(self) -> int:
+        return self.world_size // self.rollout.tp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.rollout.tp
+
+    @property
+    def leader(self) -> int:
+        """The rank that starts the server and talks to it."""
+        return self.rank - self.tp_rank
+
+    @property
+    def is_leader(self) -> bool:
+        return self.tp_rank == 0
+
+    @property
+    def leader_deadline_s(self) -> float:
+        """How long other ranks wait for the leader: longer than the leader waits for its server."""
+        return 2 * self.rollout.stall_deadline_s + 10.0
+
+    @property
+    def has_memory_saver(self) -> bool:
+        """On a GPU, the server's memory can be given back while it sleeps."""
+        return self.device_type == "cuda" and self.rollout.sleep != "never"
+
+    @property
+    def holds_blocks(self) -> bool:
+        """The parameters are FP8 blocks. On a CPU they are of `dtype`: SGLang computes with blocks on AMX only."""
+        return self.rollout.quantization is not None and self.device_type == "cuda"
+
+    @property
+    def is_seeded(self) -> bool:
+        return bool(self.rollout.server_args.get(SEEDED_BY, False))
+
+    @property
+    def cache_tokens(self) -> int | None:
+        if self.rollout.cache_tokens is None and self.device_type == "cpu":
+            return self.rollout.max_concurrent * (self.context_length - 1) + CACHE_MARGIN
+        return self.rollout.cache_tokens
+
+    def fixed_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the server on which the trainer relies."""
+        blocks = {"json_model_override_args": {"quantization_config": BLOCKS}} if self.holds_blocks else {}
+        return {
+            "model_path": self.model_path,
+            "load_format": "dummy",  # the first sync brings the weights
+            "custom_weight_loader": self.weight_loader,
+            "skip_tokenizer_init": True,
+            "device": self.device_type,
+            "dtype": self.dtype,
+            "tp_size": self.rollout.tp,
+            "base_gpu_id": self.base_gpu_id if self.device_type == "cuda" else None,
+            "context_length": self.context_length,
+            "max_running_requests": self.rollout.max_concurrent,
+            "max_total_tokens": self.cache_tokens,
+            "mem_fraction_static": self.rollout.memory_fraction,
+            "enable_memory_saver": self.has_memory_saver,
+            "random_seed": self.seed,
+            "quantization": self.rollout.quantization if self.holds_blocks else None,
+            **blocks,
+        }
