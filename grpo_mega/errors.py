@@ -1,12 +1,14 @@
-"""What a person can mend, each as an exception whose text is one line: what is wrong with its value, and what to do.
+"""Errors that the user can correct: each text is one line that names the value, the rule that it breaks, and the fix.
 
-The command line prints the text without a traceback and exits with code 2 (`UserError`). Everything that cannot happen is an
-assert instead.
+The command line prints the text without a traceback and exits with code 2. Conditions that cannot happen are asserts instead.
 """
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
 
 
 class UserError(Exception):
-    """Base of the errors that the user can mend; the command line prints `str(error)` and exits with code 2."""
+    """The base of all errors that the user can correct."""
 
 
 class ConfigError(UserError):
@@ -22,7 +24,7 @@ class WeightMappingError(UserError):
 
 
 class SyncError(UserError):
-    """Weights that did not reach the engine as they left the trainer."""
+    """Weights in the engine that differ from those that the trainer sent."""
 
 
 class ResumeError(UserError):
@@ -34,11 +36,11 @@ class RewardError(UserError):
 
 
 class NonFiniteError(UserError):
-    """Training that gives infinities or NaN step after step."""
+    """Losses or gradients that stay infinite or NaN for several steps."""
 
 
 class EngineError(UserError):
-    """An engine that died, hangs or refuses; says rank, phase and the server's log."""
+    """An engine that died, hangs or refuses a request; the text names rank, phase and the server's log."""
 
 
 class MismatchError(UserError):

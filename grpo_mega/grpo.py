@@ -1,6 +1,6 @@
-"""`python -m grpo_mega.grpo FLAGS`: trains as the flags say that users of TRL and open-r1 know, without a YAML file.
+"""`python -m grpo_mega.grpo FLAGS`: train by the flags of TRL and open-r1, without a YAML file.
 
-The same as `grpo-mega grpo FLAGS`; `--help` lists the flags.
+Equals `grpo-mega grpo FLAGS`; `--help` lists the flags.
 """
 
 from __future__ import annotations

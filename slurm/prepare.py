@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grpo_mega import config as configs
-from grpo_mega.commands.plan import Request
+from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare as plan_setup
 from grpo_mega.commands.trl_flags.rewards import add_reward_flags, overrides_of
 from grpo_mega.config import Config
-from grpo_mega.errors import ConfigError, UserError
+from grpo_mega.errors import UserError
 from grpo_mega.planner.plan import Plan, make_plan
-from grpo_mega.validation import preflight
+from grpo_mega.validation import preflight, raise_first
+from grpo_mega.validation.engine import engine_rank_problems
+from grpo_mega.validation.layout import world_size_problems
 
 LEAST_LEAD_S = 600
 STEP_FACTOR = 3.0  # a step may take so many times its estimate, or the mean as responses grow
@@ -28,7 +30,7 @@ MARGIN_S = 180  # for a sync, the writers' last files, and Slurm itself
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", type=Path)
-    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
     add_reward_flags(parser)
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--ranks-per-node", type=int, required=True)
@@ -38,12 +40,11 @@ def main() -> int:
     try:
         config = configs.load(options.config, overrides_of(options))
         preflight.check(config)
-        for problem in world_problems(config, options.world_size, options.ranks_per_node):
-            raise ConfigError(problem)
-        request = Request(
-            options.config, options.set, options.gpu, world_size=options.world_size, gpus_per_node=options.ranks_per_node
+        raise_first(world_problems(config, options.world_size, options.ranks_per_node))
+        plan_options = PlanOptions(
+            options.config, options.overrides, options.gpu, world_size=options.world_size, gpus_per_node=options.ranks_per_node
         )
-        setup, findings = plan_setup(request)
+        setup, findings = plan_setup(plan_options)
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -60,9 +61,9 @@ def main() -> int:
 
 
 def world_problems(config: Config, world_size: int, ranks_per_node: int) -> Iterator[str]:
-    yield from preflight.world_size_problems(config.layout, world_size)
+    yield from world_size_problems(config.layout, world_size)
     if config.rollout.engine != "embedded":
-        yield from preflight.engine_rank_problems(config.rollout.tp, world_size, ranks_per_node)
+        yield from engine_rank_problems(config.rollout.tp, world_size, ranks_per_node)
 
 
 def describe(plan: Plan) -> Iterator[str]:

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests: tests/run.sh [--with-system-packages] [pytest arguments]. Makes or reuses .venv; needs Python and pip alone.
+# Runs the tests: tests/run.sh [--with-system-packages] [--all] [pytest arguments]. Makes or reuses .venv; needs Python and pip.
+# --all adds the cases marked `full` (tests/conftest.py). Unless the arguments choose tests, two processes share the machine: tests
+# that start ranks or servers, which often wait, and all others, whose output comes last.
 # --with-system-packages first installs the Debian packages of tests/debian-packages.txt, without which some tests are skipped.
 set -euo pipefail
 
@@ -31,4 +33,21 @@ ensure_env dev
 ensure_sglang
 ensure_te 2.11.0 2.10.0 2.9.0
 cd "$ROOT"
-exec "$VENV_PYTHON" -m pytest "${arguments[@]}"
+
+for argument in "${arguments[@]}"; do
+    case "$argument" in
+        --all | --durations=* | -q | -v | -vv) ;;
+        *) exec "$VENV_PYTHON" -m pytest "${arguments[@]}" ;;
+    esac
+done
+
+starting="distributed or sglang"
+log="$(mktemp)"
+"$VENV_PYTHON" -m pytest "${arguments[@]}" -m "not ($starting)" > "$log" 2>&1 &
+others=$!
+trap 'kill "$others" 2> /dev/null || true; rm -f "$log"' EXIT
+status=0
+"$VENV_PYTHON" -m pytest "${arguments[@]}" -m "$starting" || status=$?
+wait "$others" || status=$?
+cat "$log"
+exit "$status"

@@ -1,4 +1,4 @@
-"""The command line: light until a command runs, one line for what a person can mend, ranks by torchrun or by itself."""
+"""The command line: light until a command runs, one line for errors of the user, ranks by torchrun or by itself."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from grpo_mega import cli
+from grpo_mega.commands.ranks import check_world_size
 from grpo_mega.config import Config, LayoutConfig
 from grpo_mega.distributed.launch import rank_environments
 from grpo_mega.errors import ConfigError, RewardError
@@ -81,7 +82,7 @@ def test_a_config_error_is_found_without_importing_anything_heavy(config_file: P
     assert not modules & HEAVY
 
 
-def test_what_a_person_can_mend_is_one_line_and_exit_code_2(
+def test_an_error_that_the_user_can_correct_is_one_line_and_exit_code_2(
     config_file: Path, no_rank: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", str(config_file), "--set", "optimizer.learning_rate=1"]) == 2
@@ -91,7 +92,7 @@ def test_what_a_person_can_mend_is_one_line_and_exit_code_2(
     assert output.err.count("\n") == 1
 
 
-def test_a_missing_model_is_told_before_any_process_starts(
+def test_a_missing_model_is_an_error_before_any_process_starts(
     config_file: Path, no_rank: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo_mega.distributed.launch.launch_local", None)
@@ -154,12 +155,12 @@ def test_an_error_of_another_rank_says_which(
 )
 def test_a_world_size_that_does_not_fit_the_layout_is_an_error(world_size: str, layout: dict[str, int], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        cli.check_world_size({"RANK": "0", "WORLD_SIZE": world_size}, LayoutConfig(**layout))
+        check_world_size({"RANK": "0", "WORLD_SIZE": world_size}, LayoutConfig(**layout))
 
 
 def test_world_sizes_that_fit_are_accepted() -> None:
-    cli.check_world_size({"WORLD_SIZE": "8"}, LayoutConfig(tp=2, pp=2))
-    cli.check_world_size({"WORLD_SIZE": "8"}, LayoutConfig(tp=2, pp=2, dp=2))
+    check_world_size({"WORLD_SIZE": "8"}, LayoutConfig(tp=2, pp=2))
+    check_world_size({"WORLD_SIZE": "8"}, LayoutConfig(tp=2, pp=2, dp=2))
 
 
 def test_report_writes_a_page_and_the_curves_into_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from grpo_mega.config.data import DataConfig
 from grpo_mega.data import load_data
 from grpo_mega.rewards.api import Score
 from grpo_mega.rewards.math.accuracy import accuracy
-from grpo_mega.validation.preflight import check_layout
+from grpo_mega.validation.layout import layout_problems
 from grpo_mega.weights.spec import ModelShape
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -53,7 +53,7 @@ SHAPES = {  # of the models that the recipes name
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_layout_of_a_recipe_fits_its_model(name: str) -> None:
-    check_layout(load(EXAMPLES / f"{name}.yaml").layout, SHAPES[name])
+    assert not list(layout_problems(load(EXAMPLES / f"{name}.yaml").layout, SHAPES[name]))
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -28,7 +28,7 @@ WITHOUT = {
     "text": {"torch", "transformers", "numpy", "pydantic"},
     "types": {"torch", "transformers", "numpy", "pydantic"},
     "config": {"torch", "transformers", "numpy"},
-    "validation.preflight": {"torch", "transformers"},
+    "validation": {"torch", "transformers"},
     "formats.checkpoint_files": {"torch", "numpy", "pydantic"},
     "commands.eval": {"torch", "transformers"},
     "commands.eval_request": {"torch", "transformers", "numpy"},

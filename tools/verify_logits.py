@@ -128,7 +128,7 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
             policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
             with open_reader(checkpoint.weights, model.family, model.shape) as reader:
                 fill(policy.holdings()[0], policy.tensors(), reader.read)
-            for number, layer in enumerate(policy._models[0].decoder.layers):
+            for number, layer in enumerate(policy.models[0].decoder.layers):
                 layer.register_forward_hook(_keep(found, f"layer {number}"))
             batches = [
                 pack([[s]], [[1.0]], dp_size=1, dp_rank=0, token_budget=64, length_multiple=16, micro_batch_multiple=1)[0][0]
@@ -136,9 +136,9 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
             ]
 
             def keep_logits(hidden: Tensor, batch: Any) -> None:
-                found.setdefault("logits", []).append(hidden @ output_weight(policy._models[-1]).t())
+                found.setdefault("logits", []).append(hidden @ output_weight(policy.models[-1]).t())
 
-            policy._pipeline.forward(batches, keep_logits)
+            policy.pipeline.forward(batches, keep_logits)
         finally:
             runtimes.stop()
     vocab = checkpoint.model()[1].vocab

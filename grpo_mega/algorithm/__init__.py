@@ -1,1 +1,1 @@
-"""GRPO's mathematics as pure functions on tensors: advantages, KL penalties, losses, aggregation weights."""
+"""The mathematics of GRPO as pure functions on tensors: advantages, KL penalties, losses, token weights, log-probs."""

@@ -1,6 +1,7 @@
-"""What a loss is computed from, and sums over the tokens of one response.
+"""The inputs of a loss, and sums over the tokens of one response.
 
-Every vector is [T], the tokens of a micro-batch; a response is whole within one. Tokens with loss_mask 0 count nowhere.
+Every vector is [T], the tokens of a micro-batch; a response is never cut over micro-batches. Tokens with loss_mask 0 are in no
+sum, mean or count.
 """
 
 from __future__ import annotations
@@ -10,31 +11,38 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# exp(20) = 5e8: far outside of any clip range, and still finite when multiplied with an advantage of 0.
+# Bound of every log-ratio. exp(20) = 5e8 is far outside of any clip range, and finite when multiplied by an advantage of 0.
 MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Each [T] float32 (float64 in tests) unless said otherwise; old_, ref_ and rollout_logprobs carry no gradient."""
+    """Vectors [T] in float32 (float64 in tests) unless noted; old_, ref_ and rollout_logprobs carry no gradient."""
 
     logprobs: Tensor  # with gradient
     old_logprobs: Tensor
     ref_logprobs: Tensor | None
     rollout_logprobs: Tensor
     advantages: Tensor
-    loss_mask: Tensor  # 1 on response tokens that train
-    loss_weights: Tensor  # from aggregate.token_weights
-    segments: Tensor  # int64, which of the micro-batch's num_segments sequences each token is of
+    loss_mask: Tensor  # 1 on response tokens that contribute to the loss
+    loss_weights: Tensor  # from token_weights.py
+    segments: Tensor  # int64, the index of each token's sequence in the micro-batch
     num_segments: int
     entropy: Tensor | None = None  # with gradient if there is an entropy bonus
 
+    @classmethod
+    def of_masked_token(cls, *, has_reference: bool, has_entropy: bool) -> LossInputs:
+        """Return one masked token: its loss and metrics are 0, under the names that all micro-batches of a run have."""
+        zero = torch.zeros(1)
+        ref, entropy = (zero if has_it else None for has_it in (has_reference, has_entropy))
+        return cls(zero, zero, ref, zero, zero, zero, zero, torch.zeros(1, dtype=torch.int64), 1, entropy)
+
     def without_masked(self) -> LossInputs:
-        """The inputs with 0 on tokens that do not train. Done before any arithmetic: no NaN of theirs meets a gradient."""
-        is_trained_T = self.loss_mask > 0
+        """Return the inputs with 0 on masked tokens: before any arithmetic, so that no NaN of theirs reaches a gradient."""
+        is_unmasked_T = self.loss_mask > 0
 
         def clean(values_T: Tensor) -> Tensor:
-            return torch.where(is_trained_T, values_T, 0.0)
+            return torch.where(is_unmasked_T, values_T, 0.0)
 
         return replace(
             self,
@@ -43,26 +51,26 @@ class LossInputs:
             ref_logprobs=None if self.ref_logprobs is None else clean(self.ref_logprobs),
             rollout_logprobs=clean(self.rollout_logprobs),
             advantages=clean(self.advantages),
-            loss_mask=is_trained_T.to(self.loss_mask.dtype),
+            loss_mask=is_unmasked_T.to(self.loss_mask.dtype),
             loss_weights=clean(self.loss_weights),
             entropy=None if self.entropy is None else clean(self.entropy),
         )
 
     def log_ratio(self) -> Tensor:
-        """[T] logarithm of the importance ratio, logprobs - old_logprobs, within +-20."""
+        """Return the logarithm [T] of the importance ratio, logprobs - old_logprobs, clamped to +-20."""
         return (self.logprobs - self.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def log_mismatch(self) -> Tensor:
-        """[T] logarithm of the mismatch ratio, old_logprobs - rollout_logprobs, within +-20."""
+        """Return the logarithm [T] of the mismatch ratio, old_logprobs - rollout_logprobs, clamped to +-20."""
         return (self.old_logprobs - self.rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def sequence_sum(self, values_T: Tensor) -> Tensor:
-        """[T]: for each token the sum of `values_T` over the trained tokens of its sequence."""
-        # float64: on a GPU the order of these sums is not fixed, and this way it cannot be seen.
+        """Return [T]: for each token the sum of `values_T` over the unmasked tokens of its sequence."""
+        # In float64, so that the order of these sums, which is not fixed on a GPU, does not show in the result.
         sums_S = torch.zeros(self.num_segments, dtype=torch.float64, device=values_T.device)
         sums_S = sums_S.index_add(0, self.segments, (values_T * self.loss_mask).double())
         return sums_S[self.segments].to(values_T.dtype)
 
     def sequence_mean(self, values_T: Tensor) -> Tensor:
-        """[T]: for each token the mean of `values_T` over the trained tokens of its sequence; 0 where there are none."""
+        """Return [T]: for each token the mean of `values_T` over the unmasked tokens of its sequence, or 0 without any."""
         return self.sequence_sum(values_T) / self.sequence_sum(torch.ones_like(values_T)).clamp(min=1.0)

@@ -1,79 +1,67 @@
 """Policy losses: LossInputs -> LossOutputs, pure functions on the [T] vectors of one micro-batch.
 
-`loss` is this micro-batch's part of the global loss, sum_t loss_weights_t * l_t: parts add up over micro-batches and ranks, and
-no part is ever divided by a local count. Metrics work alike: `sums` are added and `maxima` maximised over micro-batches
-(`accumulate`) and ranks, and only then become numbers (`finalize`). Tokens with loss_mask 0 contribute exactly 0 to all of it
-and to the gradient, whatever their values, NaN included.
+`loss` is the micro-batch's part of the mini-batch's loss, sum_t loss_weights_t * l_t: parts add up over micro-batches and
+ranks, and no part is ever divided by a local count. Metrics work the same way: `sums` are added and `maxima` maximised over
+micro-batches (`accumulate`) and ranks, and then become numbers (`finalize`). Tokens with loss_mask 0 contribute exactly 0 to
+all of these and to the gradient, whatever their values, NaN included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from grpo_mega.algorithm.correction import CorrectionSettings, correct
+from grpo_mega.algorithm.correction import correct
 from grpo_mega.algorithm.inputs import LossInputs
-from grpo_mega.algorithm.kl import MAX_PENALTY, KLPenalty, k3, kl_penalty
-from grpo_mega.algorithm.objectives import OBJECTIVES, Limits, Objective
+from grpo_mega.algorithm.kl import k3, kl_penalty
+from grpo_mega.algorithm.objectives import OBJECTIVES, Objective
+from grpo_mega.config import AlgorithmConfig
 
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """One micro-batch's part of the loss, and of the metrics: detached float64 scalars under the metrics' names."""
+    """One micro-batch's part of the loss and of the metrics (detached float64 scalars by name)."""
 
     loss: Tensor  # scalar with gradient
     sums: dict[str, Tensor]  # "loss/..." are parts of a weighted sum; "num_tokens" counts; all others are sums over tokens
-    maxima: dict[str, Tensor]  # none below 0, which stands for "no token"
+    maxima: dict[str, Tensor]  # all at least 0, the value without any token
 
 
-@dataclass(frozen=True)
-class LossSettings:
-    """What a loss is made of; the names are those of a config's section `algorithm`."""
-
-    loss_type: str = "actor"  # of OBJECTIVES
-    limits: Limits = field(default_factory=Limits)
-    kl_beta: float = 0.0  # of the penalty in the loss
-    kl_penalty_type: KLPenalty = "low_var_kl"
-    kl_clamp: float | None = MAX_PENALTY
-    entropy_bonus: float = 0.0
-    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
-
-
-def policy_loss(inputs: LossInputs, settings: LossSettings) -> LossOutputs:
-    """One micro-batch's part of sum_t loss_weights_t keep_t (c_t l_t + kl_beta KL_t - entropy_bonus H_t).
+def policy_loss(inputs: LossInputs, a: AlgorithmConfig) -> LossOutputs:
+    """Return one micro-batch's part of sum_t loss_weights_t keep_t (c_t l_t + kl_beta KL_t - entropy_bonus H_t).
 
     l_t is the objective's loss of a token (objectives.py), c_t and keep_t are the off-policy correction's weight and mask
-    (correction.py), both 1 without one. Raises KeyError for an unknown loss_type.
+    (correction.py), both 1 without one. A KL penalty in the reward (a.kl_in) adds nothing to the loss.
     """
     x = inputs.without_masked()
-    fixed = correct(x, settings.correction)
-    # Dropped tokens are no part of a response's mean ratio either, or they would still get a gradient through it.
-    objective = OBJECTIVES[settings.loss_type](replace(x, loss_mask=x.loss_mask * fixed.keep), settings.limits)
-    terms = {"loss/policy": fixed.importance * objective.loss}
-    if settings.kl_beta != 0.0:
+    correction = correct(x, a.correction)
+    # A dropped token is not in its response's mean ratio either, or it would still get a gradient through that.
+    objective = OBJECTIVES[a.loss_type](replace(x, loss_mask=x.loss_mask * correction.keep), a)
+    terms = {"loss/policy": correction.importance * objective.loss}
+    if a.has_kl_loss:
         assert x.ref_logprobs is not None, "a KL penalty needs ref_logprobs"
-        penalty_T = kl_penalty(
-            x.logprobs, x.ref_logprobs, settings.kl_penalty_type, old_logprobs=x.old_logprobs, max_penalty=settings.kl_clamp
-        )
-        terms["loss/kl"] = settings.kl_beta * penalty_T
-    if settings.entropy_bonus != 0.0:
+        penalty_T = kl_penalty(x.logprobs, x.ref_logprobs, a.kl_penalty_type, old_logprobs=x.old_logprobs, kl_clamp=a.kl_clamp)
+        terms["loss/kl"] = a.kl_beta * penalty_T
+    if a.entropy_bonus != 0.0:
         assert x.entropy is not None, "an entropy bonus needs the entropy"
-        terms["loss/entropy"] = -settings.entropy_bonus * x.entropy
-    weights_T = x.loss_weights * fixed.keep
+        terms["loss/entropy"] = -a.entropy_bonus * x.entropy
+    weights_T = x.loss_weights * correction.keep
     loss_T = sum(terms.values(), start=torch.zeros_like(objective.loss))
     with torch.no_grad():
         sums = {"num_tokens": _sum(x.loss_mask), "loss/total": _sum(weights_T * loss_T)}
         sums |= {name: _sum(weights_T * term_T) for name, term_T in terms.items()}
-        diagnosed, maxima = _diagnosed(x, objective)
-        sums |= diagnosed | {f"correction/{name}": _sum(x.loss_mask * values_T) for name, values_T in fixed.metrics.items()}
+        diagnostics, maxima = _diagnostics(x, objective)
+        sums |= diagnostics | {
+            f"correction/{name}": _sum(x.loss_mask * values_T) for name, values_T in correction.metrics.items()
+        }
     return LossOutputs(loss=(weights_T * loss_T).sum(), sums=sums, maxima=maxima)
 
 
 def accumulate(outputs: Iterable[LossOutputs]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The sums and maxima of several micro-batches. Names and their order are the same for all of one run's micro-batches."""
+    """Combine the sums and maxima of micro-batches, which have the same names in the same order throughout a run."""
     sums: dict[str, Tensor] = {}
     maxima: dict[str, Tensor] = {}
     for output in outputs:
@@ -85,7 +73,7 @@ def accumulate(outputs: Iterable[LossOutputs]) -> tuple[dict[str, Tensor], dict[
 
 
 def finalize(sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> dict[str, float]:
-    """Metrics from global sums and maxima. Without any token that trains, every metric is 0."""
+    """Return the metrics from global sums and maxima; all are 0 without any unmasked token."""
     num_tokens = float(sums["num_tokens"])
     metrics = {"num_tokens": num_tokens}
     for name, value in sums.items():
@@ -97,8 +85,8 @@ def finalize(sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> dict[s
     return metrics
 
 
-def _diagnosed(x: LossInputs, objective: Objective) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Sums and maxima that every loss reports; `x` holds no masked values any more."""
+def _diagnostics(x: LossInputs, objective: Objective) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the sums and maxima that every loss reports; `x` is without masked values."""
     ratio_T = x.log_ratio().exp()
     mismatch_T = x.old_logprobs - x.rollout_logprobs
     means = {
@@ -118,7 +106,7 @@ def _diagnosed(x: LossInputs, objective: Objective) -> tuple[dict[str, Tensor], 
 
 
 def _sum(values_T: Tensor) -> Tensor:
-    """In float64: float32 cannot count beyond 2^24 tokens."""
+    """Sum in float64: float32 cannot count beyond 2^24 tokens."""
     return values_T.detach().sum(dtype=torch.float64)
 
 

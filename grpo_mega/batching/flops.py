@@ -44,36 +44,43 @@ class Sizes(Protocol):
 class Flops:
     """Of one forward pass, by where they arise."""
 
-    linear: int
-    attention: int
-    output: int
+    linear: float  # whole numbers, except where they are means
+    attention: float
+    output: float
 
     @property
-    def forward(self) -> int:
+    def forward(self) -> float:
         return self.linear + self.attention + self.output
 
     @property
-    def backward(self) -> int:
+    def backward(self) -> float:
         return 2 * self.forward
 
     @property
-    def training(self) -> int:
+    def training(self) -> float:
         """Forward and backward."""
         return self.forward + self.backward
 
 
 def count(sizes: Sizes, lengths: Sequence[int], *, experts_per_token: int = 0, num_outputs: int | None = None) -> Flops:
-    """For segments of `lengths` tokens, of which `num_outputs` tokens (None: all) go through the output layer.
+    """Count segments of `lengths` tokens, of which `num_outputs` tokens (None: all) go through the output layer.
 
-    Raises ConfigError for a mixture without its number of experts a token.
+    Raise ConfigError for an MoE model without its number of experts per token.
     """
     num_tokens = sum(lengths)
     num_pairs = sum(n * (n + 1) // 2 for n in lengths)
+    return of_totals(
+        sizes, num_tokens, num_pairs, num_tokens if num_outputs is None else num_outputs, experts_per_token=experts_per_token
+    )
+
+
+def of_totals(sizes: Sizes, num_tokens: float, num_pairs: float, num_outputs: float, *, experts_per_token: int = 0) -> Flops:
+    """Count tokens, of which `num_outputs` go through the output layer, and the pairs of a query and a key that it sees."""
     q = sizes.num_heads * sizes.head_dim
     return Flops(
         linear=2 * num_tokens * sizes.num_layers * layer_weights(sizes, experts_per_token),
         attention=4 * q * num_pairs * sizes.num_layers,
-        output=2 * sizes.hidden * sizes.vocab * (num_tokens if num_outputs is None else num_outputs),
+        output=2 * sizes.hidden * sizes.vocab * num_outputs,
     )
 
 

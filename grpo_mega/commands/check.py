@@ -1,6 +1,6 @@
-"""Proof that a layout does not change the numbers: the same samples through several layouts, compared with one rank.
+"""Prove that a layout does not change the numbers: train on the same samples in several layouts, and compare with one rank.
 
-`check(config, layouts)` samples one rollout with a single rank, then for every layout computes log-probs of policy and
+`check(config, layouts)` generates one rollout with a single rank. For every layout it then computes log-probs of policy and
 reference, takes three optimizer steps on these samples, and compares log-probs, metrics and weights with the single rank's.
 Layouts of equal world size share one launch of ranks, which run `python -m grpo_mega.commands.check_rank FOLDER`.
 """
@@ -33,7 +33,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # rounding of sharp models incl
 
 @dataclass(frozen=True)
 class Case:
-    """One run of the same samples: `config` says the layout, the token budget and the algorithm."""
+    """One training on the same samples, with the layout, token budget and algorithm of `config`."""
 
     name: str
     config: Config
@@ -46,7 +46,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What a case computed. Log-probs are those of the response tokens, by sample."""
+    """The results of a case. Log-probs are those of the response tokens, by sample."""
 
     updates: list[StepMetrics]
     logprobs: dict[str, dict[SampleKey, Tensor]]  # "old_logprobs", "ref_logprobs" -> sample -> [response_len]
@@ -55,23 +55,23 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest differences of a case from the baseline, each relative to the scale of what is compared."""
+    """The largest differences of a case from the baseline, each relative to the scale of the compared values."""
 
     name: str
-    loss: float  # of the losses of all updates, to the mean absolute log-prob: the scale of a token's term
+    loss: float  # over all updates, relative to the mean absolute log-prob, the scale of one token's term
     grad_norm: float  # relative
-    logprobs: float  # of any token's, to the mean absolute log-prob (at least 1 nat)
+    logprobs: float  # of any token, relative to the mean absolute log-prob (at least 1 nat)
     ref_logprobs: float
-    weights: float  # norm of the difference to the norm of the weights
-    metrics: float  # of all other metrics of the updates, to their size (at least 1)
-    clipped_tokens: float  # difference in their number, in any update
-    num_tokens: float  # of an update
+    weights: float  # norm of the difference, relative to the norm of the weights
+    metrics: float  # of all other metrics of the updates, relative to their size (at least 1)
+    clipped_tokens: float  # largest difference in their number in an update
+    num_tokens: float  # in the largest update
 
     def is_within(self, tolerance: float) -> bool:
-        """Return whether rounding explains all of it.
+        """Return whether rounding explains the differences.
 
-        A token counts as clipped or not by the last bits of its ratio where that is close to a bound: with ratios spread over
-        about 1, that is a share `tolerance` of all tokens.
+        For a ratio close to a clip bound, the last bits decide whether the token counts as clipped: with ratios spread over an
+        interval of about 1, this concerns a share `tolerance` of all tokens.
         """
         parts = (self.loss, self.logprobs, self.ref_logprobs, self.weights)
         derived = (self.grad_norm, self.metrics)  # sums and exponentials of those: their rounding adds up
@@ -79,8 +79,16 @@ class Difference:
         return is_close and self.clipped_tokens <= 1.5 + tolerance * self.num_tokens
 
 
+def run(path: Path, overrides: Sequence[str], layouts: Sequence[str]) -> int:
+    """Print how far each layout's numbers are from a single rank's; return 1 if rounding does not explain a difference."""
+    config = configs.load(path, list(overrides))
+    differences, tolerance = check(config, layouts), TOLERANCE[config.model.dtype]
+    print(table(differences, tolerance))
+    return 0 if all(d.is_within(tolerance) for d in differences) else 1
+
+
 def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
-    """The differences of each layout ("tp=2,pp=2") from a single rank. Raises ConfigError for a layout that cannot run."""
+    """Return the differences of each layout ("tp=2,pp=2") from a single rank. Raises ConfigError for a bad layout."""
     config = config.model_copy(
         update={"batch": config.batch.model_copy(update={"epochs": UPDATES, "mini_batches": 1}), "run_dir": Path("unused")}
     )
@@ -92,18 +100,18 @@ def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
 
 
 def with_layout(config: Config, text: str) -> Config:
-    """The config with its layout replaced by "tp=2,pp=2,sequence_parallel=true"; what is not named has its default."""
+    """Return the config with a layout like "tp=2,pp=2,sequence_parallel=true"; other keys of it have their defaults."""
     raw = config.model_dump(mode="json")
     raw["layout"] = {}
     for part in text.split(","):  # a list's own commas are written as ";"
         configs.apply_override(raw, f"layout.{part.strip().replace(';', ',')}")
-    found = configs.validate(raw)
-    preflight.check(found)
-    return found
+    changed = configs.validate(raw)
+    preflight.check(changed)
+    return changed
 
 
 def run_cases(cases: Sequence[Case], folder: Path) -> list[Outcome]:
-    """The outcome of every case, one launch for each world size. The first case is a single rank's: it samples the groups."""
+    """Return the outcome of every case, with one launch per world size. The first case, a single rank, generates the groups."""
     for world_size in dict.fromkeys(case.world_size for case in cases):
         members = {i: case for i, case in enumerate(cases) if case.world_size == world_size}
         torch.save(members, folder / "cases.pt")
@@ -133,7 +141,7 @@ def compare(name: str, outcome: Outcome, baseline: Outcome) -> Difference:
 
 
 def table(differences: Sequence[Difference], tolerance: float) -> str:
-    """The differences as text, one layout a line."""
+    """Return the differences as text, one line per layout."""
     columns = ("loss", "grad_norm", "logprobs", "ref_logprobs", "weights", "metrics", "clipped_tokens")
     width = max(len("layout"), *(len(d.name) for d in differences))
     lines = [f"{'layout':{width}}  " + "  ".join(f"{c:>14}" for c in columns)]
@@ -144,12 +152,12 @@ def table(differences: Sequence[Difference], tolerance: float) -> str:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a metric is not compared in a way of its own."""
+    """Return whether a metric has no comparison of its own."""
     return not name.startswith(("clip/", "loss/total")) and name != "grad_norm"
 
 
 def _weights_difference(new: Path, old: Path) -> float:
-    """Norm of the difference of two checkpoints to the norm of the second, tensor by tensor."""
+    """Return the norm of the difference of two checkpoints, relative to the norm of the second, tensor by tensor."""
     difference = norm = 0.0
     with CheckpointReader(new) as new_reader, CheckpointReader(old) as old_reader:
         for name in sorted(old_reader.names):
@@ -167,9 +175,9 @@ def _largest(new: dict[SampleKey, Tensor], old: dict[SampleKey, Tensor]) -> floa
 
 
 def _worst(values: Iterable[float]) -> float:
-    """The maximum, or NaN if there is one (which max() might pass over); 0 of nothing."""
-    found = list(values)
-    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+    """Return the maximum, or NaN if there is one (which max() might skip); 0 without values."""
+    all_values = list(values)
+    return math.nan if any(map(math.isnan, all_values)) else max(all_values, default=0.0)
 
 
 def _mean_abs(values: Iterable[Tensor]) -> float:

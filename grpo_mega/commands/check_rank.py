@@ -1,7 +1,7 @@
-"""One rank of `check`: runs all cases of a launch, one after the other in the same processes.
+"""One rank of `check`: run all cases of a launch, one after another in the same processes.
 
-`python -m grpo_mega.commands.check_rank FOLDER` reads cases.pt and groups.pt (written by the first launch where missing) and
-leaves an outcome.pt and a Hugging Face checkpoint for each case.
+`python -m grpo_mega.commands.check_rank FOLDER` reads cases.pt and groups.pt (which the first launch writes) and leaves
+an outcome.pt and a Hugging Face checkpoint for each case.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from grpo_mega.types import Group, PackedBatch, Sample
 def main(folder: Path) -> None:
     cases: dict[int, Case] = torch.load(folder / "cases.pt", weights_only=False)
     first = next(iter(cases.values())).config
-    if not (folder / "groups.pt").exists():  # the first launch is the single rank's
-        _sample(first, folder)
+    if not (folder / "groups.pt").exists():  # the first launch has a single rank
+        _generate(first, folder)
     device = runtimes.join(first)
     for index, case in cases.items():
         groups: list[Group] = torch.load(folder / "groups.pt", weights_only=False)
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
 
 
 def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) -> None:
-    """Leaves the case's outcome in `folder`. All ranks of the layout take part."""
+    """Write the case's outcome to `folder`; all ranks of the layout call it."""
     model = read_model(case.config)
     policy = build_policy(case.config, model, runtime)
     samples = [sample for group in groups for sample in group.samples]
@@ -57,17 +57,19 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
 def _by_sample(
     name: str, batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime
 ) -> dict[SampleKey, Tensor]:
-    """Every sample's values, on every rank; none where none were computed. A sample is known by its prompt and index, whatever
-    the order of packing."""
-    holders = torch.tensor(float(any(getattr(b, name) is not None for mini in batches for b in mini)))
-    if not runtime.max(holders.to(runtime.device.torch_device)):
+    """Return every sample's values, on every rank; an empty dict if none were computed.
+
+    The keys, prompt and index, do not depend on the order of packing.
+    """
+    has_values = torch.tensor(float(any(getattr(b, name) is not None for mini in batches for b in mini)))
+    if not runtime.max(has_values.to(runtime.device.torch_device)):
         return {}
     values = gather_responses(lambda batch: getattr(batch, name), batches, samples, runtime)
     return {(s.prompt.id, s.index): part for s, part in zip(samples, values, strict=True)}
 
 
-def _sample(config: Config, folder: Path) -> None:
-    """A scored rollout of the config's first prompts, by the single rank of the baseline."""
+def _generate(config: Config, folder: Path) -> None:
+    """Generate and score the responses to the config's first prompts, and write them to `folder`."""
     with open_job(config.model_copy(update={"run_dir": folder / "run"})) as job:
         job.colocation.sync_weights(version=0)
         groups = job.rollouts.generate(job.prompts(0)[: config.batch.prompts_per_step], 0, "sampling")

@@ -1,4 +1,4 @@
-"""One rank of `grpo-mega eval`: the policy is loaded without reference and optimizer, published to the engine, and asked."""
+"""One rank of `grpo-mega eval`: load the policy without reference and optimizer, sync it to the engine, and generate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from grpo_mega.commands.eval_request import Request
+from grpo_mega.commands.eval_request import EvalRequest
 from grpo_mega.config import Config
 from grpo_mega.data.load import IDS_PER_SET
 from grpo_mega.errors import ResumeError
@@ -26,26 +26,26 @@ from grpo_mega.run.model_files import ModelFiles, build_policy
 from grpo_mega.types import Prompt
 
 
-def evaluate_checkpoint(request: Request) -> None:
-    """All ranks call it. The first one prints a table and, as the last line, a summary in JSON; it writes request.out."""
+def evaluate_checkpoint(request: EvalRequest) -> None:
+    """Evaluate; all ranks call it. Rank 0 writes request.out, and prints a table and, as the last line, a summary in JSON."""
     began = time.monotonic()
     source = _Source(request.checkpoint, request.step)
     with open_job(request.config, source.build) as job:
-        for number in (signal.SIGTERM, signal.SIGINT):  # there is no step after which to stop
+        for number in (signal.SIGTERM, signal.SIGINT):  # the trainer's handler would wait for the end of a step
             signal.signal(number, signal.default_int_handler)
         job.colocation.sync_weights(version=source.step)
         sets = prompts_of(job, request)
-        found = {name: evaluate_set(job.rollouts, name, prompts, source.step) for name, prompts in sets.items()}
+        results = {name: evaluate_set(job.rollouts, name, prompts, source.step) for name, prompts in sets.items()}
         if job.is_main:
             if request.out is not None:
-                write_rows(request.out, [row for one in found.values() for row in one.rows])
-            print(f"\n{source.title or request.config.model.path}, {request.what}", flush=True)
-            print(table(found), flush=True)
-            print(json.dumps(summary(request, source, found, time.monotonic() - began)), flush=True)
+                write_rows(request.out, [row for one in results.values() for row in one.rows])
+            print(f"\n{source.title or request.config.model.path}, {request.description}", flush=True)
+            print(table(results), flush=True)
+            print(json.dumps(summary(request, source, results, time.monotonic() - began)), flush=True)
 
 
 class _Source:
-    """Where the policy's weights come from: a run's checkpoint, or the model's folder."""
+    """The source of the policy's weights: a run's checkpoint, or the model's folder."""
 
     def __init__(self, checkpoint: Path | None, step: int) -> None:
         self.checkpoint = checkpoint
@@ -56,8 +56,8 @@ class _Source:
         return f"{self.checkpoint} (step {self.step})" if self.checkpoint else ""
 
     def build(self, config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
-        """A policy that cannot be trained. Raises ResumeError or WeightMappingError on all ranks."""
-        chosen = [self.checkpoint]  # by the first rank: the run may go on, and save the next one
+        """Return a policy that cannot be trained. Raises ResumeError or WeightMappingError on all ranks."""
+        chosen = [self.checkpoint]  # by rank 0: a run that is still training may save another meanwhile
         dist.broadcast_object_list(chosen)
         (self.checkpoint,) = chosen
         if self.checkpoint is None and config.model.init == "random":
@@ -70,7 +70,7 @@ class _Source:
                 policy.load_weights(reader.read)
         except FileNotFoundError as error:
             raise ResumeError(
-                f"{error.filename} went away while it was read; the run keeps its checkpoint.keep newest checkpoints only: "
+                f"{error.filename} was removed while it was read; the run keeps its checkpoint.keep newest checkpoints only: "
                 "evaluate a newer one"
             ) from None
         return policy
@@ -83,46 +83,46 @@ class _Source:
         return checkpoint / STATE
 
 
-def prompts_of(job: Job, request: Request) -> dict[str, list[Prompt]]:
-    """The sets to evaluate, by name."""
-    if request.names is None:
+def prompts_of(job: Job, request: EvalRequest) -> dict[str, list[Prompt]]:
+    """Return the sets to evaluate, by name."""
+    if request.set_names is None:
         return job.heldout
-    sets: dict[str, list[Prompt]] = {name: [] for name in request.names}
+    sets: dict[str, list[Prompt]] = {name: [] for name in request.set_names}
     for prompt in job.data.train:
-        sets[request.names[prompt.id // IDS_PER_SET]].append(prompt)
+        sets[request.set_names[prompt.id // IDS_PER_SET]].append(prompt)
     return {name: prompts[: job.config.eval.num_prompts] for name, prompts in sets.items()}
 
 
-def table(found: Mapping[str, Evaluated]) -> str:
-    """A column for each set."""
-    names = list(dict.fromkeys(name for one in found.values() for name in one.metrics))
-    heads = [name or "value" for name in found]
+def table(results: Mapping[str, Evaluated]) -> str:
+    """Return the metrics as text, one column per set."""
+    names = list(dict.fromkeys(name for one in results.values() for name in one.metrics))
+    heads = [name or "value" for name in results]
     label = max(len(name) for name in ["prompts", *names])
     widths = [max(8, len(head)) for head in heads]
 
     def line(first: str, values: list[str]) -> str:
         return f"{first:{label}}  " + "  ".join(f"{v:>{w}}" for v, w in zip(values, widths, strict=True))
 
-    lines = [line("", heads), line("prompts", [str(len(one.rows)) for one in found.values()])]
-    if any(one.num_unusable for one in found.values()):
-        lines.append(line("without a gold answer", [str(one.num_unusable) for one in found.values()]))
+    lines = [line("", heads), line("prompts", [str(len(one.rows)) for one in results.values()])]
+    if any(one.num_unusable for one in results.values()):
+        lines.append(line("without a gold answer", [str(one.num_unusable) for one in results.values()]))
     for name in names:
-        lines.append(line(name, [f"{one.metrics[name]:.4f}" if name in one.metrics else "" for one in found.values()]))
+        lines.append(line(name, [f"{one.metrics[name]:.4f}" if name in one.metrics else "" for one in results.values()]))
     return "\n".join(lines)
 
 
-def summary(request: Request, source: _Source, found: Mapping[str, Evaluated], seconds: float) -> dict[str, object]:
+def summary(request: EvalRequest, source: _Source, results: Mapping[str, Evaluated], seconds: float) -> dict[str, object]:
     settings = request.config.eval
     return {
         "model": str(source.checkpoint or request.config.model.path),
         "step": source.step if source.checkpoint or source.step else None,
-        "prompts": request.what,
+        "prompts": request.description,
         "samples": settings.samples,
         "temperature": settings.temperature,
         "top_p": settings.top_p,
         "sets": {
             name or "all": {"num_prompts": len(one.rows), "num_unusable": one.num_unusable} | one.metrics
-            for name, one in found.items()
+            for name, one in results.items()
         },
         "out": str(request.out) if request.out else None,
         "seconds": round(seconds, 1),

@@ -1,6 +1,6 @@
-"""The section `algorithm` of the config: RLinf's knobs by its names, and those of the methods that came after GRPO.
+"""The section `algorithm` of the config: RLinf's keys by their names, and those of the methods that came after GRPO.
 
-`recipe` names a published method and sets the keys that make it up (RECIPES); a key that is given wins over the recipe's.
+`recipe` names a published method and sets its keys (RECIPES); a key that is given overrides the recipe's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_mega.config.base import NonNegativeFloat, PositiveFloat, Section
+from grpo_mega.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, Section
 
 Recipe = Literal[
     "grpo",
@@ -27,7 +27,11 @@ Recipe = Literal[
     "process_supervision",
 ]
 
-# With their papers' values. grpo is the section's own defaults; the papers stand in algorithm/README.md.
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+KLPenalty = Literal["kl", "abs", "mse", "low_var_kl", "low_var_kl_weighted"]
+KL_CLAMP = 10.0  # as in verl and RLinf: one token far from the reference must not decide the step
+
+# Values of the papers, which algorithm/README.md lists; grpo is the section's own defaults.
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"normalize_by_std": False, "loss_agg_func": "seq-mean-token-sum-norm"},
@@ -61,13 +65,15 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 class CorrectionConfig(Section):
     """Off-policy correction by the mismatch ratio exp(old_logprobs - rollout_logprobs); see algorithm/correction.py."""
 
-    # Weigh the policy's term by it: truncated; or, icepop, by the token's within mask_low .. mask_high and by 0 outside.
+    # Weight of the policy loss: the truncated ratio; icepop: the token's ratio within mask_low .. mask_high, and 0 outside.
     importance: Literal["none", "token", "sequence", "icepop"] = "none"
-    max_importance: PositiveFloat = 2.0  # where token and sequence are truncated
-    mask: Literal["none", "token", "sequence", "geometric"] = "none"  # drop what lies outside, KL and entropy too
-    mask_low: PositiveFloat = 0.5  # the defaults are IcePop's
+    max_importance: PositiveFloat = 2.0  # bound of the truncated ratio of token and sequence
+    mask: Literal["none", "token", "sequence", "geometric"] = (
+        "none"  # leave tokens (or responses) outside the bounds out of all losses
+    )
+    mask_low: PositiveFloat = 0.5  # defaults as in IcePop
     mask_high: PositiveFloat = 5.0
-    veto_below: PositiveFloat | None = None  # drop a response that has a token with a smaller ratio
+    veto_below: PositiveFloat | None = None  # leave out a response with a token of a smaller ratio
 
     @model_validator(mode="after")
     def _check(self) -> CorrectionConfig:
@@ -93,32 +99,31 @@ class AlgorithmConfig(Section):
     recipe: Recipe = "grpo"
     adv_type: Literal["grpo", "grpo_process", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
     loss_type: Literal["actor", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"] = "actor"
-    loss_agg_func: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
-        "seq-mean-token-mean"
-    )
+    loss_agg_func: Aggregation = "seq-mean-token-mean"
     group_size: Annotated[int, Field(ge=2)] = 16
     kl_beta: NonNegativeFloat = 0.0
     kl_in: Literal["loss", "reward"] = "loss"
-    kl_penalty_type: Literal["low_var_kl", "low_var_kl_weighted", "kl", "abs", "mse"] = "low_var_kl"
-    kl_clamp: PositiveFloat | None = 10.0  # the most that low_var_kl, weighted or not, is for one token; None: no such limit
-    normalize_by_std: bool = True  # the group's z-score divides by its deviation; Dr. GRPO's does not
-    std_ddof: Literal[0, 1] = 1  # that deviation is over group_size - std_ddof
-    std_eps: NonNegativeFloat = 1e-6  # added to it
-    ratio_clip_eps: Annotated[float, Field(gt=0, le=1)] = 0.2  # gmpo: of the ratio's logarithm
+    kl_penalty_type: KLPenalty = "low_var_kl"
+    kl_clamp: PositiveFloat | None = KL_CLAMP  # upper bound of low_var_kl (weighted or not) per token; None: none
+    normalize_by_std: bool = True  # divide by the group's standard deviation; Dr. GRPO does not
+    std_ddof: Literal[0, 1] = 1  # the deviation divides by group_size - std_ddof
+    std_eps: NonNegativeFloat = 1e-6  # added to the deviation
+    ratio_clip_eps: Annotated[float, Field(gt=0, le=1)] = 0.2  # gmpo: bound of the ratio's logarithm
     ratio_clip_eps_low: Annotated[float, Field(gt=0, le=1)] | None = None  # None: ratio_clip_eps
-    ratio_clip_eps_high: PositiveFloat | None = None
-    ratio_clip_c: Annotated[float, Field(gt=1)] = 3.0  # dual_clip: where the loss of a negative advantage is cut off
-    sapo_tau_positive: PositiveFloat = 1.0  # sapo: temperature of its gate for positive advantages
-    sapo_tau_negative: PositiveFloat = 1.05
+    ratio_clip_eps_high: PositiveFloat | None = None  # None: ratio_clip_eps
+    ratio_clip_c: Annotated[float, Field(gt=1)] = 3.0  # dual_clip: upper bound of the ratio for negative advantages
+    sapo_tau_positive: PositiveFloat = 1.0  # sapo: temperature of the gate for positive advantages
+    sapo_tau_negative: PositiveFloat = 1.05  # and for negative ones
     calculate_entropy: bool = False
     entropy_bonus: float = 0.0
-    normalize_advantages: bool = False  # whiten over all tokens of the rollout, on top of the group's z-score
-    early_stop_imp_ratio: PositiveFloat | None = None  # a mini-batch with a larger mean ratio is dropped whole
-    use_valid_token_scale: bool = False  # divide by the rollout's valid tokens instead of the mini-batch's
-    dynamic_sampling_tries: Annotated[int, Field(ge=0)] = 0  # further rollouts in place of groups of advantage 0
-    overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0  # the last share of max_response_length costs reward
-    overlong_penalty: PositiveFloat = 1.0  # so much at its end
-    overlong_filter: bool = False  # responses that were cut off at max_response_length do not train
+    normalize_advantages: bool = False  # whiten over all tokens of the rollout, after the group's normalisation
+    early_stop_imp_ratio: PositiveFloat | None = None  # skip a mini-batch with a larger mean importance ratio
+    use_valid_token_scale: bool = False  # divide by the valid tokens of the rollout, not of the mini-batch
+    # DAPO dynamic sampling: replace zero-variance groups by up to so many extra rollouts per step.
+    dynamic_sampling_tries: NonNegativeInt = 0
+    overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of max_response_length, at its end, that costs reward
+    overlong_penalty: PositiveFloat = 1.0  # reward lost at the end of the buffer
+    overlong_filter: bool = False  # leave responses cut off at max_response_length out of the loss
     correction: CorrectionConfig = CorrectionConfig()
 
     @property
@@ -140,7 +145,7 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_recipe(cls, value: Any) -> Any:
-        """The recipe's keys where none is given. An unknown recipe is left to the field's own check."""
+        """Fill in the recipe's keys that are not given. An unknown recipe is left to the field's own check."""
         if not isinstance(value, dict) or not isinstance(value.get("recipe"), str):
             return value
         return {**RECIPES.get(value["recipe"], {}), **value}
@@ -153,6 +158,6 @@ class AlgorithmConfig(Section):
             )
         if self.kl_in == "reward" and self.adv_type == "grpo_process":
             raise ValueError(
-                "algorithm.kl_in=reward has no place in the steps of algorithm.adv_type=grpo_process; use algorithm.kl_in=loss"
+                "algorithm.kl_in=reward: must be loss with algorithm.adv_type=grpo_process; use algorithm.kl_in=loss"
             )
         return self

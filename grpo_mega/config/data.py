@@ -13,7 +13,7 @@ from grpo_mega.text import find_surrogate
 
 
 class DataSource(Section):
-    """One data set, wherever it lies; see data/sources.py for what a path may be."""
+    """One data set; data/sources.py describes the forms of a path."""
 
     path: Annotated[str, Field(min_length=1)]  # .jsonl, .json, .parquet, a folder of these, or hub:owner/name[:config][@split]
     prompt_column: str | None = None  # None: data.prompt_column
@@ -27,29 +27,29 @@ class TrainSource(DataSource):
 class DataConfig(Section):
     train: tuple[TrainSource, ...]  # in YAML also a path, or a list of paths
     heldout: DataSource | None = None  # in YAML also a path
-    heldout_sets: dict[str, DataSource] = Field(default={})  # in place of heldout: several, by names that their metrics bear
-    heldout_size: PositiveInt | None = None  # prompts split off from train, which are never trained on
-    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None  # likewise, as a share of train
+    heldout_sets: dict[str, DataSource] = Field(default={})  # in place of heldout: several sets, by the names in their metrics
+    heldout_size: PositiveInt | None = None  # number of prompts split off from train, never trained on
+    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None  # the same, as a share of train
     prompt_column: str = "prompt"
     answer_column: str | None = None  # None: "answer" where a data set has it, else "solution"
     system_prompt: str | None = None
     max_prompt_length: PositiveInt = 1024  # tokens; longer prompts are dropped and counted
     shuffle: bool = True
-    pass_rates: Path | None = None  # rows of `grpo-mega eval --train-set --samples N --out FILE`; what the limits speak of
-    min_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = None  # prompts of data.train solved more seldom are dropped
-    max_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = None  # and those solved more often
+    pass_rates: Path | None = None  # file from `grpo-mega eval --train-set --samples N --out FILE`
+    min_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = None  # drop prompts of data.train with a lower pass rate
+    max_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = None  # drop those with a higher one
 
     @property
     def heldout_sources(self) -> dict[str, DataSource]:
-        """By name; the only one of data.heldout has none."""
+        """The held-out sets by name; that of data.heldout has the name ""."""
         return {"": self.heldout} if self.heldout is not None else self.heldout_sets
 
     @field_validator("system_prompt")
     @classmethod
     def _check_system_prompt(cls, value: str | None) -> str | None:
-        if found := find_surrogate(value):
+        if surrogate := find_surrogate(value):
             raise ValueError(
-                f"data.system_prompt has the lone surrogate {found}, which is no character; write U+FFFD in its place"
+                f"data.system_prompt has the lone surrogate {surrogate}, which is no character; write U+FFFD in its place"
             )
         return value
 
@@ -73,12 +73,12 @@ class DataConfig(Section):
         low, high = self.min_pass_rate, self.max_pass_rate
         if self.pass_rates is not None and low is None and high is None:
             raise ValueError(
-                f"data.pass_rates={self.pass_rates} drops nothing by itself; set data.min_pass_rate, for example to 0.01, "
+                f"data.pass_rates={self.pass_rates} needs a limit; set data.min_pass_rate, for example to 0.01, "
                 "data.max_pass_rate, for example to 0.99, or both"
             )
         for name, limit in (("min_pass_rate", low), ("max_pass_rate", high)):
             if self.pass_rates is None and limit is not None:
-                raise ValueError(f"data.{name}={limit} needs data.pass_rates, the file that tells them; see data/pass_rates.py")
+                raise ValueError(f"data.{name}={limit} needs data.pass_rates, the file of pass rates; see data/pass_rates.py")
         if low is not None and high is not None and low > high:
             raise ValueError(f"data.min_pass_rate={low} is above data.max_pass_rate={high}; lower it")
         return self

@@ -1,17 +1,22 @@
-"""The section `rewards` of the config: which functions score a response, with which weights and options.
+"""The section `rewards` of the config: the functions that score a response, with their weights and options.
 
-Names and options of functions are checked in `preflight.py`; those of the user's own functions in the workers that import them.
+validation/ checks the names and options of functions; workers check those of the user's own functions when they import them.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from pydantic import Field, field_validator
 
 from grpo_mega.config.base import PositiveFloat, PositiveInt, Section
 
-STEP_SPLITTERS = ("blank-lines", "lines", "step-k")  # see rewards/steps.py
+STEP_SPLITTERS = {  # see rewards/steps.py
+    "blank-lines": r"\n[^\S\n]*\n\s*",
+    "lines": r"\n",
+    "step-k": r"(?im)(?=^[ \t]{0,8}(?:[#>*_-]{1,6}[ \t]{0,4}){0,3}step[ \t]{0,4}\d{1,4}\b)",
+}
 STEP_REGEX = "regex:"
 
 
@@ -26,33 +31,41 @@ class RewardsConfig(Section):
         RewardFunctionConfig(name="accuracy"),
         RewardFunctionConfig(name="format", weight=0.5),
     )
-    num_workers: PositiveInt = 2  # worker processes of each engine (embedded: of each rank)
-    deadline_s: PositiveFloat = 5.0  # one check; past it the worker is killed and the verdict is "timeout"
-    step_splitter: str = "blank-lines"  # where the steps of a response end, for the functions that ask: see rewards/steps.py
+    num_workers: PositiveInt = 2  # worker processes per engine (embedded: per rank)
+    deadline_s: PositiveFloat = 5.0  # of one call; then the worker is killed and the verdict is "timeout"
+    step_splitter: str = "blank-lines"  # for functions that score steps; see rewards/steps.py
 
     @field_validator("functions")
     @classmethod
     def _distinct(cls, value: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
-        names = [f.name for f in value]
-        if not names:
-            raise ValueError("rewards.functions is empty; name at least one, for example accuracy")
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"rewards.functions names {name!r} twice; give it once, with its total weight")
+        check_names([function.name for function in value])
         return value
 
     @field_validator("step_splitter")
     @classmethod
     def _known(cls, value: str) -> str:
-        pattern = value.removeprefix(STEP_REGEX) if value.startswith(STEP_REGEX) else None
-        if value not in STEP_SPLITTERS and not pattern:
-            raise ValueError(
-                f"rewards.step_splitter={value!r} is unknown; use {', '.join(STEP_SPLITTERS)} or {STEP_REGEX}PATTERN"
-            )
         try:
-            re.compile(pattern or "")
-        except re.error as error:
-            raise ValueError(
-                f"rewards.step_splitter={value!r} is not a regular expression ({error}); mend the pattern"
-            ) from None
+            step_separator(value)
+        except ValueError as error:
+            raise ValueError(f"rewards.{error}") from None
         return value
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise ValueError unless there is a reward function, and none is there twice."""
+    if not names:
+        raise ValueError("rewards.functions is empty; name at least one, for example accuracy")
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"rewards.functions names {name!r} twice; give it once, with its total weight")
+
+
+def step_separator(splitter: str) -> re.Pattern[str]:
+    """Return the pattern at the end of whose matches a step ends. Raises ValueError for a name that is no splitter's."""
+    pattern = splitter.removeprefix(STEP_REGEX) if splitter.startswith(STEP_REGEX) else STEP_SPLITTERS.get(splitter)
+    if not pattern:
+        raise ValueError(f"step_splitter={splitter!r} is unknown; use {', '.join(STEP_SPLITTERS)} or {STEP_REGEX}PATTERN")
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"step_splitter={splitter!r} is not a regular expression ({error}); correct the pattern") from None

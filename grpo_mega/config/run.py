@@ -1,55 +1,54 @@
-"""The run's configuration: pydantic models, read from YAML with `--set a.b=c` on top; never imports torch.
+"""The config of a run, and its sections for model, precision, layout, rollout, batch, optimizer, evaluation and logs.
 
-`load(path, overrides)` returns a validated `Config` or raises ConfigError in one line that names the key, its value and the
-remedy. Unknown keys are refused with the nearest known name. What needs the model or the data to be checked is checked in
-`preflight.py`, also before any process group is touched.
+A key's comment gives its meaning and unit, and the meaning of None or 0. Validators hold the rules that need the config alone.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from grpo_mega.config.algorithm import AlgorithmConfig
-from grpo_mega.config.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from grpo_mega.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from grpo_mega.config.data import DataConfig
-from grpo_mega.config.messages import one_line
 from grpo_mega.config.rewards import RewardsConfig
-from grpo_mega.errors import ConfigError
 
 
 class ModelConfig(Section):
-    path: Path  # a Hugging Face or converted Megatron checkpoint, or a folder with a config.json alone if init is "random"
+    path: Path  # folder of a Hugging Face or converted Megatron checkpoint; with init=random its config.json is enough
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     init: Literal["checkpoint", "random"] = "checkpoint"
-    recompute: Literal["none", "selective", "full"] = "none"  # in the backward pass; selective: attention's core, and the MLP
+    recompute: Literal["none", "selective", "full"] = (
+        "none"  # activations in the backward pass; selective: of core attention and MLP
+    )
 
 
 class GuardConfig(Section):
-    """Watches gradient norms by layer, and the mismatch that rollout.mismatch_warn limits; see guard.py."""
+    """Watch for spikes of gradient norms per layer, and for train-inference mismatch; see megatron/guard.py."""
 
-    grad_spike: Annotated[float, Field(gt=1)] | None = 10.0  # times the median of a layer's last norms; None: not watched
-    history: Annotated[int, Field(ge=4)] = 32  # optimizer steps that make up the median
-    fall_back: bool = False  # FP8 only: the first and last `layers` decoder layers, then all, compute in bf16 for `steps` steps
+    grad_spike: Annotated[float, Field(gt=1)] | None = (
+        10.0  # warn at this multiple of the median of the layer's last norms; None: off
+    )
+    history: Annotated[int, Field(ge=4)] = 32  # optimizer steps over which the median is taken
+    fall_back: bool = False  # FP8 only: at a spike, compute the first and last `layers` decoder layers, then all, in bf16
     layers: PositiveInt = 2
-    steps: PositiveInt = 20
+    steps: PositiveInt = 20  # optimizer steps that a fallback lasts
 
 
 class PrecisionConfig(Section):
     """FP8 for the linear layers of attention and MLP; norms, router, embedding and output layer stay in model.dtype."""
 
-    fp8: Literal["e4m3", "hybrid"] | None = None  # hybrid: gradients in e5m2; needs Transformer Engine, never ignored without
-    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"  # what each needs: fp8.py
-    first_layers_bf16: Annotated[int, Field(ge=0)] = 0  # decoder layers at either end that stay in bf16
-    last_layers_bf16: Annotated[int, Field(ge=0)] = 0
+    fp8: Literal["e4m3", "hybrid"] | None = None  # hybrid: gradients in e5m2; an error without Transformer Engine
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"  # requirements of each: hardware/fp8.py
+    first_layers_bf16: NonNegativeInt = 0  # decoder layers at the start that stay in bf16
+    last_layers_bf16: NonNegativeInt = 0  # and at the end
     fp8_reference: bool = False  # the reference computes in FP8 too
-    fp8_parameters: bool = False  # the weights themselves are kept, and gathered over DP ranks, in FP8; fp32 masters as ever
-    # delayed: the maxima of so many past micro-batches, of which the largest or the newest sets the scale. Transformer Engine's
-    # defaults; Megatron's own, 1 and most_recent, saturates whenever a maximum grows.
+    fp8_parameters: bool = False  # keep the weights, and gather them over DP ranks, in FP8; master weights stay fp32
+    # fp8_recipe=delayed: scale by the largest or the newest of the maxima of this many past micro-batches. These are
+    # Transformer Engine's defaults; Megatron's, 1 and most_recent, saturate whenever a maximum grows.
     fp8_amax_history_len: PositiveInt = 1024
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     guard: GuardConfig = GuardConfig()
@@ -92,12 +91,12 @@ class PrecisionConfig(Section):
 class LayoutConfig(Section):
     tp: PositiveInt = 1
     pp: PositiveInt = 1
-    vpp: PositiveInt | None = None  # model chunks a pipeline rank holds; None or 1: no interleaving
-    dp: PositiveInt | None = None  # None: what is left of the world size under torchrun, else ep
-    ep: PositiveInt = 1  # of the data-parallel ranks, those over which a mixture's experts are spread
+    vpp: PositiveInt | None = None  # model chunks per pipeline rank; None or 1: no interleaving
+    dp: PositiveInt | None = None  # None: under torchrun world size / (tp * pp), else ep
+    ep: PositiveInt = 1  # expert-parallel size of MoE models; must divide dp
     sequence_parallel: bool = False
-    order: Literal["tp-dp-pp", "tp-pp-dp"] = "tp-dp-pp"  # axes of the ranks, neighbours first
-    layers_per_chunk: tuple[PositiveInt, ...] | None = None  # pp * vpp numbers, in model order; None: as even as can be
+    order: Literal["tp-dp-pp", "tp-pp-dp"] = "tp-dp-pp"  # axes of the rank placement, fastest first
+    layers_per_chunk: tuple[PositiveInt, ...] | None = None  # pp * vpp numbers, in model order; None: as even as possible
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
 
@@ -126,31 +125,31 @@ class LayoutConfig(Section):
 
 class RolloutConfig(Section):
     engine: Literal["embedded", "sglang"] = "embedded"
-    tp: PositiveInt = 1  # ranks that one engine spans: rank r serves engine r // tp; the embedded engine spans one
+    tp: PositiveInt = 1  # ranks per engine: rank r serves engine r // tp; 1 for the embedded engine
     temperature: PositiveFloat = 1.0
     top_p: Fraction = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0  # 0: off
+    top_k: NonNegativeInt = 0  # 0: off
     max_response_length: PositiveInt = 1024  # tokens
-    stop_token_ids: tuple[int, ...] = ()  # besides all eos ids of the model's generation config
-    max_concurrent: PositiveInt = 256  # sequences an engine decodes at once
-    # A step begins so many times batch.prompts_per_step prompts and aborts the rest once enough groups are done: quicker where
-    # few responses are long, and biased towards short ones (rollout/kept_length, aborted_length). Wants room in max_concurrent.
+    stop_token_ids: tuple[int, ...] = ()  # in addition to all eos ids of the model's generation config
+    max_concurrent: PositiveInt = 256  # sequences that an engine decodes at once
+    # A step begins oversample * batch.prompts_per_step prompts, and aborts the rest once enough groups are complete: faster if
+    # few responses are long, but biased towards short ones (rollout/kept_length, aborted_length). Needs room in max_concurrent.
     oversample: Annotated[float, Field(ge=1)] = 1.0
-    quantization: Literal["fp8"] | None = None  # of linear layers, before they are sent: blocks of 128 x 128, see weights/
-    # What follows is for servers.
-    cache_tokens: PositiveInt | None = None  # size of the KV cache; None: what max_concurrent needs (CPU), what fits (GPU)
-    memory_fraction: Fraction | None = None  # of a GPU's memory for weights and KV cache; None: the server's default
-    sleep: Literal["auto", "always", "never"] = "auto"  # give GPU memory back while training; auto: unless both fit
-    max_restarts: Annotated[int, Field(ge=0)] = 3  # of one server in a run, before the run stops with a checkpoint
+    quantization: Literal["fp8"] | None = None  # linear layers are sent in blocks of 128 x 128; see weights/
+    # The keys below apply to engine=sglang only.
+    cache_tokens: PositiveInt | None = None  # KV cache; None: as many as max_concurrent needs (CPU) or as fit (GPU)
+    memory_fraction: Fraction | None = None  # share of GPU memory for weights and KV cache; None: the server's default
+    sleep: Literal["auto", "always", "never"] = "auto"  # free GPU memory while training; auto: unless both fit
+    max_restarts: NonNegativeInt = 3  # per server and run; then the run stops with a checkpoint
     start_deadline_s: PositiveFloat = 900.0
-    stall_deadline_s: PositiveFloat = 60.0  # without a sample and without an answer to a health check, a server counts as hung
-    phase_deadline_s: PositiveFloat = 14400.0  # one generation phase
-    mismatch_warn: PositiveFloat = 0.02  # KL (k3) between engine and trainer, nats a token, above which a step warns
-    mismatch_stop: PositiveFloat | None = 1.0  # and above which the run stops; None: never
-    server_args: dict[str, str | int | float | bool] = Field(default={})  # further arguments of SGLang's, by its names
+    stall_deadline_s: PositiveFloat = 60.0  # a server without a finished sample or a healthy answer for so long hangs
+    phase_deadline_s: PositiveFloat = 14400.0  # of one generation phase
+    mismatch_warn: PositiveFloat = 0.02  # KL (k3) of engine and trainer, nats per token, above which a step warns
+    mismatch_stop: PositiveFloat | None = 1.0  # the same, above which the run stops; None: never
+    server_args: dict[str, str | int | float | bool] = Field(default={})  # more arguments of SGLang, by its names
 
     def num_begun(self, prompts_per_step: int) -> int:
-        """Prompts that a step begins."""
+        """Return the number of prompts that a step begins."""
         return math.ceil(round(prompts_per_step * self.oversample, 6))
 
     @model_validator(mode="after")
@@ -165,15 +164,15 @@ class RolloutConfig(Section):
 
 
 class SyncConfig(Section):
-    bucket_mib: PositiveFloat = 256.0  # of weights a rank hands to its engine at once; two of them are held
-    prove: bool = True  # compare checksums of what the engine holds with the trainer's weights after every sync
+    bucket_mib: PositiveFloat = 256.0  # weights that a rank sends to its engine at once; two buckets are allocated
+    prove: bool = True  # compare checksums of the engine's and the trainer's weights after every sync
 
 
 class BatchConfig(Section):
     prompts_per_step: PositiveInt = 32
-    mini_batches: PositiveInt = 1  # optimizer steps a pass over the rollout
+    mini_batches: PositiveInt = 1  # optimizer steps per pass over the rollout
     epochs: PositiveInt = 1  # passes over the rollout
-    tokens_per_micro_batch: PositiveInt = 16384  # token budget of one forward/backward on a DP rank
+    tokens_per_micro_batch: PositiveInt = 16384  # token budget of one forward and backward pass on a DP rank
 
     @property
     def optimizer_steps(self) -> int:
@@ -193,8 +192,8 @@ class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
     min_lr: NonNegativeFloat = 0.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0  # optimizer steps
-    weight_decay: NonNegativeFloat = 0.0  # decoupled; of matrices, embeddings among them, not of norms and biases
+    warmup_steps: NonNegativeInt = 0  # optimizer steps
+    weight_decay: NonNegativeFloat = 0.0  # decoupled; applies to matrices and embeddings, not to norms and biases
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     clip_grad: NonNegativeFloat = 1.0  # global L2 norm; 0: off
@@ -208,13 +207,13 @@ class OptimizerConfig(Section):
 
 
 class EvalConfig(Section):
-    interval: Annotated[int, Field(ge=0)] = 0  # steps between evaluations; 0: before the first and after the last step only
-    num_prompts: PositiveInt | None = None  # of each held-out set; None: all
-    greedy: bool = True  # one answer a prompt by greedy decoding: eval/score
-    samples: Annotated[int, Field(ge=0, le=1024)] = 0  # drawn responses a prompt: eval/mean@N, pass@K, majority@K
-    temperature: PositiveFloat = 1.0  # of the drawn ones
+    interval: NonNegativeInt = 0  # steps between evaluations; 0: only before the first and after the last step
+    num_prompts: PositiveInt | None = None  # per held-out set; None: all
+    greedy: bool = True  # one greedy response per prompt: eval/score
+    samples: Annotated[int, Field(ge=0, le=1024)] = 0  # sampled responses per prompt: eval/mean@N, pass@K, majority@K
+    temperature: PositiveFloat = 1.0  # of the sampled responses
     top_p: Fraction = 1.0
-    ks: tuple[PositiveInt, ...] | None = None  # the K; None: powers of two up to samples
+    ks: tuple[PositiveInt, ...] | None = None  # the K above; None: powers of two up to samples
 
     @property
     def all_ks(self) -> tuple[int, ...]:
@@ -232,16 +231,16 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    interval: Annotated[int, Field(ge=0)] = 0  # steps between saves, the last step included; 0: only when a run is stopped
-    keep: PositiveInt = 2  # newest ones; what the run did not write stays in any case
+    interval: NonNegativeInt = 0  # steps between saves, and at the last step; 0: only when a run is stopped
+    keep: PositiveInt = 2  # newest checkpoints kept; those that another run wrote are never deleted
 
 
 class LogConfig(Section):
-    wandb: bool = False  # offline where no API key is set
+    wandb: bool = False  # offline if no API key is set
     wandb_project: str = "grpo_mega"
-    samples_per_step: Annotated[int, Field(ge=0)] = 4  # written to samples.jsonl, in whole groups: at least so many; 0: none
-    report_interval: Annotated[int, Field(ge=0)] = 10  # steps between refreshes of report.html; 0: at the end only
-    profile: str | None = None  # steps to trace, "3" or "3-4"; see tracing.py
+    samples_per_step: NonNegativeInt = 4  # written to samples.jsonl: at least so many, in whole groups; 0: none
+    report_interval: NonNegativeInt = 10  # steps between updates of report.html; 0: only at the end
+    profile: str | None = None  # steps to trace, "3" or "3-4"; see observe/tracing.py
     progress: bool = True
 
     @property
@@ -278,17 +277,17 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
-    hang_deadline_s: PositiveFloat = 480.0  # without progress at a rank, outside of phases with deadlines of their own
-    max_nonfinite_steps: PositiveInt = 3  # in a row with a loss or gradient that is not finite, before the run stops
+    hang_deadline_s: PositiveFloat = 480.0  # longest time without progress of a rank, in phases without a deadline of their own
+    max_nonfinite_steps: PositiveInt = 3  # consecutive steps with a non-finite loss or gradient, after which the run stops
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether they are computed before the update. With one optimizer step a rollout they are the update's own."""
+        """True if old_logprobs are computed before the update; with one optimizer step they equal the update's own."""
         return self.batch.optimizer_steps > 1 or self.algorithm.has_kl_reward
 
     @property
     def deadline_of_phase(self) -> dict[str, float]:
-        """Seconds without progress, of those phases that may take longer than `hang_deadline_s`."""
+        """Longest time without progress, in seconds, of the phases that may take longer than `hang_deadline_s`."""
         longest = {"sample": self.rollout.phase_deadline_s, "reward": self.rewards.deadline_s}
         longest |= dict.fromkeys(("wake", "sleep", "sync"), self.rollout.start_deadline_s)
         return {phase: seconds + self.hang_deadline_s for phase, seconds in longest.items()}
@@ -308,52 +307,6 @@ class Config(Section):
                 f"data.max_prompt_length + rollout.max_response_length = {longest}; raise it to at least {longest}"
             )
         return self
-
-
-def load(path: Path, overrides: list[str] | None = None) -> Config:
-    """Reads `path` (YAML), applies `overrides` ("a.b=c", c in YAML) in order, and validates. Raises ConfigError."""
-    try:
-        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"config {path}: {error.strerror}; name an existing YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path} is not YAML ({' '.join(str(error).split())}); mend the file") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"config {path} holds {type(raw).__name__}, not a mapping of keys; see examples/*.yaml")
-    for override in overrides or []:
-        apply_override(raw, override)
-    return validate(raw)
-
-
-def validate(raw: dict[str, Any]) -> Config:
-    """A Config from a nested dict. Raises ConfigError, one line for the first problem found."""
-    try:
-        return Config.model_validate(raw)
-    except ValidationError as error:
-        raise ConfigError(one_line(Config, error)) from None
-
-
-def dump(config: Config) -> str:
-    """The whole config as YAML, defaults included; `load` of it gives the same Config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Sets one value of a nested dict, "a.b=c" with c in YAML. Raises ConfigError."""
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"--set {override!r} is not of the form key.subkey=value")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {override!r}: {text!r} is not a YAML value") from None
-    *parents, leaf = key.split(".")
-    node = raw
-    for parent in parents:
-        if not isinstance(node.setdefault(parent, {}), dict):
-            raise ConfigError(f"--set {override!r}: {parent!r} is a value, not a section")
-        node = node[parent]
-    node[leaf] = value
 
 
 def _divisors(n: int) -> str:

@@ -1,8 +1,8 @@
-"""Chat templates: renders prompts, and finds the prefill, what a template itself writes into the assistant's turn.
+"""Render prompts by chat templates, and find the prefill: the text that a template itself writes into the assistant's turn.
 
 The prefill is found by comparing two renderings of one conversation: the generation prompt, and an assistant's turn
-whose content is a marker. The text before the marker is the header that every assistant turn has; what the generation
-prompt has beyond that header was put into the model's mouth, for example "<think>\\n".
+whose content is a marker. The text before the marker is the header that every assistant turn has; the rest of the
+generation prompt is the prefill, for example "<think>\\n".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OPEN_THOUGHT = re.compile(r"<(think|thinking|thought|reasoning)>\s*\Z")
 
 
 def check_chat_template(tokenizer: Any) -> None:
-    """Raises ConfigError if the tokenizer has no chat template."""
+    """Raise ConfigError if the tokenizer has no chat template."""
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
@@ -27,32 +27,32 @@ def check_chat_template(tokenizer: Any) -> None:
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], place: str) -> str:
-    """The prompt's text, up to where the model begins to write. `place` (file:line) is for the error."""
+    """Return the prompt's text, up to where the model begins to write. `place` (file:line) is for errors."""
     try:
         text = _apply(tokenizer, messages, add_generation_prompt=True)
-    except Exception as error:  # templates raise what they like: jinja2's errors, TypeError, ...
+    except Exception as error:  # templates raise any exception: jinja2's errors, TypeError, ...
         raise ConfigError(
             f"{place}: the chat template refuses the messages ({' '.join(str(error).split())}); "
-            "mend the row, or leave data.system_prompt out if the template takes no system message"
+            "correct the row, or leave data.system_prompt out if the template takes no system message"
         ) from None
-    if found := find_surrogate(text):
+    if surrogate := find_surrogate(text):
         raise ConfigError(
-            f"{place}: the rendered prompt has the lone surrogate {found}, which is no character; correct the chat template"
+            f"{place}: the rendered prompt has the lone surrogate {surrogate}, which is no character; correct the chat template"
         )
     return text
 
 
 def find_prefill(tokenizer: Any) -> str:
-    """What the chat template writes into the assistant's turn before the model does; "" for most templates.
+    """Return the text that the chat template writes into the assistant's turn before the model does; "" for most templates.
 
     Raises ConfigError for a template that cannot render a question and its answer.
     """
     try:
         return _find_prefill(tokenizer)
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates raise any exception
         raise ConfigError(
             f"the chat template of {tokenizer.name_or_path!r} cannot render a question and its answer "
-            f"({' '.join(str(error).split())}); mend chat_template in its tokenizer_config.json"
+            f"({' '.join(str(error).split())}); correct chat_template in its tokenizer_config.json"
         ) from None
 
 
@@ -64,8 +64,8 @@ def _find_prefill(tokenizer: Any) -> str:
     if not generation_prompt.startswith(before_turn):
         return _open_thought(generation_prompt)
     opening = generation_prompt[len(before_turn) :]
-    # A template may write an empty thought into the last turn, which a generation prompt that opens one shares; it
-    # leaves thoughts out of turns that are past. So both are asked, and the shorter common part is the header.
+    # A template may write an empty thought into the last turn, which a generation prompt that opens one shares; but it leaves
+    # thoughts out of earlier turns. So both renderings are compared, and the shorter common part is the header.
     headers = [
         _header(_apply(tokenizer, [question, answer], add_generation_prompt=False), before_turn),
         _header(_apply(tokenizer, [question, answer, question], add_generation_prompt=False), before_turn),
@@ -75,14 +75,14 @@ def _find_prefill(tokenizer: Any) -> str:
 
 
 def _header(conversation: str, before_turn: str) -> str | None:
-    """What stands between the user's turn and the assistant's content; None if the template moves things about."""
+    """Return the text between the user's turn and the assistant's content; None if the template rearranges the turns."""
     if not conversation.startswith(before_turn) or _MARKER not in conversation:
         return None
     return conversation[len(before_turn) : conversation.index(_MARKER)]
 
 
 def _shared_length(opening: str, header: str) -> int:
-    """How long a beginning the two have in common, whole tags only: "<think>" and "</think>" share nothing."""
+    """Return the length of the common prefix, in whole tags only: "<think>" and "</think>" share nothing."""
     differing = (i for i, (a, b) in enumerate(zip(opening, header, strict=False)) if a != b)
     shared = next(differing, min(len(opening), len(header)))
     if shared == len(opening) or shared == len(header):
@@ -93,7 +93,7 @@ def _shared_length(opening: str, header: str) -> int:
 
 
 def _open_thought(opening: str) -> str:
-    """The thought that the text ends with having opened, for templates that open one in every assistant turn."""
+    """Return the thought tag that the text ends with, for templates that open a thought in every assistant turn."""
     match = _OPEN_THOUGHT.search(opening)
     return match.group() if match else ""
 

@@ -1,4 +1,8 @@
-"""All prompts of a run, from its data config: the training sets, one after another, and the held-out prompts."""
+"""Load all prompts of a run, by its data config: the training sets, one after another, and the held-out prompts.
+
+Rows are rendered by the tokenizer's chat template and tokenised. A prompt's id is the set's first id plus the row's index in
+the set, whatever else is dropped. Prompts longer than the limit are dropped and counted.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_mega.config import RolloutConfig
-from grpo_mega.config.data import DataConfig, DataSource
-from grpo_mega.data.dataset import DatasetReport, load_prompts
+from grpo_mega.config import DataConfig, RolloutConfig
+from grpo_mega.config.data import DataSource
+from grpo_mega.data.chat import check_chat_template, find_prefill, render
 from grpo_mega.data.pass_rates import drop_by_pass_rate, read_pass_rates
-from grpo_mega.data.rows import check_rows
-from grpo_mega.data.sampler import MixedSampler, PromptSampler, Sampler
+from grpo_mega.data.rows import read_conversations
+from grpo_mega.data.sampler import Sampler
 from grpo_mega.data.sources import is_same
 from grpo_mega.data.split import split_off
 from grpo_mega.errors import ConfigError
@@ -23,21 +27,37 @@ IDS_PER_SET = 10**9  # ids of set number n begin at n times this, so that they d
 
 
 @dataclass(frozen=True)
+class DatasetReport:
+    """Counts of one loaded set; lengths are in tokens."""
+
+    path: str
+    num_rows: int
+    num_prompts: int
+    num_too_long: int
+    longest: int  # of the prompts kept
+    prefill: str
+
+    def __str__(self) -> str:
+        dropped = f", {self.num_too_long} dropped as too long" if self.num_too_long else ""
+        return f"{self.path}: {self.num_prompts} prompts of at most {self.longest} tokens{dropped}"
+
+
+@dataclass(frozen=True)
 class RunData:
     train: list[Prompt]  # ids are unique
-    sizes: tuple[int, ...]  # prompts of each training set, in the order of data.train
-    heldout_sets: dict[str, list[Prompt]]  # by name; "" where there is only one without a name
-    notes: tuple[str, ...]  # what the person should know, a line each
-    digests: dict[str, str]  # of what was read, by "key=path" of the config
-    dropped: dict[str, int] = field(default_factory=dict)  # from the training sets: how many prompts, by the reason
+    sizes: tuple[int, ...]  # number of prompts of each training set, in the order of data.train
+    heldout_sets: dict[str, list[Prompt]]  # by name; "" for a single set without a name
+    notes: tuple[str, ...]  # lines for the log
+    digests: dict[str, str]  # of the loaded prompts, by "key=path" of the config
+    dropped: dict[str, int] = field(default_factory=dict)  # number of prompts dropped from the training sets, by reason
 
     @property
     def heldout(self) -> list[Prompt]:
-        """Of all sets; ids are unique."""
+        """The held-out prompts of all sets; ids are unique."""
         return [prompt for prompts in self.heldout_sets.values() for prompt in prompts]
 
     def sampler(self, config: DataConfig, prompts_per_step: int, seed: int, rollout: RolloutConfig) -> Sampler:
-        """Return the order in which the training prompts are drawn, as many per step as it begins. Raises ConfigError."""
+        """Return the sampler of training prompts, which draws as many per step as the step begins. Raises ConfigError."""
         try:
             return make_sampler(config, self.sizes, prompts_per_step, seed, rollout)
         except ConfigError as error:
@@ -46,10 +66,10 @@ class RunData:
 
 
 def load_data(config: DataConfig, tokenizer: Any) -> RunData:
-    """Reads, renders and tokenises all sets. Raises ConfigError for whatever cannot be used."""
+    """Read, render and tokenise all sets. Raises ConfigError for whatever cannot be used."""
     sets, notes, digests, num_too_long = [], [], {}, 0
     for number, source in enumerate(config.train):
-        prompts, report = _load(source, config, tokenizer, first_id=number * IDS_PER_SET)
+        prompts, report = load_prompts(source, config, tokenizer, first_id=number * IDS_PER_SET)
         sets.append(prompts)
         notes.append(str(report))
         digests[f"data.train={source.path}"] = _digest(prompts)
@@ -58,7 +78,7 @@ def load_data(config: DataConfig, tokenizer: Any) -> RunData:
     heldout_sets: dict[str, list[Prompt]] = {}
     size = config.heldout_size or round((config.heldout_fraction or 0.0) * sum(map(len, sets)))
     for number, (name, heldout_source) in enumerate(config.heldout_sources.items()):
-        heldout, report = _load(heldout_source, config, tokenizer, first_id=number * IDS_PER_SET)
+        heldout, report = load_prompts(heldout_source, config, tokenizer, first_id=number * IDS_PER_SET)
         heldout_sets[name] = heldout
         digests[f"data.heldout{name and f'_sets.{name}'}={heldout_source.path}"] = _digest(heldout)
         notes.append(f"held out{name and f' as {name}'}: {report}{_overlap(sets, heldout)}")
@@ -67,8 +87,8 @@ def load_data(config: DataConfig, tokenizer: Any) -> RunData:
         sets, heldout_sets[""] = split_off(sets, size)
         num_dropped = num_before - size - sum(map(len, sets))
         dropped["more are held out"] = size + num_dropped
-        twins = f"; {num_dropped} more of the same text dropped from training" if num_dropped else ""
-        notes.append(f"held out: {size} prompts split off from data.train{twins}")
+        copies = f"; {num_dropped} more of the same text dropped from training" if num_dropped else ""
+        notes.append(f"held out: {size} prompts split off from data.train{copies}")
     elif config.heldout_fraction is not None:
         raise ConfigError(
             f"data.heldout_fraction={config.heldout_fraction} of {sum(map(len, sets))} prompts is less than one; raise it"
@@ -83,8 +103,42 @@ def load_data(config: DataConfig, tokenizer: Any) -> RunData:
     return RunData(train, tuple(map(len, sets)), heldout_sets, tuple(notes), digests, dropped)
 
 
+def load_prompts(
+    source: DataSource, config: DataConfig, tokenizer: Any, *, first_id: int = 0
+) -> tuple[list[Prompt], DatasetReport]:
+    """Return the prompts of one set in its order, and a report. `tokenizer` is a Hugging Face one.
+
+    Raises ConfigError for an unreadable or empty set, a bad row, a missing chat template, or if all prompts are too long.
+    """
+    check_chat_template(tokenizer)
+    conversations = read_conversations(source, config)
+    prefill = find_prefill(tokenizer)
+    texts = [render(tokenizer, one.messages, one.place) for one in conversations]
+    all_token_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    prompts = [
+        Prompt(
+            id=first_id + one.index,
+            text=text,
+            token_ids=tuple(token_ids),
+            answer=one.answer,
+            prefill=prefill if text.endswith(prefill) else "",
+            extras=one.extras,
+        )
+        for one, text, token_ids in zip(conversations, texts, all_token_ids, strict=True)
+        if len(token_ids) <= config.max_prompt_length
+    ]
+    if not prompts:
+        shortest = min(len(token_ids) for token_ids in all_token_ids)
+        raise ConfigError(
+            f"data.max_prompt_length={config.max_prompt_length} drops all {len(texts)} prompts of {source.path}; "
+            f"the shortest has {shortest} tokens, so raise it to at least that"
+        )
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    return prompts, DatasetReport(source.path, len(texts), len(prompts), len(texts) - len(prompts), longest, prefill)
+
+
 def check_data(config: DataConfig, prompts_per_step: int, rollout: RolloutConfig) -> None:
-    """Whatever can be told without a tokenizer: raises ConfigError for a set or a row that cannot be used."""
+    """Raise ConfigError for a set or a row that cannot be used, as far as no tokenizer is needed."""
     for name, heldout in config.heldout_sources.items():
         key = f"data.heldout_sets.{name}" if name else "data.heldout"
         for source in config.train:
@@ -93,64 +147,41 @@ def check_data(config: DataConfig, prompts_per_step: int, rollout: RolloutConfig
                     f"{key}={heldout.path} is trained on as well (data.train); name another, "
                     "or split prompts off with data.heldout_size"
                 )
-    sizes = [_check(source, config) for source in config.train]
+    sizes = [len(read_conversations(source, config)) for source in config.train]
     for heldout in config.heldout_sources.values():
-        _check(heldout, config)
+        read_conversations(heldout, config)
     if config.pass_rates is not None:
         read_pass_rates(config.pass_rates)
     make_sampler(config, sizes, prompts_per_step, 0, rollout)
 
 
 def make_sampler(config: DataConfig, sizes: Sequence[int], prompts_per_step: int, seed: int, rollout: RolloutConfig) -> Sampler:
-    """A sampler over sets of `sizes` prompts, of which a step draws what it begins. Raises ConfigError if it cannot be filled.
+    """Return a sampler over sets of `sizes` prompts, which draws as many per step as the step begins.
+
+    Raises ConfigError if there are too few prompts.
 
     With oversampling, prompts that were begun and aborted count as drawn: they come again in the next epoch.
     """
-
-    def make(per_step: int) -> Sampler:
-        if len(sizes) == 1:
-            return PromptSampler(sizes[0], per_step, seed, config.shuffle)
-        return MixedSampler(sizes, [source.weight for source in config.train], per_step, seed, config.shuffle)
-
-    sampler, num_begun = make(prompts_per_step), rollout.num_begun(prompts_per_step)
+    weights = [source.weight for source in config.train]
+    sampler = Sampler(sizes, weights, prompts_per_step, seed, shuffle=config.shuffle)
+    num_begun = rollout.num_begun(prompts_per_step)
     if num_begun == prompts_per_step:
         return sampler
     try:
-        return make(num_begun)
+        return Sampler(sizes, weights, num_begun, seed, shuffle=config.shuffle)
     except ConfigError:
         raise ConfigError(
-            f"rollout.oversample={rollout.oversample} has a step begin {num_begun} prompts (batch.prompts_per_step="
+            f"rollout.oversample={rollout.oversample} makes a step begin {num_begun} prompts (batch.prompts_per_step="
             f"{prompts_per_step}), more than data.train, {sum(sizes)} prompts, can give; lower it"
         ) from None
 
 
-def _load(source: DataSource, config: DataConfig, tokenizer: Any, first_id: int) -> tuple[list[Prompt], DatasetReport]:
-    return load_prompts(
-        source.path,
-        tokenizer=tokenizer,
-        prompt_column=source.prompt_column or config.prompt_column,
-        answer_column=source.answer_column or config.answer_column,
-        system_prompt=config.system_prompt,
-        max_prompt_length=config.max_prompt_length,
-        first_id=first_id,
-    )
-
-
 def _digest(prompts: Sequence[Prompt]) -> str:
-    """A digest of all that training takes from the prompts, in their order; the tokens are the text's."""
+    """Return a digest of all that training takes from the prompts, in their order; tokens follow from the text."""
     digest = hashlib.sha256()
     for p in prompts:
         digest.update(json.dumps([p.id, p.text, p.answer, p.extras], sort_keys=True, default=repr).encode() + b"\n")
     return digest.hexdigest()
-
-
-def _check(source: DataSource, config: DataConfig) -> int:
-    return check_rows(
-        source.path,
-        prompt_column=source.prompt_column or config.prompt_column,
-        answer_column=source.answer_column or config.answer_column,
-        system_prompt=config.system_prompt,
-    )
 
 
 def _overlap(sets: list[list[Prompt]], heldout: list[Prompt]) -> str:

@@ -1,9 +1,9 @@
-"""Dropping training prompts that teach nothing: those that a model always solves, or never.
+"""Drop training prompts that teach nothing: those that a model always solves, or never.
 
-How often it solves each comes from a file of JSON lines, which `grpo-mega eval CONFIG --train-set --samples N --out FILE`
-writes: {"id": ..., "hash": ..., "samples": N, "solved": c} and more. The pass rate is c / N; a row without one ("solved": null,
-where the gold answer cannot be read) and a prompt without a row are kept. A row's id and hash must be those of the same
-prompt, as the tokenizer's chat template renders it, or the file is another data set's.
+`grpo-mega eval CONFIG --train-set --samples N --out FILE` counts how often the model solves each, and writes JSON lines:
+{"id": ..., "hash": ..., "samples": N, "solved": c} and more. The pass rate is c / N. Prompts without a row are kept, and
+those without a pass rate ("solved": null, where the gold answer cannot be read). A row's id and hash must be those of the same
+prompt, as the tokenizer's chat template renders it, or the file belongs to another data set.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class PassRate(NamedTuple):
 
 
 def text_hash(text: str) -> str:
-    """What a row knows a prompt's text by."""
+    """Return the hash by which a row identifies a prompt's text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_pass_rates(path: Path) -> dict[int, PassRate]:
-    """By the prompts' ids. Raises ConfigError for a file that tells no pass rates."""
+    """Return pass rates by the prompts' ids. Raises ConfigError for a file without pass rates."""
     try:
         rows = [row for _, row in read_json_lines(path)]
     except OSError as error:
@@ -40,7 +40,7 @@ def read_pass_rates(path: Path) -> dict[int, PassRate]:
         ) from None
     rates = {}
     for number, row in enumerate(rows, start=1):
-        row = row or {}  # which lacks everything
+        row = row or {}  # None: the line is no JSON object
         try:
             samples, solved = int(row["samples"]), row["solved"]
             rates[int(row["id"])] = PassRate(str(row["hash"]), None if solved is None else int(solved) / samples)
@@ -53,16 +53,18 @@ def read_pass_rates(path: Path) -> dict[int, PassRate]:
 
 
 def drop_by_pass_rate(sets: Sequence[list[Prompt]], config: DataConfig) -> tuple[list[list[Prompt]], str]:
-    """What remains of each training set, and a line that says what was dropped. Raises ConfigError if the file is of other
-    prompts, or if nothing remains of a set."""
+    """Return the remaining prompts of each training set, and a line that counts those dropped.
+
+    Raises ConfigError if the file is about other prompts, or if a set would be empty.
+    """
     assert config.pass_rates is not None
     rates = read_pass_rates(config.pass_rates)
     _check_same(sets, rates, config.pass_rates)
     low = 0.0 if config.min_pass_rate is None else config.min_pass_rate
     high = 1.0 if config.max_pass_rate is None else config.max_pass_rate
-    found = {p.id: rates[p.id].rate for prompts in sets for p in prompts if p.id in rates}
-    known = [rate for rate in found.values() if rate is not None]
-    kept = [[p for p in prompts if (rate := found.get(p.id)) is None or low <= rate <= high] for prompts in sets]
+    rate_of = {p.id: rates[p.id].rate for prompts in sets for p in prompts if p.id in rates}
+    known = [rate for rate in rate_of.values() if rate is not None]
+    kept = [[p for p in prompts if (rate := rate_of.get(p.id)) is None or low <= rate <= high] for prompts in sets]
     for number, prompts in enumerate(kept):
         if not prompts:
             raise ConfigError(

@@ -1,42 +1,53 @@
-"""From a row to what a prompt needs of it: messages and a gold answer. Needs no tokenizer, so all rows of a run's data are
-checked before it starts (`check_rows`).
+"""Turn rows into messages and gold answers. Needs no tokenizer, so that all rows of a run's data are checked before it starts.
 
-A prompt is a text, which becomes a user message, or a list of messages; an answer is a text or a number. A bad row raises
-ConfigError with its place and the remedy, one with a lone surrogate in these too; none is skipped silently.
+A prompt is a text, which becomes a user message, or a list of messages; an answer is a text or a number. A bad row, or one
+with a lone surrogate in these columns, raises ConfigError with its place and the remedy; no row is skipped silently.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from grpo_mega.config.data import DataConfig, DataSource
 from grpo_mega.data.sources import Row, read_rows
 from grpo_mega.errors import ConfigError
 from grpo_mega.text import find_surrogate
 
 Message = dict[str, Any]
-ANSWER_COLUMNS = ("answer", "solution")  # where answer_column is not given, the first that the set has
+ANSWER_COLUMNS = ("answer", "solution")  # where answer_column is not given, the first of these that the set has
 
 
-def load_rows(path: str) -> list[Row]:
-    """All rows of a data set; raises ConfigError if there are none."""
-    rows = list(read_rows(path))
+@dataclass(frozen=True)
+class Conversation:
+    index: int  # of its row
+    place: str  # for errors
+    messages: list[Message]
+    answer: str
+    extras: dict[str, Any]  # the row's other columns
+
+
+def read_conversations(source: DataSource, config: DataConfig) -> list[Conversation]:
+    """Return the conversations of a data set, in its order. Raises ConfigError for the first row that makes none."""
+    rows = list(read_rows(source.path))
     if not rows:
-        raise ConfigError(f"data set {path} is empty; it needs one row a prompt")
-    return rows
-
-
-def check_rows(path: str, *, prompt_column: str, answer_column: str | None, system_prompt: str | None) -> int:
-    """The number of rows of a data set. Raises ConfigError for the first that would not make a prompt."""
-    rows = load_rows(path)
-    answers_from = find_answer_column(rows[0], answer_column)
-    for row in rows:
-        messages_of(row, prompt_column, system_prompt)
-        answer_of(row, answers_from)
-    return len(rows)
+        raise ConfigError(f"data set {source.path} is empty; it needs one row per prompt")
+    prompt_column = source.prompt_column or config.prompt_column
+    answer_column = find_answer_column(rows[0], source.answer_column or config.answer_column)
+    return [
+        Conversation(
+            row.index,
+            row.place,
+            messages_of(row, prompt_column, config.system_prompt),
+            answer_of(row, answer_column),
+            {column: value for column, value in row.values.items() if column not in (prompt_column, answer_column)},
+        )
+        for row in rows
+    ]
 
 
 def find_answer_column(first: Row, given: str | None) -> str:
-    """The answer's column, from the first row of a set: the one given, else `answer`, else `solution`."""
+    """Return the answer's column, from the first row of a set: the given one, else `answer`, else `solution`."""
     if given is not None:
         return given
     for column in ANSWER_COLUMNS:
@@ -49,18 +60,17 @@ def find_answer_column(first: Row, given: str | None) -> str:
 
 
 def messages_of(row: Row, column: str, system_prompt: str | None) -> list[Message]:
-    """The conversation that the model must go on with."""
-    value = _column(row, column, "prompt_column")
+    """Return the conversation that the model must continue."""
+    value = _value(row, column, "prompt_column")
     if isinstance(value, str) and value:
         messages = [{"role": "user", "content": value}]
-    elif isinstance(value, list) and value and all(map(_is_message, value)):
+    elif isinstance(value, list) and value and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value):
         messages = value
     else:
         raise ConfigError(
             f"{row.place}: {column}={_short(value)} is neither a text nor a list of messages with role and content; "
-            "mend or remove the row"
+            "correct or remove the row"
         )
-    _check_text(row, column, value)
     if messages[-1]["role"] == "assistant":
         raise ConfigError(f"{row.place}: {column} ends with an assistant message; end it with what the model must answer")
     if system_prompt is None:
@@ -73,31 +83,23 @@ def messages_of(row: Row, column: str, system_prompt: str | None) -> list[Messag
 
 
 def answer_of(row: Row, column: str) -> str:
-    """The gold answer as text."""
-    value = _column(row, column, "answer_column")
-    _check_text(row, column, value)
+    """Return the gold answer as text."""
+    value = _value(row, column, "answer_column")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number or (isinstance(value, str) and value.strip()):
         return str(value)
     raise ConfigError(f"{row.place}: {column}={_short(value)} is no answer; give a text or a number, or remove the row")
 
 
-def _check_text(row: Row, column: str, value: Any) -> None:
-    """A tokenizer refuses lone surrogates. To replace them here would train on what the row does not say."""
-    if found := find_surrogate(value):
-        raise ConfigError(
-            f"{row.place}: {column} has the lone surrogate {found}, which is no character; write the character that was meant, "
-            "or U+FFFD"
-        )
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and {"role", "content"} <= value.keys()
-
-
-def _column(row: Row, column: str, key: str) -> Any:
+def _value(row: Row, column: str, key: str) -> Any:
+    """Return a column's value. A lone surrogate is an error: a replacement would train on a text that is not the row's."""
     if column not in row.values:
         raise ConfigError(f"{row.place}: {key}={column!r} is not a column of this row; its columns are: {_names(row)}")
+    if surrogate := find_surrogate(row.values[column]):
+        raise ConfigError(
+            f"{row.place}: {column} has the lone surrogate {surrogate}, which is no character; write the character that was "
+            "meant, or U+FFFD"
+        )
     return row.values[column]
 
 

@@ -1,94 +1,124 @@
-"""Which prompts a step draws: a pure function of (seed, step), so a resumed run needs no sampler state.
+"""Decide which prompts a step draws: a pure function of (seed, step), so that a resumed run needs no sampler state.
 
-Of one set the prompts are passed over epoch after epoch. Of several, every step draws a set's share of prompts_per_step,
-rounded up or down so that in the mean it is the share, and each set has epochs of its own. No step holds a prompt twice.
+Each set has an endless order of its own: epoch after epoch, each a permutation seeded by (seed, set, epoch). A step draws from
+every set its share of prompts_per_step, rounded up or down so that the mean over the steps is the share.
+
+Invariant: no step holds a prompt twice, even where it begins in one epoch and ends in the next. A sample's random stream is
+fixed by (seed, step, prompt id, sample index), so two copies of a prompt would get the same responses.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_mega.data.order import EpochOrder
 from grpo_mega.errors import ConfigError
 
+Ints = NDArray[np.int64]
 _GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 are spread evenly, however many are taken
-_MIXING = 1 << 63  # the stream from which the mixture's start is drawn; epochs stay below
+_MIXING = 1 << 63  # the key of the first step's offset; epochs, the other keys, stay below
 
 
-class Sampler(Protocol):
-    def indices(self, step: int) -> list[int]:
-        """The prompts of step `step` (from 0), as indices into all sets one after another."""
-        ...
+class Sampler:
+    """Draw `prompts_per_step` prompts per step from sets of `sizes` prompts, in proportion to `weights`.
 
-
-class PromptSampler:
-    """Draws `prompts_per_step` of `num_prompts` indices a step. Raises ConfigError if a step cannot be filled."""
-
-    def __init__(self, num_prompts: int, prompts_per_step: int, seed: int, shuffle: bool) -> None:
-        if num_prompts == 0:
-            raise ConfigError("data.train holds no usable prompt; name a file with prompts")
-        if prompts_per_step > num_prompts:
-            raise ConfigError(
-                f"batch.prompts_per_step={prompts_per_step} is more than the {num_prompts} prompts of data.train; "
-                f"use at most {num_prompts}"
-            )
-        self.prompts_per_step = prompts_per_step
-        self._order = EpochOrder(num_prompts, prompts_per_step, seed, shuffle=shuffle)
-
-    def indices(self, step: int) -> list[int]:
-        """prompts_per_step distinct values below num_prompts."""
-        size = self.prompts_per_step
-        return self._order.between(step * size, (step + 1) * size, lambda place: place - place % size)
-
-
-class MixedSampler:
-    """Draws `prompts_per_step` indices a step from sets of `sizes` prompts, in the proportion of `weights`.
-
-    A set of share w gives floor or ceil of w * prompts_per_step to each step; over many steps the counts follow the shares to
-    within a few prompts. A step's prompts of all sets are interleaved evenly, so that mini-batches are mixed too. Raises
-    ConfigError for a set that is smaller than what a step may draw of it.
+    A step's prompts of all sets are interleaved evenly, so that mini-batches are mixed too. Raises ConfigError for a set that
+    has fewer prompts than a step may draw from it.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], prompts_per_step: int, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[float], prompts_per_step: int, seed: int, *, shuffle: bool
+    ) -> None:
         shares = [weight / sum(weights) for weight in weights]
         most = [math.ceil(round(share * prompts_per_step, 9)) for share in shares]
-        for number, (size, needed) in enumerate(zip(sizes, most, strict=True)):
-            if needed > size:
-                raise ConfigError(
-                    f"data.train.{number} has {size} prompts, but its share {shares[number]:.3g} of batch.prompts_per_step="
-                    f"{prompts_per_step} takes up to {needed} a step; lower its weight or batch.prompts_per_step"
-                )
-        self._bounds = np.round(np.cumsum([0.0, *shares]) * prompts_per_step, 9)  # of the sets, in units of a step's places
+        _check_sizes(sizes, shares, most, prompts_per_step)
+        self._bounds = np.round(np.cumsum([0.0, *shares]) * prompts_per_step, 9)  # of the sets within a step's places
         self._first_offset = np.random.Generator(np.random.Philox(key=[seed, _MIXING])).random()
         self._firsts = [sum(sizes[:number]) for number in range(len(sizes))]
         self._orders = [
-            EpochOrder(size, needed, seed, shuffle=shuffle, stream=number)
+            _EndlessOrder(size, needed, key=seed + (number << 32), shuffle=shuffle)
             for number, (size, needed) in enumerate(zip(sizes, most, strict=True))
         ]
 
     def indices(self, step: int) -> list[int]:
-        """prompts_per_step distinct values below sum(sizes)."""
+        """Return the prompts of step `step` (from 0): distinct indices into all sets, one set after another."""
         places: list[tuple[float, int, int]] = []  # (where in the step, set, index)
-        for number, (order, begins) in enumerate(zip(self._orders, self._begins(step).T, strict=True)):
-
-            def begin_of_step(place: int, begins: NDArray[np.int64] = begins) -> int:
-                return int(begins[np.searchsorted(begins, place, side="right") - 1])
-
-            drawn = order.between(int(begins[step]), int(begins[step + 1]), begin_of_step)
-            first = self._firsts[number]
+        sets = zip(self._firsts, self._orders, self._begins(step).T, strict=True)
+        for number, (first, order, begins) in enumerate(sets):
+            drawn = order.last_step(begins)
             places += [((i + 0.5) / len(drawn), number, first + index) for i, index in enumerate(drawn)]
         return [index for _, _, index in sorted(places)]
 
-    def _begins(self, step: int) -> NDArray[np.int64]:
-        """[step + 2, num_sets]: how many prompts of each set the steps before 0, 1, ..., step + 1 have drawn.
+    def _begins(self, step: int) -> Ints:
+        """Return [step + 2, num_sets]: the number of prompts drawn from each set before steps 0, 1, ..., step + 1.
 
-        A step has an offset u in [0, 1) and draws of a set as often as one of u, u + 1, u + 2, ... lies within its bounds.
+        A step has an offset u in [0, 1), and draws from a set as many prompts as values of u, u + 1, u + 2, ... lie within the
+        set's bounds.
         """
         offsets = (self._first_offset + _GOLDEN * np.arange(step + 1)) % 1.0
         counts = np.diff(np.ceil(self._bounds - offsets[:, None]), axis=1).astype(np.int64)
         return np.concatenate([np.zeros((1, counts.shape[1]), dtype=np.int64), counts.cumsum(axis=0)])
+
+
+class _EndlessOrder:
+    """The order of one set's prompts over all epochs; a step draws at most `most_per_step`, which is at most num_prompts."""
+
+    def __init__(self, num_prompts: int, most_per_step: int, *, key: int, shuffle: bool) -> None:
+        self.num_prompts = num_prompts
+        self.most_per_step = most_per_step
+        self.key = key
+        self.shuffle = shuffle
+
+    def last_step(self, begins: Ints) -> list[int]:
+        """Return the prompts of the last step, where step i draws the places begins[i] to begins[i + 1] of the order."""
+        begin, end = map(int, begins[-2:])
+        epoch, first = divmod(begin, self.num_prompts)
+        order = self._epoch(epoch, begins)
+        drawn = order[first : first + end - begin]
+        if missing := end - begin - len(drawn):
+            drawn = np.concatenate([drawn, self._following(order, epoch + 1, begins)[:missing]])
+        return [int(index) for index in drawn]
+
+    def _epoch(self, epoch: int, begins: Ints) -> Ints:
+        """Return the order of an epoch. Only its first 2 * most_per_step places depend on the epoch before."""
+        is_tail_independent = self.num_prompts >= 3 * self.most_per_step
+        first = max(0, epoch - 1) if is_tail_independent else 0
+        order = self._permutation(first)
+        for later in range(first + 1, epoch + 1):
+            order = self._following(order, later, begins)
+        return order
+
+    def _following(self, previous: Ints, epoch: int, begins: Ints) -> Ints:
+        """Return the order of `epoch`, which puts off the prompts of `previous` that its first step has drawn already."""
+        order = self._permutation(epoch)
+        place = epoch * self.num_prompts
+        num_shared = place - int(begins[np.searchsorted(begins, place, side="right") - 1])
+        if not self.shuffle or num_shared == 0:
+            return order
+        head = order[: 2 * self.most_per_step]
+        is_taken = np.isin(head, previous[-num_shared:])
+        return np.concatenate([head[~is_taken], head[is_taken], order[len(head) :]])
+
+    def _permutation(self, epoch: int) -> Ints:
+        if not self.shuffle:
+            return np.arange(self.num_prompts)
+        return np.random.Generator(np.random.Philox(key=[self.key, epoch])).permutation(self.num_prompts)
+
+
+def _check_sizes(sizes: Sequence[int], shares: Sequence[float], most: Sequence[int], prompts_per_step: int) -> None:
+    if len(sizes) == 1 and most[0] > sizes[0]:
+        if not sizes[0]:
+            raise ConfigError("data.train holds no usable prompt; name a file with prompts")
+        raise ConfigError(
+            f"batch.prompts_per_step={prompts_per_step} is more than the {sizes[0]} prompts of data.train; "
+            f"use at most {sizes[0]}"
+        )
+    for number, (size, share, needed) in enumerate(zip(sizes, shares, most, strict=True)):
+        if needed > size:
+            raise ConfigError(
+                f"data.train.{number} has {size} prompts, but its share {share:.3g} of batch.prompts_per_step="
+                f"{prompts_per_step} takes up to {needed} per step; lower its weight or batch.prompts_per_step"
+            )

@@ -1,11 +1,11 @@
-"""Rows of a data set, wherever it lies. `read_rows(path)` takes
+"""Read the rows of a data set. `read_rows(path)` takes
 
-- a file: .jsonl (one object a line), .json (a list of objects) or .parquet;
+- a file: .jsonl (one object per line), .json (a list of objects) or .parquet;
 - a folder of such files, or one that `datasets` saved: "folder" or "folder@split";
 - a data set of the Hugging Face hub, downloaded once into its cache: "hub:owner/name[:config][@split]".
 
 Without a split, "train" is read. A row's index is its place in the set from 0 (in JSONL its line, blank lines counted), so it
-does not depend on what is dropped later. Raises ConfigError with the place and the remedy for whatever cannot be read.
+stays the same when rows are dropped later. Raises ConfigError with the place and the remedy for a set that cannot be read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Row:
 
 
 def read_rows(path: str) -> Iterator[Row]:
-    """The rows of a data set, in order."""
+    """Yield the rows of a data set, in order."""
     if path.startswith("hub:"):
         return _read_hub(path)
     folder, split = _split_of(path)
@@ -48,14 +48,14 @@ def read_rows(path: str) -> Iterator[Row]:
 
 
 def is_same(one: str, other: str) -> bool:
-    """Whether two paths name the same data set."""
+    """Return whether two paths name the same data set."""
     if "hub:" in (one[:4], other[:4]):
         return one == other
     return _split_of(one)[1] == _split_of(other)[1] and _split_of(one)[0].resolve() == _split_of(other)[0].resolve()
 
 
 def _split_of(path: str) -> tuple[Path, str]:
-    """A folder's path and split; an @ that belongs to the name is left alone."""
+    """Return a folder's path and split; an @ that is part of the name stays."""
     folder, separator, split = path.rpartition("@")
     if separator and split and not Path(path).exists() and Path(folder).is_dir():
         return Path(folder), split
@@ -79,10 +79,10 @@ def _parse(line: str, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        what = f"{error.msg}, column {error.colno}"
-        raise ConfigError(f"{place} is not JSON ({what}); write one JSON object a line") from None
+        reason = f"{error.msg}, column {error.colno}"
+        raise ConfigError(f"{place} is not JSON ({reason}); write one JSON object per line") from None
     if not isinstance(row, dict):
-        raise ConfigError(f"{place} holds a JSON {type(row).__name__}, not an object; write one JSON object a line")
+        raise ConfigError(f"{place} holds a JSON {type(row).__name__}, not an object; write one JSON object per line")
     return row
 
 
@@ -92,7 +92,7 @@ def _read_json(path: Path) -> Iterator[Row]:
     except OSError as error:
         raise ConfigError(f"data file {path}: {error.strerror}; name a file that can be read") from None
     except ValueError as error:  # not JSON, or not UTF-8
-        hint = "name it .jsonl if it holds one object a line" if "Extra data" in str(error) else "write a list of objects"
+        hint = "name it .jsonl if it holds one object per line" if "Extra data" in str(error) else "write a list of objects"
         raise ConfigError(f"data file {path} is not JSON ({error}); {hint}") from None
     if not isinstance(rows, list):
         raise ConfigError(f"data file {path} holds a JSON {type(rows).__name__}; write a list of objects")
@@ -115,7 +115,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _read_folder(path: str, folder: Path, split: str) -> Iterator[Row]:
-    """Streams, so that `datasets` leaves no copy in its cache."""
+    """Stream the rows, so that `datasets` leaves no copy in its cache."""
     import datasets
 
     try:
@@ -128,7 +128,7 @@ def _read_folder(path: str, folder: Path, split: str) -> Iterator[Row]:
         yield from _numbered(path, iter(rows))
     except ConfigError:
         raise
-    except Exception as error:  # datasets raises what its readers do
+    except Exception as error:  # datasets passes on its readers' errors
         remedy = "put .parquet, .jsonl or .json files there, or name a split of it as folder@split"
         raise ConfigError(f"data folder {path} cannot be read ({_text(error)}); {remedy}") from None
 
@@ -141,7 +141,7 @@ def _read_hub(path: str) -> Iterator[Row]:
 
     try:
         rows = datasets.load_dataset(match["name"], match["config"], split=match["split"] or DEFAULT_SPLIT)
-    except Exception as error:  # datasets raises what its loaders and the network do
+    except Exception as error:  # datasets passes on its loaders' and the network's errors
         remedy = "check name, config, split and network, or download it and name the folder"
         raise ConfigError(f"data set {path} cannot be loaded ({_text(error)}); {remedy}") from None
     yield from _numbered(path, iter(rows))

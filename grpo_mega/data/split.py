@@ -1,8 +1,8 @@
-"""Splitting held-out prompts off from the training prompts.
+"""Split held-out prompts off from the training prompts.
 
-Which ones depends on the prompts' texts alone (the smallest hashes), not on the seed or the order, so that runs with different
-seeds are compared on the same prompts. No text stands on both sides: a training prompt with the text of a held-out one is
-dropped. The held-out prompts come in the order of their hashes, so that a beginning of them is of all sets.
+The choice depends on the prompts' texts alone (the smallest hashes), not on the seed or the order, so that runs with different
+seeds are compared on the same prompts. No text is on both sides: a training prompt with the text of a held-out one is
+dropped. The held-out prompts come in the order of their hashes, so that any first N of them come from all sets.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from grpo_mega.types import Prompt
 
 
 def split_off(sets: Sequence[list[Prompt]], size: int) -> tuple[list[list[Prompt]], list[Prompt]]:
-    """(what remains of each set, `size` held-out prompts with distinct texts). Raises ConfigError if too little remains."""
+    """Return (the remaining prompts of each set, `size` held-out prompts with distinct texts).
+
+    Raises ConfigError if too little remains.
+    """
     by_text = {prompt.text: prompt for prompts in reversed(sets) for prompt in reversed(prompts)}  # the first of each text
     if size >= len(by_text):
         raise ConfigError(

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from grpo_mega.errors import EXIT_USER_ERROR
 from grpo_mega.processes import die_with_parent
 
 PORTS = range(10000, 20000)
@@ -30,8 +31,6 @@ SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_TO_STOP = 10.0
 SECONDS_FOR_RANK_0_TO_FAIL = 2.0
 LINES_OF_LOG = 5
-
-_EXIT_USER_ERROR = 2
 
 
 @dataclass
@@ -188,11 +187,11 @@ def _wait(ranks: list[Rank], caught: list[int]) -> int:
     failed = _first_failure(ranks)
     if failed is None:
         return 0
-    is_user_error = failed.process.returncode == _EXIT_USER_ERROR
+    is_user_error = failed.process.returncode == EXIT_USER_ERROR
     if is_user_error and failed.rank != 0:
         # Most user errors are raised on every rank, and rank 0 prints to the terminal.
         _wait_for(ranks[:1], SECONDS_FOR_RANK_0_TO_FAIL)
-        if ranks[0].process.returncode == _EXIT_USER_ERROR:
+        if ranks[0].process.returncode == EXIT_USER_ERROR:
             failed = ranks[0]
     if not caught:
         _send(ranks, signal.SIGTERM)

@@ -41,7 +41,7 @@ def parse_layout(text: str) -> MegatronLayout:
 
 
 def lines(family: Family, shape: ModelShape, layout: MegatronLayout, found: Dry) -> Iterator[str]:
-    """A line a tensor; counts what it gives in `found`. Raises ConfigError if the model cannot be cut so."""
+    """Yield a line for each tensor, counting them in `found`. Raise WeightMappingError unless the model can be cut so."""
     check_megatron_layout(shape, layout)
     found.parameters = sum(prod(size) for size in family.hf_tensors(shape).values())
     seen = set()

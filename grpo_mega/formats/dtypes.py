@@ -38,3 +38,8 @@ STORAGE_NAMES = {  # of torch, in what torch.save writes
     "BOOL": "BoolStorage",
 }
 FROM_STORAGE = {name: dtype for dtype, name in STORAGE_NAMES.items()}
+
+
+def item_bytes(torch_name: str) -> int:
+    """Return the bytes of an element of torch's dtype of that name."""
+    return ITEM_BYTES[FROM_TORCH[torch_name]]

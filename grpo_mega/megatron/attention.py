@@ -1,8 +1,8 @@
-"""The layer parts for packed sequences where Transformer Engine is absent: attention, norm, rotary positions.
+"""Attention, norm and rotary positions of packed sequences, for layers without Transformer Engine.
 
 A micro-batch is one row of T tokens, several segments end to end. Attention must not cross segments: they are gathered into a
-few right-padded batches of similar length (causal attention never looks at padding on the right), run through torch's fused
-attention, and put back. The same code runs on any device.
+few right-padded batches of similar length (causal attention never sees padding on the right), passed through torch's fused
+attention, and scattered back. The same code runs on any device.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ MAX_PADDING = 1.25  # a batch of segments may be this much larger than the token
 
 @dataclass
 class LocalPackedSeqParams(PackedSeqParams):
-    """What the parts below need to know of a micro-batch, computed once and used by every layer.
+    """A micro-batch's segments for the parts below, computed once and used by every layer.
 
-    `qkv_format` is not "thd": Megatron then leaves rotary positions to the table (one row per token) that `PackedRotary` makes.
+    `qkv_format` is not "thd": Megatron then takes rotary positions from the table (one row per token) that `PackedRotary`
+    makes.
     """
 
     position_ids: Tensor = field(default_factory=Tensor)  # [T]
     gathers: tuple[Tensor, ...] = ()  # each [segments, longest], indices into T; padding repeats a segment's last token
-    restore: Tensor = field(default_factory=Tensor)  # [T], where each token sits in the concatenated, flattened batches
+    restore: Tensor = field(default_factory=Tensor)  # [T], the place of each token in the concatenated, flattened batches
 
 
 def pack_params(cu_seqlens: Tensor, position_ids: Tensor) -> LocalPackedSeqParams:
-    """For segments [cu_seqlens[i], cu_seqlens[i + 1]) which cover all T tokens."""
+    """Return the parameters of the segments [cu_seqlens[i], cu_seqlens[i + 1]), which cover all T tokens."""
     cuts = cu_seqlens.tolist()
     spans = sorted(((b - a, a) for a, b in pairwise(cuts) if b > a), reverse=True)
     gathers: list[Tensor] = []
@@ -59,7 +60,7 @@ def pack_params(cu_seqlens: Tensor, position_ids: Tensor) -> LocalPackedSeqParam
 
 
 def _similar(spans: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Runs of (length, start), longest first, whose padded size stays within MAX_PADDING of their tokens."""
+    """Split (length, start), longest first, into runs with a padded size of at most MAX_PADDING times their tokens."""
     batches: list[list[tuple[int, int]]] = []
     tokens = 0
     for length, start in spans:
@@ -133,7 +134,7 @@ class PackedRotary(RotaryEmbedding):
         self.inv_freq = inv_freq  # [head_dim / 2]
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Stands in for the length: GPTModel hands the result to `forward` unseen. Its last argument is ours."""
+        """Return position ids in place of a length: GPTModel only passes the result to `forward`. The last argument is ours."""
         return args[-1].position_ids
 
     def forward(self, position_ids: Tensor, **kwargs: Any) -> Tensor:  # -> [T, 1, 1, head_dim]

@@ -2,7 +2,7 @@
 
 Without a GPU, Megatron-core 0.16.1 needs a stand-in for torch.cuda: it allocates on "cuda", sets devices, opens streams and
 reads random states unconditionally. The stand-in sends all of that to the CPU, where everything is already in order.
-tests/megatron/test_compat.py fails once a patch is no longer needed.
+tests/megatron/test_guards.py fails once a patch is no longer needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
 
 
 class _InOrder:
-    """A stream or event on a device where every operation has finished when it returns."""
+    """A stream or event of a device on which every operation is finished when its call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -48,12 +48,12 @@ class _InOrder:
 
 @functools.cache
 def install() -> bool:
-    """Installs the stand-in where there is no GPU; True if it did."""
+    """Install the stand-in if there is no GPU; return True if it was installed."""
     _quieten()
     recorder()
     if torch.cuda.is_available():
         return False
-    # SGLang's requirements bring triton along; on a CPU it serves nobody, and complains at length when the process ends.
+    # SGLang's requirements bring triton along; on a CPU it is of no use, and prints many warnings when the process ends.
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
     _patch_cuda_module()
     _patch_placement()
@@ -62,8 +62,8 @@ def install() -> bool:
 
 @functools.cache
 def keep_adam_steps_apart() -> None:
-    """Megatron loads every entry of a parameter's optimizer state from the checkpoint's tensors. torch's Adam has a `step`
-    among them, which Megatron keeps with the parameter group, so that the load would fail on it."""
+    """Let Megatron load torch's Adam: it expects a checkpoint's tensor for every entry of a parameter's state, but saves Adam's
+    `step`, which is one of these entries, with the parameter group."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     original = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -81,7 +81,7 @@ def keep_adam_steps_apart() -> None:
 
 @functools.cache
 def beat_per_loaded_tensor() -> None:
-    """Megatron makes the planner of a load itself, and reads all of a checkpoint within one call."""
+    """Report progress per tensor: Megatron makes the planner of a load itself, and reads a whole checkpoint in one call."""
     from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 
     original = MCoreLoadPlanner.commit_tensor
@@ -95,9 +95,12 @@ def beat_per_loaded_tensor() -> None:
 
 @functools.cache
 def save_optimizer_state_in_place() -> None:
-    """Megatron joins the optimizer state of a buffer's buckets without the padding at their ends, but looks for each parameter
-    at its place in the padded buffer: what comes after a padded bucket is saved shifted, and its end as zeros. A tied embedding
-    has a bucket of its own where pp > 1; with overlapped reductions large models have several. Loading uses no such places."""
+    """Save each parameter's optimizer state from its right place.
+
+    Megatron concatenates the state of a buffer's buckets without their padding, but looks up each parameter at its place in the
+    padded buffer: whatever follows a padded bucket is saved shifted, and its end as zeros. A tied embedding has a bucket of its
+    own if pp > 1, and with overlapped reductions large models have several. Loading does not use these places.
+    """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     original = DistributedOptimizer.sharded_param_state_fully_reshardable
@@ -127,11 +130,10 @@ def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
 
 @contextlib.contextmanager
 def transfers_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """While it lasts every send and receive between a pipeline's stages goes through `wrap(function)`, which Megatron has no
-    hook for: to time them.
+    """Inside the context, replace the function of all transfers between pipeline stages by `wrap(function)`, to time them.
 
-    The function returns once the transfer is done (on a GPU: once the current stream is made to wait for it), except where
-    interleaved stages overlap their transfers with computing.
+    The function returns once the transfer is done (on a GPU: once the current stream waits for it), except if interleaved
+    stages overlap their transfers with computation. Megatron has no hook for this.
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -145,18 +147,20 @@ def transfers_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
 
 @functools.cache
 def allow_fused_weight_gradients() -> None:
-    """Megatron's own column-parallel layer refuses a config with fused weight gradients where Apex's kernel is not installed,
-    though Transformer Engine's layers, which are meant, bring their own. The output layer is the only one left of that kind,
-    and its product is computed elsewhere."""
+    """Allow fused weight gradients without Apex.
+
+    Megatron's column-parallel layer rejects them without Apex's kernel, though Transformer Engine's layers have their own. Only
+    the output layer is of Megatron's kind, and its product is computed elsewhere.
+    """
     from megatron.core.tensor_parallel import layers
 
     layers._grad_accum_fusion_available = True
 
 
 @functools.cache
-def run_mixtures() -> None:
-    """Megatron's router asks for a name that only Transformer Engine's import defines, and its dispatcher wants counts of
-    tokens as an array, which it makes of tensors on a GPU only."""
+def patch_moe() -> None:
+    """Let MoE models run without Transformer Engine or a GPU: Megatron's router needs a name that only TE's import defines, and
+    its dispatcher needs token counts as an array, to which it converts tensors on a GPU only."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     patched: Any = moe_utils
@@ -175,7 +179,7 @@ def run_mixtures() -> None:
 
 
 def _pad_uneven_collectives() -> None:
-    """gloo gathers and scatters equal parts only; the tokens of an expert that is cut along tp are as many as they are."""
+    """Pad to equal parts, as gloo requires: experts that are sharded over tp have different numbers of tokens."""
     from megatron.core.tensor_parallel import mappings
 
     patched: Any = mappings
@@ -203,7 +207,7 @@ def _padded(values: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def _quieten() -> None:
-    """Megatron warns of each optional package that it did not find, and of torch's newer names for its collectives."""
+    """Silence Megatron's warnings of optional packages that are missing, and of torch's renamed collectives."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)

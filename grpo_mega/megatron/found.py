@@ -1,7 +1,7 @@
-"""Which optional kernels Megatron found, since a package that is installed may fail to load.
+"""Find out which optional kernels Megatron loaded, since an installed package may fail to load.
 
-Megatron tries when it is imported, and goes on without a Transformer Engine of which a module is missing: FP8 would then be
-ignored in silence. `in_use` says what a run on this device uses.
+Megatron tries to import them, and goes on without a Transformer Engine that lacks a module: it would then silently ignore FP8.
+`in_use` returns the kernels that a run on this device uses.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.hardware import kernels
 from grpo_mega.hardware.device import Device
 from grpo_mega.hardware.kernels import Found, Kernels
+from grpo_mega.validation import raise_first
+from grpo_mega.validation.precision import attention_problems
 
 
 def in_use(device: Device) -> Kernels:
-    """Return whose kernels a run on `device` uses."""
+    """Return the kernels that a run on `device` uses."""
     return kernels.choose(is_cuda=True, found=found()) if device.is_cuda else kernels.choose(is_cuda=False)
 
 
 def check(config: Config, device: Device) -> None:
-    """Raise ConfigError where the run needs a kernel that did not load, or that this GPU does not have."""
+    """Raise ConfigError if the run needs a kernel that did not load, or that this GPU does not have."""
     kernels_in_use, version = in_use(device), kernels.transformer_engine_version()
     if not kernels_in_use.transformer_engine:
         needs = {"precision.fp8": config.precision.fp8, "optimizer.moments_dtype": config.optimizer.moments_dtype}
@@ -33,20 +35,15 @@ def check(config: Config, device: Device) -> None:
                 raise ConfigError(f"{key}={value}: needs Transformer Engine on a GPU, and {reason}; leave {key} out")
         return
     if device.capability is not None:
-        kernels.check_attention(
-            config.model.dtype,
-            device.capability,
-            device.name,
-            transformer_engine=version,
-            flash_attn=kernels.flash_attention_version(),
-        )
+        flash_attn = kernels.flash_attention_version()
+        raise_first(attention_problems(config.model.dtype, device.capability, device.name, version, flash_attn))
 
 
 @functools.cache
 def check_loads() -> str:
-    """Return why an installed Transformer Engine does not load; "" if it does, or there is none.
+    """Return the reason why an installed Transformer Engine does not load; "" if it loads, or is not installed.
 
-    Call it before megatron.core is imported: raises ConfigError for an error that would end that import.
+    Call it before megatron.core is imported. Raises ConfigError for an error that would end that import.
     """
     if find_spec("transformer_engine") is None:
         return ""

@@ -1,7 +1,7 @@
-"""Weights that Transformer Engine keeps in FP8, beside plain ones: read, written and moved like these.
+"""Read, write and move weights that Transformer Engine keeps in FP8 like plain ones.
 
-A quantised parameter is a shell around its data, scales and transposed copy. To slice it would give a copy, and to write into
-the slice would change nothing: whatever reads or writes by slices goes through here.
+A quantised parameter wraps its data, scales and transposed copy. Slicing it makes a copy, and writing into the slice changes
+nothing: all code that reads or writes slices must use this module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class PlainTensors(Mapping[str, Tensor]):
-    """Parameters by name, quantised ones as the numbers that they stand for; one such copy is held at a time."""
+    """Parameters by name, quantised ones dequantised; one dequantised copy is held at a time."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
@@ -26,7 +26,7 @@ class PlainTensors(Mapping[str, Tensor]):
         if not is_float8tensor(p):
             return p
         if self._last is None or self._last[0] != name:
-            self._last = None  # before there is another
+            self._last = None  # free it before the next is made
             self._last = name, p.dequantize(dtype=p.dtype)
         return self._last[1]
 
@@ -39,9 +39,9 @@ class PlainTensors(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def write_back(parameter: Any, values: Tensor) -> None:
-    """Quantise `values` into the parameter; the optimizer, made afterwards, takes its masters from the values themselves."""
+    """Quantise `values` into the parameter; an optimizer made later takes its masters from the values themselves."""
     if hasattr(parameter._quantizer, "amax"):
-        # With delayed scaling it is the maximum of the memory that the parameter was made on, and would decide later scales.
+        # With delayed scaling it is the maximum of uninitialised memory, which would determine later scales.
         parameter._quantizer.amax.zero_()
     parameter.copy_(values)
     parameter._high_precision_init_val = values.cpu()
@@ -52,10 +52,10 @@ _BITS = {2: torch.int16, 4: torch.int32}  # integers as wide as a weight
 
 @torch.no_grad()
 def is_rounded_from(parameter: Any, start: int, end: int) -> Callable[[Tensor], bool]:
-    """Return the test of whether fp32 masters are those of `parameter.view(-1)[start:end]` as it is now.
+    """Return a function that tests if fp32 masters belong to `parameter.view(-1)[start:end]` as it is now.
 
-    Plain weights are their masters in the weights' dtype, bit for bit. Quantised ones were rounded when the optimizer wrote
-    them, and as the numbers that they stand for when a checkpoint was loaded: they are within one step of FP8 of their masters.
+    Plain weights equal their masters in the weights' dtype, bit for bit. Quantised ones were rounded twice, by the optimizer
+    and when a checkpoint was loaded: they are within one FP8 step of their masters.
     """
     if not is_quantised(parameter):
         weights = parameter.detach().view(-1)[start:end].clone()
@@ -78,8 +78,8 @@ def is_quantised(parameter: Tensor) -> bool:
 
 
 def held(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors that hold the bytes of parameters, be they plain or quantised."""
-    found: list[Tensor] = []
+    """Return the tensors that hold the bytes of plain and quantised parameters."""
+    tensors: list[Tensor] = []
     for p in parameters:
-        found += [v for v in p.get_metadata().values() if isinstance(v, Tensor)] if is_quantised(p) else [p]  # type: ignore[attr-defined]
-    return found
+        tensors += [v for v in p.get_metadata().values() if isinstance(v, Tensor)] if is_quantised(p) else [p]  # type: ignore[attr-defined]
+    return tensors

@@ -1,4 +1,4 @@
-"""Values of response tokens, brought from the ranks that computed them to all ranks."""
+"""Gather values of response tokens from the ranks that computed them to all ranks."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ def gather_responses(
     runtime: Runtime,
     first: int | None = None,
 ) -> list[Tensor]:
-    """[response_len] float32 of each of the step's samples, on the host, the same on every rank.
+    """Return [response_len] float32 for each of the step's samples, on the host, the same on every rank.
 
-    `values_of(batch)` is a [T] row, or None on stages that have none. All ranks call it; one reduction over all tokens.
-    `first`: only of so many samples; None: of all.
+    `values_of(batch)` is a [T] row, or None on stages that have none. Collective: one reduction over all tokens.
+    `first` limits it to the first samples; None: all.
     """
     lengths = [sample.response_len for sample in samples[:first]]
     device = runtime.device.torch_device
-    everyone = torch.zeros(sum(lengths), dtype=torch.float32, device=device)
-    parts = everyone.split(lengths)
+    values_N = torch.zeros(sum(lengths), dtype=torch.float32, device=device)
+    parts = values_N.split(lengths)
     for batch in (b for mini in mini_batches for b in mini):
         values_T = values_of(batch)
         if values_T is not None and runtime.tp_rank == 0:
             for index, where in zip(batch.sample_indices, response_slices(batch, samples), strict=True):
                 if index < len(parts):
                     parts[index].copy_(values_T[where])
-    return list(runtime.sum(everyone).cpu().split(lengths))
+    return list(runtime.sum(values_N).cpu().split(lengths))
 
 
 def attach_old_logprobs(
     mini_batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime, first: int
 ) -> None:
-    """Gives the first samples of a step their old_logprobs, on every rank, after the update; not those that did not train."""
+    """Set old_logprobs of the first samples of a step, on every rank, after the update; None if they are not in the loss."""
     if not first:
         return
 

@@ -1,9 +1,9 @@
-"""Watches the numbers in which low precision shows first, and says when fewer layers should be in FP8.
+"""Watch the numbers in which low precision shows first, and decide when fewer layers should compute in FP8.
 
-Two things trip it: a gradient norm, by layer, far above the median of that layer's last ones, or not finite; and a mismatch
-between engine and trainer past its limit. Tripping is a warning that names the layers. With `fall_back`, the decoder layers at
-both ends compute in bf16 for some steps, and all of them if it trips again meanwhile; then FP8 has its turn again. The same
-numbers give the same answers: a guard knows no clock and no chance, and goes on from its `state()`.
+Two things trip the guard: a layer's gradient norm that is not finite or far above the median of its recent ones, and a mismatch
+between engine and trainer above its limit. It then warns and names the layers. With `fall_back`, the decoder layers at both
+ends compute in bf16 for some steps, and all of them if it trips again during these; then the configured precision returns. The
+guard is deterministic, and resumes from its `state()`.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Verdict:
 
 class Guard:
     def __init__(self, config: GuardConfig, num_layers: int, mismatch_limit: float) -> None:
-        """`mismatch_limit`: KL (k3) between engine and trainer, nats a token."""
+        """`mismatch_limit`: KL (k3) between engine and trainer, nats per token."""
         self._config, self._num_layers, self._mismatch_limit = config, num_layers, mismatch_limit
         self.level = Level.AS_CONFIGURED
         self._until = 0  # the step with which a fall-back ends
         self._norms: list[deque[float]] = [deque(maxlen=config.history) for _ in range(num_groups(num_layers))]
 
     def observe(self, step: int, mismatch: float, passes: Sequence[Sequence[float]]) -> Verdict:
-        """After the updates of a step: `passes` has the gradient norms by group of each of its optimizer steps."""
+        """Judge the updates of a step: `passes` holds the gradient norms by group of each optimizer step."""
         worst = self._spikes(passes)
         why = [f"the gradient norm of {names(worst, self._num_layers)} is {_times(max(worst.values()))}"] if worst else []
         if not mismatch <= self._mismatch_limit:
-            why.append(f"engine and trainer disagree by a KL (k3) of {mismatch:.3g} nats a token")
+            why.append(f"engine and trainer disagree by a KL (k3) of {mismatch:.3g} nats per token")
         messages = [f"step {step}: {' and '.join(why)}{self._fall_back(step)}"] if why else []
         if not why and self.level and step >= self._until:
             self.level = Level.AS_CONFIGURED
@@ -54,7 +54,7 @@ class Guard:
         return Verdict(self.level, tuple(messages))
 
     def state(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
+        """Return plain values, for a checkpoint."""
         return {"level": int(self.level), "until": self._until, "norms": [list(norms) for norms in self._norms]}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -63,17 +63,17 @@ class Guard:
             norms.extend(values)
 
     def _spikes(self, passes: Sequence[Sequence[float]]) -> dict[int, float]:
-        """By group, the largest ratio to the median of the past, where that is too large."""
+        """Return, by group, the largest ratio to the median of earlier norms, where it is above the limit."""
         limit = self._config.grad_spike
-        found: dict[int, float] = {}
+        spikes: dict[int, float] = {}
         for norms in passes:
             for group, (norm, past) in enumerate(zip(norms, self._norms, strict=True)):
                 ratio = _ratio(norm, past) if limit is not None else 0.0
                 if limit is not None and ratio > limit:
-                    found[group] = max(ratio, found.get(group, 0.0))
-                if math.isfinite(norm) and norm > 0:  # rewards without spread give no gradient
+                    spikes[group] = max(ratio, spikes.get(group, 0.0))
+                if math.isfinite(norm) and norm > 0:  # zero-variance groups give no gradient
                     past.append(norm)
-        return found
+        return spikes
 
     def _fall_back(self, step: int) -> str:
         config = self._config
@@ -86,12 +86,12 @@ class Guard:
 
 
 def num_groups(num_layers: int) -> int:
-    """The embedding, each decoder layer, and what follows the last."""
+    """Return the number of groups: the embedding, each decoder layer, and all after the last layer."""
     return num_layers + 2
 
 
 def names(groups: Sequence[int] | dict[int, float], num_layers: int) -> str:
-    """ "embedding, layers 0-3, layer 7": groups by number, runs of layers together."""
+    """Return the names of groups, such as "embedding, layers 0-3, layer 7"."""
     parts: list[str] = []
     ordered = sorted(groups)
     position = 0

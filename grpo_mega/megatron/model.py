@@ -1,8 +1,8 @@
-"""Building this rank's model chunks: a GPTModel for each, from a Hugging Face config and the layout.
+"""Build this rank's model chunks: one GPTModel each, from a Hugging Face config and the layout.
 
-With Transformer Engine on a GPU the layers are TE's; elsewhere they are Megatron's local ones with the parts of packed.py.
-The last chunk gives hidden states, whole on every tensor-parallel rank: log-probs are made of those and the output weight.
-Parameters are not initialised here: weights.apply fills every one of them, from a checkpoint or from a seed.
+With Transformer Engine on a GPU the layers are TE's; elsewhere they are Megatron's local ones with the parts of attention.py.
+The last chunk returns hidden states, complete on every tensor-parallel rank; log-probs are computed from these and the output
+weight. Parameters are not initialised here: weights.apply fills every one of them, from a checkpoint or from a seed.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def uses_transformer_engine(runtime: Runtime) -> bool:
 
 
 def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Config, runtime: Runtime) -> list[GPTModel]:
-    """This rank's model chunks, first to last; one without virtual pipeline parallelism."""
+    """Return this rank's model chunks, first to last; there is one without virtual pipeline parallelism."""
     if shape.num_experts:
-        compat.run_mixtures()
+        compat.patch_moe()
     if uses_transformer_engine(runtime):
         compat.allow_fused_weight_gradients()
     megatron = transformer_config(shape, family, hf_config, config, runtime)
@@ -64,7 +64,7 @@ def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Conf
 def transformer_config(
     shape: ModelShape, family: Family, hf_config: Any, config: Config, runtime: Runtime
 ) -> TransformerConfig:
-    """Megatron's config, with the guards of what it would get wrong without a word."""
+    """Return Megatron's config, with the settings that prevent its silent errors."""
     dtype = DTYPES[config.model.dtype]
     is_cuda, is_interleaved = runtime.device.is_cuda, runtime.layout.vpp > 1
     use_te = uses_transformer_engine(runtime)
@@ -93,7 +93,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         **megatron_settings(config.precision, runtime.device),
-        **_mixture(shape, hf_config, runtime),
+        **_moe_config(shape, hf_config, runtime),
         use_cpu_initialization=not is_cuda,
         perform_initialization=False,
         gradient_accumulation_fusion=in_use(runtime.device).fuses_weight_gradients,
@@ -101,26 +101,26 @@ def transformer_config(
         bias_dropout_fusion=is_cuda,
         bias_activation_fusion=is_cuda,
         apply_rope_fusion=use_te,
-        # Our loss is already divided by global counts: Megatron must only add micro-batches and ranks up.
+        # The loss is already divided by global counts: Megatron must only sum over micro-batches and ranks.
         calculate_per_token_loss=True,
-        # On gloo a freed output may still be on its way to the next stage: random wrong losses.
+        # On gloo an output may be freed before it was sent to the next stage: random wrong losses.
         deallocate_pipeline_outputs=is_cuda,
-        # Batched p2p swaps previous and next stage on gloo with interleaving at pp=2.
+        # On gloo, with interleaving at pp=2, batched p2p swaps previous and next stage.
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
         **_RECOMPUTE[config.model.recompute],
     )
 
 
-def _mixture(shape: ModelShape, hf_config: Any, runtime: Runtime) -> dict[str, Any]:
-    """Megatron's settings for a mixture of experts: routing as in the Hugging Face model, nothing added to the loss."""
+def _moe_config(shape: ModelShape, hf_config: Any, runtime: Runtime) -> dict[str, Any]:
+    """Return Megatron's settings of an MoE model: routing as in the Hugging Face model, nothing added to the loss."""
     if not shape.num_experts:
         return {}
     return {
         "num_moe_experts": shape.num_experts,
         "moe_ffn_hidden_size": shape.moe_ffn,
         "moe_router_topk": hf_config.num_experts_per_tok,
-        # A softmax over the chosen experts is one over all, made to add up to 1 over the chosen.
+        # A softmax over the chosen experts equals one over all experts, normalised over the chosen.
         "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
@@ -132,7 +132,7 @@ def _mixture(shape: ModelShape, hf_config: Any, runtime: Runtime) -> dict[str, A
 
 
 def _uneven_stages(shape: ModelShape, runtime: Runtime) -> list[list[str]] | None:
-    """Megatron's list of what each chunk holds, where its own even division does not do."""
+    """Return Megatron's list of the parts of each chunk; None if its own even division does."""
     sizes = runtime.layout.chunk_sizes(shape.num_layers)
     if len(set(sizes)) == 1:
         return None
@@ -160,7 +160,7 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     )
     _mark_partitions(model)
     if model.post_process:
-        model.output_layer.forward = partial(_hand_on, model.output_layer)
+        model.output_layer.forward = partial(_forward_hidden, model.output_layer)
     inv_freq = rotary_inv_freq(hf_config)
     if use_te:
         model.rotary_pos_emb.inv_freq = inv_freq
@@ -170,21 +170,23 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
 
 
 def output_weight(model: GPTModel) -> Any:
-    """The last chunk's output weight [padded_vocab / tp, hidden], which is the embedding's where the two are tied."""
+    """Return the last chunk's output weight [padded_vocab / tp, hidden], which is the embedding's if the two are tied."""
     return model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else model.output_layer.weight
 
 
-def _hand_on(layer: ColumnParallelLinear, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """The output layer's forward, up to its product: hidden states whole on every rank, whose gradients are added up over tp.
-    It stays a module that is called, since Megatron waits there for a gather of its parameters."""
+def _forward_hidden(layer: ColumnParallelLinear, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """Replace the output layer's forward: return hidden states, complete on every rank, with gradients summed over tp.
+
+    The layer must still be called as a module, since Megatron waits there for a gather of its parameters.
+    """
     if layer.sequence_parallel:
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.tp_group), None
     return copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group), None
 
 
 def _mark_partitions(model: GPTModel) -> None:
-    """Marks the weights that are cut over tensor-parallel ranks. Megatron does so only when it initialises them, and leaves
-    unmarked ones out of the gradient norm on all ranks but the first."""
+    """Mark the weights that are sharded over tensor-parallel ranks. Megatron marks them only when it initialises them, and
+    counts unmarked ones in the gradient norm on the first rank only."""
     for module in model.modules():
         for kind, dim in ((ColumnParallelLinear, 0), (VocabParallelEmbedding, 0), (RowParallelLinear, 1)):
             if isinstance(module, kind) and module.weight is not None:
@@ -192,7 +194,7 @@ def _mark_partitions(model: GPTModel) -> None:
 
 
 def rotary_inv_freq(hf_config: Any) -> torch.Tensor:
-    """Inverse frequencies [head_dim / 2] by transformers' own arithmetic, for what `check_architecture` lets pass."""
+    """Return inverse frequencies [head_dim / 2] by transformers' own arithmetic, for rope types that preflight accepts."""
     return LlamaRotaryEmbedding(hf_config).inv_freq.float()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,8 @@ from grpo_mega.megatron.precision import DTYPES
 
 
 def wrap(chunks: list[GPTModel], layout: LayoutConfig, precision: PrecisionConfig) -> list[DistributedDataParallel]:
-    """Chunks with gradient buffers (fp32), reduced over data-parallel ranks; in bf16 with Megatron's casting at the borders."""
+    """Wrap the chunks with fp32 gradient buffers that are reduced over data-parallel ranks, and bf16 ones with Megatron's
+    casts."""
     config = chunks[0].config
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
@@ -38,14 +39,15 @@ def wrap(chunks: list[GPTModel], layout: LayoutConfig, precision: PrecisionConfi
 
 
 def _add_up_grads(model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's reductions without its division: the loss is normalised by global counts already."""
+    """Reduce as Megatron does, without its division: the loss is already normalised by global counts."""
     finalize_model_grads(model, None, **kwargs)
 
 
 def build(
     chunks: list[DistributedDataParallel], optimizer: OptimizerConfig, layout: LayoutConfig, precision: PrecisionConfig
 ) -> MegatronOptimizer:
-    """Adam, its state cut over data-parallel ranks. The weights must be there: it copies them into its fp32 masters."""
+    """Return Adam with its state sharded over data-parallel ranks. The weights must be loaded: it copies them as fp32
+    masters."""
     config = chunks[0].config
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -60,10 +62,10 @@ def build(
             params_dtype=config.params_dtype,
             use_distributed_optimizer=True,
             overlap_param_gather=layout.overlap_param_gather,
-            # It tells the optimizer how weights in FP8 are written; bf16 weights it would take for such.
+            # How weights kept in FP8 are written. With bf16 weights, a recipe here would make Megatron treat them as FP8.
             fp8_recipe=precision.fp8_recipe if precision.fp8_parameters else None,
             use_precision_aware_optimizer=optimizer.moments_dtype != "float32",
-            # A checkpoint's masters are float32; of remainders beside bf16 weights it would keep the bits as numbers.
+            # Checkpoints hold float32 masters; remainders beside bf16 weights would be saved as if their bits were numbers.
             store_param_remainders=False,
             exp_avg_dtype=DTYPES[optimizer.moments_dtype],
             exp_avg_sq_dtype=DTYPES[optimizer.moments_dtype],
@@ -73,9 +75,9 @@ def build(
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step` (from 0): linear warm-up, then constant, or decay to min_lr.
+    """Return the rate of optimizer step `step` (from 0): linear warm-up, then constant, or decay to min_lr.
 
-    The decay would arrive after the last step, so that no step is taken at a rate of 0.
+    The decay would reach min_lr one step after the last, so that no step has a rate of 0.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -87,7 +89,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Give each group of parameters its rates, which Megatron leaves to its own scheduler.
+    """Set the learning rate and weight decay of each parameter group, which only Megatron's own scheduler would do.
 
     `wd_mult` is 0 for biases and parameters of one dimension (norms), and 1 for all matrices, embeddings included.
     """
@@ -97,14 +99,15 @@ def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> N
 
 
 def parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """The optimizers that a chained one consists of."""
+    """Return the optimizers of a chained one, or the optimizer itself."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def squared_norms(optimizer: MegatronOptimizer, group_of: Mapping[torch.Tensor, int], num_groups: int) -> torch.Tensor:
-    """[num_groups] float64: by group of parameters, this rank's part of the squared gradient norm; all ranks' add up.
+    """Return [num_groups] float64: this rank's part of the squared gradient norm of each group; the sum over ranks is the
+    norm's.
 
-    Call it when the gradients are reduced, before the step. As in Megatron's own norm, what other ranks hold too counts once.
+    Call it after the gradients are reduced and before the step. As in Megatron's norm, duplicates on other ranks count once.
     """
     squares = torch.zeros(num_groups, dtype=torch.float64, device=next(iter(group_of)).device)
     gradients: dict[int, list[torch.Tensor]] = {}
@@ -113,15 +116,16 @@ def squared_norms(optimizer: MegatronOptimizer, group_of: Mapping[torch.Tensor, 
             if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p, part.tp_group):
                 mine = part._get_model_param_range_map(p)["param"]
                 gradients.setdefault(group_of[p], []).append(p.main_grad.view(-1)[mine.start : mine.end])
-    for group, found in gradients.items():
-        squares[group] = torch.stack(torch._foreach_norm(found)).double().square().sum()
+    for group, parts_of_group in gradients.items():
+        squares[group] = torch.stack(torch._foreach_norm(parts_of_group)).double().square().sum()
     return squares
 
 
 def state_tensors(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
-    """The fp32 master shards (views of the weights, if these are fp32) and, once Adam has made them, its moments.
+    """Return the fp32 master shards (views of the weights if these are fp32) and Adam's moments, which exist after its first
+    step.
 
-    Its `step` is not among them: torch's Adam counts on the host, Transformer Engine's with the parameter group.
+    Adam's `step` is left out: torch keeps it on the host, Transformer Engine with the parameter group.
     """
     tensors: list[torch.Tensor] = []
     for part in parts(optimizer):
@@ -133,17 +137,20 @@ def state_tensors(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
 
 
 def main_parameters(optimizer: Any) -> list[torch.Tensor]:
-    """The fp32 masters, which a precision-aware optimizer has among its states, beside bf16 weights."""
+    """Return the fp32 masters; a precision-aware optimizer keeps them in its states, beside bf16 weights."""
     groups = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
     masters = [state["master_param"] for state in optimizer.optimizer.state.values() if "master_param" in state]
     return [*groups, *masters] or [torch.zeros(1)]
 
 
-def settle(chunks: list[DistributedDataParallel]) -> None:
-    """Waits until every parameter is the newest, where the gather after an optimizer step overlaps what follows.
+def wait_for_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Wait until all parameters are up to date, if their gather after an optimizer step overlaps with later work."""
+    if any(chunk.ddp_config.overlap_param_gather for chunk in chunks):
+        gather_parameters(chunks)
 
-    Gathers what was not gathered since the last backward pass, so that a second call costs nothing.
-    """
+
+def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Gather all parameters that were not gathered since the last backward pass: a second call costs nothing."""
     for chunk in chunks:
         for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
             if group.param_gather_handle is not None or not group.param_gather_dispatched:
@@ -151,10 +158,10 @@ def settle(chunks: list[DistributedDataParallel]) -> None:
 
 
 def separate_steps(optimizer: MegatronOptimizer) -> None:
-    """Gives each parameter its own step count after a load.
+    """Give each parameter its own step count after a load.
 
-    Megatron loads one step tensor for all; torch's Adam counts in place, so that it would grow by the number of parameters at
-    every update.
+    Megatron loads one step tensor for all; torch's Adam counts in place, so it would grow by the number of parameters per
+    update.
     """
     for part in parts(optimizer):
         for state in part.optimizer.state.values():

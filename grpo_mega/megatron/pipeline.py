@@ -1,7 +1,7 @@
-"""One pass of packed micro-batches through the pipeline: forward only, or forward and backward.
+"""Run packed micro-batches through the pipeline: forward only, or forward and backward.
 
-Megatron's schedule runs the micro-batches; what becomes of the last hidden states is a function of the caller, called on the
-last stage. All micro-batches of one call have the same number of tokens.
+Megatron's schedule runs the micro-batches and calls the caller's function with the last hidden states on the last stage. All
+micro-batches of one call have the same number of tokens.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Pipeline:
     def __init__(self, chunks: Sequence[Any], *, uses_te: bool) -> None:
         self._chunks = list(chunks)
         self._uses_te = uses_te
-        # Megatron's casting wrapper would otherwise copy the hidden states to fp32.
+        # Without this Megatron's casting wrapper copies the hidden states to fp32.
         self._model_kwargs = {"fp32_output": False} if chunks[0].config.bf16 else {}
 
     @torch.no_grad()
     def forward(self, batches: Sequence[PackedBatch], on_hidden: Callable[[Tensor, PackedBatch], T]) -> list[T]:
-        """`on_hidden(hidden_TH, batch)` of each micro-batch in order on the last stage; an empty list on the others."""
+        """Return `on_hidden(hidden_TH, batch)` of each micro-batch on the last stage; an empty list on the others."""
 
         def forward_step(items: Iterator[Item], model: Any) -> tuple[Tensor, Callable[..., T]]:
             item = next(items)
@@ -46,7 +46,7 @@ class Pipeline:
     def forward_backward(
         self, batches: Sequence[PackedBatch], on_hidden: Callable[[Tensor, PackedBatch], LossOutputs]
     ) -> list[LossOutputs]:
-        """Adds the gradient of the sum of all losses, over micro-batches and data-parallel ranks, to the gradient buffers."""
+        """Put the gradient of the sum of all losses, over micro-batches and data-parallel ranks, into the gradient buffers."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
 
@@ -61,7 +61,8 @@ class Pipeline:
         return self._run(batches, forward_step, forward_only=False)
 
     def _hidden(self, item: Item, model: Any) -> Tensor:
-        """Hidden states: [1, T, hidden] on the last stage, [T (/ tp with sequence parallelism), 1, hidden] on the others."""
+        """Return hidden states: [1, T, hidden] on the last stage, [T (/ tp with sequence parallelism), 1, hidden] on the
+        others."""
         batch, packed_seq_params = item
         recorder().beat()
         return model(
@@ -69,7 +70,7 @@ class Pipeline:
         )
 
     def _run(self, batches: Sequence[PackedBatch], forward_step: Callable[..., Any], **kwargs: Any) -> list[Any]:
-        items = [(batch, self._seq_params(batch)) for batch in batches]
+        items = [(batch, self.packed_seq_params_of(batch)) for batch in batches]
         iterators = [iter(items) for _ in self._chunks]
         is_single = len(self._chunks) == 1
         return get_forward_backward_func()(
@@ -82,7 +83,7 @@ class Pipeline:
             **kwargs,
         )
 
-    def _seq_params(self, batch: PackedBatch) -> PackedSeqParams:
+    def packed_seq_params_of(self, batch: PackedBatch) -> PackedSeqParams:
         if not self._uses_te:
             return pack_params(batch.cu_seqlens, batch.position_ids)
         longest = int(batch.cu_seqlens.diff().max())

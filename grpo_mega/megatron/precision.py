@@ -1,6 +1,6 @@
 """FP8 by Transformer Engine: Megatron's settings for a config, which layers stay in bf16, and weights kept in FP8.
 
-Norms, router, embedding and output layer are in bf16 whatever is set; log-probs, loss and reductions in fp32.
+Norms, router, embedding and output layer are always in bf16; log-probs, loss and reductions in fp32.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_mega.config import PrecisionConfig
 from grpo_mega.hardware.device import Device
-from grpo_mega.hardware.fp8 import check_card, check_transformer_engine
 from grpo_mega.hardware.kernels import transformer_engine_version
 from grpo_mega.megatron.guard import Level
+from grpo_mega.validation import raise_first
+from grpo_mega.validation.precision import card_problems, transformer_engine_problems
 
 if HAVE_TE:
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
@@ -26,11 +27,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def megatron_settings(precision: PrecisionConfig, device: Device) -> dict[str, Any]:
-    """Fields of Megatron's config. Raises ConfigError for what this device cannot compute, which Megatron would ignore."""
+    """Return fields of Megatron's config. Raises ConfigError for FP8 that this device cannot compute: Megatron would ignore
+    it."""
     if precision.fp8 is None:
         return {}
-    check_card(precision, device.capability, device.name)
-    check_transformer_engine(precision, transformer_engine_version())
+    raise_first(card_problems(precision, device.capability, device.name))
+    raise_first(transformer_engine_problems(precision, transformer_engine_version()))
     return fp8_settings(precision)
 
 
@@ -48,7 +50,7 @@ def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:
 
 
 def forget_fp8_state() -> None:
-    """Drop what Transformer Engine keeps of delayed scaling beyond a model's life.
+    """Drop Transformer Engine's global state of delayed scaling, which outlives a model.
 
     Its maxima are reduced in groups that the next arrangement of the ranks does not have.
     """
@@ -57,7 +59,7 @@ def forget_fp8_state() -> None:
 
 
 def set_level(config: TransformerConfig, precision: PrecisionConfig, level: Level) -> None:
-    """Which layers compute in bf16 from the next pass on: those of the config, and what the guard adds."""
+    """Set the layers that compute in bf16 from the next pass on: those of the config, and those that the guard adds."""
     if precision.fp8 is None:
         return
     added = {Level.AS_CONFIGURED: 0, Level.ENDS: precision.guard.layers, Level.ALL: config.num_layers}[level]
@@ -69,7 +71,7 @@ def set_level(config: TransformerConfig, precision: PrecisionConfig, level: Leve
 
 @contextmanager
 def in_bf16(config: TransformerConfig) -> Iterator[None]:
-    """While it lasts every layer is computed in bf16: Megatron asks its config anew in each forward pass."""
+    """Compute every layer in bf16 inside the context: Megatron reads its config in each forward pass."""
     before = config.first_last_layers_bf16, config.num_layers_at_start_in_bf16
     config.first_last_layers_bf16, config.num_layers_at_start_in_bf16 = True, config.num_layers
     try:

@@ -1,10 +1,10 @@
-"""One rank of a layout, built and run without the others: real Megatron on fake tensors, in a fake process group.
+"""Build and run one rank of a layout without the others: real Megatron on fake tensors, in a fake process group.
 
-`python -m grpo_mega.megatron.rehearsal` reads requests from stdin, each a line of JSON with config, model (the fields of
-its config.json), rank, world_size, num_batches, num_tokens (of a micro-batch) and segment (tokens of a sample). For each it
-prints a line of JSON with what it counted: parameters, the bytes that this rank sends by group and kind, and what autograd
-keeps for the backward pass at most. No memory is taken for tensors and nothing is computed, so that a rank of a 70B model takes
-seconds. It needs a process of its own: it replaces torch.distributed's functions for good.
+`python -m grpo_mega.megatron.rehearsal` reads requests from stdin, one line of JSON each: config, model (the fields of its
+config.json), rank, world_size, num_batches, num_tokens (per micro-batch) and segment (tokens per sample). For each it prints a
+line of JSON with its counts: parameters, the bytes that this rank sends by group and kind, and the most bytes that autograd
+keeps for the backward pass. No memory is allocated for tensors and nothing is computed, so a rank of a 70B model takes
+seconds. It needs a process of its own, since it replaces functions of torch.distributed for good.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -33,7 +33,7 @@ class _Done:
 
 
 class Counted:
-    """Bytes that this rank sends to others by ring algorithms, by the ranks that take part."""
+    """Count the bytes that this rank sends to others with ring algorithms, by the participating ranks."""
 
     def __init__(self) -> None:
         self.sent: Counter[tuple[tuple[int, ...], str]] = Counter()
@@ -44,7 +44,7 @@ class Counted:
             self.sent[tuple(ranks), name] += int(num_bytes)
 
     def install(self) -> None:
-        """In place of the functions; before Megatron takes them by name."""
+        """Replace the functions of torch.distributed; before Megatron imports them by name."""
         for name, share in (
             ("all_reduce", lambda n, tensor: 2 * _bytes(tensor) * (n - 1) / n),
             ("broadcast", lambda n, tensor: _bytes(tensor)),
@@ -58,7 +58,7 @@ class Counted:
         setattr(dist, "batch_isend_irecv", self._batch)  # noqa: B010  # of another type
         for name in ("isend", "irecv", "send", "recv"):
             setattr(dist, name, self._point_to_point(name))
-            setattr(dist.distributed_c10d, name, getattr(dist, name))  # P2POp takes no others than its own module's
+            setattr(dist.distributed_c10d, name, getattr(dist, name))  # P2POp accepts only those of its own module
         dist.barrier = lambda *args, **kwargs: None
 
     def _collective(self, name: str, share: Callable[..., float]) -> Callable[..., _Done]:
@@ -88,7 +88,7 @@ class Counted:
 
 
 class Kept:
-    """Bytes of storages that autograd keeps for the backward pass, those of `parameters` aside; now and at most."""
+    """Count the bytes of storages that autograd keeps for the backward pass, without `parameters`: now, and at most."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._fixed = {p.untyped_storage()._cdata for p in parameters}
@@ -121,7 +121,7 @@ def main() -> None:
     dist.new_group = lambda *args, **kwargs: make_group(*args, **(kwargs | {"backend": None}))  # Megatron asks for gloo's
     from grpo_mega.megatron import runtime as runtimes
 
-    for line in sys.stdin:  # one rank after the other: groups are forgotten in between
+    for line in sys.stdin:  # one rank after the other, with new groups each time
         request = json.loads(line)
         dist.init_process_group("fake", store=dist.HashStore(), rank=request["rank"], world_size=request["world_size"])
         print(json.dumps(rehearse(request, counted)), flush=True)
@@ -149,19 +149,19 @@ def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
     cuts = torch.tensor([*range(0, length, request["segment"]), length], dtype=torch.int32)
     params = pack_params(cuts, torch.arange(length))
     counted.sent.clear()
-    with FakeTensorMode(allow_non_fake_inputs=True), _fit_for_fakes():
+    with FakeTensorMode(allow_non_fake_inputs=True), _patched_for_fake_tensors():
         policy = Policy(config, shape, family_of(shape.model_type), hf_config, runtime)
-        policy._pipeline._seq_params = lambda batch: params  # type: ignore[method-assign]
-        kept = Kept(list(policy._parameters.values()))
+        policy.pipeline.packed_seq_params_of = lambda batch: params  # type: ignore[method-assign]
+        kept = Kept(list(policy.parameters.values()))
         zeros, ids = torch.zeros(length), torch.zeros(length, dtype=torch.int64)
         batch = PackedBatch(ids, ids, ids, cuts, zeros, zeros, zeros, zeros, [])
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x):
-            if request["num_batches"]:  # none: it is enough that the model can be built
-                policy._pipeline.forward_backward([batch] * request["num_batches"], _touch)
-        optimizers.settle(policy._chunks)  # as after an optimizer step
-    buffers = [b for chunk in policy._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+            if request["num_batches"]:  # 0: the request is only to build the model
+                policy.pipeline.forward_backward([batch] * request["num_batches"], _sum_of_hidden)
+        optimizers.gather_parameters(policy.chunks)  # as after an optimizer step
+    buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return {
-        "num_parameters": sum(p.numel() for p in policy._parameters.values()),
+        "num_parameters": sum(p.numel() for p in policy.parameters.values()),
         "weights": sum(b.param_data.nbytes for b in buffers),
         "gradients": sum(b.grad_data.nbytes for b in buffers),
         "kept": kept.most,
@@ -170,8 +170,8 @@ def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _fit_for_fakes() -> Iterator[None]:
-    """Fake tensors have no random state to save or restore, and cannot be moved; they are made where and as they should be."""
+def _patched_for_fake_tensors() -> Iterator[None]:
+    """Patch moves and random states: fake tensors have neither, and are made on the right device in the right dtype."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     module: Any = torch.nn.Module
@@ -185,8 +185,8 @@ def _fit_for_fakes() -> Iterator[None]:
         module.to, module.bfloat16, torch.set_rng_state = before
 
 
-def _touch(hidden_TH: Tensor, batch: Any) -> Any:
-    """A loss that keeps nothing but what the model does; log-probs have formulas of their own."""
+def _sum_of_hidden(hidden_TH: Tensor, batch: Any) -> Any:
+    """Return a loss that keeps no tensors for its backward; the planner counts those of the log-probs by formulas."""
     from grpo_mega.algorithm.losses import LossOutputs
 
     return LossOutputs(hidden_TH.sum(), {}, {})

@@ -1,8 +1,8 @@
 """Process groups and this rank's place in the layout.
 
-`start(config)` joins the ranks (torchrun's environment or our own launcher's), sets up Megatron's model-parallel groups and
-seeds them; several layouts may follow one another in the same processes (`arrange`). `Runtime` carries what the rest asks:
-ranks, groups, device. Nothing of Megatron's global state leaks further than this package.
+`start(config)` joins the ranks (by the environment of torchrun or of our launcher), makes Megatron's model-parallel groups and
+seeds them; several layouts may follow one another in the same processes (`arrange`). `Runtime` holds ranks, groups and device.
+No other package sees Megatron's global state.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from grpo_mega.errors import UserError
 from grpo_mega.hardware import device as devices
 from grpo_mega.megatron.found import check as check_kernels
 from grpo_mega.megatron.precision import forget_fp8_state
+from grpo_mega.validation.layout import megatron_layout
 from grpo_mega.weights.layout import MegatronLayout
 
 
@@ -32,7 +33,7 @@ class Runtime:
     device: devices.Device
     layout: MegatronLayout
     rank: int
-    store: dist.Store  # shared by all ranks, with no keys but those of this arrangement
+    store: dist.Store  # shared by all ranks; its keys are of this arrangement only
 
     @property
     def tp_rank(self) -> int:
@@ -55,7 +56,7 @@ class Runtime:
         return parallel_state.get_tensor_model_parallel_group()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place."""
+        """Sum over all ranks, in place."""
         dist.all_reduce(values)
         return values
 
@@ -98,10 +99,10 @@ def join(config: Config) -> devices.Device:
 
 
 def arrange(config: Config, device: devices.Device) -> Runtime:
-    """Megatron's groups for the config's layout, in place of earlier ones, and its random states."""
+    """Make Megatron's groups for the config's layout, in place of earlier ones, and its random states."""
     _leave_groups()
     rank = dist.get_rank()
-    runtime = Runtime(device, resolve_layout(config, dist.get_world_size()), rank, _fresh_store(rank))
+    runtime = Runtime(device, megatron_layout(config.layout, dist.get_world_size()), rank, _fresh_store(rank))
     layout = runtime.layout
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -116,36 +117,22 @@ def arrange(config: Config, device: devices.Device) -> Runtime:
     return runtime
 
 
-def resolve_layout(config: Config, world_size: int) -> MegatronLayout:
-    """The layout with DP being what is left of the world."""
-    wanted = config.layout
-    return MegatronLayout(
-        tp=wanted.tp,
-        pp=wanted.pp,
-        vpp=wanted.vpp or 1,
-        dp=world_size // (wanted.tp * wanted.pp),
-        ep=wanted.ep,
-        order=wanted.order,
-        layers_per_chunk=wanted.layers_per_chunk,
-    )
-
-
 def stop() -> None:
     _leave_groups()
     dist.destroy_process_group()
 
 
 def _fresh_store(rank: int) -> dist.Store:
-    """The job's store under a prefix that no earlier arrangement has used; every rank counts for itself."""
+    """Return the job's store with a prefix that no earlier arrangement used; every rank counts its own arrangements."""
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"arrangements/{rank}", 1)
     return dist.PrefixStore(f"arrangement/{number}", store)
 
 
 def _leave_groups() -> None:
-    """Megatron only forgets its groups; each would keep its threads and connections.
+    """Destroy Megatron's groups, with their threads and connections, which Megatron itself only forgets.
 
-    So would a policy that nobody needs any more: it is full of cycles, and holds its groups.
+    The garbage collector runs before: an unused policy has reference cycles, and holds its groups.
     """
     parallel_state.destroy_model_parallel()
     forget_fp8_state()
@@ -155,7 +142,7 @@ def _leave_groups() -> None:
 
 
 def _check_order(runtime: Runtime) -> None:
-    """The mapping of weights relies on `MegatronLayout.place`; it must be Megatron's own order of ranks."""
+    """Assert that Megatron orders ranks as `MegatronLayout.place` does, on which the mapping of weights relies."""
     theirs = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),

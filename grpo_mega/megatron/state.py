@@ -31,18 +31,18 @@ from grpo_mega.megatron.optimizer import parts, separate_steps
 
 
 def save(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any]) -> None:
-    """Writes into `folder`, which exists on every node and is empty. `models` are the unwrapped chunks."""
+    """Write into `folder`, which exists on every node and is empty. `models` are the unwrapped chunks."""
     compat.save_optimizer_state_in_place()
     _make_states(optimizer)
     state = _state(models, optimizer, counters, is_loading=False)
-    dist_checkpointing.save(state, str(folder), sharded_strategy=_InProcessSave("torch_dist", 1))
+    dist_checkpointing.save(state, str(folder), sharded_strategy=InProcessSave("torch_dist", 1))
 
 
 def load(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any]) -> dict[str, Any]:
-    """Fills models and optimizer from `folder`; returns the counters, of which `counters` gives the names.
+    """Fill models and optimizer from `folder`; return its counters, named by `counters`.
 
-    Raises ResumeError if the checkpoint is of another model, and on all ranks if a weight on any of them is not its fp32 master
-    in the model's dtype.
+    Raises ResumeError if the checkpoint is of another model, and on all ranks if any weight is not its fp32 master in the
+    model's dtype.
     """
     compat.keep_adam_steps_apart()
     compat.beat_per_loaded_tensor()
@@ -64,9 +64,9 @@ def load(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, coun
 
 @contextmanager
 def _compared(optimizer: MegatronOptimizer) -> Iterator[list[torch.Tensor]]:
-    """Collect the parameters with weights that do not match the masters that are loaded meanwhile.
+    """Collect the parameters with weights that do not match the masters that are loaded inside the context.
 
-    Each rank compares its shards, one at a time: masters of fp32 weights are views of these, so that the load overwrites them.
+    Each rank compares its shards one at a time: masters of fp32 weights are views of these, so the load overwrites the weights.
     """
     differing: list[torch.Tensor] = []
     for part in parts(optimizer):
@@ -79,7 +79,7 @@ def _compared(optimizer: MegatronOptimizer) -> Iterator[list[torch.Tensor]]:
 
 
 def _comparing(part: Any, differing: list[torch.Tensor]) -> Any:
-    """Return the part's own function that takes a parameter's loaded state, with a comparison around it."""
+    """Return the part's function that takes the loaded state of a parameter, with a comparison around it."""
     take_state = part._set_main_param_and_optimizer_states
 
     def take(parameter: torch.Tensor, tensors: Any) -> None:
@@ -94,21 +94,21 @@ def _comparing(part: Any, differing: list[torch.Tensor]) -> Any:
 
 def _agree(folder: Path, differing: list[str]) -> None:
     """Raise ResumeError on all ranks if there are differing weights on any of them."""
-    everyone: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, differing[:1])
-    rank = next((rank for rank, names in enumerate(everyone) if names), None)
+    by_rank: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(by_rank, differing[:1])
+    rank = next((rank for rank, names in enumerate(by_rank) if names), None)
     if rank is not None:
         raise ResumeError(
-            f"checkpoint {folder}: fp32 masters are not those of the weights (first {everyone[rank][0]} on rank {rank}), as "
+            f"checkpoint {folder}: fp32 masters are not those of the weights (first {by_rank[rank][0]} on rank {rank}), as "
             "earlier versions saved tied models at layout.pp>1 and models with several gradient buckets; the weights are "
             "sound: write them with `grpo-mega export RUN_DIR OUT --step N` or "
             f"`tools/convert_mcore_to_hf.py {folder} OUT`, and start a new run with model.path=OUT"
         )
 
 
-class _InProcessSave(TorchDistSaveShardedStrategy):
-    """Megatron's format, written by this process alone. Its own writer forks processes around a manager that it spawns, which
-    takes seconds, and is of no use to files that are staged in memory."""
+class InProcessSave(TorchDistSaveShardedStrategy):
+    """Write Megatron's format in this process. Megatron's own writer spawns a manager and forks processes, which takes seconds
+    and is of no use for files that are staged in memory."""
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
@@ -120,7 +120,7 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
 
 
 class _SavePlanner(MCoreSavePlanner):
-    """Each tensor written is progress."""
+    """Report progress per tensor written."""
 
     def resolve_data(self, write_item: Any) -> Any:
         recorder().beat()
@@ -145,7 +145,7 @@ def _state(
 
 
 def _make_states(optimizer: MegatronOptimizer) -> None:
-    """Adam makes its states at the first step, but Megatron saves and loads only states that are there."""
+    """Make Adam's states, which it makes at the first step: Megatron saves and loads only existing states."""
     for part in parts(optimizer):
         if not isinstance(part.optimizer, torch.optim.AdamW):
             _make_fused_states(part)
@@ -161,7 +161,7 @@ def _make_states(optimizer: MegatronOptimizer) -> None:
 
 
 def _make_fused_states(part: Any) -> None:
-    """Make a fused Adam's states by Megatron's function, which leaves out an argument that the precision-aware one requires."""
+    """Make a fused Adam's states with Megatron's function, which lacks an argument of the precision-aware Adam."""
     if not part.config.use_precision_aware_optimizer:
         part.init_state_fn(part.optimizer, part.config)
         return

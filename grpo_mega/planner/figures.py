@@ -1,23 +1,26 @@
-"""Figures: numbers that carry the formula they come from.
+"""Figures: numbers that know the formula they come from.
 
-A figure's value is its formula evaluated with its inputs, so that what `--explain` and the JSON show is what was computed.
+A formula is an ordinary function of named numbers, with one return statement: `--explain` and the JSON show that statement, so
+that they show what was computed.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from types import CodeType
-from typing import Any, Literal
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, ParamSpec
 
 Number = int | float
 Unit = Literal["B", "s", "tokens", "FLOP", ""]  # "": a plain number
 Trust = Literal["exact", "estimate", "unproven"]  # unproven: by a formula that no run has been compared with
 
 GIB = 2**30
-_FUNCTIONS = {"__builtins__": {}, "ceil": math.ceil, "floor": math.floor, "min": min, "max": max, "round": round}
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -25,13 +28,27 @@ class Figure:
     label: str
     value: Number
     unit: Unit
-    formula: str  # Python, over `inputs`; evaluates to `value`
-    inputs: Mapping[str, Number]
+    inputs: Mapping[str, Number]  # of the formula, by name
+    function: Callable[..., Number] | None  # None: the inputs joined by the operator
     trust: Trust = "estimate"
+    operator: Literal[" + ", " * "] = " + "
 
     @property
     def gib(self) -> float:
         return self.value / GIB
+
+    @property
+    def formula(self) -> str:
+        """Return a Python expression over the inputs that evaluates to the value."""
+        return _expression(self.function) if self.function else self.operator.join(self.inputs) or "0"
+
+    def at(self, **inputs: Number) -> float:
+        """Return what the formula gives with some of the inputs replaced."""
+        assert self.function is not None
+        return float(self.function(**{**self.inputs, **inputs}))
+
+    def trusted(self, trust: Trust) -> Figure:
+        return replace(self, trust=trust)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -44,32 +61,33 @@ class Figure:
         }
 
 
-def figure(
-    label: str,
-    unit: Unit,
-    formula: str,
-    shared: Mapping[str, Number | Figure] | None = None,
-    *,
-    trust: Trust = "estimate",
-    **inputs: Number | Figure,
-) -> Figure:
-    """`formula` evaluated with `inputs` and `shared` ones, by their names; figures stand for their values."""
-    named = {**inputs, **(shared or {})}
-    values = {name: given.value if isinstance(given, Figure) else given for name, given in named.items()}
-    return Figure(label, evaluate(formula, values), unit, formula, values, trust)
+def formula(label: str, unit: Unit = "", trust: Trust = "estimate") -> Callable[[Callable[P, Number]], Callable[P, Figure]]:
+    """Make a function of numbers, whose body is one return statement, return a Figure of that label."""
+
+    def decorate(function: Callable[P, Number]) -> Callable[P, Figure]:
+        names = tuple(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def figure(*args: P.args, **kwargs: P.kwargs) -> Figure:
+            inputs: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+            return Figure(label, function(*args, **kwargs), unit, inputs, function, trust)
+
+        return figure
+
+    return decorate
 
 
 def total(label: str, unit: Unit, parts: Iterable[Figure]) -> Figure:
-    """Their sum. Inputs are named by the parts' labels."""
-    named: dict[str, Number] = {}
-    for part in parts:
-        assert _name(part.label) not in named, part.label
-        named[_name(part.label)] = part.value
-    return Figure(label, sum(named.values()), unit, " + ".join(named) or "0", named)
+    """Return the sum of the parts, whose labels name the inputs."""
+    figures = list(parts)
+    inputs = {_name(part.label): part.value for part in figures}
+    assert len(inputs) == len(figures), [part.label for part in figures]
+    return Figure(label, sum(inputs.values()), unit, inputs, None)
 
 
-def evaluate(formula: str, inputs: Mapping[str, Number]) -> Number:
-    return eval(_compiled(formula), _FUNCTIONS, dict(inputs))  # formulas are this package's own
+def product(label: str, unit: Unit, trust: Trust = "estimate", **factors: Number) -> Figure:
+    """Return the product of the factors, or the one number that is given; 0 without any."""
+    return Figure(label, math.prod(factors.values()) if factors else 0, unit, factors, None, trust, operator=" * ")
 
 
 @functools.cache
@@ -78,5 +96,9 @@ def _name(label: str) -> str:
 
 
 @functools.cache
-def _compiled(formula: str) -> CodeType:
-    return compile(formula, "<formula>", "eval")
+def _expression(function: Callable[..., Number]) -> str:
+    definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    statement = definition.body[-1]
+    assert isinstance(statement, ast.Return) and statement.value is not None
+    return ast.unparse(statement.value)

@@ -20,7 +20,7 @@ from grpo_mega.errors import ConfigError, PlanError
 from grpo_mega.planner.activations import activations
 from grpo_mega.planner.batch import batch
 from grpo_mega.planner.communication import communication, groups
-from grpo_mega.planner.figures import Figure, Number, evaluate
+from grpo_mega.planner.figures import Figure, Number
 from grpo_mega.planner.memory import device_memory
 from grpo_mega.planner.setup import Setup
 
@@ -109,8 +109,8 @@ def _compare(setup: Setup, rank: int, found: Mapping[str, Any]) -> Iterator[Comp
     rehearsed = {"parameters": found["num_parameters"], "weights": found["weights"], "gradients": found["gradients"]}
     for label, value in planned.items():
         yield Comparison(rank, label, value, rehearsed[label], TOLERANCE["parameters"])
-    kept = [_with(part, padding=1.0) for part in activations(setup, pp_rank).kept]
-    yield Comparison(rank, "activations kept", sum(kept), found["kept"], TOLERANCE["activations"])
+    kept = sum(part.value for part in activations(setup, pp_rank, padding=1.0).kept)  # equal lengths need no padding
+    yield Comparison(rank, "activations kept", kept, found["kept"], TOLERANCE["activations"])
     links = {link.kind: link.sent for link in communication(setup, batch(setup), state)}
     for kind, axis in KINDS.items():
         if kind in links:
@@ -130,17 +130,13 @@ def _sent(setup: Setup, kind: str, figure: Figure, pp_rank: int) -> float:
     tokens = setup.micro_batch_tokens * num_batches(setup)
     once: dict[str, Number] = {"tokens": tokens, "updates": 1, "forwards": 0, "optimizer_steps": 1}
     if "layers" in figure.inputs:
-        once["layers"] = sum(len(layout.layers_of(setup.shape.num_layers, pp_rank, c)) for c in range(layout.vpp))
+        once["layers"] = setup.num_layers(pp_rank)
     if "ends" in figure.inputs:
         once["ends"] = (pp_rank == 0) + (pp_rank == layout.pp - 1)
-    sent = _with(figure, **{name: value for name, value in once.items() if name in figure.inputs})
+    sent = figure.at(**{name: value for name, value in once.items() if name in figure.inputs})
     if kind == "pipeline" and pp_rank in (0, layout.pp - 1):  # nothing goes beyond the first and the last stage
         sent -= sent / (2 * layout.vpp)
     return sent
-
-
-def _with(figure: Figure, **inputs: Number) -> float:
-    return float(evaluate(figure.formula, dict(figure.inputs) | inputs))
 
 
 def render(setup: Setup, comparisons: Sequence[Comparison]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from grpo_mega.planner.figures import Figure
 from grpo_mega.planner.plan import Plan, disk_bytes
 from grpo_mega.planner.suggest import Option, first_changes
-from grpo_mega.validation.legality import Findings
+from grpo_mega.validation.findings import Findings
 
 
 def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) -> dict[str, Any]:
@@ -89,6 +89,7 @@ def sections(plan: Plan) -> Iterator[tuple[str, list[Figure]]]:
     yield "batch", plan.batch.figures
     for phase, parts in plan.worst.phases.items():
         yield f"memory, {phase}", [*parts, plan.worst.totals[phase]]
+    yield "activations of a layer", plan.worst.layer
     yield "engine", [plan.engine.cache_tokens, plan.engine.concurrent]
     host = plan.host
     yield "host memory", [*host.pinned, host.pinned_total, *host.other, host.saving, host.peak]

@@ -1,17 +1,17 @@
-"""What is planned: the config, the model's shape and the machine, with what follows from them at once."""
+"""The subject of a plan: the config, the model's shape and the machine, with the sizes that follow from them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from grpo_mega.config import Config
+from grpo_mega.formats.dtypes import item_bytes
 from grpo_mega.hardware.cards import ASSUMED, Assumptions, Card
-from grpo_mega.hardware.fp8 import RECIPES
+from grpo_mega.hardware.fp8 import length_multiple
+from grpo_mega.validation.layout import megatron_layout
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout
 from grpo_mega.weights.spec import Family, ModelShape
-
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ class Setup:
 
     @property
     def layout(self) -> MegatronLayout:
-        wanted = self.config.layout
-        return MegatronLayout(
-            tp=wanted.tp,
-            pp=wanted.pp,
-            vpp=wanted.vpp or 1,
-            dp=self.world_size // (wanted.tp * wanted.pp),
-            ep=wanted.ep,
-            order=wanted.order,
-            layers_per_chunk=wanted.layers_per_chunk,
-        )
+        return megatron_layout(self.config.layout, self.world_size)
+
+    def chunks(self, pp_rank: int) -> list[range]:
+        """Return the layers of each model chunk of a pipeline stage."""
+        layout = self.layout
+        return [layout.layers_of(self.shape.num_layers, pp_rank, chunk) for chunk in range(layout.vpp)]
+
+    def num_layers(self, pp_rank: int) -> int:
+        """Return the number of layers of a pipeline stage."""
+        return sum(map(len, self.chunks(pp_rank)))
 
     @property
     def engine_layout(self) -> EngineLayout:
@@ -53,8 +53,8 @@ class Setup:
 
     @property
     def itemsize(self) -> int:
-        """Of a weight, in bytes."""
-        return ITEMSIZE[self.config.model.dtype]
+        """Return the bytes of a weight."""
+        return item_bytes(self.config.model.dtype)
 
     @property
     def num_nodes(self) -> int:
@@ -66,17 +66,17 @@ class Setup:
 
     @property
     def is_served(self) -> bool:
-        """By SGLang, in processes of its own."""
+        """Return True if the engine is SGLang, in processes of its own."""
         return self.config.rollout.engine == "sglang"
 
     @property
     def takes_turns(self) -> bool:
-        """Whether policy and engine give each other the device's memory; with sleep=auto, unless both are found to fit."""
+        """Return True if policy and engine give each other the device's memory; sleep=auto stops that once both fit."""
         return self.is_served and self.config.rollout.sleep != "never"
 
     @property
     def keeps_host_copies(self) -> bool:
-        """Whether policy's weights and optimizer state go to the host; the embedded engine stays where it is."""
+        """Return True if the policy's weights and optimizer state go to the host; the embedded engine stays on the device."""
         return self.takes_turns or self.config.rollout.sleep == "always"
 
     @property
@@ -85,18 +85,17 @@ class Setup:
 
     @property
     def sequence_parts(self) -> int:
-        """Into how many parts sequence parallelism cuts what lies between the layers."""
+        """Return the number of parts that sequence parallelism cuts what lies between the layers into."""
         return self.layout.tp if self.config.layout.sequence_parallel else 1
 
     @property
     def length_multiple(self) -> int:
-        """To what micro-batches are padded, as Policy has it."""
-        precision = self.config.precision
-        return (RECIPES[precision.fp8_recipe].length_multiple if precision.fp8 else 16) * self.layout.tp
+        """Return the number whose multiples the lengths of micro-batches are padded to."""
+        return length_multiple(self.config.precision, self.layout.tp)
 
     @property
     def micro_batch_tokens(self) -> int:
-        """The longest micro-batch."""
+        """Return the length of the longest micro-batch."""
         budget, multiple = self.config.batch.tokens_per_micro_batch, self.length_multiple
         return -(-budget // multiple) * multiple
 

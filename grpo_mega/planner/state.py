@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from grpo_mega.config import Config
+from grpo_mega.formats.dtypes import item_bytes
 from grpo_mega.weights.boxes import Block
 from grpo_mega.weights.layout import MegatronLayout, megatron_blocks
 from grpo_mega.weights.spec import Family, ModelShape
@@ -56,13 +57,12 @@ class Storage:
     @classmethod
     def of(cls, config: Config, shape: ModelShape) -> Storage:
         optimizer, precision = config.optimizer, config.precision
-        is_bf16 = config.model.dtype == "bfloat16"
         fp8_layers = range(precision.first_layers_bf16, shape.num_layers - precision.last_layers_bf16)
         return cls(
-            itemsize=2 if is_bf16 else FP32,
+            itemsize=item_bytes(config.model.dtype),
             is_overlapped=config.layout.overlap_grad_reduce,
-            master_bytes=FP32 if is_bf16 else 0,
-            moment_bytes=2 * (2 if optimizer.moments_dtype == "bfloat16" else FP32),
+            master_bytes=FP32 if config.model.dtype == "bfloat16" else 0,
+            moment_bytes=2 * item_bytes(optimizer.moments_dtype),
             fp8_layers=fp8_layers if precision.fp8_parameters else None,
         )
 

@@ -12,7 +12,7 @@ from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
 from grpo_mega.planner.plan import Plan, make_plan
 from grpo_mega.planner.setup import Setup
-from grpo_mega.validation.legality import rules
+from grpo_mega.validation.findings import job_problems
 
 Changes = dict[str, Any]  # values by dotted key of the config
 MAX_VPP = 4
@@ -71,7 +71,7 @@ def changed(config: Config, changes: Changes) -> Config | None:
 def _options(setup: Setup, candidates: Iterable[Changes]) -> Iterator[Option]:
     for changes in candidates:
         config = changed(setup.config, changes)
-        if config is None or rules(config, setup.shape, setup.card, setup.world_size, setup.gpus_per_node):
+        if config is None or any(job_problems(config, setup.shape, setup.card, setup.world_size, setup.gpus_per_node)):
             continue
         raw = setup.config.model_dump(mode="json")
         news = {key: value for key, value in changes.items() if _get(raw, key) != value}

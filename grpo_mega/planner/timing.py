@@ -1,17 +1,19 @@
 """Time of a step by phase, from peak rates and the stated shares of them.
 
-Model FLOPs are counted as usual: a product of [m, k] and [k, n] is 2 m k n, a backward pass twice the forward; what is computed
-again for recompute, and the fourth product of the log-probs, is work but not utilisation.
+Model FLOPs are those of batching/flops.py: what is computed again for recompute, and the fourth product of the log-probs, is
+work but not utilisation.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
+from grpo_mega.batching import flops
 from grpo_mega.planner.batch import Batch
-from grpo_mega.planner.communication import Link, layers_a_stage, num_passes, tokens_a_rank
+from grpo_mega.planner.communication import Link, largest_stage, num_passes, tokens_per_dp_rank
 from grpo_mega.planner.engine import EngineMemory, cache_bytes_per_token, sequences_per_engine
-from grpo_mega.planner.figures import Figure, Number, figure, total
+from grpo_mega.planner.figures import Figure, Number, formula, product, total
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.state import State
 
@@ -25,112 +27,56 @@ class Timing:
 
 
 def timing(setup: Setup, batch: Batch, links: list[Link], state: State, engine: EngineMemory) -> Timing:
-    sampling = _sampling(setup, engine)
-    compute = _layer_seconds(setup, batch)
-    output = _output_seconds(setup, batch)
+    assumed, layout, peak = setup.assumed, setup.layout, setup.card.bf16_flops
+    layers, output = _layer_seconds(setup, batch).value, _output_seconds(setup, batch).value
     by_kind = {link.kind: link.seconds.value for link in links}
     within = by_kind.get("tensor parallel", 0.0) + by_kind.get("experts", 0.0)
     updates, forwards = num_passes(setup)
     again = {"none": 0.0, "selective": 0.5, "full": 1.0}[setup.config.model.recompute]
-    passes = (3 + again) * updates + forwards
-    layout = setup.layout
+    share = (3 + again) * updates / ((3 + again) * updates + forwards)  # of the passes, in updates
     # Interleaved stages overlap their sends; otherwise they are waited for.
     pipeline = 0.0 if layout.vpp > 1 else by_kind.get("pipeline", 0.0)
-    stage: dict[str, Number | Figure] = {
-        "layers": compute,
-        "output": output,
-        "bubble": batch.bubble,
-        "last": _layers_of_last_stage(setup),
-    }
-    update_share = (3 + again) * updates / passes
-    logprobs = figure(
-        "log-probs",
-        "s",
-        "forwards * max(layers, last * layers + output) / (1 - bubble) + (within + pipeline) * share",
-        stage,
-        forwards=forwards,
-        within=within,
-        pipeline=pipeline,
-        share=1 - update_share,
-    )
-    update = figure(
-        "update",
-        "s",
-        "updates * max((3 + again) * layers, (3 + again) * last * layers + 4 * output) / (1 - bubble)"
-        " + (within + pipeline) * share + reduce + adam",
-        stage,
-        updates=updates,
-        again=again,
-        within=within,
-        pipeline=pipeline,
-        share=update_share,
-        reduce=_exposed(setup, by_kind.get("gradients and weights", 0.0)),
-        adam=_adam_seconds(setup, state),
-    )
-    phases = [sampling, logprobs, update, *_moves(setup, state, by_kind.get("sync to the engines", 0.0)), _overhead(setup)]
+    bubble, last = batch.bubble.value, setup.num_layers(layout.pp - 1) / largest_stage(setup)
+    reduce, adam = _exposed(setup, by_kind.get("gradients and weights", 0.0)), _adam_seconds(setup, state)
+    update = _update(layers, output, bubble, last, updates, again, within, pipeline, share, reduce, adam)
+    phases = [
+        _generation(setup, engine),
+        _logprobs(layers, output, bubble, last, forwards, within, pipeline, 1 - share),
+        update,
+        _offload(setup, state),
+        product("sync", "s", sync=by_kind.get("sync to the engines", 0.0)),
+        product("everything else", "s", overhead=assumed.step_overhead_s),
+    ]
     step = total("a step", "s", phases)
-    return Timing(phases, step, _rate(setup, batch, step), _flops_share(setup, batch, update))
+    rate = _rate(batch.tokens.value, step.value, setup.world_size)
+    flops_share = _flops_share(forward_flops(setup, batch), updates, update.value, setup.world_size, peak)
+    return Timing(phases, step, rate, flops_share)
 
 
-def _rate(setup: Setup, batch: Batch, step: Figure) -> Figure:
-    return figure(
-        "tokens a second a GPU",
-        "",
-        "tokens / (step * gpus)",
-        tokens=batch.tokens,
-        step=step,
-        gpus=setup.world_size,
-    )
+def active_weights(setup: Setup) -> int:
+    """Return the weights of one layer that multiply a token."""
+    return flops.layer_weights(setup.shape, setup.experts_per_token)
 
 
-def _flops_share(setup: Setup, batch: Batch, update: Figure) -> Figure:
-    return figure(
-        "model FLOPs of the update, of the bf16 peak",
-        "",
-        "3 * flops * updates / (update * gpus * peak)",
-        flops=model_flops(setup, batch),
-        updates=num_passes(setup)[0],
-        update=update,
-        gpus=setup.world_size,
-        peak=setup.card.bf16_flops,
-    )
-
-
-def layer_weights(setup: Setup) -> int:
-    """Weights of one layer that multiply a token."""
-    s = setup.shape
-    attention = s.hidden * (s.q + 2 * s.kv) + s.q * s.hidden
-    if s.num_experts:
-        return attention + s.hidden * s.num_experts + setup.experts_per_token * 3 * s.hidden * s.moe_ffn
-    return attention + 3 * s.hidden * s.ffn
-
-
-def model_flops(setup: Setup, batch: Batch) -> float:
-    """One forward pass over a step's tokens; only responses go through the output layer."""
-    s = setup.shape
-    linear = 2 * s.num_layers * layer_weights(setup) * batch.tokens.value
-    attention = 2 * s.q * setup.mean_sample * s.num_layers * batch.tokens.value
-    output = 2 * s.hidden * s.vocab * batch.samples.value * setup.mean_response
-    return linear + attention + output
+def forward_flops(setup: Setup, batch: Batch) -> float:
+    """Return the model FLOPs of one forward pass over a step's tokens; only responses go through the output layer."""
+    tokens, outputs = batch.tokens.value, batch.samples.value * setup.mean_response
+    pairs = tokens * setup.mean_sample / 2  # causal: on average a token sees half of its sample
+    return flops.of_totals(setup.shape, tokens, pairs, outputs, experts_per_token=setup.experts_per_token).forward
 
 
 def _layer_seconds(setup: Setup, batch: Batch) -> Figure:
-    """One forward pass of a step's tokens through the layers of the fullest stage."""
+    """Return the time of one forward pass of a step's tokens through the layers of the fullest stage."""
     precision, card, assumed, n = setup.config.precision, setup.card, setup.assumed, setup.shape.num_layers
     in_fp8 = 0.0
     if precision.fp8 is not None:
         in_fp8 = max(0, n - precision.first_layers_bf16 - precision.last_layers_bf16) / n
-    spread = assumed.expert_imbalance if setup.layout.ep > 1 else 1.0
-    return figure(
-        "layers, forward",
-        "s",
-        "layers * tokens / tp * (2 * weights * imbalance * ((1 - in_fp8) / (bf16 * matmul_share)"
-        " + in_fp8 / (fp8 * fp8_share)) + 2 * q * length / (bf16 * attention_share))",
-        layers=layers_a_stage(setup),
-        tokens=tokens_a_rank(setup, batch),
+    return _layers_forward(
+        layers=largest_stage(setup),
+        tokens=tokens_per_dp_rank(setup, batch),
         tp=setup.layout.tp,
-        weights=layer_weights(setup),
-        imbalance=spread,
+        weights=active_weights(setup),
+        imbalance=assumed.expert_imbalance if setup.layout.ep > 1 else 1.0,
         in_fp8=in_fp8,
         bf16=card.bf16_flops,
         matmul_share=assumed.matmul_share,
@@ -142,28 +88,16 @@ def _layer_seconds(setup: Setup, batch: Batch) -> Figure:
     )
 
 
-def _layers_of_last_stage(setup: Setup) -> float:
-    """To those of the fullest."""
-    layout, n = setup.layout, setup.shape.num_layers
-    return sum(len(layout.layers_of(n, layout.pp - 1, chunk)) for chunk in range(layout.vpp)) / layers_a_stage(setup)
-
-
 def _output_seconds(setup: Setup, batch: Batch) -> Figure:
-    """One product of the responses' hidden states with the output weight, which the last stage does beside its layers."""
-    return figure(
-        "output layer, forward",
-        "s",
-        "2 * tokens * hidden * vocab / tp / (bf16 * share)",
-        tokens=batch.samples.value * setup.mean_response / setup.layout.dp,
-        hidden=setup.shape.hidden,
-        vocab=setup.shape.vocab,
-        tp=setup.layout.tp,
-        bf16=setup.card.bf16_flops,
-        share=setup.assumed.logprob_share,
+    """Return the time of one product of the responses' hidden states with the output weight, on the last stage."""
+    tokens, shape = batch.samples.value * setup.mean_response / setup.layout.dp, setup.shape
+    return _output_forward(
+        tokens, shape.hidden, shape.vocab, setup.layout.tp, setup.card.bf16_flops, setup.assumed.logprob_share
     )
 
 
 def _exposed(setup: Setup, seconds: float) -> float:
+    """Return the seconds of data-parallel communication that computing does not hide."""
     hidden = setup.assumed.overlap_share
     layout = setup.config.layout
     return seconds * (1 - hidden * (0.5 * layout.overlap_grad_reduce + 0.5 * layout.overlap_param_gather))
@@ -175,55 +109,132 @@ def _adam_seconds(setup: Setup, state: State) -> float:
     return setup.config.batch.optimizer_steps * (state.largest_share * touched + state.gradients) / rate
 
 
-def _sampling(setup: Setup, engine: EngineMemory) -> Figure:
-    """Full batches until the sequences are used up, then a tail in which the longest responses end."""
+def _generation(setup: Setup, engine: EngineMemory) -> Figure:
+    """Return the time of full batches until the sequences are used up, then of a tail in which the longest responses end."""
     shape, card, assumed = setup.shape, setup.card, setup.assumed
     tp = setup.config.rollout.tp if setup.is_served else 1
     layer = assumed.decode_layer_s + (2 * assumed.all_reduce_s if tp > 1 else 0.0)
-    active = 2 * shape.num_layers * layer_weights(setup) + 2 * shape.hidden * shape.vocab
-    return figure(
-        "sampling",
-        "s",
-        "prefill + ceil(sequences / concurrent) * response * (overhead + max((weights + concurrent * context * per_token)"
-        " / hbm, concurrent * flops / tp / peak)) + (longest - response) * (overhead + weights / hbm)",
-        prefill=sequences_per_engine(setup)
-        / setup.config.algorithm.group_size
-        * setup.mean_prompt
-        * active
-        / (tp * card.bf16_flops * assumed.prefill_share),
-        sequences=sequences_per_engine(setup),
-        concurrent=engine.concurrent,
+    active = 2 * shape.num_layers * active_weights(setup) + 2 * shape.hidden * shape.vocab
+    peak, sequences = card.bf16_flops * assumed.prefill_share, sequences_per_engine(setup)
+    return _sampling(
+        prefill=sequences / setup.config.algorithm.group_size * setup.mean_prompt * active / (tp * peak),
+        sequences=sequences,
+        concurrent=engine.concurrent.value,
         response=setup.mean_response,
         overhead=assumed.decode_step_s + shape.num_layers * (layer if setup.is_served else assumed.embedded_layer_s),
-        weights=engine.weights,
+        weights=engine.weights.value,
         context=setup.mean_prompt + setup.mean_response / 2,
         per_token=cache_bytes_per_token(setup),
         hbm=card.hbm_bytes * assumed.hbm_share,
         flops=active,
         tp=tp,
-        peak=card.bf16_flops * assumed.prefill_share,
+        peak=peak,
         longest=setup.config.rollout.max_response_length,
     )
 
 
-def _moves(setup: Setup, state: State, sync: float) -> list[Figure]:
+def _offload(setup: Setup, state: State) -> Figure:
+    optimizer = state.largest_share * (state.master_bytes + state.moment_bytes)
     rate = setup.card.host_bytes * setup.assumed.host_share
-    moves = int(setup.keeps_host_copies)
-    reference = int(setup.has_reference)
-    return [
-        figure(
-            "offload and onload",
-            "s",
-            "(2 * moves * (weights + optimizer) + 3 * reference * weights) / rate",
-            moves=moves,
-            weights=state.weights,
-            optimizer=state.largest_share * (state.master_bytes + state.moment_bytes),
-            reference=reference,
-            rate=rate,
-        ),
-        figure("sync", "s", "sync", sync=sync),
-    ]
+    return _host_copies(int(setup.keeps_host_copies), state.weights, optimizer, int(setup.has_reference), rate)
 
 
-def _overhead(setup: Setup) -> Figure:
-    return figure("everything else", "s", "overhead", overhead=setup.assumed.step_overhead_s)
+@formula("sampling", "s")
+def _sampling(
+    prefill: float,
+    sequences: int,
+    concurrent: Number,
+    response: float,
+    overhead: float,
+    weights: Number,
+    context: float,
+    per_token: int,
+    hbm: float,
+    flops: int,
+    tp: int,
+    peak: float,
+    longest: int,
+) -> float:
+    return (
+        prefill
+        + ceil(sequences / concurrent)
+        * response
+        * (overhead + max((weights + concurrent * context * per_token) / hbm, concurrent * flops / tp / peak))
+        + (longest - response) * (overhead + weights / hbm)
+    )
+
+
+@formula("log-probs", "s")
+def _logprobs(
+    layers: Number, output: Number, bubble: Number, last: float, forwards: int, within: float, pipeline: float, share: float
+) -> float:
+    return forwards * max(layers, last * layers + output) / (1 - bubble) + (within + pipeline) * share
+
+
+@formula("update", "s")
+def _update(
+    layers: Number,
+    output: Number,
+    bubble: Number,
+    last: float,
+    updates: int,
+    again: float,
+    within: float,
+    pipeline: float,
+    share: float,
+    reduce: float,
+    adam: float,
+) -> float:
+    return (
+        updates * max((3 + again) * layers, (3 + again) * last * layers + 4 * output) / (1 - bubble)
+        + (within + pipeline) * share
+        + reduce
+        + adam
+    )
+
+
+@formula("offload and onload", "s")
+def _host_copies(moves: int, weights: int, optimizer: int, reference: int, rate: float) -> float:
+    return (2 * moves * (weights + optimizer) + 3 * reference * weights) / rate
+
+
+@formula("layers, forward", "s")
+def _layers_forward(
+    layers: int,
+    tokens: float,
+    tp: int,
+    weights: int,
+    imbalance: float,
+    in_fp8: float,
+    bf16: float,
+    matmul_share: float,
+    fp8: float,
+    fp8_share: float,
+    q: int,
+    length: float,
+    attention_share: float,
+) -> float:
+    return (
+        layers
+        * tokens
+        / tp
+        * (
+            2 * weights * imbalance * ((1 - in_fp8) / (bf16 * matmul_share) + in_fp8 / (fp8 * fp8_share))
+            + 2 * q * length / (bf16 * attention_share)
+        )
+    )
+
+
+@formula("output layer, forward", "s")
+def _output_forward(tokens: float, hidden: int, vocab: int, tp: int, bf16: float, share: float) -> float:
+    return 2 * tokens * hidden * vocab / tp / (bf16 * share)
+
+
+@formula("tokens per second per GPU")
+def _rate(tokens: Number, step: Number, gpus: int) -> float:
+    return tokens / (step * gpus)
+
+
+@formula("model FLOPs of the update, of the bf16 peak")
+def _flops_share(flops: float, updates: int, update: Number, gpus: int, peak: float) -> float:
+    return 3 * flops * updates / (update * gpus * peak)

@@ -5,9 +5,8 @@ sum, and weighted rewards of steps. See README.md. Nothing here imports torch, a
 math-verify either.
 """
 
-from grpo_mega.rewards.api import NoScore, RewardFunction, Score, Step
+from grpo_mega.rewards.api import NoScore, RewardFunction, RewardResult, Score, Step
 from grpo_mega.rewards.registry import BUILT_IN, check_name, resolve
-from grpo_mega.rewards.results import RewardResult
 from grpo_mega.rewards.workers.pool import RewardPool
 
 __all__ = ["BUILT_IN", "NoScore", "RewardFunction", "RewardPool", "RewardResult", "Score", "Step", "check_name", "resolve"]

@@ -1,4 +1,4 @@
-"""What a reward function returns, and how the pool reads it.
+"""What a reward function returns (Score), and what the pool returns for a sample (RewardResult).
 
 A reward function is `(prompt, response, answer, extras, **options) -> float | None | Score`. None, as the result or as a
 Score's value, means "does not apply here": the function then adds nothing to the sample's reward. A Score may also have
@@ -8,8 +8,8 @@ numbers must be finite, since one NaN would reach every gradient of its group.
 
 import math
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_mega.text import well_formed
@@ -33,7 +33,7 @@ class Score:
 
     @property
     def metric(self) -> float | None:
-        """What a log says of it: the value, else the mean over the steps."""
+        """Return the value that is logged: the value, else the mean over the steps."""
         if self.value is None and self.steps:
             return sum(step.value for step in self.steps) / len(self.steps)
         return self.value
@@ -50,7 +50,7 @@ RewardFunction = Callable[..., "float | Score | None"]
 
 
 def as_score(returned: Any, response: str) -> Score:
-    """The Score for whatever a reward function returned of this response.
+    """Return the Score for whatever a reward function returned for this response.
 
     Raises:
         TypeError, ValueError: it is neither None, nor a Score, nor a number; a number is not finite; or the steps do not end in
@@ -73,10 +73,39 @@ def as_score(returned: Any, response: str) -> Score:
     return Score(value, well_formed(str(returned.verdict)), steps)
 
 
-def _number(value: Any, what: str) -> float:
+@dataclass(frozen=True)
+class RewardResult:
+    """The outcome of one sample.
+
+    `total` is the weighted sum over the functions that gave a value; None if none did. `scores` are those values, and for a
+    function that rewarded steps alone the mean over them. `steps` are weighted, by ascending end; those of two functions may
+    end at the same place. A function of weight 0 is only watched: its steps are not among them.
+    """
+
+    total: float | None
+    scores: dict[str, float | None]
+    verdicts: dict[str, str]
+    steps: tuple[Step, ...] = ()
+    errors: Mapping[str, str] = field(default_factory=dict)  # the exceptions that were raised, by function
+
+
+def result_of(weights: Mapping[str, float], outcomes: Mapping[str, Score], errors: Mapping[str, str]) -> RewardResult:
+    """Combine the Scores of all functions in `weights`, which gives the order."""
+    weighted = [weight * score.value for name, weight in weights.items() if (score := outcomes[name]).value is not None]
+    counted = [(weight, step) for name, weight in weights.items() if weight for step in outcomes[name].steps]
+    return RewardResult(
+        sum(weighted) if weighted else None,
+        {name: outcomes[name].metric for name in weights},
+        {name: outcomes[name].verdict for name in weights},
+        tuple(sorted((Step(step.end, weight * step.value) for weight, step in counted), key=lambda step: step.end)),
+        errors,
+    )
+
+
+def _number(value: Any, name: str) -> float:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise TypeError(f"the {what} is {type(value).__name__}; return a float, None or a Score")
+        raise TypeError(f"the {name} is {type(value).__name__}; return a float, None or a Score")
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"the {what} is {number}; return a finite number, or None where the function does not apply")
+        raise ValueError(f"the {name} is {number}; return a finite number, or None where the function does not apply")
     return number

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_mega.errors import RewardError
-from grpo_mega.rewards.results import RewardResult
+from grpo_mega.rewards.api import RewardResult
 from grpo_mega.types import Sample
 
 MIN_SAMPLES = 8

@@ -8,9 +8,13 @@ rewards.step_splitter unless its options say otherwise.
 
 import difflib
 import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from grpo_mega.errors import ConfigError
@@ -19,7 +23,7 @@ from grpo_mega.rewards.steps import splitter
 
 BUILT_IN = {
     "accuracy": "grpo_mega.rewards.math.accuracy.accuracy",
-    "arithmetic_steps": "grpo_mega.rewards.arithmetic.arithmetic_steps",
+    "arithmetic_steps": "examples/process_supervision/arithmetic_steps.py",
     "format": "grpo_mega.rewards.format.format_reward",
     "reward_model": "grpo_mega.rewards.reward_model.reward_model",
 }
@@ -86,6 +90,8 @@ def resolve(name: str) -> RewardFunction:
         ConfigError: unknown name, a module that cannot be imported, or one without such a function.
     """
     check_name(name)
+    if name in BUILT_IN and BUILT_IN[name].endswith(".py"):
+        return getattr(_example(name, BUILT_IN[name]), name)
     module_name, _, function_name = BUILT_IN.get(name, name).rpartition(".")
     try:
         function = getattr(importlib.import_module(module_name), function_name, None)
@@ -97,6 +103,22 @@ def resolve(name: str) -> RewardFunction:
     if not callable(function):
         raise ConfigError(f"reward function {name!r}: {module_name} has no function {function_name}; check the name")
     return function
+
+
+@lru_cache(maxsize=8)
+def _example(name: str, path: str) -> ModuleType:
+    """Import the file of an example; `path` is relative to the repository. Raises ConfigError where there is none."""
+    file = Path(__file__).resolve().parents[2] / path
+    if not file.is_file():
+        raise ConfigError(
+            f"reward function {name!r}: it is an example, and there is no {file}; run from a checkout of the repository, "
+            f"or copy its {path} to a folder on PYTHONPATH and name {file.stem}.{name}"
+        )
+    spec = importlib.util.spec_from_file_location(f"grpo_mega_example_{file.stem}", file)
+    assert spec and spec.loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def _options_of(function: RewardFunction) -> dict[str, bool] | None:

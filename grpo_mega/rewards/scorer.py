@@ -10,9 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from grpo_mega.rewards.api import Step
+from grpo_mega.rewards.api import RewardResult, Step
 from grpo_mega.rewards.failures import Failures
-from grpo_mega.rewards.results import RewardResult
 from grpo_mega.rewards.token_ends import token_ends
 from grpo_mega.rewards.workers.pool import RewardPool
 from grpo_mega.types import Group, Sample

@@ -14,14 +14,8 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 
+from grpo_mega.config.rewards import step_separator
 from grpo_mega.errors import ConfigError
-
-REGEX = "regex:"
-SPLITTERS = {
-    "blank-lines": r"\n[^\S\n]*\n\s*",
-    "lines": r"\n",
-    "step-k": r"(?im)(?=^[ \t]{0,8}(?:[#>*_-]{1,6}[ \t]{0,4}){0,3}step[ \t]{0,4}\d{1,4}\b)",
-}
 
 _INK = re.compile(r"\S")
 
@@ -30,14 +24,11 @@ Splitter = Callable[[str], list[int]]
 
 @lru_cache(maxsize=32)
 def splitter(name: str) -> Splitter:
-    """The splitter called `name`. Raises ConfigError for an unknown name or a pattern that is no regular expression."""
-    pattern = name.removeprefix(REGEX) if name.startswith(REGEX) else SPLITTERS.get(name)
-    if not pattern:
-        raise ConfigError(f"step splitter {name!r} is unknown; use one of {', '.join(SPLITTERS)}, or {REGEX}PATTERN")
+    """Return the splitter called `name`. Raises ConfigError for an unknown name or a pattern that is no regular expression."""
     try:
-        separator = re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"step splitter {name!r} is not a regular expression ({error}); mend the pattern") from None
+        separator = step_separator(name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     return lambda text: _ends(text, separator)
 
 

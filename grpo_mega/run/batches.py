@@ -10,10 +10,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from grpo_mega.algorithm.advantages import assign
-from grpo_mega.algorithm.aggregate import token_weights
+from grpo_mega.algorithm.advantages import assign_advantages
 from grpo_mega.algorithm.kl import kl_penalty
-from grpo_mega.algorithm.settings import advantage_settings
+from grpo_mega.algorithm.token_weights import contributes_to_loss, mini_batch_weights
 from grpo_mega.batching import pack as packing
 from grpo_mega.config import AlgorithmConfig, Config
 from grpo_mega.megatron.gather import gather_responses
@@ -26,7 +25,7 @@ from grpo_mega.types import Group, PackedBatch, Sample
 def pack(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[PackedBatch]]:
     """Set the samples' advantages; return this data-parallel rank's micro-batches of each mini-batch. `groups` are all of the
     step."""
-    assign(groups, advantage_settings(config))
+    _assign_advantages(config, groups)
     return make_batches(config, groups, policy)
 
 
@@ -49,7 +48,7 @@ def attach_logprobs(
         with timers("pack"):
             samples = [sample for group in groups for sample in group.samples]
             penalties = gather_responses(lambda batch: _penalty(config.algorithm, batch), batches, samples, runtime)
-            assign(groups, advantage_settings(config), penalties)
+            _assign_advantages(config, groups, penalties)
             for mini_batch in batches:
                 packing.attach_advantages(mini_batch, samples)
     return batches
@@ -60,7 +59,7 @@ def make_batches(config: Config, groups: Sequence[Group], policy: Policy) -> lis
     mini_batches = packing.split(groups, config.batch.mini_batches)
     return packing.pack(
         mini_batches,
-        [_token_weights(config, samples, mini_batches) for samples in mini_batches],
+        mini_batch_weights(mini_batches, config.algorithm, max_response_length=config.rollout.max_response_length),
         dp_size=policy.dp_size,
         dp_rank=policy.dp_rank,
         token_budget=config.batch.tokens_per_micro_batch,
@@ -75,8 +74,13 @@ def is_zero_variance(config: Config, group: Group) -> bool:
     Judged as if the group were the whole step, and without a KL penalty in the reward, whose log-probs are not known yet.
     """
     alone = Group(group.prompt, [replace(sample) for sample in group.samples])
-    counted = [s for s in assign([alone], advantage_settings(config)) if _contributes_to_loss(config.algorithm, s)]
+    counted = [s for s in _assign_advantages(config, [alone]) if contributes_to_loss(s, config.algorithm)]
     return not any(bool(sample.advantages.any()) for sample in counted if sample.advantages is not None)
+
+
+def _assign_advantages(config: Config, groups: Sequence[Group], kl_penalties: Sequence[Tensor] | None = None) -> list[Sample]:
+    longest = config.rollout.max_response_length
+    return assign_advantages(groups, config.algorithm, max_response_length=longest, kl_penalties=kl_penalties)
 
 
 def _penalty(a: AlgorithmConfig, batch: PackedBatch) -> Tensor | None:
@@ -88,30 +92,5 @@ def _penalty(a: AlgorithmConfig, batch: PackedBatch) -> Tensor | None:
         batch.ref_logprobs,
         a.kl_penalty_type,
         old_logprobs=batch.old_logprobs,
-        max_penalty=a.kl_clamp,
+        kl_clamp=a.kl_clamp,
     )
-
-
-def _token_weights(config: Config, samples: Sequence[Sample], mini_batches: Sequence[Sequence[Sample]]) -> list[float]:
-    """Return each sample's weight per token; samples that do not contribute to the loss get 0 and are not counted."""
-    a = config.algorithm
-    counted = [s for s in samples if _contributes_to_loss(a, s)]
-    num_tokens: float = sum(s.response_len for s in counted)
-    if a.use_valid_token_scale:  # the mini-batch's share of the rollout's valid tokens
-        all_counted = [s for mini_batch in mini_batches for s in mini_batch if _contributes_to_loss(a, s)]
-        num_tokens = sum(s.response_len for s in all_counted) / len(mini_batches)
-    weights = iter(
-        token_weights(
-            [s.response_len for s in counted],
-            a.loss_agg_func,
-            max_response_length=config.rollout.max_response_length,
-            num_samples=len(counted),
-            num_tokens=num_tokens,
-        )
-    )
-    return [next(weights) if _contributes_to_loss(a, s) else 0.0 for s in samples]
-
-
-def _contributes_to_loss(a: AlgorithmConfig, sample: Sample) -> bool:
-    """Return False for samples without any reward, and, with overlong_filter, for truncated ones."""
-    return sample.is_scored and not (a.overlong_filter and sample.finish_reason == "length")

@@ -12,9 +12,7 @@ import torch
 from grpo_mega.config import Config, RolloutConfig
 from grpo_mega.distributed.launch import num_cores
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.errors import ConfigError
 from grpo_mega.hardware.device import PeakMemory
-from grpo_mega.hardware.fp8 import check_served_card
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import SECONDS_BETWEEN_LINES
@@ -25,13 +23,12 @@ from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.settings import EngineSettings
 from grpo_mega.sync.memory import GpuMemory
 from grpo_mega.sync.weight_sync import WeightSync
-from grpo_mega.validation.preflight import engine_rank_problems
+from grpo_mega.validation import raise_first
+from grpo_mega.validation.engine import engine_rank_problems, padding_problems, served_card_problems
 from grpo_mega.weights.layout import EngineLayout
 from grpo_mega.weights.plan import plan_sides
 from grpo_mega.weights.sides import engine_side
 from grpo_mega.weights.spec import Family, ModelShape
-
-CPU_ROWS = 32  # to whose multiple SGLang pads each rank's part of an MLP on a CPU
 
 
 def build_engine(
@@ -84,21 +81,6 @@ def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: Pe
     return memory
 
 
-def check_padding(shape: ModelShape, tp: int) -> None:
-    """Raises ConfigError for a model that SGLang would pad on a CPU, where no checkpoint's tensors fit its own."""
-    rows = shape.moe_ffn or shape.ffn
-    if rows % (CPU_ROWS * tp):
-        raise ConfigError(
-            f"SGLang pads an MLP of {rows} rows on a CPU, where rollout.tp={tp} wants a multiple of {CPU_ROWS * tp}; "
-            "use rollout.engine=embedded, or another model"
-        )
-    if shape.num_kv_heads % tp:
-        raise ConfigError(
-            f"SGLang pads {shape.num_kv_heads} key-value heads on a CPU, where rollout.tp={tp} does not divide them; "
-            "use a divisor of them, or rollout.engine=embedded"
-        )
-
-
 def ranks_per_node() -> int:
     """Return the number of ranks per node, which torchrun and our own launcher set."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
@@ -108,15 +90,16 @@ def _sglang(
     config: Config, family: Family, shape: ModelShape, dtype: torch.dtype, runtime: Runtime, rendezvous: Rendezvous
 ) -> SGLangEngine:
     rollout, device, world_size = config.rollout, runtime.device, runtime.layout.world_size
-    for problem in engine_rank_problems(rollout.tp, world_size, ranks_per_node()):
-        raise ConfigError(problem)
+    raise_first(engine_rank_problems(rollout.tp, world_size, ranks_per_node()))
     if device.is_cuda:
         index = device.torch_device
-        check_served_card(
-            rollout, config.model.dtype, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
+        raise_first(
+            served_card_problems(
+                rollout, config.model.dtype, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
+            )
         )
     else:
-        check_padding(shape, rollout.tp)
+        raise_first(padding_problems(shape, rollout.tp))
     engine, tp_rank = divmod(runtime.rank, rollout.tp)
     first_local = int(os.environ.get("LOCAL_RANK", "0")) - tp_rank
     folder = config.run_dir / "engines" / str(engine)

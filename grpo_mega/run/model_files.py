@@ -20,7 +20,8 @@ from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.text import well_formed
-from grpo_mega.validation.architecture import check_architecture
+from grpo_mega.validation import raise_first
+from grpo_mega.validation.model import architecture_problems
 from grpo_mega.validation.tokenizer import check_vocabulary
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import Family, ModelShape
@@ -45,7 +46,7 @@ def read_model(config: Config) -> ModelFiles:
         raise ConfigError(
             f"transformers refuses {config.model.path / 'config.json'} ({' '.join(str(error).split())}); correct the file"
         ) from None
-    check_architecture(hf_config.to_dict())
+    raise_first(architecture_problems(hf_config.to_dict()))
     shape = ModelShape.from_hf_config(hf_config.to_dict())
     return ModelFiles(config.model.path, hf_config, shape, family_of(shape.model_type), DTYPES[config.model.dtype])
 

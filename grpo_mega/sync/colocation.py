@@ -53,14 +53,14 @@ class Colocation:
     def _sync_once(self, version: int) -> int:
         if self._takes_turns:
             with self.timers("offload"):
-                self.policy.offload_optimizer()
+                self.policy.memory.offload_optimizer()
             with self.timers("wake"):
                 self.engine.wake_weights()
         with self.timers("sync"):
             num_bytes = self.sync.sync_weights(self.policy, self.engine, version=version)
         if self._takes_turns:
             with self.timers("offload"):
-                self.policy.offload_weights()
+                self.policy.memory.offload_weights()
             with self.timers("wake"):
                 self.engine.wake_cache()
         return num_bytes
@@ -72,7 +72,7 @@ class Colocation:
             with self.timers("sleep"):
                 self.engine.sleep()
             with self.timers("onload"):
-                self.policy.onload()
+                self.policy.memory.onload()
         if self.memory is None:
             yield
             return
@@ -104,8 +104,8 @@ class Colocation:
     def _restart(self, failures: Mapping[int, str]) -> None:
         """Restart engines until all can be used; those that failed then have no weights."""
         if self._takes_turns:  # a server takes its memory at the start
-            self.policy.offload_optimizer()
-            self.policy.offload_weights()
+            self.policy.memory.offload_optimizer()
+            self.policy.memory.offload_weights()
         while failures:
             for rank, failure in failures.items():
                 self._num_restarts[rank] += 1
@@ -119,4 +119,4 @@ class Colocation:
             failures = self._gather_failures("restarting a server")
         if self._takes_turns:
             self.engine.sleep()
-            self.policy.onload_weights()
+            self.policy.memory.onload_weights()

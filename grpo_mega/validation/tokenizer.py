@@ -1,4 +1,4 @@
-"""What a tokenizer's files tell without transformers: that they are there, have a chat template, and fit the vocabulary.
+"""Rules for a tokenizer's files, checked without transformers: they exist, have a chat template, and fit the vocabulary.
 
 For tokenizers without a tokenizer.json the vocabulary is checked once the tokenizer is loaded (`check_vocabulary`).
 """
@@ -15,7 +15,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt",
 
 
 def check_tokenizer_files(folder: Path, vocab_size: int) -> None:
-    """Raises ConfigError for a tokenizer that is missing, damaged, without chat template, or larger than the vocabulary."""
+    """Raise ConfigError for a tokenizer that is missing, damaged, without chat template, or larger than the vocabulary."""
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         raise ConfigError(
             f"model.path={folder} holds no tokenizer (none of {', '.join(_VOCABULARIES)}); copy the model's there"
@@ -32,7 +32,7 @@ def check_tokenizer_files(folder: Path, vocab_size: int) -> None:
 
 
 def check_vocabulary(folder: Path, largest_id: int, vocab_size: int) -> None:
-    """Raises ConfigError if the tokenizer has an id for which the model has no embedding."""
+    """Raise ConfigError if the tokenizer has an id for which the model has no embedding."""
     if largest_id >= vocab_size:
         raise ConfigError(
             f"vocab_size={vocab_size} in {folder / 'config.json'} is less than the tokenizer, whose ids go up to {largest_id}; "
@@ -46,7 +46,7 @@ def _has_chat_template(folder: Path, settings: dict[str, Any]) -> bool:
 
 
 def _token_ids(folder: Path, settings: dict[str, Any]) -> list[int]:
-    """All ids of a tokenizer.json and of the tokens that its settings add; none without a tokenizer.json."""
+    """Return all ids of a tokenizer.json and of the tokens that its settings add; none without a tokenizer.json."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         return []
@@ -61,13 +61,13 @@ def _token_ids(folder: Path, settings: dict[str, Any]) -> list[int]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file."""
+    """Return the JSON object in a file; empty if there is no file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not JSON ({error}); fetch the file again") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds a JSON {type(found).__name__}, not an object; fetch the file again")
-    return found
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not an object; fetch the file again")
+    return value

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo_mega.errors import ConfigError
+from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import ONCE, Block, Box, Holding, Kind, LocalTensor, Piece, expand
 from grpo_mega.weights.spec import Family, ModelShape, Row, kind_of
 
@@ -81,37 +81,43 @@ class EngineLayout:
 
 
 def check_megatron_layout(shape: ModelShape, layout: MegatronLayout) -> None:
-    """Raises ConfigError for a layout into which Megatron cannot cut the model."""
+    """Raise WeightMappingError unless Megatron can cut the model into the layout."""
     for problem in megatron_layout_problems(shape, layout):
-        raise ConfigError(problem)
+        raise WeightMappingError(problem)
 
 
 def megatron_layout_problems(shape: ModelShape, layout: MegatronLayout) -> Iterator[str]:
-    """Every rule that the layout breaks, a line each with its remedy."""
+    """Yield why Megatron cannot cut the model into the layout: a line for each rule that it breaks, with the remedy."""
     obstacle = _training_obstacle(shape, layout.tp)
     if obstacle:
-        yield f"layout.tp={layout.tp} {obstacle}; use {_legal(shape, _training_obstacle)}"
+        yield f"tp={layout.tp} {obstacle}; use {_legal(shape, _training_obstacle)}"
     if layout.vpp > 1 and layout.pp == 1:
-        yield f"layout.vpp={layout.vpp} interleaves pipeline stages, but layout.pp=1; use vpp=1 or a larger pp"
+        yield f"vpp={layout.vpp} interleaves pipeline stages, but pp=1; use vpp=1 or a larger pp"
     if layout.num_chunks > shape.num_layers:
         yield (
-            f"layout.pp={layout.pp} with vpp={layout.vpp} makes {layout.num_chunks} model chunks, "
+            f"pp={layout.pp} with vpp={layout.vpp} makes {layout.num_chunks} model chunks, "
             f"but the model has {shape.num_layers} layers; use fewer"
         )
     if layout.ep > 1 and not shape.num_experts:
-        yield f"layout.ep={layout.ep} spreads experts, but the model is dense; use ep=1"
-    for size, what in ((layout.dp, "data-parallel ranks"), (shape.num_experts, "experts of a layer")):
+        yield f"ep={layout.ep} spreads experts, but the model is dense; use ep=1"
+    for size, parts in ((layout.dp, "data-parallel ranks"), (shape.num_experts, "experts of a layer")):
         if size % layout.ep:
-            yield f"layout.ep={layout.ep} does not divide the {size} {what}; use a divisor of them"
+            yield f"ep={layout.ep} does not divide the {size} {parts}; use a divisor of them"
     if layout.ep > 1 and layout.pp > 1 and layout.order != "tp-dp-pp":
-        yield f"layout.ep={layout.ep} needs layout.order=tp-dp-pp, Megatron's only one for it; change the order"
+        yield f"order={layout.order}: must be tp-dp-pp, Megatron's only order for ep={layout.ep} with pp={layout.pp}; change it"
 
 
 def check_engine_layout(shape: ModelShape, tp: int) -> None:
-    """Raises ConfigError for a tensor-parallel size into which SGLang cannot cut the model."""
+    """Raise WeightMappingError unless SGLang can cut the model into `tp` parts."""
+    for problem in engine_layout_problems(shape, tp):
+        raise WeightMappingError(problem)
+
+
+def engine_layout_problems(shape: ModelShape, tp: int) -> Iterator[str]:
+    """Yield why SGLang cannot cut the model into `tp` parts, with the remedy."""
     obstacle = _obstacle(shape, tp)
     if obstacle:
-        raise ConfigError(f"rollout.tp={tp} {obstacle}; use {_legal(shape, _obstacle)}")
+        yield f"tp={tp} {obstacle}; use {_legal(shape, _obstacle)}"
 
 
 def _legal(shape: ModelShape, obstacle: Callable[[ModelShape, int], str | None]) -> str:

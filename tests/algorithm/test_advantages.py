@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from losses import assigned
 
-from grpo_mega.algorithm.advantages import AdvantageSettings, assign, group_zscore
+from grpo_mega.algorithm.advantages import group_zscore
+from grpo_mega.config import AlgorithmConfig
 from grpo_mega.errors import RewardError
 from grpo_mega.types import Group, Prompt, Sample
 
@@ -26,7 +28,7 @@ def first_values(samples):
 
 @pytest.mark.parametrize(("rewards", "magnitude"), [([1.0, 0, 0, 1], 0.8660), ([0.0, 0, 1, 1], 0.8660), ([1.0, 0] * 4, 0.9354)])
 def test_right_and_wrong_answers_in_equal_number_have_the_worked_scores(rewards, magnitude):
-    scores = group_zscore(torch.tensor(rewards))
+    scores = group_zscore(torch.tensor(rewards), AlgorithmConfig())
     expected = [magnitude if reward else -magnitude for reward in rewards]
     assert scores.tolist() == pytest.approx(expected, abs=5e-5)
 
@@ -35,22 +37,24 @@ def test_the_scores_equal_python_arithmetic():
     rewards = [0.3, 1.5, 0.0, -2.0, 1.5]
     mean = sum(rewards) / 5
     std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 4)
-    scores = group_zscore(torch.tensor(rewards, dtype=torch.float64))
+    scores = group_zscore(torch.tensor(rewards, dtype=torch.float64), AlgorithmConfig())
     assert scores.tolist() == pytest.approx([(r - mean) / (std + 1e-6) for r in rewards], rel=1e-13)
 
 
 def test_the_divisor_of_the_variance_can_be_the_group_size():
-    assert group_zscore(torch.tensor([1.0, 0, 0, 1]), ddof=0).tolist() == pytest.approx([1, -1, -1, 1], abs=1e-5)
+    assert group_zscore(torch.tensor([1.0, 0, 0, 1]), AlgorithmConfig(std_ddof=0)).tolist() == pytest.approx(
+        [1, -1, -1, 1], abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("rewards", [[0.1] * 7, [1.0] * 4, [0.0, 0.0], [0.7], []])
 @pytest.mark.parametrize("ddof", [0, 1])
 def test_groups_without_spread_score_exactly_zero(rewards, ddof):
-    assert group_zscore(torch.tensor(rewards), ddof=ddof).tolist() == [0.0] * len(rewards)
+    assert group_zscore(torch.tensor(rewards), AlgorithmConfig(std_ddof=ddof)).tolist() == [0.0] * len(rewards)
 
 
 def test_every_token_of_a_response_gets_its_samples_score():
-    samples = assign([make_group([1.0, 0, 0, 1], lengths=[1, 4, 0, 2])])
+    samples = assigned([make_group([1.0, 0, 0, 1], lengths=[1, 4, 0, 2])])
     assert [sample.advantages.shape[0] for sample in samples] == [1, 4, 0, 2]
     assert all(sample.advantages.dtype == torch.float32 for sample in samples)
     assert samples[1].advantages.tolist() == pytest.approx([-0.8660] * 4, abs=5e-5)
@@ -58,31 +62,31 @@ def test_every_token_of_a_response_gets_its_samples_score():
 
 def test_samples_come_back_flat_and_in_order_each_scored_within_its_own_group():
     groups = [make_group([1.0, 0], prompt_id=7), make_group([5.0, 5.0], prompt_id=8), make_group([0.0, 9.0], prompt_id=9)]
-    samples = assign(groups)
+    samples = assigned(groups)
     assert [(sample.prompt.id, sample.index) for sample in samples] == [(7, 0), (7, 1), (8, 0), (8, 1), (9, 0), (9, 1)]
     assert first_values(samples) == pytest.approx([0.7071, -0.7071, 0, 0, -0.7071, 0.7071], abs=5e-5)
 
 
 def test_samples_without_a_reward_get_zero_and_do_not_move_the_mean():
-    samples = assign([make_group([1.0, None, 0.0, None])])
+    samples = assigned([make_group([1.0, None, 0.0, None])])
     assert first_values(samples) == pytest.approx([0.7071, 0, -0.7071, 0], abs=5e-5)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("rewards", [[None, None], [None, 1.0], [0.3, 0.3, 0.3]])
 def test_groups_with_nothing_to_compare_get_zeros(rewards, normalize):
-    samples = assign([make_group(rewards)], AdvantageSettings(normalize=normalize))
+    samples = assigned([make_group(rewards)], AlgorithmConfig(normalize_advantages=normalize))
     assert first_values(samples) == [0.0] * len(rewards)
 
 
 def test_rewards_that_differ_by_rounding_only_give_next_to_nothing():
-    samples = assign([make_group([0.1 + 0.2, 0.3])])
+    samples = assigned([make_group([0.1 + 0.2, 0.3])])
     assert max(abs(value) for value in first_values(samples)) < 1e-9
 
 
 def test_normalised_advantages_have_mean_zero_and_deviation_one_over_all_tokens():
     groups = [make_group([1.0, 0, 0, 1], [1, 9, 4, 2]), make_group([3.0, 0, None, 1], [3, 3, 5, 8])]
-    samples = assign(groups, AdvantageSettings(normalize=True))
+    samples = assigned(groups, AlgorithmConfig(normalize_advantages=True))
     values = torch.cat([sample.advantages for sample in samples if sample.reward is not None])
     assert values.mean().item() == pytest.approx(0, abs=1e-6)
     assert values.std().item() == pytest.approx(1, abs=1e-6)
@@ -90,24 +94,24 @@ def test_normalised_advantages_have_mean_zero_and_deviation_one_over_all_tokens(
 
 
 def test_no_groups_give_no_samples():
-    assert assign([], AdvantageSettings(normalize=True)) == []
+    assert assigned([], AlgorithmConfig(normalize_advantages=True)) == []
 
 
 def test_a_reward_that_is_not_finite_is_refused_by_name():
     with pytest.raises(RewardError, match=r"sample 1 of prompt 4 has reward nan"):
-        assign([make_group([1.0, float("nan")], prompt_id=4)])
+        assigned([make_group([1.0, float("nan")], prompt_id=4)])
 
 
 def test_without_the_deviation_a_score_is_the_distance_from_the_mean():
     rewards = torch.tensor([1.0, 0, 0, 0], dtype=torch.float64)
-    assert group_zscore(rewards, by_std=False).tolist() == [0.75, -0.25, -0.25, -0.25]
-    assert group_zscore(torch.ones(4), by_std=False).tolist() == [0.0] * 4
-    samples = assign([make_group([1.0, 0, 0, 0])], AdvantageSettings(by_std=False))
+    assert group_zscore(rewards, AlgorithmConfig(normalize_by_std=False)).tolist() == [0.75, -0.25, -0.25, -0.25]
+    assert group_zscore(torch.ones(4), AlgorithmConfig(normalize_by_std=False)).tolist() == [0.0] * 4
+    samples = assigned([make_group([1.0, 0, 0, 0])], AlgorithmConfig(normalize_by_std=False))
     assert first_values(samples) == [0.75, -0.25, -0.25, -0.25]
 
 
 def test_divisor_and_epsilon_reach_every_group():
-    samples = assign([make_group([1.0, 0]), make_group([0.0, 4.0])], AdvantageSettings(ddof=0, eps=0.0))
+    samples = assigned([make_group([1.0, 0]), make_group([0.0, 4.0])], AlgorithmConfig(std_ddof=0, std_eps=0.0))
     assert first_values(samples) == [1.0, -1.0, -1.0, 1.0]
-    (first, _) = assign([make_group([1.0, 0])], AdvantageSettings(ddof=0, eps=0.5))
+    (first, _) = assigned([make_group([1.0, 0])], AlgorithmConfig(std_ddof=0, std_eps=0.5))
     assert first.advantages[0].item() == pytest.approx(0.5 / (0.5 + 0.5))

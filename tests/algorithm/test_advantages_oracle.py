@@ -5,8 +5,10 @@ import random
 
 import pytest
 import torch
+from losses import assigned
 
-from grpo_mega.algorithm.advantages import ADVANTAGES, AdvantageSettings, assign
+from grpo_mega.algorithm.advantages import ADVANTAGES
+from grpo_mega.config import AlgorithmConfig
 from grpo_mega.types import Group, Prompt, Sample
 from tools.conformance import adapter, cases
 
@@ -41,6 +43,8 @@ def test_advantages_equal_the_oracles_for_any_groups_and_settings(adv_type):
     for seed, choice in enumerate(itertools.product(*OPTIONS.values())):
         settings = cases.ADVANTAGE_SETTINGS | dict(zip(OPTIONS, choice, strict=True)) | {"adv_type": adv_type}
         settings |= {"kl_beta": 0.2, "kl_penalty_type": cases.PENALTIES[seed % 5]}
+        if adv_type == "grpo_process":  # no config has a KL penalty in the reward of steps
+            settings |= {"kl_in": "loss"}
         groups = random_groups(seed)
         expected = adapter.expected("advantages", {"groups": groups}, settings)
         actual = adapter.ours("advantages", {"groups": groups}, settings)
@@ -60,14 +64,14 @@ def process_group(step_rewards, step_ends, lengths):
 def test_a_tokens_advantage_is_the_sum_of_the_normalised_rewards_of_the_steps_that_end_at_or_after_it():
     """Rewards .2 .8 1 0 .4 have mean .48 and deviation .4147, so that they are -.6751 .7716 1.2538 and -1.1574 -.1929."""
     group = process_group([[0.2, 0.8, 1.0], [0.0, 0.4]], [[3, 7, 9], [2, 5]], [10, 6])
-    first, second = assign([group], AdvantageSettings(adv_type="grpo_process", eps=0.0))
+    first, second = assigned([group], AlgorithmConfig(adv_type="grpo_process", std_eps=0.0))
     assert first.advantages.tolist() == pytest.approx([1.3503] * 4 + [2.0254] * 4 + [1.2538] * 2, abs=5e-5)
     assert second.advantages.tolist() == pytest.approx([-1.3503] * 3 + [-0.1929] * 3, abs=5e-5)
 
 
 def test_tokens_after_the_last_step_have_no_advantage():
     group = process_group([[1.0], [0.0], []], [[1], [3], []], [4, 4, 3])
-    samples = assign([group], AdvantageSettings(adv_type="grpo_process", eps=0.0))
+    samples = assigned([group], AlgorithmConfig(adv_type="grpo_process", std_eps=0.0))
     high = 0.5**0.5
     expected = [[high, high, 0, 0], [-high] * 4, [0.0] * 3]
     assert [sample.advantages.tolist() for sample in samples] == [pytest.approx(row, abs=1e-6) for row in expected]
@@ -80,7 +84,7 @@ def test_steps_and_rewards_without_spread_give_exactly_zero(adv_type, normalize)
     for sample in group.samples:
         sample.reward = 0.3
     for groups in ([group], [process_group([[]], [[]], [3])], [process_group([[], []], [[], []], [0, 0])]):
-        samples = assign(groups, AdvantageSettings(adv_type=adv_type, normalize=normalize))
+        samples = assigned(groups, AlgorithmConfig(adv_type=adv_type, normalize_advantages=normalize))
         assert all(sample.advantages.eq(0).all() for sample in samples)
 
 
@@ -88,7 +92,7 @@ def test_the_baseline_of_rloo_is_the_mean_of_the_others():
     group = process_group([[]] * 4, [[]] * 4, [1] * 4)
     for sample, reward in zip(group.samples, [1.0, 0.0, 0.0, None], strict=True):
         sample.reward = reward
-    samples = assign([group], AdvantageSettings(adv_type="rloo"))
+    samples = assigned([group], AlgorithmConfig(adv_type="rloo"))
     assert torch.cat([sample.advantages for sample in samples]).tolist() == [1.0, -0.5, -0.5, 0.0]
 
 
@@ -96,6 +100,6 @@ def test_a_penalty_in_the_reward_of_reinforce_plus_plus_counts_for_its_token_and
     group = process_group([[]], [[]], [3])
     group.samples[0].reward = 1.0
     penalties = [torch.tensor([0.0, 2.0, 0.5])]
-    (sample,) = assign([group], AdvantageSettings(adv_type="reinforce_plus_plus", kl_beta=0.1), penalties)
+    (sample,) = assigned([group], AlgorithmConfig(adv_type="reinforce_plus_plus", kl_beta=0.1, kl_in="reward"), penalties)
     returns = torch.tensor([0.75, 0.75, 0.95])  # 1 - .1 (2 + .5), the same, 1 - .1 .5
     torch.testing.assert_close(sample.advantages, (returns - returns.mean()) / returns.std(), rtol=1e-5, atol=1e-5)

@@ -4,12 +4,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from grpo_mega.algorithm.objectives import OBJECTIVES
-from grpo_mega.algorithm.settings import advantage_settings, loss_settings
 from grpo_mega.config import AlgorithmConfig
 from tools.conformance import adapter, check
 
@@ -155,15 +153,3 @@ def test_the_file_is_small_and_strict_json_and_covers_every_name_that_a_config_c
         allowed = set(AlgorithmConfig.model_fields[field].annotation.__args__)
         assert {settings[field] for settings in used if field in settings} == allowed
     assert {settings["loss_type"] for settings in used if "loss_type" in settings} == set(OBJECTIVES)
-
-
-def test_a_config_with_a_cases_settings_makes_the_code_that_trains_do_what_was_checked():
-    for case in CASES:
-        own = {name: value for name, value in case["settings"].items() if name != "max_response_length"}
-        algorithm = AlgorithmConfig(**own, calculate_entropy=True)
-        if case["kind"] == "loss":
-            assert loss_settings(algorithm) == adapter.our_loss_settings(case["settings"])
-        if case["kind"] == "advantages":
-            rollout = SimpleNamespace(max_response_length=case["settings"]["max_response_length"])
-            settings = advantage_settings(SimpleNamespace(algorithm=algorithm, rollout=rollout))
-            assert settings == adapter.our_advantage_settings(case["settings"])

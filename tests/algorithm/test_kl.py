@@ -70,14 +70,14 @@ GAPS = torch.arange(-30.0, 30.05, 0.1, dtype=torch.float64) + 0.013
 MOVES = torch.tensor([-25.0, -18.0, -7.0, -2.6, -0.8, 0.0, 0.5, 2.2, 9.0, 23.0], dtype=torch.float64) + 0.007
 
 
-def penalties_and_slopes(kind, max_penalty=10.0):
+def penalties_and_slopes(kind, kl_clamp=10.0):
     """[len(GAPS), len(MOVES)] values, gradients by autograd, and central differences, all in float64."""
     gaps, moves = (values.contiguous() for values in torch.broadcast_tensors(GAPS[:, None], MOVES))
     logprobs = torch.full_like(gaps, -1.5, requires_grad=True)
 
     def penalty(x):
         reference, old = (-1.5 - gaps), (-1.5 - moves)
-        return kl_penalty(x, reference, kind, old_logprobs=old, max_penalty=max_penalty)
+        return kl_penalty(x, reference, kind, old_logprobs=old, kl_clamp=kl_clamp)
 
     values = penalty(logprobs)
     (gradients,) = torch.autograd.grad(values.sum(), logprobs)
@@ -86,11 +86,11 @@ def penalties_and_slopes(kind, max_penalty=10.0):
     return gaps, moves, values.detach(), gradients, differences
 
 
-@pytest.mark.parametrize("max_penalty", [10.0, 0.3, None])
+@pytest.mark.parametrize("kl_clamp", [10.0, 0.3, None])
 @pytest.mark.parametrize("kind", [*KINDS, "low_var_kl_weighted"])
-def test_no_penalty_pushes_away_from_the_reference(kind, max_penalty):
+def test_no_penalty_pushes_away_from_the_reference(kind, kl_clamp):
     """A step against the gradient raises log-probs that are below the reference's, lowers those above, or leaves them."""
-    gaps, _, values, gradients, differences = penalties_and_slopes(kind, max_penalty)
+    gaps, _, values, gradients, differences = penalties_and_slopes(kind, kl_clamp)
     if kind != "kl":  # k1 pulls one way, wherever the reference is
         assert (gradients * gaps >= 0).all()
     within = (gaps.abs() < 20) | (kind != "low_var_kl_weighted")  # beyond, the ratio is held constant for the gradient alone
@@ -112,6 +112,6 @@ def test_the_weighted_k3_is_slimes_with_its_clamp_on_the_product():
 def test_the_clamp_of_k3_can_be_moved_and_removed():
     logprobs, reference = torch.tensor([-6.0], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     exact = math.exp(6) - 1 - 6
-    assert kl_penalty(logprobs, reference, "low_var_kl", max_penalty=25.0).item() == 25.0
-    assert kl_penalty(logprobs, reference, "low_var_kl", max_penalty=None).item() == pytest.approx(exact, rel=1e-12)
-    assert kl_penalty(logprobs - 100, reference, "low_var_kl", max_penalty=None).item() < math.exp(20)
+    assert kl_penalty(logprobs, reference, "low_var_kl", kl_clamp=25.0).item() == 25.0
+    assert kl_penalty(logprobs, reference, "low_var_kl", kl_clamp=None).item() == pytest.approx(exact, rel=1e-12)
+    assert kl_penalty(logprobs - 100, reference, "low_var_kl", kl_clamp=None).item() < math.exp(20)

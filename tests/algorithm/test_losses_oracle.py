@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_mega.algorithm.losses import LossSettings, policy_loss
-from grpo_mega.algorithm.objectives import OBJECTIVES, Limits
+from grpo_mega.algorithm.losses import policy_loss
+from grpo_mega.algorithm.objectives import OBJECTIVES
+from grpo_mega.config import AlgorithmConfig
 from tools.conformance import adapter, cases, oracle_losses
 
 VECTORS = ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "entropy")
@@ -38,7 +39,7 @@ def ours(responses, settings, num_parts=1, seed=0):
         numbers = torch.tensor([members.index(member) for member in whole.segments[where].tolist()])
         vectors = {name: getattr(whole, name)[where] for name in (*VECTORS, "loss_mask", "loss_weights")}
         part = replace(whole, **vectors, segments=numbers, num_segments=len(members))
-        total = total + policy_loss(part, adapter.our_loss_settings(settings)).loss
+        total = total + policy_loss(part, adapter.algorithm_config(settings)).loss
     gradients = torch.autograd.grad(total, [whole.logprobs, whole.entropy], allow_unused=True)
     zeros = torch.zeros_like(whole.logprobs)
     return total.detach(), *[zeros if g is None else g for g in gradients]
@@ -114,7 +115,7 @@ def test_gradients_of_losses_that_stop_none_equal_numeric_gradients(loss_type):
 
     def loss(logprobs, entropy):
         full = [torch.zeros_like(inputs.logprobs).masked_scatter(kept, values) for values in (logprobs, entropy)]
-        return policy_loss(replace(inputs, logprobs=full[0], entropy=full[1]), adapter.our_loss_settings(settings)).loss
+        return policy_loss(replace(inputs, logprobs=full[0], entropy=full[1]), adapter.algorithm_config(settings)).loss
 
     leaves = [values.detach()[kept].clone().requires_grad_() for values in (inputs.logprobs, inputs.entropy)]
     assert torch.autograd.gradcheck(loss, leaves)
@@ -143,7 +144,7 @@ def test_ratios_beyond_any_number_give_finite_losses_and_gradients(loss_type, ol
         vectors = {name: getattr(inputs, name).detach().to(dtype) for name in (*VECTORS, "loss_mask", "loss_weights")}
         inputs = replace(inputs, **vectors)
         inputs.logprobs.requires_grad_()
-        loss = policy_loss(inputs, adapter.our_loss_settings(settings)).loss
+        loss = policy_loss(inputs, adapter.algorithm_config(settings)).loss
         (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
         assert loss.isfinite() and gradient.isfinite().all()
 
@@ -191,6 +192,8 @@ def test_a_dropped_token_is_no_part_of_its_responses_mean_ratio(loss_type):
     torch.testing.assert_close(gradient[[0, 1, 3]], alone_gradient[:3], rtol=1e-13, atol=0)
 
 
-def test_limits_and_settings_have_the_papers_defaults():
-    assert Limits() == Limits(clip_low=0.2, clip_high=0.2, clip_c=3.0, tau_positive=1.0, tau_negative=1.05)
-    assert LossSettings().loss_type == "actor" and LossSettings().kl_beta == 0.0
+def test_losses_have_the_papers_defaults():
+    a = AlgorithmConfig()
+    assert (a.clip_low, a.clip_high, a.ratio_clip_c) == (0.2, 0.2, 3.0)
+    assert (a.sapo_tau_positive, a.sapo_tau_negative) == (1.0, 1.05)
+    assert a.loss_type == "actor" and a.kl_beta == 0.0

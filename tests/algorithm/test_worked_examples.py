@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from losses import loss_of
+from losses import assigned, loss_of
 
-from grpo_mega.algorithm.advantages import AdvantageSettings, assign
-from grpo_mega.algorithm.aggregate import token_weights
 from grpo_mega.algorithm.inputs import LossInputs
+from grpo_mega.algorithm.token_weights import token_weights
+from grpo_mega.config import AlgorithmConfig
 from grpo_mega.types import Group, Prompt, Sample
 from tools.conformance import adapter
 
@@ -22,7 +22,7 @@ def advantages(*rewards_of_groups, **settings):
         Group(PROMPT, [Sample(PROMPT, i, [5], [-0.5], "stop", policy_version=0, reward=r) for i, r in enumerate(rewards)])
         for rewards in rewards_of_groups
     ]
-    return torch.cat([sample.advantages for sample in assign(groups, AdvantageSettings(**settings))])
+    return torch.cat([sample.advantages for sample in assigned(groups, AlgorithmConfig(**settings))])
 
 
 def inputs_of(ratios, advantages_T, old=0.5):

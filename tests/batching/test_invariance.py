@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from losses import loss_of
+from losses import assigned, loss_of
 
-from grpo_mega.algorithm.advantages import assign
-from grpo_mega.algorithm.aggregate import token_weights
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.losses import accumulate, finalize
 from grpo_mega.algorithm.objectives import OBJECTIVES
+from grpo_mega.algorithm.token_weights import token_weights
 from grpo_mega.batching.layout import from_samples, segments
 from grpo_mega.batching.pack import pack
 from grpo_mega.types import Group, Prompt, Sample
@@ -40,7 +39,7 @@ def make_samples(generator):
                 [Sample(prompt, i, [3] * lengths[i], [-1.0] * lengths[i], "stop", 0, reward=rewards[i]) for i in range(4)],
             )
         )
-    return assign(groups)
+    return assigned(groups)
 
 
 class Policy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import yaml
 
 from grpo_mega import cli
 from grpo_mega import config as configs
-from grpo_mega.commands.eval_request import Options, Request, make_request
+from grpo_mega.commands.eval_request import make_request
+from grpo_mega.commands.options import EvalOptions, PlanOptions, add_options, read_options
 from grpo_mega.config import EvalConfig
 from grpo_mega.errors import ConfigError, UserError
 
@@ -50,37 +52,37 @@ def write(path: Path, **data: Any) -> Path:
 
 
 def test_a_run_gives_its_newest_checkpoint_or_the_one_of_a_step(run_dir: Path) -> None:
-    assert make_request(Options(run_dir)).checkpoint == run_dir / "checkpoints/step-000004"
-    found = make_request(Options(run_dir, step=2))
+    assert make_request(EvalOptions(run_dir)).checkpoint == run_dir / "checkpoints/step-000004"
+    found = make_request(EvalOptions(run_dir, step=2))
     assert found.checkpoint == run_dir / "checkpoints/step-000002"
     assert found.config.model.init == "random"  # the weights that the run began with need not be there any more
-    assert make_request(Options(run_dir, model=Path("hf"))).checkpoint is None
+    assert make_request(EvalOptions(run_dir, model=Path("hf"))).checkpoint is None
 
 
 def test_a_config_gives_its_model_and_another_may_be_named(config_file: Path) -> None:
-    found = make_request(Options(config_file)).config
+    found = make_request(EvalOptions(config_file)).config
     assert (found.model.path, found.model.init) == (Path("model"), "checkpoint")
-    assert make_request(Options(config_file, model=Path("hf"))).config.model.path == Path("hf")
+    assert make_request(EvalOptions(config_file, model=Path("hf"))).config.model.path == Path("hf")
 
 
 def test_only_held_out_prompts_are_loaded_where_they_are_a_set_of_their_own(config_file: Path, tmp_path: Path) -> None:
-    found = make_request(Options(config_file))
+    found = make_request(EvalOptions(config_file))
     assert [source.path for source in found.config.data.train] == ["h.jsonl"]
-    assert (found.names, found.config.eval.num_prompts, found.config.data.pass_rates) == (("",), 5, None)
+    assert (found.set_names, found.config.eval.num_prompts, found.config.data.pass_rates) == (("",), 5, None)
     several = write(tmp_path / "d.yaml", train="a", heldout_sets={"x": "x.jsonl", "y": {"path": "y", "prompt_column": "q"}})
-    found = make_request(Options(several))
-    assert found.names == ("x", "y")
+    found = make_request(EvalOptions(several))
+    assert found.set_names == ("x", "y")
     assert [(source.path, source.prompt_column) for source in found.config.data.train] == [("x.jsonl", None), ("y", "q")]
 
 
 def test_prompts_split_off_from_the_training_data_are_split_off_again(tmp_path: Path) -> None:
-    found = make_request(Options(write(tmp_path / "d.yaml", train="a", heldout_size=3)))
-    assert found.names is None
+    found = make_request(EvalOptions(write(tmp_path / "d.yaml", train="a", heldout_size=3)))
+    assert found.set_names is None
     assert (found.config.data.train[0].path, found.config.data.heldout_size) == ("a", 3)
 
 
 def test_the_training_set_is_evaluated_whole_with_the_prompts_that_pass_rates_would_drop(config_file: Path) -> None:
-    found = make_request(Options(config_file, train_set=True, samples=8))
+    found = make_request(EvalOptions(config_file, train_set=True, samples=8))
     assert [source.path for source in found.config.data.train] == ["a.jsonl", "b.jsonl"]
     assert found.config.data.heldout is None
     assert (found.config.data.pass_rates, found.config.data.min_pass_rate) == (None, None)
@@ -88,20 +90,63 @@ def test_the_training_set_is_evaluated_whole_with_the_prompts_that_pass_rates_wo
 
 
 def test_settings_are_the_configs_unless_given(config_file: Path) -> None:
-    assert make_request(Options(config_file)).config.eval.all_ks == (16,)
-    found = make_request(Options(config_file, samples=8, temperature=0.6, top_p=0.9, greedy=False, prompts=2)).config.eval
+    assert make_request(EvalOptions(config_file)).config.eval.all_ks == (16,)
+    found = make_request(EvalOptions(config_file, samples=8, temperature=0.6, top_p=0.9, greedy=False, prompts=2)).config.eval
     assert (found.samples, found.all_ks, found.temperature, found.top_p) == (8, (1, 2, 4, 8), 0.6, 0.9)
     assert (found.greedy, found.num_prompts) == (False, 2)
-    assert make_request(Options(config_file, samples=8, ks=[3])).config.eval.all_ks == (3,)
-    assert make_request(Options(config_file, overrides=["layout.tp=1"])).config.layout.tp == 1
-    assert not make_request(Options(config_file)).config.log.wandb
+    assert make_request(EvalOptions(config_file, samples=8, ks=[3])).config.eval.all_ks == (3,)
+    assert make_request(EvalOptions(config_file, overrides=["layout.tp=1"])).config.layout.tp == 1
+    assert not make_request(EvalOptions(config_file)).config.log.wandb
 
 
-def test_ranks_read_the_request_that_their_launcher_wrote(run_dir: Path, tmp_path: Path) -> None:
-    for options in (Options(run_dir, out=tmp_path / "rows.jsonl"), Options(run_dir, model=Path("hf"), train_set=True)):
-        request = make_request(options)
-        request.write(tmp_path)
-        assert Request.read(tmp_path) == request
+def test_the_options_are_read_from_the_command_line() -> None:
+    """Ranks make the request from the same arguments as their launcher."""
+    parser = argparse.ArgumentParser()
+    add_options(parser, EvalOptions)
+    assert read_options(EvalOptions, parser.parse_args(["run"])) == EvalOptions(Path("run"))
+    given = "run --set layout.tp=1 --set seed=3 --step 2 --model hf --data d --train-set --prompts 5 --samples 8 --k 1 8"
+    arguments = f"{given} --temperature 0.5 --top-p 0.9 --no-greedy --out rows.jsonl".split()
+    assert read_options(EvalOptions, parser.parse_args(arguments)) == EvalOptions(
+        target=Path("run"),
+        overrides=("layout.tp=1", "seed=3"),
+        step=2,
+        model=Path("hf"),
+        data="d",
+        train_set=True,
+        prompts=5,
+        samples=8,
+        ks=(1, 8),
+        temperature=0.5,
+        top_p=0.9,
+        greedy=False,
+        out=Path("rows.jsonl"),
+    )
+
+
+def test_the_options_of_plan_are_read_from_the_command_line() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, PlanOptions)
+    assert read_options(PlanOptions, parser.parse_args(["c.yaml"])) == PlanOptions(Path("c.yaml"))
+    given = (
+        "c.yaml --set seed=3 --gpu h200 --world-size 64 --gpus-per-node 4 --model-config m.json --model name --json --suggest"
+    )
+    arguments = f"{given} --mean-prompt 9 --mean-response 8.5 --rehearse --ranks 0 3 --explain".split()
+    assert read_options(PlanOptions, parser.parse_args(arguments)) == PlanOptions(
+        config=Path("c.yaml"),
+        overrides=("seed=3",),
+        gpu="h200",
+        world_size=64,
+        gpus_per_node=4,
+        model_config=Path("m.json"),
+        model="name",
+        mean_prompt=9.0,
+        mean_response=8.5,
+        is_json=True,
+        suggests=True,
+        explains=True,
+        rehearses=True,
+        ranks=(0, 3),
+    )
 
 
 @pytest.mark.parametrize(("samples", "ks"), [(0, ()), (1, (1,)), (6, (1, 2, 4)), (8, (1, 2, 4, 8))])
@@ -127,17 +172,17 @@ def test_ks_are_powers_of_two_up_to_the_samples(samples: int, ks: tuple[int, ...
 )
 def test_what_cannot_be_evaluated_is_one_line(run_dir: Path, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError) as caught:
-        make_request(Options(run_dir, **options))
+        make_request(EvalOptions(run_dir, **options))
     assert problem in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_target_that_is_neither_run_nor_config_is_one_line(config_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no config\.yaml; name the run_dir of a run, or a config file"):
-        make_request(Options(tmp_path))
-    with pytest.raises(ConfigError, match=r"--step 2 is of a run, and .*c\.yaml is a file; name the run's folder"):
-        make_request(Options(config_file, step=2))
+        make_request(EvalOptions(tmp_path))
+    with pytest.raises(ConfigError, match=r"--step 2 is an option for a run, but .*c\.yaml is a file; name the run's folder"):
+        make_request(EvalOptions(config_file, step=2))
     with pytest.raises(ConfigError, match="No such file or directory; name an existing YAML file"):
-        make_request(Options(tmp_path / "none.yaml"))
+        make_request(EvalOptions(tmp_path / "none.yaml"))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments
 
 from grpo_mega import cli
 from grpo_mega.commands.trl_flags import command
-from grpo_mega.commands.trl_flags.parse import help_text, parse
-from grpo_mega.commands.trl_flags.table import ALIASES, FLAGS, NOTED, REFUSED
+from grpo_mega.commands.trl_flags.flags import ALIASES, FLAGS, NOTED, REFUSED, help_text, parse
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
 
@@ -98,7 +97,7 @@ CASES: dict[str, dict[str, Any]] = {
         "checkpoint.interval": 2,
         "checkpoint.keep": 5,
     },
-    "--num_train_epochs 2.5": {"steps": 7},  # 250 prompts, 32 a step
+    "--num_train_epochs 2.5": {"steps": 7},  # 250 prompts, 32 per step
     "--lr_scheduler_type cosine --warmup_ratio 0.1 --max_steps 50": {
         "optimizer.schedule": "cosine",
         "optimizer.warmup_steps": 5,
@@ -276,7 +275,7 @@ def test_a_model_that_the_hub_does_not_give_is_one_line(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "cache"))
     assert cli.main(["grpo", *SEED.replace("base", "deepseek-ai/deepseek-base").split()]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert "deepseek-ai/deepseek-base is neither a folder here nor to be had" in line and "name its folder" in line
+    assert "deepseek-ai/deepseek-base is neither a local folder nor available from" in line and "name its folder" in line
 
 
 def test_a_model_in_the_hubs_cache_is_found_without_the_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from grpo_mega.config import DataConfig
 from grpo_mega.data import DatasetReport, load_prompts
 from grpo_mega.errors import ConfigError
 from grpo_mega.types import Prompt
@@ -39,7 +40,9 @@ def load(path: Path, template: str | None = PLAIN, **changes: Any) -> tuple[list
         "system_prompt": None,
         "max_prompt_length": 200,
     }
-    return load_prompts(str(path), tokenizer=make_tokenizer(template), **{**settings, **changes})
+    first_id = changes.pop("first_id", 0)
+    config = DataConfig.model_validate({"train": str(path)} | settings | changes)
+    return load_prompts(config.train[0], config, make_tokenizer(template), first_id=first_id)
 
 
 def test_a_text_becomes_a_user_message_and_the_prompt_is_what_the_template_writes(tmp_path: Path) -> None:
@@ -203,7 +206,7 @@ def test_a_tokenizer_without_a_chat_template_is_an_error(tmp_path: Path) -> None
         load(write_rows(tmp_path / "a.jsonl", [GOOD]), template=None)
 
 
-def test_what_the_template_refuses_is_told_with_the_row(tmp_path: Path) -> None:
+def test_a_row_that_the_template_refuses_is_named(tmp_path: Path) -> None:
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + PLAIN
     with pytest.raises(ConfigError, match=r"a\.jsonl:1: the chat template refuses the messages \(no system role\)"):
         load(write_rows(tmp_path / "a.jsonl", [GOOD]), template=refusing, system_prompt="s")

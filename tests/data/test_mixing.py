@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from grpo_mega.config import RolloutConfig
 from grpo_mega.config.data import DataConfig
-from grpo_mega.data import MixedSampler, PromptSampler, RunData, load_data
+from grpo_mega.data import RunData, Sampler, load_data
 from grpo_mega.data.load import IDS_PER_SET, check_data
 from grpo_mega.data.split import split_off
 from grpo_mega.errors import ConfigError
@@ -24,12 +24,12 @@ MIXES = [
     ((100, 50), (1.0, 1.0), 8),
     ((100, 30, 7), (5.0, 3.0, 0.4), 10),
     ((40, 40, 40), (1.0, 1.0, 1.0), 10),
-    ((9, 200), (1.0, 2.0), 12),  # a set of little more than what a step takes of it
+    ((9, 200), (1.0, 2.0), 12),  # a set hardly larger than its share of one step
     ((300, 5), (1.0, 0.01), 16),  # a set of which most steps take nothing
 ]
 
 
-def counts_of(sampler: MixedSampler, sizes: tuple[int, ...], step: int) -> list[int]:
+def counts_of(sampler: Sampler, sizes: tuple[int, ...], step: int) -> list[int]:
     ends = list(itertools.accumulate(sizes))
     found = Counter(next(n for n, end in enumerate(ends) if index < end) for index in sampler.indices(step))
     return [found[n] for n in range(len(sizes))]
@@ -41,7 +41,7 @@ def test_every_step_holds_each_sets_share_rounded_up_or_down(
 ) -> None:
     shares = [prompts_per_step * w / sum(weights) for w in weights]
     for seed in range(3):
-        sampler = MixedSampler(sizes, weights, prompts_per_step, seed, shuffle=True)
+        sampler = Sampler(sizes, weights, prompts_per_step, seed, shuffle=True)
         counts = [counts_of(sampler, sizes, step) for step in range(200)]
         assert all(sum(count) == prompts_per_step for count in counts)
         assert all(abs(c - share) < 1 for count in counts for c, share in zip(count, shares, strict=True))
@@ -51,16 +51,16 @@ def test_every_step_holds_each_sets_share_rounded_up_or_down(
 
 
 def test_over_the_seeds_the_mean_of_the_very_first_step_is_the_share() -> None:
-    draws = [counts_of(MixedSampler((9, 9), (1.0, 3.0), 2, seed, shuffle=True), (9, 9), 0)[0] for seed in range(400)]
+    draws = [counts_of(Sampler((9, 9), (1.0, 3.0), 2, seed, shuffle=True), (9, 9), 0)[0] for seed in range(400)]
     assert abs(sum(draws) / len(draws) - 0.5) < 0.1
 
 
 @pytest.mark.parametrize(("sizes", "weights", "prompts_per_step"), MIXES)
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_no_step_of_a_mixture_holds_a_prompt_twice_and_every_epoch_of_a_set_is_whole(
+def test_no_step_of_several_sets_holds_a_prompt_twice_and_every_epoch_of_a_set_is_whole(
     sizes: tuple[int, ...], weights: tuple[float, ...], prompts_per_step: int, shuffle: bool
 ) -> None:
-    sampler = MixedSampler(sizes, weights, prompts_per_step, 3, shuffle)
+    sampler = Sampler(sizes, weights, prompts_per_step, 3, shuffle=shuffle)
     steps = [sampler.indices(step) for step in range(150)]
     assert all(len(set(step)) == prompts_per_step for step in steps)
     firsts = [0, *itertools.accumulate(sizes)]
@@ -70,17 +70,17 @@ def test_no_step_of_a_mixture_holds_a_prompt_twice_and_every_epoch_of_a_set_is_w
             assert sorted(drawn[epoch * size : (epoch + 1) * size]) == list(range(first, first + size))
 
 
-def test_a_step_of_a_mixture_is_the_same_for_a_sampler_that_never_saw_the_steps_before() -> None:
+def test_a_step_of_several_sets_is_the_same_for_a_sampler_that_never_saw_the_steps_before() -> None:
     sizes, weights = (30, 11, 50), (1.0, 0.7, 2.0)
-    sampler = MixedSampler(sizes, weights, 9, 1, shuffle=True)
+    sampler = Sampler(sizes, weights, 9, 1, shuffle=True)
     before = [sampler.indices(step) for step in range(60)]
     for step in (59, 7, 0, 23):
-        assert MixedSampler(sizes, weights, 9, 1, shuffle=True).indices(step) == before[step]
-    assert MixedSampler(sizes, weights, 9, 2, shuffle=True).indices(0) != before[0]
+        assert Sampler(sizes, weights, 9, 1, shuffle=True).indices(step) == before[step]
+    assert Sampler(sizes, weights, 9, 2, shuffle=True).indices(0) != before[0]
 
 
 def test_mini_batches_of_a_step_are_mixed_too() -> None:
-    sampler = MixedSampler((100, 100), (3.0, 1.0), 32, 0, shuffle=True)
+    sampler = Sampler((100, 100), (3.0, 1.0), 32, 0, shuffle=True)
     for step in range(20):
         indices = sampler.indices(step)
         for mini_batch in (indices[:8], indices[8:16], indices[16:24], indices[24:]):
@@ -88,16 +88,18 @@ def test_mini_batches_of_a_step_are_mixed_too() -> None:
 
 
 def test_sets_of_one_size_have_orders_of_their_own_and_the_first_is_that_of_a_single_set() -> None:
-    sampler = MixedSampler((64, 64), (1.0, 1.0), 32, 0, shuffle=True)
+    sampler = Sampler((64, 64), (1.0, 1.0), 32, 0, shuffle=True)
     drawn = [index for step in range(4) for index in sampler.indices(step)]
     first, second = [i for i in drawn if i < 64], [i - 64 for i in drawn if i >= 64]
     assert first != second
-    assert first == [i for step in range(4) for i in PromptSampler(64, 16, 0, shuffle=True).indices(step)]
+    assert first == [i for step in range(4) for i in Sampler([64], [1.0], 16, 0, shuffle=True).indices(step)]
 
 
 def test_a_set_smaller_than_its_share_of_a_step_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"data\.train\.1 has 3 prompts, but its share 0\.5 .*=8 takes up to 4 a step; lower"):
-        MixedSampler((100, 3), (1.0, 1.0), 8, 0, shuffle=True)
+    with pytest.raises(
+        ConfigError, match=r"data\.train\.1 has 3 prompts, but its share 0\.5 .*=8 takes up to 4 per step; lower"
+    ):
+        Sampler((100, 3), (1.0, 1.0), 8, 0, shuffle=True)
 
 
 def write(path: Path, questions: list[str], answers: str = "answer") -> str:

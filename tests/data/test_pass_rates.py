@@ -109,7 +109,7 @@ def test_limits_that_keep_nothing_of_a_set_are_refused(folder: Path) -> None:
         ('{"id": 0, "hash": "a", "samples": 0, "solved": 0}\n', r"rates\.jsonl:1 has no id, hash, samples and solved"),
     ],
 )
-def test_a_file_without_rates_is_told_before_anything_is_loaded(folder: Path, content: str | None, problem: str) -> None:
+def test_a_file_without_rates_is_an_error_before_anything_is_loaded(folder: Path, content: str | None, problem: str) -> None:
     path = folder / "rates.jsonl"
     path.unlink()
     if content is not None:
@@ -121,7 +121,7 @@ def test_a_file_without_rates_is_told_before_anything_is_loaded(folder: Path, co
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({}, r"data\.pass_rates=.* drops nothing by itself; set data\.min_pass_rate"),
+        ({}, r"data\.pass_rates=.* needs a limit; set data\.min_pass_rate"),
         ({"pass_rates": None, "max_pass_rate": 0.9}, r"data\.max_pass_rate=0\.9 needs data\.pass_rates"),
         ({"min_pass_rate": 0.9, "max_pass_rate": 0.1}, r"data\.min_pass_rate=0\.9 is above data\.max_pass_rate=0\.1; lower it"),
     ],

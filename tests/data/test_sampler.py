@@ -1,20 +1,22 @@
-"""PromptSampler: (seed, step) alone decides what a step draws."""
+"""Sampler over one set: (seed, step) alone decides what a step draws."""
 
+import hashlib
 import itertools
+import json
 
 import pytest
 
-from grpo_mega.data import PromptSampler
+from grpo_mega.data import Sampler
 from grpo_mega.errors import ConfigError
 
 
-def draw(sampler: PromptSampler, num_steps: int) -> list[int]:
+def draw(sampler: Sampler, num_steps: int) -> list[int]:
     return list(itertools.chain.from_iterable(sampler.indices(step) for step in range(num_steps)))
 
 
 @pytest.mark.parametrize(("num_prompts", "prompts_per_step"), [(100, 8), (10, 7), (12, 4), (9, 9), (20, 7), (23, 12)])
 def test_every_epoch_is_a_permutation_even_where_steps_span_epochs(num_prompts: int, prompts_per_step: int) -> None:
-    sampler = PromptSampler(num_prompts, prompts_per_step, seed=3, shuffle=True)
+    sampler = Sampler([num_prompts], [1.0], prompts_per_step, seed=3, shuffle=True)
     drawn = draw(sampler, num_steps=5 * num_prompts)
     for epoch in range(5):
         assert sorted(drawn[epoch * num_prompts : (epoch + 1) * num_prompts]) == list(range(num_prompts))
@@ -23,34 +25,55 @@ def test_every_epoch_is_a_permutation_even_where_steps_span_epochs(num_prompts: 
 @pytest.mark.parametrize(("num_prompts", "prompts_per_step"), [(100, 8), (10, 7), (9, 9), (20, 7), (23, 12), (3, 2)])
 def test_no_step_holds_a_prompt_twice(num_prompts: int, prompts_per_step: int) -> None:
     for seed in range(10):
-        sampler = PromptSampler(num_prompts, prompts_per_step, seed=seed, shuffle=True)
+        sampler = Sampler([num_prompts], [1.0], prompts_per_step, seed=seed, shuffle=True)
         for step in range(60):
             assert len(set(sampler.indices(step))) == prompts_per_step
 
 
 def test_a_step_is_the_same_for_a_sampler_that_never_saw_the_steps_before() -> None:
-    sampler = PromptSampler(50, 8, seed=1, shuffle=True)
+    sampler = Sampler([50], [1.0], 8, seed=1, shuffle=True)
     before = [sampler.indices(step) for step in range(40)]
     for step in (39, 7, 0, 23):
-        assert PromptSampler(50, 8, seed=1, shuffle=True).indices(step) == before[step]
+        assert Sampler([50], [1.0], 8, seed=1, shuffle=True).indices(step) == before[step]
 
 
 def test_epochs_and_seeds_differ_in_their_order() -> None:
-    one, other = (PromptSampler(64, 64, seed=seed, shuffle=True) for seed in (0, 1))
+    one, other = (Sampler([64], [1.0], 64, seed=seed, shuffle=True) for seed in (0, 1))
     assert one.indices(0) != one.indices(1)
     assert one.indices(0) != other.indices(0)
 
 
 def test_without_shuffling_the_file_is_read_in_order() -> None:
-    sampler = PromptSampler(5, 2, seed=0, shuffle=False)
+    sampler = Sampler([5], [1.0], 2, seed=0, shuffle=False)
     assert draw(sampler, num_steps=5) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
 
 
 def test_no_prompts_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"data\.train holds no usable prompt"):
-        PromptSampler(0, 4, seed=0, shuffle=True)
+        Sampler([0], [1.0], 4, seed=0, shuffle=True)
 
 
 def test_a_step_larger_than_the_data_names_the_largest_that_fits() -> None:
     with pytest.raises(ConfigError, match=r"batch\.prompts_per_step=32 is more than the 10 prompts .* at most 10"):
-        PromptSampler(10, 32, seed=0, shuffle=True)
+        Sampler([10], [1.0], 32, seed=0, shuffle=True)
+
+
+# (sizes, weights, prompts_per_step)
+FROZEN_CASES = [
+    *[((100,), (1.0,), 8), ((9,), (1.0,), 9), ((10,), (3.0,), 7), ((23,), (0.5,), 12), ((64,), (1.0,), 4)],
+    *[((100, 50), (1.0, 1.0), 8), ((100, 30, 7), (5.0, 3.0, 0.4), 10), ((40, 40, 40), (1.0, 1.0, 1.0), 10)],
+    *[((9, 200), (1.0, 2.0), 12), ((300, 5), (1.0, 0.01), 16)],
+]
+
+
+def test_the_order_of_prompts_never_changes() -> None:
+    """A checkpoint holds no order, so a resumed run is right only if every version of the code draws the same prompts."""
+    digest = hashlib.sha256()
+    for sizes, weights, prompts_per_step in FROZEN_CASES:
+        for seed in (0, 7, 2**31 - 1):
+            for shuffle in (True, False):
+                sampler = Sampler(sizes, weights, prompts_per_step, seed, shuffle=shuffle)
+                digest.update(json.dumps([sampler.indices(step) for step in range(40)]).encode())
+    assert digest.hexdigest() == "222b7a15c6efca40804a83648ee81b56af3fe5d1b06099b14dd04f0b886e450b"
+    drawn = [Sampler([10], [1.0], 7, 3, shuffle=True).indices(step) for step in range(3)]
+    assert drawn == [[6, 8, 4, 1, 3, 5, 9], [7, 0, 2, 4, 5, 8, 1], [3, 9, 6, 2, 0, 7, 4]]

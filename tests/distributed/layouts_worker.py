@@ -77,7 +77,7 @@ def logits_difference(case: LogitsCase, runtime: Runtime) -> float:
         length_multiple=policy.length_multiple,
         micro_batch_multiple=policy.micro_batch_multiple,
     )[0]
-    found = policy._pipeline.forward(batches, partial(_differences, case, runtime, policy, model.shape.vocab))
+    found = policy.pipeline.forward(batches, partial(_differences, case, runtime, policy, model.shape.vocab))
     worst = torch.tensor(max((d for micro_batch in found for d in micro_batch), default=0.0))
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst)
@@ -86,7 +86,7 @@ def logits_difference(case: LogitsCase, runtime: Runtime) -> float:
 def _differences(
     case: LogitsCase, runtime: Runtime, policy: Policy, vocab: int, hidden_TH: torch.Tensor, batch: PackedBatch
 ) -> list[float]:
-    logits_TV = hidden_TH @ output_weight(policy._models[-1]).t()
+    logits_TV = hidden_TH @ output_weight(policy.models[-1]).t()
     shards = [torch.empty_like(logits_TV) for _ in range(runtime.layout.tp)]
     dist.all_gather(shards, logits_TV.contiguous(), group=runtime.tp_group)
     full_TV = torch.cat(shards, dim=1)[:, :vocab].float()

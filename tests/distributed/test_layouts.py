@@ -1,23 +1,24 @@
 """Every layout gives the same numbers: logits against transformers, and whole updates against a single rank.
 
-All cases of one world size share a launch of ranks; everything runs on real Megatron-core over gloo.
+All cases of one world size share a launch of ranks; everything runs on real Megatron-core over gloo. Only cases of tests that
+were selected run. Those in FULL repeat an axis that others cover, and wait for --all.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from layout_cases import LogitsCase
 from models import VOCAB_SIZE, make_model, save_checkpoint
+from ranks import run_forked
 
 from grpo_mega import config as configs
 from grpo_mega.commands.check import Case, Difference, Outcome, compare
-from grpo_mega.distributed.launch import run_ranks
 from grpo_mega.types import Group, Prompt, Sample
 
 pytestmark = pytest.mark.distributed
@@ -38,6 +39,7 @@ MODELS = {
     "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE, "tied": True}),
     "mistral": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
+    "short": ("qwen2", {"num_hidden_layers": 2}),
     "qwen2-tied": ("qwen2", {"tied": True}),
     "qwen3": ("qwen3", {}),
     "uneven": ("llama", {"num_hidden_layers": 6, "tied": True}),
@@ -92,7 +94,7 @@ UPDATES = {
     "uneven": ("tp=1", "pp=4", "pp=4,layers_per_chunk=[1;2;2;1]", "tp=2,pp=2,sequence_parallel=true", "pp=2,vpp=2,dp=2"),
 }
 
-# Methods, on qwen2, by their changes to the config: between them every loss, advantage and kind of correction.
+# Methods, on a short qwen2, by their changes to the config: between them every loss, advantage and kind of correction.
 METHODS = {
     "dual_clip": (
         "algorithm.loss_type=dual_clip",
@@ -114,8 +116,39 @@ METHODS = {
     "process_supervision": ("algorithm.recipe=process_supervision", "algorithm.overlong_filter=true"),
 }
 METHODS_LAYOUTS = ("tp=1", "tp=2,dp=2 batch.tokens_per_micro_batch=40 reversed")
-ALL_UPDATES = UPDATES | {f"qwen2+{method}": METHODS_LAYOUTS for method in METHODS}
-ALL_UPDATES["qwen2+reinforce_plus_plus"] += ("tp=2,pp=2",)  # whose advantages need log-probs of the last stage
+ALL_UPDATES = UPDATES | {f"short+{method}": METHODS_LAYOUTS for method in METHODS}
+ALL_UPDATES["short+reinforce_plus_plus"] += ("tp=2,pp=2",)  # whose advantages need log-probs of the last stage
+LOGITS = {name: MIXTURES_LAYOUTS if name in MIXTURES else LOGITS_LAYOUTS for name in MODELS | MIXTURES if name != "short"}
+LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
+# Those that every model keeps without --all; qwen2 and qwen3_moe keep all.
+KEPT_LOGITS = ("tp=1", "tp=2,pp=2", "tp=2,ep=2,sequence_parallel=true")
+FULL_UPDATES = {
+    "qwen2": (
+        "pp=2,dp=2",
+        "pp=4,vpp=2",
+        "tp=4",
+        "dp=4,overlap_grad_reduce=true,overlap_param_gather=true",
+        "tp=2,pp=2,dp=2",
+    ),
+    "qwen3": ("tp=2,pp=2", "dp=4"),
+    "qwen3_moe": ("ep=2", "ep=4", "tp=4,sequence_parallel=true", "pp=2,ep=2"),
+    "uneven": ("pp=4", "tp=2,pp=2,sequence_parallel=true"),
+}
+
+
+def parameters(names: Iterable[str], is_full: Callable[[str, str], bool]) -> list[Any]:
+    """Return "MODEL:LAYOUT" as parameters of a test."""
+    return [pytest.param(name, marks=[pytest.mark.full] if is_full(*name.split(":")) else []) for name in names]
+
+
+ALL_LOGITS = parameters(
+    (f"{model}:{layout}" for model, layouts in LOGITS.items() for layout in layouts),
+    lambda model, layout: model not in ("qwen2", "qwen3_moe") and layout not in KEPT_LOGITS,
+)
+COMPARED = parameters(
+    (f"{model}:{text}" for model, texts in ALL_UPDATES.items() for text in texts[1:]),
+    lambda model, text: text in FULL_UPDATES.get(model, ()),
+)
 
 
 @dataclass
@@ -126,24 +159,25 @@ class Matrix:
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
+def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     folder = tmp_path_factory.mktemp("layouts")
-    models = {name: _make(name, folder / name) for name in MODELS | MIXTURES}
-    for name in ALL_UPDATES:
-        torch.save(_random_groups(seed=7), folder / f"groups-{name}.pt")
+    items = [item for item in request.session.items if item.path == request.path]
+    chosen = {case for item in items for case in _cases_of(item)}
     sequences = _sequences()
     cases: list[Case | LogitsCase] = []
-    for name, model in models.items():
+    for name in MODELS | MIXTURES:
+        model = _make(name, folder / name)
         with torch.no_grad():
             expected = [model(torch.tensor([tokens])).logits[0] for tokens in sequences]
-        for layout in MIXTURES_LAYOUTS if name in MIXTURES else LOGITS_LAYOUTS:
-            if name != "uneven" or "vpp" not in layout:
+        for layout in LOGITS.get(name, ()):
+            if ("logits", f"{name}:{layout}") in chosen:
                 cases.append(LogitsCase(f"{name}:{layout}", _config(folder / name, layout), sequences, expected))
-    cases += [_update_case(name, text, folder) for name, texts in ALL_UPDATES.items() for text in texts]
+    for name, texts in ALL_UPDATES.items():
+        torch.save(_random_groups(seed=7), folder / f"groups-{name}.pt")
+        cases += [_update_case(name, text, folder) for text in texts if ("update", f"{name}:{text}") in chosen]
     for world_size in sorted({case.world_size for case in cases}):
         torch.save({i: case for i, case in enumerate(cases) if case.world_size == world_size}, folder / "cases.pt")
-        code = run_ranks([sys.executable, str(WORKER), str(folder)], world_size, folder / f"logs-{world_size}")
-        assert code == 0, f"the ranks of world size {world_size} failed; see the output above"
+        run_forked(str(WORKER), world_size, str(folder))
     logits, updates, norms = {}, {}, {}
     for i, case in enumerate(cases):
         if isinstance(case, LogitsCase):
@@ -151,34 +185,33 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
         else:
             updates[case.name] = torch.load(folder / str(i) / "outcome.pt", weights_only=False)
             norms[case.name] = torch.tensor(torch.load(folder / str(i) / "norms.pt"))
-    yield Matrix(logits, updates, norms)
+    return Matrix(logits, updates, norms)
 
 
-@pytest.mark.parametrize("layout", LOGITS_LAYOUTS)
-@pytest.mark.parametrize("model", [m for m in MODELS if m != "uneven"])
-def test_logits_equal_those_of_transformers(matrix: Matrix, model: str, layout: str) -> None:
-    assert matrix.logits[f"{model}:{layout}"] < 2e-6
+def _cases_of(item: Any) -> list[tuple[str, str]]:
+    """Return what a test needs, as ("logits" or "update", "MODEL:LAYOUT")."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if "logits" in parameters:
+        return [("logits", parameters["logits"])]
+    if "method" in parameters:
+        return [("update", f"short+{parameters['method']}:tp=1")]
+    name = parameters.get("name", "qwen2:tp=1")
+    return [("update", name), ("update", f"{name.split(':')[0]}:tp=1")]
 
 
-@pytest.mark.parametrize("layout", [x for x in LOGITS_LAYOUTS if "vpp" not in x])
-def test_logits_equal_those_of_transformers_with_uneven_stages(matrix: Matrix, layout: str) -> None:
-    assert matrix.logits[f"uneven:{layout}"] < 2e-6
+@pytest.mark.parametrize("logits", ALL_LOGITS)
+def test_logits_equal_those_of_transformers(matrix: Matrix, logits: str) -> None:
+    assert matrix.logits[logits] < 2e-6
 
 
-@pytest.mark.parametrize("layout", MIXTURES_LAYOUTS)
-@pytest.mark.parametrize("model", MIXTURES)
-def test_logits_of_mixtures_equal_those_of_transformers(matrix: Matrix, model: str, layout: str) -> None:
-    assert matrix.logits[f"{model}:{layout}"] < 2e-6
-
-
-@pytest.mark.parametrize("name", [f"{m}:{t}" for m, texts in ALL_UPDATES.items() for t in texts[1:]])
+@pytest.mark.parametrize("name", COMPARED)
 def test_three_updates_are_the_same_in_every_layout(matrix: Matrix, name: str) -> None:
     baseline = matrix.updates[f"{name.split(':')[0]}:tp=1"]
     difference = compare(name, matrix.updates[name], baseline)
     assert _is_rounding(difference), difference
 
 
-@pytest.mark.parametrize("name", [f"{m}:{t}" for m, texts in ALL_UPDATES.items() for t in texts[1:]])
+@pytest.mark.parametrize("name", COMPARED)
 def test_the_gradient_norm_of_every_layer_is_the_same_in_every_layout(matrix: Matrix, name: str) -> None:
     found, baseline = matrix.norms[name], matrix.norms[f"{name.split(':')[0]}:tp=1"]
     assert found.shape == baseline.shape == (3, baseline.shape[1]) and (baseline > 0).all()
@@ -196,7 +229,7 @@ def test_the_updates_compared_are_real_ones(matrix: Matrix) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_methods_compared_do_what_they_are_for(matrix: Matrix, method: str) -> None:
-    metrics = matrix.updates[f"qwen2+{method}:tp=1"].updates[-1]
+    metrics = matrix.updates[f"short+{method}:tp=1"].updates[-1]
     assert metrics["grad_norm"] > 0 and metrics["loss/policy"] != 0
     dropped = [metrics[name] for name in ("correction/masked", "correction/vetoed") if name in metrics]
     assert all(0 < share < 1 for share in dropped), dropped

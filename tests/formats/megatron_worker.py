@@ -18,7 +18,7 @@ import torch.distributed as dist
 from grpo_mega import config as configs
 from grpo_mega.megatron import model as models
 from grpo_mega.megatron import runtime as runtimes
-from grpo_mega.megatron.state import _InProcessSave
+from grpo_mega.megatron.state import InProcessSave
 from grpo_mega.run import model_files
 
 # isort: split
@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
         if runtime.rank == 0:
             out.mkdir()
         dist.barrier()
-        dist_checkpointing.save(_state(chunks), str(out), sharded_strategy=_InProcessSave("torch_dist", 1))
+        dist_checkpointing.save(_state(chunks), str(out), sharded_strategy=InProcessSave("torch_dist", 1))
 
         policy = model_files.build_policy(config, model, runtime)
         trained = out.with_name(f"{out.name}-trained")

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_mega import cli
 from grpo_mega.formats.known_models import KNOWN_MODELS, model_of_folder
-from grpo_mega.validation import preflight
+from grpo_mega.validation.model import shape_of
 from grpo_mega.weights.families import family_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ def test_a_known_model_has_its_published_number_of_parameters(name: str) -> None
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
     assert theirs.num_parameters() == PARAMETERS[name]
-    shape = preflight.check_fields(fields)
+    shape = shape_of(fields)
     assert sum(map(prod, family_of(shape.model_type).hf_tensors(shape).values())) == PARAMETERS[name]
     assert theirs.__class__.__name__ == fields["architectures"][0]
 

@@ -6,14 +6,13 @@ One launch of four ranks for all cases; loading, saving and the models are Megat
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from families import CASES, assert_same_folder, save
+from ranks import run_forked
 
-from grpo_mega.distributed.launch import run_ranks
 from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
 from grpo_mega.formats.inspect import describe
 
@@ -50,8 +49,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number, (name, layout) in enumerate(LAYOUTS)
     ]
     (folder / "cases.json").write_text(json.dumps(cases))
-    code = run_ranks([sys.executable, str(WORKER), str(folder)], 4, folder / "logs")
-    assert code == 0, "a rank failed; see the output above"
+    run_forked(str(WORKER), 4, str(folder))
     return folder
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import learning
 import pytest
 import torch
-from gpu_policies import IS_REHEARSAL, logits_of, make_policy, make_samples, packed, precision_of
+from gpu_policies import IS_EMULATED, IS_REHEARSAL, logits_of, make_policy, make_samples, packed, precision_of
 from gpu_policies import supported_precisions as why_not
 from learning import KEPT
 from models import VOCAB_SIZE
@@ -23,7 +23,7 @@ from grpo_mega.megatron.fp8_weights import is_quantised
 from grpo_mega.megatron.guard import Level
 from grpo_mega.megatron.precision import in_bf16, set_level
 
-STEPS = 50
+STEPS = 30 if IS_EMULATED else 50  # from the 25th on the loss falls slowly, and runs can be compared
 DEMONSTRATIONS = 8 if IS_REHEARSAL else 16  # of a step
 # Of the mean loss of the last ten steps, in parts of bf16's. A small model that learns fast amplifies rounding: over seeds 0, 1
 # and 2 tensorwise, delayed and blockwise ended -5.8% to +9.3% from bf16 on emulated kernels, 4.6% at root mean square, and no
@@ -45,7 +45,7 @@ def losses(device: Device, recipe: str | None, *, keeps_fp8: bool = False, momen
 
 @pytest.mark.emulated
 @pytest.mark.rehearsed
-def test_bf16_learns_the_arithmetic_task_in_50_steps(device: Device) -> None:
+def test_bf16_learns_the_arithmetic_task(device: Device) -> None:
     found = losses(device, None)
     assert len(found) == STEPS and found[0] > 3.0
     assert statistics.mean(found[-10:]) < 0.5 * found[0]
@@ -87,10 +87,10 @@ def test_weights_in_fp8_are_read_as_the_numbers_they_stand_for_and_move_whole(de
     policy = make_policy(device, precision=precision_of("tensorwise") | KEPT)
     samples = make_samples(6, VOCAB_SIZE)
     before = logits_of(policy, samples)
-    policy.offload_optimizer()
-    policy.offload_weights()
-    assert policy.device_bytes == 0
-    policy.onload()
+    policy.memory.offload_optimizer()
+    policy.memory.offload_weights()
+    assert policy.memory.device_bytes == 0
+    policy.memory.onload()
     assert equal(logits_of(policy, samples), before)
     num_different = 0
     for name, value in policy.tensors().items():
@@ -113,7 +113,7 @@ def test_delayed_scales_of_weights_kept_in_fp8_are_of_the_weights_alone(device: 
         batches = packed(policy, make_samples(6, VOCAB_SIZE))
         norms.append([policy.update(policy.attach_logprobs(batches))[0]["grad_norm"] for _ in range(3)])
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
-    scales = {name: p._quantizer.scale.item() for name, p in policy._parameters.items() if is_quantised(p)}
+    scales = {name: p._quantizer.scale.item() for name, p in policy.parameters.items() if is_quantised(p)}
     assert scales and scales == pytest.approx({name: 448 / plain[name] for name in scales}, rel=1e-2)
 
 
@@ -123,7 +123,7 @@ def test_delayed_scaling_remembers_as_many_maxima_as_the_config_says(device: Dev
     for given, expected in (({}, (1024, "max")), ({"fp8_amax_history_len": 5, "fp8_amax_compute_algo": "most_recent"}, None)):
         policy = make_policy(device, precision=precision_of("delayed") | given)
         policy.update(policy.attach_logprobs(packed(policy, make_samples(6, VOCAB_SIZE))))
-        metas = [m.fp8_meta for m in policy._models[0].modules() if getattr(m, "fp8_meta", {}).get("scaling_fwd")]
+        metas = [m.fp8_meta for m in policy.models[0].modules() if getattr(m, "fp8_meta", {}).get("scaling_fwd")]
         metas = [meta for meta in metas if meta["scaling_fwd"].amax_history.any()]
         assert metas
         found = {(len(meta["scaling_fwd"].amax_history), meta["recipe"].amax_compute_algo) for meta in metas}
@@ -139,7 +139,7 @@ def test_layers_in_bf16_are_bit_for_bit_those_of_a_run_without_fp8(recipe: str, 
     expected = logits_of(make_policy(device), samples)
     precision = PrecisionConfig(**precision_of(recipe), guard={"fall_back": True, "layers": 1})  # type: ignore[arg-type]
     policy = make_policy(device, precision=precision.model_dump())
-    megatron = policy._models[0].config
+    megatron = policy.models[0].config
     in_fp8 = logits_of(policy, samples)
     assert not equal(in_fp8, expected), "FP8 was not in use"
     with in_bf16(megatron):
@@ -173,9 +173,9 @@ def test_fp8_copies_of_weights_go_with_the_optimizer_and_come_back(device: Devic
     policy = make_policy(device, precision=precision_of("tensorwise"))
     samples = make_samples(6, VOCAB_SIZE)
     before = logits_of(policy, samples)
-    policy.offload_optimizer()
-    policy.offload_weights()
-    policy.onload()
+    policy.memory.offload_optimizer()
+    policy.memory.offload_weights()
+    policy.memory.onload()
     assert equal(logits_of(policy, samples), before)
 
 

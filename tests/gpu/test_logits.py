@@ -88,7 +88,7 @@ def test_a_mixture_of_experts_gives_transformers_logits(theirs: Path, device: De
 
 
 def test_transformer_engine_is_in_use_where_it_is_installed(device: Device) -> None:
-    model = make_policy(device)._models[0]
+    model = make_policy(device).models[0]
     is_theirs = any("transformer_engine" in type(m).__module__ for m in model.modules())
     has_theirs = in_use(device).transformer_engine
     assert is_theirs == has_theirs

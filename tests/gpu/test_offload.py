@@ -30,17 +30,17 @@ def train(policy: Policy, step: int) -> dict[str, float]:
 def test_weights_and_optimizer_come_back_from_pinned_memory_bit_for_bit(device: Device) -> None:
     policy = make_policy(device, optimizer={"lr": 1e-3})
     train(policy, 0)
-    before, held = contents(policy), policy.device_bytes
+    before, held = contents(policy), policy.memory.device_bytes
     for _ in range(3):
-        policy.offload_optimizer()
-        policy.offload_weights()
-        assert policy.device_bytes == 0
-        for moved in (policy._memory._moved_weights, policy._memory._moved_optimizer):
+        policy.memory.offload_optimizer()
+        policy.memory.offload_weights()
+        assert policy.memory.device_bytes == 0
+        for moved in (policy.memory._moved_weights, policy.memory._moved_optimizer):
             assert moved.copy._chunks and all(c.is_pinned() == device.is_cuda for c in moved.copy._chunks)
-        policy.onload()
-        policy._memory.onload_optimizer()
+        policy.memory.onload()
+        policy.memory.onload_optimizer()
         after = contents(policy)
-        assert policy.device_bytes == held and len(after) == len(before)
+        assert policy.memory.device_bytes == held and len(after) == len(before)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
@@ -54,10 +54,10 @@ def test_copies_that_overlap_with_the_pass_are_there_when_the_optimizer_needs_th
         for step in range(6):
             metrics.append(train(policy, step))
             if is_moving:
-                policy.offload_optimizer()
-                policy.offload_weights()
-        policy.onload()
-        policy._memory.onload_optimizer()
+                policy.memory.offload_optimizer()
+                policy.memory.offload_weights()
+        policy.memory.onload()
+        policy.memory.onload_optimizer()
         runs.append((metrics, contents(policy)))
     (staying, expected), (moving, found) = runs
     for a, b in zip(staying, moving, strict=True):
@@ -85,8 +85,8 @@ def test_the_device_has_the_memory_while_the_policy_is_away(device: Device) -> N
     policy = make_policy(device)
     train(policy, 0)
     torch.cuda.empty_cache()
-    reserved, held = torch.cuda.memory_reserved(), policy.device_bytes
-    policy.offload_optimizer()
-    policy.offload_weights()
+    reserved, held = torch.cuda.memory_reserved(), policy.memory.device_bytes
+    policy.memory.offload_optimizer()
+    policy.memory.offload_weights()
     assert torch.cuda.memory_allocated() < reserved - held
     assert reserved - torch.cuda.memory_reserved() >= 0.5 * held  # blocks of 2 MiB and more go back whole

@@ -1,200 +1,9 @@
-"""What FP8 training is refused for, before anything is started."""
+"""What Transformer Engine reads from the environment, and the lengths that each recipe wants."""
 
-import re
-from dataclasses import replace
+from grpo_mega.config import PrecisionConfig, validate
+from grpo_mega.hardware.fp8 import environment, length_multiple
 
-import pytest
-import torch
-
-from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig, validate
-from grpo_mega.errors import ConfigError
-from grpo_mega.hardware.fp8 import (
-    RECIPES,
-    bf16_layer_problems,
-    check_blocks,
-    check_card,
-    check_cuda,
-    check_moments,
-    check_transformer_engine,
-    environment,
-)
-from grpo_mega.weights.spec import ModelShape
-
-LLAMA_70B = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 128256, tied=False)
-QWEN_72B = replace(LLAMA_70B, model_type="qwen2", ffn=29568)
 RAW = {"run_dir": "r", "steps": 1, "model": {"path": "m"}, "data": {"train": "t"}}
-
-
-def precision(recipe: str = "blockwise") -> PrecisionConfig:
-    return PrecisionConfig.model_validate({"fp8": "hybrid", "fp8_recipe": recipe, "fp8_reference": True})
-
-
-def test_without_fp8_nothing_is_asked_for() -> None:
-    bf16 = PrecisionConfig()
-    check_transformer_engine(bf16, None)
-    check_card(bf16, None, "a CPU")
-    check_blocks(bf16, LayoutConfig(tp=8), QWEN_72B)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "found", "message"),
-    [
-        ("tensorwise", None, "precision.fp8='hybrid' needs Transformer Engine; install it"),
-        ("tensorwise", "2.1.0", "needs Transformer Engine 2.2, found 2.1.0; .* or use delayed or mxfp8"),
-        ("blockwise", "2.2.0+cu12", "needs Transformer Engine 2.3"),
-        ("mxfp8", "1.13", "needs Transformer Engine 2.1, found 1.13; .* or use delayed$"),
-    ],
-)
-def test_a_missing_or_old_transformer_engine_is_named_with_the_recipes_that_it_has(
-    recipe: str, found: str | None, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_transformer_engine(precision(recipe), found)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_present_transformer_engine_and_card_are_taken(recipe: str) -> None:
-    check_transformer_engine(precision(recipe), "2.11.0")
-    check_card(precision(recipe), (10, 0), "B200")
-
-
-@pytest.mark.parametrize(
-    ("recipe", "capability", "name", "message"),
-    [
-        ("tensorwise", None, "a CPU", "needs a GPU, and this run is on a CPU"),
-        ("tensorwise", (8, 0), "A100", "needs an L40, H100, H200 or later, found A100; leave precision.fp8 out"),
-        ("blockwise", (8, 9), "L40", "needs an H100, H200 or later, found L40; use delayed or tensorwise$"),
-        ("mxfp8", (9, 0), "H200", "needs a B200 or later, found H200; use delayed or tensorwise or blockwise$"),
-    ],
-)
-def test_a_card_without_the_recipe_is_named_with_those_that_it_has(
-    recipe: str, capability: tuple[int, int] | None, name: str, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_card(precision(recipe), capability, name)
-
-
-def test_a_cuda_too_old_for_blocks_is_named_with_the_recipes_that_it_has() -> None:
-    check_cuda(precision("blockwise"), "12.9")
-    check_cuda(precision("blockwise"), "13.0")
-    check_cuda(precision("blockwise"), None)
-    check_cuda(precision("tensorwise"), "12.6")
-    check_cuda(PrecisionConfig(), "11.8")
-    message = "precision.fp8_recipe='blockwise' needs CUDA 12.9, found torch with CUDA 12.6; .* or use delayed or tensorwise"
-    with pytest.raises(ConfigError, match=message):
-        check_cuda(precision("blockwise"), "12.6")
-
-
-@pytest.mark.parametrize(
-    ("section", "layout", "message"),
-    [
-        ({"first_layers_bf16": 3}, {"pp": 2}, r"first_layers_bf16=3: must be at most 2, the 5 layers.*layout.pp=2; lower it"),
-        ({"last_layers_bf16": 2}, {"pp": 3}, r"last_layers_bf16=2: must be at most 1, the 5 layers.*layout.pp=3; lower it"),
-        ({"first_layers_bf16": 2, "last_layers_bf16": 3}, {}, r"leave none of the 5 layers in FP8; lower one, or leave"),
-        ({"first_layers_bf16": 2, "last_layers_bf16": 2}, {"pp": 2}, None),
-        ({"first_layers_bf16": 4}, {}, None),
-    ],
-)
-def test_layers_in_bf16_that_megatron_would_refuse_are_one_line_and_no_others(
-    section: dict[str, int], layout: dict[str, int], message: str | None
-) -> None:
-    """Megatron's own config is the oracle, except where no layer would be left in FP8."""
-    found = PrecisionConfig.model_validate({"fp8": "hybrid", **section})
-    problems = list(bf16_layer_problems(found, LayoutConfig.model_validate(layout), 5))
-    assert len(problems) == (message is not None)
-    assert message is None or re.search(message, problems[0])
-    assert not list(bf16_layer_problems(PrecisionConfig(), LayoutConfig(pp=5), 5))
-
-    from grpo_mega.megatron.precision import fp8_settings
-
-    def build() -> None:
-        from megatron.core.transformer.transformer_config import TransformerConfig
-
-        TransformerConfig(
-            num_layers=5,
-            hidden_size=32,
-            num_attention_heads=2,
-            pipeline_model_parallel_size=layout.get("pp", 1),
-            pipeline_dtype=torch.bfloat16,
-            params_dtype=torch.bfloat16,
-            bf16=True,
-            **fp8_settings(found),
-        )
-
-    if message is None or "leave none" in message:
-        build()
-    else:
-        with pytest.raises(ValueError, match="must be between 0 and number of layers per pipeline stage"):
-            build()
-
-
-def test_blocks_that_would_straddle_ranks_are_refused() -> None:
-    check_blocks(precision(), LayoutConfig(tp=8), LLAMA_70B)
-    check_blocks(precision(), LayoutConfig(tp=1), QWEN_72B)
-    check_blocks(precision("tensorwise"), LayoutConfig(tp=2), QWEN_72B)
-    expected = r"layout.tp=2 cuts the 29568 rows of the MLP \(29568 / 128 = 231 blocks\) amid a block .*; use layout.tp=1, or"
-    with pytest.raises(ConfigError, match=expected):
-        check_blocks(precision(), LayoutConfig(tp=2), QWEN_72B)
-    with pytest.raises(ConfigError, match=r"no whole blocks of 128.*; use another recipe"):
-        check_blocks(precision(), LayoutConfig(tp=1), replace(LLAMA_70B, ffn=300))
-
-
-def test_blocks_that_sequence_parallel_ranks_cannot_gather_are_refused() -> None:
-    """Transformer Engine asserts it in the first forward pass."""
-    odd = replace(LLAMA_70B, hidden=8200)
-    check_blocks(precision(), LayoutConfig(tp=8), odd)
-    layout = LayoutConfig(tp=8, sequence_parallel=True)
-    check_blocks(precision(), layout, LLAMA_70B)
-    check_blocks(precision("tensorwise"), layout, odd)
-    with pytest.raises(ConfigError, match=r"^layout\.sequence_parallel=true: must have a hidden size that 128 .* 8200;"):
-        check_blocks(precision(), layout, odd)
-
-
-@pytest.mark.parametrize(
-    ("section", "dtype", "message"),
-    [
-        ({"fp8_reference": True}, "bfloat16", "precision.fp8_reference=True needs precision.fp8; set it"),
-        ({"first_layers_bf16": 2}, "bfloat16", "precision.first_layers_bf16=2 needs precision.fp8"),
-        ({"fp8": "e4m3", "fp8_recipe": "delayed", "last_layers_bf16": 1}, "bfloat16", "'delayed' cannot leave layers"),
-        (
-            {"fp8": "e4m3", "fp8_recipe": "delayed", "fp8_reference": True, "guard": {"fall_back": True}},
-            "bfloat16",
-            "'delayed'",
-        ),
-        ({"fp8_parameters": True}, "bfloat16", "precision.fp8_parameters=True needs precision.fp8"),
-        ({"guard": {"fall_back": True}}, "bfloat16", "precision.guard.fall_back=True needs precision.fp8"),
-        ({"fp8": "e4m3", "fp8_parameters": True}, "bfloat16", "leaves no bf16 weights to compute with; set precision.fp8_ref"),
-        (
-            {"fp8": "e4m3", "fp8_parameters": True, "fp8_reference": True, "guard": {"fall_back": True}},
-            "bfloat16",
-            "precision.fp8_parameters=true leaves no bf16 weights",
-        ),
-        (
-            {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_parameters": True, "fp8_reference": True},
-            "bfloat16",
-            "precision.fp8_parameters=true: .*'mxfp8' in FP8; leave fp8_parameters out, or use blockwise",
-        ),
-        ({"fp8_amax_history_len": 16}, "bfloat16", "precision.fp8_amax_history_len=16 needs precision.fp8; set it"),
-        ({"fp8": "e4m3", "fp8_amax_compute_algo": "most_recent"}, "bfloat16", "most_recent needs precision.fp8_recipe=delayed"),
-        ({"fp8": "e4m3"}, "float32", "precision.fp8='e4m3' needs model.dtype=bfloat16, not float32"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_one_clear_line(section: dict[str, object], dtype: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(RAW | {"precision": section, "model": {"path": "m", "dtype": dtype}})
-
-
-def test_an_optimizer_of_less_memory_needs_transformer_engine_and_bf16() -> None:
-    aware = OptimizerConfig(moments_dtype="bfloat16")
-    check_moments(OptimizerConfig(), None)
-    check_moments(aware, "2.11.0")
-    for found, text in ((None, "found none"), ("2.0", r"found 2\.0")):
-        with pytest.raises(
-            ConfigError, match=r"optimizer.moments_dtype=bfloat16 needs Transformer Engine 2.1 or later, " + text
-        ):
-            check_moments(aware, found)
-    with pytest.raises(ConfigError, match=r"needs model\.dtype=bfloat16, not float32"):
-        validate(RAW | {"optimizer": {"moments_dtype": "bfloat16"}, "model": {"path": "m", "dtype": "float32"}})
 
 
 def test_blockwise_training_and_fp8_rollouts_have_the_same_scales() -> None:
@@ -202,3 +11,11 @@ def test_blockwise_training_and_fp8_rollouts_have_the_same_scales() -> None:
     served = {"rollout": {"quantization": "fp8"}}
     assert environment(validate(RAW | fp8 | served)) == {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
     assert environment(validate(RAW | fp8)) == environment(validate(RAW | served)) == {}
+
+
+def test_lengths_are_multiples_of_whole_blocks_on_every_tensor_parallel_rank() -> None:
+    def of(**precision: str) -> int:
+        return length_multiple(PrecisionConfig.model_validate(precision), tp=4)
+
+    assert of() == 64
+    assert [of(fp8="e4m3", fp8_recipe=recipe) for recipe in ("tensorwise", "blockwise", "mxfp8")] == [64, 512, 128]

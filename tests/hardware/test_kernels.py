@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.hardware.kernels import Found, check_apex, check_attention, choose, cuda_version
+from grpo_mega.hardware.kernels import Found, check_apex, choose, cuda_version
 
 Install = Callable[..., None]
 TE = ("transformer_engine/__init__.py", "transformer_engine_torch.py")
@@ -112,40 +112,6 @@ def test_transformer_engine_that_does_not_load_is_told_by_megatron_itself(
     result = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert re.search(expected, result.stdout.strip()), result.stdout
-
-
-@pytest.mark.parametrize(
-    ("dtype", "capability", "engine", "flash", "message"),
-    [
-        (
-            "float32",
-            (9, 0),
-            "2.9.0",
-            None,
-            r"model.dtype=float32: .* Engine 2.11 or later.* found 2.9.0; .*bfloat16$",
-        ),
-        ("float32", (8, 0), "2.10.0+cu12", "2.8.3", "model.dtype=float32: .* found 2.10.0"),
-        ("bfloat16", (8, 0), "2.10.0", None, r"device='A100': .*9\.0.*, found 8\.0 and no flash-attn; pip install 'flash-attn"),
-        ("bfloat16", (8, 9), "2.11.0", "2.1.0", "found 8.9 and flash-attn 2.1.0; pip install"),
-        ("float32", (8, 0), "2.11.0", None, None),
-        ("float32", (9, 0), None, None, None),
-        ("bfloat16", (8, 0), None, None, None),
-        ("bfloat16", (8, 0), "2.9.0", "2.8.3", None),
-        ("bfloat16", (9, 0), "2.9.0", None, None),
-    ],
-)
-def test_a_gpu_without_an_attention_for_packed_samples_is_refused_in_one_line(
-    dtype: str, capability: tuple[int, int], engine: str | None, flash: str | None, message: str | None
-) -> None:
-    def check() -> None:
-        check_attention(dtype, capability, "A100", transformer_engine=engine, flash_attn=flash)
-
-    if message is None:
-        check()
-        return
-    with pytest.raises(ConfigError, match=message) as caught:
-        check()
-    assert "\n" not in str(caught.value)
 
 
 def test_the_cuda_of_the_installed_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

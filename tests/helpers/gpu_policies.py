@@ -98,21 +98,21 @@ def logits_of(policy: Policy, samples: Sequence[Sample]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
 
     def keep(hidden_TH: Tensor, batch: PackedBatch) -> None:
-        logits_TV = (hidden_TH.float() @ output_weight(policy._models[-1]).float().t()).cpu()
+        logits_TV = (hidden_TH.float() @ output_weight(policy.models[-1]).float().t()).cpu()
         cuts = batch.cu_seqlens.tolist()
         for index, begin, end in zip(batch.sample_indices, cuts, cuts[1:], strict=False):
             found[index] = logits_TV[begin:end, : policy._shape.vocab]
 
     [batches] = policy.attach_logprobs(packed(policy, samples))
-    policy._pipeline.forward(batches, keep)
+    policy.pipeline.forward(batches, keep)
     return [found[index] for index in range(len(samples))]
 
 
 def gradients_of(policy: Policy, samples: Sequence[Sample], token_budget: int = TOKEN_BUDGET) -> dict[str, Tensor]:
     """By parameter, fp32 on the host; the weights stay as they are."""
     [batches] = policy.attach_logprobs(packed(policy, samples, token_budget))
-    policy._pipeline.forward_backward(batches, policy._loss)
-    return {name: p.main_grad.float().cpu() for name, p in policy._parameters.items()}
+    policy.pipeline.forward_backward(batches, policy._loss)
+    return {name: p.main_grad.float().cpu() for name, p in policy.parameters.items()}
 
 
 def supported_precisions(device: Device) -> dict[str, str]:

@@ -1,13 +1,22 @@
-"""A loss by its settings as keyword arguments."""
+"""Losses and advantages by their settings."""
 
-from grpo_mega.algorithm.correction import CorrectionSettings
-from grpo_mega.algorithm.losses import LossSettings, policy_loss
-from grpo_mega.algorithm.objectives import Limits
+from grpo_mega.algorithm.advantages import assign_advantages
+from grpo_mega.algorithm.losses import policy_loss
+from grpo_mega.config import AlgorithmConfig
 
-LIMITS = ("clip_low", "clip_high", "clip_c", "tau_positive", "tau_negative")
+SHORT = {
+    "clip_low": "ratio_clip_eps_low",
+    "clip_high": "ratio_clip_eps_high",
+    "clip_c": "ratio_clip_c",
+    "tau_positive": "sapo_tau_positive",
+    "tau_negative": "sapo_tau_negative",
+}
+GRPO = AlgorithmConfig()
 
 
-def loss_of(inputs, *, correction=None, **options):
-    limits = Limits(**{name: options.pop(name) for name in LIMITS if name in options})
-    settings = LossSettings(limits=limits, correction=CorrectionSettings(**(correction or {})), **options)
-    return policy_loss(inputs, settings)
+def loss_of(inputs, **options):
+    return policy_loss(inputs, AlgorithmConfig(**{SHORT.get(k, k): v for k, v in options.items()}, calculate_entropy=True))
+
+
+def assigned(groups, algorithm=GRPO, kl_penalties=None):
+    return assign_advantages(groups, algorithm, max_response_length=20, kl_penalties=kl_penalties)

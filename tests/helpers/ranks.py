@@ -10,39 +10,48 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+
+from grpo_mega.processes import die_with_parent
 
 HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
+FORKED = HELPERS / "forked.py"
 
 Results = dict[str, list[str]]  # by case: what went wrong, a traceback for each rank that failed
 
 
 def launch(worker: Path, world_size: int, folder: Path, timeout_s: float = 300) -> Results:
     """Runs `worker` with arguments RANK WORLD_SIZE FOLDER; returns what `run_cases` wrote."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS))),
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(world_size), str(folder)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        errors = [rank.communicate(timeout=timeout_s)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(errors)
+    run_forked(str(worker), world_size, "{rank}", str(world_size), str(folder), timeout_s=timeout_s, threads=1)
     found = [json.loads((folder / f"results_{rank}.json").read_text()) for rank in range(world_size)]
     return {case: [results[case] for results in found if results.get(case)] for case in found[0]}
+
+
+def run_forked(
+    target: str,
+    world_size: int,
+    *arguments: str,
+    timeout_s: float = 600,
+    threads: int | None = None,
+    command: Sequence[str] = (sys.executable, str(FORKED)),
+) -> None:
+    """Run a module or file as ranks that share one import (forked.py, or a `command` that runs it); fail with their errors."""
+    folders = (ROOT, HELPERS, *filter(None, [os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    whole = [*command, str(world_size), target, *arguments]
+    ask = partial(die_with_parent, os.getpid())
+    process = subprocess.Popen(whole, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=ask)
+    try:
+        errors = process.communicate(timeout=timeout_s)[1]
+    finally:
+        process.kill()  # the ranks go with it
+    assert process.returncode == 0, errors
 
 
 def run_cases(cases: dict[str, Callable[[int, Path], None]]) -> None:

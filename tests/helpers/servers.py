@@ -116,7 +116,7 @@ class Tree:
 
     pids: list[int]
     shared_memory: set[str]
-    ports: set[int]
+    ports: set[tuple[int, str]]  # and the inode of the socket: another process may take the same port later
 
     @classmethod
     def below(cls, pid: int) -> Tree:
@@ -134,7 +134,7 @@ class Tree:
         return cls(
             pids=pids,
             shared_memory={file for file in open_files if file.startswith("/dev/shm/")},
-            ports={port for port, inode in _listening() if f"socket:[{inode}]" in open_files},
+            ports={(port, inode) for port, inode in _listening() if f"socket:[{inode}]" in open_files},
         )
 
     def named(self, title: str) -> list[int]:
@@ -145,7 +145,7 @@ class Tree:
         alive = {process.pid for process in living()}
         found = [f"process {pid}" for pid in self.pids if pid in alive]
         found += [file for file in self.shared_memory if os.path.exists(file)]
-        return found + [f"port {port}" for port, _ in _listening() if port in self.ports]
+        return found + [f"port {port}" for port, inode in _listening() if (port, inode) in self.ports]
 
 
 def is_true_within(seconds: float, condition: Callable[[], bool]) -> bool:

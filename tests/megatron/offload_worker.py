@@ -17,7 +17,7 @@ from models import VOCAB_SIZE, make_config
 from ranks import run_cases
 
 from grpo_mega import config as configs
-from grpo_mega.algorithm import advantages
+from grpo_mega.algorithm.advantages import assign_advantages
 from grpo_mega.batching.pack import pack
 from grpo_mega.config import Config
 from grpo_mega.distributed.recorder import recorder
@@ -73,14 +73,14 @@ class Trainee:
         return zlib.crc32(b"".join(t.view(torch.uint8).numpy().tobytes() for t in copies))
 
     def away(self) -> None:
-        self.policy.offload_optimizer()
-        self.policy.offload_weights()
+        self.policy.memory.offload_optimizer()
+        self.policy.memory.offload_weights()
 
     # What Megatron holds, by its own structures.
 
     @property
     def buffers(self) -> list[Any]:
-        return [buffer for chunk in self.policy._chunks for buffer in chunk.buffers]
+        return [buffer for chunk in self.policy.chunks for buffer in chunk.buffers]
 
     @property
     def inner_optimizers(self) -> list[Any]:
@@ -107,9 +107,9 @@ class Trainee:
         states = [s for o in self.inner_optimizers for s in o.state.values()]
         return {
             "weights": _storage_bytes([b.param_data for b in self.buffers]),
-            "weights' views": _storage_bytes(self.policy._parameters.values()),
+            "weights' views": _storage_bytes(self.policy.parameters.values()),
             "gradients": _storage_bytes([b.grad_data for b in self.buffers]),
-            "gradients' views": _storage_bytes([p.main_grad for p in self.policy._parameters.values()]),
+            "gradients' views": _storage_bytes([p.main_grad for p in self.policy.parameters.values()]),
             "moments": _storage_bytes([s[name] for s in states for name in ("exp_avg", "exp_avg_sq")]),
             "masters": _storage_bytes([p for o in self.inner_optimizers for g in o.param_groups for p in g["params"]]),
         }
@@ -127,14 +127,14 @@ def check_moving_changes_nothing(text: str, rank: int, folder: Path) -> None:
     check_moves(moving)  # as before the first step, when Adam has no moments
     for step, record in enumerate(expected):
         if step != 1:  # the update itself brings back what it needs
-            moving.policy.onload()
-            moving.policy.onload()
+            moving.policy.memory.onload()
+            moving.policy.memory.onload()
         found = moving.update(step)
         assert found == record[0], (step, found, record[0])
         check_moves(moving)
         if step % 2:  # a fingerprint brings back what it needs
             assert moving.policy.fingerprint() == record[2]
-        moving.policy.onload_weights()
+        moving.policy.memory.onload_weights()
         assert moving.checksum() == record[1]
         check_replicas_are_equal(moving)
 
@@ -154,14 +154,14 @@ def check_reference(text: str, rank: int, folder: Path) -> None:
     assert first == old
     trainee.update(0)
     trainee.away()
-    trainee.policy.onload_weights()
+    trainee.policy.memory.onload_weights()
     old, later = logprobs()
     assert later == first and (old != first or not first)
 
 
 def check_all_has_arrived(trainee: Trainee) -> None:
     """On a GPU the optimizer's state may still be on its way while log-probs are computed, but not when it is used."""
-    memory = trainee.policy._memory
+    memory = trainee.policy.memory
     for moved in (memory._moved_weights, memory._moved_optimizer):
         assert not moved.is_away and moved._arrival is None
 
@@ -170,19 +170,19 @@ def check_moves(trainee: Trainee) -> None:
     """There and back: what is freed is free, to the byte, and what is there already stays."""
     policy = trainee.policy
     everything = trainee.weight_bytes + trainee.grad_bytes + trainee.optimizer_bytes
-    assert policy.device_bytes == everything, (policy.device_bytes, everything)
+    assert policy.memory.device_bytes == everything, (policy.memory.device_bytes, everything)
     before = trainee.checksum()
     for _ in range(2):
-        policy.offload_optimizer()
-        assert policy.device_bytes == trainee.weight_bytes
+        policy.memory.offload_optimizer()
+        assert policy.memory.device_bytes == trainee.weight_bytes
     held = trainee.held()
     assert held["gradients"] == held["gradients' views"] == held["moments"] == 0, held
     assert trainee.checksum() == before, "a sync reads the weights while the rest is away"
     for _ in range(2):
-        policy.offload_weights()
-        assert policy.device_bytes == 0
+        policy.memory.offload_weights()
+        assert policy.memory.device_bytes == 0
         assert not any(trainee.held().values()), trainee.held()
-    host_bytes = policy.host_bytes
+    host_bytes = policy.memory.host_bytes
     assert host_bytes >= trainee.weight_bytes + trainee.optimizer_bytes
     try:
         policy.tensors()
@@ -190,12 +190,12 @@ def check_moves(trainee: Trainee) -> None:
         assert "onload_weights" in str(error)
     else:
         raise AssertionError("tensors() gave weights that are on the host")
-    policy.onload()
-    assert policy.device_bytes == everything
+    policy.memory.onload()
+    assert policy.memory.device_bytes == everything
     assert all(not b.grad_data.any() for b in trainee.buffers), "gradients come back as zeros"
     assert trainee.checksum() == before
     trainee.away()
-    assert policy.host_bytes == host_bytes, "host memory is used again"
+    assert policy.memory.host_bytes == host_bytes, "host memory is used again"
 
 
 def check_replicas_are_equal(trainee: Trainee) -> None:
@@ -230,7 +230,7 @@ def check_resume(text: str, rank: int, folder: Path) -> None:
     assert resumed.policy.optimizer_step == moving.policy.optimizer_step
     for trainee in (resumed, moving):
         trainee.away()
-        trainee.policy.onload_weights()
+        trainee.policy.memory.onload_weights()
         assert trainee.checksum() == expected[1][1] and trainee.policy.fingerprint() == expected[1][2]
     resumed.away()
     assert resumed.record(resumed.update(2)) == expected[2]
@@ -255,15 +255,15 @@ def check_many_steps(rank: int, folder: Path) -> None:
     fingerprint = staying.policy.fingerprint()
     moving, found = Trainee(config, num_hidden_layers=2), []
     for step in range(MANY_STEPS):
-        moving.policy.onload()
+        moving.policy.memory.onload()
         found += moving.update(step % 8)
         moving.away()
-        assert moving.policy.device_bytes == 0
+        assert moving.policy.memory.device_bytes == 0
     losses = [torch.tensor([m["loss/total"] for m in run], dtype=torch.float64).view(torch.int64) for run in (expected, found)]
     assert torch.equal(*losses), (losses[0] != losses[1]).nonzero()[0]
     assert len(losses[0].unique()) == MANY_STEPS == moving.policy.optimizer_step, "a loss that says nothing of the weights"
     assert found == expected  # gradient norms and all else
-    moving.policy.onload()
+    moving.policy.memory.onload()
     for name, weight in moving.policy.tensors().items():
         assert torch.equal(weight.view(torch.int16), weights[name].view(torch.int16)), name
     assert moving.policy.fingerprint() == fingerprint
@@ -273,9 +273,9 @@ def check_many_steps(rank: int, folder: Path) -> None:
 def check_fp8_weights_go(rank: int, folder: Path) -> None:
     """Transformer Engine keeps fp8 copies of weights in its modules' `_fp8_workspaces`."""
     trainee = Trainee(make_config_of("tp=1 bfloat16"))
-    module: Any = next(m for chunk in trainee.policy._chunks for m in chunk.modules() if not list(m.children()))
+    module: Any = next(m for chunk in trainee.policy.chunks for m in chunk.modules() if not list(m.children()))
     module._fp8_workspaces = {"weight": torch.zeros(2)}
-    trainee.policy.offload_optimizer()
+    trainee.policy.memory.offload_optimizer()
     assert module._fp8_workspaces == {}
 
 
@@ -316,7 +316,7 @@ def make_batches(policy: Policy, config: Config, step: int) -> list[list[PackedB
                 prompt, [Sample(prompt, i, r, [-3.0] * len(r), "stop", 0, reward=rewards[i]) for i, r in enumerate(responses)]
             )
         )
-    advantages.assign(groups)
+    assign_advantages(groups, config.algorithm, max_response_length=config.rollout.max_response_length)
     size = len(groups) // config.batch.mini_batches
     mini_batches = [[s for g in groups[i : i + size] for s in g.samples] for i in range(0, len(groups), size)]
     return pack(

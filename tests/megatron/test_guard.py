@@ -40,7 +40,7 @@ def test_a_spike_is_told_with_its_layers_and_without_a_fall_back_changes_nothing
 
 def test_a_mismatch_past_its_limit_is_told() -> None:
     ((level, messages),) = run(guard(), [(0.5, CALM)])
-    assert messages == ("step 1: engine and trainer disagree by a KL (k3) of 0.5 nats a token",)
+    assert messages == ("step 1: engine and trainer disagree by a KL (k3) of 0.5 nats per token",)
     assert level == Level.AS_CONFIGURED
     assert run(guard(), [(math.nan, CALM)])[0][1]
 

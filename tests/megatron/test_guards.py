@@ -15,7 +15,8 @@ import pytest
 
 # Each runs in a process of its own: the patches are for good.
 PRELUDE = """
-from grpo_mega import device, config as configs
+from grpo_mega import config as configs
+from grpo_mega.hardware import device
 from grpo_mega.megatron import model
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.weights.families import family_of

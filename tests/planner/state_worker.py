@@ -26,7 +26,6 @@ from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.planner.activations import activations
-from grpo_mega.planner.figures import evaluate
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.state import Storage, buffer_of, chunk_parameters, stage_state
 from grpo_mega.types import PackedBatch
@@ -77,16 +76,16 @@ def check_state(case: StateCase, runtime: Runtime) -> None:
     policy._optimizer.step()  # Adam makes its moments
     planned = stage_state(family, shape, layout, runtime.pp_rank, Storage.of(case.config, shape), False)
 
-    buffers = [b for chunk in policy._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    weights = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in policy._parameters.values()}.values())
+    buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    weights = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in policy.parameters.values()}.values())
     gradients = sum(b.grad_data.nbytes for b in buffers)
-    assert planned.num_parameters == sum(p.numel() for p in policy._parameters.values())
+    assert planned.num_parameters == sum(p.numel() for p in policy.parameters.values())
     assert planned.weights == weights == sum(b.param_data.nbytes for b in buffers)
     assert planned.gradients == gradients
-    assert planned.optimizer(runtime.dp_rank) == policy.device_bytes - weights - gradients
+    assert planned.optimizer(runtime.dp_rank) == policy.memory.device_bytes - weights - gradients
 
     chunks = chunk_parameters(family, shape, layout, runtime.rank, fused_norms=False)
-    for index, (model, chunk) in enumerate(zip(policy._models, chunks, strict=True)):
+    for index, (model, chunk) in enumerate(zip(policy.models, chunks, strict=True)):
         assert [p.name for p in chunk] == [f"chunk{index}.{name}" for name, _ in model.named_parameters()]
         dense = [(mine, theirs) for mine, theirs in zip(chunk, model.parameters(), strict=True) if not mine.is_spread]
         check_buckets([mine for mine, _ in dense], [theirs for _, theirs in dense], policy, layout.dp)
@@ -94,7 +93,7 @@ def check_state(case: StateCase, runtime: Runtime) -> None:
 
 def check_buckets(mine: list[Any], theirs: list[Any], policy: Policy, dp_size: int) -> None:
     """Cut into several buckets, as only models of 40 million parameters would be."""
-    chunk = policy._chunks[0]
+    chunk = policy.chunks[0]
     groups = ProcessGroupCollection()
     groups.tp, groups.dp_cp = chunk.tp_group, chunk.dp_cp_group
     real = _ParamAndGradBuffer(
@@ -121,7 +120,7 @@ def check_activations(case: StateCase, runtime: Runtime) -> None:
     config = case.config
     setup = Setup(config, shape, 0, CARDS["h100"], 4, 4, 32.0, 32.0, uses_te=False)
     held: dict[int, torch.UntypedStorage] = {}
-    known = {p.untyped_storage().data_ptr() for p in policy._parameters.values()}
+    known = {p.untyped_storage().data_ptr() for p in policy.parameters.values()}
     at_the_end: list[int] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -135,10 +134,8 @@ def check_activations(case: StateCase, runtime: Runtime) -> None:
         return LossOutputs(loss=hidden_TH.float().sum() * 0, sums={}, maxima={})
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        policy._pipeline.forward_backward([one_batch(setup.micro_batch_tokens)], on_hidden)
-    saved = activations(setup, 0).saved
-    # Segments of equal length need no padding.
-    planned = evaluate(saved.formula, {name: 1.0 if name == "padding" else value for name, value in saved.inputs.items()})
+        policy.pipeline.forward_backward([one_batch(setup.micro_batch_tokens)], on_hidden)
+    planned = activations(setup, 0, padding=1.0).saved.value  # segments of equal length need no padding
     # What does not grow with the model's width, such as positions, is not planned.
     assert abs(planned - at_the_end[0]) < 0.05 * at_the_end[0] + 2**15, (
         f"planned {planned:,.0f} bytes, autograd saved {at_the_end[0]:,}"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from math import ceil, floor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import yaml
 from shapes import LLAMA_70B
 
 from grpo_mega import cli
-from grpo_mega.commands.plan import Request, prepare
+from grpo_mega.commands.options import PlanOptions
+from grpo_mega.commands.plan import prepare
 from grpo_mega.planner.engine import weight_elements
-from grpo_mega.planner.figures import evaluate
 from grpo_mega.planner.memory import PHASES
 from grpo_mega.planner.plan import MARGIN, Plan, make_plan
 from grpo_mega.planner.report import sections
@@ -84,7 +85,7 @@ def make_config(tmp_path: Path) -> MakeConfig:
 
 
 def plan_of(path: Path, **request: Any) -> Plan:
-    setup, findings = prepare(Request(path, **request))
+    setup, findings = prepare(PlanOptions(path, **request))
     assert setup is not None and not findings.violations
     return make_plan(setup)
 
@@ -135,7 +136,8 @@ def test_every_formula_gives_its_figure(make_config: MakeConfig, fields: dict[st
     count = 0
     for _, figures in sections(plan):
         for figure in figures:
-            assert evaluate(figure.formula, figure.inputs) == pytest.approx(figure.value, rel=1e-12), figure
+            value = eval(figure.formula, {"ceil": ceil, "floor": floor, **figure.inputs})
+            assert value == pytest.approx(figure.value, rel=1e-12), figure
             assert figure.value >= 0, figure
             count += 1
     assert count > 50
@@ -263,7 +265,7 @@ def test_the_text_reads_well_at_100_columns(
 
 
 def test_what_is_not_on_this_machine_is_a_note(make_config: MakeConfig) -> None:
-    _, findings = prepare(Request(make_config()))
+    _, findings = prepare(PlanOptions(make_config()))
     assert findings.violations == []
     notes = " | ".join(findings.notes)
     assert "no weights here" in notes and "no tokenizer here" in notes and "data/elsewhere.jsonl" in notes
@@ -278,7 +280,7 @@ def test_the_model_may_be_another_config_json(make_config: MakeConfig, tmp_path:
 
 def test_suggestions_are_legal_fit_with_room_and_come_best_first(make_config: MakeConfig) -> None:
     path = make_config()
-    setup, _ = prepare(Request(path))
+    setup, _ = prepare(PlanOptions(path))
     assert setup is not None
     options = suggest(setup)
     assert len(options) == 5

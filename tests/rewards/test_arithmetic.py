@@ -3,14 +3,19 @@
 
 import random
 import re
+import sys
 import time
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
+from grpo_mega.errors import ConfigError
+from grpo_mega.rewards import registry
 from grpo_mega.rewards.api import Score, Step
-from grpo_mega.rewards.arithmetic import arithmetic_steps
-from grpo_mega.rewards.equations import equations_hold
+
+arithmetic_steps = registry.resolve("arithmetic_steps")
+equations_hold = sys.modules[arithmetic_steps.__module__].equations_hold
 
 RIGHT = [
     "34+7=41",
@@ -144,7 +149,6 @@ def test_it_agrees_with_pythons_arithmetic() -> None:
 
 
 def _exact(text: str) -> str:
-
     return re.sub(r"\d+(?:\.\d+)?", lambda match: f"Fraction('{match[0]}')", text)
 
 
@@ -164,3 +168,10 @@ def test_steps_with_equations_are_rewarded_and_others_are_not() -> None:
     assert arithmetic_steps("", response, "58", {}) == Score(None, "steps_wrong", (Step(len(response), 0.0),))
     assert arithmetic_steps("", "1+1=2\n\nso", "", {}) == Score(None, "steps_right", (Step(7, 1.0),))
     assert arithmetic_steps("", "58", "58", {}) == Score(None, "no_steps")
+
+
+def test_a_package_without_the_examples_says_where_the_function_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "__file__", str(tmp_path / "grpo_mega" / "rewards" / "registry.py"))
+    registry._example.cache_clear()
+    with pytest.raises(ConfigError, match=r"it is an example, and there is no .*/arithmetic_steps.py; run from"):
+        registry.check("arithmetic_steps", {}, "lines", 5.0)

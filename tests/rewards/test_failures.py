@@ -3,8 +3,8 @@
 import pytest
 
 from grpo_mega.errors import RewardError
+from grpo_mega.rewards.api import RewardResult
 from grpo_mega.rewards.failures import Failures
-from grpo_mega.rewards.results import RewardResult
 from grpo_mega.types import Prompt, Sample
 
 Scored = tuple[Sample, RewardResult]

@@ -17,7 +17,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 HANG = "user_functions.hang"
 HANGS = ("in a regular expression", "in a loop", "deaf to signals", "on a fork", "on a session of its own", "on a daemon")
-NUM_PROCESSES = 2 + len(HANGS) + 3  # the rank, the template, the workers, and a process that each of the last three has started
+SERVERS = 3  # the rank, the process that forks the workers, and multiprocessing's resource tracker
+NUM_PROCESSES = SERVERS + len(HANGS) + 3  # with the workers, and a process that each of the last three has started
 REFUSED = "import ctypes\nctypes.CDLL = lambda *_, **__: type('C', (), {'prctl': lambda *_: -1})\n"
 
 RANK = """
@@ -108,4 +109,4 @@ def test_a_check_that_is_killed_for_its_deadline_takes_along_what_it_started() -
     hangs = ("on a fork", "on a session of its own")
     with rank(code, *hangs, deadline_s=1.0) as hung:
         assert hung.process.stdout and hung.process.stdout.readline() == "2\n"
-        assert hung.has(2 + len(hangs), within_s=5), hung.living()  # the rank, the template, and idle workers
+        assert hung.has(SERVERS + len(hangs), within_s=5), hung.living()  # with idle workers

@@ -304,6 +304,7 @@ def test_what_is_discarded_is_not_waited_for_and_counts_for_nothing() -> None:
 def test_close_leaves_no_process_even_if_a_check_hangs() -> None:
     with RewardPool([(OBEY, 1.0)], num_workers=2, deadline_s=600) as pool:
         child = int(_score(pool, "child")[0].total or 0)
+        assert _wait_until(lambda: len(pool.worker_pids) == 2)
         pids = [child, *pool.worker_pids]
         assert len(pids) == 3 and all(map(_is_alive, pids))
         pool.submit(0, "p", "hang in C", "1", {})

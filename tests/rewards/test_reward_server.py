@@ -20,7 +20,8 @@ from grpo_mega.config import Config, validate
 from grpo_mega.errors import ConfigError, RewardError
 from grpo_mega.rewards import NoScore, RewardPool, Score, Step
 from grpo_mega.rewards.reward_model import JUDGE_TEMPLATE, reward_model
-from grpo_mega.validation.preflight import check_rewards
+from grpo_mega.validation import raise_first
+from grpo_mega.validation.rewards import reward_problems
 
 Answer = Callable[[str, Any], tuple[int, Any]]  # (path, body) -> (status, what is sent as JSON, or as it is if it is text)
 
@@ -250,7 +251,7 @@ def _config(**reward: Any) -> Config:
 )
 def test_options_that_cannot_be_are_refused_before_anything_starts(reward: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(error)) as raised:
-        check_rewards(_config(**reward).rewards)
+        raise_first(reward_problems(_config(**reward).rewards))
     assert "\n" not in str(raised.value)
 
 
@@ -258,7 +259,7 @@ def test_a_config_without_a_url_is_refused() -> None:
     raw = _config().model_dump(mode="json")
     raw["rewards"]["functions"][0]["options"] = {}
     with pytest.raises(ConfigError, match="reward function 'reward_model' needs the option 'url'"):
-        check_rewards(validate(raw).rewards)
+        raise_first(reward_problems(validate(raw).rewards))
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_options_reach_the_function_and_so_does_the_splitter() -> None:
     [
         ("user_functions.weighted_length", {"factr": 1}, "has no option 'factr'; did you mean factor?"),
         ("user_functions.weighted_length", {"unit": "cm"}, "needs the option 'factor'; add options: {factor: ...} to it"),
-        ("user_functions.weighted_length", {"factor": 1, "step_splitter": "word"}, "step splitter 'word' is unknown"),
+        ("user_functions.weighted_length", {"factor": 1, "step_splitter": "word"}, "step_splitter='word' is unknown"),
         ("user_functions.marked", {"url": "x"}, "has no option 'url'; it takes none"),
     ],
 )

@@ -14,8 +14,7 @@ import torch
 
 import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega import config as configs
-from grpo_mega.algorithm.advantages import ADVANTAGES, assign
-from grpo_mega.algorithm.settings import advantage_settings
+from grpo_mega.algorithm.advantages import ADVANTAGES, assign_advantages
 from grpo_mega.run.batches import is_zero_variance, make_batches
 from grpo_mega.types import Group, Prompt, Sample
 from tools.conformance import oracle_advantages
@@ -53,7 +52,7 @@ def groups(lengths: list[list[int]]) -> list[Group]:
 
 def weights(config: configs.Config, groups: list[Group]) -> list[list[float]]:
     """Of each sample of each mini-batch: the weight of its tokens, and 0 for one that does not train."""
-    assign(groups)
+    assign_advantages(groups, config.algorithm, max_response_length=MAX_LENGTH)
     batches = make_batches(config, groups, ONE_RANK)
     found = []
     for mini_batch in batches:
@@ -152,7 +151,7 @@ def test_a_long_response_is_punished_where_steps_alone_are_rewarded() -> None:
     (group,) = groups([[4, 9]])
     for sample in group.samples:
         sample.reward, sample.step_ends, sample.step_rewards = None, [2], [1.0]
-    assign([group], advantage_settings(settings))
+    assign_advantages([group], settings.algorithm, max_response_length=MAX_LENGTH)
     short, long = (sample.advantages for sample in group.samples)
     assert short is not None and long is not None
     assert short.tolist() == pytest.approx([0.2] * 4) and long.tolist() == pytest.approx(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from coarse_reward import SCORED
 
-from grpo_mega.data.sampler import PromptSampler
+from grpo_mega.data.sampler import Sampler
 from tools.benchmarks import kills
 from tools.benchmarks.kills import End, read_end
 
@@ -106,7 +106,7 @@ def test_groups_whose_rewards_are_all_equal_are_replaced_up_to_the_bound(whole: 
 
 
 def test_every_rollout_of_a_step_draws_the_prompts_that_come_next(whole: Path, phases: Phases) -> None:
-    order = PromptSampler(NUM_PROMPTS, PER_STEP, seed=3, shuffle=True)
+    order = Sampler([NUM_PROMPTS], [1.0], PER_STEP, seed=3, shuffle=True)
     draw = 0
     for row, scored in zip(metrics(whole), phases.steps, strict=True):
         drawn = [prompt for number in range(draw, draw + int(row["rollouts"])) for prompt in order.indices(number)]

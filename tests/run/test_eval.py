@@ -24,7 +24,7 @@ from grpo_mega.config import ModelConfig
 from grpo_mega.config.data import DataConfig
 from grpo_mega.data import load_data
 from grpo_mega.errors import ConfigError
-from grpo_mega.validation import preflight
+from grpo_mega.validation.model import check_model_config
 from tools.benchmarks import kills
 
 pytestmark = pytest.mark.distributed
@@ -61,7 +61,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def evaluated(run_dir: Path) -> str:
-    """What evaluating the checkpoint of step 1 prints, in two pipeline stages; rows.jsonl lies beside the run."""
+    """Return the output of evaluating the checkpoint of step 1 in two pipeline stages; rows.jsonl is beside the run."""
     before = contents(run_dir)
     out = run_dir.parent / "rows.jsonl"
     output = command(run_dir.parent, "eval", str(run_dir), "--step", "1", "--set", "layout={pp: 2}", "--out", str(out))
@@ -125,14 +125,14 @@ def test_a_function_that_raises_on_all_of_a_set_is_counted_and_warned_of(run_dir
     found = json.loads(evaluated.splitlines()[-1])["sets"]
     assert (found["whispered"]["score"], found["whispered"]["reward_errors"]) == (0.0, 2 + 2 * SAMPLES)
     assert "reward_errors" not in found["said"]
-    told = [row["text"] for row in read(run_dir / "messages.jsonl") if row["level"] == "warning" and row["step"] == 1]
-    assert [text for text in told if text.startswith("prompts of whispered: reward functions failed on 2 of 2 samples")]
-    for text in (*told, evaluated):
+    warnings = [row["text"] for row in read(run_dir / "messages.jsonl") if row["level"] == "warning" and row["step"] == 1]
+    assert [text for text in warnings if text.startswith("prompts of whispered: reward functions failed on 2 of 2 samples")]
+    for text in (*warnings, evaluated):
         assert "scoring.is_odd: KeyError: 'too quiet' (in is_odd, scoring.py:4)" in text
 
 
 def test_the_training_set_gives_pass_rates_that_filter_it(run_dir: Path) -> None:
-    """Of a Hugging Face folder in place of the run's checkpoint."""
+    """Evaluate a Hugging Face folder in place of the run's checkpoint."""
     folder = run_dir.parent
     arguments = [
         "--model",
@@ -179,8 +179,8 @@ def test_a_finished_run_without_checkpoints_gives_its_policy_from_hf(
     assert not list(tmp_path.glob("*.partial"))
 
     assert inspect_checkpoint.main([str(finished), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["kind"], told["config"], told["note"]) == ("Hugging Face folder", str(finished / "hf/config.json"), note)
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["kind"], facts["config"], facts["note"]) == ("Hugging Face folder", str(finished / "hf/config.json"), note)
     assert verify_checkpoint.main([str(finished), str(tmp_path / "out"), "--no-logits"]) == 0
     assert note in capsys.readouterr().out
 
@@ -192,9 +192,9 @@ def test_a_finished_run_without_checkpoints_gives_its_policy_from_hf(
         line = f"--step 1: {finished} has no checkpoints; leave --step out to take {finished / 'hf'}"
         assert line in capsys.readouterr().err
     with pytest.raises(ConfigError, match=f"it is a run's folder, so name its policy, {finished / 'hf'}$"):
-        preflight.check_model_config(ModelConfig(path=finished))
+        check_model_config(ModelConfig(path=finished))
     shutil.rmtree(finished / "hf")
     with pytest.raises(ConfigError, match=f"by `grpo-mega export {finished} OUT`, and name that$"):
-        preflight.check_model_config(ModelConfig(path=finished))
+        check_model_config(ModelConfig(path=finished))
     assert cli.main(["eval", str(finished)]) == 2
     assert "has no checkpoint; there are: none" in capsys.readouterr().err

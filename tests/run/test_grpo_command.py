@@ -75,7 +75,7 @@ def load(path: Path) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def output_dir(folder: Path) -> Path:
-    """Of a run by the seed's command, with a reward function more, a tiny batch, and two ranks."""
+    """Run the seed's command with one more reward function, a tiny batch, and two ranks."""
     command = SEED.replace("accuracy format", f"accuracy format {OWN_NAME}")
     output = run(folder, f"grpo_mega.grpo {command} {FLAGS}")
     assert "note: --logging_steps has no effect" in output
@@ -83,7 +83,7 @@ def output_dir(folder: Path) -> Path:
 
 
 def run(folder: Path, command: str) -> str:
-    """What `python -m COMMAND` printed, started in the folder."""
+    """Return the output of `python -m COMMAND`, started in the folder."""
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tools'}", "OMP_NUM_THREADS": "1"}
     arguments = [sys.executable, "-m", *command.split()]
     result = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)

@@ -17,13 +17,19 @@ class Case:
     layouts: tuple[str, ...] = ("{tp: 1}", "{tp: 2}", "{tp: 2, pp: 2}", "{tp: 4}", "{pp: 4, vpp: 2}")  # of the trainer
     engine_tps: tuple[int, ...] = (1, 2)
     quantise: bool = False  # linear layers travel in FP8 blocks
+    is_full: bool = False  # only with --all
 
 
 BLOCKS = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 512, "head_dim": 128, "initializer_range": 0.06}
+SOME: dict[str, Any] = {"layouts": ("{tp: 2, pp: 2}", "{pp: 4, vpp: 2}"), "engine_tps": (2,)}
 CASES = {
-    "llama": Case("llama"),
-    "mistral": Case("mistral", {"sliding_window": None}),
+    "llama": Case("llama", **SOME),
+    "mistral": Case("mistral", {"sliding_window": None}, **SOME),
     "qwen2 tied": Case("qwen2", {"tied": True}),
-    "qwen3": Case("qwen3"),
+    "qwen3": Case("qwen3", **SOME),
     "qwen3 in FP8": Case("qwen3", BLOCKS, ("{tp: 2, pp: 2}", "{tp: 4}"), (2,), quantise=True),
+    # What differs between families is their tensors, which the cases above move.
+    "llama everywhere": Case("llama", is_full=True),
+    "mistral everywhere": Case("mistral", {"sliding_window": None}, is_full=True),
+    "qwen3 everywhere": Case("qwen3", is_full=True),
 }

@@ -31,6 +31,7 @@ def difference(folder: Path, version: int, tp: int, weights_of: int, *, quantise
 
 
 def main(folder: Path) -> None:
+    chosen = {name: CASES[name] for name in json.loads((folder / "cases.json").read_text())}
     found = {
         name: [
             {
@@ -40,7 +41,7 @@ def main(folder: Path) -> None:
             }
             for version in range(1, len(case.layouts) + 1)
         ]
-        for name, case in CASES.items()
+        for name, case in chosen.items()
     }
     (folder / "differences.json").write_text(json.dumps(found))
 

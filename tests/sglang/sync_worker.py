@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from grpo_mega import config as configs
-from grpo_mega.algorithm import advantages
+from grpo_mega.algorithm.advantages import assign_advantages
 from grpo_mega.config import Config, RolloutConfig
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import SyncError
@@ -155,7 +155,7 @@ def groups() -> list[Group]:
 
 def take_step(policy: Policy, config: Config) -> None:
     made = groups()
-    advantages.assign(made)
+    assign_advantages(made, config.algorithm, max_response_length=config.rollout.max_response_length)
     (metrics,) = policy.update(policy.attach_logprobs(make_batches(config, made, policy)))
     assert metrics["grad_norm"] > 0 and not metrics["dropped_mini_batches"], metrics
 
@@ -232,8 +232,8 @@ def main(rank: int, folder: Path) -> None:
     os.environ["MASTER_PORT"] = (folder / "port").read_text()
     torch.set_num_threads(1)
     device = runtimes.join(config_of(CASES["llama"], folder, 1))
-    for name, case in CASES.items():
-        sync_case(case, device, folder / name)
+    for name in json.loads((folder / "cases.json").read_text()):
+        sync_case(CASES[name], device, folder / name)
     runtimes.stop()
 
 

@@ -20,8 +20,12 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def differences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run the cases of the tests that were selected."""
     folder = tmp_path_factory.mktemp("sync")
+    items: list[Any] = [item for item in request.session.items if item.path == request.path]
+    chosen = [item.callspec.params["name"] for item in items]
+    (folder / "cases.json").write_text(json.dumps(chosen))
     (folder / "port").write_text(str(free_port()))
     results = launch(HERE / "sync_worker.py", 4, folder, timeout_s=1500)
     assert results == {"syncs": []}, results
@@ -31,13 +35,14 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * case.is_full) for name, case in CASES.items()])
 def test_the_server_gives_transformers_logprobs_after_a_real_step_in_every_layout(
     differences: dict[str, Any], name: str
 ) -> None:
-    for layout, found in zip(CASES[name].layouts, differences[name], strict=True):
+    case = CASES[name]
+    for layout, found in zip(case.layouts, differences[name], strict=True):
         print(f"{name}, {layout}: {found}")
-        assert len(found["same"]) == len(CASES[name].engine_tps)
+        assert len(found["same"]) == len(case.engine_tps)
         assert max(found["same"].values()) < TOLERANCE, (layout, found)
         assert found["before"] > 100 * TOLERANCE, (layout, found)
-        assert (found["exact"] > 100 * TOLERANCE) == CASES[name].quantise, (layout, found)
+        assert (found["exact"] > 100 * TOLERANCE) == case.quantise, (layout, found)

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 from cluster import ROOT, Cluster, missing_programs, wait_for
 
+from grpo_mega.distributed.launch import num_cores
 from tools.benchmarks import kills
 
 pytestmark = pytest.mark.distributed
 
 SECONDS = 600.0  # for whatever is waited for
-SECONDS_TO_NAME = 60.0  # from a failure to the line that names node and rank
+SECONDS_TO_NAME = 60.0  # from a failure to the line that names node and rank, where each core has at most LOAD processes
+LOAD = 4
 STEPS = 24
 SETTINGS = ["--set", f"steps={STEPS}", "--set", "log.samples_per_step=1000", "--set", "eval.interval=10"]
 SGLANG_STEPS = 12
@@ -55,6 +57,10 @@ class Job:
 
     def wait_for_text(self, text: str, seconds: float = SECONDS, times: int = 1) -> None:
         self.wait_for(lambda: self.log().count(text) >= times, seconds)
+
+    def wait_for_name(self, text: str) -> None:
+        load = os.getloadavg()[0] / num_cores()
+        self.wait_for_text(text, SECONDS_TO_NAME * max(1.0, load / LOAD))
 
     def wait_for_steps(self, more: int) -> None:
         wanted = self.num_steps() + more
@@ -138,14 +144,14 @@ def test_a_job_that_everything_befalls_ends_as_if_nothing_had(
 
     job.wait_for_steps(2)
     os.kill(job.rank_process(3), 9)
-    job.wait_for_text("first failure: node n2: rank 3 was killed by SIGKILL; ", SECONDS_TO_NAME)
-    job.wait_for_text("requeued: the last checkpoint is step-", SECONDS_TO_NAME)
+    job.wait_for_name("first failure: node n2: rank 3 was killed by SIGKILL; ")
+    job.wait_for_text("requeued: the last checkpoint is step-")
     job.wait_for_start(4)
 
     job.wait_for_steps(2)
     cluster.lose_node("n2")
-    job.wait_for_text("node n2 (ranks 2-3) does not answer", SECONDS_TO_NAME)
-    job.wait_for_text("requeued: the last checkpoint is step-", SECONDS_TO_NAME, times=2)
+    job.wait_for_name("node n2 (ranks 2-3) does not answer")
+    job.wait_for_text("requeued: the last checkpoint is step-", times=2)
     # It stays lost, and n1 has been repaired. (If it came back at once, Slurm would have it end the lost step, whose number the
     # next start's step has too.)
     cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")

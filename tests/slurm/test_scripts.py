@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from shapes import LLAMA_70B, QWEN_72B
 
-from grpo_mega.commands.plan import Request
+from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare as plan_setup
 from grpo_mega.config import load
 from grpo_mega.planner.plan import MARGIN, make_plan
@@ -71,7 +71,7 @@ def test_every_config_is_valid_and_begins_with_what_it_needs(path: Path) -> None
 def test_a_70b_model_fits_64_gpus_of_80_gb_with_room_to_spare(name: str, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(MODELS[name]))
-    setup, findings = plan_setup(Request(ROOT / "slurm" / f"{name}.yaml", gpu="h100", world_size=64, model_config=config))
+    setup, findings = plan_setup(PlanOptions(ROOT / "slurm" / f"{name}.yaml", gpu="h100", world_size=64, model_config=config))
     assert setup is not None and not findings.violations
     plan = make_plan(setup)
     assert plan.fits and plan.spare >= MARGIN

@@ -10,11 +10,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from emulated_te import launcher
+
+from grpo_mega.processes import die_with_parent
 
 ROOT, HERE = launcher.ROOT, Path(__file__).parent
 GPU = ROOT / "tests" / "gpu"
@@ -24,7 +27,12 @@ EVERY_VERSION = (
     GPU / "test_recompute.py",
     f"{GPU / 'test_fp8.py'}::test_layers_in_bf16_are_bit_for_bit_those_of_a_run_without_fp8",
 )
-TARGETS = {launcher.DEFAULT: (HERE, GPU)} | dict.fromkeys(launcher.OTHERS, EVERY_VERSION)
+LAYOUTS = HERE / "test_layouts.py"  # its ranks take as long as all others of the default version
+TARGETS: dict[str, tuple[str, tuple[object, ...]]] = {  # what each process runs, and on which version
+    "layouts": (launcher.DEFAULT, (LAYOUTS,)),
+    launcher.DEFAULT: (launcher.DEFAULT, (HERE, GPU, f"--ignore={LAYOUTS}")),
+    **{version: (version, EVERY_VERSION) for version in launcher.OTHERS},
+}
 ALLOWED_SKIPS = ("needs a GPU, and torch sees none here", "found H100, emulated")
 
 Running = tuple["subprocess.Popen[bytes]", Path]  # a process and its output
@@ -34,20 +42,20 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tests the
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running]]:
-    """Start a pytest process on emulated kernels for each version that is there; they share the cores."""
+    """Start the pytest processes on emulated kernels whose version is there; they share the cores."""
     folder = tmp_path_factory.mktemp("emulated")
     started: dict[str, Running] = {}
-    for version, targets in TARGETS.items():
+    for name, (version, targets) in TARGETS.items():
         if launcher.why_not(version) is None:
             plugin = ["-p", "emulated_te.plugin", "--te-version", version]
             options = ["-q", "-rs", "-W", "ignore", "-p", "no:cacheprovider", "--durations=10"]
             command = [sys.executable, "-m", "pytest", *plugin, *options, *map(str, targets)]
-            log = folder / f"{version}.log"
+            log = folder / f"{name}.log"
             with log.open("w") as file:
-                started[version] = (
-                    subprocess.Popen(command, env=launcher.environment(), stdout=file, stderr=file, cwd=ROOT),
-                    log,
-                )
+                ask = partial(die_with_parent, os.getpid())  # also where this process is killed
+                environment = launcher.environment()
+                process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=ROOT, preexec_fn=ask)
+                started[name] = process, log
     try:
         yield started
     finally:
@@ -55,11 +63,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Runn
             process.kill()
 
 
-def output_of(running: dict[str, Running], version: str) -> str:
-    """Return the output of a version's process, in which everything passed."""
-    if version not in running:
-        pytest.skip(str(launcher.why_not(version)))
-    process, log = running[version]
+def output_of(running: dict[str, Running], name: str) -> str:
+    """Return the output of a process, in which everything passed."""
+    if name not in running:
+        pytest.skip(str(launcher.why_not(TARGETS[name][0])))
+    process, log = running[name]
     code = process.wait(timeout=900)
     output = log.read_text()
     if code:
@@ -77,7 +85,11 @@ def num_passed(output: str) -> int:
 
 
 def test_everything_that_needs_transformer_engine_passes_on_emulated_kernels(running: dict[str, Running]) -> None:
-    assert num_passed(output_of(running, launcher.DEFAULT)) >= 160
+    assert num_passed(output_of(running, launcher.DEFAULT)) >= 155
+
+
+def test_its_layouts_give_the_numbers_of_one_rank(running: dict[str, Running]) -> None:
+    assert num_passed(output_of(running, "layouts")) >= 15
 
 
 @pytest.mark.parametrize("version", launcher.OTHERS)

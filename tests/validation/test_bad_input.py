@@ -67,7 +67,7 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize
 CASES = [
     # the config
     Case("config missing", ("none.yaml", "name an existing YAML file"), spoil=lambda f: (f / "config.yaml").rename(f / "none")),
-    Case("config not YAML", ("config.yaml is not YAML", "mend"), spoil=write("config.yaml", "a: [1\nb")),
+    Case("config not YAML", ("config.yaml is not YAML", "correct the file"), spoil=write("config.yaml", "a: [1\nb")),
     Case("config a list", ("holds list", "see examples"), spoil=write("config.yaml", "- a")),
     Case("config empty", ("holds NoneType", "see examples"), spoil=write("config.yaml", "")),
     Case("unknown key", ("'optimizer.learning_rat'", "known keys here: lr"), ("optimizer.learning_rat=1",)),
@@ -204,7 +204,7 @@ CASES = [
     ),
     Case(
         "chat template refuses",
-        ("chat template", "no user", "mend"),
+        ("chat template", "no user", "correct chat_template"),
         spoil=change("model/tokenizer_config.json", chat_template="{{ raise_exception('no user') }}"),
         in_rank=True,
     ),
@@ -218,7 +218,7 @@ CASES = [
     # the data
     Case("data missing", ("none.jsonl", "name a file"), ("data.train=none.jsonl",)),
     Case("data of another format", ("'.csv'", "formats read are"), ("data.train=DIR/t.csv",), write("t.csv", "a,b")),
-    Case("data empty", ("train.jsonl is empty", "one row a prompt"), spoil=rows()),
+    Case("data empty", ("train.jsonl is empty", "one row per prompt"), spoil=rows()),
     Case("row without an answer", ("train.jsonl:2", "answer=None", "give a text"), spoil=rows(GOOD, GOOD | {"answer": None})),
     Case("row not JSON", ("train.jsonl:2 is not JSON", "write one JSON object"), spoil=rows(GOOD, '{"prompt": ')),
     Case("row a list", ("train.jsonl:1 holds a JSON list", "write one"), spoil=rows([1])),
@@ -237,7 +237,7 @@ CASES = [
     ),
     Case("answer with half a character", ("train.jsonl:1: answer has the lone",), spoil=rows(GOOD | {"answer": "1\udfff"})),
     Case("system prompt", ("data.system_prompt has the lone surrogate U+D83D",), ('data.system_prompt="\\ud83d"',)),
-    Case("prompt a number", ("prompt=3", "mend or remove"), spoil=rows(GOOD | {"prompt": 3})),
+    Case("prompt a number", ("prompt=3", "correct or remove"), spoil=rows(GOOD | {"prompt": 3})),
     Case("not UTF-8", ("train.jsonl is not UTF-8", "write it as UTF-8"), spoil=write("train.jsonl", b'{"\xe9": 1}')),
     Case("Parquet damaged", ("t.parquet", "write it again"), ("data.train=DIR/t.parquet",), write("t.parquet", "PAR1")),
     Case("hub name", ("'hub:a b'", "of the form hub:owner/name"), ("data.train='hub:a b'",)),
@@ -367,7 +367,7 @@ def test_the_run_that_the_cases_spoil_works(folder: Path) -> None:
 
 def test_the_checks_before_the_ranks_start_import_neither_torch_nor_transformers(folder: Path) -> None:
     program = (
-        "import sys\nfrom pathlib import Path\nfrom grpo_mega import config, preflight\n"
+        "import sys\nfrom pathlib import Path\nfrom grpo_mega import config\nfrom grpo_mega.validation import preflight\n"
         "preflight.check(config.load(Path('config.yaml')))\n"
         "sys.exit(', '.join({'torch', 'transformers', 'datasets'} & sys.modules.keys()) or 0)"
     )

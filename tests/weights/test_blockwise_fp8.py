@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from grpo_mega.config import LayoutConfig, RolloutConfig
 from grpo_mega.errors import ConfigError, WeightMappingError
-from grpo_mega.hardware.fp8 import check_served_card, rollout_block_problems
+from grpo_mega.validation import raise_first
+from grpo_mega.validation.engine import served_card_problems
+from grpo_mega.validation.precision import rollout_block_problems
 from grpo_mega.weights import fp8_blocks as blockwise_fp8
 from grpo_mega.weights.families import FAMILIES, family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout
@@ -134,7 +136,7 @@ def test_layouts_that_cut_between_blocks_are_taken() -> None:
             2,
             1,
             "sglang",
-            "layout.tp=2 cuts model.layers.{i}.mlp.gate_proj.weight at row 14784 of 29568 (blocks of 128: 231), amid a block "
+            "layout.tp=2 cuts model.layers.{i}.mlp.gate_proj.weight at row 14784 of 29568 (blocks of 128: 231), inside a block "
             "of rollout.quantization='fp8'; use layout.tp=1, or leave rollout.quantization out",
         ),
         (
@@ -149,7 +151,7 @@ def test_layouts_that_cut_between_blocks_are_taken() -> None:
             1,
             1,
             "embedded",
-            "layout.tp=1 cuts model.layers.{i}.self_attn.q_proj.weight at row 448 of 896 (blocks of 128: 7), amid a block of "
+            "layout.tp=1 cuts model.layers.{i}.self_attn.q_proj.weight at row 448 of 896 (blocks of 128: 7), inside a block of "
             "rollout.quantization='fp8'; leave rollout.quantization out",
         ),
         (
@@ -157,7 +159,7 @@ def test_layouts_that_cut_between_blocks_are_taken() -> None:
             1,
             1,
             "sglang",
-            "rollout.tp=1 cuts fused layers so that model.layers.{i}.mlp.up_proj.weight begins at row 300, amid a block",
+            "rollout.tp=1 cuts fused layers so that model.layers.{i}.mlp.up_proj.weight begins at row 300, inside a block",
         ),
     ],
 )
@@ -177,7 +179,7 @@ def test_what_is_refused_cannot_be_planned_either(shape: ModelShape) -> None:
     family = family_of(shape.model_type)
     trainer, engines = megatron_side(family, shape, MegatronLayout(tp=2)), EngineLayout(2, 1)
     plan_sides(trainer, engine_side(family, shape, engines, 2), ranks_per_node=2)
-    with pytest.raises(WeightMappingError, match="amid a block of 128 that is quantised as a whole; use other"):
+    with pytest.raises(WeightMappingError, match="a block of 128 that is quantised as a whole; use other"):
         plan_sides(trainer, engine_side(family, shape, engines, 2, quantise=True), ranks_per_node=2)
 
 
@@ -191,9 +193,9 @@ def test_what_is_refused_cannot_be_planned_either(shape: ModelShape) -> None:
 def test_a_server_on_a_gpu_that_cannot_hold_blocks_is_refused(dtype: str, capability: tuple[int, int], message: str) -> None:
     rollout = RolloutConfig(engine="sglang", quantization="fp8")
     with pytest.raises(ConfigError, match=message):
-        check_served_card(rollout, dtype, capability, "A100")
-    check_served_card(RolloutConfig(), dtype, capability, "A100")
-    check_served_card(rollout, "bfloat16", (9, 0), "H100")
+        raise_first(served_card_problems(rollout, dtype, capability, "A100"))
+    assert not list(served_card_problems(RolloutConfig(), dtype, capability, "A100"))
+    assert not list(served_card_problems(rollout, "bfloat16", (9, 0), "H100"))
 
 
 def test_the_plan_of_a_large_model_moves_about_half_the_bytes() -> None:

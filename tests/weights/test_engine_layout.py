@@ -11,7 +11,7 @@ import pytest
 import torch
 from mapping import Tensors, filled, numbered
 
-from grpo_mega.errors import ConfigError, WeightMappingError
+from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.families import FAMILIES, family_of
 from grpo_mega.weights.layout import (
     EngineLayout,
@@ -134,26 +134,26 @@ def test_the_vocabulary_is_padded_to_64_or_where_that_does_not_divide_to_64_for_
 @pytest.mark.parametrize(
     ("changes", "tp", "message"),
     [
-        ({}, 3, "rollout.tp=3 does not divide the model's 8 attention heads; use 1, 2, 4, 8$"),
-        ({}, 16, "rollout.tp=16 does not divide the model's 8 attention heads; use 1, 2, 4, 8$"),
-        ({"ffn": 12}, 8, "rollout.tp=8 does not divide the model's 12 rows of the MLP; use 1, 2, 4$"),
+        ({}, 3, "^tp=3 does not divide the model's 8 attention heads; use 1, 2, 4, 8$"),
+        ({}, 16, "^tp=16 does not divide the model's 8 attention heads; use 1, 2, 4, 8$"),
+        ({"ffn": 12}, 8, "^tp=8 does not divide the model's 12 rows of the MLP; use 1, 2, 4$"),
         (
             {"num_heads": 24, "num_kv_heads": 4},
             6,
-            "rollout.tp=6 is neither a multiple nor a divisor of .* 4 key-value heads; use",
+            "^tp=6 is neither a multiple nor a divisor of .* 4 key-value heads; use",
         ),
-        ({"num_experts": 2, "moe_ffn": 6}, 4, "rollout.tp=4 does not divide the model's 6 rows of an expert; use 1, 2$"),
+        ({"num_experts": 2, "moe_ffn": 6}, 4, "^tp=4 does not divide the model's 6 rows of an expert; use 1, 2$"),
     ],
 )
 def test_a_size_that_does_not_fit_is_refused_with_those_that_do(changes: dict[str, int], tp: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(WeightMappingError, match=message):
         check_engine_layout(replace(shape_of("llama", num_kv_heads=2), **changes), tp)
 
 
 def test_sizes_that_fit_the_engine_alone_are_not_named_for_training() -> None:
     shape = replace(shape_of("llama", num_kv_heads=2), num_heads=6, head_dim=8, ffn=24)
     check_engine_layout(shape, 6)
-    with pytest.raises(ConfigError, match=r"layout\.tp=6 does not divide the 80 fused rows of .*; use 1, 2$"):
+    with pytest.raises(WeightMappingError, match=r"^tp=6 does not divide the 80 fused rows of .*; use 1, 2$"):
         check_megatron_layout(shape, MegatronLayout(tp=6))
 
 

@@ -23,8 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mega.algorithm import advantages, aggregate, correction, kl, losses, objectives
+from grpo_mega.algorithm import correction, kl, losses, token_weights
+from grpo_mega.algorithm.advantages import assign_advantages
 from grpo_mega.algorithm.inputs import LossInputs
+from grpo_mega.config import AlgorithmConfig
 from grpo_mega.types import Group, Prompt, Sample
 from tools.conformance import oracle_advantages, oracle_losses
 
@@ -128,7 +130,7 @@ def _our_kl(inputs: Json, settings: Json) -> Json:
         _vector(inputs["ref_logprobs"]),
         settings["kl_penalty_type"],
         old_logprobs=_vector(inputs["old_logprobs"]),
-        max_penalty=settings["kl_clamp"],
+        kl_clamp=settings["kl_clamp"],
     )
     return {"values": values.tolist(), "gradients": torch.autograd.grad(values.sum(), logprobs)[0].tolist()}
 
@@ -136,17 +138,17 @@ def _our_kl(inputs: Json, settings: Json) -> Json:
 def _our_correction(inputs: Json, settings: Json) -> Json:
     names = ("logprobs", "ref_logprobs", "entropy", "advantages")
     packed = pack([item | dict.fromkeys(names, item["old_logprobs"]) for item in inputs["responses"]], settings)
-    fixed = correction.correct(packed.without_masked(), our_loss_settings(settings).correction)
+    corrected = correction.correct(packed.without_masked(), algorithm_config(settings).correction)
     is_unmasked_T = packed.loss_mask > 0
     return {
-        "importance": _unpack(torch.where(is_unmasked_T, fixed.importance, 0.0), inputs["responses"]),
-        "kept": _unpack(torch.where(is_unmasked_T, fixed.keep, 0.0), inputs["responses"]),
+        "importance": _unpack(torch.where(is_unmasked_T, corrected.importance, 0.0), inputs["responses"]),
+        "kept": _unpack(torch.where(is_unmasked_T, corrected.keep, 0.0), inputs["responses"]),
     }
 
 
 def _our_loss(inputs: Json, settings: Json) -> Json:
     packed = pack(inputs["responses"], settings)
-    loss = losses.policy_loss(packed, our_loss_settings(settings)).loss
+    loss = losses.policy_loss(packed, algorithm_config(settings)).loss
     (gradients_T,) = torch.autograd.grad(loss, packed.logprobs)
     return {"loss": float(loss.detach()), "gradients": _unpack(gradients_T, inputs["responses"])}
 
@@ -159,8 +161,9 @@ def _our_advantages(inputs: Json, settings: Json) -> Json:
         kind, most = settings["kl_penalty_type"], settings["kl_clamp"]
         items = [item for group in inputs["groups"] for item in group]
         pairs = [(_vector(item["logprobs"]), _vector(item["ref_logprobs"])) for item in items]
-        penalties = [kl.kl_penalty(own, ref, kind, old_logprobs=own, max_penalty=most) for own, ref in pairs]
-    samples = iter(advantages.assign(groups, our_advantage_settings(settings), penalties))
+        penalties = [kl.kl_penalty(own, ref, kind, old_logprobs=own, kl_clamp=most) for own, ref in pairs]
+    longest = settings["max_response_length"]
+    samples = iter(assign_advantages(groups, algorithm_config(settings), max_response_length=longest, kl_penalties=penalties))
     rows = [[next(samples).advantages for _ in group] for group in inputs["groups"]]
     return {"advantages": [[[] if row is None else row.tolist() for row in group] for group in rows]}
 
@@ -169,7 +172,7 @@ def pack(responses: Sequence[Json], settings: Json) -> LossInputs:
     """Lay the responses end to end as in training: each is followed by a position outside the loss, here full of NaN."""
     names = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "entropy", "logprobs")
     vectors = {name: _vector([x for item in responses for x in [*item[name], torch.nan]]) for name in names}
-    weights = aggregate.token_weights(
+    weights = token_weights.token_weights(
         [sum(item["mask"]) for item in responses],
         settings.get("loss_agg_func", "token-mean"),
         max_response_length=settings.get("max_response_length", 1),
@@ -192,36 +195,10 @@ def _unpack(values_T: Tensor, responses: Sequence[Json]) -> list[list[float]]:
     return [row[:-1].tolist() for row in rows]
 
 
-def our_loss_settings(settings: Json) -> losses.LossSettings:
-    limits = {
-        "clip_low": "ratio_clip_eps_low",
-        "clip_high": "ratio_clip_eps_high",
-        "clip_c": "ratio_clip_c",
-        "tau_positive": "sapo_tau_positive",
-        "tau_negative": "sapo_tau_negative",
-    }
-    same = ("loss_type", "kl_beta", "kl_penalty_type", "kl_clamp", "entropy_bonus")
-    return losses.LossSettings(
-        **{name: settings[name] for name in same if name in settings},
-        limits=objectives.Limits(**{ours: settings[name] for ours, name in limits.items() if name in settings}),
-        correction=correction.CorrectionSettings(**settings.get("correction", {})),
-    )
-
-
-def our_advantage_settings(settings: Json) -> advantages.AdvantageSettings:
-    longest = settings["max_response_length"]
-    names = {
-        "adv_type": "adv_type",
-        "by_std": "normalize_by_std",
-        "ddof": "std_ddof",
-        "eps": "std_eps",
-        "normalize": "normalize_advantages",
-        "kl_beta": "kl_beta",
-    }
-    return advantages.AdvantageSettings(
-        **{ours: settings[name] for ours, name in names.items()},
-        overlong=advantages.Overlong(longest, round(settings["overlong_buffer"] * longest), settings["overlong_penalty"]),
-    )
+def algorithm_config(settings: Json) -> AlgorithmConfig:
+    """Return the config's section `algorithm` with the settings of a case."""
+    own = {name: value for name, value in settings.items() if name != "max_response_length"}
+    return AlgorithmConfig(**own, calculate_entropy=True)
 
 
 def _sample(prompt: Prompt, index: int, item: Json) -> Sample:

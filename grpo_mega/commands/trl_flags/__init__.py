@@ -1,5 +1,5 @@
-"""The flags that users of TRL and open-r1 know, as a config of this trainer.
+"""The flags of TRL and open-r1, as a config of this trainer.
 
-table.py lists them, each with the key that it sets; parse.py reads a command line; values.py maps values to keys and sources.py
-names to models and data sets; command.py puts these together. rewards.py holds the two flags that `grpo-mega train` has too.
+flags.py lists them and reads a command line; values.py maps their values to config keys and sources.py names to models and data
+sets; command.py combines these. rewards.py holds the two flags that `grpo-mega train` has too.
 """

@@ -1,4 +1,4 @@
-"""`python -m grpo_mega.grpo FLAGS`: from a command line to the config that `grpo-mega train` would read from a file."""
+"""`python -m grpo_mega.grpo FLAGS`: make the config that `grpo-mega train` would read from a file."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from pathlib import Path
 
 from grpo_mega import config as configs
 from grpo_mega.commands.trl_flags import sources
-from grpo_mega.commands.trl_flags.parse import Values, parse
+from grpo_mega.commands.trl_flags.flags import Values, parse
 from grpo_mega.commands.trl_flags.values import Raw, to_raw
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Request:
+class TrainRequest:
     config: Config
     resume: bool
-    notes: list[str]  # what the person should know, a line each
+    notes: list[str]  # lines for the user
 
 
-def read(arguments: Sequence[str], environ: Mapping[str, str], *, is_cached: bool) -> Request:
-    """The flags' config, once the model is on this machine. Raises ConfigError.
+def read(arguments: Sequence[str], environ: Mapping[str, str], *, is_cached: bool) -> TrainRequest:
+    """Return the flags' config, after downloading the model if necessary. Raises ConfigError.
 
-    Under torchrun (`environ`) the data-parallel ranks are counted from its WORLD_SIZE. `is_cached`: what the hub has of the
-    model has been downloaded by the process that started this one.
+    Under torchrun, the number of data-parallel ranks follows from WORLD_SIZE in `environ`. `is_cached`: the process that
+    started this one has downloaded the model.
     """
     values, notes = parse(arguments)
     train = sources.find_data(values["dataset_name"], values.get("dataset_config"), values.get("dataset_train_split"))
@@ -34,18 +34,20 @@ def read(arguments: Sequence[str], environ: Mapping[str, str], *, is_cached: boo
     raw.setdefault("model", {})["path"] = values["model_name_or_path"]
     for override in values.get("set", []):
         configs.apply_override(raw, override)
-    config = configs.validate(raw)  # before anything is downloaded
+    config = configs.validate(raw)  # raises before anything is downloaded
     if evaluates(values) and not has_heldout(config):
         raise ConfigError(
             f"--eval_steps {values['eval_steps']} has nothing to evaluate on; name --dataset_test_split, or set data.heldout "
             "or data.heldout_size by --set"
         )
     model = sources.find_model(str(config.model.path), values.get("model_revision"), is_cached=is_cached)
-    return Request(_with_model(values, raw, model), values.get("resume") or values.get("resume_from_checkpoint", False), notes)
+    return TrainRequest(
+        _with_model(values, raw, model), values.get("resume") or values.get("resume_from_checkpoint", False), notes
+    )
 
 
 def data_parallel_size(values: Values, environ: Mapping[str, str]) -> int:
-    """--data_parallel, or what torchrun's ranks leave to it."""
+    """Return --data_parallel, or torchrun's ranks divided by those of the other dimensions."""
     world_size = environ.get("WORLD_SIZE", "")
     if "data_parallel" in values or not world_size.isdecimal():
         return int(max(1, values.get("data_parallel", 1)))

@@ -1,4 +1,4 @@
-"""`--reward-funcs NAME ...` and `--reward-weights W ...`, as one override of the key rewards.functions."""
+"""Read `--reward-funcs NAME ...` and `--reward-weights W ...` as one override of the key rewards.functions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from grpo_mega.errors import ConfigError
 
 
 def add_reward_flags(parser: argparse.ArgumentParser) -> None:
-    """Both, with dashes and with underscores."""
+    """Add both flags, with dashes and with underscores."""
     parser.add_argument(
         "--reward-funcs",
         "--reward_funcs",
         nargs="+",
         metavar="NAME",
         help="reward functions in place of the file's, each built in or a dotted path like my_package.my_module.my_function; "
-        "what the file says of a function's options stays",
+        "options that the file gives a function stay",
     )
     parser.add_argument(
         "--reward-weights", "--reward_weights", nargs="+", metavar="W", help="their weights, in the same order; 1 by default"
@@ -26,19 +26,19 @@ def add_reward_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides_of(options: argparse.Namespace) -> list[str]:
-    """What --set gives, and after it what the reward flags give. Raises ConfigError."""
+    """Return the overrides of --set, then that of the reward flags. Raises ConfigError."""
     known: dict[str, Mapping[str, Any]] = {}
     if options.reward_funcs is not None:
         from grpo_mega import config as configs
 
-        known = {f.name: f.options for f in configs.load(options.config, options.set).rewards.functions}
-    return [*options.set, *reward_override(options.reward_funcs, options.reward_weights, known)]
+        known = {f.name: f.options for f in configs.load(options.config, options.overrides).rewards.functions}
+    return [*options.overrides, *reward_override(options.reward_funcs, options.reward_weights, known)]
 
 
 def reward_override(
     names: Sequence[str] | None, weights: Sequence[str | float] | None, options: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[str]:
-    """One "rewards.functions=[...]", or nothing where no function is named. `options` are those of functions, by name.
+    """Return one "rewards.functions=[...]", or nothing if no function is named. `options` holds those of functions, by name.
 
     Raises ConfigError.
     """

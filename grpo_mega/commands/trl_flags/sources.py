@@ -1,4 +1,4 @@
-"""Where the model and the data sets that flags name are: on this machine, or on the Hugging Face hub."""
+"""Find the model and the data sets that flags name: on this machine, or on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from grpo_mega.data.sources import read_rows
 from grpo_mega.errors import ConfigError
 
-PROMPT_COLUMNS = ("prompt", "problem", "question")  # where no column is given, the first that the set has
+PROMPT_COLUMNS = ("prompt", "problem", "question")  # where no column is given: the first of these that the set has
 _FORMATS = (".jsonl", ".json", ".parquet")
 _HUB_NAME = re.compile(r"[\w][\w.-]*(?:/[\w][\w.-]*)?")
-# All that a checkpoint is read from; no weights in other formats, and no code.
+# All files that a checkpoint is read from: no weights in other formats, and no code.
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def find_model(name: str, revision: str | None, *, is_cached: bool) -> Path:
-    """The folder of a checkpoint: a local one, or the hub's, downloaded once into its cache. Raises ConfigError.
+    """Return the folder of a checkpoint: a local one, or one of the hub, downloaded once into its cache. Raises ConfigError.
 
-    `is_cached`: another process has downloaded it; the network is left alone.
+    `is_cached`: another process has downloaded it, so the network is not used.
     """
     if Path(name).is_dir():
         if revision is not None:
@@ -36,23 +36,23 @@ def find_model(name: str, revision: str | None, *, is_cached: bool) -> Path:
     except Exception as error:  # the hub's client raises its own errors, the network's and the disk's
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(
-            f"--model_name_or_path {name} is neither a folder here nor to be had from the Hugging Face hub ({reason}); "
+            f"--model_name_or_path {name} is neither a local folder nor available from the Hugging Face hub ({reason}); "
             "check name, revision and network, or download it elsewhere and name its folder"
         ) from None
 
 
 def own_dtype(model: Path) -> str:
-    """float32 if the model's config.json says so, else bfloat16."""
+    """Return float32 if that is the dtype in the model's config.json, else bfloat16."""
     try:
         fields = json.loads((model / "config.json").read_text())
     except (OSError, ValueError):
-        return "bfloat16"  # preflight tells what is wrong with the file
+        return "bfloat16"  # preflight reports what is wrong with the file
     dtype = fields.get("dtype") or fields.get("torch_dtype") if isinstance(fields, dict) else None
     return "float32" if dtype == "float32" else "bfloat16"
 
 
 def find_data(name: str, config: str | None, split: str | None) -> str:
-    """What data.train takes, of a file, a folder or a name of the hub. Raises ConfigError."""
+    """Return the value of data.train for a file, a folder or a name of the hub. Raises ConfigError."""
     path = Path(name)
     is_local = path.exists() or path.suffix in _FORMATS or not _HUB_NAME.fullmatch(name.removeprefix("hub:"))
     if is_local:
@@ -67,7 +67,7 @@ def find_data(name: str, config: str | None, split: str | None) -> str:
 
 
 def find_prompt_column(path: str) -> str | None:
-    """The first of PROMPT_COLUMNS that the data set has; None if it has none of them."""
+    """Return the first of PROMPT_COLUMNS that the data set has; None if it has none of them."""
     first = next(iter(read_rows(path)), None)
     return next((column for column in PROMPT_COLUMNS if first and column in first.values), None)
 

@@ -1,6 +1,7 @@
-"""From the values of flags to the keys of a config; pure.
+"""Map the values of flags to the keys of a config.
 
-TRL counts optimizer steps and batches of samples; the config counts rollouts (`steps`), prompts and optimizer steps a rollout.
+TRL counts optimizer steps and batches of samples; the config counts rollouts (`steps`), prompts per rollout and optimizer steps
+per rollout.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grpo_mega.commands.trl_flags.parse import Values
+from grpo_mega.commands.trl_flags.flags import FLAGS, Values
 from grpo_mega.commands.trl_flags.rewards import reward_override
-from grpo_mega.commands.trl_flags.table import FLAGS
 from grpo_mega.config import AlgorithmConfig, BatchConfig, DataConfig, OptimizerConfig, RolloutConfig, apply_override
 from grpo_mega.errors import ConfigError
 
@@ -23,7 +23,7 @@ _BATCH_FLAGS = (
     "steps_per_generation",
     "generation_batch_size",
 )
-# What TRL calls a loss_type is how tokens are aggregated, and for some the objective.
+# TRL's loss_type chooses how tokens are aggregated, and for some values the objective.
 LOSS_TYPES: Mapping[str, Raw] = {
     "grpo": {"loss_agg_func": "seq-mean-token-mean"},
     "sapo": {"loss_agg_func": "seq-mean-token-mean", "loss_type": "sapo"},
@@ -36,9 +36,9 @@ SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear
 
 
 def to_raw(values: Values, dp_size: int, count_prompts: Callable[[], int]) -> Raw:
-    """The config that the flags ask for, model and data aside. `count_prompts` tells how many the training set has.
+    """Return the flags' config, without model and data. `count_prompts` returns the size of the training set.
 
-    Raises ConfigError for values that contradict each other, or that mean nothing here.
+    Raises ConfigError for values that contradict each other, or that this trainer does not have.
     """
     raw: Raw = {}
     for name, value in values.items():
@@ -56,7 +56,7 @@ def to_raw(values: Values, dp_size: int, count_prompts: Callable[[], int]) -> Ra
 
 
 def optimizer_steps(raw: Raw) -> int:
-    """Of one rollout."""
+    """Return the number of optimizer steps per rollout."""
     batch = raw.get("batch", {})
     return int(batch.get("mini_batches", 1) * batch.get("epochs", 1))
 
@@ -80,43 +80,43 @@ def _algorithm(values: Values) -> Raw:
         raise ConfigError(
             f"--loss_type {name} is not among {', '.join(LOSS_TYPES)}; for other methods see --set algorithm.recipe="
         )
-    found = dict(LOSS_TYPES[name]) if "loss_type" in values else {}
+    raw = dict(LOSS_TYPES[name]) if "loss_type" in values else {}
     if _one_of(values, "importance_sampling_level", ("token", "sequence"), "token") == "sequence":
         _needs_clipped(name, "importance_sampling_level", "sequence")
-        found["loss_type"] = "gspo"
+        raw["loss_type"] = "gspo"
     if "epsilon_high" in values:
-        found["ratio_clip_eps_high"] = values["epsilon_high"]
+        raw["ratio_clip_eps_high"] = values["epsilon_high"]
         if name == "cispo":  # the ratio itself is limited, not its distance from 1
             if values["epsilon_high"] <= 1:
                 raise ConfigError(
-                    f"--epsilon_high {values['epsilon_high']:g} is the greatest ratio of --loss_type cispo; "
+                    f"--epsilon_high {values['epsilon_high']:g} is the largest ratio of --loss_type cispo; "
                     "give one above 1, for example 5"
                 )
-            found["ratio_clip_eps_high"] = values["epsilon_high"] - 1
+            raw["ratio_clip_eps_high"] = values["epsilon_high"] - 1
     if "delta" in values:
         _needs_clipped(name, "delta", f"{values['delta']:g}")
-        if found.get("loss_type") == "gspo":
+        if raw.get("loss_type") == "gspo":
             raise ConfigError(
-                f"--delta {values['delta']:g} has no place in --importance_sampling_level sequence; leave one out"
+                f"--delta {values['delta']:g} cannot be combined with --importance_sampling_level sequence; leave one out"
             )
-        found |= {"loss_type": "dual_clip", "ratio_clip_c": values["delta"]}
+        raw |= {"loss_type": "dual_clip", "ratio_clip_c": values["delta"]}
     if "scale_rewards" in values:
         scale = _one_of(values, "scale_rewards", ("group", "none", "true", "false"), "group")
-        found["normalize_by_std"] = scale in ("group", "true")
+        raw["normalize_by_std"] = scale in ("group", "true")
     if values.get("entropy_coef"):
-        found |= {"entropy_bonus": values["entropy_coef"], "calculate_entropy": True}
+        raw |= {"entropy_bonus": values["entropy_coef"], "calculate_entropy": True}
     if "use_bias_correction_kl" in values:
-        found["kl_penalty_type"] = "low_var_kl_weighted" if values["use_bias_correction_kl"] else "low_var_kl"
-    return found
+        raw["kl_penalty_type"] = "low_var_kl_weighted" if values["use_bias_correction_kl"] else "low_var_kl"
+    return raw
 
 
 def _needs_clipped(loss_type: str, flag: str, value: str) -> None:
     if loss_type in ("cispo", "sapo"):
-        raise ConfigError(f"--{flag} {value} has no place in --loss_type {loss_type}; leave one out")
+        raise ConfigError(f"--{flag} {value} cannot be combined with --loss_type {loss_type}; leave one out")
 
 
 def _batch(values: Values, raw: Raw, dp_size: int) -> None:
-    """TRL's arithmetic: passes of per_device_train_batch_size samples a data-parallel rank, in place of prompts."""
+    """Set prompts per rollout by TRL's arithmetic: passes of per_device_train_batch_size samples per data-parallel rank."""
     given = [name for name in _BATCH_FLAGS if name in values]
     for name in given:
         if values[name] < 1:
@@ -126,17 +126,17 @@ def _batch(values: Values, raw: Raw, dp_size: int) -> None:
             _put(raw, "batch.tokens_per_micro_batch", longest_sample(raw))
         return
     if "steps_per_generation" in values and "generation_batch_size" in values:
-        raise ConfigError("--steps_per_generation and --generation_batch_size say the same; give one of them")
+        raise ConfigError("--steps_per_generation and --generation_batch_size mean the same; give one of them")
     per_device = values.get("per_device_train_batch_size", _PER_DEVICE_DEFAULT)
     accumulation = values.get("gradient_accumulation_steps", 1)
-    a_pass = per_device * dp_size
+    per_pass = per_device * dp_size
     passes, rest = divmod(
-        values.get("generation_batch_size", a_pass * values.get("steps_per_generation", accumulation)), a_pass
+        values.get("generation_batch_size", per_pass * values.get("steps_per_generation", accumulation)), per_pass
     )
     if rest:
         raise ConfigError(
             f"--generation_batch_size {values['generation_batch_size']} is not a multiple of per_device_train_batch_size="
-            f"{per_device} x {dp_size} data-parallel ranks; use {passes * a_pass or a_pass} or {(passes + 1) * a_pass}"
+            f"{per_device} x {dp_size} data-parallel ranks; use {passes * per_pass or per_pass} or {(passes + 1) * per_pass}"
         )
     mini_batches, rest = divmod(passes, accumulation)
     if rest:
@@ -145,7 +145,7 @@ def _batch(values: Values, raw: Raw, dp_size: int) -> None:
             f"(steps_per_generation); raise these to {(mini_batches + 1) * accumulation}"
         )
     group_size = raw["algorithm"].get("group_size", AlgorithmConfig().group_size)
-    num_samples = passes * a_pass
+    num_samples = passes * per_pass
     num_prompts, rest = divmod(num_samples, max(1, group_size))
     if rest or num_prompts % mini_batches:
         fitting = math.lcm(group_size * mini_batches, passes * dp_size) // (passes * dp_size)
@@ -159,7 +159,7 @@ def _batch(values: Values, raw: Raw, dp_size: int) -> None:
 
 
 def longest_sample(raw: Raw) -> int:
-    """Tokens of the longest sample that there can be."""
+    """Return the length of the longest possible sample, in tokens."""
     prompt = raw.get("data", {}).get("max_prompt_length", DataConfig.model_fields["max_prompt_length"].default)
     return int(prompt + raw.get("rollout", {}).get("max_response_length", RolloutConfig().max_response_length))
 
@@ -179,7 +179,7 @@ def _optimizer(values: Values, raw: Raw) -> None:
     if "lr_scheduler_type" in values:
         _put(raw, "optimizer.schedule", SCHEDULES[_one_of(values, "lr_scheduler_type", tuple(SCHEDULES), "constant")])
     if "warmup_steps" in values and "warmup_ratio" in values:
-        raise ConfigError("--warmup_steps and --warmup_ratio say the same; give one of them")
+        raise ConfigError("--warmup_steps and --warmup_ratio mean the same; give one of them")
     warmup = values.get("warmup_ratio", values.get("warmup_steps"))
     if warmup is not None:
         is_share = "warmup_ratio" in values or 0 < warmup < 1
@@ -194,12 +194,12 @@ def _optimizer(values: Values, raw: Raw) -> None:
 
 
 def _intervals(values: Values, raw: Raw) -> None:
-    """Checkpoints, evaluations and where the run is reported."""
-    for what, key in (("save", "checkpoint.interval"), ("eval", "eval.interval")):
-        strategy = _one_of(values, f"{what}_strategy", ("steps", "no"), "steps")
-        interval = values.get(f"{what}_steps")
-        if f"{what}_strategy" in values and strategy == "steps" and interval is None:
-            raise ConfigError(f"--{what}_strategy steps needs --{what}_steps; give it")
+    """Set the intervals of checkpoints and evaluations, and the run's log."""
+    for event, key in (("save", "checkpoint.interval"), ("eval", "eval.interval")):
+        strategy = _one_of(values, f"{event}_strategy", ("steps", "no"), "steps")
+        interval = values.get(f"{event}_steps")
+        if f"{event}_strategy" in values and strategy == "steps" and interval is None:
+            raise ConfigError(f"--{event}_strategy steps needs --{event}_steps; give it")
         if interval is not None and strategy == "steps":
             _put(raw, key, -(-interval // optimizer_steps(raw)))
     if "report_to" in values:

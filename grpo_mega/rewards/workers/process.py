@@ -1,170 +1,155 @@
-"""The template and the workers as the pool sees them: started, sent checks, read from without blocking, killed.
+"""Worker processes as the pool sees them: forked, given checks, killed with all that they have started.
 
-Used from one thread only, which must live as long as the template does: the kernel ends that with the thread. Each process is
-the leader of a session of its own, so that an interrupt from the terminal does not reach it.
+Each thread of the pool drives one `Worker`. All workers of a pool are forked by its `ForkServer`, multiprocessing's, which is a
+fresh process: it holds nothing of the trainer but its environment and sys.path, has one thread, and imports `guardian` first.
+Neither it nor a worker imports the trainer's `__main__`.
 """
 
 import contextlib
 import os
 import pickle
 import signal
-import socket
-import subprocess
 import sys
-import time
-from pathlib import Path
-from typing import Any
+import threading
+from multiprocessing import Pipe, connection, forkserver
 
-from grpo_mega.rewards.workers.protocol import END, FORK, FORK_AGAIN, LEAVE, FrameBuffer, Setup, frame
+from grpo_mega.errors import RewardError
+from grpo_mega.processes import descendants
+from grpo_mega.rewards.api import Score
+from grpo_mega.rewards.workers.worker import GUARDIAN, WARM, Job
 
-ANSWER_LIMIT_S = 60.0  # for the template to fork, or to collect a killed process
-SECONDS_TO_END = 30.0  # for the template to end all below it
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
-_READ_SIZE = 1 << 16
-
-
-class Template:
-    """A process of template.py, starting from when this is made; `is_ready` is set by the pool once it says so."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Not the parent's whole sys.path: set before start-up, a directory of it could shadow the standard library.
-        path = [_PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "grpo_mega.rewards.workers.template", str(theirs.fileno())],
-                stdin=subprocess.PIPE,
-                stdout=2,
-                start_new_session=True,
-                pass_fds=[theirs.fileno()],
-                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(path)},
-            )
-        self._control.settimeout(ANSWER_LIMIT_S)
-        self.is_ready = False
-        self.started_at = time.monotonic()
-        assert self._process.stdin
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:  # it ended: `receive` shows that
-            stream.write(frame(pickle.dumps(setup)))
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def fd(self) -> int:
-        """What to wait on for its message, and for its end."""
-        return self._control.fileno()
-
-    def receive(self) -> Any:
-        """Its message, to be called when there is one; None if the process has ended."""
-        try:
-            data = self._control.recv(_READ_SIZE)
-        except ConnectionError:
-            return None
-        return pickle.loads(data) if data else None
-
-    def fork(self, is_replacement: bool) -> "WorkerProcess | None":
-        """A new worker, milliseconds from its first check unless a user's function is to be imported; None if the template has
-        ended."""
-        their_in, our_out = os.pipe()
-        our_in, their_out = os.pipe()
-        pid = None
-        with contextlib.suppress(ConnectionError):
-            socket.send_fds(self._control, [FORK_AGAIN if is_replacement else FORK], [their_in, their_out])
-            pid = self.receive()
-        os.close(their_in)
-        os.close(their_out)
-        if pid is None:
-            os.close(our_in)
-            os.close(our_out)
-            return None
-        return WorkerProcess(self, pid, our_out, our_in)
-
-    def end(self, pid: int) -> int:
-        """Kills a worker, if it has not ended, and all it started; its exit status (negative: the signal)."""
-        with contextlib.suppress(ConnectionError):
-            self._control.send(END + str(pid).encode())
-            status = self.receive()
-            if status is not None:
-                return int(status)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)  # the kernel kills the workers of a template that has ended, but not their children
-        return -signal.SIGKILL
-
-    def leave(self, pid: int) -> None:
-        """As `end`, without waiting for what takes long after a check that filled gigabytes."""
-        with contextlib.suppress(ConnectionError):
-            self._control.send(LEAVE + str(pid).encode())
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def kill(self) -> int:
-        """Ends the process, its workers and all they started; returns its exit status."""
-        self._control.close()
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            return self._process.wait(SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # and the kernel its workers
-            return self._process.wait()
+START_LIMIT_S = 300.0  # for a worker's imports; generous, since network file systems are slow
+_END_LIMIT_S = 60.0  # for the end of a killed process, which takes long where it has filled gigabytes
+_TOO_SLOW = f"a worker took more than {START_LIMIT_S:.0f} s to import its functions; make them lighter"
 
 
-class WorkerProcess:
-    """A `grpo_mega.rewards.workers.worker`.
+class ForkServer(forkserver.ForkServer):
+    """The process that forks workers, started by the first fork and again where it has ended. For several threads at once.
 
-    `check` is what it is at work on; `started_at` (time.monotonic) is when it began with that, or when the process was started;
-    `is_ready` is set by the pool once the worker says so.
+    The kernel ends the server with the thread that started it, so only threads that live as long as the pool may fork.
     """
 
-    def __init__(self, template: Template, pid: int, input_fd: int, output_fd: int) -> None:
-        self._template = template
-        self.pid = pid
-        self.input_fd = input_fd  # what to wait on while `has_unsent`
-        self.output_fd = output_fd  # what to wait on for its replies
-        os.set_blocking(input_fd, False)
-        os.set_blocking(output_fd, False)
-        self._unsent = bytearray()
-        self._received = FrameBuffer()
-        self.check: Any = None
-        self.is_ready = False
-        self.started_at = time.monotonic()
+    def __init__(self, imports_math_verify: bool) -> None:
+        super().__init__()
+        self.set_forkserver_preload([GUARDIAN, *([WARM] if imports_math_verify else [])])
+        self._connecting = threading.Lock()
+        self._is_closed = False
 
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
-
-    def send(self, data: bytes = b"") -> None:
-        """Writes what the pipe takes of the data so far; a dead worker shows when it is read from, not here."""
-        self._unsent += data
-        try:
-            while self._unsent:
-                del self._unsent[: os.write(self.input_fd, self._unsent)]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            self._unsent.clear()
-
-    def receive(self) -> list[tuple[Any, ...]] | None:
-        """The messages that are there; None if the process has ended."""
-        try:
-            data = os.read(self.output_fd, _READ_SIZE)
-        except BlockingIOError:
-            return []
-        return self._received.feed(data) if data else None
-
-    def end(self) -> int:
-        """Ends the process, if it has not ended, and all it started; returns its exit status (negative: the signal)."""
-        self.close()
-        return self._template.end(self.pid)
-
-    def leave(self) -> None:
-        """As `end`, without waiting for what takes long after a check that filled gigabytes."""
-        self.close()
-        self._template.leave(self.pid)
+    def connect(self, fd: int) -> tuple[int, int]:
+        """Request a worker that inherits `fd`. Return the pipe with its process id and, later, its exit status, and the pipe
+        for its job. Raises RewardError after `close`, OSError where the server has ended."""
+        with self._connecting:
+            if self._is_closed:
+                raise RewardError("the reward pool is closed")
+            return self.connect_to_new_process([fd])
 
     def close(self) -> None:
-        """Closes the pipes, in place of `end` where the template is killed with all its workers."""
-        os.close(self.input_fd)
-        os.close(self.output_fd)
+        """End the server, all workers and everything that they have started."""
+        with self._connecting:
+            self._is_closed = True
+            pid: int | None = self._forkserver_pid  # type: ignore[attr-defined]
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            self._stop()  # type: ignore[attr-defined]
+
+
+class WorkerEnded(Exception):
+    """The worker has ended by itself; the text says how, such as "status 3" or "signal SIGSEGV"."""
+
+
+class Worker:
+    """A worker process that has imported its functions; used by one thread, which closes it in the end."""
+
+    def __init__(self, server: ForkServer, job: Job) -> None:
+        """Have `server` fork it, and wait until it is ready.
+
+        Raises RewardError where it cannot import its functions, OSError or EOFError where the server has ended.
+        """
+        self._connection, theirs = Pipe()
+        self._is_killed = False
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._connection.close)
+            with theirs:
+                self._status_fd, job_fd = server.connect(theirs.fileno())
+            undo.callback(os.close, self._status_fd)
+            with open(job_fd, "wb") as stream:
+                pickle.dump({"sys_path": [path or os.getcwd() for path in sys.path]}, stream)  # and no __main__
+                pickle.dump(job, stream)
+            self.pid = forkserver.read_signed(self._status_fd)
+            undo.callback(self.kill)
+            problem = self._problem()
+            if problem is not None:
+                raise RewardError(problem)
+            undo.pop_all()
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(connection.wait([self._status_fd], 0))
+
+    def run(self, function: str, sample: bytes, deadline_s: float) -> tuple[Score, str | None] | None:
+        """Return the score and the text of the exception, if any; None past the deadline, when the worker is killed.
+
+        Raises WorkerEnded.
+        """
+        try:
+            self._connection.send((function, sample))
+            if self._has_message(deadline_s):
+                return self._connection.recv()
+        except (EOFError, OSError):
+            status = self._status()
+            raise WorkerEnded("signal SIGKILL" if status is None else _describe(status)) from None
+        self.kill()
+        return None
+
+    def kill(self) -> None:
+        """Kill it, if it has not ended, and all that it started; do not wait for their end."""
+        if self._is_killed:
+            return
+        self._is_killed = True
+        if not self.has_ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGSTOP)  # so that it starts nothing in the meantime
+            for pid in (*descendants(self.pid), self.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # what a worker that has ended by itself left behind
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill it, and free the pipes."""
+        self.kill()
+        self._connection.close()
+        os.close(self._status_fd)
+
+    def _problem(self) -> str | None:
+        """Wait until it has imported its functions; return why it could not. Raises EOFError where the server has ended."""
+        try:
+            return self._connection.recv() if self._has_message(START_LIMIT_S) else _TOO_SLOW
+        except (EOFError, OSError):
+            status = self._status()
+        if status is None:
+            raise EOFError
+        return f"a worker ended with {_describe(status)} while it imported its functions; its standard error says why"
+
+    def _has_message(self, seconds: float) -> bool:
+        """Wait for a message. Raises EOFError where there is none and the process has ended."""
+        connection.wait([self._connection, self._status_fd], seconds)
+        has_ended = self.has_ended
+        if self._connection.poll():  # a message that is there was in time, however late this thread is
+            return True
+        if has_ended:
+            raise EOFError
+        return False
+
+    def _status(self) -> int | None:
+        """Return the exit status (negative: the signal), after killing what may be left; None if the server has ended."""
+        self.kill()
+        with contextlib.suppress(EOFError):
+            if connection.wait([self._status_fd], _END_LIMIT_S):
+                return forkserver.read_signed(self._status_fd)
+        return None
+
+
+def _describe(status: int) -> str:
+    return f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"

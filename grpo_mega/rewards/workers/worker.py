@@ -1,59 +1,90 @@
-"""One reward worker, forked by `template`; never imports torch by itself.
+"""One reward worker: a process that the fork server forks, and that runs one check at a time. Never imports torch by itself.
 
-Reads checks from one pipe and writes their outcomes to another (see `protocol`); its standard input is empty, and what a reward
-function prints goes to standard error. It ends when its input does, and with the template, even if a check hangs.
+Over its connection it sends None once it has imported all functions, or a text that says why it cannot; then, for each
+(function's name, pickled sample), the Score and the text of the exception that was raised, if any. It ends with the connection
+and with the fork server, even if a check hangs.
 """
 
 import contextlib
+import importlib
 import os
 import pickle
 import resource
+import signal
+import sys
 import traceback
-from typing import Any, BinaryIO
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from typing import Any
 
+from grpo_mega.processes import die_with_parent
 from grpo_mega.rewards import registry
-from grpo_mega.rewards.api import NoScore, RewardFunction, as_score
-from grpo_mega.rewards.workers.protocol import FAILED, RAISED, READY, SCORED, Setup, frame, read_frame
+from grpo_mega.rewards.api import NoScore, RewardFunction, Score, as_score
 from grpo_mega.text import well_formed
 
+GUARDIAN, WARM = "grpo_mega.rewards.workers.guardian", "grpo_mega.rewards.workers.warm"  # what the fork server imports
 _MAX_ERROR_CHARS = 2000
 _OUT_OF_MEMORY_STATUS = 71
 
 
-def work(setup: Setup, requests: BinaryIO, replies: BinaryIO, is_replacement: bool) -> None:
-    """Runs checks until the end of the input; `is_replacement` of a worker that ended in the midst of the run."""
-    _limit_memory(setup.memory_limit_bytes)
-    try:
-        functions = {name: registry.bind(name, options, setup.step_splitter) for name, options in setup.functions.items()}
-        if "reward_model" in functions and not is_replacement:  # a server that restarts must not end the run
+@dataclass(frozen=True)
+class Job:
+    """The task of a worker, sent to it through the fork server."""
+
+    functions: Mapping[str, Mapping[str, Any]]  # the options of each function
+    step_splitter: str
+    memory_limit_bytes: int | None
+    is_replacement: bool  # of a worker that ended in the middle of the run
+
+    def _bootstrap(self, parent_sentinel: int) -> int:
+        """Run the job in the forked process, and return its exit status: the fork server calls this method by this name."""
+        inherited = forkserver.get_inherited_fds()
+        assert inherited
+        os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # only the trainer's end counts
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        os.setsid()  # so that the pool can kill what a check leaves behind in its process group
+        with contextlib.suppress(OSError):
+            die_with_parent(os.getppid())
+        _limit_memory(self.memory_limit_bytes)
+        with contextlib.suppress(EOFError, BrokenPipeError), Connection(inherited[0]) as connection:  # the pool is gone
+            self._serve(connection)
+        return 0
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            functions = self._import()
+        except BaseException as error:
+            connection.send(describe(error))
+            return
+        connection.send(None)
+        while True:
+            name, sample = connection.recv()
+            connection.send(_run(functions[name], sample))
+
+    def _import(self) -> dict[str, RewardFunction]:
+        if GUARDIAN not in sys.modules:  # a fork server passes over modules that it cannot import
+            raise ImportError("a new Python process cannot import grpo_mega; install it, or set PYTHONPATH to its folder")
+        functions = {name: registry.bind(name, options, self.step_splitter) for name, options in self.functions.items()}
+        if "accuracy" in functions:
+            importlib.import_module(WARM)
+        if "reward_model" in functions and not self.is_replacement:  # a server that restarts must not end the run
             from grpo_mega.rewards.reward_model import check_reachable
 
             check_reachable(functions["reward_model"])
-    except BaseException as error:
-        _send(replies, (FAILED, describe(error)))
-        return
-    _send(replies, (READY,))
-    while (name := read_frame(requests)) is not None and (check := read_frame(requests)) is not None:
-        _send(replies, _run(functions[name.decode()], check))
+        return functions
 
 
-def _run(function: RewardFunction, check: bytes) -> tuple[Any, ...]:
+def _run(function: RewardFunction, sample: bytes) -> tuple[Score, str | None]:
     try:
-        prompt, response, answer, extras = pickle.loads(check)
-        score = as_score(function(prompt, response, answer, extras), response)
-        return (SCORED, score.value, score.verdict, tuple((step.end, step.value) for step in score.steps))
+        prompt, response, answer, extras = pickle.loads(sample)
+        return as_score(function(prompt, response, answer, extras), response), None
     except MemoryError:
-        os._exit(_OUT_OF_MEMORY_STATUS)  # the heap is full of what did not fit; a fresh process is the way back
-    except BaseException as error:  # SystemExit and the like end the check, not the worker
-        return (RAISED, describe(error), None if isinstance(error, NoScore) else 0.0)
-
-
-def _send(replies: BinaryIO, message: tuple[Any, ...]) -> None:
-    try:
-        replies.write(frame(pickle.dumps(message)))
-        replies.flush()
-    except BrokenPipeError:
-        os._exit(0)  # the pool is gone
+        os._exit(_OUT_OF_MEMORY_STATUS)  # the heap is full of what did not fit; only a fresh process can go on
+    except BaseException as error:  # SystemExit and its like end the check, not the worker
+        return Score(None if isinstance(error, NoScore) else 0.0, "error"), describe(error)
 
 
 def _limit_memory(limit_bytes: int | None) -> None:
@@ -65,7 +96,7 @@ def _limit_memory(limit_bytes: int | None) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Type, text and place of an exception."""
+    """Return the type, text and place of an exception."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:

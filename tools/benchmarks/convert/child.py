@@ -84,7 +84,7 @@ def mbridge(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable
     from grpo_mega import config as configs
     from grpo_mega.megatron import model as models
     from grpo_mega.megatron import runtime as runtimes
-    from grpo_mega.megatron.state import _InProcessSave
+    from grpo_mega.megatron.state import InProcessSave
     from grpo_mega.run.model_files import read_model
 
     bridges: Any = importlib.import_module("mbridge.models")
@@ -120,7 +120,7 @@ def mbridge(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable
                 bridge.load_weights(chunks, str(source))
             out.mkdir()
             checkpointing.save(
-                {"model": chunks[0].sharded_state_dict(metadata=metadata)}, str(out), _InProcessSave("torch_dist", 1)
+                {"model": chunks[0].sharded_state_dict(metadata=metadata)}, str(out), InProcessSave("torch_dist", 1)
             )
         else:
             state = checkpointing.load({"model": chunks[0].sharded_state_dict(metadata=metadata)}, str(source))

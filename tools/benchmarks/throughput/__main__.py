@@ -39,10 +39,11 @@ import yaml
 
 from grpo_mega import config as configs
 from grpo_mega import paths
-from grpo_mega.cli import CLAIMED, EXIT_INTERRUPTED, EXIT_USER_ERROR, check_world_size
+from grpo_mega.cli import CLAIMED
+from grpo_mega.commands.ranks import check_world_size
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank, run_ranks
-from grpo_mega.errors import ConfigError, UserError
+from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, UserError
 from grpo_mega.hardware.cards import CARDS
 from grpo_mega.run import folder as run_folder
 from grpo_mega.validation import preflight

@@ -31,7 +31,7 @@ from grpo_mega.run.job import Job
 from grpo_mega.run.model_files import read_tokenizer
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, PackedBatch, StepMetrics
-from grpo_mega.validation.legality import read_model
+from grpo_mega.validation.model import read_model
 from grpo_mega.weights.plan import plan_sides
 from tools.benchmarks.throughput.synthetic import Lengths, RandomRewards, SyntheticEngine
 from tools.benchmarks.throughput.work import GroupLengths, work_of
@@ -212,7 +212,7 @@ def _replace_sampling(job: Job, lengths: Lengths) -> None:
     layout, config = job.runtime.layout, job.config
     vocab = min(job.model.shape.vocab, len(read_tokenizer(job.model)))
     made = SyntheticEngine(job.colocation.engine, lengths, vocab=vocab, rank=job.runtime.rank, world_size=layout.world_size)
-    engine = job.colocation.engine = cast(Engine, made)
+    job.colocation.engine = engine = cast(Engine, made)
     deadline_s = config.rollout.phase_deadline_s
     job.rollouts.generator = Generator(engine, job.rollouts.rendezvous, job.colocation.recover, phase_deadline_s=deadline_s)
     names = [function.name for function in config.rewards.functions]

@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 from grpo_mega.config import Config
-from grpo_mega.validation.legality import read_model
+from grpo_mega.validation.model import read_model
 from tools.benchmarks.throughput.plan import Peak, peak_of, predict
 
 TOLERANCE = 0.02  # of the step's wall time, by which phases may miss it

@@ -237,7 +237,7 @@ def comparison(full_gather_bytes: int, found: Measured) -> str:
 def is_possible(shape: ModelShape, layout: MegatronLayout) -> bool:
     try:
         check_megatron_layout(shape, layout)
-    except ConfigError:
+    except UserError:
         return False
     return True
 

@@ -1,9 +1,12 @@
-"""Equations between numbers in running text: do they hold? (`equations_hold`)
+"""The reward of a response's steps by their arithmetic: 1 for a step whose equations all hold, 0 for one where one does not.
 
-Read are numbers (1,234, 0.5, .5, 50%), + - * / x × · ÷, brackets, \\frac, \\times, \\div, and chains of equals signs, through
-Markdown, LaTeX and units after the last number. Exact, in fractions; a decimal also equals a quotient that rounds to it. What
-is not all numbers (2x + 3 = 7, 5 apples + 3 apples = 8 apples, 2^3 = 8) is passed over: better no verdict than a wrong one.
-Time is linear in the text's length.
+A step without equations has no reward of its own. Verdicts: "steps_right", "steps_wrong" (one or more) and "no_steps" (no step
+has an equation). A config names this function `arithmetic_steps`; copy the file to write a reward of steps of your own.
+
+The equations are those between numbers in running text: numbers (1,234, 0.5, .5, 50%), + - * / x × · ÷, brackets, \\frac,
+\\times, \\div, and chains of equals signs, through Markdown, LaTeX and units after the last number. They are computed exactly,
+in fractions; a decimal also equals a quotient that rounds to it. Anything that is not all numbers (2x + 3 = 7, 5 apples +
+3 apples = 8 apples, 2^3 = 8) is passed over: better no verdict than a wrong one. Time is linear in the text's length.
 """
 # ruff: noqa: RUF001 -- the signs that look like others are what is read
 
@@ -12,6 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
+
+from grpo_mega.rewards.api import Score, Step
+from grpo_mega.rewards.steps import splitter
 
 MAX_NUMBER = 30  # characters of a number that is worth arithmetic
 MAX_TOKENS = 200  # of an expression
@@ -59,7 +66,7 @@ class _Token:
 
 @dataclass(frozen=True)
 class _Expression:
-    """What an expression is worth: more than one value where a percent sign can be read in two ways, none if undefined."""
+    """The values of an expression: more than one where a percent sign can be read in two ways, none if it is undefined."""
 
     values: tuple[Fraction, ...]
     has_operator: bool
@@ -68,8 +75,24 @@ class _Expression:
     end: int  # the token after it
 
 
+def arithmetic_steps(
+    prompt: str, response: str, answer: str, extras: dict[str, Any], *, step_splitter: str = "blank-lines"
+) -> Score:
+    """Return rewards of the steps alone."""
+    steps: list[Step] = []
+    start = 0
+    for end in splitter(step_splitter)(response):
+        holds = equations_hold(response[start:end])
+        if holds is not None:
+            steps.append(Step(end, float(holds)))
+        start = end
+    if not steps:
+        return Score(None, "no_steps")
+    return Score(None, "steps_right" if all(step.value for step in steps) else "steps_wrong", tuple(steps))
+
+
 def equations_hold(text: str) -> bool | None:
-    """Whether every equation in `text` holds; None if it has none with an operation in it."""
+    """Return whether every equation in `text` holds; None if it has none with an operation in it."""
     found = [verdict for chain in _chains(_tokens(text)) if (verdict := _holds(chain)) is not None]
     return all(found) if found else None
 
@@ -93,7 +116,7 @@ def _rounds_to(quotient: _Expression, rounded: _Expression) -> bool:
 
 
 def _chains(tokens: list[_Token]) -> Iterator[list[_Expression | None]]:
-    """a = b = c as [a, b, c], with None for what is not a number or may be part of something larger."""
+    """Yield a = b = c as [a, b, c], with None for what is not a number or may be part of something larger."""
     chain: list[_Expression | None] = []
     start = 0  # of what belongs to the next equals sign
     for index in [i for i, token in enumerate(tokens) if token.kind == "equals"]:
@@ -109,7 +132,7 @@ def _chains(tokens: list[_Token]) -> Iterator[list[_Expression | None]]:
 
 
 def _left_of(tokens: list[_Token], first: int, end: int) -> _Expression | None:
-    """The expression that ends at `end`, unless more belongs to it than can be read; looks back no further than `first`."""
+    """Return the expression that ends at `end`, unless more belongs to it than can be read; look back to `first` only."""
     start, depth = end, 0
     while start > first:
         kind = tokens[start - 1].kind
@@ -138,7 +161,7 @@ def _left_of(tokens: list[_Token], first: int, end: int) -> _Expression | None:
 
 
 def _right_of(tokens: list[_Token], start: int) -> _Expression | None:
-    """The longest expression from `start` on, unless what follows may belong to it."""
+    """Return the longest expression from `start` on, unless what follows may belong to it."""
     expression = _parse(tokens, start)
     if expression is None:
         return None
@@ -178,7 +201,7 @@ def _tokens(text: str) -> list[_Token]:
 
 
 def _resolve(tokens: list[_Token]) -> Iterator[_Token]:
-    """Tells signs of arithmetic from Markdown's stars and from letters, times of day from colons; joins lines at "="."""
+    """Tell signs of arithmetic from Markdown's stars and from letters, and times of day from ratios; join lines at "="."""
     last: _Token | None = None
     for index, token in enumerate(tokens):
         following = tokens[index + 1] if index + 1 < len(tokens) else None
@@ -208,7 +231,7 @@ class _NotNumbers(Exception):
 
 
 def _parse(tokens: list[_Token], start: int) -> _Expression | None:
-    """The longest expression of numbers that begins at `start`."""
+    """Return the longest expression of numbers that begins at `start`."""
     try:
         parser = _Parser(tokens, start, Fraction(1, 100))
         values = parser.values()
@@ -234,7 +257,7 @@ class _Parser:
         self.has_sign = False
 
     def values(self) -> tuple[Fraction, ...]:
-        """One value, or none if it is undefined."""
+        """Return one value, or none if it is undefined."""
         try:
             return (self._sum(0),)
         except _Undefined:
@@ -254,7 +277,7 @@ class _Parser:
         return self._tokens[self.position - 1].text
 
     def _next_operator(self, signs: str) -> str | None:
-        """Takes an operator of these if an operand follows."""
+        """Take one of these operators if an operand follows."""
         if self._kind() != "operator" or self._tokens[self.position].text not in signs:
             return None
         has_operand = self._kind(1) in ("number", "open") or (

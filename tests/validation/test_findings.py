@@ -14,9 +14,11 @@ import yaml
 from models import VOCAB_SIZE, make_tokenizer
 
 from grpo_mega import config as configs
-from grpo_mega.commands.plan import Request, prepare
+from grpo_mega.commands.options import PlanOptions
+from grpo_mega.commands.plan import prepare
 from grpo_mega.errors import UserError
 from grpo_mega.validation import preflight
+from grpo_mega.validation.engine import engine_rank_problems
 
 COUNT = 300
 GPUS_PER_NODE = 8
@@ -41,20 +43,20 @@ def refusal_of_training(path: Path) -> str | None:
         return str(error)
     ranks, tp = config.layout.world_size, config.rollout.tp
     if config.rollout.engine == "sglang":
-        return next(preflight.engine_rank_problems(tp, ranks, min(ranks, GPUS_PER_NODE)), None)
+        return next(engine_rank_problems(tp, ranks, min(ranks, GPUS_PER_NODE)), None)
     return None
 
 
 def refusals_of_the_plan(path: Path) -> list[str]:
     try:
-        return prepare(Request(path, gpus_per_node=GPUS_PER_NODE))[1].violations
+        return prepare(PlanOptions(path, gpus_per_node=GPUS_PER_NODE))[1].violations
     except UserError as error:
         return [str(error)]
 
 
 def test_the_plan_refuses_what_training_refuses_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a machine that has it.
-    monkeypatch.setattr("grpo_mega.validation.preflight.transformer_engine_version", lambda: "2.9.0")
+    monkeypatch.setattr("grpo_mega.validation.precision.transformer_engine_version", lambda: "2.9.0")
     chance = random.Random(0)
     accepted: list[dict[str, Any]] = []
     reasons = set()

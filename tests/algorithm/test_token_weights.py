@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_mega.algorithm.aggregate import token_weights
+from grpo_mega.algorithm.token_weights import token_weights
 
 LENGTHS = [2, 5, 3]
 

@@ -1,0 +1,74 @@
+"""The weight of each token in the loss, fixed before any batch is packed.
+
+The loss of a mini-batch is sum_t weight_t * loss_t over all its tokens, on any rank and in any micro-batch. The weights come
+from global counts, so no layout can change the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grpo_mega.config import AlgorithmConfig
+from grpo_mega.config.algorithm import Aggregation
+from grpo_mega.types import Sample
+
+
+def mini_batch_weights(
+    mini_batches: Sequence[Sequence[Sample]], a: AlgorithmConfig, *, max_response_length: int
+) -> list[list[float]]:
+    """Return, for each sample of each of the step's mini-batches, the weight of each of its response tokens.
+
+    Samples that do not contribute to the loss get 0 and are in no count. With use_valid_token_scale, token-mean divides by the
+    tokens of the whole rollout over the number of mini-batches.
+    """
+    counted = [[s for s in samples if contributes_to_loss(s, a)] for samples in mini_batches]
+    num_tokens: list[float] = [sum(s.response_len for s in samples) for samples in counted]
+    if a.use_valid_token_scale:
+        num_tokens = [sum(num_tokens) / len(mini_batches)] * len(mini_batches)
+    result = []
+    for samples, members, count in zip(mini_batches, counted, num_tokens, strict=True):
+        weights = iter(
+            token_weights(
+                [s.response_len for s in members],
+                a.loss_agg_func,
+                max_response_length=max_response_length,
+                num_samples=len(members),
+                num_tokens=count,
+            )
+        )
+        result.append([next(weights) if contributes_to_loss(s, a) else 0.0 for s in samples])
+    return result
+
+
+def contributes_to_loss(sample: Sample, a: AlgorithmConfig) -> bool:
+    """Return False for samples without any reward and, with overlong_filter, for truncated ones (they stay in their group)."""
+    return sample.is_scored and not (a.overlong_filter and sample.finish_reason == "length")
+
+
+def token_weights(
+    response_lens: Sequence[int],
+    kind: Aggregation,
+    *,
+    max_response_length: int,
+    num_samples: int,
+    num_tokens: float,
+) -> list[float]:
+    """Return, for each sample, the weight of each of its response tokens. Empty responses get 0.
+
+    num_samples and num_tokens are global counts, of the mini-batch or of anything else that the loss is averaged over.
+
+    token-mean               1 / num_tokens                           DAPO (arXiv 2503.14476) eq. 8
+    seq-mean-token-mean      1 / (num_samples * length)               DeepSeekMath (arXiv 2402.03300) eq. 3
+    seq-mean-token-sum       1 / num_samples
+    seq-mean-token-sum-norm  1 / (num_samples * max_response_length)  Dr. GRPO (arXiv 2503.20783)
+    """
+    if kind == "token-mean":
+        divisors = [num_tokens for _ in response_lens]
+    elif kind == "seq-mean-token-mean":
+        divisors = [num_samples * length for length in response_lens]
+    elif kind == "seq-mean-token-sum":
+        divisors = [num_samples for _ in response_lens]
+    else:
+        assert kind == "seq-mean-token-sum-norm", kind
+        divisors = [num_samples * max_response_length for _ in response_lens]
+    return [1.0 / divisor if length else 0.0 for length, divisor in zip(response_lens, divisors, strict=True)]

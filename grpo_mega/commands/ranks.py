@@ -1,0 +1,31 @@
+"""Preparations that every command makes before this process becomes a rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from grpo_mega.config import Config, LayoutConfig
+from grpo_mega.errors import ConfigError
+
+
+def check_world_size(environ: Mapping[str, str], layout: LayoutConfig) -> None:
+    """Raise ConfigError if torchrun's WORLD_SIZE does not fit the layout."""
+    from grpo_mega.validation import raise_first
+    from grpo_mega.validation.layout import world_size_problems
+
+    text = environ.get("WORLD_SIZE", "")
+    if not text.isdecimal():
+        raise ConfigError(f"RANK={environ.get('RANK')} is set but WORLD_SIZE={text!r}; start with torchrun, or unset RANK")
+    raise_first(world_size_problems(layout, int(text)))
+
+
+def prepare_rank(config: Config) -> None:
+    """Set the environment that FP8 needs, and raise ConfigError if a kernel that the run needs does not load."""
+    from grpo_mega.hardware.fp8 import environment
+
+    for name, value in environment(config).items():
+        os.environ.setdefault(name, value)
+    from grpo_mega.megatron.found import check_loads  # imported after the environment is set: it imports Megatron
+
+    check_loads()

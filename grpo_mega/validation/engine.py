@@ -1,0 +1,62 @@
+"""Rules for `rollout`: how the engines are cut over the ranks, and what SGLang can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_mega.config import LayoutConfig, RolloutConfig
+from grpo_mega.hardware.fp8 import SERVED_CAPABILITY
+from grpo_mega.hardware.kernels import Version
+from grpo_mega.validation.precision import rollout_block_problems
+from grpo_mega.weights.layout import engine_layout_problems
+from grpo_mega.weights.spec import ModelShape
+
+CPU_ROWS = 32  # SGLang's DEFAULT_MOE_PADDING_SIZE: to what multiple it pads the MLP's rows on a CPU
+
+
+def engine_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
+    """Yield what is wrong with the engine's own layout and with the weights that it is sent."""
+    yield from rollout_block_problems(rollout, layout, shape)
+    if rollout.engine == "embedded":
+        return
+    for problem in engine_layout_problems(shape, rollout.tp):
+        yield f"rollout.{problem}"
+    size = layout.world_size
+    if layout.dp is not None and size % rollout.tp:
+        divisors = ", ".join(str(d) for d in range(1, min(size, 64) + 1) if size % d == 0)
+        yield f"rollout.tp={rollout.tp} does not divide the job's {size} ranks; use one of {divisors}"
+
+
+def engine_rank_problems(tp: int, world_size: int, ranks_per_node: int) -> Iterator[str]:
+    """Yield why engines of `tp` ranks do not fill the job, or would span two nodes."""
+    for num_ranks, owner in ((world_size, "the job's"), (ranks_per_node, "each node's")):
+        if num_ranks % tp:
+            yield f"rollout.tp={tp} does not divide {owner} {num_ranks} ranks; use a divisor of it"
+
+
+def served_card_problems(rollout: RolloutConfig, dtype: str, capability: Version, name: str) -> Iterator[str]:
+    """Yield why a server on a GPU called `name` cannot hold FP8 blocks as they are sent."""
+    if rollout.quantization is None:
+        return
+    if capability < SERVED_CAPABILITY:
+        yield (
+            f"rollout.quantization={rollout.quantization!r} needs an L40, H100, H200 or later, found {name}; "
+            "leave rollout.quantization out"
+        )
+    if dtype != "bfloat16":
+        yield f"rollout.quantization={rollout.quantization!r} needs model.dtype=bfloat16 on a GPU, not {dtype}; set it"
+
+
+def padding_problems(shape: ModelShape, tp: int) -> Iterator[str]:
+    """Yield why SGLang would pad the model on a CPU, so that no checkpoint's tensors fit its own."""
+    rows = shape.moe_ffn or shape.ffn
+    if rows % (CPU_ROWS * tp):
+        yield (
+            f"SGLang pads an MLP of {rows} rows on a CPU, where rollout.tp={tp} wants a multiple of {CPU_ROWS * tp}; "
+            "use rollout.engine=embedded, or another model"
+        )
+    if shape.num_kv_heads % tp:
+        yield (
+            f"SGLang pads {shape.num_kv_heads} key-value heads on a CPU, where rollout.tp={tp} does not divide them; "
+            "use a divisor of them, or rollout.engine=embedded"
+        )

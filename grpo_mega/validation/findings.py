@@ -1,0 +1,128 @@
+"""Every rule that a config breaks, each with its remedy, from the same generators that training asks.
+
+What only this machine lacks (weights, tokenizer, data, SGLang, Transformer Engine) is a note: a plan may be made on a laptop.
+What is here and broken is a violation, as it would be for training.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grpo_mega.config import Config
+from grpo_mega.data.load import check_data
+from grpo_mega.errors import UserError
+from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
+from grpo_mega.hardware.cards import Card
+from grpo_mega.validation.engine import engine_rank_problems, served_card_problems
+from grpo_mega.validation.layout import world_size_problems
+from grpo_mega.validation.model import Model, check_weights, position_problems, read_model
+from grpo_mega.validation.precision import card_problems, installed_problems
+from grpo_mega.validation.preflight import cut_problems
+from grpo_mega.validation.rewards import reward_problems
+from grpo_mega.validation.tokenizer import check_tokenizer_files
+from grpo_mega.weights.spec import ModelShape
+
+
+@dataclass
+class Findings:
+    violations: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def take(self, problems: Iterable[str]) -> None:
+        """Add the problems, each once, and the UserError that may end them; two rules may find the same thing."""
+
+        def add() -> None:
+            for problem in problems:
+                self._add(problem)
+
+        self.run(add)
+
+    def run(self, check: Callable[[], object]) -> None:
+        """Add the UserError that `check` raises."""
+        try:
+            check()
+        except UserError as error:
+            self._add(" ".join(str(error).split()))
+
+    def _add(self, problem: str) -> None:
+        if all(problem.partition(";")[0] != known.partition(";")[0] for known in self.violations):
+            self.violations.append(problem)
+
+
+def find_all(
+    config: Config, card: Card, world_size: int, gpus_per_node: int, *, model_config: Path | None, model: str | None
+) -> tuple[Model | None, Findings]:
+    """Return the model, None if it cannot be read, with all that is wrong with the config on these GPUs or missing here.
+
+    `model_config` and `model` are a file and a well-known name to read the model from instead of model.path.
+    """
+    findings = Findings()
+    findings.take(reward_problems(config.rewards))
+    _find_data(config, findings)
+    findings.notes += _missing_here(config, card)
+    found: Model | None = None
+    try:
+        found = read_model(config, model_config, model)
+    except UserError as error:
+        findings.take([" ".join(str(error).split())])
+    findings.take(job_problems(config, found.shape if found else None, card, world_size, gpus_per_node))
+    if found is not None:
+        findings.take(position_problems(config, found.fields))
+        if found.is_here:
+            _find_files(config, found.shape, findings)
+        if found.note is not None:
+            findings.notes.insert(0, found.note)
+    return found, findings
+
+
+def job_problems(config: Config, shape: ModelShape | None, card: Card, world_size: int, gpus_per_node: int) -> Iterator[str]:
+    """Yield the broken rules that no file decides; without a shape only those that the model has no part in."""
+    rollout = config.rollout
+    yield from world_size_problems(config.layout, world_size)
+    yield from card_problems(config.precision, card.capability, card.title)
+    if shape is not None:
+        yield from cut_problems(config, shape)
+    if rollout.engine == "sglang":
+        yield from served_card_problems(rollout, config.model.dtype, card.capability, card.title)
+        yield from engine_rank_problems(rollout.tp, world_size, min(world_size, gpus_per_node))
+
+
+def _find_data(config: Config, findings: Findings) -> None:
+    sources = [*config.data.train, *config.data.heldout_sources.values()]
+    missing = [source.path for source in sources if source.path.startswith("hub:") or not _exists(source.path)]
+    if missing:
+        findings.notes.append(f"data not on this machine, not checked: {', '.join(missing)}")
+    else:
+        findings.run(lambda: check_data(config.data, config.batch.prompts_per_step, config.rollout))
+
+
+def _find_files(config: Config, shape: ModelShape, findings: Findings) -> None:
+    """Check weights and tokenizer in model.path, which holds at least a config.json."""
+    folder = config.model.path
+    names = [path.name for path in folder.iterdir()]
+    if config.model.init == "checkpoint":
+        if any(name.endswith(WEIGHT_SUFFIXES) for name in names):
+            findings.run(lambda: check_weights(folder, shape))
+        else:
+            findings.notes.append(f"model.path={folder} has no weights here: not checked")
+    if any(name.startswith(("tokenizer", "vocab")) for name in names):
+        findings.run(lambda: check_tokenizer_files(folder, shape.vocab))
+    else:
+        findings.notes.append(f"model.path={folder} has no tokenizer here: not checked")
+
+
+def _missing_here(config: Config, card: Card) -> list[str]:
+    """Return what training would miss on this machine."""
+    missing = Findings()
+    missing.take(installed_problems(config, card.capability, card.title))
+    notes = [f"here: {problem}" for problem in missing.violations]
+    if config.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
+        notes.insert(0, "SGLang is not installed here; training needs it for rollout.engine=sglang")
+    return notes
+
+
+def _exists(path: str) -> bool:
+    return Path(path).exists() or Path(path.rpartition("@")[0] or path).is_dir()

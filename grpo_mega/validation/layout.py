@@ -1,0 +1,54 @@
+"""Rules for `layout`: the number of ranks, and how the model is cut over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_mega.config import LayoutConfig
+from grpo_mega.weights.layout import MegatronLayout, megatron_layout_problems
+from grpo_mega.weights.spec import ModelShape
+
+
+def megatron_layout(layout: LayoutConfig, world_size: int) -> MegatronLayout:
+    """Return Megatron's layout of `world_size` ranks; data parallelism takes what tp and pp leave."""
+    return MegatronLayout(
+        tp=layout.tp,
+        pp=layout.pp,
+        vpp=layout.vpp or 1,
+        dp=world_size // (layout.tp * layout.pp),
+        ep=layout.ep,
+        order=layout.order,
+        layers_per_chunk=layout.layers_per_chunk,
+    )
+
+
+def world_size_problems(layout: LayoutConfig, world_size: int) -> Iterator[str]:
+    """Yield why `world_size` ranks cannot be arranged in the layout."""
+    unit = layout.tp * layout.pp * layout.ep
+    if layout.dp is not None and world_size != layout.world_size:
+        yield (
+            f"WORLD_SIZE={world_size} contradicts layout.tp={layout.tp}, pp={layout.pp}, dp={layout.dp}; "
+            f"start {layout.world_size} processes, or leave layout.dp out"
+        )
+    elif world_size == 0 or world_size % unit:
+        more = (world_size // unit + 1) * unit
+        experts = f" times layout.ep={layout.ep}" if layout.ep > 1 else ""
+        fewer = f"{more - unit} or " if more > unit else ""
+        yield (
+            f"WORLD_SIZE={world_size} is not a multiple of layout.tp={layout.tp} times layout.pp={layout.pp}{experts}; "
+            f"start {fewer}{more} processes, or change the layout"
+        )
+
+
+def layout_problems(layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
+    """Yield why the model cannot be cut into the layout."""
+    for problem in megatron_layout_problems(shape, megatron_layout(layout, layout.world_size)):
+        yield f"layout.{problem}"
+    if shape.num_experts and layout.tp > 1 and not layout.sequence_parallel:
+        yield f"layout.tp={layout.tp} with an MoE model needs layout.sequence_parallel=true; set it"
+    sizes = layout.layers_per_chunk
+    if sizes is not None and sum(sizes) != shape.num_layers:
+        yield (
+            f"layout.layers_per_chunk={list(sizes)} adds up to {sum(sizes)}, but the model has {shape.num_layers} layers; "
+            "change an entry or leave it out"
+        )

@@ -1,0 +1,199 @@
+"""Rules for `model`: its config.json, the features that the layers of `megatron/` compute, its weights; needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.config import Config, ModelConfig
+from grpo_mega.errors import ConfigError
+from grpo_mega.formats.dcp_read import is_distributed_checkpoint
+from grpo_mega.formats.hf_files import check_folder, check_tied
+from grpo_mega.formats.known_models import KNOWN_MODELS, known_model, model_of_folder
+from grpo_mega.formats.megatron_weights import MegatronWeights
+from grpo_mega.paths import CONFIG_FILE, FINISHED
+from grpo_mega.validation import raise_first
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.spec import ModelShape, read_config
+
+STATIC_ROPE = {"default", "linear", "llama3"}  # angles that depend on the position alone
+_EXPERTS_PER_TOKEN = {"mixtral": 2, "qwen3_moe": 8}  # transformers' defaults
+_REQUIRED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": None,
+    "partial_rotary_factor": 1.0,
+    "router_jitter_noise": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    shape: ModelShape
+    experts_per_token: int  # 0: dense
+    fields: dict[str, Any]  # of its config.json
+    is_here: bool  # in model.path, so that its other files can be checked too
+    note: str | None = None  # the source of the fields, where it is not model.path
+
+
+def read_model(config: Config, model_config: Path | None = None, name: str | None = None) -> Model:
+    """Read the model from `model_config`, a config.json or its folder, or as the well-known one of a name; else from
+    model.path, or, where there is no config.json, as the well-known model for which that folder is named.
+
+    Raise ConfigError or WeightMappingError.
+    """
+    folder, note = config.model.path, None
+    is_here = model_config is None and name is None and (folder / "config.json").is_file()
+    if model_config is not None:
+        fields = _read_fields(model_config)
+    elif name is not None:
+        fields = dict(known_model(name).fields)
+    elif is_here:
+        fields = read_config(folder)
+    else:
+        known = model_of_folder(folder)
+        if known is None:
+            raise ConfigError(
+                f"model.path={folder} holds no config.json here; name the folder of a Hugging Face checkpoint, "
+                f"or plan with --model NAME ({', '.join(KNOWN_MODELS)}) or --model-config FILE"
+            )
+        fields = dict(known.fields)
+        note = f"model.path={folder} is not here: planned with the fields of {known.source}'s config.json; --model names others"
+    shape = shape_of(fields)
+    return Model(shape, experts_per_token(fields) if shape.num_experts else 0, fields, is_here, note)
+
+
+def check_model(model: ModelConfig) -> ModelShape:
+    """Return the shape of a model whose config.json and weights are all right. Raise ConfigError or WeightMappingError."""
+    shape = check_model_config(model)
+    if model.init == "checkpoint":
+        check_weights(model.path, shape)
+    return shape
+
+
+def check_model_config(model: ModelConfig) -> ModelShape:
+    """Return the shape in model.path's config.json. Raise ConfigError or WeightMappingError if it cannot be trained."""
+    folder = model.path
+    if not folder.is_dir():
+        raise ConfigError(f"model.path={folder} is not a folder; name the folder of a Hugging Face checkpoint")
+    if not (folder / "config.json").is_file():
+        remedy = "name the folder of a Hugging Face checkpoint"
+        if (folder / FINISHED / "config.json").is_file():
+            remedy = f"it is a run's folder, so name its policy, {folder / FINISHED}"
+        elif (folder / CONFIG_FILE).is_file():
+            remedy = f"it is a run's folder, so write its policy to a folder by `grpo-mega export {folder} OUT`, and name that"
+        raise ConfigError(f"model.path={folder} holds no config.json; {remedy}")
+    return shape_of(read_config(folder))
+
+
+def shape_of(fields: dict[str, Any]) -> ModelShape:
+    """Return the shape in a config.json's fields. Raise ConfigError or WeightMappingError if it cannot be trained."""
+    shape = ModelShape.from_hf_config(fields)
+    family_of(shape.model_type)
+    raise_first(architecture_problems(fields))
+    return shape
+
+
+def check_weights(folder: Path, shape: ModelShape) -> None:
+    """Raise WeightMappingError unless the folder's weights are whole, and the model's."""
+    family = family_of(shape.model_type)
+    if is_distributed_checkpoint(folder):
+        MegatronWeights(folder, family, shape).close()
+    else:
+        check_folder(folder, family.hf_tensors(shape))
+        if shape.tied:
+            check_tied(folder, family.output.hf[0], family.embedding.hf[0])
+
+
+def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
+    """Yield what would be computed differently from the Hugging Face model, or not at all.
+
+    `fields` are those of a config.json, or of a transformers config, which has the defaults of its model type filled in.
+    """
+    model_type = fields.get("model_type")
+    yield from _quantization_problems(fields)
+    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
+    head_dim = fields.get("head_dim") or (hidden // heads if heads and hidden else 0)
+    if isinstance(head_dim, int) and head_dim % 2:
+        yield f"config.json has head_dim={head_dim}: must be even, since rotary embeddings pair its halves; name another model"
+    if model_type in _EXPERTS_PER_TOKEN:
+        experts_per_token(fields)
+    # Qwen states a window even where it does not use one; the other families use the window that they state.
+    uses_window = fields.get("use_sliding_window", False) if str(model_type).startswith("qwen") else True
+    rope = _rope(fields)
+    for name, supported in _REQUIRED.items():
+        value = fields.get(name, rope.get(name, supported))
+        if value != supported and (name != "sliding_window" or uses_window):
+            yield f"config.json has {name}={value!r}; only {supported!r} is supported for {model_type}, so name another model"
+    rope_type = _rope_type(rope) or "default"
+    if rope_type not in STATIC_ROPE:
+        supported = ", ".join(sorted(STATIC_ROPE))
+        yield f"config.json has rope_type {rope_type!r}, which is not supported; supported are {supported}"
+
+
+def experts_per_token(fields: dict[str, Any]) -> int:
+    """Return the number of a layer's experts that a token goes to. Raise ConfigError."""
+    model_type = str(fields.get("model_type"))
+    num_experts = fields.get("num_local_experts") or fields.get("num_experts") or 0
+    value = fields.get("num_experts_per_tok", _EXPERTS_PER_TOKEN[model_type])
+    if not isinstance(value, int) or not 1 <= value <= num_experts:
+        raise ConfigError(f"config.json has num_experts_per_tok={value!r}; it must be from 1 to {num_experts}")
+    if value == 1 and fields.get("norm_topk_prob", model_type == "mixtral"):
+        raise ConfigError(
+            f"config.json has num_experts_per_tok=1 for {model_type}, where the weights of a token's experts add up to 1: with "
+            "a single one no gradient reaches the router, and Megatron refuses that; name another model"
+        )
+    return value
+
+
+def position_problems(config: Config, fields: dict[str, Any]) -> Iterator[str]:
+    """Yield why the model has no positions for the longest sample, prompt and response."""
+    longest_sample = config.data.max_prompt_length + config.rollout.max_response_length
+    positions = fields.get("max_position_embeddings")
+    if not isinstance(positions, int):
+        return
+    rope = _rope(fields)
+    if _rope_type(rope) == "linear":
+        positions = int(positions * rope.get("factor", 1))
+    if longest_sample > positions:
+        yield (
+            f"data.max_prompt_length + rollout.max_response_length={longest_sample}: must be at most the model's "
+            f"max_position_embeddings={positions}; lower one of them"
+        )
+
+
+def _rope(fields: dict[str, Any]) -> dict[str, Any]:
+    return fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+
+
+def _rope_type(rope: dict[str, Any]) -> str | None:
+    return rope.get("rope_type") or rope.get("type")
+
+
+def _quantization_problems(fields: dict[str, Any]) -> Iterator[str]:
+    quantization = fields.get("quantization_config")
+    if not quantization:
+        return
+    if not isinstance(quantization, dict):
+        quantization = {}
+    method = quantization.get("quant_method")
+    remedy = "name the model that it was made from"
+    if method == "fp8" and quantization.get("weight_block_size"):
+        remedy = "write plain ones by tools/convert_hf_to_mcore.py HF_DIR OUT, and set model.path=OUT"
+    yield f"config.json has quantization_config (quant_method={method!r}): weights that train are plain; {remedy}"
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        return read_config(path)
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model-config {path} cannot be read as JSON ({error}); name a model's config.json") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"--model-config {path} holds a JSON {type(fields).__name__}; name a model's config.json")
+    return fields

@@ -1,0 +1,202 @@
+"""Rules for numbers in FP8 and other dtypes: what they need of the card, of the installed packages and of the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from grpo_mega.config import Config, LayoutConfig, OptimizerConfig, PrecisionConfig, RolloutConfig
+from grpo_mega.hardware.fp8 import PRECISION_AWARE, RECIPES, Needs
+from grpo_mega.hardware.kernels import (
+    FLASH_ATTENTION,
+    FUSED_PACKED,
+    UNFUSED_PACKED,
+    Version,
+    as_text,
+    as_version,
+    check_apex,
+    cuda_version,
+    flash_attention_version,
+    transformer_engine_version,
+)
+from grpo_mega.weights.boxes import LocalTensor
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.layout import MegatronLayout, engine_layout_problems, megatron_layout_problems
+from grpo_mega.weights.spec import BLOCK, ModelShape, Row
+
+
+def installed_problems(config: Config, capability: Version | None, name: str) -> Iterator[str]:
+    """Yield what the installed packages lack for a GPU called `name`; `capability` is None where it is not known yet."""
+    transformer_engine = transformer_engine_version()
+    yield from transformer_engine_problems(config.precision, transformer_engine)
+    yield from cuda_problems(config.precision, cuda_version())
+    yield from moments_problems(config.optimizer, transformer_engine)
+    if capability is not None:
+        yield from attention_problems(config.model.dtype, capability, name, transformer_engine, flash_attention_version())
+    check_apex()
+
+
+def transformer_engine_problems(precision: PrecisionConfig, version: str | None) -> Iterator[str]:
+    """Yield why Transformer Engine does not serve the recipe; Megatron would ignore a missing one silently."""
+    if precision.fp8 is None:
+        return
+    needed = RECIPES[precision.fp8_recipe].transformer_engine
+    if version is None:
+        yield f"precision.fp8={precision.fp8!r} needs Transformer Engine; install it or leave precision.fp8 out"
+    elif as_version(version) < needed:
+        yield (
+            f"precision.fp8_recipe={precision.fp8_recipe!r} needs Transformer Engine {as_text(needed)}, found {version}; "
+            f"install a newer one, or use {_recipes(lambda needs: needs.transformer_engine <= as_version(version))}"
+        )
+
+
+def cuda_problems(precision: PrecisionConfig, version: str | None) -> Iterator[str]:
+    """Yield why torch's CUDA is too old for the recipe; its version is None where torch has none."""
+    if precision.fp8 is None or version is None:
+        return
+    needed = RECIPES[precision.fp8_recipe].cuda
+    if as_version(version) < needed:
+        yield (
+            f"precision.fp8_recipe={precision.fp8_recipe!r} needs CUDA {as_text(needed)}, found torch with CUDA {version}; "
+            f"install torch with CUDA {as_text(needed)} or later, or use "
+            f"{_recipes(lambda needs: needs.cuda <= as_version(version))}"
+        )
+
+
+def moments_problems(optimizer: OptimizerConfig, version: str | None) -> Iterator[str]:
+    """Yield why Transformer Engine, which has the Adam for moments of fewer bytes, is missing or too old."""
+    if optimizer.moments_dtype != "float32" and (version is None or as_version(version) < PRECISION_AWARE):
+        yield (
+            f"optimizer.moments_dtype={optimizer.moments_dtype} needs Transformer Engine {as_text(PRECISION_AWARE)} or later, "
+            f"found {version or 'none'}; install it, or use float32"
+        )
+
+
+def attention_problems(
+    dtype: str, capability: Version, name: str, transformer_engine: str | None, flash_attn: str | None
+) -> Iterator[str]:
+    """Yield why Transformer Engine has no attention for packed samples on a GPU called `name`.
+
+    Its fused attention takes them in bf16 from compute capability 9.0 on. Its unfused attention takes any dtype since version
+    2.11, but holds every score: below 9.0 flash-attn is required whatever the version.
+    """
+    if transformer_engine is None:
+        return
+    if dtype == "float32" and as_version(transformer_engine) < UNFUSED_PACKED:
+        yield (
+            f"model.dtype=float32: on a GPU must have Transformer Engine {as_text(UNFUSED_PACKED)} or later, the first with an "
+            f"attention for it, found {transformer_engine}; install a newer one, or use model.dtype=bfloat16"
+        )
+    has_flash = flash_attn is not None and as_version(flash_attn) >= FLASH_ATTENTION
+    if dtype == "bfloat16" and capability < FUSED_PACKED and not has_flash:
+        yield (
+            f"device={name!r}: must have compute capability 9.0 (an H100 or later) for Transformer Engine's fused attention of "
+            f"packed samples, found {as_text(capability)} and {f'flash-attn {flash_attn}' if flash_attn else 'no flash-attn'}; "
+            f"pip install 'flash-attn>={as_text(FLASH_ATTENTION)}'"
+        )
+
+
+def card_problems(precision: PrecisionConfig, capability: Version | None, name: str) -> Iterator[str]:
+    """Yield why a device called `name` cannot compute the recipe; `capability` is None on a CPU."""
+    if precision.fp8 is None:
+        return
+    needs = RECIPES[precision.fp8_recipe]
+    if capability is None:
+        yield f"precision.fp8={precision.fp8!r} needs a GPU, and this run is on a CPU; leave precision.fp8 out"
+    elif capability < needs.capability:
+        possible = _recipes(lambda other: other.capability <= capability)
+        yield (
+            f"precision.fp8_recipe={precision.fp8_recipe!r} needs {needs.card}, found {name}; "
+            + (f"use {possible}" if possible else "leave precision.fp8 out")
+        )
+
+
+def bf16_layer_problems(precision: PrecisionConfig, layout: LayoutConfig, num_layers: int) -> Iterator[str]:
+    """Yield why layers cannot stay in bf16: Megatron takes no more of them at either end than one pipeline stage has."""
+    if precision.fp8 is None:
+        return
+    most = num_layers // layout.pp
+    given = {"first_layers_bf16": precision.first_layers_bf16, "last_layers_bf16": precision.last_layers_bf16}
+    for name, value in given.items():
+        if value > most:
+            yield (
+                f"precision.{name}={value}: must be at most {most}, the {num_layers} layers of the model divided by "
+                f"layout.pp={layout.pp}; lower it, or lower layout.pp"
+            )
+    if sum(given.values()) >= num_layers:
+        yield (
+            f"precision.first_layers_bf16={precision.first_layers_bf16} and "
+            f"last_layers_bf16={precision.last_layers_bf16} leave none of the {num_layers} layers in FP8; "
+            "lower one, or leave precision.fp8 out"
+        )
+
+
+def block_problems(precision: PrecisionConfig, layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
+    """Yield where blocks of 128 would straddle tensor-parallel ranks, or be cut short where these gather them."""
+    if precision.fp8 is None or precision.fp8_recipe != "blockwise":
+        return
+    if layout.sequence_parallel and shape.hidden % BLOCK:
+        yield (
+            f"layout.sequence_parallel=true: must have a hidden size that {BLOCK} divides with "
+            f"precision.fp8_recipe='blockwise', found {shape.hidden}; leave it out, or use another recipe, such as tensorwise"
+        )
+    mlp = (shape.moe_ffn, "rows of an expert") if shape.num_experts else (shape.ffn, "rows of the MLP")
+    sizes = ((shape.q, "rows of the queries"), (shape.kv, "rows of the keys"), mlp)
+    legal = [str(tp) for tp in (1, 2, 4, 8) if all(size % (BLOCK * tp) == 0 for size, _ in sizes)]
+    for size, rows in sizes:
+        if size % (BLOCK * layout.tp):
+            blocks = f"{size} / {BLOCK} = {size // BLOCK} blocks" if size % BLOCK == 0 else f"no whole blocks of {BLOCK}"
+            other = f"layout.tp={' or '.join(legal)}, or " if legal else ""
+            yield (
+                f"layout.tp={layout.tp} cuts the {size} {rows} ({blocks}) inside a block of precision.fp8_recipe='blockwise'; "
+                f"use {other}another recipe, such as tensorwise"
+            )
+            return  # the remedy is the same for the others
+
+
+def rollout_block_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
+    """Yield where a block of rollout.quantization would straddle ranks of the trainer or of an engine."""
+    if rollout.quantization is None:
+        return
+    sides = [("layout.tp", layout.tp, _trainer_cut), ("rollout.tp", rollout.tp, _engine_cut)]
+    for key, tp, cut in sides if rollout.engine == "sglang" else sides[:1]:
+        place = cut(shape, tp)
+        if place:
+            legal = [str(other) for other in (1, 2, 4, 8, 16) if cut(shape, other) is None]
+            remedy = f"use {key}={' or '.join(legal)}, or leave" if legal else "leave"
+            yield (
+                f"{key}={tp} cuts {place}, inside a block of rollout.quantization={rollout.quantization!r}; "
+                f"{remedy} rollout.quantization out"
+            )
+
+
+def _trainer_cut(shape: ModelShape, tp: int) -> str | None:
+    """Return where Megatron cuts a linear layer inside a block; None if nowhere, "" if it cannot cut the model at all."""
+    if any(megatron_layout_problems(shape, MegatronLayout(tp=tp))):
+        return ""
+    return _cut(shape, tp, lambda row, rank: row.op.megatron(row.hf, "", shape, tp, rank))
+
+
+def _engine_cut(shape: ModelShape, tp: int) -> str | None:
+    """Return the same for SGLang, where the parts of fused layers must begin with a block too."""
+    if any(engine_layout_problems(shape, tp)):
+        return ""
+    return _cut(shape, tp, lambda row, rank: row.op.engine(row.hf, "", shape, tp, rank), fused=True)
+
+
+def _cut(shape: ModelShape, tp: int, held: Callable[[Row, int], LocalTensor], *, fused: bool = False) -> str | None:
+    for row in (row for row in family_of(shape.model_type).rows if row.is_linear):
+        sizes = dict(zip(row.hf, row.op.hf_shapes(shape), strict=True))
+        for piece in (piece for rank in range(tp) for piece in held(row, rank).pieces):
+            box = piece.box
+            for dim, (start, offset) in enumerate(zip(box.start, piece.offset, strict=True)):
+                # The boxes of a tensor cover it, so it is enough to look at where they begin.
+                if start % BLOCK:
+                    size = sizes[box.tensor][dim]
+                    return f"{box.tensor} at {('row', 'column')[dim]} {start} of {size} (blocks of {BLOCK}: {size / BLOCK:g})"
+                if fused and offset % BLOCK:
+                    return f"fused layers so that {box.tensor} begins at row {offset}"
+    return None
+
+
+def _recipes(holds: Callable[[Needs], bool]) -> str:
+    return " or ".join(name for name, needs in RECIPES.items() if holds(needs))

@@ -1,0 +1,29 @@
+"""`pytest --all` runs every test. Without it those marked `full` are left out: cases of a matrix beyond those that cover its
+axes. They run too where an argument names them (`FILE::TEST`), or where `-m` has the word.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run the tests marked `full`: whole matrices of cases")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all") or "full" in config.option.markexpr:
+        return
+    named = [argument.split("::", 1) for argument in config.args if "::" in argument]
+    asked = [((config.invocation_params.dir / path).resolve(), f"::{test}") for path, test in named]
+    left_out = [item for item in items if item.get_closest_marker("full") and not is_asked_for(item, asked)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def is_asked_for(item: pytest.Item, asked: list[tuple[Path, str]]) -> bool:
+    name = item.nodeid[item.nodeid.index("::") :]
+    return any(item.path == path and name.startswith(test) for path, test in asked)
