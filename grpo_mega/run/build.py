@@ -80,16 +80,8 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
             shows_progress=config.log.progress,
         )
         stack.enter_context(closing(checkpoints))
-        colocation = Colocation(
-            policy=policy,
-            engine=engine,
-            sync=build_sync(config, model.dtype, policy, engine, rendezvous),
-            rendezvous=rendezvous,
-            timers=timers,
-            config=config.rollout,
-            memory=memory,
-            log=log.message,
-        )
+        sync = build_sync(config, model.dtype, policy, engine, rendezvous)
+        colocation = Colocation(policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message)
         decode = decoder(tokenizer)
         yield Job(
             config=config,

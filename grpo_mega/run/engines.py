@@ -1,4 +1,4 @@
-"""Building the engine that the config names, and the sync that fills it."""
+"""Build the engine that the config names, and the weight sync that fills it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build_engine(
     runtime: Runtime,
     rendezvous: Rendezvous,
 ) -> Engine:
-    """The engine of this rank. A server has begun to start where the rank leads one; `wait_until_ready` ends that."""
+    """Build the engine of this rank. If the rank leads a server, it has begun to start; `wait_until_ready` waits for it."""
     if config.rollout.engine == "sglang":
         return _sglang(config, family, shape, dtype, runtime, rendezvous)
     return EmbeddedEngine(
@@ -58,7 +58,7 @@ def build_engine(
 
 
 def build_sync(config: Config, dtype: torch.dtype, policy: Policy, engine: Engine, rendezvous: Rendezvous) -> WeightSync:
-    """The plan from the trainer's layout to the engine's, and what carries it out."""
+    """Plan the transfer from the trainer's layout to the engine's, and return the sync that carries it out."""
     return WeightSync(
         plan_sides(policy.side(), engine.side(), ranks_per_node=ranks_per_node()),
         dtype,
@@ -69,7 +69,7 @@ def build_sync(config: Config, dtype: torch.dtype, policy: Policy, engine: Engin
 
 
 def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: PeakMemory) -> GpuMemory | None:
-    """On a GPU a server takes its memory first and then sleeps, so that the policy can be built; None on a CPU."""
+    """On a GPU, wait until the server has taken its memory and let it sleep, so that the policy can be built; None on a CPU."""
     if not (engine.is_server and runtime.device.is_cuda):
         return None
     before = torch.cuda.mem_get_info()[0]
@@ -82,7 +82,7 @@ def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: Pe
 
 
 def ranks_per_node() -> int:
-    """As the launcher says; torchrun and our own set it."""
+    """Return the number of ranks per node, which torchrun and our own launcher set."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
@@ -133,14 +133,14 @@ def _buckets(is_cuda: bool, num_bytes: int, device: torch.device) -> HostBuckets
 
 
 def _cores(first_local: int, tp: int) -> tuple[int, ...]:
-    """The cores of a server on a CPU: those of its ranks, which wait while it samples."""
+    """Return the cores of a server on a CPU: those of its ranks, which wait while it generates."""
     here = sorted(os.sched_getaffinity(0))
     share = max(tp, num_cores() * tp // ranks_per_node())
     return tuple(here[(first_local + i) % len(here)] for i in range(min(share, len(here))))
 
 
 def _waiting(is_shown: bool) -> Callable[[float], None]:
-    """Prints a line from time to time while a server starts."""
+    """Return a function that prints a line from time to time while a server starts."""
     last = 0.0
 
     def on_wait(seconds: float) -> None:

@@ -58,7 +58,7 @@ def evaluate_if_due(job: Job, step: int) -> None:
     if is_due and any(job.heldout.values()):
         path = job.config.run_dir / heldout_file(step)
         # The first rank writes the file, and decides for all.
-        is_done, *_ = job.colocation.rendezvous.all_gather("evaluation", path.exists(), job.config.rollout.phase_deadline_s)
+        is_done, *_ = job.rollouts.rendezvous.all_gather("evaluation", path.exists(), job.config.rollout.phase_deadline_s)
         if not is_done:
             evaluate(job, step, path)
 

@@ -22,6 +22,8 @@ _MANY = 2**24  # exceeds the number of samples of any phase
 
 @dataclass
 class Rollouts:
+    """Generates with all engines and scores what they generate. All ranks call `generate` together."""
+
     config: Config
     generator: Generator
     rendezvous: Rendezvous
