@@ -189,7 +189,7 @@ def server(config: Qwen2Config, options: argparse.Namespace, num_sequences: int,
     from grpo_mega.rollout.sglang.link import Limits
     from grpo_mega.rollout.sglang.server import ServerSettings
     from grpo_mega.rollout.sglang.update import LOADER, Place
-    from grpo_mega.weights.sides import Side
+    from grpo_mega.weights.layout import ShardLayout
 
     model = folder / "model"
     model.mkdir()
@@ -215,7 +215,7 @@ def server(config: Qwen2Config, options: argparse.Namespace, num_sequences: int,
     )
     limits = Limits(num_sequences, start_deadline_s=DEADLINE_S, stall_deadline_s=DEADLINE_S)
     settled = Options(limits, num_engines=1, prove=False, on_wait=lambda _: None)
-    return SGLangEngine(settings, settled, Place(0, 0, 1, 0), Side(((),)), Board(HashStore(), 0, 1), HostBuckets())
+    return SGLangEngine(settings, settled, Place(0, 0, 1, 0), ShardLayout(((),)), Board(HashStore(), 0, 1), HostBuckets())
 
 
 def begun(factor: float, prompts: int) -> int:

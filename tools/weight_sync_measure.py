@@ -20,7 +20,7 @@ from weight_sync_dry import ITEM_BYTES, Spec, num_elements
 from grpo_mega.distributed.launch import run_ranks
 from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.sides import engine_side, megatron_side
+from grpo_mega.weights.layout import engine_shards, megatron_shards
 
 WORKER = Path(__file__).with_name("weight_sync_rank.py")
 PROCESS_BYTES = 400 << 20  # of a rank without weights
@@ -74,8 +74,8 @@ def check_spec(spec: Spec) -> None:
 
 def bytes_needed(spec: Spec) -> int:
     family, ranks = family_of(spec.shape.model_type), spec.source.world_size
-    trainer = megatron_side(family, spec.shape, spec.source)
-    engines = engine_side(family, spec.shape, spec.target, ranks)
+    trainer = megatron_shards(family, spec.shape, spec.source)
+    engines = engine_shards(family, spec.shape, spec.target, ranks)
     weights = sum(map(num_elements, trainer.blocks)) + 2 * sum(map(num_elements, engines.blocks))
     return ITEM_BYTES * weights + ranks * (PROCESS_BYTES + BUFFERS * spec.bucket_bytes)
 

@@ -15,7 +15,7 @@ from grpo_mega.hardware.kernels import Version, as_version
 from grpo_mega.weights.boxes import LocalTensor
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, check_engine_layout, check_megatron_layout
-from grpo_mega.weights.spec import BLOCK, ModelShape, Row
+from grpo_mega.weights.spec import BLOCK, ModelShape, Row, Shard
 
 PRECISION_AWARE: Version = (2, 1)  # since when Transformer Engine's Adam has moments of other dtypes
 SERVED_CAPABILITY: Version = (8, 9)  # the least with which SGLang computes in FP8 blocks instead of repacking them
@@ -181,7 +181,7 @@ def _trainer_cut(shape: ModelShape, tp: int) -> str | None:
         check_megatron_layout(shape, MegatronLayout(tp=tp))
     except ConfigError:
         return ""
-    return _cut(shape, tp, lambda row, rank: row.op.megatron(row.hf, "", shape, tp, rank))
+    return _cut(shape, tp, lambda row, rank: row.op.megatron(Shard(row.hf, "", shape, tp, rank)))
 
 
 def _engine_cut(shape: ModelShape, tp: int) -> str | None:
@@ -190,7 +190,7 @@ def _engine_cut(shape: ModelShape, tp: int) -> str | None:
         check_engine_layout(shape, tp)
     except ConfigError:
         return ""
-    return _cut(shape, tp, lambda row, rank: row.op.engine(row.hf, "", shape, tp, rank), fused=True)
+    return _cut(shape, tp, lambda row, rank: row.op.engine(Shard(row.hf, "", shape, tp, rank)), fused=True)
 
 
 def _cut(shape: ModelShape, tp: int, held: Callable[[Row, int], LocalTensor], *, fused: bool = False) -> str | None:

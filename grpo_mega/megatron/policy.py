@@ -36,10 +36,9 @@ from grpo_mega.megatron.pipeline import Pipeline
 from grpo_mega.megatron.precision import in_bf16, set_level
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.types import PackedBatch, StepMetrics
-from grpo_mega.weights.apply import fill
-from grpo_mega.weights.boxes import Box, Holding
-from grpo_mega.weights.layout import megatron_holding
-from grpo_mega.weights.sides import Side, megatron_side
+from grpo_mega.weights.apply import load_shards
+from grpo_mega.weights.boxes import Box, RankShards
+from grpo_mega.weights.layout import ShardLayout, megatron_rank_shards, megatron_shards
 from grpo_mega.weights.spec import Family, ModelShape
 
 
@@ -48,7 +47,7 @@ class Policy:
         """Builds the model without weights; `load` fills them."""
         self._config, self._family, self._shape, self._runtime = config, family, shape, runtime
         self._uses_te = uses_transformer_engine(runtime)
-        self._holding_of = partial(megatron_holding, family, shape, runtime.layout, fused_norms=self._uses_te)
+        self._holding_of = partial(megatron_rank_shards, family, shape, runtime.layout, fused_norms=self._uses_te)
         models = build_chunks(shape, family, hf_config, config, runtime)
         self._parameters = _parameters_of(models, self._holding_of(runtime.rank))
         _check_partitions(self._parameters, runtime, self._holding_of)
@@ -88,13 +87,13 @@ class Policy:
     def dp_rank(self) -> int:
         return self._runtime.dp_rank
 
-    def holdings(self) -> list[Holding]:
+    def rank_shards(self) -> list[RankShards]:
         """What each rank holds of the policy."""
         return [self._holding_of(rank) for rank in range(self._runtime.layout.world_size)]
 
-    def side(self) -> Side:
+    def shard_layout(self) -> ShardLayout:
         """What each rank holds of the policy, for plans."""
-        return megatron_side(self._family, self._shape, self._runtime.layout, fused_norms=self._uses_te)
+        return megatron_shards(self._family, self._shape, self._runtime.layout, fused_norms=self._uses_te)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """This rank's parameters by the local names of its holding. They must be on the device."""
@@ -341,11 +340,11 @@ class Policy:
         """The parameters from a checkpoint's slices; those in FP8 one by one by way of plain ones."""
         holding = self._holding_of(self._runtime.rank)
         plain = {name: p for name, p in self._parameters.items() if not is_quantised(p)}
-        fill({name: holding[name] for name in plain}, plain, read)
+        load_shards({name: holding[name] for name in plain}, plain, read)
         for name in holding.keys() - plain.keys():
             p = self._parameters[name]
             values = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-            fill({name: holding[name]}, {name: values}, read)
+            load_shards({name: holding[name]}, {name: values}, read)
             write_back(p, values)
 
     def _settle(self) -> None:
@@ -362,7 +361,7 @@ class Policy:
         return optimizers.state_tensors(self._optimizer) if self._optimizer else []
 
 
-def _parameters_of(models: Sequence[Any], holding: Holding) -> dict[str, Tensor]:
+def _parameters_of(models: Sequence[Any], holding: RankShards) -> dict[str, Tensor]:
     """Every parameter by its local name; the table and the model must agree on names and shapes."""
     found = {f"chunk{i}.{name}": p for i, model in enumerate(models) for name, p in model.named_parameters()}
     assert set(found) == set(holding), sorted(set(found) ^ set(holding))
@@ -383,7 +382,7 @@ def _layer_groups(models: Sequence[Any], num_layers: int) -> dict[Tensor, int]:
     return groups
 
 
-def _check_partitions(parameters: Mapping[str, Tensor], runtime: Runtime, holding_of: Callable[[int], Holding]) -> None:
+def _check_partitions(parameters: Mapping[str, Tensor], runtime: Runtime, holding_of: Callable[[int], RankShards]) -> None:
     """Parameters must be marked as cut where they are: the gradient norm counts unmarked ones on one rank only."""
     group = dist.get_process_group_ranks(runtime.tp_group)
     if len(group) == 1:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
-from grpo_mega.weights.sides import Side
+from grpo_mega.weights.layout import ShardLayout
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Engine(Protocol):
         """Takes back the memory of the KV cache, which is empty then."""
         ...
 
-    def side(self) -> Side:
+    def shard_layout(self) -> ShardLayout:
         """What the engine side of each rank holds, for the plan of a sync."""
         ...
 

@@ -28,9 +28,8 @@ from grpo_mega.rollout.sglang.update import LOADER, Place
 from grpo_mega.sync.memory import GpuMemory
 from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.validation.preflight import engine_rank_problems
-from grpo_mega.weights.layout import EngineLayout
-from grpo_mega.weights.plan import plan_sides
-from grpo_mega.weights.sides import engine_side
+from grpo_mega.weights.layout import EngineLayout, engine_shards
+from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.spec import Family, ModelShape
 
 CPU_ROWS = 32  # to whose multiple SGLang pads each rank's part of an MLP on a CPU
@@ -60,7 +59,7 @@ def build_engine(
 def build_sync(config: Config, dtype: torch.dtype, policy: Policy, engine: Engine, board: Board) -> WeightSync:
     """The plan from the trainer's layout to the engine's, and what carries it out."""
     return WeightSync(
-        plan_sides(policy.side(), engine.side(), ranks_per_node=ranks_per_node()),
+        plan_transfers(policy.shard_layout(), engine.shard_layout(), ranks_per_node=ranks_per_node()),
         dtype,
         int(config.sync.bucket_mib * 2**20),
         partial(board.meet, deadline_s=config.rollout.start_deadline_s),
@@ -144,7 +143,7 @@ def _sglang(
     limits = Limits(rollout.max_concurrent, rollout.start_deadline_s, rollout.stall_deadline_s, rollout.phase_deadline_s)
     options = Options(limits, layout.num_engines, config.sync.prove, _waiting(runtime.rank == 0 and config.log.progress))
     buckets = _buckets(device.is_cuda, int(config.sync.bucket_mib * 2**20), device.torch_device)
-    side = engine_side(family, shape, layout, world_size, quantise=rollout.quantization is not None)
+    side = engine_shards(family, shape, layout, world_size, quantise=rollout.quantization is not None)
     return SGLangEngine(settings, options, place, side, board, buckets)
 
 

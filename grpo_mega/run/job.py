@@ -28,8 +28,7 @@ from grpo_mega.distributed.watchdog import HangWatch
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.formats.checkpoint_files import STATE, Manifest, check_model, latest, read_manifest, tell_latest
 from grpo_mega.formats.export import export
-from grpo_mega.formats.random_init import random_reader
-from grpo_mega.formats.reader import open_reader
+from grpo_mega.formats.reader import open_reader, random_reader
 from grpo_mega.hardware.device import PeakMemory
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.found import in_use
@@ -349,7 +348,7 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
 def export_policy(policy: Policy, model: ModelFiles, folder: Path) -> None:
     """Writes the policy as a Hugging Face checkpoint."""
     export(
-        policy.holdings(),
+        policy.rank_shards(),
         policy.tensors(),
         family=model.family,
         shape=model.shape,

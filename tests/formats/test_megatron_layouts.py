@@ -15,7 +15,7 @@ from families import CASES, assert_same_folder, save
 
 from grpo_mega.distributed.launch import run_ranks
 from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
-from grpo_mega.formats.inspect import describe
+from grpo_mega.formats.detect import describe
 
 pytestmark = pytest.mark.distributed
 

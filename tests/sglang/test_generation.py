@@ -34,7 +34,7 @@ from grpo_mega.rollout.sglang.link import Call, Limits, ServerLink
 from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.sglang.update import Place
 from grpo_mega.types import Group, Prompt, Sample
-from grpo_mega.weights.sides import Side
+from grpo_mega.weights.layout import ShardLayout
 
 pytestmark = pytest.mark.sglang
 
@@ -239,7 +239,7 @@ def test_a_prompt_that_leaves_no_room_for_its_response_is_refused_before_anythin
     options = Options(LIMITS, num_engines=1, prove=True, on_wait=lambda _: None)
     lent = Place(engine=0, tp_rank=1, tp=2, rank=1)  # a rank that starts no server and sends nothing
     board: Any = None
-    engine = SGLangEngine(make_settings(model, tmp_path), options, lent, Side(((), ())), board, HostBuckets())
+    engine = SGLangEngine(make_settings(model, tmp_path), options, lent, ShardLayout(((), ())), board, HostBuckets())
     fits = replace(PROMPTS[0], token_ids=(5,) * (512 - SAMPLING.max_response_length))
     assert engine.generate({0: fits}, SAMPLING, step=0, on_sample=lambda _: None) == {}
     too_long = replace(fits, token_ids=(*fits.token_ids, 5))

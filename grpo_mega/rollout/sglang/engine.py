@@ -24,7 +24,7 @@ from grpo_mega.rollout.sglang.server import ServerSettings
 from grpo_mega.rollout.sglang.update import Place, Update
 from grpo_mega.types import Group, Prompt
 from grpo_mega.weights.apply import Bucket
-from grpo_mega.weights.sides import Side
+from grpo_mega.weights.layout import ShardLayout
 
 SEEDED_BY = "enable_deterministic_inference"  # the server argument with which SGLang draws each sample from its own seed
 TAGS = ("weights", "kv_cache")  # what sleeps apart
@@ -44,7 +44,7 @@ class SGLangEngine:
         settings: ServerSettings,
         options: Options,
         place: Place,
-        side: Side,
+        side: ShardLayout,
         board: Board,
         buckets: HostBuckets | DeviceBuckets,
     ) -> None:
@@ -52,7 +52,7 @@ class SGLangEngine:
         self.version = -1
         self._settings, self._options, self._place, self._side, self._board = settings, options, place, side, board
         self._buckets = buckets
-        self._holding = side.holding(place.rank)
+        self._holding = side.rank_shards(place.rank)
         self._is_blank = True  # the server has had no weights yet
         self._updates = self._phases = self._switches = 0
         self._update: Update | None = None
@@ -146,7 +146,7 @@ class SGLangEngine:
         """Longer than the leader waits for its server."""
         return 2 * self._options.limits.stall_deadline_s + 10.0
 
-    def side(self) -> Side:
+    def shard_layout(self) -> ShardLayout:
         return self._side
 
     def begin_update(self) -> list[str]:
@@ -162,7 +162,7 @@ class SGLangEngine:
             prove=self._options.prove,
         )
         update.begin()
-        blocks = self._side.quantised_holding(self._place.rank) if self._settings.holds_blocks else {}
+        blocks = self._side.quantised_shards(self._place.rank) if self._settings.holds_blocks else {}
         problems = update.check(self._holding, blocks, self._dtype) if self._is_blank else []
         self._is_blank = self._is_blank and bool(problems or self.failure)
         return problems

@@ -23,7 +23,7 @@ from grpo_mega.distributed.rendezvous import Board
 from grpo_mega.rollout.sglang.buckets import NUM_BUFFERS, DeviceBuckets, HostBuckets, payload
 from grpo_mega.rollout.sglang.link import ServerLink
 from grpo_mega.weights.apply import Bucket, Entry
-from grpo_mega.weights.boxes import Holding, Index
+from grpo_mega.weights.boxes import Index, RankShards
 from grpo_mega.weights.fp8_blocks import SCALES, VALUES
 from grpo_mega.weights.receive import scales_name
 from grpo_mega.weights.spec import num_blocks
@@ -83,7 +83,7 @@ class Update:
         if self._link is not None:
             self._link.attempt("beginning an update", lambda api: api.begin_update())
 
-    def check(self, holding: Holding, blocks: Collection[str], dtype: torch.dtype) -> list[str]:
+    def check(self, holding: RankShards, blocks: Collection[str], dtype: torch.dtype) -> list[str]:
         """What differs between the server's parameters and the table; for a server that has no weights yet.
 
         `blocks`: the tensors that the server keeps as FP8 blocks, and not as `dtype`.
@@ -180,7 +180,7 @@ class Update:
             self._board.post(f"{self._key}/{key}", text)
 
 
-def parameters(holding: Holding, blocks: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Index, str]]:
+def parameters(holding: RankShards, blocks: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Index, str]]:
     """Shape and dtype of the server's parameters: those of the table, and the scales of what it keeps as FP8 `blocks`.
 
     Local tensors "name[0]", "name[1]", ... are parts of one, along a new first dim.
@@ -203,6 +203,6 @@ def parameters(holding: Holding, blocks: Collection[str], dtype: torch.dtype) ->
     return found
 
 
-def padded(holding: Holding) -> list[str]:
+def padded(holding: RankShards) -> list[str]:
     """The tensors with elements that no bucket fills."""
     return [name for name, t in holding.items() if sum(p.box.size for p in t.pieces) < math.prod(t.shape)]
