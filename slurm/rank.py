@@ -15,9 +15,7 @@ from pathlib import Path
 
 from node import write
 
-from grpo_mega.distributed.launch import die_with_parent
-
-LINES_OF_LOG = 5
+from grpo_mega.distributed.launch import die_with_launcher, exit_description, log_tail
 
 
 def main() -> int:
@@ -29,32 +27,21 @@ def main() -> int:
         logs.mkdir(parents=True, exist_ok=True)
         output = log.open("ab")
         start = output.tell()
-    bind = die_with_parent(os.getpid())
-    assert bind is not None, "Slurm runs on Linux"
+    launcher = os.getpid()
 
     def prepare() -> None:
-        # The launcher ignores it, and what is ignored is inherited: a rank's helpers must end on it.
+        # The launcher ignores SIGTERM, and an ignored signal is inherited: a rank's helpers must end on it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        bind()
+        die_with_launcher(launcher)
 
     command = [sys.executable, "-m", "grpo_mega.cli", *sys.argv[1:]]
     code = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=prepare).wait()
     if code:
         node = os.environ["SLURMD_NODENAME"]
-        ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        told = "see above" if rank == 0 else f"{log} ends: {tail(log, start)}"
-        write(Path(os.environ["STATE"]) / "failures" / f"{node}-{rank}", code, f"node {node}: rank {rank} {ending}; {told}")
+        output_at = "see above" if rank == 0 else log_tail(log, start)
+        failure = Path(os.environ["STATE"]) / "failures" / f"{node}-{rank}"
+        write(failure, code, f"node {node}: rank {rank} {exit_description(code)}; {output_at}")
     return code if code >= 0 else 128 - code
-
-
-def tail(log: Path, start: int) -> str:
-    """The last lines that this start wrote, joined into one."""
-    if not log.exists():  # gone with a run that never began
-        return "(empty)"
-    with log.open("rb") as file:
-        file.seek(start)
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    return " | ".join(lines[-LINES_OF_LOG:]) or "(empty)"
 
 
 if __name__ == "__main__":

@@ -20,6 +20,6 @@ if [[ ! -f "$GRPO_MEGA_ROOT/slurm/job.sh" ]]; then
     echo "train_tiny.sh: error: $GRPO_MEGA_ROOT/slurm/job.sh is not there; call sbatch in the repository, or set GRPO_MEGA_ROOT" >&2
     exit 2
 fi
-export PYTHONPATH="$GRPO_MEGA_ROOT/tools${PYTHONPATH:+:$PYTHONPATH}" # where the reward of tiny.yaml is
+export PYTHONPATH="$GRPO_MEGA_ROOT${PYTHONPATH:+:$PYTHONPATH}" # where the reward of tiny.yaml is
 source "$GRPO_MEGA_ROOT/slurm/job.sh"
 main "$@"

@@ -40,7 +40,7 @@ WITHOUT = {
     "data": {"torch"},
     "observe": {"torch"},
     "rewards": {"torch"},
-    "flags": {"torch", "transformers"},
+    "commands.trl_flags": {"torch", "transformers"},
 }
 HEAVY = {"observe.tracing"}  # within those
 

@@ -84,7 +84,7 @@ def compare(folder: Path, nodes: list[str]) -> int:
 
 
 def usual_fingerprint(fingerprints: list[dict[str, str]]) -> dict[str, str]:
-    """What most nodes have, name by name; of two as frequent, the first node's."""
+    """Return the most frequent value of each name; of two as frequent, the first node's."""
     names = {name for fingerprint in fingerprints for name in fingerprint}
     return {name: collections.Counter(f.get(name, "none") for f in fingerprints).most_common(1)[0][0] for name in names}
 

@@ -1,15 +1,14 @@
-"""Starts the ranks of a run on this machine, as torchrun would on many: one process a rank, one exit code for all.
+"""Start the ranks of a run on this machine, as torchrun does on many: one process per rank, one exit code for all.
 
 Rank 0 has the terminal; the output of the others goes to log_dir/rank_N.log. When a rank fails, the others get SIGTERM and
 10 s later SIGKILL, and one line names the rank, its exit code and the end of its log. A signal to the launcher is passed on
-once to every rank. Invariant: no rank outlives the launcher, however either ends (each rank leads its own process group,
-which is killed when the rank is gone, and asks the kernel to be killed with the launcher).
+once to every rank. Invariant: no rank outlives the launcher, however either ends: each rank leads its own process group,
+which is killed when the rank is gone, and asks the kernel to be killed with the launcher.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import signal
@@ -17,20 +16,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from grpo_mega.processes import die_with_parent
+
 PORTS = range(10000, 20000)
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_TO_STOP = 10.0
-SECONDS_FOR_RANK_0_TO_SPEAK = 2.0
+SECONDS_FOR_RANK_0_TO_FAIL = 2.0
 LINES_OF_LOG = 5
 
 _EXIT_USER_ERROR = 2
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -39,25 +40,16 @@ class Rank:
     process: subprocess.Popen[bytes]
     log: Path | None  # None: writes to the terminal
     log_start: int  # bytes that the log held before this run
-    is_told: bool = False  # of the signal that the launcher caught
-
-    def tail(self) -> str:
-        """The last lines that this run wrote to the log, joined into one."""
-        if self.log is None:
-            return "see above"
-        with self.log.open("rb") as file:
-            file.seek(self.log_start)
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-        return f"{self.log} ends: " + (" | ".join(lines[-LINES_OF_LOG:]) or "(empty)")
+    is_signalled: bool = False  # has been sent the signal that the launcher caught
 
 
 def launch_local(argv: list[str], world_size: int, log_dir: Path) -> int:
-    """Runs `grpo-mega *argv` as `world_size` local ranks; returns 0, or the exit code of the first rank that failed."""
+    """Run `grpo-mega *argv` as `world_size` local ranks; return 0, or the exit code of the first rank that failed."""
     return run_ranks([sys.executable, "-m", "grpo_mega.cli", *argv], world_size, log_dir)
 
 
 def run_ranks(command: list[str], world_size: int, log_dir: Path) -> int:
-    """Runs `command` as `world_size` local ranks; returns 0, or the exit code of the first rank that failed.
+    """Run `command` as `world_size` local ranks; return 0, or the exit code of the first rank that failed.
 
     A rank killed by a signal counts as 128 + the signal's number.
     """
@@ -68,8 +60,8 @@ def run_ranks(command: list[str], world_size: int, log_dir: Path) -> int:
         try:
             for number, environment in enumerate(environments):
                 ranks.append(_start(number, command, environment, log_dir))
-                if caught:  # while the rank was being started, so the handler did not know of it
-                    _tell(ranks, caught[0])
+                if caught:  # while the rank was being started, so that the handler did not know it
+                    _pass_on(ranks, caught[0])
             return _wait(ranks, caught)
         finally:
             for rank in ranks:
@@ -78,7 +70,7 @@ def run_ranks(command: list[str], world_size: int, log_dir: Path) -> int:
 
 
 def rank_environments(environ: Mapping[str, str], world_size: int) -> list[dict[str, str]]:
-    """The environment of each rank: torchrun's variables on a free port, and a fair share of the cores."""
+    """Return the environment of each rank: torchrun's variables on a free port, and a fair share of the cores."""
     threads = max(1, num_cores() // world_size)
     shared = {
         "WORLD_SIZE": str(world_size),
@@ -95,7 +87,7 @@ def rank_environments(environ: Mapping[str, str], world_size: int) -> list[dict[
 
 @contextlib.contextmanager
 def only_rank() -> Iterator[None]:
-    """The environment of a job's only rank, in this process, while the context lasts."""
+    """Give this process the environment of a job's only rank while the context lasts."""
     before = dict(os.environ)
     os.environ.update(rank_environments(os.environ, world_size=1)[0])
     try:
@@ -106,17 +98,52 @@ def only_rank() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port that no one listens on, from below those that the kernel gives to clients: they come and go until it is used."""
-    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+    return free_ports(1)[0]
+
+
+def free_ports(count: int, among: range = PORTS) -> list[int]:
+    """Return ports on which no process listens. Raise OSError if there are fewer than `count`.
+
+    `among` lies below the ports that the kernel gives to clients: those may be taken before the port is used.
+    """
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(among, len(among)):
         with contextlib.suppress(OSError), socket.socket() as server:
             server.bind(("", port))
-            return port
-    raise OSError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free")
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise OSError(f"fewer than {count} ports from {among.start} to {among.stop - 1} are free; end processes that hold them")
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def log_lines(log: Path, start: int) -> list[str]:
+    """Return the lines of a log after its first `start` bytes, without empty ones; none if there is no such file."""
+    if not log.exists():
+        return []
+    with log.open("rb") as file:
+        file.seek(start)
+        return [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+
+
+def log_tail(log: Path, start: int) -> str:
+    """Return the last of these lines, joined into one, behind the path of the log."""
+    return f"{log} ends: " + (" | ".join(log_lines(log, start)[-LINES_OF_LOG:]) or "(empty)")
+
+
+def exit_description(code: int) -> str:
+    """Describe how a process ended; `code` is negative after a signal, as subprocess has it."""
+    return f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+
+
+def die_with_launcher(launcher: int) -> None:
+    """Have the kernel kill this process with its launcher, where the kernel can do that; for subprocess's preexec_fn."""
+    with contextlib.suppress(OSError):
+        die_with_parent(launcher)
 
 
 def _start(rank: int, command: list[str], environment: dict[str, str], log_dir: Path) -> Rank:
@@ -131,38 +158,24 @@ def _start(rank: int, command: list[str], environment: dict[str, str], log_dir: 
             stdout=output,
             stderr=None if log is None else subprocess.STDOUT,
             process_group=0,  # a Ctrl-C reaches the launcher only, which passes it on once
-            preexec_fn=die_with_parent(os.getpid()),
+            preexec_fn=partial(die_with_launcher, os.getpid()),
         )
     return Rank(rank, process, log, start)
 
 
-def die_with_parent(launcher: int) -> Callable[[], None] | None:
-    """What a rank does before it starts, so that it is killed when the launcher dies; Linux only."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it died before the kernel was asked
-            os._exit(1)
-
-    return ask
-
-
 @contextlib.contextmanager
 def _signals_passed_on(ranks: list[Rank]) -> Iterator[list[int]]:
-    """Passes the first SIGINT or SIGTERM on to all ranks, a second one as SIGKILL; yields the list of those caught."""
+    """Pass the first SIGINT or SIGTERM on to all ranks, a second one as SIGKILL; yield the list of those caught."""
     caught: list[int] = []
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         caught.append(number)
         if len(caught) == 1:
-            _tell(ranks, number)
+            _pass_on(ranks, number)
         else:
             _send(ranks, signal.SIGKILL)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield caught
     finally:
@@ -171,14 +184,14 @@ def _signals_passed_on(ranks: list[Rank]) -> Iterator[list[int]]:
 
 
 def _wait(ranks: list[Rank], caught: list[int]) -> int:
-    """Until all ranks have ended; ends the others when one fails. Returns the exit code of the whole."""
+    """Wait until all ranks have ended; end the others when one fails. Return the exit code of the run."""
     failed = _first_failure(ranks)
     if failed is None:
         return 0
     is_user_error = failed.process.returncode == _EXIT_USER_ERROR
     if is_user_error and failed.rank != 0:
-        # Most such errors are met by every rank, and rank 0 says them best.
-        _wait_for(ranks[:1], SECONDS_FOR_RANK_0_TO_SPEAK)
+        # Most user errors are raised on every rank, and rank 0 prints to the terminal.
+        _wait_for(ranks[:1], SECONDS_FOR_RANK_0_TO_FAIL)
         if ranks[0].process.returncode == _EXIT_USER_ERROR:
             failed = ranks[0]
     if not caught:
@@ -187,12 +200,13 @@ def _wait(ranks: list[Rank], caught: list[int]) -> int:
     _send(ranks, signal.SIGKILL)
     code = failed.process.returncode
     if not caught and not (is_user_error and failed.rank == 0):
-        print(f"grpo-mega: rank {failed.rank} {_ending(code)}; {failed.tail()}", file=sys.stderr, flush=True)
+        log = "see above" if failed.log is None else log_tail(failed.log, failed.log_start)
+        print(f"grpo-mega: rank {failed.rank} {exit_description(code)}; {log}", file=sys.stderr, flush=True)
     return code if code > 0 else 128 - code
 
 
 def _first_failure(ranks: list[Rank]) -> Rank | None:
-    """The first rank that ends with an exit code other than 0; None once all have ended well."""
+    """Wait for a rank that ends with an exit code other than 0; return None once all have ended with 0."""
     while True:
         codes = [rank.process.poll() for rank in ranks]
         for rank, code in zip(ranks, codes, strict=True):
@@ -209,15 +223,11 @@ def _wait_for(ranks: list[Rank], seconds: float) -> None:
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
-def _ending(code: int) -> str:
-    return f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-
-
-def _tell(ranks: list[Rank], number: int) -> None:
-    """Sends a signal to every rank that has not had one."""
+def _pass_on(ranks: list[Rank], number: int) -> None:
+    """Send a signal to every rank that has not had one."""
     for rank in ranks:
-        if not rank.is_told:
-            rank.is_told = True
+        if not rank.is_signalled:
+            rank.is_signalled = True
             _send([rank], number)
 
 
@@ -228,6 +238,6 @@ def _send(ranks: list[Rank], number: int) -> None:
 
 
 def _kill_group(rank: Rank) -> None:
-    """Kills what is left of a rank and of the processes it started."""
+    """Kill the rank, if it is alive, and the processes that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(rank.process.pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""What this rank last did with others: every collective of torch.distributed leaves a note of its beginning and end.
+"""Record the last collective of this rank: each of torch.distributed's notes its beginning and its end.
 
-`recorder()` wraps the functions once, for good; it must come before whoever takes them by name, such as Megatron. A note costs
+`recorder()` wraps the functions once, for good; it must run before a library takes them by name, as Megatron does. A note costs
 about a microsecond.
 """
 
@@ -24,15 +24,15 @@ NAMES = (
 
 class Recorder:
     def __init__(self) -> None:
-        self.last_beat = time.monotonic()  # when there was progress
+        self.last_beat = time.monotonic()  # time of the last progress
         self._on_beat: Callable[[], None] | None = None
         self._name, self._arguments, self._is_done = "nothing yet", "", True
 
     def beat(self) -> None:
         """Note progress without a collective, such as a micro-batch.
 
-        For the main thread alone: work of a background thread is progress only while the main thread waits for it, which then
-        beats for it. Otherwise a stuck collective would hide behind that work.
+        Only the main thread may call it. Work of a background thread is progress only while the main thread waits for it and
+        beats for it; otherwise a stuck collective would hide behind that work.
         """
         self.last_beat = time.monotonic()
         if self._on_beat is not None:
@@ -40,7 +40,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def heard(self, on_beat: Callable[[], None]) -> Iterator[None]:
-        """Calls `on_beat()` at every beat, while it lasts."""
+        """Call `on_beat()` at every beat while the context lasts."""
         self._on_beat = on_beat
         try:
             yield
@@ -48,7 +48,7 @@ class Recorder:
             self._on_beat = None
 
     def last(self) -> str:
-        """ "in all_reduce of 16 float32 over 4 ranks", or "after" it when it has returned."""
+        """Describe the last collective: "in all_reduce of 16 float32 over 4 ranks", or "after ..." when it has returned."""
         return f"{'after' if self._is_done else 'in'} {self._name}{self._arguments}"
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,18 +67,18 @@ class Recorder:
 
 @functools.cache
 def recorder() -> Recorder:
-    """The process's one; the first call wraps torch.distributed's functions."""
-    made = Recorder()
+    """Return the recorder of this process; the first call wraps torch.distributed's functions."""
+    result = Recorder()
     for name in NAMES:
-        setattr(dist, name, made.wrap(getattr(dist, name)))
-    for name in ("isend", "irecv"):  # P2POp takes no others than its own module's
+        setattr(dist, name, result.wrap(getattr(dist, name)))
+    for name in ("isend", "irecv"):  # P2POp accepts only those of its own module
         setattr(dist.distributed_c10d, name, getattr(dist, name))
-    return made
+    return result
 
 
 def _describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     values = (*args, *kwargs.values())
     tensor = next((v for v in values if isinstance(v, torch.Tensor)), None)
     group = next((v for v in values if isinstance(v, dist.ProcessGroup)), None)
-    what = f" of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" if tensor is not None else ""
-    return f"{what} over {group.size() if group is not None else 'all'} ranks"
+    contents = f" of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" if tensor is not None else ""
+    return f"{contents} over {group.size() if group is not None else 'all'} ranks"

@@ -1,11 +1,11 @@
-"""Ends a run that is stuck, and says who waits where: a thread on every rank.
+"""End a run that is stuck, and report which ranks wait in which collective: a thread on every rank.
 
 The first rank that has seen no progress for longer than its phase allows, neither its own nor another rank's, asks all others:
-a rank that waits in a collective for one that is slow but moves is not stuck. So does rank 0 when another's thread gives no
-sign of life, whatever the phase. Each answers from its own thread with its phase, its last collective and the place in its
-code, and writes the stacks of all its threads to RUN_DIR/hang/rank_N.txt; who does not answer is dead, stopped, or stuck
-outside of Python. The rank that asked prints the answers, alike ones together, and ends its process with EXIT_HANG, on which
-launchers end the others. Nothing is saved: a stuck policy may be half updated.
+a rank that waits in a collective for one that is slow but moves is not stuck. Rank 0 also asks when the thread of another rank
+sends no heartbeat, whatever the phase. Each rank answers from its own thread with its phase, its last collective and its place
+in the code, and writes the stacks of all its threads to RUN_DIR/hang/rank_N.txt; a rank that does not answer is dead, stopped,
+or stuck outside of Python. The rank that asked prints the answers, equal ones together, and ends its process with EXIT_HANG, on
+which launchers end the others. Nothing is saved: a stuck policy may be half updated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 class HangWatch:
-    """While the context lasts."""
+    """Watches the run while the context lasts."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class HangWatch:
         run_dir: Path,
         last_checkpoint: Callable[[], str],
     ) -> None:
-        """`deadline_of_phase`: of those phases that have deadlines of their own. `last_checkpoint()`: what to tell of it."""
+        """`deadline_of_phase`: for phases with deadlines of their own. `last_checkpoint()` describes it for the report."""
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # a store serves one thread at a time
         self._store.set_timeout(timedelta(seconds=SECONDS_TO_ANSWER))
         self._store.set(f"hang/node/{rank}", os.environ.get("SLURMD_NODENAME") or platform.node())
@@ -58,9 +58,9 @@ class HangWatch:
         self._deadline_s, self._deadline_of_phase = deadline_s, deadline_of_phase
         self._folder, self._last_checkpoint = run_dir / FOLDER, last_checkpoint
         self._pause_s = min(1.0, deadline_s / 10)
-        self._heard: dict[int, tuple[int, float]] = {}  # by rank: its beats, and when they last grew
-        self._own_move = 0.0  # when this rank last made progress, as last told to the others
-        self._moves, self._job_moved = 0, time.monotonic()  # signs of progress of all ranks, and when the last one came
+        self._heard: dict[int, tuple[int, float]] = {}  # by rank: the number of its heartbeats, and when it last grew
+        self._own_move = 0.0  # when this rank last made progress, as last reported to the others
+        self._moves, self._job_moved = 0, time.monotonic()  # reports of progress by all ranks, and the time of the last
         self._is_over = threading.Event()
         self._main_thread = threading.main_thread().ident
         self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
@@ -93,15 +93,15 @@ class HangWatch:
                     self._end(f"no answer for {silence:.0f} s from the job's store ({_first_line(error)})", [self._where()])
 
     def _reason(self) -> str | None:
-        """Why the run is to end; None if all is well."""
+        """Return why the run must end; None if it goes on."""
         if self._is_stuck():
             phase, _ = self._timers.current()
             return f"no progress for {self._idle():.0f} s in {phase}"
         silent = self._silent_ranks() if self._rank == 0 else []
-        return f"no sign of life from {_ranks(silent)} for {self._deadline_s:.0f} s" if silent else None
+        return f"no heartbeat from {_ranks(silent)} for {self._deadline_s:.0f} s" if silent else None
 
     def _exchange_progress(self) -> None:
-        """Tell the other ranks if this one has moved since the last look, and hear whether any has."""
+        """Report this rank's progress since the last look to the others, and note when any rank made progress."""
         own_move, before = self._last_move(), self._own_move
         self._own_move = own_move
         moves = self._store.add("hang/moves", int(own_move > before))
@@ -124,7 +124,7 @@ class HangWatch:
         return time.monotonic() - max(self._last_move(), self._job_moved)
 
     def _last_move(self) -> float:
-        """When this rank's main thread last made progress: a phase, a collective or a beat."""
+        """Return when this rank's main thread last made progress: a phase, a collective or a beat."""
         return max(self._timers.current()[1], self._recorder.last_beat)
 
     def _answer(self) -> None:
@@ -146,20 +146,19 @@ class HangWatch:
             time.sleep(0.1)
         by_answer: dict[str, list[int]] = {}
         for rank in ranks:
-            is_there = self._store.check([f"hang/{rank}"])
-            answer = (
-                self._store.get(f"hang/{rank}").decode() if is_there else "no answer: dead, stopped, or stuck outside of Python"
-            )
+            answer = self._try_get(f"hang/{rank}") or "no answer: dead, stopped, or stuck outside of Python"
             by_answer.setdefault(answer, []).append(rank)
-        keys = [f"hang/node/{rank}" for rank in ranks]
-        nodes = [self._store.get(key).decode() if self._store.check([key]) else "" for key in keys]
-        alone_first = sorted(by_answer.items(), key=lambda item: len(item[1]))
-        self._end(reason, [f"{_ranks(found)}{_on_nodes(found, nodes)}: {answer}" for answer, found in alone_first])
+        nodes = [self._try_get(f"hang/node/{rank}") or "" for rank in ranks]
+        rarest_first = sorted(by_answer.items(), key=lambda item: len(item[1]))
+        self._end(reason, [f"{_ranks(numbers)}{_on_nodes(numbers, nodes)}: {answer}" for answer, numbers in rarest_first])
+
+    def _try_get(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _end(self, reason: str, lines: list[str]) -> None:
         text = "\n  ".join(
             [
-                f"grpo-mega: {reason}, says rank {self._rank}; the run ends here",
+                f"grpo-mega: {reason}, reported by rank {self._rank}; the run ends here",
                 *lines,
                 f"stacks are in {self._folder}; {self._last_checkpoint()}",
             ]
@@ -171,7 +170,7 @@ class HangWatch:
 
 
 def _place(frame: object) -> str:
-    """The innermost line of ours on a stack, and the innermost of all where that is another's."""
+    """Name the innermost line of this package on a stack, and the innermost of all where that is another."""
     stack = traceback.extract_stack(frame) if frame is not None else []  # type: ignore[arg-type]
     ours = [f for f in stack if Path(f.filename).is_relative_to(PACKAGE)]
     places = [*ours[-1:], *(stack[-1:] if stack and stack[-1] not in ours[-1:] else [])]
@@ -179,7 +178,7 @@ def _place(frame: object) -> str:
 
 
 def _ranks(numbers: list[int]) -> str:
-    """ "rank 4" or "ranks 0-3, 5": runs together."""
+    """Join rank numbers, runs as ranges: "rank 4" or "ranks 0-3, 5"."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and runs[-1][-1] == n - 1:
@@ -191,7 +190,7 @@ def _ranks(numbers: list[int]) -> str:
 
 
 def _on_nodes(numbers: list[int], nodes: list[str]) -> str:
-    """ " on n1", where the job has more than one node; `nodes` by rank, "" if not known."""
+    """Return " on n1" where the job has more than one node, else ""; `nodes` by rank, "" if not known."""
     return f" on {', '.join(sorted({nodes[n] or 'unknown' for n in numbers}))}" if len(set(nodes) - {""}) > 1 else ""
 
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_mega.distributed.rendezvous import Board
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.rollout.engine import Engine, OnSample, Sampling, Until
 from grpo_mega.types import Group, Prompt, StepMetrics
 
@@ -58,7 +58,7 @@ class Economy:
 
 def sample(
     engine: Engine,
-    board: Board,
+    rendezvous: Rendezvous,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
@@ -76,9 +76,9 @@ def sample(
     places: list[int] = []
     while len(places) < wanted:
         version, missing = engine.version, wanted - len(places)
-        until = Enough(board, missing) if missing < len(todo) else None
+        until = Enough(rendezvous, missing) if missing < len(todo) else None
         found = engine.generate(todo, sampling, step=step, on_sample=on_sample, until=until)
-        said = board.meet("sampling", [report.row for report in _reports(found, until)], deadline_s)
+        said = rendezvous.all_gather("sampling", [report.row for report in _reports(found, until)], deadline_s)
         reports = [_Report(*row) for rows in said for row in rows]
         kept = _first(reports, missing)
         if until is not None:
@@ -95,23 +95,23 @@ def sample(
 class Enough(Until):
     """Reached at the clock at which `wanted` groups are done, over all ranks. Every rank makes its own at the same time."""
 
-    def __init__(self, board: Board, wanted: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, wanted: int) -> None:
         self.clocks: dict[int, int] = {}  # of the groups that this rank finished, by key
         self.lengths: dict[int, Sequence[int]] = {}  # of the groups that it aborted
-        self._board, self._wanted = board, wanted
-        self._name = board.new_name("enough")
+        self._rendezvous, self._wanted = rendezvous, wanted
+        self._name = rendezvous.unique_key("enough")
         self._posted: list[str] = []
         self._known: list[int] = []  # clocks of all ranks' groups, ascending
 
     def done(self, key: int, clock: int = 0) -> None:
         self.clocks[key] = clock
-        entry = f"{self._name}/{self._board.take(self._name)}"
-        self._board.post(entry, str(clock))
+        entry = f"{self._name}/{self._rendezvous.fetch_add(self._name)}"
+        self._rendezvous.set(entry, str(clock))
         self._posted.append(entry)
 
     def is_reached(self, clock: int = 0) -> bool:
         """A rank may go on for a while after it is so, until it hears of it; that changes nothing about who is first."""
-        while (text := self._board.look(f"{self._name}/{len(self._known)}")) is not None:
+        while (text := self._rendezvous.try_get(f"{self._name}/{len(self._known)}")) is not None:
             insort(self._known, int(text))
         return bisect_right(self._known, clock) >= self._wanted
 
@@ -119,9 +119,9 @@ class Enough(Until):
         self.lengths[key] = lengths
 
     def forget(self) -> None:
-        """Takes what this rank said from the board, once no rank asks any more."""
+        """Takes what this rank said from the rendezvous, once no rank asks any more."""
         for entry in (*self._posted, self._name):
-            self._board.forget(entry)
+            self._rendezvous.delete(entry)
 
 
 @dataclass(frozen=True)

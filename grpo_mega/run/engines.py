@@ -11,7 +11,7 @@ import torch
 
 from grpo_mega.config import Config, RolloutConfig
 from grpo_mega.distributed.launch import num_cores
-from grpo_mega.distributed.rendezvous import Board
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import ConfigError
 from grpo_mega.hardware.device import PeakMemory
 from grpo_mega.hardware.fp8 import check_served_card
@@ -37,11 +37,17 @@ CACHE_MARGIN = 256  # tokens of KV cache beyond what the sequences need: pages a
 
 
 def build_engine(
-    config: Config, hf_config: Any, family: Family, shape: ModelShape, dtype: torch.dtype, runtime: Runtime, board: Board
+    config: Config,
+    hf_config: Any,
+    family: Family,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    runtime: Runtime,
+    rendezvous: Rendezvous,
 ) -> Engine:
     """The engine of this rank. A server has begun to start where the rank leads one; `wait_until_ready` ends that."""
     if config.rollout.engine == "sglang":
-        return _sglang(config, family, shape, dtype, runtime, board)
+        return _sglang(config, family, shape, dtype, runtime, rendezvous)
     return EmbeddedEngine(
         hf_config,
         family,
@@ -56,13 +62,13 @@ def build_engine(
     )
 
 
-def build_sync(config: Config, dtype: torch.dtype, policy: Policy, engine: Engine, board: Board) -> WeightSync:
+def build_sync(config: Config, dtype: torch.dtype, policy: Policy, engine: Engine, rendezvous: Rendezvous) -> WeightSync:
     """The plan from the trainer's layout to the engine's, and what carries it out."""
     return WeightSync(
         plan_transfers(policy.shard_layout(), engine.shard_layout(), ranks_per_node=ranks_per_node()),
         dtype,
         int(config.sync.bucket_mib * 2**20),
-        partial(board.meet, deadline_s=config.rollout.start_deadline_s),
+        partial(rendezvous.all_gather, deadline_s=config.rollout.start_deadline_s),
         prove=config.sync.prove,
     )
 
@@ -101,7 +107,7 @@ def ranks_per_node() -> int:
 
 
 def _sglang(
-    config: Config, family: Family, shape: ModelShape, dtype: torch.dtype, runtime: Runtime, board: Board
+    config: Config, family: Family, shape: ModelShape, dtype: torch.dtype, runtime: Runtime, rendezvous: Rendezvous
 ) -> SGLangEngine:
     rollout, device, world_size = config.rollout, runtime.device, runtime.layout.world_size
     for problem in engine_rank_problems(rollout.tp, world_size, ranks_per_node()):
@@ -144,7 +150,7 @@ def _sglang(
     options = Options(limits, layout.num_engines, config.sync.prove, _waiting(runtime.rank == 0 and config.log.progress))
     buckets = _buckets(device.is_cuda, int(config.sync.bucket_mib * 2**20), device.torch_device)
     side = engine_shards(family, shape, layout, world_size, quantise=rollout.quantization is not None)
-    return SGLangEngine(settings, options, place, side, board, buckets)
+    return SGLangEngine(settings, options, place, side, rendezvous, buckets)
 
 
 def _buckets(is_cuda: bool, num_bytes: int, device: torch.device) -> HostBuckets | DeviceBuckets:

@@ -55,8 +55,8 @@ def evaluate_if_due(job: Job, step: int) -> None:
     """Before the first step, after the last, and every eval.interval steps; a run that goes on does not repeat one."""
     is_due = step in (0, job.config.steps) or job.is_due(job.config.eval.interval, step)
     if is_due and any(job.heldout.values()):
-        board, deadline_s = job.colocation.board, job.config.rollout.phase_deadline_s
-        is_done, *_ = board.meet("evaluation", heldout_path(job, step).exists(), deadline_s)
+        rendezvous, deadline_s = job.colocation.rendezvous, job.config.rollout.phase_deadline_s
+        is_done, *_ = rendezvous.all_gather("evaluation", heldout_path(job, step).exists(), deadline_s)
         if not is_done:  # as the first rank sees it, which writes the file
             evaluate(job, step)
 

@@ -22,7 +22,7 @@ from grpo_mega.config import Config
 from grpo_mega.data.load import load_data
 from grpo_mega.data.sampler import Sampler
 from grpo_mega.distributed.recorder import recorder
-from grpo_mega.distributed.rendezvous import Board
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.stop import StopRequest
 from grpo_mega.distributed.watchdog import HangWatch
 from grpo_mega.errors import ConfigError, EngineError
@@ -210,8 +210,8 @@ def open_job(config: Config, build: BuildPolicy | None = None) -> Iterator[Job]:
 
         runtime = runtimes.start(config)
         stack.callback(runtimes.stop)
-        board = Board(runtime.store, runtime.rank, runtime.layout.world_size)
-        engine = build_engine(config, model.hf_config, model.family, model.shape, model.dtype, runtime, board)
+        rendezvous = Rendezvous(runtime.store, runtime.rank, runtime.layout.world_size)
+        engine = build_engine(config, model.hf_config, model.family, model.shape, model.dtype, runtime, rendezvous)
         stack.callback(engine.close)
         peak = PeakMemory(runtime.device)
         memory = make_room(engine, runtime, config.rollout, peak)
@@ -239,8 +239,8 @@ def open_job(config: Config, build: BuildPolicy | None = None) -> Iterator[Job]:
             colocation=Colocation(
                 policy=policy,
                 engine=engine,
-                sync=build_sync(config, model.dtype, policy, engine, board),
-                board=board,
+                sync=build_sync(config, model.dtype, policy, engine, rendezvous),
+                rendezvous=rendezvous,
                 timers=timers,
                 config=config.rollout,
                 memory=memory,

@@ -39,7 +39,7 @@ def rollout(
             nonlocal num_shown, tokens_shown
             job.scorer.submit(sample)
             # By all ranks; one number for both, since each question to the store takes time.
-            counted = job.colocation.board.take(f"{description} of step {step}", _MANY * sample.response_len + 1)
+            counted = job.colocation.rendezvous.fetch_add(f"{description} of step {step}", _MANY * sample.response_len + 1)
             tokens, num_done = divmod(counted + _MANY * sample.response_len + 1, _MANY)
             bar.advance(num_done - num_shown, tokens=tokens - tokens_shown)
             num_shown, tokens_shown = num_done, tokens
@@ -70,7 +70,7 @@ def _warn_of_failures(job: Job, groups: Sequence[Group], description: str) -> bo
     num_failed = sum("error" in sample.verdicts.values() for sample in samples)
     if not num_failed:
         return False
-    texts = job.colocation.board.meet("scoring", job.scorer.first_error, job.config.rollout.phase_deadline_s)
+    texts = job.colocation.rendezvous.all_gather("scoring", job.scorer.first_error, job.config.rollout.phase_deadline_s)
     job.log.warn(
         f"{description}: reward functions failed on {num_failed} of {len(samples)} samples, which then have 0 or no score; "
         f"the first: {next(filter(None, texts), 'a worker process ended')}"

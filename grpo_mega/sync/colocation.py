@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from grpo_mega.config import RolloutConfig
-from grpo_mega.distributed.rendezvous import Board
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.timers import Timers
@@ -31,7 +31,7 @@ class Colocation:
     policy: Policy
     engine: Engine
     sync: WeightSync
-    board: Board
+    rendezvous: Rendezvous
     timers: Timers
     config: RolloutConfig
     memory: GpuMemory | None  # None: nothing to share, as on a CPU
@@ -96,7 +96,7 @@ class Colocation:
         """
         return sample_groups(
             self.engine,
-            self.board,
+            self.rendezvous,
             prompts,
             sampling,
             step=step,
@@ -116,7 +116,7 @@ class Colocation:
 
     def _meet_failures(self, phase: str) -> dict[int, str]:
         """Why the engines of which leaders failed, known to all ranks."""
-        said = self.board.meet(phase, self.engine.failure, self.config.phase_deadline_s)
+        said = self.rendezvous.all_gather(phase, self.engine.failure, self.config.phase_deadline_s)
         return {rank: why for rank, why in enumerate(said) if why is not None}
 
     def _revive(self, failures: Mapping[int, str]) -> None:

@@ -1,11 +1,11 @@
-"""One of the ranks that test_logprobs_tp.py starts; each pair of cases and tensor-parallel sizes compares with the twin."""
+"""One of the ranks that test_logprobs_tp.py starts; each pair of cases and tensor-parallel sizes compares with the oracle."""
 
 from functools import cache, partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from logprob_cases import Case, assert_equal, of_ours, of_twin
+from logprob_cases import Case, assert_equal, of_oracle, of_ours
 from ranks import run_cases
 
 from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
@@ -29,7 +29,7 @@ CASES = {
 
 def check(case: Case, tp_size: int, rank: int, folder: Path) -> None:
     tp_rank, group = rank % tp_size, _group(rank, tp_size)
-    assert_equal(case, of_ours(case, tp_rank, tp_size, group), of_twin(case), tp_rank, tp_size)
+    assert_equal(case, of_ours(case, tp_rank, tp_size, group), of_oracle(case), tp_rank, tp_size)
 
 
 def check_collectives(rank: int, folder: Path) -> None:

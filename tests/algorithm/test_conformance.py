@@ -1,4 +1,4 @@
-"""The vectors that other trainers can check themselves with: ours agree, wrong ones do not, the file is what --write gives."""
+"""The vectors for other trainers: ours agree, wrong implementations do not, and --write reproduces the committed file."""
 
 import json
 import subprocess
@@ -6,42 +6,41 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import check_conformance
 import pytest
 
-from grpo_mega.algorithm import conformance
 from grpo_mega.algorithm.objectives import OBJECTIVES
 from grpo_mega.algorithm.settings import advantage_settings, loss_settings
 from grpo_mega.config import AlgorithmConfig
+from tools.conformance import adapter, check
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = check_conformance.loads(check_conformance.FILE.read_text())
+CASES = check.loads(check.FILE.read_text())
 
 # Other trainers' functions. The last is right, but for what it does not know.
 TRAINER = """
 import copy
-from grpo_mega.algorithm import conformance
+from tools.conformance import adapter
 
 def plain(kind, inputs, settings):
-    return conformance.ours(kind, inputs, settings)
+    return adapter.ours(kind, inputs, settings)
 
 def clips_the_other_side(kind, inputs, settings):
     if kind == "loss" and settings["loss_type"] == "actor":
         settings = settings | {"ratio_clip_eps_low": settings["ratio_clip_eps_high"]}
-    return conformance.ours(kind, inputs, settings)
+    return adapter.ours(kind, inputs, settings)
 
 def one_gradient_off(kind, inputs, settings):
-    result = copy.deepcopy(conformance.ours(kind, inputs, settings))
+    result = copy.deepcopy(adapter.ours(kind, inputs, settings))
     if kind == "loss" and result["gradients"][0]:
         result["gradients"][0][0] += 1e-6
     return result
 
 def gives_nan(kind, inputs, settings):
-    result = conformance.ours(kind, inputs, settings)
+    result = adapter.ours(kind, inputs, settings)
     return result | {"values": [float("nan")] * len(result["values"])} if kind == "kl" else result
 
 def loses_a_token(kind, inputs, settings):
-    result = conformance.ours(kind, inputs, settings)
+    result = adapter.ours(kind, inputs, settings)
     return {name: rows[:-1] for name, rows in result.items()} if kind == "correction" else result
 
 def raises(kind, inputs, settings):
@@ -50,7 +49,7 @@ def raises(kind, inputs, settings):
 def knows_losses_alone(kind, inputs, settings):
     if kind != "loss":
         raise NotImplementedError
-    return conformance.ours(kind, inputs, settings)
+    return adapter.ours(kind, inputs, settings)
 """
 
 
@@ -62,40 +61,40 @@ def trainer(tmp_path, monkeypatch):
 
 
 def run(capsys, function, *options):
-    code = check_conformance.main(["--implementation", f"other_trainer:{function}", *options])
+    code = check.main(["--implementation", f"other_trainer:{function}", *options])
     return code, capsys.readouterr().out.splitlines()
 
 
 def test_the_code_that_trains_agrees_with_every_case(capsys):
-    assert check_conformance.main([]) == 0
+    assert check.main([]) == 0
     assert capsys.readouterr().out == f"{len(CASES)} of {len(CASES)} agree\n"
 
 
 def test_the_tool_runs_from_any_folder_and_finds_modules_there(tmp_path):
     (tmp_path / "other_trainer.py").write_text(TRAINER)
-    command = [sys.executable, ROOT / "tools/check_conformance.py", "--implementation", "other_trainer:plain", "--only", "kl: "]
+    command = [sys.executable, ROOT / "tools/conformance/check.py", "--implementation", "other_trainer:plain", "--only", "kl: "]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "7 of 7 agree\n"), done.stderr
 
 
 def test_the_committed_file_is_what_write_gives(tmp_path):
     path = tmp_path / "again.json"
-    assert check_conformance.main(["--write", "--file", str(path)]) == 0
-    again = check_conformance.loads(path.read_text())
+    assert check.main(["--write", "--file", str(path)]) == 0
+    again = check.loads(path.read_text())
     assert len(again) == len(CASES)
     for case, committed in zip(again, CASES, strict=True):
         for part in ("name", "kind", "inputs", "settings"):  # as text, since NaN is not equal to itself
             assert json.dumps(case[part]) == json.dumps(committed[part])
-        assert conformance.differences(committed["expected"], case["expected"], 1e-11) == []
+        assert adapter.differences(committed["expected"], case["expected"], 1e-11) == []
 
 
 def test_a_perturbed_expectation_is_found(tmp_path, capsys):
-    cases = json.loads(check_conformance.FILE.read_text())
+    cases = json.loads(check.FILE.read_text())
     case = next(case for case in cases if case["name"] == "loss: gspo, token-mean")
     case["expected"]["loss"] += 1e-6
     path = tmp_path / "perturbed.json"
     path.write_text(json.dumps(cases))
-    assert check_conformance.main(["--file", str(path)]) == 1
+    assert check.main(["--file", str(path)]) == 1
     line, summary = capsys.readouterr().out.splitlines()
     assert line.startswith("loss: gspo, token-mean: loss is ") and "off by 1e-06" in line
     assert summary == f"{len(CASES) - 1} of {len(CASES)} agree"
@@ -141,13 +140,13 @@ def test_a_wider_tolerance_lets_small_errors_pass(trainer, capsys):
     ],
 )
 def test_what_cannot_be_checked_is_one_line_and_exit_code_2(capsys, options, text):
-    assert check_conformance.main(options) == 2
+    assert check.main(options) == 2
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1
 
 
 def test_the_file_is_small_and_strict_json_and_covers_every_name_that_a_config_can_ask_for():
-    text = check_conformance.FILE.read_text()
+    text = check.FILE.read_text()
     assert len(text) < 300_000 and "NaN" not in text and "Infinity" not in text
     names = [case["name"] for case in CASES]
     assert len(set(names)) == len(names)
@@ -163,8 +162,8 @@ def test_a_config_with_a_cases_settings_makes_the_code_that_trains_do_what_was_c
         own = {name: value for name, value in case["settings"].items() if name != "max_response_length"}
         algorithm = AlgorithmConfig(**own, calculate_entropy=True)
         if case["kind"] == "loss":
-            assert loss_settings(algorithm) == conformance.our_loss_settings(case["settings"])
+            assert loss_settings(algorithm) == adapter.our_loss_settings(case["settings"])
         if case["kind"] == "advantages":
             rollout = SimpleNamespace(max_response_length=case["settings"]["max_response_length"])
             settings = advantage_settings(SimpleNamespace(algorithm=algorithm, rollout=rollout))
-            assert settings == conformance.our_advantage_settings(case["settings"])
+            assert settings == adapter.our_advantage_settings(case["settings"])

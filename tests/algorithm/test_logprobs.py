@@ -1,4 +1,4 @@
-"""vocab_parallel_logprobs on one rank against its naive twin; tensor parallelism is in test_logprobs_tp.py."""
+"""vocab_parallel_logprobs on one rank against its oracle; tensor parallelism is in test_logprobs_tp.py."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logprob_cases import Case, assert_equal, of_ours, of_twin
+from logprob_cases import Case, assert_equal, of_oracle, of_ours
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -32,27 +32,27 @@ def cases(draw):
 
 @settings(max_examples=100, deadline=None)
 @given(cases())
-def test_values_and_gradients_equal_the_naive_twin_in_float64(case):
-    assert_equal(case, of_ours(case), of_twin(case))
+def test_values_and_gradients_equal_the_oracle_in_float64(case):
+    assert_equal(case, of_ours(case), of_oracle(case))
 
 
 @settings(max_examples=50, deadline=None)
 @given(cases())
-def test_values_and_gradients_equal_the_naive_twin_in_float32(case):
+def test_values_and_gradients_equal_the_oracle_in_float32(case):
     case = replace(case, dtype=torch.float32)
-    assert_equal(case, of_ours(case), of_twin(case))
+    assert_equal(case, of_ours(case), of_oracle(case))
 
 
 @settings(max_examples=30, deadline=None)
 @given(cases())
 def test_values_from_bfloat16_are_those_of_float32_and_its_gradients_are_rounded_once(case):
     case = replace(case, dtype=torch.bfloat16, forbidden=0.0)
-    assert_equal(case, of_ours(case), of_twin(case))
+    assert_equal(case, of_ours(case), of_oracle(case))
 
 
-def test_tiles_of_the_default_size_equal_the_naive_twin():
+def test_tiles_of_the_default_size_equal_the_oracle():
     case = Case(num_tokens=1030, vocab_size=4100, width=4101, hidden=8, dtype=torch.float32)
-    assert_equal(case, of_ours(case), of_twin(case))
+    assert_equal(case, of_ours(case), of_oracle(case))
 
 
 def inputs(num_tokens=4, vocab_size=7, hidden=3, dtype=torch.float64):

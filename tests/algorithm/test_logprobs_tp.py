@@ -1,4 +1,4 @@
-"""vocab_parallel_logprobs at TP1, TP2 and TP4 against its naive twin: all cases in one launch, which is mostly imports."""
+"""vocab_parallel_logprobs at TP1, TP2 and TP4 against its oracle: all cases in one launch, which is mostly imports."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from ranks import launch
 
 
 @pytest.mark.distributed
-def test_any_split_of_the_vocabulary_gives_the_values_and_gradients_of_the_naive_twin(tmp_path):
+def test_any_split_of_the_vocabulary_gives_the_values_and_gradients_of_the_oracle(tmp_path):
     results = launch(Path(__file__).with_name("logprobs_tp_worker.py"), 4, tmp_path, timeout_s=300)
     assert len(results) == 3 * 13 + 1
     assert not any(results.values()), results

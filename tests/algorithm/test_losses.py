@@ -1,4 +1,4 @@
-"""The clipped objective: worked examples, a naive twin, numeric gradients, masked and extreme tokens, metrics."""
+"""The clipped objective: worked examples, an oracle, numeric gradients, masked and extreme tokens, metrics."""
 
 import math
 from dataclasses import replace
@@ -110,13 +110,13 @@ def naive_loss(inputs, clip_low, clip_high, kl_beta, kl_penalty_type, entropy_bo
 
 @pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl", "low_var_kl_weighted"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_loss_equals_the_naive_twin(kind, seed):
+def test_the_loss_equals_the_oracle(kind, seed):
     options = {"clip_low": 0.2, "clip_high": 0.28, "kl_beta": 0.3, "kl_penalty_type": kind, "entropy_bonus": 0.1}
     inputs = make_inputs(50, seed)
     assert loss_of(inputs, **options).loss.item() == pytest.approx(naive_loss(inputs, **options), rel=1e-12)
 
 
-def test_float32_stays_close_to_the_naive_twin_relative_to_the_mean_term():
+def test_float32_stays_close_to_the_oracle_relative_to_the_mean_term():
     inputs = make_inputs(500, 1, torch.float32)
     options = OPTIONS | {"kl_beta": 0.1}
     scale = (inputs.loss_weights * inputs.advantages.abs()).sum().item()

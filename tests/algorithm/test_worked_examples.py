@@ -1,4 +1,4 @@
-"""The examples that texts on GRPO work through by hand, from rewards to the loss, by the code that trains and by its twin."""
+"""The examples that texts on GRPO work through by hand, from rewards to the loss, by the losses and by the oracle."""
 
 import math
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 from losses import loss_of
 
-from grpo_mega.algorithm import conformance
 from grpo_mega.algorithm.advantages import AdvantageSettings, assign
 from grpo_mega.algorithm.aggregate import token_weights
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.types import Group, Prompt, Sample
+from tools.conformance import adapter
 
 PROMPT = Prompt(id=0, text="Calculate 2 + 2 x 6", token_ids=(1,), answer="14")
 RIGHT = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0]  # of eight answers to it, 14 is given four times
@@ -82,9 +82,9 @@ def test_a_ratio_is_clipped_only_where_that_makes_the_objective_smaller(ratio, a
     names = ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages")
     response = {name: getattr(inputs, name).tolist() for name in names} | {"entropy": [0.0], "mask": [1]}
     settings = {"ratio_clip_eps_low": 0.2, "ratio_clip_eps_high": 0.2}
-    twin = conformance.expected("loss", {"responses": [response]}, settings)
-    assert twin["loss"] == pytest.approx(-objective)
-    assert twin["gradients"][0][0] == pytest.approx(inputs.logprobs.grad.item())
+    expected = adapter.expected("loss", {"responses": [response]}, settings)
+    assert expected["loss"] == pytest.approx(-objective)
+    assert expected["gradients"][0][0] == pytest.approx(inputs.logprobs.grad.item())
 
 
 @pytest.mark.parametrize(

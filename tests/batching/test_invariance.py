@@ -154,7 +154,7 @@ def naive_seq_mean_token_mean(policy):
     return total / len(policy.samples)
 
 
-def test_from_rewards_to_loss_the_packed_path_equals_the_naive_twin():
+def test_from_rewards_to_loss_the_packed_path_equals_the_oracle():
     generator = torch.Generator().manual_seed(1)
     samples = make_samples(generator)
     policy = Policy(samples, generator)

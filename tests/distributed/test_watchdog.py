@@ -1,4 +1,4 @@
-"""A run that is stuck ends, and says who waits where. Each rank here is a process on gloo."""
+"""A run that is stuck ends, and reports which ranks wait in which collective. Each rank here is a process on gloo."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def test_a_rank_that_does_not_come_is_named_with_its_place_and_all_stacks_are_ke
     code, said = run(tmp_path, "lost")
     assert code == EXIT_HANG, said
     assert (tmp_path / "hang" / "report.txt").stat().st_mtime - (tmp_path / "lost").stat().st_mtime < 30
-    assert re.search(r"no progress for \d+ s in update, says rank 0; the run ends here", said)
+    assert re.search(r"no progress for \d+ s in update, reported by rank 0; the run ends here", said)
     assert re.search(r"rank 2: update, after barrier over all ranks, at <string>:\d+ lost_in_thought", said)
     assert re.search(r"ranks 0-1, 3: update, in all_reduce of 1024 float32 over all ranks, at", said), said
     assert "the last good one is step-7" in said
-    assert said.index("rank 2:") < said.index("ranks 0-1, 3:")  # whoever is alone comes first
+    assert said.index("rank 2:") < said.index("ranks 0-1, 3:")  # the rarest answer comes first
     assert "lost_in_thought" in (tmp_path / "hang" / "rank_2.txt").read_text()
     assert len(list((tmp_path / "hang").glob("rank_*.txt"))) == 4
     assert (tmp_path / "hang" / "report.txt").read_text().strip() in said
@@ -88,7 +88,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_place_and_all_stacks_are_ke
 @pytest.mark.distributed
 def test_a_rank_that_cannot_answer_is_named(tmp_path: Path) -> None:
     code, said = run(tmp_path, "stopped")
-    assert code == EXIT_HANG and re.search(r"(no progress|no sign of life from rank 2) for \d+ s", said), said
+    assert code == EXIT_HANG and re.search(r"(no progress|no heartbeat from rank 2) for \d+ s", said), said
     assert "rank 2: no answer: dead, stopped, or stuck outside of Python" in said
     assert "ranks 0-1, 3: update, in all_reduce" in said
 

@@ -89,7 +89,8 @@ def test_a_run_is_checked_against_a_converted_model_before_it_starts(folders: tu
 
 def test_the_check_before_a_run_needs_no_torch(folders: tuple[Path, Path]) -> None:
     code = (
-        "import sys; from pathlib import Path; from grpo_mega import preflight; from grpo_mega.config import ModelConfig; "
+        "import sys; from pathlib import Path; from grpo_mega.config import ModelConfig; "
+        "from grpo_mega.validation import preflight; "
         f"preflight.check_model(ModelConfig(path=Path({str(folders[1])!r}))); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,10 +10,10 @@ from typing import Any
 import convert_hf_to_mcore
 import inspect_checkpoint
 import pytest
-from bench_weight_sync import MODELS
 from families import CASES, save, tensors_of
 
 from grpo_mega.formats.convert import convert_hf_to_mcore as convert
+from tools.benchmarks.weight_sync.__main__ import MODELS
 
 
 def described(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

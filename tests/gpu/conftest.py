@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_gpu_rank import config_of
 
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.hardware import kernels
 from grpo_mega.hardware.device import Device
+from tools.benchmarks.gpu.rank import config_of
 
 HERE = Path(__file__).parent
 HAS_GPU = torch.cuda.is_available()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_gpu_logprobs import EXTRA_TARGET_GIB, Inputs, max_error, step_of
-from bench_gpu_rank import extra_gib
 
 from grpo_mega.hardware.device import Device
+from tools.benchmarks.gpu.logprobs import EXTRA_TARGET_GIB, Inputs, max_error, step_of
+from tools.benchmarks.gpu.rank import extra_gib
 
 pytestmark = pytest.mark.rehearsed
 

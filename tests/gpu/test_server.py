@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from bench_gpu_engine import config_for, opened, weight_bytes
 
 from grpo_mega.errors import SyncError
 from grpo_mega.hardware.device import Device
 from grpo_mega.weights.apply import Bucket
+from tools.benchmarks.gpu.engine import config_for, opened, weight_bytes
 
 Parts = tuple[Any, Any, Any]  # the trainer's weights, the engine, the sync
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_gpu_rank import config_of
 
 from grpo_mega.hardware.device import Device
 from grpo_mega.observe import NullRunLog, Timers
 from grpo_mega.observe.tracing import Tracer
+from tools.benchmarks.gpu.rank import config_of
 
 
 @pytest.mark.rehearsed

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from bench_gpu_rank import Options
-from bench_gpu_step import settings_of, write_inputs
+
+from tools.benchmarks.gpu.rank import Options
+from tools.benchmarks.gpu.step import settings_of, write_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_gpu_rank import config_of
 from models import make_config
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from grpo_mega.types import PackedBatch, Prompt, Sample
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
+from tools.benchmarks.gpu.rank import config_of
 
 IS_EMULATED = not torch.cuda.is_available() and kernels.choose(is_cuda=False).transformer_engine
 IS_REHEARSAL = not torch.cuda.is_available() and not IS_EMULATED

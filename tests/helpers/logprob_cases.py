@@ -1,4 +1,4 @@
-"""Random cases for vocab_parallel_logprobs, on one rank or several, and what its naive twin gives for them in float64."""
+"""Random cases for vocab_parallel_logprobs, on one rank or several, and what its oracle gives for them in float64."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Outcome:
     grad_weight_VH: Tensor  # of one rank's rows
 
 
-def of_twin(case: Case) -> Outcome:
+def of_oracle(case: Case) -> Outcome:
     hidden_TH, weight_VH, targets_T, needed_T = case.inputs()
     hidden_TH, weight_VH = hidden_TH.double().requires_grad_(), weight_VH.double().requires_grad_()
     found = logprobs_and_entropy_of_hidden(
@@ -109,19 +109,19 @@ def of_ours(case: Case, tp_rank: int = 0, tp_size: int = 1, tp_group: dist.Proce
     return Outcome(logprobs_T.detach(), entropy_T.detach(), grad_hidden_TH, weight_vH.grad)
 
 
-def assert_equal(case: Case, ours: Outcome, twin: Outcome, tp_rank: int = 0, tp_size: int = 1) -> None:
+def assert_equal(case: Case, ours: Outcome, oracle: Outcome, tp_rank: int = 0, tp_size: int = 1) -> None:
     value_tolerance, gradient_tolerance = TOLERANCES[case.dtype]
     if case.dtype == torch.bfloat16:
         gradient_tolerance *= tp_size
-    grad_vH, twin_grad_vH = ours.grad_weight_VH.double(), twin.grad_weight_VH.chunk(tp_size)[tp_rank].clone()
+    grad_vH, oracle_grad_vH = ours.grad_weight_VH.double(), oracle.grad_weight_VH.chunk(tp_size)[tp_rank].clone()
     if case.forbidden:  # as large as the hidden states' coordinate
         grad_vH[:, 0] /= case.overflow
-        twin_grad_vH[:, 0] /= case.overflow
+        oracle_grad_vH[:, 0] /= case.overflow
     for actual, expected, tolerance in [
-        (ours.logprobs_T, twin.logprobs_T, value_tolerance),
-        (ours.entropy_T, twin.entropy_T, value_tolerance),
-        (ours.grad_hidden_TH, twin.grad_hidden_TH, gradient_tolerance),
-        (grad_vH, twin_grad_vH, gradient_tolerance),
+        (ours.logprobs_T, oracle.logprobs_T, value_tolerance),
+        (ours.entropy_T, oracle.entropy_T, value_tolerance),
+        (ours.grad_hidden_TH, oracle.grad_hidden_TH, gradient_tolerance),
+        (grad_vH, oracle_grad_vH, gradient_tolerance),
     ]:
         torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
     padding_v = torch.arange(len(grad_vH)) + tp_rank * len(grad_vH) >= case.vocab_size

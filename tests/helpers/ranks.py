@@ -23,7 +23,7 @@ Results = dict[str, list[str]]  # by case: what went wrong, a traceback for each
 def launch(worker: Path, world_size: int, folder: Path, timeout_s: float = 300) -> Results:
     """Runs `worker` with arguments RANK WORLD_SIZE FOLDER; returns what `run_cases` wrote."""
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS, ROOT / "tools"))),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS))),
         "OMP_NUM_THREADS": "1",
     }
     ranks = [

@@ -1,6 +1,6 @@
-"""The naive twins of the operations in this package, on whole tensors: what each test compares with.
+"""Oracles of the vocab-parallel log-probs, on whole tensors, for tests to compare with.
 
-Written to be checked by eye: no tiles, no groups, no thought for memory, in the dtype of what is given.
+Simple enough to check by eye: no tiles, no process groups, no care for memory, in the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 def logprobs_and_entropy(
     logits_TV: Tensor, targets_T: Tensor, *, vocab_size: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """logprobs_T of `targets_T` and entropy_T of softmax(logits_TV[:, :vocab_size] / temperature); all differentiable."""
+    """Return logprobs_T of `targets_T` and entropy_T of softmax(logits_TV[:, :vocab_size] / temperature), differentiable."""
     logp_TV = torch.log_softmax(logits_TV[:, :vocab_size] / temperature, dim=-1)
     logprobs_T = logp_TV.gather(1, targets_T.unsqueeze(1)).squeeze(1)
     # Masked inside and outside of the product, since the gradient of 0 * -inf is NaN even where the value is not used.
@@ -25,6 +25,6 @@ def logprobs_and_entropy(
 def logprobs_and_entropy_of_hidden(
     hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, *, vocab_size: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """The same of the logits that the first `vocab_size` rows of an output weight make of hidden states."""
+    """Return the same for the logits hidden_TH @ weight_VH[:vocab_size].T."""
     logits_TV = hidden_TH @ weight_VH[:vocab_size].t()
     return logprobs_and_entropy(logits_TV, targets_T, vocab_size=vocab_size, temperature=temperature)

@@ -2,15 +2,15 @@
 
 A row is {"source", "family", "gold", "response", "right", "batch"}. Batches 2 and 3 were written after the code, each without a
 look at it, and read once before any of their rows led to a change: 126 of 132 and 48 of 53 verdicts were right then.
-`tools/reward_agreement.py` compares other checkers.
+`tools/conformance/reward_agreement.py` compares other checkers.
 """
 
 from collections import Counter
 
 import pytest
-from reward_agreement import CORPUS, Row, load_rows
 
 from grpo_mega.rewards.math.accuracy import accuracy
+from tools.conformance.reward_agreement import CORPUS, Row, load_rows
 
 MIN_AGREEMENT = 0.97
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from models import VOCAB_SIZE, make_model
 from ranks import run_cases
 
-from grpo_mega.distributed.rendezvous import Board
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.hardware.device import Device
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Sampling
@@ -34,7 +34,7 @@ MODEL = make_model("qwen2", seed=3)
 
 
 class Ranks:
-    """What a rank samples with: an engine with MODEL's weights, and the board."""
+    """An engine with MODEL's weights, and the rendezvous."""
 
     def __init__(self, rank: int, max_concurrent: int = 256) -> None:
         shape = ModelShape.from_hf_config(MODEL.config.to_dict())
@@ -55,8 +55,8 @@ class Ranks:
         load_shards(holding, self.engine.tensors(), lambda box: weights[box.tensor][region(box.start, box.shape)])
         self.engine.version = 1
         self.economy = Economy()
-        BOARDS[0] = BOARDS[0] or Board(dist.distributed_c10d._get_default_store(), rank, WORLD_SIZE)
-        self.board = BOARDS[0]
+        RENDEZVOUS[0] = RENDEZVOUS[0] or Rendezvous(dist.distributed_c10d._get_default_store(), rank, WORLD_SIZE)
+        self.rendezvous = RENDEZVOUS[0]
 
     def sample(self, wanted: int, *, slow_rank: int | None = None) -> Phase:
         def on_sample(_: Sample) -> None:
@@ -65,7 +65,7 @@ class Ranks:
 
         return sample(
             self.engine,
-            self.board,
+            self.rendezvous,
             PROMPTS,
             SAMPLING,
             step=4,
@@ -83,7 +83,7 @@ class Ranks:
         return {place: group for groups in found for place, group in groups.items()}
 
 
-BOARDS: list[Any] = [None]  # one for all cases, as names of the store are used once
+RENDEZVOUS: list[Any] = [None]  # one for all cases, as names of the store are used once
 
 
 def longest(group: Group) -> int:
@@ -154,12 +154,12 @@ def counts_what_is_thrown_away(rank: int, folder: Path) -> None:
     assert found["rollout/aborted_length"] == found["rollout/aborted_tokens"] / len(aborted)
 
 
-def leaves_nothing_on_the_board(rank: int, folder: Path) -> None:
+def leaves_no_keys_in_the_store(rank: int, folder: Path) -> None:
     ranks = Ranks(rank)
     store = dist.distributed_c10d._get_default_store()
 
     def num_keys() -> int:
-        ranks.board.meet("counting", None, 60)
+        ranks.rendezvous.all_gather("counting", None, 60)
         dist.barrier()
         found = store.num_keys()
         dist.barrier()
@@ -173,5 +173,5 @@ def leaves_nothing_on_the_board(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    cases = (keeps_the_first, keeps_the_first_of_several_batches, counts_what_is_thrown_away, leaves_nothing_on_the_board)
+    cases = (keeps_the_first, keeps_the_first_of_several_batches, counts_what_is_thrown_away, leaves_no_keys_in_the_store)
     run_cases({f.__name__: f for f in cases})

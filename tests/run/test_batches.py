@@ -14,11 +14,11 @@ import torch
 
 import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega import config as configs
-from grpo_mega.algorithm import reference_advantages as reference
 from grpo_mega.algorithm.advantages import ADVANTAGES, assign
 from grpo_mega.algorithm.settings import advantage_settings
 from grpo_mega.run.batches import has_spread, make_batches
 from grpo_mega.types import Group, Prompt, Sample
+from tools.conformance import oracle_advantages
 
 ONE_RANK: Any = SimpleNamespace(dp_size=1, dp_rank=0, length_multiple=1, micro_batch_multiple=1)
 MAX_LENGTH = 10
@@ -118,8 +118,8 @@ def naive_has_spread(settings: configs.Config, group: Group) -> bool:
         "overlong_penalty",
     )
     values = {name: getattr(a, name) for name in names} | {"max_response_length": MAX_LENGTH}
-    scored = [reference.Scored(s.response_len, s.reward, s.step_rewards, s.step_ends) for s in group.samples]
-    (rows,) = reference.advantages([scored], reference.AdvantageSettings(**values))
+    scored = [oracle_advantages.Scored(s.response_len, s.reward, s.step_rewards, s.step_ends) for s in group.samples]
+    (rows,) = oracle_advantages.advantages([scored], oracle_advantages.AdvantageSettings(**values))
     is_cut = [a.overlong_filter and sample.finish_reason == "length" for sample in group.samples]
     return any(any(row) for row, cut in zip(rows, is_cut, strict=True) if not cut)
 

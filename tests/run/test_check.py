@@ -8,10 +8,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import bench_kills
 import pytest
 
 from grpo_mega.commands.check import TOLERANCE, Difference, _worst, table
+from tools.benchmarks import kills
 
 SAME = Difference(
     name="tp=2",
@@ -28,7 +28,7 @@ SAME = Difference(
 
 @pytest.mark.distributed
 def test_check_prints_a_line_a_layout_and_succeeds_where_all_are_the_same(tmp_path: Path) -> None:
-    config = bench_kills.write_inputs(tmp_path, "tp=1")
+    config = kills.write_inputs(tmp_path, "tp=1")
     command = [sys.executable, "-m", "grpo_mega.cli", "check", str(config), "--set", "run_dir=unused"]
     environment_root = Path(__file__).resolve().parents[2]
     result = subprocess.run(
@@ -77,6 +77,6 @@ def test_a_difference_that_is_not_a_number_is_said() -> None:
 def test_a_layout_that_cannot_run_is_refused_before_any_rank_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from grpo_mega.cli import main
 
-    config = bench_kills.write_inputs(tmp_path, "tp=1")
+    config = kills.write_inputs(tmp_path, "tp=1")
     assert main(["check", str(config), "--set", "run_dir=unused", "--layouts", "tp=2 tp=3"]) == 2
     assert "layout.tp=3 does not divide" in capsys.readouterr().err

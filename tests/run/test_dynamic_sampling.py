@@ -12,12 +12,12 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import bench_kills
 import pytest
-from bench_kills import End, read_end
 from coarse_reward import SCORED
 
 from grpo_mega.data.sampler import PromptSampler
+from tools.benchmarks import kills
+from tools.benchmarks.kills import End, read_end
 
 pytestmark = pytest.mark.distributed
 
@@ -39,7 +39,7 @@ OPTIONS = [
 
 
 def run(config: Path, run_dir: Path, *arguments: str) -> None:
-    process = bench_kills.start(config, run_dir, [*OPTIONS, *arguments], output=subprocess.PIPE)
+    process = kills.start(config, run_dir, [*OPTIONS, *arguments], output=subprocess.PIPE)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
 
@@ -51,7 +51,7 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = bench_kills.write_inputs(tmp_path_factory.mktemp("dynamic"), "tp=1")
+    path = kills.write_inputs(tmp_path_factory.mktemp("dynamic"), "tp=1")
     shutil.copy(path.parent / "train.jsonl", path.parent / "heldout.jsonl")
     return path
 
@@ -131,7 +131,7 @@ def by_prompt(scored: list[tuple[int, str]]) -> dict[int, list[str]]:
 
 def test_a_stopped_run_goes_on_with_the_prompts_that_it_would_have_drawn(config: Path, whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = bench_kills.start(config, run_dir, OPTIONS, output=subprocess.PIPE)
+    process = kills.start(config, run_dir, OPTIONS, output=subprocess.PIPE)
     while not (run_dir / "metrics.jsonl").exists() or len(metrics(run_dir)) < 2:
         assert process.poll() is None
     (run_dir / "stop").touch()

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import bench_kills
 import pytest
 from servers import Tree, is_true_within
+
+from tools.benchmarks import kills
 
 pytestmark = [pytest.mark.distributed, pytest.mark.sglang]
 
@@ -39,10 +40,10 @@ class Run:
     def __init__(self, config: Path, folder: Path, *arguments: str) -> None:
         self.folder = folder
         self.log_start = len(self.log())
-        self.process = bench_kills.start(config, folder, list(arguments))
+        self.process = kills.start(config, folder, list(arguments))
 
     def log(self) -> str:
-        return _read(bench_kills.log_of(self.folder))[getattr(self, "log_start", 0) :]
+        return _read(kills.log_of(self.folder))[getattr(self, "log_start", 0) :]
 
     def steps(self) -> list[dict[str, float]]:
         lines = _read(self.folder / "metrics.jsonl").split("\n")[:-1]
@@ -83,7 +84,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = bench_kills.write_inputs(tmp_path_factory.mktemp("inputs"), "dp=2")
+    path = kills.write_inputs(tmp_path_factory.mktemp("inputs"), "dp=2")
     config = json.loads(path.read_text())
     for name, value in CONFIG.items():
         config[name] = {**config[name], **value} if isinstance(value, dict) else value

@@ -13,7 +13,6 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
-import bench_kills
 import convert_mcore_to_hf
 import inspect_checkpoint
 import pytest
@@ -26,6 +25,7 @@ from grpo_mega.config.data import DataConfig
 from grpo_mega.data import load_data
 from grpo_mega.errors import ConfigError
 from grpo_mega.validation import preflight
+from tools.benchmarks import kills
 
 pytestmark = pytest.mark.distributed
 
@@ -43,7 +43,7 @@ SAMPLES = 5
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps, evaluated before, between and after, on held-out sets, on the last of which the reward function raises."""
     folder = tmp_path_factory.mktemp("eval")
-    path = bench_kills.write_inputs(folder, "tp=1")
+    path = kills.write_inputs(folder, "tp=1")
     (folder / "scoring.py").write_text(REWARD)
     config = json.loads(path.read_text())
     rows = (folder / "heldout.jsonl").read_text()

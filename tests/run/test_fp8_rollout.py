@@ -6,8 +6,9 @@ import json
 import subprocess
 from pathlib import Path
 
-import bench_kills
 import pytest
+
+from tools.benchmarks import kills
 
 pytestmark = pytest.mark.distributed
 
@@ -25,13 +26,13 @@ SETTINGS = ("rollout.quantization=fp8", "steps=3", "batch.mini_batches=1", "eval
 
 def run(config: Path, run_dir: Path) -> tuple[int, str]:
     arguments = [part for setting in SETTINGS for part in ("--set", setting)]
-    process = bench_kills.start(config, run_dir, arguments, output=subprocess.PIPE)
+    process = kills.start(config, run_dir, arguments, output=subprocess.PIPE)
     output, _ = process.communicate(timeout=240)
     return process.returncode, output
 
 
 def test_a_run_with_fp8_rollouts_ends_with_a_mismatch_that_is_there_and_small(tmp_path: Path) -> None:
-    config = bench_kills.write_inputs(tmp_path, "tp=2")
+    config = kills.write_inputs(tmp_path, "tp=2")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | SIZES))
     code, output = run(config, tmp_path / "run")
@@ -47,7 +48,7 @@ def test_a_run_with_fp8_rollouts_ends_with_a_mismatch_that_is_there_and_small(tm
 
 
 def test_a_model_whose_blocks_would_straddle_ranks_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    code, output = run(bench_kills.write_inputs(tmp_path, "tp=2"), tmp_path / "run")
+    code, output = run(kills.write_inputs(tmp_path, "tp=2"), tmp_path / "run")
     assert code == 2
     [line] = output.splitlines()
     assert "layout.tp=2 cuts model.layers.{i}.self_attn.q_proj.weight at row 32 of 64" in line

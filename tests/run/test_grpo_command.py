@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import bench_kills
 import pytest
 import torch
 import yaml
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
+from tools.benchmarks import kills
 
 pytestmark = pytest.mark.distributed
 
@@ -137,8 +137,8 @@ def test_it_resumes_with_another_number_of_steps(output_dir: Path) -> None:
 
 
 def test_train_takes_reward_functions_and_weights_from_the_command_line(tmp_path: Path) -> None:
-    config = bench_kills.write_inputs(tmp_path, "tp=2")
-    own = "bench_kills.share_of_vowels"
+    config = kills.write_inputs(tmp_path, "tp=2")
+    own = "tools.benchmarks.kills.share_of_vowels"
     run(
         tmp_path,
         f"grpo_mega.cli train {config} --reward-funcs format {own} --reward-weights 0.5 2 --set steps=1 --set eval.interval=0 "

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import bench_kills
 import pytest
+
+from tools.benchmarks import kills
 
 pytestmark = pytest.mark.distributed
 SETTINGS = ("steps=1000", "checkpoint.interval=2", "hang_deadline_s=4", "log.progress=false")
@@ -19,9 +20,9 @@ SECONDS = 120
 
 
 def test_a_run_with_a_stopped_rank_ends_with_a_report_and_resumes(tmp_path: Path) -> None:
-    config, run_dir = bench_kills.write_inputs(tmp_path, "tp=2"), tmp_path / "run"
+    config, run_dir = kills.write_inputs(tmp_path, "tp=2"), tmp_path / "run"
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
-    process = bench_kills.start(config, run_dir, settings)
+    process = kills.start(config, run_dir, settings)
     _wait_for(lambda: (run_dir / "checkpoints" / "latest").exists(), process)
     stopped = _rank(process.pid, 1)
     os.kill(stopped, signal.SIGSTOP)
@@ -29,15 +30,15 @@ def test_a_run_with_a_stopped_rank_ends_with_a_report_and_resumes(tmp_path: Path
     assert process.wait(timeout=SECONDS) == 3
     assert time.monotonic() - began < 60
     report = (run_dir / "hang" / "report.txt").read_text()
-    assert "says rank 0; the run ends here" in report and "rank 1: no answer: dead, stopped, or stuck" in report
+    assert "reported by rank 0; the run ends here" in report and "rank 1: no answer: dead, stopped, or stuck" in report
     assert f"the last good checkpoint is {run_dir}/checkpoints/step-" in report
-    assert report.strip() in bench_kills.log_of(run_dir).read_text()
+    assert report.strip() in kills.log_of(run_dir).read_text()
     assert not Path(f"/proc/{stopped}").exists()
 
     (run_dir / "stop").touch()
-    again = bench_kills.start(config, run_dir, [*settings, "--resume"])
+    again = kills.start(config, run_dir, [*settings, "--resume"])
     assert again.wait(timeout=SECONDS) == 0
-    assert "resumed after step" in bench_kills.log_of(run_dir).read_text()
+    assert "resumed after step" in kills.log_of(run_dir).read_text()
 
 
 def test_a_run_whose_checks_hang_one_after_the_other_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,11 +48,11 @@ def test_a_run_whose_checks_hang_one_after_the_other_goes_on(tmp_path: Path, mon
         "    return float(len(response))\n"
     )
     monkeypatch.chdir(tmp_path)
-    config, run_dir = bench_kills.write_inputs(tmp_path, "dp=2"), tmp_path / "run"
+    config, run_dir = kills.write_inputs(tmp_path, "dp=2"), tmp_path / "run"
     settings = ["steps=1", "hang_deadline_s=5", "data.heldout=null", "checkpoint.interval=0", "log.progress=false"]
     settings += ["rewards={functions: [{name: hanging.score}], num_workers: 1, deadline_s: 1.5}"]
-    process = bench_kills.start(config, run_dir, [part for setting in settings for part in ("--set", setting)])
-    assert process.wait(timeout=SECONDS) == 0, bench_kills.log_of(run_dir).read_text()
+    process = kills.start(config, run_dir, [part for setting in settings for part in ("--set", setting)])
+    assert process.wait(timeout=SECONDS) == 0, kills.log_of(run_dir).read_text()
     (step,) = [row for row in map(json.loads, (run_dir / "metrics.jsonl").open()) if "seconds/reward" in row]
     assert step["seconds/reward"] > 10
 

@@ -15,15 +15,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import bench_kills
 import pytest
 import torch
-from bench_kills import End, read_end
 from hostile_text import LINE_ENDS, SURROGATES
 
 from grpo_mega.formats.dcp_read import read_metadata
 from grpo_mega.formats.torch_save import find_tensor
 from grpo_mega.megatron.optimizer import separate_steps
+from tools.benchmarks import kills
+from tools.benchmarks.kills import End, read_end
 
 pytestmark = pytest.mark.distributed
 
@@ -43,7 +43,7 @@ MODEL = {
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In files with a byte order mark; prompts, answers and verdicts hold what splits lines, and surrogates where they may."""
     folder = tmp_path_factory.mktemp("inputs")
-    path = bench_kills.write_inputs(folder, "tp=1", **MODEL)
+    path = kills.write_inputs(folder, "tp=1", **MODEL)
     for name in ("train", "heldout"):
         rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
         rows = [{key: value + LINE_ENDS for key, value in row.items()} | {"note": SURROGATES} for row in rows]
@@ -58,12 +58,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(inputs: Path) -> End:
     """An uninterrupted run of a single rank."""
-    return bench_kills.whole_run(inputs, inputs.parent / "whole")[0]
+    return kills.whole_run(inputs, inputs.parent / "whole")[0]
 
 
 def start(config: Path, run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
     """A run whose stdout and stderr are read together."""
-    return bench_kills.start(config, run_dir, list(arguments), output=subprocess.PIPE)
+    return kills.start(config, run_dir, list(arguments), output=subprocess.PIPE)
 
 
 def run(config: Path, run_dir: Path, *arguments: str) -> tuple[int, str]:
@@ -111,7 +111,7 @@ def test_a_run_stopped_by_its_file_goes_on_as_if_nothing_had_happened(inputs: Pa
 def test_a_run_that_aborts_stragglers_aborts_the_same_ones_again(inputs: Path, tmp_path: Path) -> None:
     """Though its ranks sample at different speeds: the embedded engine goes by tokens, not by time."""
     settings = ("--set", "layout={dp: 2}", "--set", "rollout.oversample=1.5", "--set", "steps=6")
-    bench_kills.finish(bench_kills.start(inputs, tmp_path / "whole", list(settings)), tmp_path / "whole")
+    kills.finish(kills.start(inputs, tmp_path / "whole", list(settings)), tmp_path / "whole")
     stop_after(inputs, tmp_path / "run", 2, *settings)
     code, output = run(inputs, tmp_path / "run", *settings, "--resume")
     assert code == 0, output
@@ -221,9 +221,9 @@ def test_masters_that_are_not_those_of_the_weights_are_refused_and_the_weights_e
     assert lines and all("grpo-mega export RUN_DIR OUT --step N" in line and "final_layernorm" in line for line in lines)
     step = str(manifest["step"])
     command = [sys.executable, "-m", "grpo_mega.cli", "export", str(run_dir), str(tmp_path / "out"), "--step", step]
-    exported = subprocess.run(command, capture_output=True, text=True, cwd=bench_kills.ROOT)
+    exported = subprocess.run(command, capture_output=True, text=True, cwd=kills.ROOT)
     assert exported.returncode == 0, exported.stderr
-    bench_kills.check_same_weights(tmp_path / "out", run_dir / "hf")
+    kills.check_same_weights(tmp_path / "out", run_dir / "hf")
 
 
 def test_a_checkpoint_of_another_model_is_refused(inputs: Path, whole: End, tmp_path: Path) -> None:

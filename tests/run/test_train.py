@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import bench_kills
 import pytest
 import yaml
 
 from grpo_mega import config as configs
+from tools.benchmarks import kills
 
 pytestmark = pytest.mark.distributed
 
@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("train")
-    config = bench_kills.write_inputs(folder, "tp=2")
+    config = kills.write_inputs(folder, "tp=2")
     settings = ("steps=3", "batch.mini_batches=1", "log.wandb=true", "checkpoint.interval=2", "rollout.temperature=0.7")
     settings += ("log.samples_per_step=1000", "log.report_interval=1")
     arguments = ["--profile", "2"] + [part for setting in settings for part in ("--set", setting)]
-    process = bench_kills.start(config, folder / "run", arguments, output=subprocess.PIPE)
+    process = kills.start(config, folder / "run", arguments, output=subprocess.PIPE)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     (folder / "output.txt").write_text(output)
@@ -77,7 +77,7 @@ def test_the_last_checkpoint_exports_to_the_same_weights(run_dir: Path) -> None:
     command = [sys.executable, "-m", "grpo_mega.cli", "export", str(run_dir), str(run_dir.parent / "exported")]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
-    bench_kills.check_same_weights(run_dir.parent / "exported", run_dir / "hf")
+    kills.check_same_weights(run_dir.parent / "exported", run_dir / "hf")
 
 
 def test_the_run_folder_says_how_the_run_was_started(run_dir: Path) -> None:
@@ -142,7 +142,7 @@ def test_wandb_logs_offline_without_a_key(run_dir: Path) -> None:
 
 
 def test_a_second_start_in_the_same_folder_is_refused(run_dir: Path) -> None:
-    process = bench_kills.start(run_dir.parent / "config.json", run_dir, [], output=subprocess.PIPE)
+    process = kills.start(run_dir.parent / "config.json", run_dir, [], output=subprocess.PIPE)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 2
     assert "holds a run; go on with it by --resume" in output and len(output.splitlines()) == 1

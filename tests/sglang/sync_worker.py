@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore
 from grpo_mega import config as configs
 from grpo_mega.algorithm import advantages
 from grpo_mega.config import Config
-from grpo_mega.distributed.rendezvous import Board
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import SyncError
 from grpo_mega.hardware.device import Device
 from grpo_mega.megatron import runtime as runtimes
@@ -116,9 +116,9 @@ def engine_of(
         quantization="fp8" if case.quantise else None,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    board = Board(PrefixStore(f"engine{tp}", runtime.store), rank, WORLD_SIZE)
+    rendezvous = Rendezvous(PrefixStore(f"engine{tp}", runtime.store), rank, WORLD_SIZE)
     options = Options(Limits(32, DEADLINE_S, DEADLINE_S), 1, True, lambda seconds: None)
-    engine = SGLangEngine(settings, options, Place(0, rank, tp, rank), side, board, HostBuckets())
+    engine = SGLangEngine(settings, options, Place(0, rank, tp, rank), side, rendezvous, HostBuckets())
     try:
         yield engine
     finally:
@@ -161,7 +161,11 @@ def take_step(policy: Policy, config: Config) -> None:
 
 
 def sync_layout(
-    config: Config, runtime: Runtime, board: Board, engines: dict[int, tuple[ShardLayout, SGLangEngine | Idle]], version: int
+    config: Config,
+    runtime: Runtime,
+    rendezvous: Rendezvous,
+    engines: dict[int, tuple[ShardLayout, SGLangEngine | Idle]],
+    version: int,
 ) -> None:
     model = jobs.read_model(config)
     policy = jobs.build_policy(config, model, runtime)
@@ -170,7 +174,7 @@ def sync_layout(
     jobs.export_policy(policy, model, folder / f"hf{version}")
     for tp, (side, engine) in engines.items():
         plan = plan_transfers(policy.shard_layout(), side, ranks_per_node=WORLD_SIZE)
-        meet = partial(board.meet, deadline_s=DEADLINE_S)
+        meet = partial(rendezvous.all_gather, deadline_s=DEADLINE_S)
         WeightSync(plan, torch.float32, BUCKET_BYTES, meet).publish(policy, engine, version=version)
         if runtime.rank == 0:
             assert isinstance(engine, SGLangEngine)
@@ -181,16 +185,16 @@ def sync_layout(
             assert {sample.policy_version for sample in samples} == {version}
             said = [(s.prompt.token_ids, s.response_ids, s.rollout_logprobs) for s in samples]
             (folder / f"samples{version}_tp{tp}.json").write_text(json.dumps(said))
-        board.meet("the next sync", None, DEADLINE_S)
+        rendezvous.all_gather("the next sync", None, DEADLINE_S)
     side, engine = engines[max(engines)]
-    sync_flipped(policy, engine, side, board)
+    sync_flipped(policy, engine, side, rendezvous)
 
 
-def sync_flipped(policy: Policy, engine: SGLangEngine | Idle, side: ShardLayout, board: Board) -> None:
+def sync_flipped(policy: Policy, engine: SGLangEngine | Idle, side: ShardLayout, rendezvous: Rendezvous) -> None:
     """A byte that changes on the way is noticed on every rank, and its tensor named."""
     spoiled = Flipping(engine, bucket=1) if isinstance(engine, SGLangEngine) else engine
     plan = plan_transfers(policy.shard_layout(), side, ranks_per_node=WORLD_SIZE)
-    sync = WeightSync(plan, torch.float32, BUCKET_BYTES, partial(board.meet, deadline_s=DEADLINE_S))
+    sync = WeightSync(plan, torch.float32, BUCKET_BYTES, partial(rendezvous.all_gather, deadline_s=DEADLINE_S))
     try:
         sync.publish(policy, spoiled, version=99)
     except SyncError as error:
@@ -207,8 +211,8 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
     runtime = runtimes.arrange(config, device)
     if runtime.rank == 0:
         save_checkpoint(make_model(case.family, seed=3, **(SIZES | case.changes)), folder / "hf0")
-    board = Board(runtime.store, runtime.rank, WORLD_SIZE)
-    board.meet("the checkpoint", None, DEADLINE_S)
+    rendezvous = Rendezvous(runtime.store, runtime.rank, WORLD_SIZE)
+    rendezvous.all_gather("the checkpoint", None, DEADLINE_S)
     model = jobs.read_model(config)
     sides = {
         tp: engine_shards(model.family, model.shape, EngineLayout(tp, 1), WORLD_SIZE, quantise=case.quantise)
@@ -224,7 +228,7 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
                 engine.wait_until_ready()
         for version in range(1, len(case.layouts) + 1):
             config = config_of(case, folder, version)
-            sync_layout(config, runtimes.arrange(config, device), board, engines, version)
+            sync_layout(config, runtimes.arrange(config, device), rendezvous, engines, version)
 
 
 def main(rank: int, folder: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 from servers import LOADER, START_DEADLINE_S, Tree, make_settings
 from torch.distributed import HashStore
 
-from grpo_mega.distributed.rendezvous import Board
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError, SyncError
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.exchange import check_versions
@@ -131,7 +131,7 @@ def test_samples_are_of_the_version_that_the_server_was_last_given_and_another_i
 
 
 def enough(wanted: int) -> Enough:
-    return Enough(Board(HashStore(), rank=0, world_size=1), wanted)
+    return Enough(Rendezvous(HashStore(), rank=0, world_size=1), wanted)
 
 
 def load_of(server: Server) -> tuple[int, int]:
@@ -185,7 +185,7 @@ def test_a_server_that_hangs_while_it_aborts_is_noticed_and_what_was_finished_is
             if len(self.clocks) == 2:
                 os.kill(scheduler, signal.SIGSTOP)
 
-    until = ThenStopped(Board(HashStore(), rank=0, world_size=1), 2)
+    until = ThenStopped(Rendezvous(HashStore(), rank=0, world_size=1), 2)
     long = replace(SAMPLING, group_size=2, max_response_length=400, stop_token_ids=frozenset(range(1, 256, 20)))
     with linked(server, model, tmp_path, replace(LIMITS, stall_deadline_s=2)) as link:
         try:
@@ -238,8 +238,8 @@ def test_what_the_server_refuses_is_said_and_not_tried_again(link: ServerLink) -
 def test_a_prompt_that_leaves_no_room_for_its_response_is_refused_before_anything_is_sent(model: Path, tmp_path: Path) -> None:
     options = Options(LIMITS, num_engines=1, prove=True, on_wait=lambda _: None)
     lent = Place(engine=0, tp_rank=1, tp=2, rank=1)  # a rank that starts no server and sends nothing
-    board: Any = None
-    engine = SGLangEngine(make_settings(model, tmp_path), options, lent, ShardLayout(((), ())), board, HostBuckets())
+    rendezvous: Any = None
+    engine = SGLangEngine(make_settings(model, tmp_path), options, lent, ShardLayout(((), ())), rendezvous, HostBuckets())
     fits = replace(PROMPTS[0], token_ids=(5,) * (512 - SAMPLING.max_response_length))
     assert engine.generate({0: fits}, SAMPLING, step=0, on_sample=lambda _: None) == {}
     too_long = replace(fits, token_ids=(*fits.token_ids, 5))

@@ -14,9 +14,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from grpo_mega.distributed.launch import die_with_parent, free_port, num_cores
+from grpo_mega.distributed.launch import die_with_launcher, free_port, num_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
@@ -157,7 +158,7 @@ class Cluster:
                 stdout=log,
                 stderr=log,
                 process_group=0,
-                preexec_fn=die_with_parent(os.getpid()),  # also when the tests are killed
+                preexec_fn=partial(die_with_launcher, os.getpid()),  # also when the tests are killed
             )
         self._daemons.setdefault(f"{Path(command[0]).name} {process.pid}", process)
         return process

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import bench_kills
 import pytest
 from cluster import ROOT, Cluster, missing_programs, wait_for
+
+from tools.benchmarks import kills
 
 pytestmark = pytest.mark.distributed
 
@@ -103,7 +104,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """The run that nothing befalls, by grpo-mega's own launcher."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     settings = ["--set", f"model.path={model}", "--set", f"data.train={ROOT}/tests/slurm/prompts.jsonl", *SETTINGS]
-    bench_kills.finish(bench_kills.start(ROOT / "slurm" / "tiny.yaml", run_dir, settings), run_dir)
+    kills.finish(kills.start(ROOT / "slurm" / "tiny.yaml", run_dir, settings), run_dir)
     return run_dir
 
 
@@ -154,7 +155,7 @@ def test_a_job_that_everything_befalls_ends_as_if_nothing_had(
 
     assert job.end() == "COMPLETED"
     assert f"finished: {job.run_dir}/hf" in job.log()
-    assert bench_kills.read_end(job.run_dir) == bench_kills.read_end(whole_run)
+    assert kills.read_end(job.run_dir) == kills.read_end(whole_run)
     assert {path.name for path in (job.run_dir / "logs").glob("rank_*.log")} == {"rank_1.log", "rank_2.log", "rank_3.log"}
 
 

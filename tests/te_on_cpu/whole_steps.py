@@ -1,6 +1,6 @@
 """Runs of the quickstart's recipe on emulated kernels with a real SGLang server, and the mismatch of each FP8 recipe by them.
 
-    PYTHONPATH=tests/te_on_cpu:tests/helpers:tools python tests/te_on_cpu/whole_steps.py OUT [--steps 3]
+    PYTHONPATH=.:tests/te_on_cpu:tests/helpers python tests/te_on_cpu/whole_steps.py OUT [--steps 3]
 
 For each recipe, a bf16 server and one that has its weights as FP8 blocks: STEPS steps of a random model, whose learning rate is
 too small to change a response. Prints a row of JSON per run: mismatch/k3, the mean over the steps, in nats per token.
@@ -34,7 +34,7 @@ CHANGES: dict[str, Any] = {
     "rollout.engine": "sglang",
     "rollout.max_response_length": 24,
     "rollout.cache_tokens": 4096,
-    "rewards.functions": [{"name": "bench_kills.share_of_vowels"}],
+    "rewards.functions": [{"name": "tools.benchmarks.kills.share_of_vowels"}],
     "rewards.num_workers": 1,
     "batch.prompts_per_step": 4,
     "log.progress": False,
@@ -67,7 +67,7 @@ def start(folder: Path, model: torch.nn.Module, steps: int, changes: Mapping[str
     """Start a run of one rank in a process on the emulation; its server sees nothing of Transformer Engine."""
     config = write_inputs(folder, model, {"steps": steps} | CHANGES | changes)
     variables = launcher.environment() | environment(configs.load(config)) | {"OMP_WAIT_POLICY": "passive"}
-    variables["PYTHONPATH"] += os.pathsep + str(launcher.ROOT / "tools")  # of the reward
+    variables["PYTHONPATH"] += os.pathsep + str(launcher.ROOT)  # of the reward
     command = launcher.command(launcher.DEFAULT, "grpo_mega.cli", "train", str(config))
     with (folder / "log").open("w") as log:
         return Run(folder, subprocess.Popen(command, env=variables, stdout=log, stderr=log, cwd=launcher.ROOT))

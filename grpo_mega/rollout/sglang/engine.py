@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_mega.distributed.rendezvous import Board
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import OnSample, Sampling, Until
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
@@ -45,12 +45,12 @@ class SGLangEngine:
         options: Options,
         place: Place,
         side: ShardLayout,
-        board: Board,
+        rendezvous: Rendezvous,
         buckets: HostBuckets | DeviceBuckets,
     ) -> None:
         """Begins to start the server, where this rank leads; `wait_until_ready` ends that."""
         self.version = -1
-        self._settings, self._options, self._place, self._side, self._board = settings, options, place, side, board
+        self._settings, self._options, self._place, self._side, self._rendezvous = settings, options, place, side, rendezvous
         self._buckets = buckets
         self._holding = side.rank_shards(place.rank)
         self._is_blank = True  # the server has had no weights yet
@@ -103,7 +103,7 @@ class SGLangEngine:
             prompts,
             sampling,
             step,
-            take=lambda: self._board.take(counter),
+            take=lambda: self._rendezvous.fetch_add(counter),
             most_groups=max(1, min(fair_share, self._options.limits.max_concurrent // sampling.group_size)),
             on_sample=on_sample,
             until=until,
@@ -137,9 +137,9 @@ class SGLangEngine:
         key = f"switch/{self._switches}/{self._place.engine}"
         if self._link:
             self._link.attempt(phase, call)
-            self._board.post(key, "")
+            self._rendezvous.set(key, "")
         else:
-            self._board.read(key, f"the leader of its engine, {phase}", self._deadline_s)
+            self._rendezvous.get(key, f"the leader of its engine, {phase}", self._deadline_s)
 
     @property
     def _deadline_s(self) -> float:
@@ -155,7 +155,7 @@ class SGLangEngine:
             self._updates,
             self._place,
             self._link,
-            self._board,
+            self._rendezvous,
             self._buckets,
             self._settings.folder,
             self._deadline_s,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mega.distributed.rendezvous import Board
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.rollout.sglang.buckets import NUM_BUFFERS, DeviceBuckets, HostBuckets, payload
 from grpo_mega.rollout.sglang.link import ServerLink
 from grpo_mega.weights.apply import Bucket, Entry
@@ -62,7 +62,7 @@ class Update:
         number: int,
         place: Place,
         link: ServerLink | None,
-        board: Board,
+        rendezvous: Rendezvous,
         buckets: HostBuckets | DeviceBuckets,
         folder: Path,
         deadline_s: float,
@@ -70,7 +70,7 @@ class Update:
         prove: bool,
     ) -> None:
         self._prove = prove
-        self._place, self._link, self._board, self._buckets = place, link, board, buckets
+        self._place, self._link, self._rendezvous, self._buckets = place, link, rendezvous, buckets
         self._folder, self._deadline_s = folder, deadline_s
         self._key = f"update/{number}/{place.engine}"
         self._requests = 0
@@ -129,7 +129,7 @@ class Update:
                     self._differing += problems
                 self._tell(f"loaded/{self._num_settled}", "")
             else:
-                self._board.read(f"{self._key}/loaded/{self._num_settled}", "the leader of its engine", self._deadline_s)
+                self._rendezvous.get(f"{self._key}/loaded/{self._num_settled}", "the leader of its engine", self._deadline_s)
             self._num_settled += 1
 
     def _request(self, request: dict[str, Any], version: str | None) -> list[str]:
@@ -137,7 +137,9 @@ class Update:
         number = self._requests
         future = self._post(request, torch.empty(0), version)
         if self._link is None:
-            return json.loads(self._board.read(f"{self._key}/problems/{number}", "the leader of its engine", self._deadline_s))
+            return json.loads(
+                self._rendezvous.get(f"{self._key}/problems/{number}", "the leader of its engine", self._deadline_s)
+            )
         self._link.settle(f"at {request['action']}", future)
         problems = [] if self._link.failure else self._differing + self._reports(number)[0]
         self._differing = []
@@ -151,13 +153,13 @@ class Update:
         request |= {"id": f"{self._key}/{number}", "report": str(self._report_path(number, place.tp_rank))}
         mine = payload(json.dumps(request), handle)
         if self._link is None:
-            self._board.post(f"{self._key}/payload/{number}/{place.rank}", mine)
+            self._rendezvous.set(f"{self._key}/payload/{number}/{place.rank}", mine)
             return None
         payloads = [mine]
         for rank in place.peers:
             key = f"{self._key}/payload/{number}/{rank}"
-            payloads.append(self._board.read(key, f"rank {rank}'s bucket", self._deadline_s))
-            self._board.forget(key)
+            payloads.append(self._rendezvous.get(key, f"rank {rank}'s bucket", self._deadline_s))
+            self._rendezvous.delete(key)
         flush = version is not None
         return self._link.submit(lambda api: api.load(payloads, LOADER, version, flush))
 
@@ -177,7 +179,7 @@ class Update:
 
     def _tell(self, key: str, text: str) -> None:
         if self._place.peers:
-            self._board.post(f"{self._key}/{key}", text)
+            self._rendezvous.set(f"{self._key}/{key}", text)
 
 
 def parameters(holding: RankShards, blocks: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Index, str]]:

@@ -1,0 +1,101 @@
+"""Every advantage against the oracle on random ragged groups, and the worked examples of process supervision and RLOO."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from grpo_mega.algorithm.advantages import ADVANTAGES, AdvantageSettings, assign
+from grpo_mega.types import Group, Prompt, Sample
+from tools.conformance import adapter, cases
+
+OPTIONS = {
+    "normalize_by_std": (True, False),
+    "std_ddof": (1, 0),
+    "std_eps": (1e-6, 0.1),
+    "normalize_advantages": (False, True),
+    "kl_in": ("loss", "reward"),
+    "overlong_buffer": (0.0, 0.25),
+}
+
+
+def random_groups(seed):
+    """One to three groups of one to five samples of up to eight tokens, some without a reward or without steps."""
+    rng = random.Random(seed)
+    groups = [
+        cases.samples(rng.randrange(10**6), [rng.randint(0, 8) for _ in range(rng.randint(1, 5))])
+        for _ in range(rng.randint(1, 3))
+    ]
+    for sample in itertools.chain(*groups):
+        if rng.random() < 0.3:
+            sample |= {"step_rewards": [], "step_ends": []}
+        if rng.random() < 0.2 or (rng.random() < 0.3 and sample["step_rewards"]):
+            sample["reward"] = None
+    return groups
+
+
+@pytest.mark.parametrize("adv_type", ADVANTAGES)
+def test_advantages_equal_the_oracles_for_any_groups_and_settings(adv_type):
+    num_nonzero = 0
+    for seed, choice in enumerate(itertools.product(*OPTIONS.values())):
+        settings = cases.ADVANTAGE_SETTINGS | dict(zip(OPTIONS, choice, strict=True)) | {"adv_type": adv_type}
+        settings |= {"kl_beta": 0.2, "kl_penalty_type": cases.PENALTIES[seed % 5]}
+        groups = random_groups(seed)
+        expected = adapter.expected("advantages", {"groups": groups}, settings)
+        actual = adapter.ours("advantages", {"groups": groups}, settings)
+        assert adapter.differences(expected, actual, 1e-6) == []
+        num_nonzero += any(x for group in expected["advantages"] for row in group for x in row)
+    assert num_nonzero > 40
+
+
+def process_group(step_rewards, step_ends, lengths):
+    prompt = Prompt(id=0, text="q", token_ids=(1,), answer="a")
+    samples = [Sample(prompt, i, [5] * n, [-0.5] * n, "stop", policy_version=0) for i, n in enumerate(lengths)]
+    for sample, rewards, ends in zip(samples, step_rewards, step_ends, strict=True):
+        sample.step_rewards, sample.step_ends = rewards, ends
+    return Group(prompt, samples)
+
+
+def test_a_tokens_advantage_is_the_sum_of_the_normalised_rewards_of_the_steps_that_end_at_or_after_it():
+    """Rewards .2 .8 1 0 .4 have mean .48 and deviation .4147, so that they are -.6751 .7716 1.2538 and -1.1574 -.1929."""
+    group = process_group([[0.2, 0.8, 1.0], [0.0, 0.4]], [[3, 7, 9], [2, 5]], [10, 6])
+    first, second = assign([group], AdvantageSettings(adv_type="grpo_process", eps=0.0))
+    assert first.advantages.tolist() == pytest.approx([1.3503] * 4 + [2.0254] * 4 + [1.2538] * 2, abs=5e-5)
+    assert second.advantages.tolist() == pytest.approx([-1.3503] * 3 + [-0.1929] * 3, abs=5e-5)
+
+
+def test_tokens_after_the_last_step_have_no_advantage():
+    group = process_group([[1.0], [0.0], []], [[1], [3], []], [4, 4, 3])
+    samples = assign([group], AdvantageSettings(adv_type="grpo_process", eps=0.0))
+    high = 0.5**0.5
+    expected = [[high, high, 0, 0], [-high] * 4, [0.0] * 3]
+    assert [sample.advantages.tolist() for sample in samples] == [pytest.approx(row, abs=1e-6) for row in expected]
+
+
+@pytest.mark.parametrize("adv_type", ADVANTAGES)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_steps_and_rewards_without_spread_give_exactly_zero(adv_type, normalize):
+    group = process_group([[0.1, 0.1], [0.1]], [[0, 2], [1]], [3, 3])
+    for sample in group.samples:
+        sample.reward = 0.3
+    for groups in ([group], [process_group([[]], [[]], [3])], [process_group([[], []], [[], []], [0, 0])]):
+        samples = assign(groups, AdvantageSettings(adv_type=adv_type, normalize=normalize))
+        assert all(sample.advantages.eq(0).all() for sample in samples)
+
+
+def test_the_baseline_of_rloo_is_the_mean_of_the_others():
+    group = process_group([[]] * 4, [[]] * 4, [1] * 4)
+    for sample, reward in zip(group.samples, [1.0, 0.0, 0.0, None], strict=True):
+        sample.reward = reward
+    samples = assign([group], AdvantageSettings(adv_type="rloo"))
+    assert torch.cat([sample.advantages for sample in samples]).tolist() == [1.0, -0.5, -0.5, 0.0]
+
+
+def test_a_penalty_in_the_reward_of_reinforce_plus_plus_counts_for_its_token_and_those_before_it():
+    group = process_group([[]], [[]], [3])
+    group.samples[0].reward = 1.0
+    penalties = [torch.tensor([0.0, 2.0, 0.5])]
+    (sample,) = assign([group], AdvantageSettings(adv_type="reinforce_plus_plus", kl_beta=0.1), penalties)
+    returns = torch.tensor([0.75, 0.75, 0.95])  # 1 - .1 (2 + .5), the same, 1 - .1 .5
+    torch.testing.assert_close(sample.advantages, (returns - returns.mean()) / returns.std(), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,140 @@
+"""The benchmarks for a machine with a GPU, at sizes and with an engine that a CPU can do: all of their code but CUDA itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tools.benchmarks.gpu import __main__ as bench_gpu
+from tools.benchmarks.gpu.models import layers_that_fit, peak_tflops, shape_of
+from tools.benchmarks.gpu.rank import Figure, extra_gib
+
+TOOL = Path(bench_gpu.__file__)
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+
+
+@pytest.fixture(scope="module")
+def output() -> list[str]:
+    result = subprocess.run([sys.executable, str(TOOL), "--tiny"], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def found(output: list[str]) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(output[-1])
+    return answer
+
+
+def values(found: dict[str, Any], section: str) -> dict[str, float | None]:
+    return {row["name"]: row["value"] for row in found["rows"] if row["section"] == section}
+
+
+@needs_no_gpu
+def test_every_section_measures_and_a_cpu_meets_no_target(found: dict[str, Any]) -> None:
+    assert [s for s in bench_gpu.SECTIONS if not values(found, s)] == [] == found["failed"]
+    assert found["card"] == "no GPU" and found["tiny"] and found["versions"]["torch"] == torch.__version__
+    assert all(row["met"] is None for row in found["rows"])
+    mfu = values(found, "mfu")
+    assert mfu["of the dense peak"] is None and mfu["throughput"]
+
+
+@needs_no_gpu
+def test_what_is_left_out_is_said_in_a_line_with_the_reason(output: list[str]) -> None:
+    assert sum(line.startswith("mfu: tiny in fp8") and "needs a GPU" in line for line in output) == 2
+    assert any(line.startswith("engine: no GPU here") for line in output)
+
+
+def test_the_table_has_a_line_for_every_figure(output: list[str], found: dict[str, Any]) -> None:
+    table = [line for line in output if line.startswith("| ")]
+    assert len(table) == 2 + len(found["rows"])
+    assert {line.count(" | ") for line in table} == {5}
+
+
+def test_the_work_of_a_step_is_the_formulas(found: dict[str, Any]) -> None:
+    """2 micro-batches of 2 segments of 32 tokens, 24 of which go to the output layer; 2 layers of hidden 64."""
+    layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128
+    by_hand = 2 * 3 * (2 * 64 * 2 * layer + 2 * 2 * 4 * 64 * (32 * 33 // 2) + 2 * 64 * 304 * 2 * 24)
+    [note] = [row["note"] for row in found["rows"] if row["name"] == "of the dense peak"]
+    assert f"{by_hand / 1e12:.4g} TFLOP in" in note
+
+
+def test_log_probs_of_every_path_are_right(found: dict[str, Any]) -> None:
+    errors = {row["name"]: float(row["note"].split()[-1]) for row in found["rows"] if row["name"].endswith(": time")}
+    assert len(errors) == 4 and max(errors.values()) < 0.05  # of bf16 logits, where paths make them
+    assert errors["ours: time"] < 1e-5 > errors["ours with entropy: time"]
+
+
+def test_phases_of_a_step_add_up(found: dict[str, Any]) -> None:
+    step = {name: value for name, value in values(found, "step").items() if value is not None}
+    whole = step.pop("whole step")
+    assert {"sample", "update", "sync", "logprobs"} < set(step)
+    assert sum(step.values()) == pytest.approx(whole, rel=0.02)
+
+
+def test_a_figure_meets_its_target_from_the_right_side() -> None:
+    assert Figure("s", "c", "n", 0.9, "GiB", 1.0).is_met is True
+    assert Figure("s", "c", "n", 1.1, "GiB", 1.0).is_met is False
+    assert Figure("s", "c", "n", 1.4, "times", 1.3, "more").is_met is True
+    assert Figure("s", "c", "n", 49.0, "%", 50.0, "more").is_met is False
+    assert Figure("s", "c", "n", None, "%", 50.0).is_met is None is Figure("s", "c", "n", 1.0, "s").is_met
+
+
+def test_peaks_go_by_the_name_of_the_card() -> None:
+    assert peak_tflops("NVIDIA H100 80GB HBM3", "bf16") == peak_tflops("NVIDIA H200", "bf16") == 989
+    assert peak_tflops("NVIDIA H100 PCIe", "fp8") == 1513 and peak_tflops("NVIDIA B200", "fp8") == 4500
+    assert peak_tflops("NVIDIA A100-SXM4-80GB", "fp8") is None is peak_tflops("NVIDIA GeForce RTX 3090", "bf16")
+
+
+def test_a_model_gets_as_many_layers_as_there_is_room_for() -> None:
+    """Of Qwen3-8B each layer takes 18 x 193e6 = 3.5 GB, and with 16,384 tokens 2.8 GB more; its two vocabularies take 22 GB."""
+    shape = shape_of("qwen3-8b")
+    assert layers_that_fit(shape, 16384, None) == shape.num_layers == 36
+    assert layers_that_fit(shape, 16384, 140 << 30) == 16
+    assert layers_that_fit(shape, 16384, 400 << 30) == 36
+    assert layers_that_fit(shape, 16384, 1 << 30) == 1
+
+
+def test_a_section_that_fails_leaves_the_others_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(options: Any) -> list[Figure]:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setitem(sys.modules, "tools.benchmarks.gpu.mfu", SimpleNamespace(run=fails))
+    works = SimpleNamespace(run=lambda options: [Figure("step", "c", "n", 1.0, "s")])
+    monkeypatch.setitem(sys.modules, "tools.benchmarks.gpu.step", works)
+    assert bench_gpu.main(["--tiny", "--child", "--only", "mfu,step"]) == 0
+    captured = capsys.readouterr()
+    [line] = captured.out.splitlines()
+    assert json.loads(line.removeprefix(bench_gpu.FIGURES))["section"] == "step"
+    assert "no such luck" in captured.err
+
+
+@needs_no_gpu
+def test_memory_is_not_measured_where_there_is_no_gpu() -> None:
+    done: list[int] = []
+    assert extra_gib(lambda: done.append(1), torch.device("cpu")) is None and done == [1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--tiny --only mfu,mfus", "--only: 'mfus' is none of mfu, logprobs, engine, step"),
+        pytest.param("--quick", "there is no GPU here; use one, or --tiny for a look at the code", marks=needs_no_gpu),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_in_one_line(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        bench_gpu.main(arguments.split())
+    [line] = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and message in line

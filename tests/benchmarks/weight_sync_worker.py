@@ -1,0 +1,92 @@
+"""One of the four ranks of test_weight_sync.py: both paths of the measured benchmark, layout after layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_cases
+
+from grpo_mega.errors import SyncError
+from grpo_mega.weights.layout import EngineLayout, MegatronLayout
+from grpo_mega.weights.spec import ModelShape
+from tools.benchmarks.weight_sync.dry import Spec, dry_run
+from tools.benchmarks.weight_sync.rank import Bench, Engine, measure, meet
+
+LLAMA = ModelShape("llama", num_layers=8, hidden=12, ffn=24, num_heads=8, num_kv_heads=2, head_dim=4, vocab=128, tied=False)
+QWEN = ModelShape("qwen2", num_layers=5, hidden=12, ffn=24, num_heads=4, num_kv_heads=1, head_dim=4, vocab=101, tied=True)
+MIXTURE = replace(QWEN, model_type="qwen3_moe", num_experts=4, moe_ffn=8)
+
+# What is untied and needs no padding is gathered to the byte; else the full gather brings some weights where they are.
+EXACT = {
+    "tp2 pp2 to tp2": (LLAMA, MegatronLayout(tp=2, pp=2), EngineLayout(2, 2)),
+    "tp4 to tp1": (LLAMA, MegatronLayout(tp=4), EngineLayout(1, 4)),
+    "pp4 vpp2 to tp2": (LLAMA, MegatronLayout(pp=4, vpp=2), EngineLayout(2, 2)),
+    "pp2 dp2 near to one engine of tp4": (LLAMA, MegatronLayout(pp=2, dp=2, order="tp-pp-dp"), EngineLayout(4, 1)),
+    "dp4 to tp2": (LLAMA, MegatronLayout(dp=4), EngineLayout(2, 2)),
+    "ep4 to tp4": (replace(MIXTURE, tied=False), MegatronLayout(dp=4, ep=4), EngineLayout(4, 1)),
+    "pp2 ep2 to tp1": (replace(MIXTURE, tied=False), MegatronLayout(pp=2, dp=2, ep=2), EngineLayout(1, 3)),
+}
+ROUGH = {
+    "padded and tied, tp2 pp2 to tp4": (QWEN, MegatronLayout(tp=2, pp=2), EngineLayout(4, 1)),
+    "padded and tied, tp2 ep2 to tp2": (MIXTURE, MegatronLayout(tp=2, dp=2, ep=2), EngineLayout(2, 2)),
+}
+
+
+def fills_alike(name: str, bucket_bytes: int, rank: int, folder: Path) -> None:
+    shape, source, target = (EXACT | ROUGH)[name]
+    spec = Spec(shape, source, target, 2, bucket_bytes)
+    found, planned = measure(spec, repeat=1), dry_run(spec)
+    assert found["problems"] == []
+    for path in ("sync", "unproven"):
+        assert found["bytes"][path] == [planned.lower_bound] * 2 == [planned.traffic.moved] * 2
+    gathered, least = found["bytes"]["full_gather"], planned.full_gather_bytes
+    assert gathered == [least] * 2 if name in EXACT else least < min(gathered) < 1.5 * least, (gathered, least)
+    assert all(len(values) == 1 and values[0] > 0 for values in found["seconds"].values())
+
+
+class Forgetful(Engine):
+    """Loses what it has loaded before it is asked."""
+
+    def end_update(self, version: int) -> list[str]:
+        for tensor in self.tensors.values():
+            tensor.zero_()
+        return super().end_update(version)
+
+
+def tells_a_difference(rank: int, folder: Path) -> None:
+    """A bit of one weight of the last rank turns between the two paths; it is the engines' only in the second."""
+    bench = Bench(Spec(LLAMA, MegatronLayout(tp=2, pp=2), EngineLayout(2, 2), 2, 4096))
+    bench.sync()
+    if rank == 3:
+        bench.policy.tensors()["chunk0.decoder.layers.0.mlp.linear_fc2.weight"].view(torch.int16)[5, 5] ^= 1
+    bench.full_gather()
+    name = "model.layers.4.mlp.down_proj.weight"
+    assert meet("", bench.unlike_each_other()) == [[], [name], [], [name]]
+    assert bench.unlike_a_direct_fill() == []
+    bench.sync()
+    assert bench.unlike_each_other() == []
+    assert meet("", bench.unlike_a_direct_fill()) == [[], [name], [], [name]]
+    bench.engine = Forgetful(bench.wanted)
+    with pytest.raises(SyncError, match="down_proj"):  # the proof is part of what is measured
+        bench.sync()
+
+
+def makes_contents_in_which_no_two_places_are_alike(rank: int, folder: Path) -> None:
+    """Contents differ between tensors and between places, else a wrong slice would go unseen."""
+    bench = Bench(Spec(LLAMA, MegatronLayout(dp=4), EngineLayout(), 8, 1 << 20))
+    tensors = bench.policy.tensors()
+    values = torch.cat([t.view(torch.int16).flatten() for t in tensors.values()])
+    assert len(values.unique()) > 0.5 * min(len(values), 1 << 15)
+    assert all(t.isfinite().all() and t.abs().max() < 2 for t in tensors.values())
+
+
+if __name__ == "__main__":
+    cases: dict[str, Callable[[int, Path], None]] = {name: partial(fills_alike, name, 3000) for name in (*EXACT, *ROUGH)}
+    cases["tp2 pp2 to tp2 in one bucket"] = partial(fills_alike, "tp2 pp2 to tp2", 1 << 20)
+    cases |= {"difference": tells_a_difference, "contents": makes_contents_in_which_no_two_places_are_alike}
+    run_cases(cases)

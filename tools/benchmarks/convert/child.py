@@ -1,0 +1,164 @@
+"""One measured conversion in a process of its own: `child.py KIND SOURCE OUT WORKERS`, run by benchmarks/convert.
+
+KIND is ours, mbridge or copy (HF -> Megatron, for copy plain copying of SOURCE's weights), or ours-back, mbridge-back (Megatron
+-> HF). Imports come before the measurement. The last line is JSON: wall and cpu in seconds, extra_peak_mib above what was
+resident before, and for ours write_seconds and proof_seconds.
+
+mbridge has a model filled: it is built without initialising weights, filled by mbridge, and saved by Megatron's own
+dist_checkpointing without forking; back, it is loaded by that and written by mbridge.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import mmap
+import os
+import re
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    kind, source, out, workers = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+    makers = {"ours": ours, "mbridge": mbridge, "copy": copy}
+    act = makers[kind.removesuffix("-back")](source, out, workers, is_back=kind.endswith("-back"))
+    make_ready(source)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory counts from now
+    before, cpu, began = resident("VmRSS"), sum(os.times()[:2]), time.monotonic()
+    extra = act()
+    wall, cpu = time.monotonic() - began, sum(os.times()[:2]) - cpu
+    peak = (resident("VmHWM") - before) / 2**20
+    print(json.dumps({"wall": wall, "cpu": cpu, "extra_peak_mib": peak} | extra))
+    sys.stdout.flush()
+    os._exit(0)  # Megatron's groups take their time to end
+
+
+def make_ready(source: Path) -> None:
+    """Nothing waits to be written to the disk, and the host has given this machine the memory that the output will take."""
+    os.sync()
+    size = sum(p.stat().st_size for p in source.iterdir())
+    with mmap.mmap(-1, size) as memory:
+        for offset in range(0, size, mmap.PAGESIZE):
+            memory[offset] = 1
+
+
+def resident(field: str) -> int:
+    """Bytes, as /proc/self/status says under VmRSS (now) or VmHWM (at most)."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) << 10
+
+
+def copy(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable[[], dict[str, Any]]:
+    def act() -> dict[str, Any]:
+        out.mkdir()
+        for path in source.glob("*.safetensors"):
+            shutil.copyfile(path, out / path.name)
+        return {}
+
+    return act
+
+
+def ours(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable[[], dict[str, Any]]:
+    from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
+
+    convert = convert_mcore_to_hf if is_back else convert_hf_to_mcore
+
+    def act() -> dict[str, Any]:
+        report = convert(source, out, workers=workers, show_progress=False)
+        return {"write_seconds": report.write_seconds, "proof_seconds": report.verify_seconds}
+
+    return act
+
+
+def mbridge(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable[[], dict[str, Any]]:
+    warnings.simplefilter("ignore")
+    from transformers import AutoConfig
+
+    from grpo_mega import config as configs
+    from grpo_mega.megatron import model as models
+    from grpo_mega.megatron import runtime as runtimes
+    from grpo_mega.megatron.state import _InProcessSave
+    from grpo_mega.run.job import read_model
+
+    bridges: Any = importlib.import_module("mbridge.models")
+    states: Any = importlib.import_module("mbridge.core.parallel_states")
+    checkpointing: Any = importlib.import_module("megatron.core.dist_checkpointing")
+    parallel: Any = importlib.import_module("megatron.core.parallel_state")
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["BENCH_PORT"]}
+    config = configs.Config.model_validate(
+        {
+            "steps": 1,
+            "model": {"path": str(source), "dtype": "bfloat16"},
+            "data": {"train": "none.jsonl"},
+            "run_dir": str(out),
+            "device": "cpu",
+        }
+    )
+    runtime = runtimes.start(config)
+
+    def act() -> dict[str, Any]:
+        model = read_model(config)
+        hf_config = AutoConfig.from_pretrained(source)
+        base = bridges.Qwen3MoEBridge if model.shape.num_experts else bridges.LLaMABridge
+        bridge = _named_as_local(base)(hf_config, parallel_states=states.ParallelStates.get_parallel_state())
+        chunks = models.build_chunks(model.shape, model.family, model.hf_config, config, runtime)
+        metadata = {
+            "dp_cp_group": parallel.get_data_parallel_group(with_context_parallel=True),
+            "singleton_local_shards": False,
+        }
+        if not is_back:
+            import torch
+
+            with torch.no_grad():
+                bridge.load_weights(chunks, str(source))
+            out.mkdir()
+            checkpointing.save(
+                {"model": chunks[0].sharded_state_dict(metadata=metadata)}, str(out), _InProcessSave("torch_dist", 1)
+            )
+        else:
+            state = checkpointing.load({"model": chunks[0].sharded_state_dict(metadata=metadata)}, str(source))
+            chunks[0].load_state_dict(state["model"])
+            bridge.safetensor_io = bridge._get_safetensor_io(os.environ["BENCH_HF"])
+            bridge.save_weights(chunks, str(out))
+        return {}
+
+    return act
+
+
+def _named_as_local(base: Any) -> Any:
+    """mbridge knows the names of Transformer Engine's layers, which a CPU does not have."""
+
+    class Bridge(base):  # type: ignore[misc]
+        def _build_config(self) -> Any:
+            return type("Config", (), {"num_moe_experts": None, "num_query_groups": self.hf_config.num_key_value_heads})()
+
+        def _weight_name_mapping_mcore_local_to_global(self, model: Any, consider_ep: bool = True) -> dict[str, str]:
+            names = super()._weight_name_mapping_mcore_local_to_global(model, consider_ep)
+            return {local: _as_transformer_engine(name) for local, name in names.items()}
+
+    return Bridge
+
+
+def _as_transformer_engine(name: str) -> str:
+    name = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    found = re.search(r"local_experts\.(\d+)\.(linear_fc\d)\.weight", name)
+    if found:
+        return name.replace(found[0], f"{found[2]}.weight{found[1]}")
+    if "_layernorm" in name and "pre_mlp" in name:
+        return (
+            name
+            if "moe" in os.environ.get("BENCH_KIND", "")
+            else name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        )
+    return name
+
+
+if __name__ == "__main__":
+    main()

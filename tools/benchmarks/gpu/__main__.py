@@ -1,0 +1,148 @@
+"""All figures that need a GPU, with one command: `python tools/benchmarks/gpu`, on a machine with one.
+
+ mfu       share of the card's peak that a training step reaches, in bf16 and FP8   (mfu.py)
+ logprobs  time and memory of log-probs at 32k tokens x 152k vocabulary             (logprobs.py)
+ engine    sleep, wake and sync of an SGLang server at the shape of a 4B model       (engine.py)
+ step      a whole GRPO step by phase, from a run of the trainer                     (step.py)
+
+Each section runs in a process of its own, and says in a line what it leaves out for want of a package or of memory. --only
+names the sections; --quick takes smaller batches and one model, some minutes in all; --tiny takes sizes for a look at the code
+on any machine, without a GPU too, and its figures mean nothing. A table in Markdown comes last but one, each figure beside its
+target. The last line is JSON with date, card, versions, and rows of section, case, name, value, unit, target, met (null without
+a target or a value) and note. Exit code 1 if a section failed, 2 for arguments that do not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import subprocess
+import sys
+import traceback
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python tools/benchmarks/gpu`
+
+SECTIONS = ("mfu", "logprobs", "engine", "step")
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "trl")
+FIGURES = "figures: "  # begins the line in which a child gives its own
+TITLES = ("section", "case", "figure", "value", "target", "")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{message}; see --help\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.child:
+        return child(options)
+    rows: list[dict[str, Any]] = []
+    failed: list[str] = []
+    sections = options.only.split(",")
+    for group in [sections] if options.tiny else [[section] for section in sections]:
+        found, wrong = in_child(group, options)
+        rows += found
+        failed += wrong
+    about = machine()
+    print("\n".join(table(rows, about)))
+    for section in failed:
+        print(f"{section} failed, see above", file=sys.stderr)
+    print(json.dumps(about | {"rows": rows, "failed": failed, "tiny": options.tiny, "quick": options.quick}))
+    return 1 if failed else 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(SECTIONS), help=f"of {','.join(SECTIONS)}")
+    parser.add_argument("--quick", action="store_true", help="smaller batches and one model")
+    parser.add_argument("--tiny", action="store_true", help="a look at the code; its figures mean nothing")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.only.split(",") if name not in SECTIONS]:
+        parser.error(f"--only: {unknown[0]!r} is none of {', '.join(SECTIONS)}")
+    if not options.tiny and not has_gpu():
+        parser.error("there is no GPU here; use one, or --tiny for a look at the code")
+    return options
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def in_child(sections: list[str], options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows, and the sections that failed. What the child says goes on to our output."""
+    flags = [flag for flag in ("--quick", "--tiny") if getattr(options, flag[2:])]
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", "--only", ",".join(sections), *flags]
+    rows: list[dict[str, Any]] = []
+    done: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(FIGURES):
+                section = json.loads(line.removeprefix(FIGURES))
+                rows += section["rows"]
+                done += [section["section"]]
+            else:
+                print(line, end="", flush=True)
+    return rows, [section for section in sections if section not in done]
+
+
+def child(options: argparse.Namespace) -> int:
+    """Runs the sections here, each to its end or to its error."""
+    from tools.benchmarks.gpu.rank import Options
+
+    chosen = Options(options.quick, options.tiny, lambda line: print(line, flush=True))
+    for section in options.only.split(","):
+        try:
+            found = importlib.import_module(f"tools.benchmarks.gpu.{section}").run(chosen)
+        except Exception:  # the other sections have nothing to do with it
+            traceback.print_exc()
+            continue
+        print(FIGURES + json.dumps({"section": section, "rows": [figure.row() for figure in found]}), flush=True)
+    return 0
+
+
+def machine() -> dict[str, Any]:
+    """Date, card and versions."""
+    import torch
+
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    versions = {name: found for name in PACKAGES if (found := installed(name)) is not None}
+    return {"date": datetime.date.today().isoformat(), "card": card, "versions": versions}
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> list[str]:
+    """In Markdown."""
+    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    lines = [f"\n{about['card']}, {about['date']}; {versions}\n", _line(*TITLES), _line(*["---"] * len(TITLES))]
+    verdicts = {True: "met", False: "missed", None: ""}
+    for row in rows:
+        value = "none here" if row["value"] is None else f"{row['value']:,.4g} {row['unit']}"
+        sign = "at most" if row["better"] == "less" else "at least"
+        target = "" if row["target"] is None else f"{sign} {row['target']:g} {row['unit']}"
+        name = f"{row['name']} ({row['note']})" if row["note"] else row["name"]
+        lines.append(_line(row["section"], row["case"], name, value, target, verdicts[row["met"]]))
+    return lines
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

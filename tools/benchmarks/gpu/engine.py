@@ -1,0 +1,149 @@
+"""Sleep, wake and sync of an SGLang server that shares its GPU with the trainer's weights, at the shape of Qwen3-4B.
+
+Each round is what a step does: the server sleeps (gives its memory back), wakes its weights, gets the trainer's by CUDA IPC in
+buckets of sync.bucket_mib, with checksums taken at both ends and compared, and wakes its cache. The trainer's side are random
+weights in Megatron's layout for one rank; engine, plan, buckets and proof are the product's own. The first sync, which also
+compares names and shapes, does not count.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_mega.config import Config
+from grpo_mega.distributed.launch import only_rank
+from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.hardware.device import Device
+from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.run.engines import build_engine, build_sync
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.layout import MegatronLayout, ShardLayout, megatron_shards
+from grpo_mega.weights.spec import ModelShape
+from tools.benchmarks.gpu.models import MODELS, hf_config_of, layer_parameters, shape_of, vocab_parameters
+from tools.benchmarks.gpu.rank import Figure, Options, config_of, finish
+
+SYNC_TARGET_MS = 150.0
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+
+
+class Trainer:
+    """The weights that a policy would hand on."""
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+        self._side = megatron_shards(family_of(shape.model_type), shape, MegatronLayout())
+        generator = torch.Generator(device).manual_seed(0)
+        self._tensors = {
+            name: torch.empty(local.shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
+            for name, local in self._side.rank_shards(0).items()
+        }
+
+    def shard_layout(self) -> ShardLayout:
+        return self._side
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self._tensors
+
+
+def run(options: Options) -> list[Figure]:
+    model = "tiny" if options.tiny else "qwen3-4b"
+    kind = engine_kind(options)
+    if kind is None:
+        return []
+    with tempfile.TemporaryDirectory(prefix="bench_gpu_") as name, only_rank():
+        config = config_for(model, kind, Path(name))
+        device = runtimes.join(config)
+        try:
+            with opened(model, config, device) as (trainer, engine, sync):
+                phases, freed = rounds(trainer, engine, sync, device.torch_device, options.repeat)
+        finally:
+            runtimes.stop()
+    case = f"{model}, {weight_bytes(model) / 2**30:.3g} GiB of bf16, {kind}"
+    target = SYNC_TARGET_MS if kind == "sglang" and not options.tiny else None
+    found = [
+        Figure("engine", case, phase, 1e3 * statistics.median(seconds), "ms", target if phase == "sync with proof" else None)
+        for phase, seconds in phases.items()
+    ]
+    return [*found, Figure("engine", case, "given back while it sleeps", freed, "GiB")]
+
+
+def config_for(model: str, kind: str, folder: Path, **more: Any) -> Config:
+    """Writes the model's config into `folder`; `more` goes to the section rollout."""
+    write_config(model, folder / "model")
+    rollout = {"engine": kind, "sleep": "always", "max_response_length": 512, "memory_fraction": 0.5} | more
+    return config_of(folder / "run", {"path": str(folder / "model"), "dtype": "bfloat16"}, rollout=rollout)
+
+
+@contextmanager
+def opened(model: str, config: Config, device: Device) -> Iterator[tuple[Any, Any, Any]]:
+    """The trainer's weights, an engine that is up, and the sync between them; the ranks must have joined."""
+    runtime = runtimes.arrange(config, device)
+    rendezvous, shape = Rendezvous(runtime.store, 0, 1), shape_of(model)
+    engine = build_engine(config, hf_config_of(model), family_of(shape.model_type), shape, torch.bfloat16, runtime, rendezvous)
+    try:
+        engine.wait_until_ready()
+        trainer: Any = Trainer(shape, torch.bfloat16, device.torch_device)
+        yield trainer, engine, build_sync(config, torch.bfloat16, trainer, engine, rendezvous)
+    finally:
+        engine.close()
+
+
+def weight_bytes(model: str) -> int:
+    shape = shape_of(model)
+    return 2 * (shape.num_layers * layer_parameters(shape) + vocab_parameters(shape))
+
+
+def engine_kind(options: Options) -> str | None:
+    """A server where it can be what is to be measured; the embedded engine, for a look at the code, on a CPU."""
+    if not torch.cuda.is_available():
+        options.say("engine: no GPU here: the embedded engine, which neither sleeps nor wakes")
+        return "embedded"
+    if importlib.util.find_spec("sglang") is None:
+        options.say("engine: left out: SGLang is not installed; pip install 'grpo-mega[gpu]'")
+        return None
+    return "sglang"
+
+
+def rounds(
+    trainer: Any, engine: Any, sync: Any, device: torch.device, repeat: int
+) -> tuple[dict[str, list[float]], float | None]:
+    """Seconds by phase, and the GiB that sleep freed. Raises SyncError, or RuntimeError for a server that failed."""
+    seconds: dict[str, list[float]] = {}
+
+    def timed(phase: str, act: Callable[[], object]) -> None:
+        finish(device)
+        start = time.perf_counter()
+        act()
+        finish(device)
+        seconds.setdefault(phase, []).append(time.perf_counter() - start)
+        if engine.failure is not None:
+            raise RuntimeError(f"the engine failed, {phase}: {engine.failure}")
+
+    sync.publish(trainer, engine, version=0)
+    freed: float | None = None
+    for number in range(repeat):
+        before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+        timed("sleep", engine.sleep)
+        if device.type == "cuda":
+            freed = (torch.cuda.mem_get_info(device)[0] - before) / 2**30
+        timed("wake of weights", engine.wake_weights)
+        timed("sync with proof", lambda version=number + 1: sync.publish(trainer, engine, version=version))
+        timed("wake of cache", engine.wake_cache)
+    return seconds, freed
+
+
+def write_config(model: str, folder: Path) -> None:
+    """A model folder with a config alone."""
+    folder.mkdir(parents=True)
+    fields = MODELS[model] | {"architectures": [ARCHITECTURES[MODELS[model]["model_type"]]], "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(fields | {"hidden_act": "silu", "initializer_range": 0.02}))

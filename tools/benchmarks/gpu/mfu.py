@@ -1,0 +1,177 @@
+"""The share of a card's peak that a training step reaches (MFU): the trainer's own Policy.update, on one GPU.
+
+A step is 4 micro-batches of 16,384 tokens in segments of 4,096 (512 of them a prompt), forward and backward, and one optimizer
+step; weights are random. Its work is observe/flops.py's count, whose formula can be checked by hand: 6 operations for each
+weight that multiplies a token, 12 q for each pair of a query and a key that it sees, nothing for what is computed again. It is
+divided by the median seconds of a step and by the card's dense peak in bf16, or in FP8 for FP8. Where a model does not fit it
+has as many layers as do, which the case says.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_mega.batching import flops
+from grpo_mega.batching.pack import pack
+from grpo_mega.distributed.launch import only_rank
+from grpo_mega.errors import ConfigError
+from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.policy import Policy
+from grpo_mega.types import PackedBatch, Prompt, Sample
+from grpo_mega.weights.boxes import Box
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.spec import ModelShape
+from tools.benchmarks.gpu.models import hf_config_of, layers_that_fit, peak_tflops, shape_of
+from tools.benchmarks.gpu.rank import Figure, Options, config_of, seconds_of
+
+MFU_TARGET, FP8_TARGET = 50.0, 1.3
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8 tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "fp8 blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One optimizer step."""
+
+    prompt_tokens: int = 512
+    segment_tokens: int = 4096
+    segments: int = 4  # of a micro-batch
+    micro_batches: int = 4
+
+    @property
+    def tokens(self) -> int:
+        return self.segment_tokens * self.segments
+
+    def flops(self, shape: ModelShape) -> int:
+        num_outputs = self.segments * (self.segment_tokens - self.prompt_tokens)
+        found = flops.count(shape, [self.segment_tokens] * self.segments, num_outputs=num_outputs)
+        return self.micro_batches * found.training
+
+
+def run(options: Options) -> list[Figure]:
+    work = Work(8, 32, 2, 2) if options.tiny else Work()
+    models = ["tiny"] if options.tiny else ["qwen2.5-1.5b", "qwen3-4b", "qwen3-8b", "llama-3.1-8b"]
+    found: list[Figure] = []
+    with only_rank():
+        config = config_of(Path("unused"), {"path": "unused"})
+        device = runtimes.join(config)
+        try:
+            for model in models[:1] if options.quick else models:
+                found += _model(model, work, device, options)
+        finally:
+            runtimes.stop()
+    return found
+
+
+def _model(model: str, work: Work, device: Any, options: Options) -> list[Figure]:
+    """Measure one model in each precision that the card computes; all with as many layers as bf16, or as fit."""
+    found: list[Figure] = []
+    layers: int | None = None
+    bf16: tuple[int, float] | None = None  # its layers and throughput
+    for precision, settings in PRECISIONS.items():
+        try:
+            layers, seconds = _fitting(model, layers, work, settings, device, options.repeat)
+        except ConfigError as error:
+            options.say(f"mfu: {model} in {precision} left out: {error}")
+            continue
+        shape = shape_of(model, layers)
+        rate = work.tokens * work.micro_batches / seconds
+        tflops = work.flops(shape) / seconds / 1e12
+        card = torch.cuda.get_device_name() if device.is_cuda else "CPU"
+        peak = peak_tflops(card, precision.split()[0])
+        case = f"{model}, {shape.num_layers} of {shape_of(model).num_layers} layers, {precision}"
+        note = f"{tflops:.3g} TFLOP/s, {work.flops(shape) / 1e12:.4g} TFLOP in {seconds:.4g} s"
+        target = MFU_TARGET if precision == "bf16" else None
+        share = None if peak is None else 100 * tflops / peak
+        found.append(Figure("mfu", case, "of the dense peak", share, "%", target, "more", note))
+        found.append(Figure("mfu", case, "throughput", rate, "tokens/s"))
+        if precision == "bf16":
+            bf16 = layers, rate
+        elif bf16 is not None and bf16[0] == layers:
+            found.append(Figure("mfu", case, "throughput against bf16", rate / bf16[1], "times", FP8_TARGET, "more"))
+        else:
+            options.say(f"mfu: {case} has nothing to compare with: bf16 was measured with other layers, or not at all")
+    return found
+
+
+def _fitting(
+    model: str, layers: int | None, work: Work, settings: dict[str, Any], device: Any, repeat: int
+) -> tuple[int, float]:
+    """Layers and median seconds, with fewer layers after every time that memory runs out. Raises ConfigError."""
+    layers = layers or layers_that_fit(shape_of(model), work.tokens, torch.cuda.mem_get_info()[0] if device.is_cuda else None)
+    while True:
+        seconds = _measure(model, layers, work, settings, device, repeat)
+        gc.collect()  # a policy is full of cycles
+        if device.is_cuda:
+            torch.cuda.empty_cache()
+        if seconds is not None:
+            return layers, seconds
+        if layers == 1:
+            raise ConfigError(f"not one layer of {model} fits into the device's memory; free it, or leave the model out")
+        layers = max(1, layers * 4 // 5)
+
+
+def _measure(model: str, layers: int, work: Work, settings: dict[str, Any], device: Any, repeat: int) -> float | None:
+    """Median seconds of a step; None where memory runs out."""
+    config = config_of(
+        Path("unused"),
+        {"path": "unused", "dtype": "bfloat16"},
+        precision=settings,
+        data={"train": "unused", "max_prompt_length": work.prompt_tokens},
+        rollout={"max_response_length": work.segment_tokens - work.prompt_tokens},
+        batch={"tokens_per_micro_batch": work.tokens},
+    )
+    shape = shape_of(model, layers)
+    runtime = runtimes.arrange(config, device)
+    try:
+        policy = Policy(config, shape, family_of(shape.model_type), hf_config_of(model, layers), runtime)
+        policy.load(reader(device.torch_device))
+        batches = policy.attach_logprobs(make_batches(policy, shape.vocab, work))
+        return seconds_of(lambda: policy.update(batches), device.torch_device, repeat)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def reader(device: torch.device) -> Callable[[Box], Tensor]:
+    """Random weights, made where they go."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def read(box: Box) -> Tensor:
+        if box.tensor.endswith(("norm.weight", ".bias")):
+            return torch.full(box.shape, float(box.tensor.endswith("norm.weight")), device=device)
+        return torch.empty(box.shape, device=device).normal_(0.0, 0.02, generator=generator)
+
+    return read
+
+
+def make_batches(policy: Policy, vocab: int, work: Work) -> list[list[PackedBatch]]:
+    """One mini-batch of full micro-batches of random tokens, half of them to be made likelier."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for number in range(work.segments * work.micro_batches):
+        tokens = torch.randint(0, vocab, (work.segment_tokens,), generator=generator).tolist()
+        response = tokens[work.prompt_tokens :]
+        prompt = Prompt(number, "", tuple(tokens[: work.prompt_tokens]), "")
+        sample = Sample(prompt, 0, response, [-1.0] * len(response), "length", 0, reward=1.0)
+        sample.advantages = torch.full((len(response),), 1.0 if number % 2 else -1.0)
+        samples.append(sample)
+    weight = 1 / sum(s.response_len for s in samples)
+    return pack(
+        [samples],
+        [[weight] * len(samples)],
+        dp_size=policy.dp_size,
+        dp_rank=policy.dp_rank,
+        token_budget=work.tokens,
+        length_multiple=policy.length_multiple,
+        micro_batch_multiple=policy.micro_batch_multiple,
+    )

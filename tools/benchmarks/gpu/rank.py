@@ -1,0 +1,90 @@
+"""The parts that the sections of benchmarks/gpu share: figures, the place of the only rank of a job, clocks of a device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from grpo_mega import config as configs
+from grpo_mega.config import Config
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number beside its target. Without a target there is nothing to meet."""
+
+    section: str
+    case: str
+    name: str
+    value: float | None  # None: this device has none
+    unit: str
+    target: float | None = None
+    better: Literal["less", "more"] = "less"
+    note: str = ""
+
+    @property
+    def is_met(self) -> bool | None:
+        if self.target is None or self.value is None:
+            return None
+        return self.value <= self.target if self.better == "less" else self.value >= self.target
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self) | {"met": self.is_met}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a run of benchmarks: sizes that end soon, or sizes that a CPU can do."""
+
+    quick: bool
+    tiny: bool
+    say: Callable[[str], None]  # one line for what was left out, and why
+
+    @property
+    def repeat(self) -> int:
+        return 2 if self.tiny else 3 if self.quick else 7
+
+
+def config_of(run_dir: Path, model: dict[str, Any], **sections: Any) -> Config:
+    """A run's config; what is not given is as usual."""
+    raw = {"run_dir": str(run_dir), "steps": 1, "model": model, "data": {"train": "unused"}, **sections}
+    return configs.validate(raw)
+
+
+def finish(device: torch.device) -> None:
+    """Returns when the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(act: Callable[[], object], device: torch.device, repeat: int) -> float:
+    """The median of `repeat` runs, after one that does not count."""
+    found: list[float] = []
+    for number in range(repeat + 1):
+        finish(device)
+        start = time.perf_counter()
+        act()
+        finish(device)
+        if number:
+            found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def extra_gib(act: Callable[[], object], device: torch.device) -> float | None:
+    """Return the GiB that `act` allocates at its peak beyond what was there before; None where there is no GPU."""
+    if device.type != "cuda":
+        act()
+        return None
+    finish(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    act()
+    finish(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**30

@@ -1,0 +1,94 @@
+"""A whole GRPO step by phase: `grpo-mega train` on a random model of a known shape, and its metrics.jsonl.
+
+64 prompts x 8 samples of at most 1,024 tokens of a random Qwen2.5-1.5B, with a reference, trainer and SGLang server on one GPU
+and moving for each other at every step (rollout.sleep=always). A random model hardly ever ends a response, so nearly all are
+1,024 tokens long. Figures are medians over all steps but the first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from tools.benchmarks.gpu.engine import write_config
+from tools.benchmarks.gpu.rank import Figure, Options
+
+ROOT = Path(__file__).resolve().parents[3]
+PREFIX = "seconds/"
+
+
+def run(options: Options) -> list[Figure]:
+    with tempfile.TemporaryDirectory(prefix="bench_gpu_") as name:
+        folder = Path(name)
+        settings = settings_of(options, folder)
+        write_inputs(folder, "tiny" if options.tiny else "qwen2.5-1.5b")
+        (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+        command = [sys.executable, "-m", "grpo_mega.cli", "train", str(folder / "config.yaml")]
+        with (folder / "output.txt").open("w") as output:
+            code = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT).returncode
+        if code:
+            lines = (folder / "output.txt").read_text().strip().splitlines()
+            raise RuntimeError(f"the trainer ended with code {code}: {lines[-1] if lines else 'it said nothing'}")
+        return figures((folder / "run" / "metrics.jsonl").read_text().splitlines(), settings)
+
+
+def settings_of(options: Options, folder: Path) -> dict[str, Any]:
+    """The run's config; on a CPU, and where there is no SGLang, with the embedded engine."""
+    has_server = torch.cuda.is_available() and importlib.util.find_spec("sglang") is not None
+    if not has_server:
+        options.say("step: no GPU or no SGLang here: the embedded engine samples, and nothing sleeps")
+    prompts, samples, longest = (2, 2, 8) if options.tiny else (16, 8, 256) if options.quick else (64, 8, 1024)
+    return {
+        "run_dir": str(folder / "run"),
+        "steps": 2 if options.tiny else 4,
+        "model": {"path": str(folder / "model"), "init": "random", "dtype": "bfloat16"},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_length": 64},
+        "rollout": {
+            "engine": "sglang" if has_server else "embedded",
+            "sleep": "always",
+            "max_response_length": longest,
+            "memory_fraction": 0.5,
+            "mismatch_stop": None,
+        },
+        "algorithm": {"group_size": samples, "kl_beta": 0.001},
+        "rewards": {"functions": [{"name": "accuracy"}, {"name": "format"}], "num_workers": 1 if options.tiny else 4},
+        "batch": {"prompts_per_step": prompts, "tokens_per_micro_batch": max(1088, 8 * (longest + 64))},
+        "log": {"progress": False},
+    }
+
+
+def write_inputs(folder: Path, model: str) -> None:
+    """A model folder without weights, whose tokenizer has one token a byte, and sums to do."""
+    sys.path.append(str(ROOT / "examples"))
+    from tiny_random_model import make_tokenizer
+
+    write_config(model, folder / "model")
+    make_tokenizer().save_pretrained(folder / "model", save_jinja_files=False)
+    path = folder / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 1, "pad_token_id": 0}))
+    rng = random.Random(0)
+    pairs = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in range(512)]
+    rows = [json.dumps({"prompt": f"{a}+{b}=?", "answer": str(a + b)}) for a, b in pairs]
+    (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def figures(lines: list[str], settings: dict[str, Any]) -> list[Figure]:
+    """Medians of the phases over all steps but the first, the longest first."""
+    rows = [row for row in map(json.loads, lines) if f"{PREFIX}step" in row][1:]
+    assert rows, "a run of one step has none that counts"
+    names = sorted({name for row in rows for name in row if name.startswith(PREFIX)})
+    medians = {name.removeprefix(PREFIX): statistics.median(row.get(name, 0.0) for row in rows) for name in names}
+    samples = settings["batch"]["prompts_per_step"] * settings["algorithm"]["group_size"]
+    case = f"{samples} samples of {settings['rollout']['max_response_length']}, {settings['rollout']['engine']}"
+    ordered = sorted(medians.items(), key=lambda item: (item[0] != "step", -item[1]))
+    return [Figure("step", case, "whole step" if name == "step" else name, value, "s") for name, value in ordered]

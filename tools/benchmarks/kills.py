@@ -1,0 +1,155 @@
+"""Kills training runs with SIGKILL at random moments, resumes them, and counts how many end as if nothing had happened.
+
+`python tools/benchmarks/kills.py --kills 20 [--layout tp=2] [--jobs 2] [--seed 0]`: each trial starts a small run of its
+own, kills the launcher (its ranks die with it) at a moment drawn over the length of a whole run, resumes, and compares
+every metric (times aside) and every exported weight with an uninterrupted run. The last line is JSON with kills, identical,
+before_checkpoint (killed before anything was saved) and seconds; exit code 1 unless all are identical."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = {
+    "steps": 16,
+    "seed": 3,
+    "model": {"init": "random", "dtype": "float32"},
+    "data": {"max_prompt_length": 32},
+    "rollout": {"max_response_length": 16},
+    "algorithm": {"group_size": 4, "kl_beta": 0.01},
+    "rewards": {"functions": [{"name": "tools.benchmarks.kills.share_of_vowels"}], "num_workers": 1},
+    "batch": {"prompts_per_step": 4, "mini_batches": 2, "tokens_per_micro_batch": 256},
+    "optimizer": {"lr": 1e-3, "schedule": "linear", "warmup_steps": 2},
+    "checkpoint": {"interval": 1},
+    "eval": {"interval": 4},
+    "log": {"progress": False},
+}
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a finished run: its metrics without times, and a checksum of its weights."""
+
+    metrics: tuple[str, ...]
+    weights: str
+
+
+def share_of_vowels(prompt: str, response: str, answer: str, extras: dict[str, object]) -> float:
+    """A reward with a spread on a model that knows nothing."""
+    return sum(c in "aeiou" for c in response) / max(1, len(response))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=4)
+    parser.add_argument("--layout", default="tp=1", help="for example tp=2 or pp=2,dp=2")
+    parser.add_argument("--jobs", type=int, default=2, help="trials at once")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    options = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = write_inputs(folder, options.layout)
+        expected, seconds = whole_run(config, folder / "whole")
+        print(f"an uninterrupted run takes {seconds:.1f} s; killing {options.kills} runs at random moments", flush=True)
+        moments = random.Random(options.seed)
+        trials = [(folder / f"run-{i}", moments.uniform(0.3, 1.2) * seconds) for i in range(options.kills)]
+        with ThreadPoolExecutor(options.jobs) as pool:
+            outcomes = list(pool.map(lambda trial: killed_run(config, *trial, expected), trials))
+    identical = sum(is_identical for is_identical, _ in outcomes)
+    result = {
+        "kills": options.kills,
+        "identical": identical,
+        "before_checkpoint": sum(step == 0 for _, step in outcomes),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    print(json.dumps(result))
+    return 0 if identical == options.kills else 1
+
+
+def write_inputs(folder: Path, layout: str, **model: object) -> Path:
+    """Write model, data and config into `folder`; `model`: fields of config.json that are changed."""
+    subprocess.run([sys.executable, str(ROOT / "examples" / "tiny_random_model.py"), str(folder / "model")], check=True)
+    fields = folder / "model" / "config.json"
+    fields.write_text(json.dumps(json.loads(fields.read_text()) | model))
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    rows = [{"prompt": f"Say {word}.", "answer": word} for word in words]
+    for name, part in (("train", rows[:8]), ("heldout", rows[8:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    config = json.loads(json.dumps(CONFIG))
+    config["model"]["path"] = str(folder / "model")
+    config["data"] |= {name: str(folder / f"{name}.jsonl") for name in ("train", "heldout")}
+    config["layout"] = {key: int(value) for key, value in (part.split("=") for part in layout.split(","))}
+    path = folder / "config.json"  # JSON is YAML
+    path.write_text(json.dumps(config))
+    return path
+
+
+def start(config: Path, run_dir: Path, arguments: list[str], output: int | None = None) -> subprocess.Popen[str]:
+    """A run under way; what it prints goes to `output`, or to a log beside its folder."""
+    command = [sys.executable, "-m", "grpo_mega.cli", "train", str(config), "--set", f"run_dir={run_dir}", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with log_of(run_dir).open("a") as log:
+        to = log if output is None else output
+        return subprocess.Popen(command, stdout=to, stderr=subprocess.STDOUT, env=environment, text=True)
+
+
+def log_of(run_dir: Path) -> Path:
+    return run_dir.with_name(run_dir.name + ".log")
+
+
+def whole_run(config: Path, run_dir: Path) -> tuple[End, float]:
+    began = time.monotonic()
+    finish(start(config, run_dir, []), run_dir)
+    return read_end(run_dir), time.monotonic() - began
+
+
+def killed_run(config: Path, run_dir: Path, moment: float, expected: End) -> tuple[bool, int]:
+    """Tell whether the run ended as expected, and from which step it was resumed (0: from the start)."""
+    process = start(config, run_dir, [])
+    try:
+        process.wait(timeout=moment)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    latest = run_dir / "checkpoints" / "latest"
+    step = int(latest.read_text().strip().removeprefix("step-")) if latest.exists() else 0
+    finish(start(config, run_dir, ["--resume"] if (run_dir / "run.json").exists() else []), run_dir)
+    is_identical = read_end(run_dir) == expected
+    print(f"killed after {moment:.1f} s, resumed after step {step}: {'identical' if is_identical else 'DIFFERS'}", flush=True)
+    return is_identical, step
+
+
+def finish(process: subprocess.Popen[str], run_dir: Path) -> None:
+    if process.wait() != 0:
+        sys.exit(f"{run_dir} ended with code {process.returncode}:\n{log_of(run_dir).read_text()}")
+
+
+def read_end(run_dir: Path) -> End:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open(encoding="utf-8")]
+    kept = tuple(json.dumps({k: v for k, v in row.items() if not k.startswith(("seconds/", "memory/"))}) for row in rows)
+    return End(kept, hashlib.sha256((run_dir / "hf" / "model.safetensors").read_bytes()).hexdigest())
+
+
+def check_same_weights(found: Path, expected: Path) -> None:
+    """Compare two exported folders tensor by tensor and bit by bit; their order in the file may differ."""
+    from safetensors.torch import load_file
+
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (found, expected))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].numpy().tobytes() == theirs[name].numpy().tobytes() for name in theirs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

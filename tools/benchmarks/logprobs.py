@@ -1,0 +1,217 @@
+"""Log-probs and entropies from hidden states, forward and backward: ours beside TRL's and plain log_softmax, on the CPU.
+
+`python tools/benchmarks/logprobs.py` runs each path in a process of its own, at 1,024 tokens x 152,064 vocabulary x 1,024
+hidden in float32. Two processes of one thread each run side by side: threads that wait for one another would count as CPU
+time. All start from the same hidden states, output weight and upstream gradient, compute log-probs and entropies at
+temperature 0.9, and add the gradients of hidden states and weight to buffers that exist before, as a trainer's do: ours
+ops.logprobs.vocab_parallel_logprobs trl what TRL's GRPOTrainer runs on its model's last hidden states
+(trl.kernels.chunked_logprob, in its tiles) trl-full TRL's selective_log_softmax_and_entropy on full logits; its trainer no
+longer does this log_softmax torch.log_softmax on full logits, and the entropy from it without gradient Memory is the
+process's peak above what it had right before, CPU time that of all its threads. --trained is the share of tokens that
+train: of the others TRL's path on a CPU discards what it computed, and ours computes nothing.
+
+The last line is JSON with memory_ratio and cpu_ratio (ours / TRL), memory_ratio_log_softmax and cpu_ratio_log_softmax,
+max_error (ours against float64: log-probs, entropies and hidden gradients of a sample of tokens, relative to the largest), and
+for every path cpu_seconds, seconds and extra_mib (medians) and its max_error. Exit code 2 for arguments that do not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NoReturn
+
+PATHS = ("trl", "ours", "log_softmax", "trl-full")  # the longest first, so that the others fit beside it
+TEMPERATURE = 0.9
+TRL_CHUNK = 32768  # trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE, columns of a tile
+NUM_CHECKED = 8  # tokens
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{message}; see --help\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.child:
+        print(json.dumps(run(options.child, options)))
+        return 0
+    names = options.paths.split(",")
+    order = sorted(set(names), key=PATHS.index)
+    with ThreadPoolExecutor(max_workers=max(1, min(2, (os.cpu_count() or 1) // options.threads))) as lanes:
+        runs = [(name, lanes.submit(in_child, name, options)) for _ in range(options.repeat) for name in order]
+    results = {name: [run.result() for other, run in runs if other == name] for name in order}
+    found = {name: {key: statistics.median(r[key] for r in rs) for key in rs[0]} for name, rs in results.items()}
+    print(f"{options.tokens} tokens x {options.vocab} vocabulary x {options.hidden} hidden, forward and backward, float32")
+    print(f"{'':12}{'extra MiB':>12}{'CPU s':>9}{'s':>9}{'max error':>12}")
+    for name, figures in found.items():
+        print("{:12}{extra_mib:12.1f}{cpu_seconds:9.2f}{seconds:9.2f}{max_error:12.1e}".format(name, **figures))
+    print(json.dumps(summary(found)))
+    return 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--vocab", type=int, default=152_064)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--trained", type=float, default=1.0, help="share of the tokens that train")
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--repeat", type=int, default=1, help="rounds of all paths; medians count")
+    parser.add_argument("--paths", default="ours,trl,log_softmax", help=f"of {','.join(PATHS)}; ours and trl among them")
+    parser.add_argument("--child", choices=PATHS, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    for name in ("tokens", "vocab", "hidden", "threads", "repeat"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}={getattr(options, name)} must be at least 1")
+    if not 0 < options.trained <= 1:
+        parser.error(f"--trained={options.trained} must be above 0 and at most 1")
+    if unknown := set(options.paths.split(",")) - set(PATHS):
+        parser.error(f"--paths: {', '.join(sorted(unknown))} is none of {', '.join(PATHS)}")
+    if missing := {"ours", "trl"} - set(options.paths.split(",")):
+        parser.error(f"--paths={options.paths} lacks {', '.join(sorted(missing))}, which the ratios need; add it")
+    return options
+
+
+def summary(found: dict[str, dict[str, float]]) -> dict[str, Any]:
+    ratios: dict[str, Any] = {}
+    for peer, suffix in (("trl", ""), ("trl-full", "_trl_full"), ("log_softmax", "_log_softmax")):
+        if peer in found:
+            ratios[f"memory_ratio{suffix}"] = round(found["ours"]["extra_mib"] / found[peer]["extra_mib"], 4)
+            ratios[f"cpu_ratio{suffix}"] = round(found["ours"]["cpu_seconds"] / found[peer]["cpu_seconds"], 3)
+    return ratios | {"max_error": found["ours"]["max_error"], "paths": found}
+
+
+def in_child(name: str, options: argparse.Namespace) -> dict[str, float]:
+    kept = ("tokens", "vocab", "hidden", "trained", "threads")
+    arguments = [f"--{key}={getattr(options, key)}" for key in kept]
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", name, *arguments]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(f"the process of {name} ended with code {result.returncode}; see above")
+    figures: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
+    return figures
+
+
+def run(name: str, options: argparse.Namespace) -> dict[str, float]:
+    """One path in this process: a small run first, so that what libraries allocate once is not counted."""
+    import torch
+
+    torch.set_num_threads(options.threads)
+    step(name, *inputs(4, 64, 8, 1.0))
+    hidden, weight, targets, needed, upstream = inputs(options.tokens, options.vocab, options.hidden, options.trained)
+    before, cpu, start = resident_kib("VmRSS"), cpu_seconds(), time.perf_counter()
+    logprobs, entropy = step(name, hidden, weight, targets, needed, upstream)
+    cpu, seconds = cpu_seconds() - cpu, time.perf_counter() - start
+    extra = resident_kib("VmHWM") - before
+    error = max_error(hidden, weight, targets, needed, upstream, logprobs, entropy)
+    return {"extra_mib": extra / 1024, "cpu_seconds": cpu, "seconds": seconds, "max_error": error}
+
+
+def inputs(num_tokens: int, vocab: int, hidden: int, trained: float) -> tuple[Any, ...]:
+    """hidden_TH, weight_VH, both with a buffer of zeros as their gradient, targets_T, needed_T and the log-probs' gradient."""
+    import torch
+
+    torch.manual_seed(0)
+    hidden_TH = torch.randn(num_tokens, hidden).requires_grad_()
+    weight_VH = torch.empty(vocab, hidden).normal_(std=2 / hidden**0.5).requires_grad_()
+    for leaf in (hidden_TH, weight_VH):
+        leaf.grad = torch.empty_like(leaf).fill_(0)  # written to, so that it is there
+    targets_T = torch.randint(0, vocab, (num_tokens,))
+    needed_T = torch.arange(num_tokens) >= round(num_tokens * (1 - trained))  # a prompt, then its response
+    return hidden_TH, weight_VH, targets_T, needed_T, torch.randn(num_tokens) * needed_T
+
+
+def step(name: str, hidden_TH: Any, weight_VH: Any, targets_T: Any, needed_T: Any, upstream_T: Any) -> tuple[Any, Any]:
+    """Log-probs and entropies; the gradients are in the leaves."""
+    import torch
+    from torch.nn.functional import linear
+
+    if name == "ours":
+        from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
+
+        logprobs_T, entropy_T = vocab_parallel_logprobs(
+            hidden_TH,
+            weight_VH,
+            targets_T,
+            vocab_size=len(weight_VH),
+            temperature=TEMPERATURE,
+            with_entropy=True,
+            needed_T=needed_T,
+            weight_grad_VH=weight_VH.grad,
+        )
+    elif name == "trl":
+        from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+        found = ChunkedLogProbFunction.apply(
+            hidden_TH, weight_VH, None, targets_T, TEMPERATURE, TRL_CHUNK, None, 1.0, ("log_probs", "entropy")
+        )
+        logprobs_T, entropy_T = (v.masked_fill(~needed_T, 0) for v in found[:2])
+    elif name == "trl-full":
+        from trl.trainer.utils import selective_log_softmax_and_entropy
+
+        found = selective_log_softmax_and_entropy(
+            linear(hidden_TH, weight_VH)[None], targets_T[None], entropy_requires_grad=False, temperature=TEMPERATURE
+        )
+        logprobs_T, entropy_T = (v[0] for v in found)
+    else:
+        logp_TV = torch.log_softmax(linear(hidden_TH, weight_VH) / TEMPERATURE, dim=-1)
+        logprobs_T = logp_TV.gather(1, targets_T[:, None]).squeeze(1)
+        with torch.no_grad():
+            entropy_T = -(logp_TV.exp() * logp_TV).sum(dim=-1)
+        del logp_TV
+    (logprobs_T * upstream_T).sum().backward()
+    return logprobs_T.detach(), entropy_T.detach()
+
+
+def max_error(
+    hidden_TH: Any, weight_VH: Any, targets_T: Any, needed_T: Any, upstream_T: Any, logprobs_T: Any, entropy_T: Any
+) -> float:
+    """The largest difference of log-probs, entropies and hidden gradients from float64, each relative to its largest value."""
+    import torch
+
+    sample_N = needed_T.nonzero().squeeze(1)
+    sample_N = sample_N[:: max(1, len(sample_N) // NUM_CHECKED)]
+    with torch.no_grad():
+        hidden_NH = hidden_TH[sample_N].double() / TEMPERATURE
+        logits_NV = torch.cat([hidden_NH @ rows.double().t() for rows in weight_VH.split(8192)], dim=1)
+        logp_NV = torch.log_softmax(logits_NV, dim=-1)
+        probabilities = logp_NV.exp()
+        weighted_NH = sum(
+            p @ rows.double() for p, rows in zip(probabilities.split(8192, dim=1), weight_VH.split(8192), strict=True)
+        )
+        expected = [
+            (logprobs_T[sample_N], logp_NV.gather(1, targets_T[sample_N, None]).squeeze(1)),
+            (entropy_T[sample_N], -(probabilities * logp_NV).sum(dim=1)),
+            (
+                hidden_TH.grad[sample_N],
+                (weight_VH[targets_T[sample_N]].double() - weighted_NH) * (upstream_T[sample_N, None] / TEMPERATURE),
+            ),
+        ]
+        return max(float((ours - exact).abs().max() / exact.abs().max()) for ours, exact in expected)
+
+
+def resident_kib(field: str) -> int:
+    """VmRSS, now resident, or VmHWM, the most that ever was; reading the first resets the second."""
+    if field == "VmRSS":
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,169 @@
+"""How long a policy's memory takes to the host and back, beside a plain copy of as many bytes between the same two places.
+
+`python tools/benchmarks/offload.py` makes the storages of a trainer's rank without gradients (which are dropped, not
+copied): the weights, views of one bf16 buffer as Megatron has them, and for each parameter an fp32 master and Adam's two
+moments with storages of their own. What moves them is the trainer's own PolicyMemory: a copy, and memory given back to the
+device and taken again. Beside it one flat tensor of as many bytes is copied to pinned memory and back, with nothing freed.
+Both take turns in the same run; medians count. On a machine without a GPU the same code copies from RAM to RAM, where
+taking new memory costs page faults; the ratios' target of 1.2 is for a GPU.
+
+--gib is how much moves: whole layers of --model (of 14 bytes a parameter), and its embedding where half is enough for that.
+The last line is JSON with offload_ratio and onload_ratio (ours / plain), gib, device, num_storages, seconds of each (medians)
+and met (null without a GPU). Exit code 1 if a bit changed on the way, 2 for arguments that do not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from grpo_mega.errors import ConfigError
+from grpo_mega.hardware import device as devices
+from grpo_mega.megatron.offload import PolicyMemory, storages_of
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.layout import MegatronLayout, megatron_rank_shards
+from grpo_mega.weights.spec import ModelShape
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it starts as `python tools/benchmarks/offload.py`
+
+from tools.benchmarks.gpu.models import MODELS, layer_parameters, shape_of
+
+TARGET = 1.2
+NUMBERS = 251  # which bf16 tells apart
+BYTES_A_PARAMETER = 2 + 3 * 4
+DEFAULTS = {"cpu": ("qwen2.5-0.5b", 1.0), "cuda": ("qwen2.5-1.5b", 8.0)}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{message}; see --help\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        device = devices.select(options.device, 0)
+        usual_model, usual_gib = DEFAULTS[device.type]
+        sizes = parameter_sizes(shape_of(options.model or usual_model), int((options.gib or usual_gib) * 2**30))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    weights, state = make(sizes, device.torch_device)
+    found = measure(weights, state, device, options.repeat)
+    is_whole = all(bool((t == number % NUMBERS).all()) for number, t in enumerate([*weights, *state]))
+    report(found, device, sum(sizes) * BYTES_A_PARAMETER / 2**30, len(storages_of([*weights, *state])))
+    if not is_whole:
+        print("what came back is not what went", file=sys.stderr)
+    return 0 if is_whole else 1
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--model", choices=sorted(MODELS), help="default: qwen2.5-1.5b on a GPU, qwen2.5-0.5b elsewhere")
+    parser.add_argument("--gib", type=float, help="default: 8 on a GPU, 1 elsewhere")
+    parser.add_argument("--repeat", type=int, default=5, help="rounds of both; medians count")
+    options = parser.parse_args(arguments)
+    if options.gib is not None and not options.gib > 0:
+        parser.error(f"--gib={options.gib} must be above 0")
+    if options.repeat < 1:
+        parser.error(f"--repeat={options.repeat} must be at least 1")
+    return options
+
+
+def parameter_sizes(shape: ModelShape, num_bytes: int) -> list[int]:
+    """Elements of each parameter that fits. Raises ConfigError if not one layer does."""
+    limit = num_bytes // BYTES_A_PARAMETER
+    holding = megatron_rank_shards(family_of(shape.model_type), shape, MegatronLayout(), 0)
+    sizes = {name: _size(local.shape) for name, local in holding.items()}
+    layers = [[n for name, n in sizes.items() if f".layers.{i}." in name] for i in range(shape.num_layers)]
+    embedding = [n for name, n in sizes.items() if ".layers." not in name]
+    found = embedding if sum(embedding) <= limit // 2 else []
+    for layer in layers:
+        if sum(found) + sum(layer) <= limit:
+            found = found + layer
+    if not found:
+        need = layer_parameters(shape) * BYTES_A_PARAMETER / 2**30
+        raise ConfigError(
+            f"--gib={num_bytes / 2**30:.4g} does not hold a layer of {need:.2f} GiB; raise it or use a smaller --model"
+        )
+    return found
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    total = 1
+    for n in shape:
+        total *= n
+    return total
+
+
+def make(sizes: list[int], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights and optimizer state, every tensor full of its own number."""
+    buffer = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device)
+    weights = list(buffer.split(sizes))
+    state = [torch.empty(n, dtype=torch.float32, device=device) for n in sizes for _ in range(3)]
+    for number, tensor in enumerate([*weights, *state]):
+        tensor.fill_(number % NUMBERS)
+    return weights, state
+
+
+def measure(weights: list[Tensor], state: list[Tensor], device: devices.Device, repeat: int) -> dict[str, float]:
+    """Median seconds of each act; the first round, in which host memory is taken, does not count."""
+    memory = PolicyMemory((), lambda: weights, lambda: state, is_cuda=device.is_cuda)
+    num_bytes = sum(s.nbytes() for s in storages_of([*weights, *state]))
+    flat = torch.ones(num_bytes, dtype=torch.uint8, device=device.torch_device)
+    host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.is_cuda)
+
+    def offload() -> None:
+        memory.offload_optimizer()
+        memory.offload_weights()
+
+    def onload() -> None:
+        memory.onload()
+        memory.onload_optimizer()
+
+    acts: dict[str, Callable[[], object]] = {
+        "offload": offload,
+        "plain_offload": lambda: host.copy_(flat, non_blocking=True),
+        "onload": onload,
+        "plain_onload": lambda: flat.copy_(host, non_blocking=True),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in acts}
+    for number in range(repeat + 1):
+        for name, act in acts.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            act()
+            torch.cuda.synchronize()
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def report(seconds: dict[str, float], device: devices.Device, gib: float, num_storages: int) -> None:
+    ratios = {name: seconds[name] / seconds[f"plain_{name}"] for name in ("offload", "onload")}
+    where = torch.cuda.get_device_name() if device.is_cuda else "CPU: from RAM to RAM, which no target speaks of"
+    print(f"{gib:.2f} GiB in {num_storages} storages, {where}")
+    print(f"{'':10}{'ours, s':>10}{'GiB/s':>8}{'plain, s':>10}{'GiB/s':>8}{'ratio':>8}")
+    for name, ratio in ratios.items():
+        ours, plain = seconds[name], seconds[f"plain_{name}"]
+        print(f"{name:10}{ours:10.3f}{gib / ours:8.1f}{plain:10.3f}{gib / plain:8.1f}{ratio:8.2f}")
+    is_met = max(ratios.values()) <= TARGET if device.is_cuda else None
+    if is_met is not None:
+        print(f"target: at most {TARGET} times the plain copy; {'met' if is_met else 'missed'}")
+    result: dict[str, object] = {f"{name}_ratio": round(ratio, 4) for name, ratio in ratios.items()}
+    result |= {"gib": round(gib, 4), "device": device.type, "num_storages": num_storages, "met": is_met}
+    print(json.dumps(result | {"seconds": {name: round(value, 6) for name, value in seconds.items()}}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""Measure what oversampling with abort of stragglers gains and how it biases the kept samples, both in one run.
+
+`python tools/benchmarks/oversampling.py` samples phases of --prompts whole groups with a tiny random model, whose responses
+have lengths with a geometric tail (mean --mean-length, cut at --max-length). Each round is a step of its own: first all
+prompts that the largest factor begins, all to the end; then, for each factor of --factors, a phase that begins factor *
+prompts and aborts the rest once enough groups are done, in turn and with the same random streams. Engine, phase and abort
+are the product's own.
+
+Gain: seconds of a phase without oversampling by seconds with it (median over rounds), and the same in tokens decoded one after
+the other, which no other process disturbs. Bias: what goes on against all that was begun, both from the run to the end: mean
+response length, mean of a reward that falls with the length (1 up to --mean-length tokens), and of a control, which does not
+depend on it (share of even tokens before the last). Waste: tokens thrown away, of all that were sampled.
+
+--engine sglang starts a real server (on a CPU about 20 s). It draws from one stream for all, so that there what goes on is
+compared with another draw, more roughly, and `identical` and the gain in tokens are null. The last line is JSON. Exit code 1 if
+a kept sample differs from the one of the run to the end, 2 for arguments that do not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed import HashStore
+from transformers import Qwen2Config
+
+from grpo_mega.config import RolloutConfig
+from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.errors import EngineError
+from grpo_mega.hardware.device import Device
+from grpo_mega.rollout.embedded.engine import EmbeddedEngine
+from grpo_mega.rollout.engine import Engine, Sampling
+from grpo_mega.rollout.phase import Economy, Phase, sample
+from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.spec import ModelShape
+
+VOCAB = 256
+CONFIG = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+PROMPT_LENGTH = 16
+DEADLINE_S = 600.0
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{message}; see --help\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder, engine_of(options, Path(folder)) as engine:
+            bench = Bench(engine, options)
+            bench.round(-1, [1.0])  # what is allocated and imported once does not count
+            rounds = [bench.round(step, options.factors) for step in range(options.rounds)]
+    except EngineError as error:
+        print(error, file=sys.stderr)
+        return 2
+    found = summary(rounds, options)
+    show(found, options)
+    print(json.dumps(found))
+    return 1 if found["identical"] is False else 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
+    parser.add_argument("--factors", default="1.25,1.5,2.0", help="values of rollout.oversample; 1 is always among them")
+    parser.add_argument("--prompts", type=int, default=16, help="groups that a phase wants")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--mean-length", type=int, default=48, help="of a response, in tokens")
+    parser.add_argument("--max-length", type=int, default=448)
+    parser.add_argument("--rounds", type=int, default=4)
+    options = parser.parse_args(arguments)
+    for name in ("prompts", "group_size", "rounds", "max_length"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}={getattr(options, name)} must be at least 1")
+    if not 2 <= options.mean_length <= VOCAB:
+        parser.error(f"--mean-length={options.mean_length} must be from 2 to {VOCAB}")
+    try:
+        factors = sorted({1.0, *map(float, options.factors.split(","))})
+    except ValueError:
+        parser.error(f"--factors={options.factors} must be numbers, as in 1.25,1.5,2.0")
+    if not 1 <= factors[0] <= factors[-1] <= 16:
+        parser.error(f"--factors={options.factors} must be from 1 to 16")
+    options.factors = factors
+    return options
+
+
+class Bench:
+    def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
+        self.engine, self.options = engine, options
+        self.rendezvous, self.economy = Rendezvous(HashStore(), 0, 1), Economy()
+        numbers = random.Random(0)
+        self.prompts = [
+            Prompt(i, "", tuple(numbers.randrange(VOCAB) for _ in range(PROMPT_LENGTH)), "")
+            for i in range(begun(options.factors[-1], options.prompts))
+        ]
+        # Random models give all tokens nearly the same probability.
+        stops = frozenset(range(1, 1 + round(VOCAB / options.mean_length)))
+        self.sampling = Sampling(options.group_size, 1.0, options.max_length, stops)
+
+    def round(self, step: int, factors: Sequence[float]) -> dict[str, Any]:
+        """By factor the seconds of its phase, and what went on of what was begun."""
+        whole = self.phase(step + 1, len(self.prompts), len(self.prompts)).mine
+        found: dict[str, Any] = {"lengths": [s.response_len for s in samples_of(whole.values())]}
+        for factor in factors:
+            num_begun = begun(factor, self.options.prompts)
+            began = time.monotonic()
+            phase = self.phase(step + 1, num_begun, self.options.prompts)
+            seconds = time.monotonic() - began
+            everything = {place: whole[place] for place in range(num_begun)}
+            found[str(factor)] = {
+                "seconds": seconds,
+                "tokens_in_turn": sorted(map(longest, everything.values()))[self.options.prompts - 1],
+                "identical": all(same(group, whole[place]) for place, group in phase.mine.items()),
+                "kept": means(phase.mine.values(), self.options),
+                "all": means(everything.values(), self.options),
+            } | self.economy.lap()
+        return found
+
+    def phase(self, step: int, num_begun: int, wanted: int) -> Phase:
+        return sample(
+            self.engine,
+            self.rendezvous,
+            self.prompts[:num_begun],
+            self.sampling,
+            step=step,
+            on_sample=lambda _: None,
+            wanted=wanted,
+            deadline_s=DEADLINE_S,
+            mend=self.check,
+            economy=self.economy,
+        )
+
+    def check(self, _: int) -> None:
+        if self.engine.failure:
+            raise EngineError(self.engine.failure)
+
+
+@contextmanager
+def engine_of(options: argparse.Namespace, folder: Path) -> Iterator[Engine]:
+    config = Qwen2Config(**CONFIG, max_position_embeddings=2 * (PROMPT_LENGTH + options.max_length))
+    shape = ModelShape.from_hf_config(config.to_dict())
+    num_sequences = begun(options.factors[-1], options.prompts) * options.group_size
+    if options.engine == "embedded":
+        device = Device("cpu", torch.device("cpu"))
+        yield EmbeddedEngine(
+            config,
+            family_of(shape.model_type),
+            shape,
+            torch.float32,
+            device,
+            num_sequences,
+            rank=0,
+            world_size=1,
+            prove=False,
+        )
+        return
+    engine = server(config, options, num_sequences, folder)
+    try:
+        engine.wait_until_ready()
+        yield engine
+    finally:
+        engine.close()
+
+
+def server(config: Qwen2Config, options: argparse.Namespace, num_sequences: int, folder: Path) -> Engine:
+    from grpo_mega.rollout.sglang.buckets import HostBuckets
+    from grpo_mega.rollout.sglang.engine import Options, SGLangEngine
+    from grpo_mega.rollout.sglang.link import Limits
+    from grpo_mega.rollout.sglang.server import ServerSettings
+    from grpo_mega.rollout.sglang.update import LOADER, Place
+    from grpo_mega.weights.layout import ShardLayout
+
+    model = folder / "model"
+    model.mkdir()
+    fields = config.to_dict() | {"architectures": ["Qwen2ForCausalLM"], "eos_token_id": 1, "dtype": "float32"}
+    (model / "config.json").write_text(json.dumps(fields))
+    longest = PROMPT_LENGTH + options.max_length
+    settings = ServerSettings(
+        model_path=model,
+        folder=folder,
+        tp=1,
+        dtype="float32",
+        device_type="cpu",
+        base_gpu_id=0,
+        context_length=longest + 1,
+        max_running_requests=num_sequences,
+        max_total_tokens=num_sequences * longest + 256,
+        memory_fraction=None,
+        seed=0,
+        has_memory_saver=False,
+        cores=(0, 1),
+        weight_loader=LOADER,
+        extra={},
+    )
+    limits = Limits(num_sequences, start_deadline_s=DEADLINE_S, stall_deadline_s=DEADLINE_S)
+    settled = Options(limits, num_engines=1, prove=False, on_wait=lambda _: None)
+    return SGLangEngine(settings, settled, Place(0, 0, 1, 0), ShardLayout(((),)), Rendezvous(HashStore(), 0, 1), HostBuckets())
+
+
+def begun(factor: float, prompts: int) -> int:
+    return RolloutConfig(oversample=factor).num_begun(prompts)
+
+
+def samples_of(groups: Any) -> list[Sample]:
+    return [s for group in groups for s in group.samples]
+
+
+def longest(group: Group) -> int:
+    return max(s.response_len for s in group.samples)
+
+
+def same(found: Group, expected: Group) -> bool:
+    return [s.response_ids for s in found.samples] == [s.response_ids for s in expected.samples]
+
+
+def means(groups: Any, options: argparse.Namespace) -> dict[str, float]:
+    samples = samples_of(groups)
+    values = {
+        "length": [s.response_len for s in samples],
+        "reward": [float(s.response_len <= options.mean_length) for s in samples],
+        "control": [statistics.fmean(t % 2 == 0 for t in s.response_ids[:-1]) for s in samples if s.response_len > 1],
+    }
+    return {name: statistics.fmean(value or [0.0]) for name, value in values.items()}
+
+
+def summary(rounds: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    is_seeded = options.engine == "embedded"
+    lengths = sorted(length for one in rounds for length in one["lengths"])
+    by_factor = {}
+    for factor in map(str, options.factors):
+        phases, plain = [one[factor] for one in rounds], [one["1.0"] for one in rounds]
+
+        def gain(key: str, phases: list[Any] = phases, plain: list[Any] = plain) -> float:
+            return round(statistics.median(before[key] / now[key] for before, now in zip(plain, phases, strict=True)), 3)
+
+        def mean(part: str, key: str, phases: list[Any] = phases) -> float:
+            return statistics.fmean(phase[part][key] for phase in phases)
+
+        kept, aborted = (sum(p.get(f"rollout/{name}_tokens", 0) for p in phases) for name in ("kept", "aborted"))
+        by_factor[factor] = {
+            "seconds": round(statistics.median(phase["seconds"] for phase in phases), 3),
+            "gain": gain("seconds"),
+            "gain_in_tokens": gain("tokens_in_turn") if is_seeded else None,
+            "waste": round(aborted / max(1, kept + aborted), 3),
+        }
+        for key in ("length", "reward", "control"):
+            by_factor[factor] |= {f"{key}_all": round(mean("all", key), 4), f"{key}_kept": round(mean("kept", key), 4)}
+        by_factor[factor]["length_bias"] = round(mean("kept", "length") / mean("all", "length") - 1, 4)
+    return {
+        "engine": options.engine,
+        "identical": all(one[str(f)]["identical"] for one in rounds for f in options.factors) if is_seeded else None,
+        "length_percentiles": {str(p): lengths[min(len(lengths) - 1, len(lengths) * p // 100)] for p in (50, 90, 99)},
+        "factors": by_factor,
+    }
+
+
+def show(found: dict[str, Any], options: argparse.Namespace) -> None:
+    print(f"{options.prompts} groups of {options.group_size}; response lengths by percentile {found['length_percentiles']}")
+    print(f"{'oversample':>10}{'s':>8}{'gain':>7}{'in tokens':>11}{'waste':>7}{'length':>15}{'reward':>16}{'control':>16}")
+    for factor, f in found["factors"].items():
+        pairs = "".join(f"{f[f'{key}_all']:>9.{d}f} ->{f[f'{key}_kept']:6.{d}f}"[-16:] for key, d in LOOKS)
+        in_tokens = "" if f["gain_in_tokens"] is None else f"{f['gain_in_tokens']:.2f}"
+        print(f"{factor:>10}{f['seconds']:8.2f}{f['gain']:7.2f}{in_tokens:>11}{f['waste']:7.2f}{pairs}")
+
+
+LOOKS = (("length", 1), ("reward", 3), ("control", 3))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

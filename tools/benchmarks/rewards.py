@@ -1,0 +1,276 @@
+"""Verdicts per second of the reward pool, beside plain math-verify and TRL's accuracy reward, with the same verdicts.
+
+    python tools/benchmarks/rewards.py [--cases 2000] [--workers 2] [--hangs 6] [--seed 0]
+
+The corpus is built from the seed: groups of 8 responses to a question, as a rollout has them. Three quarters have answers as
+GSM8K's (integers, prices, thousands) or plain numbers of MATH (fractions, decimals, percentages), a quarter expressions of MATH
+(roots, polynomials, pairs, intervals, sets). Of the responses about half are right, in one of several forms; the others have
+one of a few wrong answers, or none. Each of the three is a warm process that sees each case once: they take the corpus in
+turns, in slices of whole groups; rates are medians over slices, without the time that it takes to reach a peer's process. Then
+`--hangs` responses on which math-verify does not end are scored with a deadline of 1 s.
+
+The last line is JSON: speedup (over the faster of the two peers), by kind as well; verdict_changes (cases of the whole corpus
+on which the pool and math-verify differ, listed above it); hang_ratio (wall time to what so many deadlines take on so many
+workers). The exit code is 1 above 0 changes, below 20x, or above 1.2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import pickle
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.rewards.workers.pool import RewardPool
+
+GROUP_SIZE = 8
+SLICES = 5
+DEADLINE_S = 1.0
+HANGING = ("9^{9^{9^{9}}}", "123456789^{987654321^{12345}}")
+WARM_UP_SEED = 1_000_003
+
+Judge = Callable[[Sequence["Case"]], tuple[list[bool], float]]  # verdicts, and the seconds that they took
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str  # "number" or "expression"
+    gold: str
+    response: str
+
+
+def build_corpus(num_cases: int, seed: int) -> list[Case]:
+    """Groups of GROUP_SIZE responses; the same for the same seed."""
+    rng = random.Random(seed)
+    cases: list[Case] = []
+    while len(cases) < num_cases:
+        kind = "expression" if rng.random() < 0.25 else "number"
+        gold, right, wrong = (_expression if kind == "expression" else _number)(rng)
+        cases += [Case(kind, gold, _response(rng, right, wrong)) for _ in range(GROUP_SIZE)]
+    return cases[:num_cases]
+
+
+def _number(rng: random.Random) -> tuple[str, list[str], list[str]]:
+    """The gold answer, ways to write it, and wrong ones."""
+    form = rng.choice(("integer", "integer", "thousands", "fraction", "decimal", "percent"))
+    if form in ("integer", "thousands"):
+        value = rng.randint(-50, 400) if form == "integer" else rng.randint(1000, 2_000_000)
+        wrong = [str(value + d) for d in rng.sample([-10, -2, -1, 1, 3, 10], 3)]
+        return str(value), [str(value), f"{value:,}", f"{value}.0"], wrong
+    if form == "fraction":
+        ratio = Fraction(rng.randint(1, 40), rng.choice((3, 7, 9, 11, 12, 13)))
+        n, d = ratio.numerator, ratio.denominator
+        right = [rf"\frac{{{n}}}{{{d}}}", f"{n}/{d}", rf"\dfrac{{{2 * n}}}{{{2 * d}}}"]
+        return rf"\frac{{{n}}}{{{d}}}", right, [rf"\frac{{{n + 1}}}{{{d}}}", f"{n}/{d + 1}", str(n)]
+    if form == "decimal":
+        cents = rng.randint(101, 99_999)
+        text = f"{cents / 100:.2f}"
+        return text, [text, rf"\frac{{{cents}}}{{100}}"], [f"{(cents + d) / 100:.2f}" for d in (10, -1, 100)]
+    percent = rng.randint(1, 99)
+    return rf"{percent}\%", [rf"{percent}\%", str(percent)], [rf"{percent + 1}\%", str(percent + 10), rf"{100 - percent + 1}\%"]
+
+
+def _expression(rng: random.Random) -> tuple[str, list[str], list[str]]:
+    a, b, c = rng.randint(2, 9), rng.randint(1, 9), rng.choice((2, 3, 5, 7))
+    forms = {
+        "root": (
+            rf"{a}\sqrt{{{c}}}",
+            [rf"{a}\sqrt{{{c}}}", rf"\sqrt{{{a * a * c}}}"],
+            [rf"{a + 1}\sqrt{{{c}}}", rf"{a}\sqrt{{{c + 4}}}"],
+        ),
+        "polynomial": (
+            f"{a}x^2+{b}x+{c}",
+            [f"{a}x^2+{b}x+{c}", f"{c}+{b}x+{a}x^2"],
+            [f"{a}x^2-{b}x+{c}", f"{a + 1}x^2+{b}x+{c}"],
+        ),
+        "pair": (f"({a},{-b})", [f"({a},{-b})", f"({a}, {-b})"], [f"({-b},{a})", f"({a},{b})"]),
+        "interval": (
+            rf"[{-a},{b})",
+            [rf"[{-a},{b})", rf"[{-a}, {b})"],
+            [rf"({-a},{b})", rf"[{-a},{b + 1})"],
+        ),
+        "set": (
+            rf"\{{{a},{a + b}\}}",
+            [rf"\{{{a},{a + b}\}}", rf"\{{{a + b},{a}\}}"],
+            [rf"\{{{a},{a + b + 1}\}}", rf"\{{{a + b}\}}"],
+        ),
+        "pi": (
+            rf"\frac{{{a}\pi}}{{{c}}}",
+            [rf"\frac{{{a}\pi}}{{{c}}}", rf"\frac{{{a}}}{{{c}}}\pi"],
+            [rf"{a}\pi", rf"\frac{{\pi}}{{{c}}}"],
+        ),
+    }
+    return forms[rng.choice(list(forms))]
+
+
+def _response(rng: random.Random, right: Sequence[str], wrong: Sequence[str]) -> str:
+    thought = " ".join(
+        f"Step {i}: we have {rng.randint(2, 99)} and {rng.randint(2, 99)} more." for i in range(1, rng.randint(4, 30))
+    )
+    if rng.random() < 0.04:
+        return thought
+    answer = rng.choice(right) if rng.random() < 0.5 else rng.choice(wrong)
+    return rf"{thought} So the answer is $\boxed{{{answer}}}$."
+
+
+def by_math_verify(cases: Sequence[Case]) -> list[bool]:
+    from math_verify import parse, verify
+
+    return [bool(verify(parse(rf"$\boxed{{{case.gold}}}$"), parse(case.response))) for case in cases]
+
+
+def by_trl(cases: Sequence[Case]) -> list[bool]:
+    from trl.rewards import accuracy_reward
+
+    completions = [[{"role": "assistant", "content": case.response}] for case in cases]
+    return [bool(value) for value in accuracy_reward(completions, [rf"$\boxed{{{case.gold}}}$" for case in cases])]
+
+
+def by_pool(pool: RewardPool, cases: Sequence[Case]) -> list[bool]:
+    for key, case in enumerate(cases):
+        pool.submit(key, "", case.response, rf"\boxed{{{case.gold}}}", {})
+    results = pool.collect()
+    return [results[key].total == 1.0 for key in range(len(cases))]
+
+
+PEERS = {"math-verify": by_math_verify, "TRL": by_trl}
+
+
+class Peer:
+    """One of PEERS in a process of its own, so that none profits from what another has parsed; a context manager."""
+
+    def __init__(self, name: str) -> None:
+        command = [sys.executable, str(Path(__file__).resolve()), "--judge", name]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def __enter__(self) -> Judge:
+        return self._judge
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _judge(self, cases: Sequence[Case]) -> tuple[list[bool], float]:
+        assert self._process.stdin and self._process.stdout
+        pickle.dump([(case.kind, case.gold, case.response) for case in cases], self._process.stdin)
+        self._process.stdin.flush()
+        verdicts, seconds = pickle.load(self._process.stdout)
+        return verdicts, seconds
+
+
+def serve_peer(name: str) -> None:
+    """The peer's process: lists of cases from standard input until its end, verdicts and seconds to standard output."""
+    for logger in ("math_verify", "latex2sympy2_extended"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)
+    with contextlib.suppress(EOFError):
+        while True:
+            cases = [Case(*fields) for fields in pickle.load(sys.stdin.buffer)]
+            found = timed(PEERS[name], cases)
+            pickle.dump(found, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+
+
+def timed(judge: Callable[[Sequence[Case]], list[bool]], cases: Sequence[Case]) -> tuple[list[bool], float]:
+    """Return the judge's verdicts on the cases, and the seconds that it took."""
+    began = time.perf_counter()
+    verdicts = judge(cases)
+    return verdicts, time.perf_counter() - began
+
+
+def main() -> int:
+    options = _options()
+    if options.judge:
+        serve_peer(options.judge)
+        return 0
+    corpus = build_corpus(options.cases, options.seed)
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(RewardPool([("accuracy", 1.0)], options.workers, 30.0))
+        judges: dict[str, Judge] = {name: stack.enter_context(Peer(name)) for name in PEERS}
+        pool.wait_until_ready()
+        judges["ours"] = lambda cases: timed(lambda some: by_pool(pool, some), cases)
+        for judge in judges.values():  # imports and tables
+            judge(build_corpus(GROUP_SIZE, WARM_UP_SEED))
+        rates, verdicts = _measure(judges, corpus)
+    changes = [case for case, a, b in zip(corpus, verdicts["math-verify"], verdicts["ours"], strict=True) if a != b]
+    for case in changes[:20]:
+        print(f"math-verify and we differ: gold {case.gold!r}, response ...{case.response[-60:]!r}")
+    for kind, found in rates.items():
+        print(f"{kind:11} " + "  ".join(f"{name} {rate:9.0f}/s" for name, rate in found.items()))
+    speedups = {kind: found["ours"] / max(found[name] for name in PEERS) for kind, found in rates.items()}
+    result: dict[str, Any] = {
+        "speedup": round(speedups["all"], 1),
+        "speedup_numbers": round(speedups["number"], 1),
+        "speedup_expressions": round(speedups["expression"], 1),
+        "verdict_changes": len(changes),
+        "hang_ratio": round(_hang_ratio(options.hangs, options.workers), 3),
+        "cases": len(corpus),
+        "right": sum(verdicts["math-verify"]),
+        "workers": options.workers,
+    }
+    print(json.dumps(result))
+    return 0 if result["speedup"] >= 20 and not changes and result["hang_ratio"] <= 1.2 else 1
+
+
+def _measure(judges: dict[str, Judge], corpus: Sequence[Case]) -> tuple[dict[str, dict[str, float]], dict[str, list[bool]]]:
+    """Return verdicts per second by kind ("all", too) and judge; and all verdicts, in the corpus's order."""
+    seconds: dict[str, dict[str, list[float]]] = {
+        kind: {name: [] for name in judges} for kind in ("number", "expression", "all")
+    }
+    verdicts: dict[str, dict[int, bool]] = {name: {} for name in judges}
+    groups = [range(first, min(first + GROUP_SIZE, len(corpus))) for first in range(0, len(corpus), GROUP_SIZE)]
+    for part in range(SLICES):
+        places = [place for group in groups[part::SLICES] for place in group]
+        of_kind = {kind: [i for i in places if corpus[i].kind == kind] for kind in ("number", "expression")}
+        for name, judge in judges.items():
+            total = 0.0
+            for kind, members in of_kind.items():
+                found, took = judge([corpus[i] for i in members])
+                verdicts[name] |= dict(zip(members, found, strict=True))
+                total += took
+                if members:
+                    seconds[kind][name].append(took / len(members))
+            if places:
+                seconds["all"][name].append(total / len(places))
+    rates = {
+        kind: {name: 1 / statistics.median(values or [1.0]) for name, values in found.items()}
+        for kind, found in seconds.items()
+    }
+    return rates, {name: [found[i] for i in range(len(corpus))] for name, found in verdicts.items()}
+
+
+def _hang_ratio(num_hangs: int, workers: int) -> float:
+    with RewardPool([("accuracy", 1.0)], workers, DEADLINE_S) as pool:
+        pool.wait_until_ready()
+        began = time.perf_counter()
+        for key in range(num_hangs):
+            pool.submit(key, "", rf"\boxed{{{HANGING[key % len(HANGING)]}+{key}}}", r"\boxed{x+1}", {})
+        results = pool.collect()
+        took = time.perf_counter() - began
+    verdicts = [result.verdicts["accuracy"] for result in results.values()]
+    assert verdicts == ["timeout"] * num_hangs, f"some of the hanging responses were judged: {verdicts}"
+    return took / (DEADLINE_S * -(-num_hangs // workers))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--hangs", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--judge", choices=tuple(PEERS), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

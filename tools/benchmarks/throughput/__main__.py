@@ -1,0 +1,248 @@
+"""Measure where a training step's time goes: `python tools/benchmarks/throughput CONFIG [--steps N] [--synthetic [LENGTHS]]`.
+
+Runs the trainer's own steps as `grpo-mega train CONFIG` would, in any layout (it starts the ranks of the layout, or is one of
+them under torchrun), and prints by phase: seconds, what the planner says, share, tokens/s, TFLOP/s, MFU, peak memory. Nothing
+is evaluated or exported, and the run's folder is left alone: RUN_DIR-throughput is made and removed. Without CONFIG it is the
+quickstart's recipe on a model with random weights, with a checkpoint every other step.
+
+--synthetic: no sampling. Responses of random tokens with lengths from a distribution (fixed:512, uniform:16,1024,
+lognormal:mean=256,sigma=0.8,max=1024 or file:LIST.json; by default log-normal with a mean of a quarter of the longest) and
+random rewards that make every group train; all after sampling is the real thing, the engine's weights too. sample and reward
+are then "-", and the step is what is left. CONFIG stands before it.
+
+seconds    mean over ranks and measured steps, so that phases sum to the step; median and quartiles are of the steps
+idle       waiting for other ranks, taken out of the phase it was in: meetings of ranks, and neighbours in a pipeline (with the
+           transfer); not what hides in collectives of tensors, nor the pipeline's where layout.vpp is above 1
+reward     scoring after sampling has ended; what happens meanwhile is free
+tokens/s   of prompts and responses, and for sample of responses; TFLOP/s and MFU by the model's FLOPs (observe/flops.py)
+GiB        most that a rank held: its process on a CPU, its tensors on a GPU
+
+--against FILE compares with an earlier --out FILE: a phase is the same if medians differ by less than 5 % or the quartiles
+overlap. Files of other settings are refused, unless only the layout differs. The last line is JSON. Exit code 1 if phases and
+wall time are more than 2 % apart, 2 for what its user can fix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from grpo_mega import config as configs
+from grpo_mega import paths
+from grpo_mega.cli import CLAIMED, EXIT_INTERRUPTED, EXIT_USER_ERROR, check_world_size
+from grpo_mega.config import Config
+from grpo_mega.distributed.launch import only_rank, run_ranks
+from grpo_mega.errors import ConfigError, UserError
+from grpo_mega.hardware.cards import CARDS
+from grpo_mega.run import folder as run_folder
+from grpo_mega.validation import preflight
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python tools/benchmarks/throughput`
+
+from tools.benchmarks.throughput import compare, synthetic
+from tools.benchmarks.throughput.result import problem, result, settings
+from tools.benchmarks.throughput.text import table
+
+ROOT = Path(__file__).resolve().parents[3]
+RAW_FILE = "throughput.json"  # in the run's folder: what the ranks measured
+FOLDER = "GRPO_MEGA_THROUGHPUT"  # set for ranks that we started: the config.yaml that they are to run
+HEADLINE = ("checkpoint.interval=2", "model.init=random")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USER_ERROR, f"{message}; see --help\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if arguments is None else arguments
+    options = parse(argv)
+    try:
+        return run(options, argv)
+    except UserError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="as for grpo-mega train; else the quickstart's")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides a value of the file")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="that count; default: 5")
+    parser.add_argument("--warmup", type=int, default=1, metavar="N", help="steps before them; default: 1")
+    parser.add_argument("--synthetic", nargs="?", const="", metavar="LENGTHS", help="no sampling: random responses")
+    parser.add_argument("--gpu", choices=sorted(CARDS), help="card to predict for; default: the one here")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON there")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with a file written by --out")
+    options = parser.parse_args(arguments)
+    for name, least in (("steps", 1), ("warmup", 0)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name}={getattr(options, name)} must be at least {least}")
+    return options
+
+
+def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    if FOLDER in os.environ:
+        config = configs.load(Path(os.environ[FOLDER]))
+        measure(config, options)
+        return 0
+    before = None if options.against is None else compare.read(options.against)
+    if options.out is not None and not options.out.absolute().parent.is_dir():
+        raise ConfigError(f"--out={options.out}: its folder does not exist; make it, or name another file")
+    with recipe(options) as config:
+        lengths = lengths_of(config, options)
+        drawn = None if lengths is None else lengths.text
+        if before is not None:
+            compare.check(settings(config, drawn), before, options.against)
+        if os.environ.get("RANK", "0") != "0":
+            measure(config, options)
+            return 0
+        raw, code = claimed(config, options, argv)
+        if raw is None:
+            return code
+        found = result(raw, config, drawn, options.gpu)
+    if before is not None:
+        found["against"] = {
+            "file": str(options.against),
+            "differs": compare.differing(found, before),
+            "phases": compare.compare(found, before),
+        }
+    return tell(found, options)
+
+
+def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
+    """Prints and writes; returns the exit code."""
+    print("\n" + "\n".join(table(found)))
+    wrong = problem(found)
+    if options.out is not None:
+        options.out.write_text(json.dumps(found) + "\n")
+    if wrong:
+        print(wrong, file=sys.stderr)
+    print(json.dumps(found), flush=True)
+    return 1 if wrong else 0
+
+
+@contextmanager
+def recipe(options: argparse.Namespace) -> Iterator[Config]:
+    """The config to measure, in a folder of its own."""
+    if options.config is not None:
+        yield settled(configs.load(options.config, options.set), options)
+        return
+    if "RANK" in os.environ:
+        raise ConfigError("CONFIG is missing, and ranks of torchrun share no temporary folder; name a config")
+    with tempfile.TemporaryDirectory(prefix="bench_throughput_") as name:
+        folder = Path(name)
+        write_task(folder)
+        paths = {
+            "run_dir": folder / "run",
+            "model.path": folder / "model",
+            "data.train": folder / "train.jsonl",
+            "data.heldout": folder / "heldout.jsonl",
+        }
+        overrides = [f"{key}={path}" for key, path in paths.items()]
+        yield settled(configs.load(ROOT / "examples" / "quickstart.yaml", [*overrides, *HEADLINE, *options.set]), options)
+
+
+def settled(config: Config, options: argparse.Namespace) -> Config:
+    """With a folder of its own, steps enough, and nothing shown or logged elsewhere."""
+    raw = config.model_dump(mode="json")
+    raw["run_dir"] = f"{config.run_dir}-throughput"
+    raw["steps"] = options.warmup + options.steps + 1  # the last one would save
+    raw["log"] |= {"progress": False, "wandb": False, "profile": None, "report_interval": 0}
+    if options.synthetic is not None:
+        raw["rollout"] = synthetic.settings(config)
+    return configs.validate(raw)
+
+
+def write_task(folder: Path) -> None:
+    """The quickstart's model, without having learnt anything, and its data."""
+    import random
+
+    sys.path.append(str(ROOT / "examples"))
+    import arithmetic  # type: ignore[import-not-found]
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    train, heldout = arithmetic.make_problems(random.Random(0))
+    tokenizer = arithmetic.make_tokenizer()
+    arithmetic.save(folder, arithmetic.make_model(tokenizer), tokenizer, train, heldout)
+
+
+def lengths_of(config: Config, options: argparse.Namespace) -> synthetic.Lengths | None:
+    return None if options.synthetic is None else synthetic.lengths_of(options.synthetic, config.rollout.max_response_length)
+
+
+def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) -> tuple[dict[str, Any] | None, int]:
+    """Return the measurements of ranks started here, or of this rank 0 of torchrun's; or None and the exit code.
+
+    The folder stays where a rank failed, with its logs.
+    """
+    is_rank = "RANK" in os.environ
+    if is_rank:
+        check_world_size(os.environ, config.layout)
+    preflight.check(config)
+    if config.run_dir.exists():
+        raise ConfigError(f"{config.run_dir} exists, of a run that failed or goes on; remove it, or set another run_dir")
+    code = EXIT_USER_ERROR
+    try:
+        with run_folder.claim(config, resume=False, argv=["bench_throughput", *argv]):
+            if is_rank:
+                code = measure(config, options)
+            elif config.layout.world_size == 1:
+                with only_rank():
+                    code = measure(config, options)
+            else:
+                code = started(config, argv)
+            raw = json.loads((config.run_dir / RAW_FILE).read_text()) if code == 0 else None
+            return raw, code
+    finally:
+        if code in (0, EXIT_USER_ERROR):
+            shutil.rmtree(config.run_dir, ignore_errors=True)
+        elif options.config is not None:
+            print(f"{config.run_dir} is left as it was", file=sys.stderr)
+
+
+def started(config: Config, argv: Sequence[str]) -> int:
+    """The exit code of the layout's ranks."""
+    path = config.run_dir / paths.CONFIG_FILE
+    assert configs.validate(yaml.safe_load(path.read_text())) == config
+    own = {CLAIMED: str(os.getpid()), FOLDER: str(path)}
+    os.environ.update(own)
+    try:
+        return run_ranks(
+            [sys.executable, str(Path(__file__).resolve()), *argv], config.layout.world_size, config.run_dir / "logs"
+        )
+    finally:
+        for name in own:
+            del os.environ[name]
+
+
+def measure(config: Config, options: argparse.Namespace) -> int:
+    """As one rank; rank 0 leaves in the run's folder what all have seen. Returns the exit code."""
+    from grpo_mega.hardware.fp8 import environment
+
+    for name, value in environment(config).items():
+        os.environ.setdefault(name, value)
+    import grpo_mega.megatron  # noqa: F401  # its patches come first
+    from tools.benchmarks.throughput import rank
+
+    raw = rank.measure(config, lengths_of(config, options), warmup=options.warmup, steps=options.steps)
+    if raw is not None:
+        (config.run_dir / RAW_FILE).write_text(json.dumps(raw))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,322 @@
+"""One rank of benchmarks/throughput: the trainer's own steps, and what each of them cost here.
+
+`measure` is `train.run` without evaluation and export: the same job, the same `train_step`. Looked at are the timers' phases,
+the step's log and groups, the micro-batches that reach `Policy.update`, and the doors at which a rank waits for others
+(`Waits`). On a GPU the device is waited for at both ends of every phase, so that each is charged with its own kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from grpo_mega.config import Config
+from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.megatron.compat import transfers_wrapped
+from grpo_mega.observe.run_log import Log
+from grpo_mega.observe.timers import Timers
+from grpo_mega.rewards.scorer import Scorer
+from grpo_mega.rollout.engine import Engine
+from grpo_mega.run.engines import ranks_per_node
+from grpo_mega.run.job import Job, open_job
+from grpo_mega.train import train_step
+from grpo_mega.types import Group, PackedBatch, StepMetrics
+from grpo_mega.validation.legality import read_model
+from grpo_mega.weights.plan import plan_transfers
+from tools.benchmarks.throughput.synthetic import Lengths, RandomRewards, SyntheticEngine
+from tools.benchmarks.throughput.work import GroupLengths, work_of
+
+SIDES = {"cpu": 1024, "cuda": 8192}  # of the matrices whose product shows a device's rate
+SECONDS_OF_MATMUL = 0.5
+BYTES_COPIED, BYTES_SENT = 64 << 20, 8 << 20
+
+
+@dataclass
+class Step:
+    """One measured step on one rank."""
+
+    wall: float  # seconds, by a clock of the benchmark's own
+    phases: dict[str, float]  # seconds, by the timers
+    waits: dict[str, float]  # of these, seconds in which this rank waited for others
+    memory: dict[str, float]  # GiB, peak of each phase
+    received: float  # bytes of the sync, from other ranks
+    micro_batches: list[tuple[int, int, int]]  # of each mini-batch: number, tokens of one, tokens of all but padding
+
+
+def measure(config: Config, lengths: Lengths | None, *, warmup: int, steps: int) -> dict[str, Any] | None:
+    """Everything about `steps` steps after `warmup` ones, on rank 0; None on the others. All ranks call it."""
+    waits = Waits()
+    with waits.installed(), open_job(config) as job:
+        log = SeenLog(job.log, waits)
+        job.log = log
+        if lengths is not None:
+            _replace_sampling(job, lengths)
+        seen = _watch_updates(job)
+        waits.begin(job.timers, is_cuda=job.runtime.device.is_cuda)
+        if job.runtime.device.is_cuda:
+            job.timers.watch = _synchronized
+        job.colocation.publish(0)
+        rates = _rates(job)
+        job.timers.lap()
+        log.begin()
+        found: list[Step] = []
+        drawn: list[list[GroupLengths]] = []
+        for number in range(warmup + steps):
+            train_step(job, number)
+            if number >= warmup:
+                found.append(_step(log, seen))
+                drawn.append([(len(g.prompt.token_ids), [s.response_len for s in g.samples]) for g in log.groups])
+            seen.clear()
+            job.is_stopped(number + 1)
+        mine = {"place": job.runtime.layout.place(job.runtime.rank), "rates": rates, "steps": [asdict(s) for s in found]}
+        everyone: list[Any] = [None] * job.runtime.layout.world_size
+        dist.all_gather_object(everyone, mine)
+        if not job.is_main:
+            return None
+        experts = read_model(config, None).experts_per_token
+        work = [asdict(work_of(job.model.shape, experts, groups)) for groups in drawn]
+        return _about(job) | {"ranks": everyone, "work": work}
+
+
+class Waits:
+    """Seconds in which this rank waited for others: in meetings of ranks, and between the stages of a pipeline.
+
+    Waiting for a pipeline's neighbours has the transfer in it. Not seen is what hides in collectives of tensors, such as the
+    reduction of gradients, and, where sends overlap with computing (layout.vpp above 1), the pipeline.
+    """
+
+    def __init__(self) -> None:
+        self._timers: Timers | None = None
+        self._is_cuda = self._is_open = False
+        self._seconds: dict[str, float] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The doors are as they were afterwards."""
+        doors: list[tuple[Any, str, Callable[..., Any]]] = [
+            (Rendezvous, "all_gather", self._on_host),
+            (dist, "all_gather_object", self._on_host),
+            (dist, "barrier", self._on_host),
+        ]
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in doors]
+        for owner, name, wrap in doors:
+            setattr(owner, name, wrap(getattr(owner, name)))
+        try:
+            with transfers_wrapped(self._on_device):
+                yield
+        finally:
+            for owner, name, function in before:
+                setattr(owner, name, function)
+
+    def begin(self, timers: Timers, *, is_cuda: bool) -> None:
+        self._timers, self._is_cuda = timers, is_cuda
+
+    def take(self) -> dict[str, float]:
+        """By the phase in which they were, since it was last asked."""
+        if self._events:
+            torch.cuda.synchronize()
+            for phase, first, last in self._events:
+                self._add(phase, first.elapsed_time(last) / 1000)
+        found, self._seconds, self._events = self._seconds, {}, []
+        return found
+
+    def _add(self, phase: str, seconds: float) -> None:
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+
+    def _on_host(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._timers is None or self._is_open:
+                return function(*args, **kwargs)
+            phase, began, self._is_open = self._timers.current()[0], time.monotonic(), True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._is_open = False
+                self._add(phase, time.monotonic() - began)
+
+        return timed
+
+    def _on_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The host does not wait there for a GPU: its stream does."""
+        on_host = self._on_host(function)
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._timers is None or not self._is_cuda:
+                return on_host(*args, **kwargs)
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first.record()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                last.record()
+                self._events.append((self._timers.current()[0], first, last))
+
+        return timed
+
+
+class SeenLog:
+    """A log that keeps of the last step this rank's metrics, its groups, and what it took by a clock of its own.
+
+    A step is logged as its lap of the timers ends: so it lasts from one logging to the next.
+    """
+
+    def __init__(self, log: Log, waits: Waits) -> None:
+        self._log, self._waits = log, waits
+        self.metrics: StepMetrics = {}
+        self.groups: Sequence[Group] = ()
+        self.wall, self.waits = 0.0, dict[str, float]()
+
+    def begin(self) -> None:
+        """The first step begins."""
+        self._waits.take()
+        self._mark = time.perf_counter()
+
+    def log_step(self, step: int, metrics: StepMetrics) -> None:
+        now = time.perf_counter()
+        self.wall, self._mark = now - self._mark, now
+        self.metrics, self.waits = metrics, self._waits.take()
+        self._log.log_step(step, metrics)
+
+    def log_samples(self, step: int, groups: Sequence[Group], decode: Any) -> None:
+        self.groups = groups
+        self._log.log_samples(step, groups, decode)
+
+    def log_eval(self, step: int, metrics: StepMetrics) -> None:
+        self._log.log_eval(step, metrics)
+
+    def message(self, text: str) -> None:
+        self._log.message(text)
+
+    def warn(self, text: str) -> None:
+        self._log.warn(text)
+
+    def close(self) -> None:
+        self._log.close()
+
+
+def _replace_sampling(job: Job, lengths: Lengths) -> None:
+    layout, config = job.runtime.layout, job.config
+    vocab = min(job.model.shape.vocab, len(job.tokenizer))
+    made = SyntheticEngine(job.colocation.engine, lengths, vocab=vocab, rank=job.runtime.rank, world_size=layout.world_size)
+    job.colocation.engine = cast(Engine, made)
+    names = [function.name for function in config.rewards.functions]
+    job.scorer = cast(Scorer, RandomRewards(names, has_steps=config.algorithm.adv_type == "grpo_process"))
+
+
+def _watch_updates(job: Job) -> list[list[PackedBatch]]:
+    """Into which the mini-batches of every update go."""
+    seen: list[list[PackedBatch]] = []
+    update = job.policy.update
+
+    def seen_update(mini_batches: Sequence[Sequence[PackedBatch]]) -> list[StepMetrics]:
+        seen.extend(list(batches) for batches in mini_batches)
+        return update(mini_batches)
+
+    vars(job.policy)["update"] = seen_update
+    return seen
+
+
+@contextmanager
+def _synchronized(phase: str) -> Iterator[None]:
+    torch.cuda.synchronize()
+    yield
+    torch.cuda.synchronize()
+
+
+def _step(log: SeenLog, seen: list[list[PackedBatch]]) -> Step:
+    def below(prefix: str, suffix: str = "") -> dict[str, float]:
+        return {
+            name.removeprefix(prefix).removesuffix(suffix): value
+            for name, value in log.metrics.items()
+            if name.startswith(prefix) and name.endswith(suffix)
+        }
+
+    phases = below("seconds/")
+    del phases["step"]
+    batches = [(len(mini), mini[0].num_tokens, sum(map(_filled, mini))) for mini in seen]
+    return Step(
+        wall=log.wall,
+        phases=phases,
+        waits=log.waits,
+        memory=below("memory/", "_gib"),
+        received=log.metrics.get("sync/received_mib", 0.0) * 2**20,
+        micro_batches=batches,
+    )
+
+
+def _filled(batch: PackedBatch) -> int:
+    """Tokens that are not padding, which comes last and has no sample."""
+    return int(batch.cu_seqlens[len(batch.sample_indices)])
+
+
+def _about(job: Job) -> dict[str, Any]:
+    layout, device = job.runtime.layout, job.runtime.device
+    itemsize = torch.tensor([], dtype=job.model.dtype).element_size()
+    traffic = plan_transfers(
+        job.policy.shard_layout(), job.colocation.engine.shard_layout(), ranks_per_node=ranks_per_node()
+    ).traffic(itemsize)
+    return {
+        "device": device.type,
+        "card": torch.cuda.get_device_name(device.torch_device) if device.is_cuda else None,
+        "world_size": layout.world_size,
+        "ranks_per_node": ranks_per_node(),
+        "layout": {
+            "tp": layout.tp,
+            "pp": layout.pp,
+            "vpp": layout.vpp,
+            "dp": layout.dp,
+            "ep": layout.ep,
+            "order": layout.order,
+            "engine_tp": job.config.rollout.tp,
+        },
+        "threads": torch.get_num_threads(),
+        "sync_bytes": traffic.same_rank + traffic.moved,
+    }
+
+
+def _rates(job: Job) -> dict[str, float | None]:
+    """Measure this rank's device while all others do the same: FLOP/s of a product, bytes/s copied and bytes/s received."""
+    device, dtype = job.runtime.device, job.model.dtype
+    side = SIDES[device.type]
+    a = torch.randn(side, side, device=device.torch_device, dtype=dtype)
+    source = torch.zeros(BYTES_COPIED, dtype=torch.uint8, device=device.torch_device)
+    target = torch.zeros_like(source)
+    parcel = torch.zeros(BYTES_SENT, dtype=torch.uint8, device=device.torch_device)
+
+    def best(act: Callable[[], object], seconds: float) -> float:
+        """Return the shortest of at least five runs in seconds, after one that does not count."""
+        act()
+        dist.barrier()
+        found: list[float] = []
+        until = time.perf_counter() + seconds
+        while len(found) < 5 or time.perf_counter() < until:
+            _finish(device.is_cuda)
+            began = time.perf_counter()
+            act()
+            _finish(device.is_cuda)
+            found.append(time.perf_counter() - began)
+        return min(found)
+
+    rates: dict[str, float | None] = {
+        "matmul": 2 * side**3 / best(lambda: torch.matmul(a, a), SECONDS_OF_MATMUL),
+        "copy": 2 * BYTES_COPIED / best(lambda: target.copy_(source), 0.0),
+        "link": None,
+    }
+    if job.runtime.layout.world_size > 1:
+        rates["link"] = BYTES_SENT / best(lambda: dist.broadcast(parcel, 0), 0.0)
+    return rates
+
+
+def _finish(is_cuda: bool) -> None:
+    if is_cuda:
+        torch.cuda.synchronize()

@@ -1,0 +1,185 @@
+"""Responses for benchmarks/throughput that no engine sampled: lengths from a distribution, random tokens, random rewards.
+
+What stands in for sampling and scoring keeps the doors of the real ones (rollout/engine.py, rewards/scorer.py), so that the
+step itself is the trainer's own. Lengths, tokens and rewards depend on (seed, step, prompt id, sample index) only. In a group
+of two or more samples rewards differ, so that it trains. All that is not sampling goes to the real engine: it gets the weights.
+No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from grpo_mega.config import Config
+from grpo_mega.errors import ConfigError
+from grpo_mega.types import Group, Prompt, Sample
+
+if TYPE_CHECKING:
+    from grpo_mega.rollout.engine import Engine, OnSample, Sampling, Until
+
+KINDS = "fixed:512, uniform:16,1024, lognormal:mean=256,sigma=0.8,max=1024 or file:lengths.json"
+MISMATCH_WARN = 1e30  # nats a token: made-up log-probs say nothing of engine and trainer
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A distribution of response lengths in tokens, from 1 to `longest`."""
+
+    text: str  # as it was asked for
+    longest: int
+    draw: Callable[[np.random.Generator], float]
+
+    def sample(self, generator: np.random.Generator) -> int:
+        return min(max(1, round(self.draw(generator))), self.longest)
+
+
+def lengths_of(text: str, longest: int) -> Lengths:
+    """`text` as in KINDS; "" is a log-normal one with a mean of a quarter of `longest`, what a response may have at most.
+
+    Raises ConfigError.
+    """
+    text = text or f"lognormal:mean={max(1, longest // 4)},sigma=0.8,max={longest}"
+    kind, _, rest = text.partition(":")
+    if kind == "fixed":
+        [value] = _whole(text, rest.split(","), 1)
+        found = Lengths(text, value, lambda generator: value)
+    elif kind == "uniform":
+        low, high = _whole(text, rest.split(","), 2)
+        if low > high:
+            raise ConfigError(f"--synthetic {text}: {low} is above {high}; give the lower one first")
+        found = Lengths(text, high, lambda generator: float(generator.integers(low, high + 1)))
+    elif kind == "lognormal":
+        found = _lognormal(text, rest)
+    elif kind == "file":
+        values = _read(text, Path(rest))
+        found = Lengths(text, int(values.max()), lambda generator: generator.choice(values))
+    else:
+        raise ConfigError(f"--synthetic {text} is not known; give {KINDS}, and the CONFIG before --synthetic")
+    if found.longest > longest:
+        raise ConfigError(
+            f"--synthetic {text} has responses of up to {found.longest} tokens, above rollout.max_response_length={longest}; "
+            f"lower them, or raise it with --set rollout.max_response_length={found.longest}"
+        )
+    return found
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Return settings of `rollout` with which log-probs that no engine gave neither stop the run nor warn."""
+    return config.rollout.model_dump(mode="json") | {"mismatch_stop": None, "mismatch_warn": MISMATCH_WARN}
+
+
+class SyntheticEngine:
+    """The engine it wraps in all but `generate`."""
+
+    def __init__(self, engine: Engine, lengths: Lengths, *, vocab: int, rank: int, world_size: int) -> None:
+        self._engine, self._lengths, self._vocab = engine, lengths, vocab
+        self._rank, self._world_size = rank, world_size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(
+        self,
+        prompts: Mapping[int, Prompt],
+        sampling: Sampling,
+        *,
+        step: int,
+        on_sample: OnSample,
+        until: Until | None = None,
+    ) -> dict[int, Group]:
+        """Every rank takes every world_size-th prompt. A group's clock is its longest response."""
+        found: dict[int, Group] = {}
+        for key in list(prompts)[self._rank :: self._world_size]:
+            prompt = prompts[key]
+            group = Group(prompt, [self._sample(prompt, i, sampling, step) for i in range(sampling.group_size)])
+            for sample in group.samples:
+                on_sample(sample)
+            if until is not None:
+                until.done(key, max(s.response_len for s in group.samples))
+            found[key] = group
+        return found
+
+    def _sample(self, prompt: Prompt, index: int, sampling: Sampling, step: int) -> Sample:
+        generator = np.random.default_rng((sampling.seed, step, prompt.id, index))
+        length = self._lengths.sample(generator)
+        tokens = generator.integers(0, self._vocab, length).tolist()
+        is_cut = length == sampling.max_response_length
+        if not is_cut and sampling.stop_token_ids:
+            tokens[-1] = min(sampling.stop_token_ids)
+        logprobs = [-math.log(self._vocab)] * length
+        return Sample(prompt, index, tokens, logprobs, "length" if is_cut else "stop", self._engine.version)
+
+
+class RandomRewards:
+    """A scorer that gives 1 to the first sample of a group, 0 to the second, and either to the others."""
+
+    def __init__(self, names: Iterable[str], *, has_steps: bool) -> None:
+        """`has_steps`: also as the reward of a step that ends with the response."""
+        self._names, self._has_steps = tuple(names), has_steps
+        self._samples: list[Sample] = []
+        self.has_warned = True  # there are no failures to tell
+
+    def submit(self, sample: Sample) -> None:
+        pass
+
+    def keep(self, groups: Iterable[Group]) -> None:
+        self._samples = [sample for group in groups for sample in group.samples]
+
+    def finish(self, on_progress: Callable[[], None] = lambda: None) -> None:
+        for sample in self._samples:
+            mixed = sum(sample.response_ids) + sample.index
+            value = float(1 - sample.index if sample.index < 2 else mixed % 2)
+            sample.scores, sample.reward = dict.fromkeys(self._names, value), value
+            sample.verdicts = dict.fromkeys(self._names, "scored")
+            if self._has_steps:
+                sample.step_ends, sample.step_rewards = [sample.response_len - 1], [value]
+        self._samples = []
+        on_progress()
+
+    def check(self) -> None:
+        pass
+
+
+def _lognormal(text: str, rest: str) -> Lengths:
+    """By the mean of the uncut distribution, the deviation of the logarithm, and where it is cut."""
+    found: dict[str, float] = {}
+    for part in rest.split(","):
+        key, _, value = part.partition("=")
+        if key not in ("mean", "sigma", "max"):
+            raise ConfigError(f"--synthetic {text}: {part!r} is not understood; give mean=256,sigma=0.8,max=1024")
+        try:
+            found[key] = float(value)
+        except ValueError:
+            found[key] = math.nan
+        if not 0 < found[key] < math.inf:
+            raise ConfigError(f"--synthetic {text}: {key}={value} must be a number above 0")
+    if missing := [key for key in ("mean", "sigma", "max") if key not in found]:
+        raise ConfigError(f"--synthetic {text} has no {missing[0]}; give mean=256,sigma=0.8,max=1024")
+    [longest] = _whole(text, [f"{found['max']:.12g}"], 1)
+    mu = math.log(found["mean"]) - found["sigma"] ** 2 / 2
+    return Lengths(text, longest, lambda generator: generator.lognormal(mu, found["sigma"]))
+
+
+def _read(text: str, path: Path) -> np.ndarray:
+    try:
+        values = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--synthetic {text}: {error.strerror}; name a JSON file with a list of lengths") from None
+    except ValueError as error:
+        raise ConfigError(f"--synthetic {text} is not JSON ({error}); give a list of lengths in tokens") from None
+    if not isinstance(values, list) or not values or not all(type(v) is int and v > 0 for v in values):
+        raise ConfigError(f"--synthetic {text} does not hold a list of whole numbers above 0; give lengths in tokens")
+    return np.array(values)
+
+
+def _whole(text: str, values: list[str], count: int) -> list[int]:
+    if len(values) != count or not all(v.isascii() and v.isdigit() and int(v) > 0 for v in values):
+        raise ConfigError(f"--synthetic {text} needs {count} whole number{'s' * (count > 1)} above 0; give {KINDS}")
+    return [int(v) for v in values]

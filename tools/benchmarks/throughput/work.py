@@ -1,0 +1,35 @@
+"""Count the work of a step from the lengths of its samples: tokens, and FLOPs by batching/flops.py. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo_mega.batching import flops
+
+GroupLengths = tuple[int, list[int]]  # tokens of the prompt, and of each response
+
+
+@dataclass
+class Work:
+    """The work of one step, the same on all ranks. FLOPs are the model's, of all ranks together."""
+
+    samples: int
+    prompt_tokens: int  # a sample's prompt counts for each sample
+    response_tokens: int
+    sample_flops: int  # each group's prompt once, and the responses
+    forward_flops: int  # one pass over all samples; only responses go through the output layer
+
+
+def work_of(sizes: flops.Sizes, experts_per_token: int, groups: Sequence[GroupLengths]) -> Work:
+    def forward(length: int, num_outputs: int) -> int:
+        return flops.count(sizes, [length], experts_per_token=experts_per_token, num_outputs=num_outputs).forward
+
+    whole = sum(forward(prompt + response, response) for prompt, responses in groups for response in responses)
+    return Work(
+        samples=sum(len(responses) for _, responses in groups),
+        prompt_tokens=sum(prompt * len(responses) for prompt, responses in groups),
+        response_tokens=sum(sum(responses) for _, responses in groups),
+        sample_flops=whole - sum(forward(prompt, 0) * (len(responses) - 1) for prompt, responses in groups),
+        forward_flops=whole,
+    )

@@ -1,0 +1,293 @@
+"""How much a weight sync moves from the trainer's layout to SGLang's and how long it takes, beside a gather of all weights.
+
+`python tools/benchmarks/weight_sync` runs, in turn, the sync of a Llama of 160 million parameters from TP2.PP2 to two
+engines of TP2 and a full gather of all weights to all ranks, on processes of this machine. --model is a known one or a
+config.json, cut by --layers; --source is the trainer, as tp=2,pp=2,vpp=1,dp=1,ep=1,order=tp-dp-pp; --target the engines,
+which share its ranks, as tp=2,engines=2. The sync is the product's, with proof, up to the engine's door: rank.py says what
+receives, and gather.py what the full gather does. With --dry nothing is started, layouts may have any size, and both orders
+of the trainer's ranks are planned: `--dry --model llama-70b --source tp=4,pp=4,dp=4 --target tp=8,engines=8`.
+
+The last line is JSON with bytes_moved (what all ranks received from others), lower_bound (what the engines want, less what the
+same rank has), full_gather_bytes (all weights on all ranks, less what each has), ratio (of the first to the last),
+between_nodes_bytes, plan_seconds, and the medians seconds, unproven_seconds and full_gather_seconds (of the slowest rank; null
+with --dry). Exit code 1 if more moved than the lower bound or if the paths filled any tensor differently, 2 for arguments that
+do not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+from grpo_mega.errors import ConfigError, UserError
+from grpo_mega.weights.layout import (
+    EngineLayout,
+    MegatronLayout,
+    RankOrder,
+    check_engine_layout,
+    check_megatron_layout,
+)
+from grpo_mega.weights.spec import ModelShape, read_config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python tools/benchmarks/weight_sync`
+
+from tools.benchmarks.weight_sync.dry import ITEM_BYTES, Dry, Spec, dry_run, num_parameters
+from tools.benchmarks.weight_sync.measure import Measured, check_spec, measure
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-70b": {
+        "model_type": "llama",
+        "num_hidden_layers": 80,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "llama-160m": {
+        "model_type": "llama",
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "vocab_size": 32000,
+    },
+    "qwen3-235b": {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 94,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_experts": 128,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+}
+ORDERS: tuple[RankOrder, ...] = get_args(RankOrder)
+BUCKET_MIB, DRY_BUCKET_MIB = 32, 256  # small enough for several rounds of a small model, and sync.bucket_mib
+ROWS: dict[str, Callable[[Dry], str]] = {
+    "on the same device, GB": lambda dry: gigabytes(dry.traffic.same_rank),
+    "between devices of a node, GB": lambda dry: gigabytes(dry.traffic.same_node),
+    "between nodes, GB": lambda dry: gigabytes(dry.traffic.between_nodes),
+    "moved in all, GB": lambda dry: gigabytes(dry.traffic.moved),
+    "  at the least, GB": lambda dry: gigabytes(dry.lower_bound),
+    "  gathered in full instead, GB": lambda dry: gigabytes(dry.full_gather_bytes),
+    "sent by a rank, most and mean, GB": lambda dry: most_and_mean(dry.traffic.sent),
+    "received by a rank, most and mean, GB": lambda dry: most_and_mean(dry.traffic.received),
+    "rounds": lambda dry: str(dry.num_rounds),
+    "planned in, s": lambda dry: f"{dry.plan_seconds:.2f}",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{message}; see --help\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        spec = spec_of(options)
+        if not options.dry:
+            check_spec(spec)
+        print_title(options.model, spec)
+        return dry(spec) if options.dry else measured(spec, options.repeat)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry", action="store_true", help="plan only, for both orders of the trainer's ranks")
+    parser.add_argument("--model", default="llama-160m", help=f"{', '.join(MODELS)}, or the path of a config.json")
+    parser.add_argument("--layers", type=int, help="of the model, instead of all")
+    parser.add_argument("--source", default="tp=2,pp=2", help="the trainer, for example tp=4,pp=4,dp=4,order=tp-pp-dp")
+    parser.add_argument("--target", default="tp=2,engines=2", help="the engines, for example tp=8,engines=8")
+    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument("--bucket-mib", type=int, help=f"of either path; {BUCKET_MIB}, and {DRY_BUCKET_MIB} with --dry")
+    parser.add_argument("--repeat", type=int, default=5, help="runs of either path that count")
+    options = parser.parse_args(arguments)
+    if options.bucket_mib is None:
+        options.bucket_mib = DRY_BUCKET_MIB if options.dry else BUCKET_MIB
+    return options
+
+
+def spec_of(options: argparse.Namespace) -> Spec:
+    for name in ("layers", "ranks_per_node", "bucket_mib", "repeat"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}={value} must be at least 1; raise it")
+    shape = shape_of(options.model)
+    if options.layers:
+        if options.layers > shape.num_layers:
+            raise ConfigError(f"--layers={options.layers} is more than the model's {shape.num_layers}; use fewer")
+        shape = replace(shape, num_layers=options.layers)
+    source, target = source_of(options.source), target_of(options.target)
+    check_megatron_layout(shape, source)
+    check_engine_layout(shape, target.tp)
+    return Spec(shape, source, target, options.ranks_per_node, options.bucket_mib << 20)
+
+
+def print_title(model: str, spec: Spec) -> None:
+    shape, source, target = spec.shape, spec.source, spec.target
+    axes = ", ".join(f"{axis}={getattr(source, axis)}" for axis in ("tp", "pp", "vpp", "dp", "ep") if getattr(source, axis) > 1)
+    print(f"{model}, {shape.num_layers} layers, {num_parameters(shape) / 1e9:.2f} billion parameters of {ITEM_BYTES} bytes")
+    print(f"from {source.world_size} ranks ({axes or 'tp=1'}) to {target.num_engines} engines of tp={target.tp}, ", end="")
+    print(f"{spec.ranks_per_node} ranks a node, buckets of {spec.bucket_bytes >> 20} MiB\n", flush=True)
+
+
+def shape_of(model: str) -> ModelShape:
+    if model in MODELS:
+        return ModelShape.from_hf_config(MODELS[model])
+    path = Path(model)
+    if path.name != "config.json" or not path.exists():
+        raise ConfigError(f"--model={model} is none of {', '.join(MODELS)}; give one of them or the path of a config.json")
+    return ModelShape.from_hf_config(read_config(path.parent))
+
+
+def source_of(text: str) -> MegatronLayout:
+    found = pairs("--source", text, ("tp", "pp", "vpp", "dp", "ep", "order"))
+    order = found.pop("order", ORDERS[0])
+    if order not in ORDERS:
+        raise ConfigError(f"--source: order={order} is not known; use {' or '.join(ORDERS)}")
+    sizes = {"tp": 1, "pp": 1, "vpp": 1, "dp": 1, "ep": 1} | whole_numbers("--source", found)
+    tp, pp, vpp, dp, ep = sizes.values()
+    return MegatronLayout(tp, pp, vpp, dp, order, ep=ep)
+
+
+def target_of(text: str) -> EngineLayout:
+    found = whole_numbers("--target", pairs("--target", text, ("tp", "engines")))
+    return EngineLayout(found.get("tp", 1), found.get("engines", 1))
+
+
+def pairs(option: str, text: str, known: tuple[str, ...]) -> dict[str, str]:
+    """ "a=1,b=2" as {"a": "1", "b": "2"}."""
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        if key not in known or not value:
+            raise ConfigError(f"{option}: {part!r} is not understood; give some of {', '.join(known)} as {known[0]}=2")
+        found[key] = value
+    return found
+
+
+def whole_numbers(option: str, found: dict[str, str]) -> dict[str, int]:
+    for key, value in found.items():
+        if not value.isascii() or not value.isdigit() or int(value) < 1:
+            raise ConfigError(f"{option}: {key}={value} must be a whole number above 0")
+    return {key: int(value) for key, value in found.items()}
+
+
+def dry(spec: Spec) -> int:
+    """Prints the table and the JSON; returns the exit code."""
+    found: dict[RankOrder, Dry] = {}
+    for order in ORDERS:
+        layout = replace(spec.source, order=order)
+        if is_possible(spec.shape, layout):
+            found[order] = dry_run(replace(spec, source=layout))
+    print("\n".join(table(found)))
+    print("\n" + verdict(found))
+    print(json.dumps(result(spec, found[spec.source.order], None)))
+    return 0 if all(one.traffic.moved == one.lower_bound for one in found.values()) else 1
+
+
+def measured(spec: Spec, repeat: int) -> int:
+    """The same of a run on local processes."""
+    planned, found = dry_run(spec), measure(spec, repeat)
+    rows = [
+        ("", "this sync", "full gather"),
+        ("received by all ranks, MB", megabytes(found.sync_bytes), megabytes(found.full_gather_bytes)),
+        ("  at the least, MB", megabytes(planned.lower_bound), megabytes(planned.full_gather_bytes)),
+        ("  of it between nodes, MB", megabytes(planned.traffic.between_nodes), ""),
+        (f"seconds, median of {repeat}", str(found.sync), ""),
+        ("  without proof", str(found.unproven), str(found.full_gather)),
+        ("seconds of all cores", f"{found.cpu_seconds['sync']:.3f}", ""),
+        ("  without proof", f"{found.cpu_seconds['unproven']:.3f}", f"{found.cpu_seconds['full_gather']:.3f}"),
+        ("planned in, s", f"{planned.plan_seconds:.3f}", ""),
+    ]
+    print("\n".join(f"{name:<28}{ours:>26}{theirs:>26}" for name, ours, theirs in rows))
+    print("\n" + comparison(planned.full_gather_bytes, found))
+    for problem in found.problems:
+        print(problem, file=sys.stderr)
+    if not found.problems:
+        print("both filled the engines' tensors alike, bit for bit, and as a direct fill does")
+    print(json.dumps(result(spec, planned, found)))
+    return 0 if found.sync_bytes == planned.lower_bound and not found.problems else 1
+
+
+def comparison(full_gather_bytes: int, found: Measured) -> str:
+    if not full_gather_bytes:
+        return "every rank has all weights: nothing moves either way"
+    more = (
+        f"{full_gather_bytes / found.sync_bytes:.1f} times the bytes" if found.sync_bytes else "bytes where the sync has none"
+    )
+    slower, at_best = (found.full_gather.median / times.median for times in (found.sync, found.unproven))
+    return f"the full gather moves {more}, in {slower:.1f} times the time ({at_best:.1f} without proof)"
+
+
+def is_possible(shape: ModelShape, layout: MegatronLayout) -> bool:
+    try:
+        check_megatron_layout(shape, layout)
+    except ConfigError:
+        return False
+    return True
+
+
+def table(found: dict[RankOrder, Dry]) -> list[str]:
+    width = max(map(len, ROWS))
+    lines = [" " * width + "".join(f"{order:>20}" for order in found)]
+    return lines + [f"{name:<{width}}" + "".join(f"{cell(one):>20}" for one in found.values()) for name, cell in ROWS.items()]
+
+
+def verdict(found: dict[RankOrder, Dry]) -> str:
+    """Which order moves fewer bytes between nodes."""
+    if len(found) == 1:
+        [order] = found
+        return f"only the order {order} is possible with experts spread over pipeline stages"
+    far = {order: one.traffic.between_nodes for order, one in found.items()}
+    best, worst = sorted(far, key=lambda order: far[order])
+    if far[best] == far[worst]:
+        return f"both orders move {gigabytes(far[best])} GB between nodes"
+    saved = 1 - far[best] / far[worst]
+    return f"recommended: layout.order={best}, which moves {saved:.0%} fewer bytes between nodes than {worst}"
+
+
+def result(spec: Spec, planned: Dry, found: Measured | None) -> dict[str, int | float | str | None]:
+    moved = planned.traffic.moved if found is None else found.sync_bytes
+    return {
+        "bytes_moved": moved,
+        "lower_bound": planned.lower_bound,
+        "full_gather_bytes": planned.full_gather_bytes,
+        "ratio": round(moved / planned.full_gather_bytes, 4) if planned.full_gather_bytes else None,
+        "between_nodes_bytes": planned.traffic.between_nodes,
+        "plan_seconds": round(planned.plan_seconds, 3),
+        "seconds": None if found is None else round(found.sync.median, 4),
+        "unproven_seconds": None if found is None else round(found.unproven.median, 4),
+        "full_gather_seconds": None if found is None else round(found.full_gather.median, 4),
+        "order": spec.source.order,
+    }
+
+
+def gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f}"
+
+
+def megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f}"
+
+
+def most_and_mean(num_bytes: tuple[int, ...]) -> str:
+    return f"{gigabytes(max(num_bytes))} / {gigabytes(sum(num_bytes) / len(num_bytes))}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

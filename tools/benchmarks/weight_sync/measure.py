@@ -1,0 +1,106 @@
+"""Measures a weight sync on processes of this machine, and beside it the full gather that it replaces.
+
+`measure` starts one gloo rank for each of the trainer's (rank.py), where both paths run in turn, and gives the
+medians. Bytes are those that arrived from other ranks, counted there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_mega.distributed.launch import run_ranks
+from grpo_mega.errors import ConfigError, UserError
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.layout import engine_shards, megatron_shards
+from tools.benchmarks.weight_sync.dry import ITEM_BYTES, Spec, num_elements
+
+WORKER = Path(__file__).with_name("rank.py")
+PROCESS_BYTES = 400 << 20  # of a rank without weights
+BUFFERS = 6  # of a bucket's size, that a rank holds for both paths together
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of several runs."""
+
+    all: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.all)
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({min(self.all):.3f} to {max(self.all):.3f})"
+
+
+@dataclass(frozen=True)
+class Measured:
+    sync: Times
+    unproven: Times  # without checksums at either end
+    full_gather: Times
+    cpu_seconds: dict[str, float]  # of all ranks together, by path; the median
+    sync_bytes: int
+    full_gather_bytes: int  # with padding, and weights that are gathered where they are
+    problems: list[str]  # tensors that one path filled otherwise than the other
+
+
+class RanksFailed(UserError):
+    """The ranks have said why."""
+
+
+def check_spec(spec: Spec) -> None:
+    """Raises ConfigError for what cannot be run on this machine."""
+    ranks, engine_ranks = spec.source.world_size, spec.target.world_size
+    if engine_ranks > ranks:
+        raise ConfigError(
+            f"--target needs {engine_ranks} ranks and --source has {ranks}; measured engines share the trainer's, "
+            "so use fewer engines, or --dry"
+        )
+    needed, free = bytes_needed(spec), free_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"{ranks} ranks with these weights need {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB of memory are free; "
+            "use fewer --layers, or --dry"
+        )
+
+
+def bytes_needed(spec: Spec) -> int:
+    family, ranks = family_of(spec.shape.model_type), spec.source.world_size
+    trainer = megatron_shards(family, spec.shape, spec.source)
+    engines = engine_shards(family, spec.shape, spec.target, ranks)
+    weights = sum(map(num_elements, trainer.blocks)) + 2 * sum(map(num_elements, engines.blocks))
+    return ITEM_BYTES * weights + ranks * (PROCESS_BYTES + BUFFERS * spec.bucket_bytes)
+
+
+def free_bytes() -> int:
+    """Memory that processes can have; what caches files counts as free where the system tells."""
+    try:
+        [line] = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")]
+        return int(line.split()[1]) << 10
+    except (OSError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure(spec: Spec, repeat: int) -> Measured:
+    """Raises RanksFailed."""
+    with tempfile.TemporaryDirectory(prefix="weight_sync_") as name:
+        folder = Path(name)
+        (folder / "spec.pkl").write_bytes(pickle.dumps(spec))
+        code = run_ranks([sys.executable, str(WORKER), str(folder), str(repeat)], spec.source.world_size, folder)
+        if code:
+            raise RanksFailed(f"the ranks ended with code {code}; try fewer --layers or ranks")
+        found = json.loads((folder / "result.json").read_text())
+    seconds = {path: Times(tuple(values)) for path, values in found["seconds"].items()}
+    [sync_bytes] = {*found["bytes"]["sync"], *found["bytes"]["unproven"]}
+    [gather_bytes] = {*found["bytes"]["full_gather"]}
+    cpu_seconds = {path: statistics.median(values) for path, values in found["cpu_seconds"].items()}
+    return Measured(
+        **seconds, cpu_seconds=cpu_seconds, sync_bytes=sync_bytes, full_gather_bytes=gather_bytes, problems=found["problems"]
+    )

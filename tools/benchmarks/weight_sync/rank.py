@@ -1,0 +1,207 @@
+"""One rank of a measured weight sync: `python rank.py FOLDER REPEAT` reads spec.pkl; rank 0 leaves result.json.
+
+The trainer's tensors have the shapes that its layout says and contents that follow from tensor name and index, so that replicas
+agree. What sends is the product: `sync.publish.WeightSync`, with proof. What receives is not a server: `Engine` writes buckets
+into plain tensors of the shapes of `engine_rank_shards`, by `weights.receive.write_entries`. Both paths fill tensors of their
+own, which are compared bit for bit, and once with those of a direct load.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_mega.sync.weight_sync import WeightSync
+from grpo_mega.weights.apply import Bucket, load_shards
+from grpo_mega.weights.boxes import Box, Index, RankShards
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.layout import engine_shards, megatron_shards
+from grpo_mega.weights.plan import plan_transfers
+from grpo_mega.weights.receive import Entry, mismatched_tensors, write_entries
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python rank.py FOLDER REPEAT`
+
+from tools.benchmarks.weight_sync.dry import Spec
+from tools.benchmarks.weight_sync.gather import FullGather
+
+DTYPE = torch.bfloat16
+ROWS_AT_ONCE = 1 << 22  # elements, made at a time
+MAX_NAMED = 4
+Tensors = dict[str, Tensor]
+
+
+class Engine:
+    """Where an engine's rank receives: plain tensors, and two buffers in turn, as with a server."""
+
+    def __init__(self, holding: RankShards) -> None:
+        self.tensors, self.proves = blank(holding), True
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._entries: list[Entry] = []
+
+    def begin_update(self) -> list[str]:
+        self._entries = []
+        return []
+
+    def allocate(self, index: int, num_bytes: int) -> Tensor:
+        if self._buffers[index % 2].numel() < num_bytes:
+            self._buffers[index % 2] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._buffers[index % 2][:num_bytes]
+
+    def load(self, bucket: Bucket) -> None:
+        write_entries(bucket.entries, bucket.values, self.tensors, bucket.dtype)
+        self._entries += bucket.entries
+
+    def end_update(self, version: int) -> list[str]:
+        return mismatched_tensors(self._entries, self.tensors) if self.proves else []
+
+
+class Policy:
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self._tensors
+
+
+class Bench:
+    """Both paths of one rank, with all that they keep between runs. The process group is that of the trainer's ranks."""
+
+    def __init__(self, spec: Spec) -> None:
+        family, world_size, rank = family_of(spec.shape.model_type), dist.get_world_size(), dist.get_rank()
+        self._shapes = family.hf_tensors(spec.shape)
+        trainer = megatron_shards(family, spec.shape, spec.source)
+        engines = engine_shards(family, spec.shape, spec.target, world_size)
+        plan = plan_transfers(trainer, engines, ranks_per_node=spec.ranks_per_node)
+        self.wanted = engines.rank_shards(rank)
+        self.policy = Policy(blank(trainer.rank_shards(rank)))
+        load_shards(trainer.rank_shards(rank), self.policy.tensors(), self.read)
+        self.engine, self.gathered = Engine(self.wanted), blank(self.wanted)
+        self._sync, self._unproven = (WeightSync(plan, DTYPE, spec.bucket_bytes, meet, prove=prove) for prove in (True, False))
+        self._gather = FullGather(trainer, spec.source, self.wanted, spec.bucket_bytes, DTYPE)
+
+    def read(self, box: Box) -> Tensor:
+        """The contents of a slice of a Hugging Face tensor: numbers below 2 without a pattern."""
+        return values_of(box, self._shapes[box.tensor])
+
+    def sync(self) -> int:
+        self.engine.proves = True
+        return self._sync.publish(self.policy, self.engine, version=1)
+
+    def unproven(self) -> int:
+        self.engine.proves = False
+        return self._unproven.publish(self.policy, self.engine, version=1)
+
+    def full_gather(self) -> int:
+        return self._gather.run(self.policy.tensors(), self.gathered)
+
+    def unlike_each_other(self) -> list[str]:
+        return [name for name, tensor in self.engine.tensors.items() if not is_same(tensor, self.gathered[name])]
+
+    def unlike_a_direct_fill(self) -> list[str]:
+        """One tensor after the other, since there may be no room for all."""
+        found = []
+        for name, local in self.wanted.items():
+            expected = {name: torch.zeros(local.shape, dtype=DTYPE)}
+            load_shards({name: local}, expected, self.read)
+            if not is_same(expected[name], self.engine.tensors[name]):
+                found.append(name)
+        return found
+
+
+def main(folder: Path, repeat: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher speaks
+    spec: Spec = pickle.loads((folder / "spec.pkl").read_bytes())
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    found = measure(spec, repeat)
+    if dist.get_rank() == 0:
+        (folder / "result.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(spec: Spec, repeat: int) -> dict[str, Any]:
+    """Each path once to warm up, then `repeat` times in turn. The same on all ranks; bytes are summed over them."""
+    bench = Bench(spec)
+    paths = [("sync", bench.sync), ("unproven", bench.unproven), ("full_gather", bench.full_gather)]
+    seconds: dict[str, list[float]] = {name: [] for name, _ in paths}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name, _ in paths}
+    num_bytes: dict[str, list[int]] = {name: [] for name, _ in paths}
+    problems: list[str] = []
+    for number in range(repeat + 1):
+        for name, act in paths[number % 3 :] + paths[: number % 3]:
+            forget(bench.gathered if name == "full_gather" else bench.engine.tensors)
+            taken, cpu, received = timed(act)
+            seconds[name].append(taken)
+            cpu_seconds[name].append(cpu)
+            num_bytes[name].append(received)
+        problems += [f"{name} is not what a full gather gives" for name in bench.unlike_each_other()]
+    problems += [f"{name} is not what a direct fill gives" for name in bench.unlike_a_direct_fill()]
+    return {
+        "seconds": {name: values[1:] for name, values in seconds.items()},
+        "cpu_seconds": {name: values[1:] for name, values in cpu_seconds.items()},
+        "bytes": num_bytes,
+        "problems": [f"rank {rank}: {one}" for rank, found in enumerate(meet("", problems)) for one in found[:MAX_NAMED]],
+    }
+
+
+def forget(tensors: Tensors) -> None:
+    """So that no run passes on what an earlier one brought."""
+    for tensor in tensors.values():
+        tensor.zero_()
+
+
+def timed(act: Callable[[], int]) -> tuple[float, float, int]:
+    """Seconds until the last rank is done, and what all of them together took of the cores, and received in bytes."""
+    dist.barrier()
+    began, cpu_began = time.perf_counter(), time.process_time()
+    received = act()
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu_began
+    slowest, total = torch.tensor(seconds, dtype=torch.float64), torch.tensor([cpu, received], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(total)
+    return float(slowest), float(total[0]), int(total[1])
+
+
+def meet(phase: str, problems: list[str]) -> list[list[str]]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, problems)
+    return found
+
+
+def blank(holding: RankShards) -> Tensors:
+    return {name: torch.zeros(local.shape, dtype=DTYPE) for name, local in holding.items()}
+
+
+def is_same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def values_of(box: Box, shape: Index) -> Tensor:
+    found = torch.empty(box.shape, dtype=DTYPE)
+    step = max(1, ROWS_AT_ONCE // math.prod(box.shape[1:]))
+    for row in range(box.start[0], box.stop[0], step):
+        stop = min(row + step, box.stop[0])
+        index = torch.zeros((), dtype=torch.int64)
+        for first, last, size in zip((row, *box.start[1:]), (stop, *box.stop[1:]), shape, strict=True):
+            index = index[..., None] * size + torch.arange(first, last)
+        bits = (index + zlib.crc32(box.tensor.encode())).mul_(0x9E3779B97F4A7C15 - (1 << 64))
+        bits = (bits >> 40).bitwise_and_(0xBFFF).to(torch.int16)  # the exponent's highest bit off
+        found[row - box.start[0] : stop - box.start[0]] = bits.view(DTYPE)
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,263 @@
+"""Answer a conformance case by the oracles (`expected`) and by this trainer (`ours`), and compare two answers.
+
+A case of vectors.json is {name, kind, inputs, settings, expected}. An implementation is a function (kind, inputs, settings) ->
+result with the keys of `expected`. All numbers are Python floats, in lists:
+
+kind        inputs                                                    result
+kl          logprobs, old_logprobs, ref_logprobs: lists               values, gradients: lists, d value_t / d logprobs_t
+correction  responses: of old_logprobs, rollout_logprobs, mask        importance, kept: a list for each response, 0 where masked
+loss        responses: of logprobs, old_logprobs, ref_logprobs,       loss; gradients: a list for each response,
+            rollout_logprobs, entropy, advantages, mask                     d loss / d logprobs_t
+advantages  groups: lists of samples of length, reward (None: not     advantages: for each group, for each sample, a list of
+            scored), step_rewards, step_ends, logprobs, ref_logprobs        `length` numbers
+
+`settings` holds keys of the config's section `algorithm`, and `max_response_length`. Tokens with mask 0 may hold NaN and must
+not be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_mega.algorithm import advantages, aggregate, correction, kl, losses, objectives
+from grpo_mega.algorithm.inputs import LossInputs
+from grpo_mega.types import Group, Prompt, Sample
+from tools.conformance import oracle_advantages, oracle_losses
+
+Json = dict[str, Any]
+Implementation = Callable[[str, Json, Json], Json]
+
+
+def expected(kind: str, inputs: Json, settings: Json) -> Json:
+    """Compute the result by the oracles, in float64."""
+    return EXPECTED[kind](inputs, settings)
+
+
+def ours(kind: str, inputs: Json, settings: Json) -> Json:
+    """Compute the result by this trainer's functions, in float64."""
+    return OURS[kind](inputs, settings)
+
+
+def differences(wanted: Json, given: Json, tolerance: float) -> list[str]:
+    """Return a line for each difference; `tolerance` is relative to the largest number of `wanted`."""
+    largest = max((abs(value) for _, value in _numbers(wanted)), default=0.0)
+    if _shape(wanted) != _shape(given):
+        return [f"has the shape {_shape(given)}, not {_shape(wanted)}"]
+    pairs = zip(_numbers(wanted), _numbers(given), strict=True)
+    return [
+        f"{path} is {actual!r}, not {value!r}: off by {abs(actual - value):.3g}, allowed {tolerance * largest:.3g}"
+        for (path, value), (_, actual) in pairs
+        if not abs(actual - value) <= tolerance * largest
+    ]
+
+
+# The oracles
+
+
+def _expected_kl(inputs: Json, settings: Json) -> Json:
+    logprobs = _scalars(inputs["logprobs"])
+    values = [
+        oracle_losses.kl_penalty(logprob, ref, settings["kl_penalty_type"], old=old, kl_clamp=settings["kl_clamp"])
+        for logprob, old, ref in zip(logprobs, inputs["old_logprobs"], inputs["ref_logprobs"], strict=True)
+    ]
+    return {"values": [float(value.detach()) for value in values], "gradients": _gradients(sum(values), [logprobs])[0]}
+
+
+def _expected_correction(inputs: Json, settings: Json) -> Json:
+    result: Json = {"importance": [], "kept": []}
+    for item in inputs["responses"]:
+        tokens = range(len(item["mask"]))
+        response = oracle_losses.Response([], item["old_logprobs"], item["rollout_logprobs"], [], item["mask"])
+        importance, kept = oracle_losses.correct(response, oracle_settings(settings))
+        result["importance"].append([importance.get(t, 0.0) for t in tokens])
+        result["kept"].append([float(t in kept) for t in tokens])
+    return result
+
+
+def _expected_loss(inputs: Json, settings: Json) -> Json:
+    responses = [
+        oracle_losses.Response(**(item | {"logprobs": _scalars(item["logprobs"]), "entropy": _scalars(item["entropy"])}))
+        for item in inputs["responses"]
+    ]
+    loss = oracle_losses.minibatch_loss(responses, oracle_settings(settings))
+    return {"loss": float(loss.detach()), "gradients": _gradients(loss, [response.logprobs for response in responses])}
+
+
+def _expected_advantages(inputs: Json, settings: Json) -> Json:
+    groups = [[oracle_advantages.Scored(**sample) for sample in group] for group in inputs["groups"]]
+    return {"advantages": oracle_advantages.advantages(groups, oracle_advantages.AdvantageSettings(**settings))}
+
+
+def oracle_settings(settings: Json) -> oracle_losses.Settings:
+    flat = {name: value for name, value in settings.items() if name != "correction"}
+    return oracle_losses.Settings(**flat, **settings.get("correction", {}))
+
+
+def _scalars(values: Sequence[float]) -> list[Tensor]:
+    return [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in values]
+
+
+def _gradients(loss: Any, leaves: Sequence[Sequence[Tensor]]) -> list[list[float]]:
+    flat = [leaf for row in leaves for leaf in row]
+    gradients: Sequence[Tensor | None] = [None] * len(flat)
+    if flat and isinstance(loss, Tensor) and loss.requires_grad:
+        gradients = torch.autograd.grad(loss, flat, allow_unused=True)
+    values = iter([0.0 if gradient is None else float(gradient) for gradient in gradients])
+    return [[next(values) for _ in row] for row in leaves]
+
+
+EXPECTED: Mapping[str, Callable[[Json, Json], Json]] = {
+    "kl": _expected_kl,
+    "correction": _expected_correction,
+    "loss": _expected_loss,
+    "advantages": _expected_advantages,
+}
+
+
+# This trainer
+
+
+def _our_kl(inputs: Json, settings: Json) -> Json:
+    logprobs = _vector(inputs["logprobs"]).requires_grad_()
+    values = kl.kl_penalty(
+        logprobs,
+        _vector(inputs["ref_logprobs"]),
+        settings["kl_penalty_type"],
+        old_logprobs=_vector(inputs["old_logprobs"]),
+        max_penalty=settings["kl_clamp"],
+    )
+    return {"values": values.tolist(), "gradients": torch.autograd.grad(values.sum(), logprobs)[0].tolist()}
+
+
+def _our_correction(inputs: Json, settings: Json) -> Json:
+    names = ("logprobs", "ref_logprobs", "entropy", "advantages")
+    packed = pack([item | dict.fromkeys(names, item["old_logprobs"]) for item in inputs["responses"]], settings)
+    fixed = correction.correct(packed.without_masked(), our_loss_settings(settings).correction)
+    is_unmasked_T = packed.loss_mask > 0
+    return {
+        "importance": _unpack(torch.where(is_unmasked_T, fixed.importance, 0.0), inputs["responses"]),
+        "kept": _unpack(torch.where(is_unmasked_T, fixed.keep, 0.0), inputs["responses"]),
+    }
+
+
+def _our_loss(inputs: Json, settings: Json) -> Json:
+    packed = pack(inputs["responses"], settings)
+    loss = losses.policy_loss(packed, our_loss_settings(settings)).loss
+    (gradients_T,) = torch.autograd.grad(loss, packed.logprobs)
+    return {"loss": float(loss.detach()), "gradients": _unpack(gradients_T, inputs["responses"])}
+
+
+def _our_advantages(inputs: Json, settings: Json) -> Json:
+    prompt = Prompt(id=0, text="", token_ids=(), answer="")
+    groups = [Group(prompt, [_sample(prompt, i, item) for i, item in enumerate(group)]) for group in inputs["groups"]]
+    penalties = None
+    if settings.get("kl_in") == "reward":
+        kind, most = settings["kl_penalty_type"], settings["kl_clamp"]
+        items = [item for group in inputs["groups"] for item in group]
+        pairs = [(_vector(item["logprobs"]), _vector(item["ref_logprobs"])) for item in items]
+        penalties = [kl.kl_penalty(own, ref, kind, old_logprobs=own, max_penalty=most) for own, ref in pairs]
+    samples = iter(advantages.assign(groups, our_advantage_settings(settings), penalties))
+    rows = [[next(samples).advantages for _ in group] for group in inputs["groups"]]
+    return {"advantages": [[[] if row is None else row.tolist() for row in group] for group in rows]}
+
+
+def pack(responses: Sequence[Json], settings: Json) -> LossInputs:
+    """Lay the responses end to end as in training: each is followed by a position outside the loss, here full of NaN."""
+    names = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "entropy", "logprobs")
+    vectors = {name: _vector([x for item in responses for x in [*item[name], torch.nan]]) for name in names}
+    weights = aggregate.token_weights(
+        [sum(item["mask"]) for item in responses],
+        settings.get("loss_agg_func", "token-mean"),
+        max_response_length=settings.get("max_response_length", 1),
+        num_samples=len(responses),
+        num_tokens=sum(sum(item["mask"]) for item in responses),
+    )
+    lengths = torch.tensor([len(item["mask"]) + 1 for item in responses])
+    vectors["logprobs"].requires_grad_()
+    return LossInputs(
+        **vectors,
+        loss_mask=_vector([x for item in responses for x in [*item["mask"], 0]]),
+        loss_weights=_vector(weights).repeat_interleave(lengths),
+        segments=torch.arange(len(responses)).repeat_interleave(lengths),
+        num_segments=len(responses),
+    )
+
+
+def _unpack(values_T: Tensor, responses: Sequence[Json]) -> list[list[float]]:
+    rows = values_T.detach().split([len(item["mask"]) + 1 for item in responses])
+    return [row[:-1].tolist() for row in rows]
+
+
+def our_loss_settings(settings: Json) -> losses.LossSettings:
+    limits = {
+        "clip_low": "ratio_clip_eps_low",
+        "clip_high": "ratio_clip_eps_high",
+        "clip_c": "ratio_clip_c",
+        "tau_positive": "sapo_tau_positive",
+        "tau_negative": "sapo_tau_negative",
+    }
+    same = ("loss_type", "kl_beta", "kl_penalty_type", "kl_clamp", "entropy_bonus")
+    return losses.LossSettings(
+        **{name: settings[name] for name in same if name in settings},
+        limits=objectives.Limits(**{ours: settings[name] for ours, name in limits.items() if name in settings}),
+        correction=correction.CorrectionSettings(**settings.get("correction", {})),
+    )
+
+
+def our_advantage_settings(settings: Json) -> advantages.AdvantageSettings:
+    longest = settings["max_response_length"]
+    names = {
+        "adv_type": "adv_type",
+        "by_std": "normalize_by_std",
+        "ddof": "std_ddof",
+        "eps": "std_eps",
+        "normalize": "normalize_advantages",
+        "kl_beta": "kl_beta",
+    }
+    return advantages.AdvantageSettings(
+        **{ours: settings[name] for ours, name in names.items()},
+        overlong=advantages.Overlong(longest, round(settings["overlong_buffer"] * longest), settings["overlong_penalty"]),
+    )
+
+
+def _sample(prompt: Prompt, index: int, item: Json) -> Sample:
+    length = item["length"]
+    sample = Sample(prompt, index, [0] * length, [0.0] * length, "stop", policy_version=0, reward=item["reward"])
+    sample.step_rewards, sample.step_ends = item["step_rewards"], item["step_ends"]
+    return sample
+
+
+def _vector(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+OURS: Mapping[str, Callable[[Json, Json], Json]] = {
+    "kl": _our_kl,
+    "correction": _our_correction,
+    "loss": _our_loss,
+    "advantages": _our_advantages,
+}
+
+
+# Comparing
+
+
+def _numbers(value: Any, path: str = "") -> list[tuple[str, float]]:
+    """Return each number with its path, such as gradients[0][3]."""
+    if isinstance(value, dict):
+        return [pair for name in sorted(value) for pair in _numbers(value[name], f"{path}.{name}" if path else name)]
+    if isinstance(value, list):
+        return [pair for i, item in enumerate(value) for pair in _numbers(item, f"{path}[{i}]")]
+    return [(path, float(value))]
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _shape(value[name]) for name in sorted(value)}
+    if isinstance(value, list):
+        return [_shape(item) for item in value] if any(isinstance(item, dict | list) for item in value) else len(value)
+    return "number"

@@ -1,0 +1,245 @@
+"""The cases of vectors.json without their expected numbers: small ragged batches and edge cases.
+
+Numbers have four decimals, so that people can read them; ratios lie on both sides of every limit.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+Json = dict[str, Any]
+
+LOSS_TYPES = ("actor", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce")
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+PENALTIES = ("kl", "abs", "mse", "low_var_kl", "low_var_kl_weighted")
+ADVANTAGES = ("grpo", "grpo_process", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+CORRECTIONS: dict[str, Json] = {
+    "token importance": {"importance": "token", "max_importance": 1.2},
+    "sequence importance": {"importance": "sequence", "max_importance": 1.5},
+    "token mask": {"mask": "token", "mask_low": 0.7, "mask_high": 1.4},
+    "sequence mask": {"mask": "sequence", "mask_low": 0.5, "mask_high": 2.0},
+    "geometric mask": {"mask": "geometric", "mask_low": 0.9, "mask_high": 1.15},
+    "veto": {"veto_below": 0.6},
+    "importance, mask and veto": {"importance": "token", "max_importance": 1.2, "mask": "token", "mask_low": 0.65}
+    | {"mask_high": 1.5, "veto_below": 0.55},
+    "IcePop": {"importance": "icepop", "mask_low": 0.7, "mask_high": 1.4},
+}
+LOSS_SETTINGS: Json = {
+    "loss_type": "actor",
+    "loss_agg_func": "seq-mean-token-mean",
+    "max_response_length": 8,
+    "ratio_clip_eps_low": 0.2,
+    "ratio_clip_eps_high": 0.28,
+    "ratio_clip_c": 1.5,
+    "sapo_tau_positive": 1.0,
+    "sapo_tau_negative": 1.05,
+    "kl_beta": 0.0,
+    "kl_penalty_type": "low_var_kl",
+    "kl_clamp": 10.0,
+    "entropy_bonus": 0.0,
+}
+ADVANTAGE_SETTINGS: Json = {
+    "adv_type": "grpo",
+    "normalize_by_std": True,
+    "std_ddof": 1,
+    "std_eps": 1e-6,
+    "normalize_advantages": False,
+    "kl_beta": 0.0,
+    "kl_in": "loss",
+    "kl_penalty_type": "kl",
+    "kl_clamp": 10.0,
+    "overlong_buffer": 0.0,
+    "overlong_penalty": 1.0,
+    "max_response_length": 8,
+}
+
+
+def all_cases() -> list[Json]:
+    """Return all cases as {name, kind, inputs, settings}; names are unique."""
+    return [*kl_cases(), *correction_cases(), *loss_cases(), *loss_edges(), *advantage_cases(), *advantage_edges()]
+
+
+def kl_cases() -> Iterator[Json]:
+    gaps = [0.0, 1e-4, -0.001, 0.3, -0.7, 2.0, -2.5, 5.0, -12.0, 12.0, 30.0, -30.0]
+    moves = [round(-0.2 * math.sin(i), 4) for i in range(len(gaps))]
+    # Either factor of the weighted penalty beyond its limit where the product is not, and the reverse.
+    gaps += [-3.0, -5.0, -2.0, 1.5, 15.0, -24.0, -24.0, 24.0]
+    moves += [-0.9, -6.0, 2.5, 4.0, -3.0, -18.0, -27.0, 22.0]
+    logprobs = [round(-0.1 - 0.3 * i, 4) for i in range(len(gaps))]
+    inputs = {
+        "logprobs": logprobs,
+        "old_logprobs": [round(value - move, 4) for value, move in zip(logprobs, moves, strict=True)],
+        "ref_logprobs": [round(value - gap, 4) for value, gap in zip(logprobs, gaps, strict=True)],
+    }
+    for kind in PENALTIES:
+        yield case(f"kl: {kind}", "kl", inputs, {"kl_penalty_type": kind, "kl_clamp": 10.0})
+    for kind in ("low_var_kl", "low_var_kl_weighted"):
+        yield case(f"kl: {kind} without a clamp on its value", "kl", inputs, {"kl_penalty_type": kind, "kl_clamp": None})
+
+
+def correction_cases() -> Iterator[Json]:
+    names = ("old_logprobs", "rollout_logprobs", "mask")
+    inputs = {"responses": [{name: item[name] for name in names} for item in responses(40, [4, 1, 0, 6, 3], has_gaps=True)]}
+    for name, correction in CORRECTIONS.items():
+        yield case(f"correction: {name}", "correction", inputs, {"correction": correction})
+
+
+def loss_cases() -> Iterator[Json]:
+    for number, loss_type in enumerate(LOSS_TYPES):
+        inputs = {"responses": responses(number, [3, 6, 1, 4])}
+        own = {"ratio_clip_eps_low": 1.0, "ratio_clip_eps_high": 0.5} if loss_type == "cispo" else {}
+        for aggregation in AGGREGATIONS:
+            settings = LOSS_SETTINGS | own | {"loss_type": loss_type, "loss_agg_func": aggregation}
+            yield case(f"loss: {loss_type}, {aggregation}", "loss", inputs, settings)
+        kind = PENALTIES[number % len(PENALTIES)]
+        settings = LOSS_SETTINGS | {"loss_type": loss_type, "kl_beta": 0.3, "kl_penalty_type": kind, "entropy_bonus": 0.1}
+        with_gaps = {"responses": responses(10 + number, [5, 2, 4], has_gaps=True)}
+        yield case(f"loss: {loss_type}, {kind} and entropy, tokens masked", "loss", with_gaps, settings)
+        yield case(
+            f"loss: {loss_type}, {kind} and entropy, tokens dropped",
+            "loss",
+            {"responses": responses(20 + number, [5, 3, 6])},
+            settings | {"correction": CORRECTIONS["importance, mask and veto"]},
+        )
+    for number, (name, correction) in enumerate(CORRECTIONS.items()):
+        for loss_type in ("actor", "gspo"):
+            settings = LOSS_SETTINGS | {"loss_type": loss_type, "loss_agg_func": "token-mean", "correction": correction}
+            yield case(f"loss: {loss_type}, {name}", "loss", {"responses": responses(30 + number, [4, 3, 5])}, settings)
+
+
+def loss_edges() -> Iterator[Json]:
+    """Yield worked examples, empty responses and masks, and ratios that overflow without a clamp."""
+    signs = [(ratio, advantage) for advantage in (1.0, -1.0) for ratio in (0.4, 1.1, 1.4, 1.8)]
+    worked = {"responses": [one_token(math.log(ratio), advantage) for ratio, advantage in signs]}
+    settings = LOSS_SETTINGS | {"ratio_clip_eps_high": 0.2, "loss_agg_func": "seq-mean-token-sum"}
+    yield case("loss: actor, ratios 0.4 to 1.8 with either sign", "loss", worked, settings)
+    beyond = {"responses": [one_token(gap, advantage) for gap in (1e4, -1e4) for advantage in (1.0, 0.0, -1.0)]}
+    some = responses(50, [3, 4])
+    masked = {"responses": [some[0] | {"mask": [0, 0, 0]}, some[1]]}
+    nothing = {"responses": [some[0] | {"mask": [0, 0, 0]}, some[1] | {"mask": [0] * 4}]}
+    for loss_type in LOSS_TYPES:
+        own = {"loss_type": loss_type, "kl_beta": 0.1, "entropy_bonus": 0.1}
+        yield case(f"loss: {loss_type}, ratios e^+-10000", "loss", beyond, LOSS_SETTINGS | {"loss_type": loss_type})
+        empty = {"responses": responses(60, [0, 2, 0])}
+        yield case(f"loss: {loss_type}, responses without tokens", "loss", empty, LOSS_SETTINGS | own)
+        yield case(f"loss: {loss_type}, a response all masked", "loss", masked, LOSS_SETTINGS | own)
+        yield case(f"loss: {loss_type}, all masked", "loss", nothing, LOSS_SETTINGS | own)
+    dropped = LOSS_SETTINGS | {"kl_beta": 0.1, "correction": {"mask": "token", "mask_low": 100.0, "mask_high": 101.0}}
+    yield case("loss: actor, every token dropped", "loss", {"responses": some}, dropped)
+
+
+def advantage_cases() -> Iterator[Json]:
+    for number, adv_type in enumerate(ADVANTAGES):
+        inputs = {"groups": [samples(100 + number, [3, 5, 1, 4]), samples(110 + number, [2, 8, 6])]}
+        base = ADVANTAGE_SETTINGS | {"adv_type": adv_type}
+        yield case(f"advantages: {adv_type}", "advantages", inputs, base)
+        yield case(f"advantages: {adv_type}, whitened", "advantages", inputs, base | {"normalize_advantages": True})
+        own = base | {"overlong_buffer": 0.5, "overlong_penalty": 0.4}
+        yield case(f"advantages: {adv_type}, overlong responses punished", "advantages", inputs, own)
+        if adv_type != "grpo_process":
+            yield case(f"advantages: {adv_type}, KL in the reward", "advantages", inputs, base | KL_IN_REWARD)
+    inputs = {"groups": [samples(120, [3, 5, 1, 4])]}
+    for name, own in {
+        "over the group's size": {"std_ddof": 0},
+        "with an epsilon of 0.1": {"std_eps": 0.1},
+        "not divided by the deviation": {"normalize_by_std": False},
+    }.items():
+        yield case(f"advantages: grpo, {name}", "advantages", inputs, ADVANTAGE_SETTINGS | own)
+
+
+def advantage_edges() -> Iterator[Json]:
+    """Yield worked examples, and groups without anything to compare."""
+    worked = {"groups": [outcomes([1, 0, 0, 1]), outcomes([0, 0, 1, 1]), outcomes([1, 0, 0, 1, 1, 0, 0, 1])]}
+    yield case("advantages: grpo, half of the answers right", "advantages", worked, ADVANTAGE_SETTINGS)
+    steps = {"groups": [[stepped(10, [0.2, 0.8, 1.0], [3, 7, 9]), stepped(6, [0.0, 0.4], [2, 5])]]}
+    own = ADVANTAGE_SETTINGS | {"adv_type": "grpo_process", "std_eps": 0.0, "max_response_length": 16}
+    yield case("advantages: grpo_process, five steps", "advantages", steps, own)
+    after = {"groups": [[stepped(6, [1.0, 0.0], [1, 3]), stepped(0, [], []), stepped(3, [0.5], [0])]]}
+    yield case("advantages: grpo_process, tokens after the last step", "advantages", after, own)
+    alone = own | {"overlong_buffer": 0.5, "overlong_penalty": 0.4, "max_response_length": 10}
+    yield case("advantages: grpo_process, overlong responses punished, no outcomes", "advantages", steps, alone)
+    lengths = {"groups": [outcomes([0.0] * 9, lengths=[0, 7, 8, 9, 10, 11, 13, 15, 16])]}
+    punished = ADVANTAGE_SETTINGS | {"normalize_by_std": False, "overlong_buffer": 0.5, "overlong_penalty": 0.5}
+    yield case("advantages: grpo, DAPO's punishment by length", "advantages", lengths, punished | {"max_response_length": 16})
+    for adv_type in ADVANTAGES:
+        settings = ADVANTAGE_SETTINGS | {"adv_type": adv_type}
+        equal = {"groups": [outcomes([0.1] * 3), outcomes([0.1] * 4)]}
+        yield case(f"advantages: {adv_type}, equal rewards", "advantages", equal, settings)
+        single = {"groups": [outcomes([None, 0.7])]}
+        yield case(f"advantages: {adv_type}, a single sample with a reward", "advantages", single, settings)
+        none = {"groups": [outcomes([None, None]), outcomes([1.0, None, 0.0, 0.5], lengths=[2, 2, 0, 3])]}
+        yield case(f"advantages: {adv_type}, samples without a reward or a token", "advantages", none, settings)
+
+
+KL_IN_REWARD: Json = {"kl_in": "reward", "kl_beta": 0.2}
+
+
+def case(name: str, kind: str, inputs: Json, settings: Json) -> Json:
+    return {"name": name, "kind": kind, "inputs": inputs, "settings": settings}
+
+
+def responses(seed: int, lengths: list[int], *, has_gaps: bool = False) -> list[Json]:
+    """Make ratios of 0.4 to 2.5 and advantages of either sign, constant per response; `has_gaps` masks some tokens with NaN."""
+    rng = random.Random(seed)
+
+    def some(length: int, low: float, high: float) -> list[float]:
+        return [round(rng.uniform(low, high), 4) for _ in range(length)]
+
+    def near(values: list[float], by: float) -> list[float]:
+        return [round(value + rng.uniform(-by, by), 4) for value in values]
+
+    result = []
+    for i, length in enumerate(lengths):
+        old = some(length, -3.0, -1.0)
+        item: Json = {
+            "logprobs": near(old, 0.9),
+            "old_logprobs": old,
+            "ref_logprobs": near(old, 0.6),
+            "rollout_logprobs": near(old, 0.7),
+            "entropy": some(length, 0.1, 3.0),
+            "advantages": [round(rng.uniform(0.3, 2.0) * (-1) ** i, 4)] * length,
+            "mask": [int(not has_gaps or rng.random() > 0.3) for _ in range(length)],
+        }
+        for name in item.keys() - {"mask"}:
+            item[name] = [value if kept else math.nan for value, kept in zip(item[name], item["mask"], strict=True)]
+        result.append(item)
+    return result
+
+
+def one_token(log_ratio: float, advantage: float) -> Json:
+    names = ("ref_logprobs", "rollout_logprobs", "entropy")
+    values = {"logprobs": [-1.0], "old_logprobs": [round(-1.0 - log_ratio, 12)], "advantages": [advantage], "mask": [1]}
+    return values | {name: [-1.0] for name in names}
+
+
+def samples(seed: int, lengths: list[int]) -> list[Json]:
+    rng = random.Random(seed)
+    result = []
+    for length in lengths:
+        old = [round(rng.uniform(-3.0, -0.5), 4) for _ in range(length)]
+        ends = sorted(rng.sample(range(length), min(length, 2)))
+        item = {
+            "length": length,
+            "reward": round(rng.uniform(-1, 1), 4),
+            "step_rewards": [round(rng.uniform(0, 1), 4) for _ in ends],
+            "step_ends": ends,
+            "logprobs": old,
+            "ref_logprobs": [round(value + rng.uniform(-0.5, 0.5), 4) for value in old],
+        }
+        result.append(item)
+    return result
+
+
+def outcomes(rewards: list[Any], *, lengths: list[int] | None = None) -> list[Json]:
+    return [
+        stepped(length, [], []) | {"reward": reward}
+        for reward, length in zip(rewards, lengths or [2] * len(rewards), strict=True)
+    ]
+
+
+def stepped(length: int, rewards: list[float], ends: list[int]) -> Json:
+    empty: Json = {"reward": None, "logprobs": [-1.0] * length, "ref_logprobs": [-1.0] * length}
+    return {"length": length, "step_rewards": rewards, "step_ends": ends} | empty

@@ -1,0 +1,167 @@
+"""Check a trainer's advantages, KL penalties, corrections and losses against oracles: print `N of N agree`, or exit with 1.
+
+The expected numbers in vectors.json come from oracle_losses.py and oracle_advantages.py, token by token in float64. The code
+under test is this trainer's, or another's: `--implementation package.module:function` names a function (kind, inputs, settings)
+-> result, which is called once per case with plain Python values:
+
+  kind "kl"          inputs {logprobs, old_logprobs, ref_logprobs}: lists of numbers
+                     result {values, gradients}: the penalty of each token, and its derivative by the token's log-prob
+  kind "correction"  inputs {responses}: a list of {old_logprobs, rollout_logprobs, mask}
+                     result {importance, kept}: a list per response; both 0 on masked tokens
+  kind "loss"        inputs {responses}: a list of {logprobs, old_logprobs, ref_logprobs, rollout_logprobs, entropy,
+                     advantages, mask}, all the responses of one mini-batch
+                     result {loss, gradients}: a number; for each response the loss's derivatives by its log-probs
+  kind "advantages"  inputs {groups}: a list of groups, each a list of {length, reward, step_rewards, step_ends, logprobs,
+                     ref_logprobs}; reward None: the sample has no reward. Log-probs are those before the update
+                     result {advantages}: for each group and sample a list of `length` numbers
+
+`settings` has keys of the config's section `algorithm`, explained in grpo_mega/config/algorithm.py, and max_response_length.
+Tokens with mask 0 may hold NaN (null in the file) and must not be read. A number may be off by --tolerance times the
+largest number of its case. A function raises NotImplementedError for a case that it does not support: its name is printed, and
+it does not count as agreed. Exit code 2 and one line: nothing could be checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if __name__ == "__main__":  # as a plain script, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.conformance import adapter
+from tools.conformance.cases import all_cases
+
+FILE = Path(__file__).with_name("vectors.json")
+OURS = "tools.conformance.adapter:ours"
+# This trainer keeps advantages in float32.
+TOLERANCES = {"kl": 1e-9, "correction": 1e-9, "loss": 1e-9, "advantages": 1e-6}
+DIGITS = 12  # of the expected numbers in the file, so that another machine's rounding writes the same
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--implementation", default=OURS, metavar="MODULE:FUNCTION", help="the function to check (%(default)s)")
+    parser.add_argument("--tolerance", type=float, help="for all kinds; by default 1e-6 for advantages, else 1e-9")
+    parser.add_argument("--only", default="", metavar="TEXT", help="check only cases with TEXT in their name")
+    parser.add_argument("--file", type=Path, default=FILE, help="the cases (%(default)s)")
+    parser.add_argument("--write", action="store_true", help="compute the expected numbers with the oracles and write the file")
+    options = parser.parse_args(arguments)
+    if options.write:
+        options.file.write_text(dumps(computed_cases()))
+        print(f"{options.file}: written")
+        return 0
+    try:
+        implementation = load_implementation(options.implementation)
+        cases = [case for case in loads(options.file.read_text()) if options.only in case["name"]]
+    except (OSError, ValueError, ImportError, AttributeError) as error:
+        print(f"conformance: {error}", file=sys.stderr)
+        return 2
+    if not cases:
+        print(f"conformance: no case of {options.file} has {options.only!r} in its name", file=sys.stderr)
+        return 2
+    return check(cases, implementation, options.tolerance)
+
+
+def check(cases: list[dict[str, Any]], implementation: adapter.Implementation, tolerance: float | None) -> int:
+    num_agreed, unknown = 0, []
+    for case in cases:
+        try:
+            result = implementation(case["kind"], case["inputs"], case["settings"])
+            allowed = TOLERANCES[case["kind"]] if tolerance is None else tolerance
+            differing = adapter.differences(case["expected"], result, allowed)
+        except NotImplementedError:
+            unknown.append(case["name"])
+            continue
+        except Exception as error:  # another trainer's code may raise anything; check the other cases all the same
+            differing = [f"raised {type(error).__name__}: {error}"]
+        num_agreed += not differing
+        for line in differing[:3]:
+            print(f"{case['name']}: {line}")
+        if len(differing) > 3:
+            print(f"{case['name']}: and {len(differing) - 3} more")
+    if unknown:
+        print(f"not implemented: {'; '.join(unknown)}")
+    print(f"{num_agreed} of {len(cases)} agree")
+    return int(num_agreed != len(cases))
+
+
+def load_implementation(name: str) -> adapter.Implementation:
+    module, _, function = name.partition(":")
+    if not function:
+        raise ValueError(f"--implementation {name} names no function; write package.module:function")
+    sys.path.insert(0, "")  # a module in the current folder, as `python -m` finds it
+    implementation: adapter.Implementation = getattr(importlib.import_module(module), function)
+    return implementation
+
+
+def computed_cases() -> list[dict[str, Any]]:
+    return [
+        case | {"expected": rounded(adapter.expected(case["kind"], case["inputs"], case["settings"]))} for case in all_cases()
+    ]
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: rounded(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.{DIGITS}g}") + 0.0  # no -0.0
+
+
+def dumps(cases: list[dict[str, Any]]) -> str:
+    """Write one line per response, group or set of settings, so that diffs are readable; NaN becomes null."""
+    return "[\n" + ",\n".join(_case_text(case) for case in cases) + "\n]\n"
+
+
+def loads(text: str) -> list[dict[str, Any]]:
+    """Parse the cases; null in an array becomes NaN."""
+    cases: list[dict[str, Any]] = json.loads(text)
+    return [case | {"inputs": _null_to_nan(case["inputs"])} for case in cases]
+
+
+def _case_text(case: dict[str, Any]) -> str:
+    lines = [f'  "name": {_line(case["name"])}', f'  "kind": {_line(case["kind"])}']
+    lines += [f'  "{name}": {_block(case[name], "  ")}' for name in ("inputs", "settings", "expected")]
+    return " {\n" + ",\n".join(lines) + "\n }"
+
+
+def _block(value: Any, indent: str) -> str:
+    """Write arrays of arrays or objects with one line per item, objects of arrays with one line per name."""
+    if isinstance(value, list) and any(isinstance(item, list | dict) for item in value):
+        return "[\n" + ",\n".join(f"{indent} {_line(item)}" for item in value) + f"\n{indent}]"
+    if isinstance(value, dict) and any(isinstance(item, list) for item in value.values()):
+        body = [f"{indent} {_line(name)}: {_block(item, indent + ' ')}" for name, item in value.items()]
+        return "{\n" + ",\n".join(body) + f"\n{indent}}}"
+    return _line(value)
+
+
+def _line(value: Any) -> str:
+    return json.dumps(_nan_to_null(value), allow_nan=False)
+
+
+def _nan_to_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _nan_to_null(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_nan_to_null(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _null_to_nan(value: Any) -> Any:
+    """Replace null by NaN in arrays only: {"reward": null} means that there is no reward."""
+    if isinstance(value, dict):
+        return {name: _null_to_nan(item) if isinstance(item, list | dict) else item for name, item in value.items()}
+    return [_null_to_nan(item) if isinstance(item, list | dict) else math.nan if item is None else item for item in value]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # several threads are many times slower for so few tokens
+    sys.exit(main())
