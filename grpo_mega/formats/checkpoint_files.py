@@ -5,8 +5,8 @@
     .step-000012.partial     a save under way, or the remains of a killed one
     .step-000012.removed     a checkpoint that is being removed
 
-A run removes only its own checkpoints: a real folder whose name is that of the step in its manifest. Copies under other names, links
-and folders without a manifest are the user's.
+A run removes only its own checkpoints: a real folder whose name is that of the step in its manifest. Copies under other names,
+links and folders without a manifest are the user's.
 """
 
 from __future__ import annotations
