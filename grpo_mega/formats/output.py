@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from grpo_mega.errors import ConfigError, WeightMappingError
+from grpo_mega.formats.checkpoint_files import sync_folder
 from grpo_mega.formats.slices import BLOCK_BYTES, Files, Target
 from grpo_mega.formats.stream import Streamer, is_finite, torch_dtype
 from grpo_mega.observe.byte_bar import ByteBar, byte_bar
@@ -195,10 +196,8 @@ def _publish(plan: OutputPlan, partial: Path, out: Path) -> None:
     if out.exists():
         out.rmdir()  # it is empty
     os.rename(partial, out)
-    for folder in (out, out.parent):
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+    sync_folder(out)
+    sync_folder(out.parent)
 
 
 class _Notes:
