@@ -1,19 +1,18 @@
-"""Converts a Hugging Face folder to a Megatron distributed checkpoint that loads in any layout.
+"""Convert a Hugging Face folder to a Megatron distributed checkpoint that loads in any layout.
 
-`python tools/convert_hf_to_mcore.py HF_DIR OUT [--dtype bfloat16] [--workers 2]`: safetensors, sharded or not,
-pytorch_model.bin, or FP8 with block scales, which is dequantised. Reads and writes in blocks, so that memory does not depend on
-the model's size. Everything is read back and compared before OUT appears; interrupted, the same command goes on where it was.
-OUT has the folder's config and tokenizer too, and is a model.path for training.
+`python tools/convert_hf_to_mcore.py HF_DIR OUT [--dtype bfloat16] [--workers 2]`: HF_DIR has safetensors, sharded or not,
+pytorch_model.bin, or FP8 with block scales, which is dequantised. The tool reads and writes in blocks, so that memory does not
+depend on the model's size. Everything is read back and compared before OUT appears; after an interruption, the same command
+continues. OUT has the folder's config and tokenizer too, and is a model.path for training.
 
 `--dry --layout tp=4,pp=4 [HF_DIR | --config config.json]` lists instead every tensor of every rank, its sources and slices.
-Exit code 2 for what cannot be converted, with one line that says why.
+Exit code 2, with one line that names the reason, for a folder that cannot be converted.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 from convert_options import Parser, count, print_report, run
@@ -52,26 +51,11 @@ def convert(options: argparse.Namespace) -> int:
 
 
 def dry(options: argparse.Namespace) -> int:
-    from grpo_mega.formats.dry import Dry, lines, parse_layout
-    from grpo_mega.weights.families import family_of
-    from grpo_mega.weights.spec import ModelShape, read_config
+    from convert_dry_run import dry_run
 
-    began = time.monotonic()
     if options.config is not None and options.config.name != "config.json":
         raise ConfigError(f"--config={options.config} must be the path of a file config.json")
-    shape = ModelShape.from_hf_config(read_config(options.config.parent if options.config else options.hf_dir))
-    layout, found = parse_layout(options.layout), Dry()
-    batch: list[str] = []
-    for line in lines(family_of(shape.model_type), shape, layout, found):
-        batch.append(line)
-        if len(batch) == 4096:
-            print("\n".join(batch))
-            batch.clear()
-    print("\n".join(batch))
-    print(
-        f"{found.tensors} tensors of {found.slices} slices; {found.parameters / 1e9:.3f} billion parameters, at most "
-        f"{found.largest * 2 / 1e9:.2f} GB a rank in bfloat16; {time.monotonic() - began:.2f} s"
-    )
+    dry_run(options.config.parent if options.config else options.hf_dir, options.layout)
     return 0
 
 

@@ -1,10 +1,10 @@
-"""Converts a Megatron distributed checkpoint, saved in any layout, to a Hugging Face folder.
+"""Convert a Megatron distributed checkpoint, saved in any layout, to a Hugging Face folder.
 
-`python tools/convert_mcore_to_hf.py CKPT OUT [--max-shard-size 5GB] [--dtype D] [--workers 2] [--config HF_DIR]`: CKPT is what
-convert_hf_to_mcore.py wrote, a run's folder or one of its checkpoints, or any folder with Megatron's .metadata; optimizer state
-is passed over. The CRC32 that torch.save keeps of every saved piece is checked first. Config, generation config and tokenizer
-come from beside the checkpoint, from the run's model.path, or from --config. Streams, resumes and proves as
-convert_hf_to_mcore.py does. Exit code 2 for what cannot be converted.
+`python tools/convert_mcore_to_hf.py CKPT OUT [--max-shard-size 5GB] [--dtype D] [--workers 2] [--config HF_DIR]`: CKPT is an
+output of convert_hf_to_mcore.py, a run's folder or one of its checkpoints, or any folder with Megatron's .metadata; optimizer
+state is skipped. The CRC32 that torch.save keeps of every saved piece is checked first. Config, generation config and tokenizer
+come from beside the checkpoint, from the run's model.path, or from --config. Streams, resumes and verifies as
+convert_hf_to_mcore.py does. Exit code 2, with one line that names the reason, for a checkpoint that cannot be converted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the conversion tools share: arguments, and errors as one line with exit code 2."""
+"""Arguments of the conversion tools, their reports, and errors as one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(act: Callable[[], int]) -> int:
-    """`act`'s exit code; 2 after an error that the user can mend, 130 when interrupted."""
+    """Return `act`'s exit code; 2 after an error that the user can solve, 130 when interrupted."""
     try:
         return act()
     except UserError as error:
@@ -33,28 +33,30 @@ def run(act: Callable[[], int]) -> int:
 
 
 def count(text: str) -> int:
-    """An argument that is a whole number above 0."""
+    """Read an argument that is a whole number above 0."""
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
     return int(text)
 
 
 def num_bytes(text: str) -> int:
-    """ "5GB" or "500MiB". Raises ConfigError."""
+    """Read a size as "5GB" or "500MiB". Raise ConfigError."""
     number = text.rstrip("KMGiIBb ")
     unit = text[len(number) :].strip().upper()
     if unit not in _UNITS or not number.replace(".", "", 1).isdigit() or float(number) * _UNITS[unit] < 1:
-        raise ConfigError(f"{text!r} is no size; give one as 5GB or 500MiB")
+        raise ConfigError(f"--max-shard-size={text}: must be a size as 5GB or 500MiB")
     return int(float(number) * _UNITS[unit])
 
 
 def print_report(report: Any, out: Any) -> None:
-    """What a conversion did, and a warning with the names of tensors that hold NaN or infinity."""
+    """Print the result of a conversion, and warn of tensors with NaN or infinity by name."""
     written = report.num_bytes - report.resumed_bytes
     speed = written / max(report.write_seconds, 1e-9) / 1e6
     resumed = f" ({report.resumed_bytes / 1e9:.3f} GB were there from an earlier start)" if report.resumed_bytes else ""
     print(f"{out}: {report.num_tensors} tensors, {report.num_bytes / 1e9:.3f} GB{resumed}")
-    print(f"written in {report.write_seconds:.1f} s ({speed:.0f} MB/s); read back and proven in {report.proof_seconds:.1f} s")
+    print(
+        f"written in {report.write_seconds:.1f} s ({speed:.0f} MB/s); read back and verified in {report.verify_seconds:.1f} s"
+    )
     if report.nonfinite:
         names = "; ".join(report.nonfinite[:8]) + ("; ..." if len(report.nonfinite) > 8 else "")
         print(f"warning: NaN or infinity in {len(report.nonfinite)} tensors: {names}", file=sys.stderr)

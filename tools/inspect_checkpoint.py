@@ -1,6 +1,6 @@
-"""Says what a checkpoint is: `python tools/inspect_checkpoint.py PATH [--config HF_DIR] [--json]`.
+"""Describe a checkpoint: `python tools/inspect_checkpoint.py PATH [--config HF_DIR] [--json]`.
 
-PATH is a Hugging Face folder, a converted checkpoint, or a run's folder or one of its checkpoints. Reads headers alone. Exit
+PATH is a Hugging Face folder, a converted checkpoint, or a run's folder or one of its checkpoints. Only headers are read. Exit
 code 2 if it is none of these, or damaged.
 """
 
@@ -25,19 +25,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def inspect(options: argparse.Namespace) -> int:
-    from grpo_mega.formats.inspect import describe
+    from grpo_mega.formats.detect import describe
 
-    found = describe(options.path, options.config)
+    description = describe(options.path, options.config)
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(description))
         return 0
-    for name, value in found.items():
+    for name, value in description.items():
         if value is not None:
-            print(f"{name.replace('_', ' '):<16} {said(name, value)}")
+            print(f"{name.replace('_', ' '):<16} {formatted(name, value)}")
     return 0
 
 
-def said(name: str, value: Any) -> str:
+def formatted(name: str, value: Any) -> str:
     if name == "bytes":
         return f"{value} ({value / 1e9:.2f} GB)"
     if name == "parameters":

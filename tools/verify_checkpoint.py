@@ -1,10 +1,10 @@
-"""Compares two checkpoints, each a Hugging Face folder or a Megatron one: `python tools/verify_checkpoint.py A B`.
+"""Compare two checkpoints, each a Hugging Face folder or a Megatron one: `python tools/verify_checkpoint.py A B`.
 
-First config, names, shapes, dtypes and the bits of every tensor, in blocks. Then, where the model fits into memory, what every
-layer puts out on fixed prompts: a Hugging Face folder is computed by transformers, a Megatron checkpoint by Megatron-core, so
-that a mapping that is wrong in both directions is found too. Names the first layer that differs. --no-logits leaves that out.
---config-a and --config-b: folder with config.json, for a checkpoint that does not lead to one. Exit code 0 if both are the
-same, 1 if not, 2 if one of them cannot be read.
+First come config, names, shapes, dtypes and the bits of every tensor, in blocks; then, if the model fits into memory, the
+outputs of every layer on fixed prompts: a Hugging Face folder is computed by transformers, a Megatron checkpoint by
+Megatron-core, so that a mapping that is wrong in both directions is found too. The first layer that differs is named.
+--no-logits leaves out the outputs. --config-a and --config-b: folder with config.json, for a checkpoint that does not lead to
+one. Exit code 0 if both are the same, 1 if not, 2 if one of them cannot be read.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def verify(options: argparse.Namespace) -> int:
     for note in (a.note, b.note):
         if note is not None:
             print(note)
-    found = compare(a, b, options.workers)
-    print_difference(found)
-    is_same = not found
-    can_run = not (found.missing or found.extra or found.other)
+    difference = compare(a, b, options.workers)
+    print_difference(difference)
+    is_same = not difference
+    can_run = not (difference.missing or difference.extra or difference.other)
     if options.no_logits or not can_run:
         print("logits: not computed")
     else:
@@ -52,16 +52,21 @@ def verify(options: argparse.Namespace) -> int:
     return 0 if is_same else 1
 
 
-def print_difference(found: Difference) -> None:
-    for name, ours, theirs in found.config:
+def print_difference(difference: Difference) -> None:
+    for name, ours, theirs in difference.config:
         print(f"config: {name} is {ours!r} in A and {theirs!r} in B")
-    kinds = (("missing in B", found.missing), ("extra in B", found.extra), ("other", found.other), ("bits differ", found.bits))
-    for kind, names in kinds:
+    kinds = {
+        "missing in B": difference.missing,
+        "extra in B": difference.extra,
+        "other": difference.other,
+        "bits differ": difference.bits,
+    }
+    for kind, names in kinds.items():
         for name in names[:_SHOWN]:
             print(f"{kind}: {name}")
         if len(names) > _SHOWN:
             print(f"{kind}: {len(names) - _SHOWN} more")
-    print(f"{found.num_equal} tensors equal bit for bit")
+    print(f"{difference.num_equal} tensors equal bit for bit")
 
 
 def compare_logits(a: Checkpoint, b: Checkpoint) -> bool:
@@ -75,11 +80,11 @@ def compare_logits(a: Checkpoint, b: Checkpoint) -> bool:
     except ConfigError as error:
         print(f"logits: not computed ({error})")
         return True
-    found = verify_logits.first_difference(ours, theirs)
-    if found is None:
-        print(f"logits: all {len(ours) - 1} layers and the logits agree on {len(verify_logits._LENGTHS)} prompts")
+    different = verify_logits.first_difference(ours, theirs)
+    if different is None:
+        print(f"logits: all {len(ours) - 1} layers and the logits agree on {len(verify_logits.PROMPT_LENGTHS)} prompts")
         return True
-    print(f"logits: {found[0]} is the first that differs, by {found[1]:.2g} of its largest number")
+    print(f"logits: {different[0]} is the first that differs, by {different[1]:.2g} of its largest number")
     return False
 
 

@@ -1,8 +1,8 @@
-"""What each layer of a checkpoint's model puts out on fixed prompts, in fp32: by transformers for a Hugging Face folder, by
-Megatron-core for a Megatron checkpoint. Two that agree show that the names and the order of rows mean the same to both.
+"""The outputs of each layer of a checkpoint's model on fixed prompts, in fp32.
 
-transformers runs in a process of its own, `verify_logits.py HF_DIR OUT`: it is the oracle, and the patches that Megatron needs
-without a GPU change torch's constructors.
+transformers computes a Hugging Face folder, Megatron-core a Megatron checkpoint. Two that agree show that the names and the
+order of rows mean the same to both. transformers, the oracle, runs in a process of its own, `verify_logits.py HF_DIR OUT`,
+because the patches that Megatron needs without a GPU change torch's constructors.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from grpo_mega.distributed.launch import only_rank
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.detect import Checkpoint, find_checkpoint
 from grpo_mega.formats.reader import open_reader
-from grpo_mega.weights.apply import fill
+from grpo_mega.weights.apply import load_shards
 
 ROOT = Path(__file__).resolve().parents[1]
 
 TOLERANCE = 1e-4  # of the largest number that a layer puts out; fp32 gives 1e-6
-_BYTES_A_PARAMETER = 10  # fp32 weights, Megatron's buffer of gradients, and some more
-_LENGTHS = (7, 19)
+_BYTES_PER_PARAMETER = 10  # fp32 weights, Megatron's buffer of gradients, and some more
+PROMPT_LENGTHS = (7, 19)
 
 Outputs = dict[str, Tensor]  # by layer, from the first to the logits; [tokens, width]
 
 
 def fits(checkpoint: Checkpoint) -> bool:
-    """Whether the model fits into the memory that is free."""
+    """Return True if the model fits into the memory that is free."""
     family, shape = checkpoint.model()
-    needed = _BYTES_A_PARAMETER * sum(prod(s) for s in family.hf_tensors(shape).values())
+    needed = _BYTES_PER_PARAMETER * sum(prod(s) for s in family.hf_tensors(shape).values())
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     return needed < free
 
 
 def outputs(checkpoint: Checkpoint) -> Outputs:
-    """Raises ConfigError for a model that Megatron's layers do not compute as transformers does."""
+    """Compute the outputs. Raise ConfigError for a model that Megatron's layers do not compute as transformers does."""
     if checkpoint.is_megatron:
         return _by_megatron(checkpoint)
     if "quantization_config" in checkpoint.config():
@@ -59,7 +59,7 @@ def outputs(checkpoint: Checkpoint) -> Outputs:
 
 
 def first_difference(a: Outputs, b: Outputs) -> tuple[str, float] | None:
-    """The first layer whose outputs differ by more than TOLERANCE, and by how much of its largest number."""
+    """Return the first layer whose outputs differ by more than TOLERANCE, and by how much of its largest number."""
     for name, values in a.items():
         difference = float((values - b[name]).abs().max() / values.abs().max().clamp_min(1e-30))
         if not difference <= TOLERANCE:
@@ -68,9 +68,9 @@ def first_difference(a: Outputs, b: Outputs) -> tuple[str, float] | None:
 
 
 def prompts(vocab: int) -> list[list[int]]:
-    """The same tokens for every model of a vocabulary's size."""
+    """Return token ids, the same for every model of a vocabulary's size."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in _LENGTHS]
+    return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
 
 
 @torch.no_grad()
@@ -80,18 +80,18 @@ def _by_transformers(checkpoint: Checkpoint) -> Outputs:
     # The plain loop over experts: torch.grouped_mm, transformers' default, refuses rows that are no multiple of 16 bytes.
     own = {"experts_implementation": "eager"} if checkpoint.model()[1].num_experts else {}
     model = AutoModelForCausalLM.from_pretrained(checkpoint.weights, dtype=torch.float32, **own).eval()
-    found: dict[str, list[Tensor]] = {}
+    outputs: dict[str, list[Tensor]] = {}
     for number, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(_keep(found, f"layer {number}"))
+        layer.register_forward_hook(_keep(outputs, f"layer {number}"))
     for tokens in prompts(checkpoint.model()[1].vocab):
         logits = model(torch.tensor([tokens])).logits
-        found.setdefault("logits", []).append(logits[0])
-    return {name: torch.cat([v.reshape(-1, v.shape[-1]) for v in values]) for name, values in found.items()}
+        outputs.setdefault("logits", []).append(logits[0])
+    return {name: torch.cat([v.reshape(-1, v.shape[-1]) for v in values]) for name, values in outputs.items()}
 
 
-def _keep(found: dict[str, list[Tensor]], name: str) -> Any:
+def _keep(outputs: dict[str, list[Tensor]], name: str) -> Any:
     def hook(module: Any, inputs: Any, output: Any) -> None:
-        found.setdefault(name, []).append((output[0] if isinstance(output, tuple) else output).detach())
+        outputs.setdefault(name, []).append((output[0] if isinstance(output, tuple) else output).detach())
 
     return hook
 
@@ -120,29 +120,31 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
         sample = Sample(prompt, 0, tokens[1:], [0.0] * (len(tokens) - 1), "stop", 0, reward=1.0)
         sample.advantages = torch.zeros(len(tokens) - 1)
         samples.append(sample)
-    found: dict[str, list[Tensor]] = {}
+    outputs: dict[str, list[Tensor]] = {}
     with only_rank():
         runtime = runtimes.start(config)
         try:
             model = model_files.read_model(config)
             policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
             with open_reader(checkpoint.weights, model.family, model.shape) as reader:
-                fill(policy.holdings()[0], policy.tensors(), reader.read)
+                load_shards(policy.rank_shards()[0], policy.tensors(), reader.read)
             for number, layer in enumerate(policy.models[0].decoder.layers):
-                layer.register_forward_hook(_keep(found, f"layer {number}"))
+                layer.register_forward_hook(_keep(outputs, f"layer {number}"))
             batches = [
                 pack([[s]], [[1.0]], dp_size=1, dp_rank=0, token_budget=64, length_multiple=16, micro_batch_multiple=1)[0][0]
                 for s in samples
             ]
 
             def keep_logits(hidden: Tensor, batch: Any) -> None:
-                found.setdefault("logits", []).append(hidden @ output_weight(policy.models[-1]).t())
+                outputs.setdefault("logits", []).append(hidden @ output_weight(policy.models[-1]).t())
 
             policy.pipeline.forward(batches, keep_logits)
         finally:
             runtimes.stop()
     vocab = checkpoint.model()[1].vocab
-    cut = {name: [v.reshape(-1, v.shape[-1])[:n] for v, n in zip(vs, _LENGTHS, strict=True)] for name, vs in found.items()}
+    cut = {
+        name: [v.reshape(-1, v.shape[-1])[:n] for v, n in zip(vs, PROMPT_LENGTHS, strict=True)] for name, vs in outputs.items()
+    }
     return {name: torch.cat(values)[:, : vocab if name == "logits" else None] for name, values in cut.items()}
 
 

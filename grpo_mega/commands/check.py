@@ -21,7 +21,7 @@ from grpo_mega import config as configs
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import run_ranks
 from grpo_mega.errors import ConfigError
-from grpo_mega.formats.hf_io import CheckpointReader
+from grpo_mega.formats.reader import open_hf_reader
 from grpo_mega.types import StepMetrics
 from grpo_mega.validation import preflight
 from grpo_mega.weights.boxes import Box
@@ -159,7 +159,7 @@ def _is_plain(name: str) -> bool:
 def _weights_difference(new: Path, old: Path) -> float:
     """Return the norm of the difference of two checkpoints, relative to the norm of the second, tensor by tensor."""
     difference = norm = 0.0
-    with CheckpointReader(new) as new_reader, CheckpointReader(old) as old_reader:
+    with open_hf_reader(new) as new_reader, open_hf_reader(old) as old_reader:
         for name in sorted(old_reader.names):
             shape = old_reader.shape(name)
             box = Box(name, (0,) * len(shape), shape)

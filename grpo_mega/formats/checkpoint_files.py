@@ -1,12 +1,12 @@
-"""A run's checkpoints as they lie in its folder: which are whole, which is the newest, which may go. Needs no torch.
+"""A run's checkpoints in its folder: finding the newest, publishing a new one, and removing old ones. Needs no torch.
 
     step-000012/             Megatron's files below `state`, and the manifest; it has this name only once it is whole
-    latest                   the name of the one from which the run goes on
-    .step-000012.partial     a save under way, or what a killed one left
-    .step-000012.removed     one that is being removed
+    latest                   the name of the checkpoint from which the run resumes
+    .step-000012.partial     a save under way, or the remains of a killed one
+    .step-000012.removed     a checkpoint that is being removed
 
-A run removes only what it wrote: a real folder whose name is that of the step in its manifest. Copies under other names, links
-and folders without a manifest are the user's.
+A run removes only its own checkpoints: a real folder whose name is that of the step in its manifest. Copies under other names,
+links and folders without a manifest are the user's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Manifest:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Raises ResumeError if it is not a checkpoint."""
+    """Return the manifest. Raise ResumeError if the folder is not a checkpoint."""
     try:
         values = json.loads((checkpoint / MANIFEST).read_text())
         if isinstance(values["model"], str):
@@ -82,10 +82,10 @@ def _sizes_of_repr(text: str) -> dict[str, Any]:
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the checkpoint from which the run goes on, or None if there is none.
+    """Return the checkpoint from which the run resumes, or None if there is none.
 
     `latest` names it; where that file is missing, as after a kill during the first save, it is the one written last. Remains of
-    interrupted saves are not looked at. Raises ResumeError if `latest` names no checkpoint, or is missing beside copies alone.
+    interrupted saves are ignored. Raise ResumeError if `latest` names no checkpoint, or is missing beside copies alone.
     """
     pointer = folder / LATEST
     whole = _whole(folder)
@@ -104,7 +104,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def tell_latest(folder: Path) -> str:
-    """Say in a line from where the run may go on."""
+    """Return a line that names the checkpoint to resume from."""
     try:
         found = latest(folder)
     except ResumeError as error:
@@ -113,7 +113,7 @@ def tell_latest(folder: Path) -> str:
 
 
 def find(folder: Path, step: int | None) -> Path:
-    """The checkpoint of a step, or the newest. Raises ResumeError if there is none."""
+    """Return the checkpoint of a step, or the newest. Raise ResumeError if there is none."""
     found = latest(folder) if step is None else folder / step_name(step)
     if found is None or not (found / MANIFEST).is_file():
         there = ", ".join(sorted(p.name for p in folder.glob("step-*"))) or "none"
@@ -124,7 +124,7 @@ def find(folder: Path, step: int | None) -> Path:
 def find_finished(run_dir: Path, step: int | None) -> Path | None:
     """Return RUN_DIR/hf of a finished run without checkpoints; None where `find` is to be asked.
 
-    Raises ResumeError if such a run is asked for the checkpoint of a step.
+    Raise ResumeError if such a run is asked for the checkpoint of a step.
     """
     finished = run_dir / FINISHED
     if not (finished / "config.json").is_file() or any((run_dir / CHECKPOINTS).glob(f"step-*/{MANIFEST}")):
@@ -137,7 +137,7 @@ def find_finished(run_dir: Path, step: int | None) -> Path | None:
 
 
 def without_checkpoints(finished: Path) -> str:
-    """Tell in one line that a run's policy was taken from `finished`."""
+    """Return a line that explains why a run's policy was taken from `finished`."""
     return f"{finished.parent} has no checkpoints: taking {finished}, the policy after its last step"
 
 
@@ -193,16 +193,16 @@ def publish(folder: Path, manifest: Manifest, keep: int) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; a kill meanwhile leaves no half of it under its name."""
+    """Remove a checkpoint; a kill meanwhile leaves no part of it under its name."""
     gone = checkpoint.with_name(f".{checkpoint.name}.removed")
     shutil.rmtree(gone, ignore_errors=True)
-    with suppress(OSError):  # it only takes room
+    with suppress(OSError):  # the remains only take disk space
         os.rename(checkpoint, gone)
         shutil.rmtree(gone)
 
 
 def clean(folder: Path) -> None:
-    """Make the folder, and remove what killed saves and removals left."""
+    """Make the folder, and remove the remains of killed saves and removals."""
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in (".step-*.partial", ".step-*.removed"):
         for remains in folder.glob(pattern):
@@ -219,19 +219,19 @@ def sync_folder(folder: Path) -> None:
 
 
 def _written(folder: Path) -> list[tuple[float, int, Path]]:
-    """Those of `_whole` that a run wrote here."""
+    """Return those of `_whole` that a run wrote here."""
     return [(when, step, path) for when, step, path in _whole(folder) if path.name == step_name(step) and not path.is_symlink()]
 
 
 def _whole(folder: Path) -> list[tuple[float, int, Path]]:
-    """All checkpoints, copies and links among them: when written, of which step and where, in this order."""
-    found = []
+    """Return time of writing, step and path of all checkpoints, copies and links among them, in this order."""
+    checkpoints = []
     for file in folder.glob(f"[!.]*/{MANIFEST}"):
         with suppress(ResumeError, OSError):
             manifest = read_manifest(file.parent)
             when = file.stat().st_mtime if manifest.written_at is None else manifest.written_at
-            found.append((when, manifest.step, file.parent))
-    return sorted(found)
+            checkpoints.append((when, manifest.step, file.parent))
+    return sorted(checkpoints)
 
 
 def _write_through(path: Path, text: str) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 
 from grpo_mega.formats.detect import Checkpoint
 from grpo_mega.formats.dtypes import ITEM_BYTES
-from grpo_mega.formats.slices import target_of
-from grpo_mega.formats.sources import Files, Weights, whole
+from grpo_mega.formats.slices import Files, Weights, box_target, whole
 from grpo_mega.formats.stream import Streamer
 from grpo_mega.observe.progress import progress
-from grpo_mega.weights.boxes import Piece
+from grpo_mega.weights.boxes import Index
 
 _IGNORED = ("transformers_version", "_name_or_path", "_commit_hash")
 _SAME = {"torch_dtype": "dtype"}  # old names of fields
@@ -22,7 +21,7 @@ _SAME = {"torch_dtype": "dtype"}  # old names of fields
 
 @dataclass
 class Difference:
-    """`config`: fields as (name, in A, in B). The rest are names of tensors; `other`: of another shape or dtype, and which."""
+    """`config`: fields as (name, in A, in B). The others are names of tensors; `other`: with the two shapes and dtypes."""
 
     config: list[tuple[str, Any, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # in B
@@ -36,56 +35,50 @@ class Difference:
 
 
 def compare(a: Checkpoint, b: Checkpoint, workers: int = 2, show_progress: bool = True) -> Difference:
-    """All of it. Raises WeightMappingError if a checkpoint is damaged."""
-    found = Difference(config=compare_configs(a.config(), b.config()))
+    """Compare two checkpoints completely. Raise WeightMappingError if one is damaged."""
+    difference = Difference(config=compare_configs(a.config(), b.config()))
     ours, theirs = a.open(), b.open()
     shapes, other_shapes = _without_derived(ours, a), _without_derived(theirs, b)
-    found.missing = sorted(set(shapes) - set(other_shapes))
-    found.extra = sorted(set(other_shapes) - set(shapes))
+    difference.missing = sorted(set(shapes) - set(other_shapes))
+    difference.extra = sorted(set(other_shapes) - set(shapes))
     common = []
     for name in (n for n in shapes if n in other_shapes):
         sides = [(shapes[name], ours.dtype(name)), (other_shapes[name], theirs.dtype(name))]
         if sides[0] == sides[1]:
             common.append(name)
         else:
-            found.other.append(f"{name} is {_said(*sides[0])} in A and {_said(*sides[1])} in B")
+            in_a, in_b = (f"{dtype} {list(shape)}" for shape, dtype in sides)
+            difference.other.append(f"{name} is {in_a} in A and {in_b} in B")
     sizes = {name: prod(shapes[name]) * ITEM_BYTES[ours.dtype(name)] for name in common}
     with progress(sum(sizes.values()), "comparing", show_progress, "bytes") as bar, ThreadPoolExecutor(workers) as pool:
 
         def differs(name: str) -> bool:
-            is_same = same_tensor(ours, name, theirs, name)
+            is_same = _same_bits(name, shapes[name], ours, theirs)
             bar.advance(sizes[name])
             return not is_same
 
-        found.bits = [name for name, is_other in zip(common, pool.map(differs, common), strict=True) if is_other]
-    found.num_equal = len(common) - len(found.bits)
-    return found
+        difference.bits = [name for name, is_other in zip(common, pool.map(differs, common), strict=True) if is_other]
+    difference.num_equal = len(common) - len(difference.bits)
+    return difference
 
 
 def compare_configs(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The fields that differ, but for those that say who wrote the file."""
+    """Return the fields that differ, except those that name the library which wrote the file."""
     ours, theirs = ({_SAME.get(k, k): v for k, v in c.items() if k not in _IGNORED} for c in (a, b))
     return [(k, ours.get(k), theirs.get(k)) for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)]
 
 
-def same_tensor(a: Weights, name: str, b: Weights, other: str) -> bool:
-    """Whether two tensors have the same dtype, shape and bits."""
-    if a.shapes()[name] != b.shapes()[other] or a.dtype(name) != b.dtype(other):
-        return False
+def _same_bits(name: str, shape: Index, a: Weights, b: Weights) -> bool:
+    """Return True if a tensor, of the same dtype and shape in both, has the same bits."""
     files = Files()
     try:
-        streams = []
-        for weights, tensor in ((a, name), (b, other)):
-            box = whole(tensor, weights.shapes()[tensor])
-            target = target_of(tensor, box.stop, (Piece(box, "", box.start),), weights, None)
-            streams.append(Streamer(files, block_bytes=1 << 20).blocks(target))
-        return _equal_streams(*streams)
+        return _equal_streams(*(Streamer(files).blocks(box_target(whole(name, shape), weights)) for weights in (a, b)))
     finally:
         files.close()
 
 
 def _equal_streams(a: Any, b: Any) -> bool:
-    """Blocks need not be of the same sizes on both sides."""
+    """Compare two streams of blocks, whose sizes may differ."""
     left, right = b"", b""
     for x, y in zip_longest(a, b, fillvalue=b""):
         left, right = left + x, right + y
@@ -97,11 +90,7 @@ def _equal_streams(a: Any, b: Any) -> bool:
 
 
 def _without_derived(weights: Weights, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Rotary tables and a stored copy of a tied output layer say nothing of their own."""
+    """Return the shapes of all tensors but rotary tables and a stored copy of a tied output layer, which are derived."""
     is_tied = checkpoint.model()[1].tied
     derived = ("rotary_emb.inv_freq", "lm_head.weight") if is_tied else ("rotary_emb.inv_freq",)
     return {name: shape for name, shape in weights.shapes().items() if not name.endswith(derived)}
-
-
-def _said(shape: Any, dtype: str) -> str:
-    return f"{dtype} {list(shape)}"

@@ -1,30 +1,43 @@
-"""The two conversions. Both stream, resume, prove what they wrote, and leave nothing under the output's name before that."""
+"""The two conversions. Both stream, resume, verify what they wrote, and leave nothing under the output's name before that."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_mega.errors import ConfigError, WeightMappingError
-from grpo_mega.formats.compare import same_tensor
-from grpo_mega.formats.detect import find_checkpoint
-from grpo_mega.formats.dtypes import FROM_TORCH, WEIGHTS
+from grpo_mega.errors import ConfigError
+from grpo_mega.formats.dcp_read import COMMON, FORMAT, METADATA
+from grpo_mega.formats.dcp_write import SavedPiece, common_bytes, extra_states, metadata_bytes, no_state
+from grpo_mega.formats.detect import Checkpoint, find_checkpoint
+from grpo_mega.formats.dtypes import ITEM_BYTES, TORCH_NAMES, WEIGHTS
+from grpo_mega.formats.hf_files import check_shapes, check_tied, index_of, side_files, split_into_shards
 from grpo_mega.formats.hf_weights import HfWeights
-from grpo_mega.formats.layouts import hf_plan, megatron_plan
-from grpo_mega.formats.megatron_weights import MegatronWeights
-from grpo_mega.formats.output import Report, check_free, write
-from grpo_mega.formats.records import check_records
+from grpo_mega.formats.megatron_weights import MegatronWeights, Stored, stored_tensors
+from grpo_mega.formats.output import Item, OutputPlan, Report, check_free, write
+from grpo_mega.formats.safetensors_files import header_of
+from grpo_mega.formats.slices import box_target, target_of, whole
+from grpo_mega.formats.torch_save import blob_of
+from grpo_mega.weights.boxes import Index, Piece
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-_OUTPUT_LAYER = "lm_head.weight"
+_FILE_BYTES = 8 << 30  # at about this size another file is begun; a rank reads only those that it needs
+_ALIGNMENT = 64
+_FORMAT = {  # the content of Megatron's metadata.json
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 
 
 def convert_hf_to_mcore(
     folder: Path, out: Path, *, dtype: str | None = None, workers: int = 2, show_progress: bool = True
 ) -> Report:
-    """A Hugging Face folder as a Megatron distributed checkpoint, with the folder's config and tokenizer beside it.
+    """Convert a Hugging Face folder to a Megatron distributed checkpoint, with the folder's config and tokenizer beside it.
 
-    `dtype`: torch's name of the one to cast to; None keeps each tensor's own. Raises ConfigError or WeightMappingError in one
-    line for whatever cannot be converted, before anything is written if headers tell it.
+    `dtype`: torch's name of the one to cast to; None keeps each tensor's own. Raise ConfigError or WeightMappingError in one
+    line for all that cannot be converted, before anything is written if headers show it.
     """
     cast = _known(dtype)
     check_free(out)
@@ -35,11 +48,8 @@ def convert_hf_to_mcore(
     assert isinstance(weights, HfWeights)
     plan = megatron_plan(checkpoint, weights, cast)
     family, shape = checkpoint.model()
-    embedding = family.embedding.hf[0]
-    if shape.tied and _OUTPUT_LAYER in weights.shapes() and not same_tensor(weights, _OUTPUT_LAYER, weights, embedding):
-        raise WeightMappingError(
-            f"{folder}: {_OUTPUT_LAYER} is not {embedding}, though config.json has tie_word_embeddings=true; set it to false"
-        )
+    if shape.tied:
+        check_tied(folder, family.output.hf[0], family.embedding.hf[0], weights.tensors)
     return write(plan, out, workers, show_progress)
 
 
@@ -53,9 +63,9 @@ def convert_mcore_to_hf(
     config_folder: Path | None = None,
     show_progress: bool = True,
 ) -> Report:
-    """A Megatron distributed checkpoint, converted or a run's, saved in any layout, as a Hugging Face folder.
+    """Convert a Megatron distributed checkpoint, converted or a run's, saved in any layout, to a Hugging Face folder.
 
-    `config_folder`: where config.json and tokenizer are, if the checkpoint does not tell.
+    `config_folder`: the folder of config.json and tokenizer, if the checkpoint does not lead to one.
     """
     cast = _known(dtype)
     check_free(out)
@@ -67,14 +77,95 @@ def convert_mcore_to_hf(
     weights = checkpoint.open()
     assert isinstance(weights, MegatronWeights)
     try:
-        check_records(weights, workers, show_progress)
+        weights.check_crcs(workers, show_progress)
         return write(hf_plan(checkpoint, weights, max_shard_bytes, cast), out, workers, show_progress)
     finally:
         weights.close()
 
 
+def megatron_plan(checkpoint: Checkpoint, weights: HfWeights, dtype: str | None) -> OutputPlan:
+    """Plan a Megatron distributed checkpoint of a Hugging Face folder. `dtype` None: the tensors' own.
+
+    Raise WeightMappingError if the folder does not hold the tensors of its config.json.
+    """
+    family, shape = checkpoint.model()
+    check_shapes(checkpoint.side, weights.shapes(), family.hf_tensors(shape))
+    items, saved, offset = [], [], 0
+    sizes: dict[str, int] = {}
+    for stored in stored_tensors(family, shape):
+        for piece in _pieces_to_save(stored):
+            target = target_of(piece.name, piece.shape, piece.pieces, weights, dtype)
+            chunk = (1,) * len(stored.place) + piece.shape
+            blob = blob_of(target.dtype, chunk)
+            if offset > _FILE_BYTES or not sizes:
+                offset, file = 0, f"__0_{len(sizes)}.distcp"
+            items.append(Item(file, offset, target, blob.prefix, blob.suffix, blob.crc_offsets))
+            start = (*stored.place, piece.row, *(0,) * (len(piece.shape) - 1))
+            full = (*stored.stack, *stored.tensor.shape)
+            saved.append(SavedPiece(stored.keys, full, start, chunk, target.dtype, file, offset, blob.size))
+            offset += -(-blob.size // _ALIGNMENT) * _ALIGNMENT
+            sizes[file] = offset
+    state = no_state()
+    last = _side_contents(checkpoint, was_quantised=weights.is_quantised, dtype=dtype) | {
+        COMMON: common_bytes(),
+        state.file: state.content,
+        METADATA: metadata_bytes(saved, extra_states(shape), state),
+        FORMAT: json.dumps(_FORMAT).encode(),
+    }
+    return OutputPlan(sizes, items, {}, last, weights.files, f"to Megatron {dtype}")
+
+
+def hf_plan(checkpoint: Checkpoint, weights: MegatronWeights, max_shard_bytes: int, dtype: str | None) -> OutputPlan:
+    """Plan the Hugging Face folder of a Megatron checkpoint, in the order of the family's table."""
+    shapes = weights.shapes()
+    targets = {name: box_target(whole(name, shape), weights, dtype) for name, shape in shapes.items()}
+    num_bytes = {name: target.num_bytes for name, target in targets.items()}
+    shards = split_into_shards(num_bytes, max_shard_bytes)
+    items, headers, sizes = [], {}, {}
+    for file, names in shards.items():
+        names.sort(key=lambda name: -ITEM_BYTES[targets[name].dtype])  # wider elements first, so that all are aligned
+        headers[file], offsets = header_of((name, targets[name].dtype, shapes[name]) for name in names)
+        items += [Item(file, offset, targets[name]) for name, offset in zip(names, offsets, strict=True)]
+        sizes[file] = offsets[-1] + num_bytes[names[-1]]
+    last = _side_contents(checkpoint, was_quantised=False, dtype=dtype) | index_of(shards, num_bytes)
+    return OutputPlan(sizes, items, headers, last, weights.files, f"to Hugging Face {max_shard_bytes} {dtype}")
+
+
+@dataclass(frozen=True)
+class _PieceToSave:
+    """Rows of a stored tensor that are saved as one, from `row` on. `name`: the Hugging Face tensors in it."""
+
+    name: str
+    row: int
+    shape: Index
+    pieces: tuple[Piece, ...]
+
+
+def _pieces_to_save(stored: Stored) -> list[_PieceToSave]:
+    """Save gate and up projections as two pieces, as Megatron does; all else, also interleaved heads, as one."""
+    tensor = stored.tensor
+    if len(tensor.pieces) != 2:
+        name = ", ".join(dict.fromkeys(p.box.tensor for p in tensor.pieces))
+        return [_PieceToSave(name, 0, tensor.shape, tensor.pieces)]
+    return [
+        _PieceToSave(p.box.tensor, p.offset[0], p.box.shape, (Piece(p.box, "", (0,) * len(p.offset)),)) for p in tensor.pieces
+    ]
+
+
+def _side_contents(checkpoint: Checkpoint, *, was_quantised: bool, dtype: str | None) -> dict[str, bytes | Path]:
+    """Return the files beside the weights, with the config.json of an output that has another dtype or no quantisation."""
+    contents: dict[str, bytes | Path] = {path.name: path for path in side_files(checkpoint.side)}
+    config = checkpoint.config()
+    changed = dict(config)
+    if was_quantised:
+        changed.pop("quantization_config", None)
+    if dtype is not None:
+        changed["torch_dtype" if "torch_dtype" in config else "dtype"] = TORCH_NAMES[dtype]
+    return contents if changed == config else contents | {"config.json": (json.dumps(changed, indent=2) + "\n").encode()}
+
+
 def _known(dtype: str | None) -> str | None:
-    names = {name: code for name, code in FROM_TORCH.items() if code in WEIGHTS}
+    names = {TORCH_NAMES[name]: name for name in WEIGHTS}
     if dtype is not None and dtype not in names:
         raise ConfigError(f"--dtype={dtype} is not known; use one of {', '.join(sorted(names))}")
     return names[dtype] if dtype else None

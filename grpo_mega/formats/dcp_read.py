@@ -1,6 +1,6 @@
-"""What the `.metadata` of a Megatron distributed checkpoint says: which piece of which tensor lies where. Needs no torch.
+"""Reading the `.metadata` of a Megatron distributed checkpoint: which piece of which tensor lies where. Needs no torch.
 
-The file is a pickle. It is read with stand-ins for the few classes it is made of, and whatever else it names becomes an empty
+The file is a pickle. It is read with stand-ins for the few classes it is made of, and everything else it names becomes an empty
 object: nothing of it is ever called.
 """
 
@@ -14,12 +14,11 @@ from typing import Any
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.dtypes import FROM_TORCH
+from grpo_mega.weights.boxes import Index
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"
 COMMON = "common.pt"
-
-Index = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def is_distributed_checkpoint(folder: Path) -> bool:
 
 
 def read_metadata(folder: Path) -> dict[str, SavedTensor]:
-    """The tensors by Megatron's key. Raises WeightMappingError if the file cannot be read."""
+    """Return the tensors by Megatron's key. Raise WeightMappingError if the file cannot be read."""
     path = folder / METADATA
     try:
         with path.open("rb") as file:
@@ -58,7 +57,7 @@ def read_metadata(folder: Path) -> dict[str, SavedTensor]:
 
 def _tensors(metadata: _Record) -> dict[str, SavedTensor]:
     places = {(index.fqn, _index(index.offset)): info for index, info in metadata.storage_data.items()}
-    found = {}
+    tensors = {}
     for key, saved in metadata.state_dict_metadata.items():
         if not hasattr(saved, "chunks"):
             continue  # an object, not a tensor
@@ -67,8 +66,8 @@ def _tensors(metadata: _Record) -> dict[str, SavedTensor]:
             offset = _index(chunk.offsets)
             info = places[key, offset]
             chunks.append(Chunk(offset, _index(chunk.sizes), info.relative_path, info.offset, info.length))
-        found[key] = SavedTensor(saved.properties.dtype, _index(saved.size), tuple(chunks))
-    return found
+        tensors[key] = SavedTensor(saved.properties.dtype, _index(saved.size), tuple(chunks))
+    return tensors
 
 
 def _index(value: Any) -> Index:
@@ -107,10 +106,6 @@ class _Unpickler(pickle.Unpickler):
             return FROM_TORCH[name]
         if (module, name) == ("torch", "Size"):
             return tuple
-        if module == "collections" and name in ("OrderedDict", "defaultdict"):
-            return {"OrderedDict": OrderedDict, "defaultdict": defaultdict}[name]
-        if module == "builtins" and name in ("list", "dict", "set", "tuple", "int", "str"):
-            return {"list": list, "dict": dict, "set": set, "tuple": tuple, "int": int, "str": str}[name]
-        if name == "TensorProperties":
-            return _Properties
-        return _Record
+        known = {"collections": (OrderedDict, defaultdict), "builtins": (list, dict, set, tuple, int, str)}.get(module, ())
+        stand_in = _Properties if name == "TensorProperties" else _Record
+        return next((kind for kind in known if kind.__name__ == name), stand_in)

@@ -1,4 +1,4 @@
-"""The `.metadata` that torch's distributed loader wants, for pieces that were written without its saver."""
+"""Writing the `.metadata` that torch's distributed loader needs, for pieces that were written without its saver."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from grpo_mega.formats.stream import torch_dtype
 from grpo_mega.weights.boxes import Index
 from grpo_mega.weights.spec import ModelShape
 
-# Modules of which Megatron saves an "extra state", with Transformer Engine or without, in every layer and in every expert.
+# Modules for which Megatron saves an "extra state", with Transformer Engine or without, in every layer and in every expert.
 _LAYER_STATES = (
     "self_attention.linear_qkv",
     "self_attention.linear_proj",
@@ -62,7 +62,7 @@ class SavedState:
 
 
 def metadata_bytes(pieces: Iterable[SavedPiece], states: Iterable[str], state: SavedState) -> bytes:
-    """The pickle. All of `states`, names of extra states, are the one that is saved."""
+    """Return the pickle. `states` are names of extra states, and the saved `state` is the content of all of them."""
     chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
     first: dict[str, SavedPiece] = {}
     storage: dict[MetadataIndex, Any] = {}
@@ -85,24 +85,24 @@ def metadata_bytes(pieces: Iterable[SavedPiece], states: Iterable[str], state: S
 
 
 def common_bytes() -> bytes:
-    """What Megatron keeps once for all ranks; here only what tells its loader how to read."""
+    """Return the file that Megatron keeps once for all ranks, with only the fields that its loader needs."""
     return _saved({"checkpoint_version": 3.0, "iteration": 0})
 
 
 def no_state() -> SavedState:
-    """An empty extra state, as Megatron's layers without FP8 save it."""
+    """Return an empty extra state, as Megatron's layers without FP8 save it."""
     return SavedState("__1_0.distcp", _saved([None]))
 
 
 def extra_states(shape: ModelShape) -> list[str]:
-    """The names that Megatron may ask for, with Transformer Engine or without."""
+    """Return the names that Megatron may ask for, with Transformer Engine or without."""
     layers, experts = shape.num_layers, shape.num_experts
-    found = ["decoder.final_layernorm._extra_state/shard_0_1"]
+    names = ["decoder.final_layernorm._extra_state/shard_0_1"]
     for i in range(layers):
-        found += [f"decoder.layers.{name}._extra_state/shard_{i}_{layers}" for name in _LAYER_STATES]
+        names += [f"decoder.layers.{name}._extra_state/shard_{i}_{layers}" for name in _LAYER_STATES]
         for e in range(experts):
-            found += [f"decoder.layers.{name}._extra_state/shard_{i}.{e}_{layers}.{experts}" for name in _EXPERT_STATES]
-    return found
+            names += [f"decoder.layers.{name}._extra_state/shard_{i}.{e}_{layers}.{experts}" for name in _EXPERT_STATES]
+    return names
 
 
 def _saved(value: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""Finding out what a path is: a Hugging Face folder, a converted checkpoint, or one of a run; needs no torch.
+"""Finding the checkpoint at a path, and describing it: a Hugging Face folder, a converted one, or a run's; needs no torch.
 
 A Megatron checkpoint carries the Hugging Face files that belong to it (config.json, tokenizer, ...) beside its own. One that
 training wrote has them in the folder that the run started from, which the run's config.yaml names.
@@ -7,14 +7,18 @@ training wrote has them in the folder that the run started from, which the run's
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.formats.dcp_read import is_distributed_checkpoint
+from grpo_mega.formats.checkpoint_files import LATEST, MANIFEST, STATE, without_checkpoints
+from grpo_mega.formats.dcp_read import SavedTensor, is_distributed_checkpoint, read_metadata
+from grpo_mega.formats.dtypes import TORCH_NAMES
 from grpo_mega.formats.hf_files import INDEX, SINGLE
 from grpo_mega.formats.hf_weights import BIN, BIN_INDEX, HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
@@ -22,7 +26,6 @@ from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE, FINISHED
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import Family, ModelShape, read_config
 
-STATE, MANIFEST, LATEST = "state", "checkpoint.json", "latest"  # of a run's checkpoints
 _TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM's own training
 
 
@@ -35,7 +38,7 @@ class Checkpoint:
     weights: Path
     side: Path
     manifest: dict[str, Any]
-    note: str | None = None  # where the tensors are, if not where one would look first
+    note: str | None = None  # where the tensors are, if not at `path`
 
     @property
     def is_megatron(self) -> bool:
@@ -45,21 +48,23 @@ class Checkpoint:
         return read_config(self.side)
 
     def model(self) -> tuple[Family, ModelShape]:
-        """Raises WeightMappingError for an unknown type or a config without a needed field."""
+        """Return the family and sizes. Raise WeightMappingError for an unknown type or a config without a needed field."""
         shape = ModelShape.from_hf_config(self.config())
         return family_of(shape.model_type), shape
 
     def open(self) -> HfWeights | MegatronWeights:
-        """Raises WeightMappingError if files are damaged or do not belong together."""
+        """Return the tensors. Raise WeightMappingError if files are damaged or do not belong together."""
         if self.is_megatron:
             return MegatronWeights(self.weights, *self.model())
-        return HfWeights(self.weights, self.config())
+        weights = HfWeights(self.weights, self.config())
+        weights.check_index()
+        return weights
 
 
 def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint:
-    """What `path` is. `config_folder`: where config.json and tokenizer are, if they are not found otherwise.
+    """Return the checkpoint at `path`. `config_folder`: the folder of config.json and tokenizer, if nothing leads to it.
 
-    Raises WeightMappingError if it is no checkpoint, or its config.json cannot be found.
+    Raise WeightMappingError if it is no checkpoint, or its config.json cannot be found.
     """
     path = Path(path)
     if not path.is_dir():
@@ -72,11 +77,43 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
         return Checkpoint(path, "Hugging Face", path, config_folder or path, {})
     finished = path / FINISHED
     if (path / CONFIG_FILE).is_file() and _is_hugging_face(finished):
-        note = f"{path} has no checkpoints: taking {finished}, the policy after its last step"
-        return Checkpoint(finished, "Hugging Face", finished, config_folder or finished, {}, note)
+        return Checkpoint(finished, "Hugging Face", finished, config_folder or finished, {}, without_checkpoints(finished))
     raise WeightMappingError(
         f"{path} is not a checkpoint: it has neither {SINGLE}, {INDEX} or {BIN} nor .metadata with metadata.json; give one"
     )
+
+
+def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
+    """Return kind, family, sizes, dtype, step and so on, None where the checkpoint has none. Raise WeightMappingError."""
+    checkpoint = find_checkpoint(path, config_folder)
+    _, shape = checkpoint.model()
+    weights = checkpoint.open()
+    dtypes = Counter({TORCH_NAMES[d]: n for d, n in Counter(weights.dtype(name) for name in weights.shapes()).items()})
+    files = [p for p in sorted(checkpoint.weights.iterdir()) if p.is_file()]
+    description = {
+        "kind": _kind(checkpoint, weights),
+        "family": shape.model_type,
+        "parameters": sum(prod(s) for s in weights.shapes().values()),
+        "tensors": len(weights.shapes()),
+        "dtype": ", ".join(f"{d} ({n} tensors)" for d, n in dtypes.most_common()) if len(dtypes) > 1 else next(iter(dtypes)),
+        "layers": shape.num_layers,
+        "experts": shape.num_experts or None,
+        "tied_embeddings": shape.tied,
+        "files": len(files),
+        "bytes": sum(p.stat().st_size for p in files),
+        "layout": None,
+        "optimizer": None,
+        "step": checkpoint.manifest.get("step"),
+        "policy_version": checkpoint.manifest.get("step"),
+        "optimizer_step": checkpoint.manifest.get("optimizer_step"),
+        "config": str(checkpoint.side / "config.json"),
+        "note": checkpoint.note,
+    }
+    if checkpoint.is_megatron:
+        saved = read_metadata(checkpoint.weights)
+        description["layout"] = checkpoint.manifest.get("layout") or _pieces(saved)
+        description["optimizer"] = any(key.startswith("optimizer") for key in saved)
+    return description
 
 
 def _is_hugging_face(path: Path) -> bool:
@@ -84,7 +121,7 @@ def _is_hugging_face(path: Path) -> bool:
 
 
 def _state_of(path: Path) -> Path | None:
-    """The folder of Megatron's files: itself, or within a checkpoint, the checkpoints, or the folder of a run."""
+    """Return the folder of Megatron's files: itself, or within a checkpoint, the checkpoints, or the folder of a run."""
     candidates = [path, path / STATE]
     for folder in (path, path / CHECKPOINTS):
         if (folder / LATEST).is_file():
@@ -102,12 +139,24 @@ def _side_of(state: Path) -> Path:
         if (folder / "config.json").is_file():
             return folder
         if (folder / CONFIG_FILE).is_file():
-            found = Path(yaml.safe_load((folder / CONFIG_FILE).read_text())["model"]["path"])
-            if (found / "config.json").is_file():
-                return found
+            model = Path(yaml.safe_load((folder / CONFIG_FILE).read_text())["model"]["path"])
+            if (model / "config.json").is_file():
+                return model
     raise WeightMappingError(f"{state} has no config.json, and no run's config.yaml leads to one; give its folder by --config")
 
 
 def _manifest_of(state: Path) -> dict[str, Any]:
     path = state.parent / MANIFEST
     return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _kind(checkpoint: Checkpoint, weights: Any) -> str:
+    if isinstance(weights, HfWeights):
+        return "Hugging Face folder" + (", FP8 with block scales" if weights.is_quantised else "")
+    return "Megatron distributed checkpoint" + (" of a training run" if checkpoint.manifest else "")
+
+
+def _pieces(saved: dict[str, SavedTensor]) -> str:
+    """Return the tensor-parallel size of the saved pieces; the checkpoint loads at any."""
+    columns = {c.offset[-1] for c in saved["decoder.layers.self_attention.linear_proj.weight"].chunks}
+    return f"any (saved in pieces of tp={len(columns)})"

@@ -1,43 +1,28 @@
-"""Names of element types, as safetensors writes them, and what else they are called; needs no torch."""
+"""Element types: their names in safetensors, which the package uses, and in torch; needs no torch."""
 
 from __future__ import annotations
 
-ITEM_BYTES = {
-    **dict.fromkeys(("F64", "I64", "U64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
-}
-WEIGHTS = ("F64", "F32", "F16", "BF16")  # what converted weights may be
-FP8 = "F8_E4M3"  # what block-quantised checkpoints are stored in
-TORCH_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-}
-FROM_TORCH = {name: dtype for dtype, name in TORCH_NAMES.items()}
-STORAGE_NAMES = {  # of torch, in what torch.save writes
-    "F64": "DoubleStorage",
-    "F32": "FloatStorage",
-    "F16": "HalfStorage",
-    "BF16": "BFloat16Storage",
-    "I64": "LongStorage",
-    "I32": "IntStorage",
-    "I16": "ShortStorage",
-    "I8": "CharStorage",
-    "U8": "ByteStorage",
-    "BOOL": "BoolStorage",
-}
-FROM_STORAGE = {name: dtype for dtype, name in STORAGE_NAMES.items()}
+_TYPES = (  # safetensors, bytes, torch, the storage class in files of torch.save
+    ("F64", 8, "float64", "DoubleStorage"),
+    ("F32", 4, "float32", "FloatStorage"),
+    ("F16", 2, "float16", "HalfStorage"),
+    ("BF16", 2, "bfloat16", "BFloat16Storage"),
+    ("I64", 8, "int64", "LongStorage"),
+    ("I32", 4, "int32", "IntStorage"),
+    ("I16", 2, "int16", "ShortStorage"),
+    ("I8", 1, "int8", "CharStorage"),
+    ("U8", 1, "uint8", "ByteStorage"),
+    ("BOOL", 1, "bool", "BoolStorage"),
+    ("F8_E4M3", 1, "float8_e4m3fn", None),
+    ("F8_E5M2", 1, "float8_e5m2", None),
+)
+WEIGHTS = ("F64", "F32", "F16", "BF16")  # the dtypes of weights that can be converted and trained, the widest first
+FP8 = "F8_E4M3"  # the dtype of block-quantised checkpoints
+ITEM_BYTES = {name: size for name, size, _, _ in _TYPES} | {"U64": 8, "U32": 4, "U16": 2, "F8_E8M0": 1}
+TORCH_NAMES = {name: torch for name, _, torch, _ in _TYPES}
+FROM_TORCH = {torch: name for name, torch in TORCH_NAMES.items()}
+STORAGE_NAMES = {name: storage for name, _, _, storage in _TYPES if storage}
+FROM_STORAGE = {storage: name for name, storage in STORAGE_NAMES.items()}
 
 
 def item_bytes(torch_name: str) -> int:

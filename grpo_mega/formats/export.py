@@ -1,26 +1,35 @@
-"""Writing the trainer's weights as a Hugging Face checkpoint: the writing rank gathers and writes one shard at a time."""
+"""Writing the trainer's weights as a Hugging Face folder: the writing rank gathers and writes one shard at a time.
+
+config.json and the tokenizer's files are copied byte for byte from the folder the model came from, since libraries rewrite
+fields when they save a config.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mega.formats.hf_io import CheckpointWriter, shards
+from grpo_mega.formats.hf_files import index_of, side_files, split_into_shards
 from grpo_mega.weights.apply import execute
-from grpo_mega.weights.boxes import Holding
-from grpo_mega.weights.layout import hf_holding
-from grpo_mega.weights.plan import plan
+from grpo_mega.weights.boxes import RankShards
+from grpo_mega.weights.layout import ShardLayout, hf_rank_shards
+from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.spec import Family, ModelShape
 
 WRITER = 0
+MAX_SHARD_BYTES = 5 << 30
 
 
 def export(
-    sources: Sequence[Holding],
+    sources: Sequence[RankShards],
     tensors: Mapping[str, Tensor],
     *,
     family: Family,
@@ -28,20 +37,55 @@ def export(
     dtype: torch.dtype,
     source_folder: Path,
     folder: Path,
-    max_shard_bytes: int = 5 << 30,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes `folder` (replacing it) on rank 0; all ranks take part. `source_folder`: whose config and tokenizer it gets."""
+    """Write `folder` on rank 0, replacing it; all ranks take part. Config and tokenizer come from `source_folder`."""
     rank = dist.get_rank()
-    names = shards(family.hf_tensors(shape), dtype.itemsize, max_shard_bytes)
-    writer = CheckpointWriter(folder, source_folder, len(names)) if rank == WRITER else None
+    num_bytes = {name: prod(size) * dtype.itemsize for name, size in family.hf_tensors(shape).items()}
+    writer = FolderWriter(folder, source_folder, num_bytes, max_shard_bytes)
+    if rank == WRITER:
+        writer.begin()
     device = next(iter(tensors.values())).device
-    for index, shard in enumerate(names):
-        holding = hf_holding(family, shape, shard)
-        targets = [holding if r == WRITER else {} for r in range(len(sources))]
+    for file, names in writer.shards.items():
+        shards = hf_rank_shards(family, shape, names)
+        targets = [shards if r == WRITER else {} for r in range(len(sources))]
+        plan = plan_transfers(ShardLayout.of_ranks(sources), ShardLayout.of_ranks(targets), ranks_per_node=len(sources))
         gathered = {name: torch.empty(t.shape, dtype=dtype, device=device) for name, t in targets[rank].items()}
-        execute(plan(sources, targets), tensors, gathered, dtype=dtype)
-        if writer:
-            writer.write(index, {name: t.cpu() for name, t in gathered.items()})
-    if writer:
+        execute(plan, tensors, gathered, dtype=dtype)
+        if rank == WRITER:
+            writer.write(file, {name: t.cpu() for name, t in gathered.items()})
+    if rank == WRITER:
         writer.finish()
     dist.barrier()
+
+
+class FolderWriter:
+    """Writes a checkpoint shard by shard; the folder appears under its name only when `finish` is called.
+
+    `num_bytes` of every tensor, in order. `shards`: file names, and the names of the tensors in them.
+    """
+
+    def __init__(
+        self, folder: Path, source_folder: Path, num_bytes: Mapping[str, int], max_shard_bytes: int = MAX_SHARD_BYTES
+    ) -> None:
+        self.shards = split_into_shards(num_bytes, max_shard_bytes)
+        self._folder, self._source_folder, self._num_bytes = folder, source_folder, num_bytes
+        self._partial = folder.with_name(folder.name + ".partial")
+
+    def begin(self) -> None:
+        """Remove the remains of a broken write, and copy the files beside the weights."""
+        if self._partial.exists():
+            shutil.rmtree(self._partial)
+        self._partial.mkdir(parents=True)
+        for path in side_files(self._source_folder):
+            shutil.copyfile(path, self._partial / path.name)
+
+    def write(self, file: str, tensors: Mapping[str, Tensor]) -> None:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, self._partial / file, metadata={"format": "pt"})
+
+    def finish(self) -> None:
+        for name, content in index_of(self.shards, self._num_bytes).items():
+            (self._partial / name).write_bytes(content)
+        if self._folder.exists():
+            shutil.rmtree(self._folder)
+        os.rename(self._partial, self._folder)

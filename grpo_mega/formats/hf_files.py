@@ -1,17 +1,18 @@
 """The files of a Hugging Face checkpoint folder and what must be in them; needs no torch.
 
-`check_folder` tells from the files' headers alone whether a checkpoint is whole and is the model's, so before anything starts.
+`check_folder` finds from the files' headers alone, before anything starts, if a checkpoint is whole and is the model's.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.formats.safetensors_header import ITEM_BITS, TensorInfo, read_header
+from grpo_mega.formats.dtypes import ITEM_BYTES, WEIGHTS
+from grpo_mega.formats.safetensors_files import TensorInfo, read_headers
 from grpo_mega.weights.boxes import Index
 
 SINGLE = "model.safetensors"
@@ -20,13 +21,12 @@ WEIGHT_SUFFIXES = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"),
     *(".distcp", ".metadata", "metadata.json"),  # a Megatron checkpoint with Hugging Face's other files beside it
 )
-SCALE_SUFFIX = "_scale_inv"  # after a weight's name: the scales of its FP8 blocks
+SCALE_SUFFIX = "_scale_inv"  # follows a weight's name in that of the scales of its FP8 blocks
 _BLOCK_BYTES = 8 << 20
-DTYPES = ("F32", "BF16", "F16", "F64")  # of weights that can be trained
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder. Raises WeightMappingError if there are none, or one named by the index is missing."""
+    """Return the safetensors files of a folder. Raise WeightMappingError if there are none, or a named one is missing."""
     if (folder / INDEX).exists():
         return shards_of(folder / INDEX)
     if (folder / SINGLE).exists():
@@ -35,7 +35,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def shards_of(index: Path) -> list[Path]:
-    """Return the files that an index names, which lie beside it. Raises WeightMappingError."""
+    """Return the files that an index names, which lie beside it. Raise WeightMappingError."""
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         outside = next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), None)
@@ -51,78 +51,60 @@ def shards_of(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
+def split_into_shards(num_bytes: Mapping[str, int], max_shard_bytes: int) -> dict[str, list[str]]:
+    """Split tensors, in order, into files of at most `max_shard_bytes`; a larger tensor gets its own. Return names by file."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, size in num_bytes.items():
+        if shards[-1] and used + size > max_shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards)}
+
+
+def index_of(shards: Mapping[str, list[str]], num_bytes: Mapping[str, int]) -> dict[str, bytes]:
+    """Return the index file of shards by its name; nothing for a single file."""
+    if len(shards) == 1:
+        return {}
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    index = {"metadata": {"total_size": sum(num_bytes.values())}, "weight_map": weight_map}
+    return {INDEX: (json.dumps(index, indent=2) + "\n").encode()}
+
+
 def side_files(folder: Path) -> list[Path]:
-    """Config, generation config, tokenizer and whatever else belongs to a model but its weights."""
+    """Return config, generation config, tokenizer and all other files of a model but its weights."""
     return [p for p in sorted(folder.iterdir()) if p.is_file() and not p.name.endswith(WEIGHT_SUFFIXES)]
 
 
 def check_folder(folder: Path, expected: Mapping[str, Index]) -> None:
-    """Raises WeightMappingError if the folder's safetensors are damaged or do not hold the tensors of `expected`."""
+    """Raise WeightMappingError if the folder's safetensors are damaged or do not hold the tensors of `expected`."""
     infos = {name: info for name, (_, info) in read_headers(weight_files(folder)).items()}
     check_shapes(folder, {name: info.shape for name, info in infos.items()}, expected)
     for name in expected:
-        if infos[name].dtype not in DTYPES:
+        if infos[name].dtype not in WEIGHTS:
             raise WeightMappingError(
-                f"{folder}: {name} has dtype {infos[name].dtype}, but weights that train have one of {', '.join(DTYPES)}; "
+                f"{folder}: {name} has dtype {infos[name].dtype}, but weights that train have one of {', '.join(WEIGHTS)}; "
                 "give a checkpoint that is not quantized"
             )
 
 
-def read_headers(paths: Sequence[Path]) -> dict[str, tuple[Path, TensorInfo]]:
-    """Return each tensor of several files and the file that holds it. Raises WeightMappingError."""
-    found: dict[str, tuple[Path, TensorInfo]] = {}
-    for path in paths:
-        for name, info in read_header(path).items():
-            if name in found:
-                raise WeightMappingError(
-                    f"{path} holds {name}, and so does {found[name][0].name}; fetch index and shards again"
-                )
-            found[name] = path, info
-    return found
-
-
-def check_tied(folder: Path, output: str, embedding: str) -> None:
-    """Raises WeightMappingError for a stored output layer that is not the embedding, though config.json ties them.
-
-    Training would drop it without a word; transformers loads such a model with both.
-    """
-    places = read_headers(weight_files(folder))
-    if output in places and not _same_bytes(places[output], places[embedding]):
-        raise WeightMappingError(
-            f"{folder}: {output} is not {embedding}, though config.json has tie_word_embeddings=true; set it to false"
-        )
-
-
-def _same_bytes(a: tuple[Path, TensorInfo], b: tuple[Path, TensorInfo]) -> bool:
-    """Return whether two tensors have the same dtype, shape and bits; read block by block."""
-    (path, info), (other_path, other) = a, b
-    if (info.dtype, info.shape) != (other.dtype, other.shape):
-        return False
-    left = math.prod(info.shape) * ITEM_BITS[info.dtype] // 8
-    with path.open("rb") as file, other_path.open("rb") as other_file:
-        file.seek(info.offset)
-        other_file.seek(other.offset)
-        while left > 0:
-            size = min(left, _BLOCK_BYTES)
-            if file.read(size) != other_file.read(size):
-                return False
-            left -= size
-    return True
-
-
-def check_shapes(folder: Path, found: Mapping[str, Index], expected: Mapping[str, Index]) -> None:
-    """Raises WeightMappingError for the first tensor that is missing, has a wrong shape, or is not known."""
+def check_shapes(folder: Path, shapes: Mapping[str, Index], expected: Mapping[str, Index]) -> None:
+    """Raise WeightMappingError for the first tensor that is missing, has a wrong shape, or is not known."""
     for name, shape in expected.items():
-        if name not in found:
+        if name not in shapes:
             raise WeightMappingError(f"{folder} has no tensor {name!r}; fetch the checkpoint again, it is incomplete")
-        if found[name] != tuple(shape):
+        if shapes[name] != tuple(shape):
             raise WeightMappingError(
-                f"{folder}: {name} has shape {list(found[name])}, but config.json means {list(shape)}; "
+                f"{folder}: {name} has shape {list(shapes[name])}, but config.json means {list(shape)}; "
                 "give the config.json that belongs to these weights"
             )
     # A tied output layer may be stored as well; rotary tables are derived.
     known = set(expected) | {"lm_head.weight"}
-    for name in sorted(set(found) - known):
+    for name in sorted(set(shapes) - known):
         if name.endswith(SCALE_SUFFIX):
             raise WeightMappingError(
                 f"{folder} is quantised to FP8 in blocks (it holds {name!r}), and only plain weights can be trained; "
@@ -132,3 +114,34 @@ def check_shapes(folder: Path, found: Mapping[str, Index], expected: Mapping[str
             raise WeightMappingError(
                 f"{folder} holds {name!r}, which its model type has no place for; check model_type in config.json"
             )
+
+
+def check_tied(folder: Path, output: str, embedding: str, tensors: Mapping[str, tuple[Path, TensorInfo]] | None = None) -> None:
+    """Raise WeightMappingError for a stored output layer that is not the embedding, though config.json ties them.
+
+    Training would drop it without a word; transformers loads such a model with both. `tensors` None: those of the folder's
+    safetensors.
+    """
+    if tensors is None:
+        tensors = read_headers(weight_files(folder))
+    if output in tensors and not _same_bytes(tensors[output], tensors[embedding]):
+        raise WeightMappingError(
+            f"{folder}: {output} is not {embedding}, though config.json has tie_word_embeddings=true; set it to false"
+        )
+
+
+def _same_bytes(a: tuple[Path, TensorInfo], b: tuple[Path, TensorInfo]) -> bool:
+    """Return True if two tensors have the same dtype, shape and bits; read block by block."""
+    (path, info), (other_path, other) = a, b
+    if (info.dtype, info.shape) != (other.dtype, other.shape):
+        return False
+    left = prod(info.shape) * ITEM_BYTES[info.dtype]
+    with path.open("rb") as file, other_path.open("rb") as other_file:
+        file.seek(info.offset)
+        other_file.seek(other.offset)
+        while left > 0:
+            size = min(left, _BLOCK_BYTES)
+            if file.read(size) != other_file.read(size):
+                return False
+            left -= size
+    return True

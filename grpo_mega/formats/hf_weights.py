@@ -1,6 +1,6 @@
 """Hugging Face folders as `Weights`: safetensors, sharded or not, or pytorch_model.bin; block-quantised FP8 is dequantised.
 
-Headers alone are read. A .bin is unpickled with torch's weights-only loader onto tensors without memory, which tells where in
+Only headers are read. A .bin is unpickled with torch's weights-only loader onto tensors without memory, which shows where in
 the file each tensor lies.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.dtypes import FP8, FROM_TORCH, ITEM_BYTES, WEIGHTS
-from grpo_mega.formats.hf_files import INDEX, SCALE_SUFFIX, SINGLE, read_headers, shards_of, weight_files
-from grpo_mega.formats.safetensors_header import TensorInfo
-from grpo_mega.formats.sources import Extent, Part, Scale, matrix, whole
+from grpo_mega.formats.hf_files import INDEX, SCALE_SUFFIX, SINGLE, shards_of, weight_files
+from grpo_mega.formats.safetensors_files import TensorInfo, read_headers
+from grpo_mega.formats.slices import Extent, Part, Scale, matrix, whole
 from grpo_mega.weights.boxes import Index
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -24,26 +24,34 @@ _DEFAULT_BLOCK = (128, 128)
 
 
 class HfWeights:
-    """`config` is the contents of config.json. Raises WeightMappingError for files that are missing, cut short or at odds with
-    the index, and for tensors of a dtype that cannot be converted."""
+    """`config` is the contents of config.json, `tensors` all stored tensors, scales too, with their files.
+
+    Raises WeightMappingError for files that are missing or cut short, and for tensors of a dtype that cannot be converted.
+    """
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        self._folder = Path(folder)
+        self._folder, self._config = Path(folder), config
         is_bin = not any((folder / name).exists() for name in (INDEX, SINGLE))
-        index = folder / (BIN_INDEX if is_bin else INDEX)
+        self._index = folder / (BIN_INDEX if is_bin else INDEX)
         self._files = _bin_files(folder) if is_bin else weight_files(folder)
-        self._of: dict[str, tuple[Path, TensorInfo]] = {}
         if is_bin:
-            self._of |= {name: (path, info) for path in self._files for name, info in _read_bin(path).items()}
+            self.tensors = {name: (path, info) for path in self._files for name, info in _read_bin(path).items()}
         else:
-            self._of |= read_headers(self._files)
-        _check_index(index, self._of)
-        self._config = config
+            self.tensors = read_headers(self._files)
         self._block = _block_size(config)
-        self._names = [n for n in self._of if not (n.endswith(SCALE_SUFFIX) and n.removesuffix(SCALE_SUFFIX) in self._of)]
-        self._shapes = {name: self._of[name][1].shape for name in self._names}
-        for name in self._names:
+        scales = {name + SCALE_SUFFIX for name in self.tensors}
+        self._shapes = {name: info.shape for name, (_, info) in self.tensors.items() if name not in scales}
+        for name in self._shapes:
             self._check_dtype(name)
+
+    def check_index(self) -> None:
+        """Raise WeightMappingError if the index does not name the file of each tensor."""
+        weight_map = json.loads(self._index.read_text())["weight_map"] if self._index.exists() else {}
+        for name, file in weight_map.items():
+            if name not in self.tensors or self.tensors[name][0].name != file:
+                raise WeightMappingError(
+                    f"{self._index} names {name!r} in {file}, which does not hold it; fetch index and shards again"
+                )
 
     @property
     def folder(self) -> Path:
@@ -55,45 +63,45 @@ class HfWeights:
 
     @property
     def is_quantised(self) -> bool:
-        return len(self._names) < len(self._of)
+        return len(self._shapes) < len(self.tensors)
 
     def shapes(self) -> dict[str, Index]:
         return self._shapes
 
     def dtype(self, name: str) -> str:
-        info = self._of[name][1]
+        info = self.tensors[name][1]
         return self._compute_dtype() if self._scale_of(name) else info.dtype
 
     def parts(self, name: str) -> list[Part]:
-        path, info = self._of[name]
+        path, info = self.tensors[name]
         scale = None
         scale_name = self._scale_of(name)
         if scale_name:
-            scale_path, scale_info = self._of[scale_name]
+            scale_path, scale_info = self.tensors[scale_name]
             scale = Scale(Extent(scale_path, scale_info.offset, scale_info.dtype, *matrix(scale_info.shape)), *self._block)
         return [Part(whole(name, info.shape), Extent(path, info.offset, info.dtype, *matrix(info.shape), scale), 0, 0)]
 
     def _scale_of(self, name: str) -> str | None:
         scale = name + SCALE_SUFFIX
-        return scale if scale in self._of else None
+        return scale if scale in self.tensors else None
 
     def _compute_dtype(self) -> str:
         named = self._config.get("dtype") or self._config.get("torch_dtype") or "bfloat16"
         return FROM_TORCH.get(str(named).removeprefix("torch."), "BF16")
 
     def _check_dtype(self, name: str) -> None:
-        path, info = self._of[name]
+        path, info = self.tensors[name]
         scale = self._scale_of(name)
         if scale is None and info.dtype not in WEIGHTS:
             wanted = f"none of {', '.join(WEIGHTS)}" + (f", and there is no {name}{SCALE_SUFFIX}" if info.dtype == FP8 else "")
             raise WeightMappingError(f"{path}: {name} has dtype {info.dtype}, {wanted}; give one that is not quantized")
         if scale is None:
             return
-        found, (rows, columns) = self._of[scale][1], matrix(info.shape)
+        stored, (rows, columns) = self.tensors[scale][1], matrix(info.shape)
         expected = (-(-rows // self._block[0]), -(-columns // self._block[1]))
-        if info.dtype != FP8 or found.shape != expected or found.dtype not in WEIGHTS:
+        if info.dtype != FP8 or stored.shape != expected or stored.dtype not in WEIGHTS:
             raise WeightMappingError(
-                f"{path}: {scale} has dtype {found.dtype} and shape {list(found.shape)} for {name} of {info.dtype} "
+                f"{path}: {scale} has dtype {stored.dtype} and shape {list(stored.shape)} for {name} of {info.dtype} "
                 f"{list(info.shape)}; known is {FP8} with a scale for each block of {self._block[0]}x{self._block[1]}"
             )
 
@@ -102,14 +110,6 @@ def _block_size(config: dict[str, Any]) -> tuple[int, int]:
     quantization = config.get("quantization_config") or {}
     rows, columns = quantization.get("weight_block_size") or _DEFAULT_BLOCK
     return int(rows), int(columns)
-
-
-def _check_index(path: Path, found: dict[str, tuple[Path, TensorInfo]]) -> None:
-    if not path.exists():
-        return
-    for name, file in json.loads(path.read_text())["weight_map"].items():
-        if name not in found or found[name][0].name != file:
-            raise WeightMappingError(f"{path} names {name!r} in {file}, which does not hold it; fetch index and shards again")
 
 
 def _bin_files(folder: Path) -> list[Path]:
@@ -142,7 +142,7 @@ def _read_bin(path: Path) -> dict[str, TensorInfo]:
 
 
 def _is_cut_archive(path: Path) -> bool:
-    """Tell whether a file is empty, or begins as an archive of torch.save and does not end as one."""
+    """Return True if a file is empty, or begins as an archive of torch.save and does not end as one."""
     with path.open("rb") as file:
         head = file.read(4)
     return not head or (head == b"PK\x03\x04"[: len(head)] and not zipfile.is_zipfile(path))

@@ -14,19 +14,46 @@ from grpo_mega.errors import ConfigError
 
 Fields = Mapping[str, Any]
 
-_QWEN3: Fields = {
-    "attention_bias": False,
+_COMMON: Fields = {
     "hidden_act": "silu",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "initializer_range": 0.02,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+}
+_LARGE: Fields = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64}
+_LLAMA: Fields = {
+    **_COMMON,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+}
+_QWEN2: Fields = {
+    **_COMMON,
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "rms_norm_eps": 1e-6,
+    "use_sliding_window": False,
+}
+_QWEN3: Fields = {
+    **_COMMON,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
     "head_dim": 128,
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
-    "initializer_range": 0.02,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
     "rope_scaling": None,
     "sliding_window": None,
     "use_sliding_window": False,
-    "tie_word_embeddings": False,
 }
 
 
@@ -40,79 +67,33 @@ KNOWN_MODELS: Mapping[str, KnownModel] = {
     "llama-3-70b": KnownModel(
         "meta-llama/Meta-Llama-3-70B-Instruct",
         {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "attention_bias": False,
-            "hidden_act": "silu",
-            "hidden_size": 8192,
+            **_LLAMA,
+            **_LARGE,
             "intermediate_size": 28672,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
             "vocab_size": 128256,
             "max_position_embeddings": 8192,
-            "initializer_range": 0.02,
-            "rms_norm_eps": 1e-5,
             "rope_theta": 500000.0,
-            "rope_scaling": None,
-            "tie_word_embeddings": False,
         },
     ),
     "qwen2.5-72b": KnownModel(
         "Qwen/Qwen2.5-72B-Instruct",
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "hidden_act": "silu",
-            "hidden_size": 8192,
-            "intermediate_size": 29568,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "vocab_size": 152064,
-            "max_position_embeddings": 32768,
-            "initializer_range": 0.02,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1000000.0,
-            "sliding_window": 131072,
-            "use_sliding_window": False,
-            "tie_word_embeddings": False,
-        },
+        {**_QWEN2, **_LARGE, "intermediate_size": 29568, "vocab_size": 152064, "sliding_window": 131072},
     ),
     "qwen2.5-1.5b": KnownModel(
         "Qwen/Qwen2.5-1.5B-Instruct",
         {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "hidden_act": "silu",
+            **_QWEN2,
             "hidden_size": 1536,
             "intermediate_size": 8960,
             "num_hidden_layers": 28,
             "num_attention_heads": 12,
             "num_key_value_heads": 2,
             "vocab_size": 151936,
-            "max_position_embeddings": 32768,
-            "initializer_range": 0.02,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1000000.0,
             "sliding_window": 32768,
-            "use_sliding_window": False,
             "tie_word_embeddings": True,
         },
     ),
-    "qwen3-8b": KnownModel(
-        "Qwen/Qwen3-8B",
-        {
-            **_QWEN3,
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-        },
-    ),
+    "qwen3-8b": KnownModel("Qwen/Qwen3-8B", _QWEN3),
     "qwen3-30b-a3b": KnownModel(
         "Qwen/Qwen3-30B-A3B",
         {
@@ -128,41 +109,34 @@ KNOWN_MODELS: Mapping[str, KnownModel] = {
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
             "num_hidden_layers": 48,
-            "num_attention_heads": 32,
             "num_key_value_heads": 4,
         },
     ),
     "mixtral-8x7b": KnownModel(
         "mistralai/Mixtral-8x7B-Instruct-v0.1",
         {
+            **_COMMON,
             "architectures": ["MixtralForCausalLM"],
             "model_type": "mixtral",
-            "hidden_act": "silu",
             "hidden_size": 4096,
             "intermediate_size": 14336,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
             "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
             "vocab_size": 32000,
-            "max_position_embeddings": 32768,
-            "initializer_range": 0.02,
             "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000.0,
             "sliding_window": None,
-            "tie_word_embeddings": False,
         },
     ),
 }
 
 
 def known_model(name: str) -> KnownModel:
-    """Return the model of a short name or an id. Raises ConfigError."""
-    found = KNOWN_MODELS.get(name.lower()) or _by_id(name)
-    if found is None:
+    """Return the model of a short name or an id. Raise ConfigError."""
+    model = KNOWN_MODELS.get(name.lower()) or _by_id(name)
+    if model is None:
         raise ConfigError(f"--model {name}: must be one of {', '.join(KNOWN_MODELS)}; give others by --model-config FILE")
-    return found
+    return model
 
 
 def model_of_folder(folder: Path) -> KnownModel | None:
@@ -171,7 +145,7 @@ def model_of_folder(folder: Path) -> KnownModel | None:
 
 
 def _by_id(name: str) -> KnownModel | None:
-    """By the whole id, or by what follows its owner."""
+    """Return the model of an id, with or without its owner."""
     wanted = name.lower()
     models = KNOWN_MODELS.values()
     return next((m for m in models if wanted in (m.source.lower(), m.source.lower().partition("/")[2])), None)

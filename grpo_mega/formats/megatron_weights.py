@@ -1,11 +1,17 @@
 """Megatron's distributed checkpoints as `Weights`: Hugging Face tensors found in the pieces in which any layout saved them.
 
-Needs no torch. Optimizer state and whatever else a checkpoint holds is passed over.
+A key of a checkpoint holds a parameter of all layers, [layers, ...], or of all experts of all layers, [layers, experts, ...].
+At each place stands the tensor that a rank has at tensor-parallel size 1, as the family's table describes it; the vocabulary
+may be padded. Needs no torch. Optimizer state and all else that a checkpoint holds is skipped.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -15,16 +21,56 @@ from typing import NamedTuple
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.dcp_read import METADATA, Chunk, SavedTensor, read_metadata
 from grpo_mega.formats.dtypes import ITEM_BYTES, WEIGHTS
-from grpo_mega.formats.megatron_names import Stored, stored_tensors
-from grpo_mega.formats.sources import Extent, Files, Part, matrix
+from grpo_mega.formats.slices import BLOCK_BYTES, Extent, Files, Part, matrix, row_and_column
 from grpo_mega.formats.torch_save import find_tensor
-from grpo_mega.weights.boxes import Box, Index, Piece
-from grpo_mega.weights.spec import Family, ModelShape
+from grpo_mega.observe.progress import progress
+from grpo_mega.weights.boxes import Box, Index, LocalTensor, Piece
+from grpo_mega.weights.spec import Family, ModelShape, Row, Shard
 
-_ENDS = 1024  # bytes at either end of a saved piece that tell where its data is
+_ENDS = 1024  # bytes at either end of a saved piece that show where its data is
+# Megatron's local layer spec saves its own norms under the names that they have fused into Transformer Engine's linear layers.
+_RENAMED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
-class SavedRecord(NamedTuple):
+@dataclass(frozen=True)
+class Stored:
+    """The part of a key that belongs to one layer or one expert."""
+
+    keys: tuple[str, ...]  # the same tensor has other keys under other layer specs; the first is Transformer Engine's
+    stack: Index  # the key's leading dims: (), (layers,) or (layers, experts)
+    place: Index  # in them
+    tensor: LocalTensor
+
+
+def stored_tensors(family: Family, shape: ModelShape) -> Iterator[Stored]:
+    """Yield all tensors of a model, layer by layer."""
+    heads = (family.embedding,) if shape.tied else (family.embedding, family.output)
+    rows = [(row.kind, _keys_of(row), row.op.megatron(Shard(row.hf, "", shape))) for row in (*heads, *family.rows)]
+    for kind, keys, tensor in rows:
+        if kind == "model":
+            yield Stored(keys, (), (), tensor)
+    for layer in range(shape.num_layers):
+        for kind, keys, tensor in rows:
+            if kind == "layer":
+                yield Stored(keys, (shape.num_layers,), (layer,), tensor.numbered(layer, 0))
+        for expert in range(shape.num_experts):
+            for kind, keys, tensor in rows:
+                if kind == "expert":
+                    stack = (shape.num_layers, shape.num_experts)
+                    yield Stored(keys, stack, (layer, expert), tensor.numbered(layer, expert))
+
+
+def _keys_of(row: Row) -> tuple[str, ...]:
+    own, fused = (name.replace("layers.{i}.", "layers.") for name in (row.megatron, row.megatron_te or row.megatron))
+    if row.kind == "expert":
+        return (own.replace("local_experts.{e}.", "experts."),)
+    renamed = own
+    for name, saved in _RENAMED.items():
+        renamed = renamed.replace(name, saved)
+    return tuple(dict.fromkeys((fused, renamed)))
+
+
+class _Record(NamedTuple):
     """The bytes of a saved piece of a tensor, and their CRC32 as saved; `name` is the first Hugging Face tensor in it."""
 
     name: str
@@ -70,31 +116,57 @@ class MegatronWeights:
         return self.parts(name)[0].extent.dtype
 
     def parts(self, name: str) -> list[Part]:
-        found = []
-        for stored, piece in self._pieces[name]:
-            for chunk in self._chunks[self._keys[stored.keys]].get(stored.place, ()):
-                part = self._part(stored, piece, chunk)
-                if part is not None:
-                    found.append(part)
-        return found
+        return [part for _, part in self._parts(name)]
 
-    def records(self) -> list[SavedRecord]:
-        """Return what the weights are read from, each record once."""
-        found: dict[Chunk, SavedRecord] = {}
-        for name, pieces in self._pieces.items():
-            for stored, piece in pieces:
-                for chunk in self._chunks[self._keys[stored.keys]].get(stored.place, ()):
-                    if chunk not in found and self._part(stored, piece, chunk) is not None:
-                        extent = self._extents[chunk]
-                        num_bytes = extent.rows * extent.row_bytes
-                        found[chunk] = SavedRecord(name, extent.path, extent.offset, num_bytes, self._crcs[chunk])
-        return list(found.values())
+    def check_crcs(self, workers: int, show_progress: bool = True) -> None:
+        """Read every saved piece of the weights once. Raise WeightMappingError for the first without its CRC32.
+
+        torch.save keeps a CRC32 of every record. Those saved with `torch.serialization.set_crc32_options(False)` are skipped.
+        """
+        records = [record for record in self._records() if record.crc]
+        total = sum(record.num_bytes for record in records)
+        with progress(total, "checking", show_progress, "bytes") as bar, ThreadPoolExecutor(workers) as pool:
+
+            def check(record: _Record) -> None:
+                if self._crc_of(record) != record.crc:
+                    raise WeightMappingError(
+                        f"{record.path}: {record.name} is damaged: the {record.num_bytes} bytes from {record.offset} on do not "
+                        "have the CRC32 that was saved with them; fetch or save the checkpoint again"
+                    )
+                bar.advance(record.num_bytes)
+
+            list(pool.map(check, records))
 
     def close(self) -> None:
         self._reader.close()
 
+    def _parts(self, name: str) -> Iterator[tuple[Chunk, Part]]:
+        for stored, piece in self._pieces[name]:
+            for chunk in self._chunks[self._keys[stored.keys]].get(stored.place, ()):
+                part = self._part(stored, piece, chunk)
+                if part is not None:
+                    yield chunk, part
+
+    def _records(self) -> list[_Record]:
+        """Return the records that the weights are read from, each once."""
+        names: dict[Chunk, str] = {}
+        for name in self._pieces:
+            for chunk, _ in self._parts(name):
+                names.setdefault(chunk, name)
+        extents = ((name, self._extents[chunk], self._crcs[chunk]) for chunk, name in names.items())
+        return [_Record(name, e.path, e.offset, e.rows * e.row_bytes, crc) for name, e, crc in extents]
+
+    def _crc_of(self, record: _Record) -> int:
+        block, crc, done = memoryview(bytearray(min(BLOCK_BYTES, record.num_bytes))), 0, 0
+        while done < record.num_bytes:
+            view = block[: record.num_bytes - done]
+            self._reader.read_into(record.path, record.offset + done, view)
+            crc = zlib.crc32(view, crc)
+            done += len(view)
+        return crc
+
     def _part(self, stored: Stored, piece: Piece, chunk: Chunk) -> Part | None:
-        """What of a piece lies in a chunk."""
+        """Return the part of a piece that lies in a chunk."""
         depth = len(stored.place)
         offset, shape = chunk.offset[depth:], chunk.shape[depth:]
         start = tuple(a - b for a, b in zip(piece.box.start, piece.offset, strict=True))  # of the parameter, in the HF tensor
@@ -106,12 +178,11 @@ class MegatronWeights:
         common = piece.box.intersect(held)
         if common is None:
             return None
-        inside = tuple(a - b for a, b in zip(common.start, held.start, strict=True))
-        row, column = (inside[0], 0) if len(inside) == 1 else (inside[0], inside[1])
-        return Part(common, self._extent(chunk, depth, stored.place), row, column)
+        inside = row_and_column(tuple(a - b for a, b in zip(common.start, held.start, strict=True)))
+        return Part(common, self._extent(chunk, depth, stored.place), *inside)
 
     def _extent(self, chunk: Chunk, depth: int, place: Index) -> Extent:
-        """The matrix at a place of a chunk that may cover several."""
+        """Return the matrix at a place of a chunk that may cover several."""
         if chunk not in self._extents:
             self._extents[chunk] = self._locate(chunk)
         whole, number = self._extents[chunk], 0
@@ -134,34 +205,34 @@ class MegatronWeights:
             return self._reader.read(path, chunk.start + offset, length)
 
         try:
-            found = find_tensor(read, chunk.length)
+            saved = find_tensor(read, chunk.length)
         except Exception as error:  # a damaged archive raises what it likes
             raise WeightMappingError(f"{path} is damaged at byte {chunk.start} ({error}); save the checkpoint again") from None
-        if prod(found.shape) != prod(chunk.shape) or found.dtype not in WEIGHTS:
+        if prod(saved.shape) != prod(chunk.shape) or saved.dtype not in WEIGHTS:
             raise WeightMappingError(
-                f"{path} holds {found.dtype} {list(found.shape)} at byte {chunk.start}, where the metadata says "
+                f"{path} holds {saved.dtype} {list(saved.shape)} at byte {chunk.start}, where the metadata says "
                 f"{list(chunk.shape)}; save the checkpoint again"
             )
-        self._crcs[chunk] = found.crc
-        return Extent(path, chunk.start + found.data_offset, found.dtype, *matrix(found.shape))
+        self._crcs[chunk] = saved.crc
+        return Extent(path, chunk.start + saved.data_offset, saved.dtype, *matrix(saved.shape))
 
     def _find(self, stored: Stored) -> str:
-        """The key under which the checkpoint has it. The vocabulary may be padded."""
+        """Return the key under which the checkpoint has the tensor. The vocabulary may be padded."""
         key = next((key for key in stored.keys if key in self._saved), None)
         if key is None:
             name = stored.keys[0]
             raise WeightMappingError(f"{self._folder} holds no {name!r}; give the config.json that belongs to this checkpoint")
-        found, expected = self._saved[key].shape, (*stored.stack, *stored.tensor.shape)
-        is_padded = not stored.stack and len(found) == 2 and found[0] >= expected[0] and found[1:] == expected[1:]
-        if found != expected and not is_padded:
+        shape, expected = self._saved[key].shape, (*stored.stack, *stored.tensor.shape)
+        is_padded = not stored.stack and len(shape) == 2 and shape[0] >= expected[0] and shape[1:] == expected[1:]
+        if shape != expected and not is_padded:
             raise WeightMappingError(
-                f"{self._folder}: {key} has shape {list(found)}, but config.json means {list(expected)}; "
+                f"{self._folder}: {key} has shape {list(shape)}, but config.json means {list(expected)}; "
                 "give the config.json that belongs to these weights"
             )
         return key
 
     def _check_files(self) -> None:
-        """Every file is there and as long as its chunks say."""
+        """Raise WeightMappingError unless every file is there and as long as its chunks say."""
         ends: dict[str, int] = defaultdict(int)
         for key in self._keys.values():
             for chunk in self._saved[key].chunks:
@@ -175,8 +246,8 @@ class MegatronWeights:
 
 
 def _by_place(saved: SavedTensor, depth: int) -> dict[Index, list[Chunk]]:
-    found: dict[Index, list[Chunk]] = defaultdict(list)
+    chunks: dict[Index, list[Chunk]] = defaultdict(list)
     for chunk in saved.chunks:
         for place in product(*(range(o, o + n) for o, n in zip(chunk.offset[:depth], chunk.shape[:depth], strict=True))):
-            found[place].append(chunk)
-    return found
+            chunks[place].append(chunk)
+    return chunks

@@ -1,7 +1,7 @@
-"""A folder that gets its name only when every tensor in it has been written, read back and found to be its source.
+"""A folder that gets its name only when every tensor in it has been written, read back and found equal to its source.
 
 Until then it is OUT.partial, with a journal of the tensors that are written, so that the same conversion started again goes on
-where it was. Workers are threads: they read and write blocks, which needs no lock of Python's.
+where it was. Workers are threads: reading and writing blocks does not hold Python's lock.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +21,9 @@ from pathlib import Path
 import torch
 
 from grpo_mega.errors import ConfigError, WeightMappingError
-from grpo_mega.formats.slices import Target
-from grpo_mega.formats.sources import Files
-from grpo_mega.formats.stream import BLOCK_BYTES, Streamer, has_nonfinite
+from grpo_mega.formats.checkpoint_files import sync_folder
+from grpo_mega.formats.slices import BLOCK_BYTES, Files, Target
+from grpo_mega.formats.stream import Streamer, is_finite, torch_dtype
 from grpo_mega.observe.progress import Bar, progress
 
 JOURNAL = "journal"
@@ -32,8 +33,10 @@ _SECONDS_BETWEEN_NOTES = 0.5
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor at a place of a file: `before`, its bytes, `after`. `crc_offsets`, from the item's beginning: where the CRC32 of
-    its bytes goes, within `before` and `after`."""
+    """A tensor at a place of a file: `before`, its bytes, `after`.
+
+    The CRC32 of its bytes is written at `crc_offsets`, counted from the item's beginning, within `before` and `after`.
+    """
 
     file: str
     offset: int
@@ -49,9 +52,11 @@ class Item:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """`headers`: bytes at the beginning of a file. `last`: other files' bytes, or the files that are copied; without these no
-    one takes the folder for a checkpoint. `inputs`: files that tensors are read from. `options`: what else counts for the
-    result."""
+    """The files to write and their sizes, the tensors in them, and `headers`, bytes at the beginning of a file.
+
+    `last`: other files' bytes, or the files that are copied; without these the folder is no checkpoint. `inputs`: the files
+    that tensors are read from. `options`: all else that the result depends on.
+    """
 
     sizes: dict[str, int]
     items: list[Item]
@@ -65,7 +70,7 @@ class OutputPlan:
         return sum(item.target.num_bytes for item in self.items)
 
     def fingerprint(self) -> str:
-        """Of the sources and of where everything goes."""
+        """Return a digest of the inputs and of the place of every tensor."""
         stats = [(str(p.resolve()), s.st_size, s.st_mtime_ns) for p in self.inputs for s in (p.stat(),)]
         items = [(i.file, i.offset, i.target.name, i.target.dtype, i.target.num_bytes) for i in self.items]
         return f"{zlib.crc32(repr((stats, items, self.options)).encode()):08x}"
@@ -73,18 +78,18 @@ class OutputPlan:
 
 @dataclass
 class Report:
-    """What was done, in bytes and seconds. `resumed_bytes` of them had been written by an earlier start."""
+    """The result of a conversion."""
 
     num_tensors: int = 0
     num_bytes: int = 0
-    resumed_bytes: int = 0
+    resumed_bytes: int = 0  # of num_bytes, written by an earlier start
     write_seconds: float = 0.0
-    proof_seconds: float = 0.0
-    nonfinite: list[str] = field(default_factory=list)
+    verify_seconds: float = 0.0
+    nonfinite: list[str] = field(default_factory=list)  # names of tensors with NaN or infinity
 
 
 def check_free(out: Path) -> None:
-    """Raises ConfigError if something is where the output shall be."""
+    """Raise ConfigError unless the output's place is free."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists; remove it or name another output")
     if not out.parent.is_dir():
@@ -92,7 +97,7 @@ def check_free(out: Path) -> None:
 
 
 def write(plan: OutputPlan, out: Path, workers: int, show_progress: bool = True) -> Report:
-    """Writes and proves the folder. Raises ConfigError or WeightMappingError, having left nothing."""
+    """Write and verify the folder. Raise ConfigError or WeightMappingError, and then leave nothing behind."""
     check_free(out)
     partial = out.with_name(out.name + ".partial")
     threads = torch.get_num_threads()
@@ -106,7 +111,7 @@ def write(plan: OutputPlan, out: Path, workers: int, show_progress: bool = True)
                 shutil.rmtree(partial)
                 if isinstance(error, OSError):
                     reason = f"{partial} cannot be written ({error.strerror}); nothing of it was kept"
-                    raise ConfigError(f"{reason}; mend that or name another output") from None
+                    raise ConfigError(f"{reason}; solve this or name another output") from None
                 raise
     finally:
         torch.set_num_threads(threads)
@@ -115,7 +120,7 @@ def write(plan: OutputPlan, out: Path, workers: int, show_progress: bool = True)
 
 @contextmanager
 def _claimed(partial: Path) -> Iterator[Path]:
-    """The journal's path, while no other process writes to the folder."""
+    """Yield the journal's path, and keep other processes from writing to the folder meanwhile."""
     partial.mkdir(exist_ok=True)
     journal = partial / JOURNAL
     with journal.open("a") as lock:
@@ -132,7 +137,7 @@ def _fill(plan: OutputPlan, partial: Path, journal: Path, workers: int, show_pro
     if not done:
         _allocate(plan, partial)
     report = Report(len(plan.items), plan.num_bytes)
-    files, outputs = Files(), _Outputs(partial, plan.sizes)
+    files, outputs = Files(), Files(os.O_RDWR)
     try:
         with progress(plan.num_bytes, "writing", show_progress, "bytes") as bar, _Notes(journal, plan.fingerprint()) as notes:
             left = []
@@ -142,13 +147,13 @@ def _fill(plan: OutputPlan, partial: Path, journal: Path, workers: int, show_pro
                     bar.advance(item.target.num_bytes)
                 else:
                     left.append(number)
-            _run(workers, left, lambda: _Writer(plan, files, outputs, notes, bar))
+            _run(workers, left, lambda: _Writer(partial, plan, files, outputs, notes, bar))
         written = time.monotonic()
         outputs.sync()
         with progress(plan.num_bytes, "reading back", show_progress, "bytes") as bar:
-            _run(workers, range(len(plan.items)), lambda: _Prover(plan, files, outputs, report, bar))
+            _run(workers, range(len(plan.items)), lambda: _Verifier(partial, plan, files, outputs, report, bar))
         outputs.sync()
-        report.write_seconds, report.proof_seconds = written - began, time.monotonic() - written
+        report.write_seconds, report.verify_seconds = written - began, time.monotonic() - written
     finally:
         outputs.close()
         files.close()
@@ -157,7 +162,7 @@ def _fill(plan: OutputPlan, partial: Path, journal: Path, workers: int, show_pro
 
 
 def _resumed(plan: OutputPlan, partial: Path, journal: Path) -> set[int]:
-    """The items that an earlier start has written. What it left of another conversion is removed."""
+    """Return the items that an earlier start has written. Remove the remains of another conversion."""
     lines = journal.read_text().splitlines()
     is_same = lines and lines[0] == plan.fingerprint()
     if is_same and all((partial / name).exists() for name in plan.sizes):
@@ -170,7 +175,7 @@ def _resumed(plan: OutputPlan, partial: Path, journal: Path) -> set[int]:
 
 
 def _allocate(plan: OutputPlan, partial: Path) -> None:
-    """Takes the space for everything. Raises ConfigError if there is not enough."""
+    """Reserve the space for all files. Raise ConfigError if there is not enough."""
     needed, free = sum(plan.sizes.values()) + _SPARE_BYTES, shutil.disk_usage(partial).free
     if needed > free:
         raise ConfigError(f"{partial.parent} has {free / 1e9:.1f} GB free, but {needed / 1e9:.1f} GB are needed; free some")
@@ -191,46 +196,16 @@ def _publish(plan: OutputPlan, partial: Path, out: Path) -> None:
     if out.exists():
         out.rmdir()  # it is empty
     os.rename(partial, out)
-    for folder in (out, out.parent):
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-
-class _Outputs:
-    """The files under way, open for reading and writing."""
-
-    def __init__(self, folder: Path, names: Iterable[str]) -> None:
-        self._descriptors = {name: os.open(folder / name, os.O_RDWR) for name in names}
-
-    def write(self, name: str, offset: int, data: bytes | bytearray | memoryview) -> None:
-        view = memoryview(data)
-        while view:
-            count = os.pwrite(self._descriptors[name], view, offset)
-            view, offset = view[count:], offset + count
-
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        done = 0
-        while done < len(buffer):
-            count = os.preadv(self._descriptors[name], [buffer[done:]], offset + done)
-            if not count:
-                raise WeightMappingError(f"{name} ended at byte {offset + done} when it was read back; is the disk in order?")
-            done += count
-
-    def sync(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.fsync(descriptor)
-
-    def close(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+    sync_folder(out)
+    sync_folder(out.parent)
 
 
 class _Notes:
     """The journal, brought up to date from time to time."""
 
     def __init__(self, path: Path, fingerprint: str) -> None:
-        self._path, self._lock, self._pending, self._flushed = path, threading.Lock(), [], time.monotonic()  # type: ignore[var-annotated]
+        self._path, self._lock, self._flushed = path, threading.Lock(), time.monotonic()
+        self._pending: list[int] = []
         if not path.stat().st_size:
             self._append(f"{fingerprint}\n")
 
@@ -256,54 +231,55 @@ class _Notes:
 
 
 class _Writer:
-    def __init__(self, plan: OutputPlan, files: Files, outputs: _Outputs, notes: _Notes, bar: Bar) -> None:
-        self._items, self._outputs, self._notes, self._bar = plan.items, outputs, notes, bar
+    def __init__(self, folder: Path, plan: OutputPlan, files: Files, outputs: Files, notes: _Notes, bar: Bar) -> None:
+        self._folder, self._items, self._outputs, self._notes, self._bar = folder, plan.items, outputs, notes, bar
         self._streamer = Streamer(files)
 
     def __call__(self, number: int) -> None:
         item = self._items[number]
-        offset = item.data_offset
+        path, offset = self._folder / item.file, item.data_offset
         for block in self._streamer.blocks(item.target):
-            self._outputs.write(item.file, offset, block)
+            self._outputs.write(path, offset, block)
             self._bar.advance(len(block))
             offset += len(block)
         self._notes.add(number)
 
 
-class _Prover:
-    """Reads a tensor's source once more, and what was written, and compares; only then its checksum is put into the file."""
+class _Verifier:
+    """Reads a tensor's source once more, and the written bytes, and compares; only then the checksum is put into the file."""
 
-    def __init__(self, plan: OutputPlan, files: Files, outputs: _Outputs, report: Report, bar: Bar) -> None:
-        self._items, self._outputs, self._report, self._bar = plan.items, outputs, report, bar
+    def __init__(self, folder: Path, plan: OutputPlan, files: Files, outputs: Files, report: Report, bar: Bar) -> None:
+        self._folder, self._items, self._outputs, self._report, self._bar = folder, plan.items, outputs, report, bar
         self._streamer = Streamer(files)
         self._buffer = bytearray(BLOCK_BYTES)
 
     def __call__(self, number: int) -> None:
         item = self._items[number]
-        offset, crc, is_finite = item.data_offset, 0, True
+        offset, crc, all_finite = item.data_offset, 0, True
         for block in self._streamer.blocks(item.target):
-            found = self._read(item.file, offset, len(block))
-            if not _equal(found, block):
+            written = self._read(item.file, offset, len(block))
+            if not _equal(written, block):
                 raise WeightMappingError(
                     f"{item.file} reads back otherwise than {item.target.name} was written to it; is the disk in order?"
                 )
-            crc = zlib.crc32(found, crc) if item.crc_offsets else 0
-            is_finite = is_finite and not has_nonfinite(block, item.target.dtype)
+            crc = zlib.crc32(written, crc) if item.crc_offsets else 0
+            all_finite = all_finite and is_finite(torch.frombuffer(block, dtype=torch_dtype(item.target.dtype)))
             offset += len(block)
             self._bar.advance(len(block))
-        if not is_finite:
+        if not all_finite:
             self._report.nonfinite.append(item.target.name)
         if item.before or item.after:
             self._frame(item, crc)
 
     def _frame(self, item: Item, crc: int) -> None:
+        """Write `before` and `after`, with the checksum in them."""
         frame, length = bytearray(item.before + item.after), len(item.before)
         for place in item.crc_offsets:
             at = place if place < length else place - item.target.num_bytes
             frame[at : at + 4] = crc.to_bytes(4, "little")
         end = item.data_offset + item.target.num_bytes
         for offset, part in ((item.offset, frame[:length]), (end, frame[length:])):
-            self._outputs.write(item.file, offset, part)
+            self._outputs.write(self._folder / item.file, offset, part)
             if self._read(item.file, offset, len(part)) != part:
                 raise WeightMappingError(f"{item.file} reads back otherwise than it was written; is the disk in order?")
 
@@ -311,12 +287,12 @@ class _Prover:
         if len(self._buffer) < length:
             self._buffer = bytearray(length)
         view = memoryview(self._buffer)[:length]
-        self._outputs.read_into(name, offset, view)
+        self._outputs.read_into(self._folder / name, offset, view)
         return view
 
 
 def _equal(a: memoryview, b: memoryview) -> bool:
-    """Words are compared eight times as fast as bytes."""
+    """Compare two blocks as 64-bit words, which is eight times as fast as by bytes."""
     end = len(a) // 8 * 8
     if a[end:] != b[end:] or len(a) != len(b):
         return False
@@ -324,31 +300,25 @@ def _equal(a: memoryview, b: memoryview) -> bool:
 
 
 def _run(workers: int, numbers: Iterable[int], make: Callable[[], Callable[[int], None]]) -> None:
-    """Calls `make()(number)` for all numbers, each worker with what it made. Raises the first error of any."""
-    queue, lock, errors = iter(numbers), threading.Lock(), []  # type: ignore[var-annotated]
+    """Call `make()(number)` for all numbers; each worker makes its own. Raise an error of any worker, or Ctrl-C."""
+    queue, lock, stopped = iter(numbers), threading.Lock(), threading.Event()
 
     def work() -> None:
         try:
             act = make()
-            while not errors:
+            while not stopped.is_set():
                 with lock:
                     number = next(queue, None)
                 if number is None:
                     return
                 act(number)
-        except BaseException as error:
-            errors.append(error)
+        except BaseException:
+            stopped.set()
+            raise
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(workers)]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException as error:  # Ctrl-C comes to this thread
-        errors.append(error)
-        for thread in threads:
-            thread.join()
-        raise
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for future in [pool.submit(work) for _ in range(workers)]:
+                future.result()
+        finally:
+            stopped.set()

@@ -1,8 +1,10 @@
-"""Slices of a Megatron distributed checkpoint under Hugging Face names: what training reads a model from, in any layout."""
+"""Boxes of Hugging Face tensors for a rank to load: from a checkpoint of either kind, or random numbers from a seed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import mmap
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -10,30 +12,29 @@ from torch import Tensor
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
-from grpo_mega.formats.hf_files import check_shapes
-from grpo_mega.formats.hf_io import CheckpointReader
+from grpo_mega.formats.hf_files import check_folder, check_shapes, weight_files
+from grpo_mega.formats.hf_weights import HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
-from grpo_mega.formats.slices import target_of
-from grpo_mega.formats.sources import Files
-from grpo_mega.formats.stream import Streamer, has_nonfinite, torch_dtype
-from grpo_mega.weights.boxes import Box, Index, Piece
+from grpo_mega.formats.slices import Copy, box_target
+from grpo_mega.formats.stream import is_finite, torch_dtype
+from grpo_mega.weights.boxes import Box, Index, region
 from grpo_mega.weights.spec import Family, ModelShape
 
 
-class MegatronReader:
-    """Reads as `CheckpointReader` does, and raises what it raises. A context manager."""
+class CheckpointReader:
+    """Slices of a checkpoint's tensors; reads only the bytes of the boxes asked for. A context manager."""
 
-    def __init__(self, folder: Path, family: Family, shape: ModelShape) -> None:
-        self._weights = MegatronWeights(folder, family, shape)
-        self._files = Files()
-        self._streamer = Streamer(self._files)
+    def __init__(self, weights: HfWeights | MegatronWeights) -> None:
+        self._weights = weights
+        self._maps: dict[Path, mmap.mmap] = {}
 
-    def __enter__(self) -> MegatronReader:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._files.close()
-        self._weights.close()
+        self._maps.clear()
+        if isinstance(self._weights, MegatronWeights):
+            self._weights.close()
 
     @property
     def names(self) -> set[str]:
@@ -43,24 +44,70 @@ class MegatronReader:
         return self._weights.shapes()[name]
 
     def read(self, box: Box) -> Tensor:
-        """The box's elements in the checkpoint's dtype. Raises WeightMappingError if one of them is NaN or infinite."""
-        target = target_of(box.tensor, box.shape, (Piece(box, "", (0,) * len(box.shape)),), self._weights, None)
-        values = torch.empty(box.shape, dtype=torch_dtype(target.dtype))
-        data, offset = values.view(-1).view(torch.uint8), 0
-        for block in self._streamer.blocks(target):
-            if has_nonfinite(block, target.dtype):
-                raise WeightMappingError(
-                    f"{self._weights.folder}: {box.tensor} holds NaN or infinity; take another checkpoint or convert it again"
-                )
-            data[offset : offset + len(block)].copy_(torch.frombuffer(block, dtype=torch.uint8))
-            offset += len(block)
+        """Return the box's elements in the checkpoint's dtype. Raise WeightMappingError if one is NaN or infinite."""
+        target = box_target(box, self._weights)
+        if len(target.copies) == 1:
+            values = self._view(target.copies[0])
+        else:
+            values = torch.empty((target.rows, target.columns), dtype=torch_dtype(target.dtype))
+            for copy in target.copies:
+                place = values[copy.to_row : copy.to_row + copy.rows, copy.to_column : copy.to_column + copy.columns]
+                place.copy_(self._view(copy))
+        values = values.reshape(box.shape)
+        if values.numel() and not is_finite(values):
+            source = target.copies[0].extent.path if len(target.copies) == 1 else self._weights.folder
+            raise WeightMappingError(
+                f"{source}: {box.tensor} holds NaN or infinity; fetch it again, or take another checkpoint"
+            )
         return values
 
     def check(self, expected: Mapping[str, Index]) -> None:
-        """Raises WeightMappingError for the first tensor that is missing, has a wrong shape, or is not known."""
-        check_shapes(self._weights.folder, self._weights.shapes(), expected)
+        """Raise WeightMappingError for the first tensor that is missing, has a wrong shape or dtype, or is not known."""
+        if isinstance(self._weights, HfWeights):
+            check_folder(self._weights.folder, expected)
+        else:
+            check_shapes(self._weights.folder, self._weights.shapes(), expected)
+
+    def _view(self, copy: Copy) -> Tensor:
+        """Return the elements of a copy as a view of its file, mapped into memory, [rows, columns]."""
+        extent = copy.extent
+        assert extent.scale is None, "check() refuses quantised checkpoints"
+        if extent.path not in self._maps:
+            with extent.path.open("rb") as file:
+                # Torch refuses memory that cannot be written; no page is ever copied, since nothing writes.
+                self._maps[extent.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        dtype, count = torch_dtype(extent.dtype), extent.rows * extent.columns
+        values = torch.frombuffer(self._maps[extent.path], dtype=dtype, count=count, offset=extent.offset)
+        matrix = values.view(extent.rows, extent.columns)
+        return matrix[copy.row : copy.row + copy.rows, copy.column : copy.column + copy.columns]
 
 
-def open_reader(folder: Path, family: Family, shape: ModelShape) -> CheckpointReader | MegatronReader:
-    """The reader of a model's folder, whichever form its weights have. Raises WeightMappingError."""
-    return MegatronReader(folder, family, shape) if is_distributed_checkpoint(folder) else CheckpointReader(folder)
+def open_reader(folder: Path, family: Family, shape: ModelShape) -> CheckpointReader:
+    """Return the reader of a model's folder, with safetensors or Megatron's files. Raise WeightMappingError."""
+    if is_distributed_checkpoint(folder):
+        return CheckpointReader(MegatronWeights(folder, family, shape))
+    return open_hf_reader(folder)
+
+
+def open_hf_reader(folder: Path) -> CheckpointReader:
+    """Return the reader of a Hugging Face folder's safetensors. Raise WeightMappingError."""
+    weight_files(folder)  # refuses other formats
+    return CheckpointReader(HfWeights(folder, {}))
+
+
+def random_reader(tensors: Mapping[str, Index], seed: int, std: float) -> Callable[[Box], Tensor]:
+    """Return a function that reads boxes of random tensors, which are the same in every layout.
+
+    Norms are 1, biases 0, and all else is normal with deviation `std`, each tensor from a random stream of its own. For small
+    models: every read draws the whole tensor.
+    """
+
+    def read(box: Box) -> Tensor:
+        if box.tensor.endswith("norm.weight"):
+            return torch.ones(box.shape)
+        if box.tensor.endswith(".bias"):
+            return torch.zeros(box.shape)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{box.tensor}".encode()))
+        return torch.normal(0.0, std, tensors[box.tensor], generator=generator)[region(box.start, box.shape)]
+
+    return read

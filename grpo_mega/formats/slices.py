@@ -1,17 +1,77 @@
-"""What a tensor to be written is copied from: rectangles of extents, for either direction of a conversion."""
+"""Slices: where the elements of tensors lie in files, and what a tensor to be written is copied from; needs no torch.
+
+An `Extent` is a matrix that lies row by row in a file; vectors are matrices of one column. A checkpoint of either kind is
+`Weights`: for each Hugging Face tensor its parts, each a box of the tensor at a place of an extent. A `Target` is a tensor to
+be written, as the copies that make it up, for either direction of a conversion.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from math import prod
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.formats.dtypes import ITEM_BYTES
-from grpo_mega.formats.sources import Extent, Weights, matrix
+from grpo_mega.formats.dtypes import ITEM_BYTES, WEIGHTS
 from grpo_mega.weights.boxes import Box, Index, Piece
 
-_ORDER = ("F64", "F32", "BF16", "F16")
+BLOCK_BYTES = 1 << 20  # read and written at once: stays in a core's cache between the two
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The scales of a block-quantised matrix: element [i, j] is multiplied by the one at [i // rows, j // columns]."""
+
+    extent: Extent
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Extent:
+    path: Path
+    offset: int
+    dtype: str
+    rows: int
+    columns: int
+    scale: Scale | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        return self.columns * ITEM_BYTES[self.dtype]
+
+
+class Part(NamedTuple):
+    """`box` of a Hugging Face tensor begins at [row, column] of `extent`."""
+
+    box: Box
+    extent: Extent
+    row: int
+    column: int
+
+
+class Weights(Protocol):
+    """The tensors of a checkpoint under their Hugging Face names."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def files(self) -> list[Path]:
+        """All files that weights are read from."""
+        ...
+
+    def shapes(self) -> dict[str, Index]: ...
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of the tensor, or if it is quantised, the one to which it is dequantised."""
+        ...
+
+    def parts(self, name: str) -> list[Part]: ...
 
 
 class Copy(NamedTuple):
@@ -42,16 +102,74 @@ class Target:
 
     @property
     def is_runs(self) -> bool:
-        """Whether it is bytes as they lie in files, one run after the other."""
+        """True if the tensor consists of unchanged runs of bytes, one after the other."""
         return all(
             c.columns == self.columns == c.extent.columns and c.extent.dtype == self.dtype and c.extent.scale is None
             for c in self.copies
         )
 
 
-def target_of(name: str, shape: Index, pieces: Iterable[Piece], weights: Weights, dtype: str | None) -> Target:
-    """The tensor of that shape that consists of `pieces`, boxes of Hugging Face tensors. `dtype` None: the tensors' own, of
-    several the widest. Raises WeightMappingError if the checkpoint does not hold all of it."""
+class Files:
+    """Open files that threads share."""
+
+    def __init__(self, flags: int = os.O_RDONLY) -> None:
+        self._flags = flags
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def read_into(self, path: Path, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer. Raise WeightMappingError if the file ends before."""
+        descriptor = self._descriptor(path)
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(descriptor, [buffer[done:]], offset + done)
+            if count == 0:
+                raise WeightMappingError(f"{path} is cut short before byte {offset + len(buffer)}; fetch the file again")
+            done += count
+
+    def read(self, path: Path, offset: int, length: int) -> bytes:
+        buffer = bytearray(length)
+        self.read_into(path, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def write(self, path: Path, offset: int, data: bytes | bytearray | memoryview) -> None:
+        descriptor, view = self._descriptor(path), memoryview(data)
+        while view:
+            count = os.pwrite(descriptor, view, offset)
+            view, offset = view[count:], offset + count
+
+    def sync(self) -> None:
+        """Wait until everything written is on the disk."""
+        for descriptor in self._descriptors.values():
+            os.fsync(descriptor)
+
+    def close(self) -> None:
+        """Close all files; no thread may use them any more."""
+        with self._lock:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
+
+    def _descriptor(self, path: Path) -> int:
+        descriptor = self._descriptors.get(path)
+        if descriptor is None:
+            with self._lock:
+                descriptor = self._descriptors.get(path)
+                if descriptor is None:
+                    try:
+                        descriptor = self._descriptors[path] = os.open(path, self._flags)
+                    except OSError as error:
+                        reason = f"cannot be opened ({error.strerror})"
+                        raise WeightMappingError(f"{path} {reason}; fetch the file again") from None
+        return descriptor
+
+
+def target_of(name: str, shape: Index, pieces: Iterable[Piece], weights: Weights, dtype: str | None = None) -> Target:
+    """Return the tensor of that shape that consists of `pieces`, boxes of Hugging Face tensors.
+
+    `dtype` None: the dtype of the tensors, the widest if there are several. Raise WeightMappingError if the checkpoint does not
+    hold all of it.
+    """
     rows, columns = matrix(shape)
     copies: list[Copy] = []
     dtypes: set[str] = set()
@@ -60,26 +178,37 @@ def target_of(name: str, shape: Index, pieces: Iterable[Piece], weights: Weights
         for part in weights.parts(piece.box.tensor):
             common = piece.box.intersect(part.box)
             if common is not None:
-                copies.append(_copy(piece, common, part.box, part.extent, part.row, part.column))
+                copies.append(_copy(piece, common, part))
     if sum(c.rows * c.columns for c in copies) != rows * columns:
         raise WeightMappingError(f"{weights.folder} does not hold all of {name}; fetch or save the checkpoint again")
     copies.sort(key=lambda c: (c.to_row, c.to_column))
-    return Target(name, dtype or widest(dtypes), rows, columns, tuple(copies))
+    return Target(name, dtype or _widest(dtypes), rows, columns, tuple(copies))
 
 
-def widest(dtypes: set[str]) -> str:
-    """One that holds the values of all."""
-    if dtypes == {"BF16", "F16"}:
-        return "F32"
-    return min(dtypes, key=lambda d: _ORDER.index(d) if d in _ORDER else len(_ORDER))
+def box_target(box: Box, weights: Weights, dtype: str | None = None) -> Target:
+    """Return a box of a Hugging Face tensor as a target of its own."""
+    return target_of(box.tensor, box.shape, (Piece(box, "", (0,) * len(box.shape)),), weights, dtype)
 
 
-def _copy(piece: Piece, common: Box, held: Box, extent: Extent, row: int, column: int) -> Copy:
-    to_row, to_column = _pair(piece.at(common))
-    from_row, from_column = _pair(tuple(a - b for a, b in zip(common.start, held.start, strict=True)))
-    rows, columns = matrix(common.shape)
-    return Copy(extent, row + from_row, column + from_column, to_row, to_column, rows, columns)
+def matrix(shape: Index) -> tuple[int, int]:
+    """Return the rows and columns of a tensor: the last dim are the columns of all but vectors."""
+    return (prod(shape), 1) if len(shape) < 2 else (prod(shape[:-1]), shape[-1])
 
 
-def _pair(index: Index) -> tuple[int, int]:
+def whole(name: str, shape: Index) -> Box:
+    return Box(name, (0,) * len(shape), tuple(shape))
+
+
+def row_and_column(index: Index) -> tuple[int, int]:
     return (index[0], 0) if len(index) == 1 else (index[0], index[1])
+
+
+def _widest(dtypes: set[str]) -> str:
+    """Return the dtype that holds the values of all."""
+    return "F32" if dtypes == {"BF16", "F16"} else min(dtypes, key=WEIGHTS.index)
+
+
+def _copy(piece: Piece, common: Box, part: Part) -> Copy:
+    to_row, to_column = row_and_column(piece.at(common))
+    row, column = row_and_column(tuple(a - b for a, b in zip(common.start, part.box.start, strict=True)))
+    return Copy(part.extent, part.row + row, part.column + column, to_row, to_column, *matrix(common.shape))

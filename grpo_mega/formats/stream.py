@@ -1,20 +1,18 @@
 """The bytes of a target, block by block, in memory that does not depend on its size.
 
-Runs of bytes are read to where they are written from. Columns, casts and block scales go through torch, some rows at a time.
+Runs of unchanged bytes are read straight into the block. Columns, casts and block scales go through torch, some rows at a time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from grpo_mega.formats.dtypes import ITEM_BYTES, TORCH_NAMES
-from grpo_mega.formats.slices import Copy, Target
-from grpo_mega.formats.sources import Extent, Files
-
-BLOCK_BYTES = 1 << 20  # stays in a core's cache between reading and writing
+from grpo_mega.formats.slices import BLOCK_BYTES, Copy, Extent, Files, Target
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
@@ -22,7 +20,7 @@ def torch_dtype(dtype: str) -> torch.dtype:
 
 
 class Streamer:
-    """One worker's buffers. A block that is given is valid until the next one is asked for."""
+    """One worker's buffers. A block is valid until the next one is asked for."""
 
     def __init__(self, files: Files, block_bytes: int = BLOCK_BYTES) -> None:
         self._files, self._block_bytes = files, block_bytes
@@ -30,7 +28,7 @@ class Streamer:
         self._scratch = bytearray(0)
 
     def blocks(self, target: Target) -> Iterator[memoryview]:
-        """All bytes of the target in order."""
+        """Yield all bytes of the target in order."""
         return self._runs(target) if target.is_runs else self._rows(target)
 
     def _runs(self, target: Target) -> Iterator[memoryview]:
@@ -66,7 +64,7 @@ class Streamer:
             yield block
 
     def _fill(self, place: Tensor, copy: Copy, row: int) -> None:
-        """`place` gets the copy's columns of the extent's rows from `row` on, as many as it has."""
+        """Fill `place` with the copy's columns of the extent's rows from `row` on."""
         extent = copy.extent
         step = max(1, self._block_bytes // max(1, extent.row_bytes))
         for begin in range(0, place.shape[0], step):
@@ -77,7 +75,7 @@ class Streamer:
             place[begin : begin + count].copy_(values)
 
     def _read(self, extent: Extent, row: int, count: int) -> Tensor:
-        """Valid until the next read."""
+        """Return rows of the extent, valid until the next read."""
         length = count * extent.row_bytes
         if len(self._scratch) < length:
             self._scratch = bytearray(length)
@@ -86,7 +84,7 @@ class Streamer:
         return torch.frombuffer(view, dtype=torch_dtype(extent.dtype)).view(count, extent.columns)
 
     def _scales(self, extent: Extent, row: int, count: int, copy: Copy) -> Tensor:
-        """[count, copy.columns] fp32."""
+        """Return the scales of the copy's columns in these rows, [count, copy.columns] float32."""
         assert extent.scale is not None
         scales, height, width = extent.scale.extent, extent.scale.rows, extent.scale.columns
         first, last = row // height, (row + count - 1) // height
@@ -98,7 +96,7 @@ class Streamer:
         return blocks[rows][:, columns]
 
 
-def has_nonfinite(block: memoryview, dtype: str) -> bool:
-    """Whether a block of whole elements holds NaN or infinity."""
-    low, high = torch.aminmax(torch.frombuffer(block, dtype=torch_dtype(dtype)))
-    return not bool(torch.isfinite(low) & torch.isfinite(high))
+def is_finite(values: Tensor) -> bool:
+    """Return True if no element is NaN or infinite. One pass without a copy: the extremes of a tensor with a NaN are NaN."""
+    low, high = torch.aminmax(values)
+    return math.isfinite(float(low)) and math.isfinite(float(high))

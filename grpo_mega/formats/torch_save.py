@@ -2,7 +2,7 @@
 
 Megatron's distributed checkpoints keep each piece of a tensor as such a file within a file. It is a zip archive of stored
 records, so where the tensor's bytes begin and how long the whole is are known before one of them is read: they can be
-streamed to their place by anyone, at any time. `CRC32` fields are stamped when the bytes have been read back.
+streamed to their place in any order. The CRC32 fields are filled in when the bytes have been read back.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from math import prod
 from typing import Any
 
 from grpo_mega.formats.dtypes import FROM_STORAGE, ITEM_BYTES, STORAGE_NAMES
+from grpo_mega.weights.boxes import Index
 
 ALIGNMENT = 64
 _LIMIT = 0xFFFFFFFF  # sizes and offsets from here on need zip64
 _LOCAL, _CENTRAL, _END, _END64, _LOCATOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 
-Index = tuple[int, ...]
 ReadAt = Callable[[int, int], bytes]  # (offset, length) of the blob
 
 
@@ -42,7 +42,7 @@ class Blob:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundTensor:
     """The tensor of a blob: `data_offset` counts from the blob's beginning."""
 
     dtype: str
@@ -53,7 +53,7 @@ class Found:
 
 @cache
 def blob_of(dtype: str, shape: Index) -> Blob:
-    """The blob of a contiguous tensor."""
+    """Return the blob of a contiguous tensor."""
     records = {
         "archive/data.pkl": _pickled(dtype, shape),
         "archive/byteorder": b"little",
@@ -74,7 +74,7 @@ def blob_of(dtype: str, shape: Index) -> Blob:
 
 
 def _pickled(dtype: str, shape: Index) -> bytes:
-    """What unpickles to `torch._utils._rebuild_tensor_v2(storage, 0, shape, stride, False, OrderedDict())`."""
+    """Return a pickle of `torch._utils._rebuild_tensor_v2(storage, 0, shape, stride, False, OrderedDict())`."""
     stride: list[int] = []
     step = 1
     for n in reversed(shape):
@@ -97,7 +97,7 @@ def _pickled(dtype: str, shape: Index) -> bytes:
 
 
 def _local_header(name: str, size: int, crc: int, offset: int) -> bytes:
-    """Ends where the record's bytes begin, which is at a multiple of ALIGNMENT."""
+    """Return a local header padded so that the record's bytes begin at a multiple of ALIGNMENT."""
     extra = struct.pack("<HHQQ", 1, 16, size, size) if size >= _LIMIT else b""
     begin = offset + 30 + len(name) + len(extra) + 4
     extra += struct.pack("<HH", 0x4246, -begin % ALIGNMENT) + b"Z" * (-begin % ALIGNMENT)
@@ -113,7 +113,7 @@ def _central_header(name: str, size: int, crc: int, offset: int) -> bytes:
 
 
 def _common(size: int, crc: int) -> bytes:
-    """Version needed, flags (UTF-8), stored, no date, CRC32, both sizes."""
+    """Return version needed, flags (UTF-8), stored, no date, CRC32, both sizes."""
     return struct.pack("<HHHHHIII", 45, 0x800, 0, 0, 0, crc, min(size, _LIMIT), min(size, _LIMIT))
 
 
@@ -125,20 +125,20 @@ def _end_records(count: int, size: int, offset: int) -> bytes:
     return big + _LOCATOR + struct.pack("<IQI", 0, offset + size, 1) + end
 
 
-def find_tensor(read: ReadAt, size: int) -> Found:
-    """The tensor of a blob of `size` bytes, whoever saved it. Raises ValueError if it holds none, or one with gaps."""
+def find_tensor(read: ReadAt, size: int) -> FoundTensor:
+    """Find the tensor in a blob of `size` bytes from any saver. Raise ValueError if it holds none, or one with gaps."""
     records = _directory(read, size)
     [stem] = {name.rpartition("/data.pkl")[0] for name in records if name.endswith("/data.pkl")} or [""]
     pickled, data = records.get(f"{stem}/data.pkl"), records.get(f"{stem}/data/0")
     if pickled is None or data is None:
         raise ValueError("holds no tensor")
     text = read(_begin(read, pickled.offset), pickled.size)
-    if pickled.crc and zlib.crc32(text) != pickled.crc:  # 0 where torch was told to save none
+    if pickled.crc and zlib.crc32(text) != pickled.crc:  # 0 where torch was set to save none
         raise ValueError("describes its tensor in bytes that do not have the CRC32 saved with them")
     dtype, shape = _unpickled(text)
     if data.size != prod(shape) * ITEM_BYTES[dtype]:
         raise ValueError(f"holds {data.size} bytes for a tensor {list(shape)} of {dtype}")
-    return Found(dtype, shape, _begin(read, data.offset), data.crc)
+    return FoundTensor(dtype, shape, _begin(read, data.offset), data.crc)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _zip64(extra: bytes, full: int, place: int) -> tuple[int, int]:
 
 
 def _begin(read: ReadAt, local: int) -> int:
-    """Where the bytes of a record begin whose local header is at `local`."""
+    """Return the offset of the bytes of a record whose local header is at `local`."""
     name_length, extra_length = struct.unpack("<HH", read(local + 26, 4))
     return local + 30 + name_length + extra_length
 
@@ -195,8 +195,8 @@ def _begin(read: ReadAt, local: int) -> int:
 def _unpickled(text: bytes) -> tuple[str, Index]:
     dtype, offset, shape, stride = _TensorUnpickler(io.BytesIO(text)).load()
     step = 1
-    for n, found in zip(reversed(shape), reversed(stride), strict=True):
-        if n > 1 and found != step:
+    for n, its_step in zip(reversed(shape), reversed(stride), strict=True):
+        if n > 1 and its_step != step:
             raise ValueError(f"holds a tensor that is not contiguous (strides {list(stride)})")
         step *= max(n, 1)
     if offset:
@@ -205,7 +205,7 @@ def _unpickled(text: bytes) -> tuple[str, Index]:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Gives (dtype, offset, shape, stride); knows no names but those of a tensor."""
+    """Loads (dtype, offset, shape, stride); refuses all names but those of a tensor."""
 
     def persistent_load(self, pid: Any) -> str:
         return FROM_STORAGE[pid[1]]

@@ -35,10 +35,9 @@ from grpo_mega.megatron.pipeline import Pipeline
 from grpo_mega.megatron.precision import in_bf16, set_level
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.types import PackedBatch, StepMetrics
-from grpo_mega.weights.apply import fill
-from grpo_mega.weights.boxes import Box, Holding
-from grpo_mega.weights.layout import megatron_holding
-from grpo_mega.weights.sides import Side, megatron_side
+from grpo_mega.weights.apply import load_shards
+from grpo_mega.weights.boxes import Box, RankShards
+from grpo_mega.weights.layout import ShardLayout, megatron_rank_shards, megatron_shards
 from grpo_mega.weights.spec import Family, ModelShape
 
 
@@ -47,7 +46,7 @@ class Policy:
         """Build the model without weights; `load` fills them."""
         self._config, self._family, self._shape, self._runtime = config, family, shape, runtime
         self._uses_te = uses_transformer_engine(runtime)
-        self._holding_of = partial(megatron_holding, family, shape, runtime.layout, fused_norms=self._uses_te)
+        self._holding_of = partial(megatron_rank_shards, family, shape, runtime.layout, fused_norms=self._uses_te)
         self.models = build_chunks(shape, family, hf_config, config, runtime)  # one per virtual pipeline stage
         self.parameters = _parameters_of(self.models, self._holding_of(runtime.rank))  # by local name
         _check_partitions(self.parameters, runtime, self._holding_of)
@@ -84,13 +83,13 @@ class Policy:
     def dp_rank(self) -> int:
         return self._runtime.dp_rank
 
-    def holdings(self) -> list[Holding]:
+    def rank_shards(self) -> list[RankShards]:
         """Return the slices of the policy that each rank holds."""
         return [self._holding_of(rank) for rank in range(self._runtime.layout.world_size)]
 
-    def side(self) -> Side:
+    def shard_layout(self) -> ShardLayout:
         """Return the slices of the policy that each rank holds, as plans of transfers take them."""
-        return megatron_side(self._family, self._shape, self._runtime.layout, fused_norms=self._uses_te)
+        return megatron_shards(self._family, self._shape, self._runtime.layout, fused_norms=self._uses_te)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return this rank's parameters by the local names of its holding. They must be on the device."""
@@ -111,11 +110,11 @@ class Policy:
         with self._runtime.together():
             holding = self._holding_of(self._runtime.rank)
             plain = {name: p for name, p in self.parameters.items() if not is_quantised(p)}
-            fill({name: holding[name] for name in plain}, plain, read)
+            load_shards({name: holding[name] for name in plain}, plain, read)
             for name in holding.keys() - plain.keys():  # weights in FP8, one by one
                 p = self.parameters[name]
                 values = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-                fill({name: holding[name]}, {name: values}, read)
+                load_shards({name: holding[name]}, {name: values}, read)
                 write_back(p, values)
 
     def save(self, folder: Path) -> None:
@@ -298,7 +297,7 @@ class Policy:
         return optimizers.state_tensors(self._optimizer) if self._optimizer else []
 
 
-def _parameters_of(models: Sequence[Any], holding: Holding) -> dict[str, Tensor]:
+def _parameters_of(models: Sequence[Any], holding: RankShards) -> dict[str, Tensor]:
     """Return every parameter by its local name; assert that the family's table and the model agree on names and shapes."""
     parameters = {f"chunk{i}.{name}": p for i, model in enumerate(models) for name, p in model.named_parameters()}
     assert set(parameters) == set(holding), sorted(set(parameters) ^ set(holding))
@@ -319,7 +318,7 @@ def _layer_groups(models: Sequence[Any], num_layers: int) -> dict[Tensor, int]:
     return groups
 
 
-def _check_partitions(parameters: Mapping[str, Tensor], runtime: Runtime, holding_of: Callable[[int], Holding]) -> None:
+def _check_partitions(parameters: Mapping[str, Tensor], runtime: Runtime, holding_of: Callable[[int], RankShards]) -> None:
     """Assert that exactly the sharded parameters are marked: the gradient norm counts unmarked ones on one rank only."""
     group = dist.get_process_group_ranks(runtime.tp_group)
     if len(group) == 1:

@@ -15,9 +15,8 @@ from grpo_mega.planner.figures import Figure
 from grpo_mega.planner.memory import HostMemory, StageMemory, checkpoint_bytes, device_memory, host_memory
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.timing import Timing, timing
-from grpo_mega.weights.layout import EngineLayout
-from grpo_mega.weights.plan import Traffic, plan_sides
-from grpo_mega.weights.sides import engine_side, hf_side, megatron_side
+from grpo_mega.weights.layout import EngineLayout, engine_shards, hf_shards, megatron_shards
+from grpo_mega.weights.plan import Traffic, plan_transfers
 
 MARGIN = 0.08  # of a device that a plan should leave free: what is estimated may be off by that much
 
@@ -102,13 +101,13 @@ def make_plan(setup: Setup) -> Plan:
 
 def sync_traffic(setup: Setup) -> Traffic:
     family, shape, world_size = setup.family, setup.shape, setup.world_size
-    source = megatron_side(family, shape, setup.layout, fused_norms=setup.uses_te and not shape.num_experts)
+    source = megatron_shards(family, shape, setup.layout, fused_norms=setup.uses_te and not shape.num_experts)
     quantise = setup.config.rollout.quantization is not None
-    target = hf_side(family, shape, world_size, quantise=quantise)
+    target = hf_shards(family, shape, world_size, quantise=quantise)
     if setup.is_served:
         tp = setup.config.rollout.tp
-        target = engine_side(family, shape, EngineLayout(tp, world_size // tp), world_size, quantise=quantise)
-    return plan_sides(source, target, ranks_per_node=setup.gpus_per_node).traffic(setup.itemsize)
+        target = engine_shards(family, shape, EngineLayout(tp, world_size // tp), world_size, quantise=quantise)
+    return plan_transfers(source, target, ranks_per_node=setup.gpus_per_node).traffic(setup.itemsize)
 
 
 def disk_bytes(plan: Plan) -> tuple[float, float]:

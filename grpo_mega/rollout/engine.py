@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
-from grpo_mega.weights.sides import Side
+from grpo_mega.weights.layout import ShardLayout
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Engine(Protocol):
         """Take back the memory of the KV cache, which is empty then."""
         ...
 
-    def side(self) -> Side:
+    def shard_layout(self) -> ShardLayout:
         """Return the tensors of each engine rank, for the plan of a sync."""
         ...
 

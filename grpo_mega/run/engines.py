@@ -25,9 +25,8 @@ from grpo_mega.sync.memory import GpuMemory
 from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.validation import raise_first
 from grpo_mega.validation.engine import engine_rank_problems, padding_problems, served_card_problems
-from grpo_mega.weights.layout import EngineLayout
-from grpo_mega.weights.plan import plan_sides
-from grpo_mega.weights.sides import engine_side
+from grpo_mega.weights.layout import EngineLayout, engine_shards
+from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.spec import Family, ModelShape
 
 
@@ -60,7 +59,7 @@ def build_engine(
 def build_sync(config: Config, dtype: torch.dtype, policy: Policy, engine: Engine, rendezvous: Rendezvous) -> WeightSync:
     """Plan the transfer from the trainer's layout to the engine's, and return the sync that carries it out."""
     return WeightSync(
-        plan_sides(policy.side(), engine.side(), ranks_per_node=ranks_per_node()),
+        plan_transfers(policy.shard_layout(), engine.shard_layout(), ranks_per_node=ranks_per_node()),
         dtype,
         int(config.sync.bucket_mib * 2**20),
         partial(rendezvous.all_gather, deadline_s=config.rollout.start_deadline_s),
@@ -121,7 +120,7 @@ def _sglang(
     )
     buckets = _buckets(device.is_cuda, int(config.sync.bucket_mib * 2**20), device.torch_device)
     layout = EngineLayout(rollout.tp, settings.num_engines)
-    side = engine_side(family, shape, layout, world_size, quantise=rollout.quantization is not None)
+    side = engine_shards(family, shape, layout, world_size, quantise=rollout.quantization is not None)
     return SGLangEngine(settings, side, rendezvous, buckets)
 
 

@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.export import export
-from grpo_mega.formats.random_init import random_reader
-from grpo_mega.formats.reader import open_reader
+from grpo_mega.formats.reader import open_reader, random_reader
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
@@ -109,7 +108,7 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
 def export_policy(policy: Policy, model: ModelFiles, folder: Path) -> None:
     """Write the policy as a Hugging Face checkpoint."""
     export(
-        policy.holdings(),
+        policy.rank_shards(),
         policy.tensors(),
         family=model.family,
         shape=model.shape,

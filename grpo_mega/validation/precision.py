@@ -21,7 +21,7 @@ from grpo_mega.hardware.kernels import (
 from grpo_mega.weights.boxes import LocalTensor
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, engine_layout_problems, megatron_layout_problems
-from grpo_mega.weights.spec import BLOCK, ModelShape, Row
+from grpo_mega.weights.spec import BLOCK, ModelShape, Row, Shard
 
 
 def installed_problems(config: Config, capability: Version | None, name: str) -> Iterator[str]:
@@ -173,14 +173,14 @@ def _trainer_cut(shape: ModelShape, tp: int) -> str | None:
     """Return where Megatron cuts a linear layer inside a block; None if nowhere, "" if it cannot cut the model at all."""
     if any(megatron_layout_problems(shape, MegatronLayout(tp=tp))):
         return ""
-    return _cut(shape, tp, lambda row, rank: row.op.megatron(row.hf, "", shape, tp, rank))
+    return _cut(shape, tp, lambda row, rank: row.op.megatron(Shard(row.hf, "", shape, tp, rank)))
 
 
 def _engine_cut(shape: ModelShape, tp: int) -> str | None:
     """Return the same for SGLang, where the parts of fused layers must begin with a block too."""
     if any(engine_layout_problems(shape, tp)):
         return ""
-    return _cut(shape, tp, lambda row, rank: row.op.engine(row.hf, "", shape, tp, rank), fused=True)
+    return _cut(shape, tp, lambda row, rank: row.op.engine(Shard(row.hf, "", shape, tp, rank)), fused=True)
 
 
 def _cut(shape: ModelShape, tp: int, held: Callable[[Row, int], LocalTensor], *, fused: bool = False) -> str | None:

@@ -1,44 +1,43 @@
-"""Carrying plans out: on one rank, and between the ranks of a process group.
+"""Loading the shards of one rank, and executing plans between the ranks of a process group.
 
-`fill` reads a rank's tensors from a checkpoint. `buckets` moves weights between ranks in rounds and gives what arrived, round
-by round, in buffers of at most `bucket_bytes`, so the extra memory is a few buckets whatever the model's size; `execute` puts
-it into plain tensors. Elements are cast to the target's dtype, or quantised where the plan says so, before they are sent, and a
-piece that is to be proven comes with the checksum of the bytes that were made of the tensor it was taken from.
+`load_shards` reads a rank's tensors from a checkpoint. `buckets` moves weights between ranks in rounds and yields the received
+slices, round by round, in buffers of at most `bucket_bytes`, so the extra memory is a few buckets for any size of model;
+`execute` writes them into plain tensors. Elements are cast to the target's dtype, or quantised where the plan says so, before
+they are sent, and each slice may carry a checksum of the sent bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mega.weights.boxes import Box, Holding, Index, region
+from grpo_mega.weights.boxes import Box, Index, RankShards, region
 from grpo_mega.weights.checksum import checksum
 from grpo_mega.weights.fp8_blocks import quantise
 from grpo_mega.weights.plan import Plan
-from grpo_mega.weights.receive import Entry, part_of, put
-from grpo_mega.weights.templates import Template
+from grpo_mega.weights.receive import Entry, subtensor, write_entries
 from grpo_mega.weights.transfers import Transfer
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What one round brought to this rank, complete when it is given."""
+    """The slices that one round brought to this rank, complete when it is yielded."""
 
     index: int  # of the round
     values: Tensor  # 1-D, bytes
     entries: tuple[Entry, ...]
     num_bytes_received: int  # from other ranks; the rest comes from this one
-    dtype: torch.dtype  # of what is not quantised
+    dtype: torch.dtype  # of all entries that are not quantised
 
 
 @torch.no_grad()
-def fill(holding: Holding, tensors: Mapping[str, Tensor], read: Callable[[Box], Tensor]) -> None:
-    """Fills a rank's tensors with the slices that `read` gives; padding becomes zero."""
-    for name, local in holding.items():
+def load_shards(shards: RankShards, tensors: Mapping[str, Tensor], read: Callable[[Box], Tensor]) -> None:
+    """Fill a rank's tensors with the slices that `read` returns; padding becomes zero."""
+    for name, local in shards.items():
         if sum(p.box.size for p in local.pieces) < tensors[name].numel():
             tensors[name].zero_()
         for piece in local.pieces:
@@ -47,7 +46,7 @@ def fill(holding: Holding, tensors: Mapping[str, Tensor], read: Callable[[Box], 
 
 @torch.no_grad()
 def execute(
-    plan: Plan | Sequence[Transfer],
+    plan: Plan,
     sources: Mapping[str, Tensor],
     targets: Mapping[str, Tensor],
     *,
@@ -55,13 +54,10 @@ def execute(
     group: dist.ProcessGroup | None = None,
     bucket_bytes: int = 256 << 20,
 ) -> int:
-    """Carries out this rank's part of a plan that all ranks of `group` share. Returns the bytes this rank received.
+    """Execute this rank's part of a plan that all ranks of `group` share. Return the bytes this rank received.
 
-    `dtype` is that of all targets. Every rank calls this with the same plan; `sources` and `targets` are its own.
+    `dtype` is that of all targets. Every rank calls this with the same plan; `sources` and `targets` are its own tensors.
     """
-    if not isinstance(plan, Plan):
-        world_size = dist.get_world_size(group)
-        plan = Plan((Template(tuple(plan)),), world_size, ranks_per_node=world_size)
     device = next((t.device for t in (*sources.values(), *targets.values())), torch.device("cpu"))
 
     def allocate(index: int, num_bytes: int) -> Tensor:
@@ -69,7 +65,7 @@ def execute(
 
     num_bytes = 0
     for bucket in buckets(plan, sources, dtype=dtype, bucket_bytes=bucket_bytes, allocate=allocate, group=group, prove=False):
-        put(bucket.entries, bucket.values, targets, dtype)
+        write_entries(bucket.entries, bucket.values, targets, dtype)
         num_bytes += bucket.num_bytes_received
     return num_bytes
 
@@ -85,12 +81,12 @@ def buckets(
     group: dist.ProcessGroup | None = None,
     prove: bool = True,
 ) -> Iterator[Bucket]:
-    """This rank's buckets, one a round. Every rank of `group` calls this with the same plan and takes all of its buckets.
+    """Yield this rank's buckets, one per round. Every rank of `group` calls this with the same plan and takes all its buckets.
 
-    `dtype` is that of what is not quantised. `allocate(round, num_bytes)` gives the contiguous 1-D tensor of uint8 that becomes
-    a bucket's values; a bucket is not touched again once it is given. A rank that receives nothing in a round gets a bucket
-    without entries. Neither a bucket nor what a rank sends in a round exceeds `bucket_bytes`, unless a single row does, or if
-    quantised a row of blocks, which then goes alone. Without `prove` all checksums are 0.
+    `dtype` is that of all slices that are not quantised. `allocate(round, num_bytes)` returns the contiguous 1-D tensor of
+    uint8 that becomes a bucket's values; a bucket is not touched again after it is yielded. A rank that receives nothing in a
+    round gets a bucket without entries. Neither a bucket nor the bytes that a rank sends in a round exceed `bucket_bytes`,
+    unless a single row does, or if quantised a row of blocks, which then goes alone. Without `prove` all checksums are 0.
     """
     rank, sending = dist.get_rank(group), _Sending(dtype)
     rounds = plan.rounds(bucket_bytes, dtype.itemsize)
@@ -100,7 +96,7 @@ def buckets(
 
 
 class _Sending:
-    """The buffer of what a rank sends, kept from round to round: fresh memory costs a CPU more than the copy into it."""
+    """A rank's send buffer, kept from round to round: fresh memory costs a CPU more than the copy into it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -108,7 +104,7 @@ class _Sending:
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
         if self._buffer is None or self._buffer.numel() < num_bytes:
-            self._buffer = None  # before there is another
+            self._buffer = None  # free the old one before the new one is allocated
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return self._buffer[:num_bytes]
 
@@ -126,7 +122,7 @@ def _exchange_round(
     sum_of: Callable[[Tensor], Tensor],
     group: dist.ProcessGroup | None,
 ) -> Bucket:
-    """One round, of which these are this rank's transfers. In the bucket lies first what others send, rank by rank."""
+    """Execute this rank's transfers of a round. In the bucket come first the slices of other ranks, rank by rank."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     kept = [t for t in transfers if t.source_rank == t.target_rank]
     sent = sorted((t for t in transfers if t.target_rank != rank), key=lambda t: t.target_rank)
@@ -155,11 +151,11 @@ def _pack(
     dtype: torch.dtype,
     sum_of: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Puts the slices into the buffer, one behind the other. Returns their checksums, [len(transfers)] on its device."""
+    """Copy the slices into the buffer, one after the other. Return their checksums, [len(transfers)] on its device."""
     sums, start = [], 0
-    quantised: dict[tuple[str, Index, Index], tuple[Tensor, Tensor]] = {}  # bytes and checksum: several ranks may want the same
+    quantised: dict[tuple[str, Index, Index], tuple[Tensor, Tensor]] = {}  # bytes and checksum: several ranks may need the same
     for t in transfers:
-        piece = part_of(sources, t.source)[region(t.source_offset, t.box.shape)]
+        piece = subtensor(sources, t.source)[region(t.source_offset, t.box.shape)]
         place = buffer[start : start + t.num_bytes(dtype.itemsize)]
         start += place.numel()
         if t.is_quantised:
@@ -172,7 +168,7 @@ def _pack(
             sums.append(quantised[key][1])
             continue
         piece = piece.to(dtype)
-        if place.storage_offset() % dtype.itemsize:  # behind quantised ones
+        if place.storage_offset() % dtype.itemsize:  # after quantised slices
             place.copy_(piece.contiguous().view(-1).view(torch.uint8))
         else:
             place.view(dtype).view(t.box.shape).copy_(piece)
@@ -181,7 +177,7 @@ def _pack(
 
 
 def _quantise(piece: Tensor, place: Tensor) -> None:
-    """Values, and behind them the scales of their blocks."""
+    """Write the FP8 values to `place`, and after them the scales of their blocks."""
     values, scales = quantise(piece)
     place[: values.numel()].copy_(values.view(-1).view(torch.uint8))
     place[values.numel() :].copy_(scales.view(-1).view(torch.uint8))

@@ -1,8 +1,8 @@
 """Boxes: rectangular slices of Hugging Face tensors, and where they sit in a rank's local tensors.
 
-The Hugging Face tensor is the common coordinate system: what a rank holds, whatever its layout, is said as pieces, each one
+The Hugging Face tensor is the common coordinate system: the shards of a rank, in any layout, are described as pieces, each one
 box of one Hugging Face tensor at one offset of one local tensor. Shapes and offsets count elements. A local tensor named
-"name[3]" is the fourth sub-tensor of the parameter `name`. A `Block` says once what holds for many layers or experts.
+"name[3]" is the fourth sub-tensor of the parameter `name`. A `Block` describes once what repeats in many layers or experts.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Box:
         return math.prod(map(sub, self.stop, self.start))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None if it is empty. Both boxes are of the same tensor."""
+        """Return the common part, or None if it is empty. Both boxes are of the same tensor."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(self.tensor, start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def subtract(self, inner: Box) -> Iterator[Box]:
-        """Disjoint boxes that together are this one less `inner`, which lies inside it."""
+        """Yield disjoint boxes that together are this one without `inner`, which lies inside it."""
         start, stop = list(self.start), list(self.stop)
         for dim, (a, b) in enumerate(zip(inner.start, inner.stop, strict=True)):
             if start[dim] < a:
@@ -47,6 +47,10 @@ class Box:
             if b < stop[dim]:
                 yield Box(self.tensor, (*start[:dim], b, *start[dim + 1 :]), tuple(stop))
             start[dim], stop[dim] = a, b
+
+    def numbered(self, layer: int, expert: int) -> Box:
+        """Return the box with the numbers of a layer and an expert in place of {i} and {e}."""
+        return Box(self.tensor.format(i=layer, e=expert), self.start, self.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class Piece:
     offset: Index
 
     def at(self, part: Box) -> Index:
-        """The offset in the local tensor of `part`, a box inside this piece's."""
+        """Return the offset in the local tensor of `part`, a box inside this piece's box."""
         return tuple(o + p - s for o, p, s in zip(self.offset, part.start, self.box.start, strict=True))
 
 
@@ -69,16 +73,22 @@ class LocalTensor:
     shape: Index
     pieces: tuple[Piece, ...]
 
+    def numbered(self, layer: int, expert: int, first_layer: int = 0, first_expert: int = 0) -> LocalTensor:
+        """Return the tensor with numbers in place of {i} and {e}; in local names they count from the first layer and expert."""
+        local = {"i": layer - first_layer, "e": expert - first_expert}
+        pieces = (Piece(p.box.numbered(layer, expert), p.local.format(**local), p.offset) for p in self.pieces)
+        return LocalTensor(self.shape, tuple(pieces))
 
-Holding = dict[str, LocalTensor]  # what one rank holds, by local name
 
-Kind = Literal["model", "layer", "expert"]  # how often a tensor stands in a model: once, in every layer, for every expert
+RankShards = dict[str, LocalTensor]  # all tensors of one rank, by local name
+
+Kind = Literal["model", "layer", "expert"]  # a tensor stands in a model once, in every layer, or for every expert
 ONCE = range(1)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Tensors that a rank holds alike for each of some layers and experts, whose numbers names leave open as {i} and {e}.
+    """Tensors that repeat on a rank in some layers and experts; names leave the numbers open as {i} and {e}.
 
     The numbers in the names of boxes are the model's; those in local names count from the block's first layer and expert.
     """
@@ -86,13 +96,15 @@ class Block:
     kind: Kind
     layers: range
     experts: range
-    tensors: Holding
+    tensors: RankShards
 
 
-def expand(blocks: Iterable[Block]) -> Holding:
-    """The blocks' tensors, one by one."""
+def expand(blocks: Iterable[Block]) -> RankShards:
+    """Return the tensors of all blocks, one by one."""
     return {
-        local.format(i=layer - block.layers.start, e=expert - block.experts.start): _named(tensor, block, layer, expert)
+        local.format(i=layer - block.layers.start, e=expert - block.experts.start): tensor.numbered(
+            layer, expert, block.layers.start, block.experts.start
+        )
         for block in blocks
         for layer in block.layers
         for expert in block.experts
@@ -100,15 +112,6 @@ def expand(blocks: Iterable[Block]) -> Holding:
     }
 
 
-def _named(tensor: LocalTensor, block: Block, layer: int, expert: int) -> LocalTensor:
-    place = {"i": layer - block.layers.start, "e": expert - block.experts.start}
-    pieces = tuple(
-        Piece(Box(p.box.tensor.format(i=layer, e=expert), p.box.start, p.box.stop), p.local.format(**place), p.offset)
-        for p in tensor.pieces
-    )
-    return LocalTensor(tensor.shape, pieces)
-
-
 def region(offset: Index, shape: Index) -> tuple[slice, ...]:
-    """The index of the sub-tensor of that shape at that offset."""
+    """Return the index of the sub-tensor of that shape at that offset."""
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))

@@ -26,7 +26,7 @@ _A = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio's bits, as a signed numb
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """A 0-d int64 tensor on the tensor's device, without waiting for it. Any shape, strides and dtype."""
+    """Return a 0-d int64 tensor on the tensor's device, without waiting for it. Any shape, strides and dtype."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     multipliers = _multipliers(BLOCK, data.device)
     step = BLOCK if data.is_cuda else _CPU_STEP
@@ -42,7 +42,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _words(data: Tensor) -> Tensor:
-    """Bytes as int64; a copy where they are not aligned or do not fill the last word."""
+    """View bytes as int64; copy them where they are not aligned or do not fill the last word."""
     if data.numel() % 8 or data.data_ptr() % 8 or data.storage_offset() % 8:
         padded = data.new_zeros(-(-data.numel() // 8) * 8)
         padded[: data.numel()] = data
@@ -51,11 +51,11 @@ def _words(data: Tensor) -> Tensor:
 
 
 def _mix(words: Tensor) -> Tensor:
-    """In place. The mask makes the arithmetic shift a logical one."""
+    """Mix in place. The mask makes the arithmetic shift a logical one."""
     return words.bitwise_xor_((words >> 32).bitwise_and_(_HALF))
 
 
 @cache
 def _multipliers(count: int, device: torch.device) -> Tensor:
-    """[count] int64, made on the CPU so that every stream of the device may use them."""
+    """Return [count] int64, made on the CPU so that every stream of the device may use them."""
     return _mix(torch.arange(1, count + 1).mul_(_A)).mul_(_A).bitwise_or_(1).to(device)

@@ -1,4 +1,4 @@
-"""FP8 in blocks of 128 x 128: e4m3 values, and an fp32 scale a block that multiplies them back; needs torch alone.
+"""FP8 in blocks of 128 x 128: e4m3 values, and an fp32 scale per block that multiplies them back; needs torch alone.
 
 The format of DeepSeek-V3's weights (arXiv:2412.19437, section 3.3), which SGLang's `quant_method: fp8` with
 `weight_block_size: [128, 128]` reads as `weight` and `weight_scale_inv` and dequantises as `value * scale` (its
@@ -29,7 +29,7 @@ _ELEMENTS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 22}  # with float32 copies: wh
 
 @torch.no_grad()
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 values [rows, cols] and float32 scales [ceil(rows / 128), ceil(cols / 128)] of `weight` [rows, cols]."""
+    """Return e4m3 values [rows, cols] and float32 scales [ceil(rows / 128), ceil(cols / 128)] of `weight` [rows, cols]."""
     rows, cols = weight.shape
     values = torch.empty((rows, cols), dtype=VALUES, device=weight.device)
     scales = torch.empty(num_blocks((rows, cols)), dtype=SCALES, device=weight.device)
@@ -48,15 +48,15 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def dequantise(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """[rows, cols] of `dtype`: each value times its block's scale, in float32."""
+    """Return [rows, cols] of `dtype`: each value times its block's scale, multiplied in float32."""
     rows, cols = values.shape
-    found = torch.empty((rows, cols), dtype=dtype, device=values.device)
+    weight = torch.empty((rows, cols), dtype=dtype, device=values.device)
     step = _rows_at_once(values)
     for row in range(0, rows, step):
         blocks = _blocks(values[row : row + step])
         scale = scales[row // BLOCK : row // BLOCK + len(blocks)]
-        found[row : row + step] = (blocks * scale[:, None, :, None]).view(len(blocks) * BLOCK, -1)[: rows - row, :cols]
-    return found
+        weight[row : row + step] = (blocks * scale[:, None, :, None]).view(len(blocks) * BLOCK, -1)[: rows - row, :cols]
+    return weight
 
 
 def _rows_at_once(tensor: Tensor) -> int:
@@ -64,7 +64,7 @@ def _rows_at_once(tensor: Tensor) -> int:
 
 
 def _blocks(part: Tensor) -> Tensor:
-    """[blocks of rows, 128, blocks of columns, 128] float32; where the last ones are smaller they end in zeros."""
+    """Return float32 [blocks of rows, 128, blocks of columns, 128]; smaller last blocks are padded with zeros."""
     part = part.to(SCALES)
     rows, cols = part.shape
     if rows % BLOCK or cols % BLOCK:

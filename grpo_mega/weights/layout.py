@@ -1,19 +1,19 @@
-"""Layouts, and what each rank of one holds: Megatron's (TP, PP, VPP, DP, EP), the engine's, or whole Hugging Face tensors.
+"""Layouts and the shards of each rank: of Megatron (TP, PP, VPP, DP, EP), of the engine, or whole Hugging Face tensors.
 
 A rank's place in Megatron is (tp_rank, pp_rank, dp_rank), in its default order tp fastest, then dp, then pp; expert-parallel
 ranks are neighbours within dp. Local names of a Megatron rank are "chunk<v>.<parameter name>", v being the model chunk (0
-without interleaving). Each `*_blocks` says what a rank holds in a few blocks, `*_holding` the same tensor by tensor.
+without interleaving). `*_shards` describes all ranks, `*_rank_shards` one rank tensor by tensor, `*_blocks` one rank in blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.weights.boxes import ONCE, Block, Box, Holding, Kind, LocalTensor, Piece, expand
-from grpo_mega.weights.spec import Family, ModelShape, Row, kind_of
+from grpo_mega.weights.boxes import ONCE, Block, Box, Index, LocalTensor, Piece, RankShards, expand
+from grpo_mega.weights.spec import Family, ModelShape, Row, Shard
 
 RankOrder = Literal["tp-dp-pp", "tp-pp-dp"]
 
@@ -25,8 +25,8 @@ class MegatronLayout:
     vpp: int = 1
     dp: int = 1
     order: RankOrder = "tp-dp-pp"  # axes from the one whose ranks are neighbours to the one farthest apart
-    layers_per_chunk: tuple[int, ...] | None = None  # in model order, pp * vpp of them; None: as even as can be
-    ep: int = 1  # ranks, of dp, over which experts are spread; an expert is cut along tp as the rest is
+    layers_per_chunk: tuple[int, ...] | None = None  # in model order, pp * vpp of them; None: as even as possible
+    ep: int = 1  # expert parallelism over this many of the dp ranks; each expert is cut along tp like the other tensors
 
     @property
     def world_size(self) -> int:
@@ -34,11 +34,11 @@ class MegatronLayout:
 
     @property
     def num_chunks(self) -> int:
-        """Of the whole model, over all stages."""
+        """Return the number of model chunks over all stages."""
         return self.pp * self.vpp
 
     def place(self, rank: int) -> tuple[int, int, int]:
-        """(tp_rank, pp_rank, dp_rank) of a global rank."""
+        """Return (tp_rank, pp_rank, dp_rank) of a global rank."""
         index = {}
         for axis in self.order.split("-"):
             size = getattr(self, axis)
@@ -46,18 +46,18 @@ class MegatronLayout:
         return index["tp"], index["pp"], index["dp"]
 
     def ep_rank(self, rank: int) -> int:
-        """Of a global rank: Megatron orders experts' ranks tp, ep, dp, pp, where the dense ones are tp, dp, pp."""
+        """Return the ep_rank of a global rank. Megatron orders experts' ranks tp, ep, dp, pp, and the dense ones tp, dp, pp."""
         return self.place(rank)[2] % self.ep
 
     def chunk_sizes(self, num_layers: int) -> tuple[int, ...]:
-        """Layers of each chunk, in model order. A remainder goes to the first ones: the last carries the output layer."""
+        """Return the layers of each chunk, in model order. The first chunks take a remainder: the last has the output layer."""
         if self.layers_per_chunk is not None:
             return self.layers_per_chunk
         base, extra = divmod(num_layers, self.num_chunks)
         return tuple(base + (i < extra) for i in range(self.num_chunks))
 
     def layers_of(self, num_layers: int, pp_rank: int, chunk: int) -> range:
-        """Global layers of a rank's model chunk: chunks go round the stages, so chunk v of stage p is the (v * pp + p)-th."""
+        """Return the global layers of a rank's model chunk. Chunk v of stage p is the (v * pp + p)-th of the model."""
         sizes = self.chunk_sizes(num_layers)
         index = chunk * self.pp + pp_rank
         first = sum(sizes[:index])
@@ -145,22 +145,95 @@ def _obstacle(shape: ModelShape, tp: int) -> str | None:
     return f"is neither a multiple nor a divisor of the model's {kv} key-value heads" if kv % tp and tp % kv else None
 
 
+@dataclass(frozen=True)
+class ShardLayout:
+    """The shards of every rank of the world, before a movement of weights or after it.
+
+    A rank's part is a few blocks, and ranks with the same shards share them, so that the layout of hundreds of ranks is made
+    in milliseconds for any number of layers.
+    """
+
+    blocks: tuple[tuple[Block, ...], ...]  # by rank
+    quantised: frozenset[str] = frozenset()  # Hugging Face tensors, layer and expert left open, that arrive as FP8 blocks
+
+    @classmethod
+    def of_ranks(cls, shards: Sequence[RankShards]) -> ShardLayout:
+        """Return the layout of ranks with these shards, layers and experts already written out."""
+        return cls(tuple((Block("model", ONCE, ONCE, tensors),) for tensors in shards))
+
+    @property
+    def world_size(self) -> int:
+        return len(self.blocks)
+
+    def rank_shards(self, rank: int) -> RankShards:
+        return expand(self.blocks[rank])
+
+    def quantised_shards(self, rank: int) -> RankShards:
+        """Return those of a rank's tensors that arrive as FP8 blocks."""
+        return expand(
+            replace(block, tensors={name: t for name, t in block.tensors.items() if self._is_quantised(t)})
+            for block in self.blocks[rank]
+        )
+
+    def _is_quantised(self, tensor: LocalTensor) -> bool:
+        return any(piece.box.tensor in self.quantised for piece in tensor.pieces)
+
+
+def megatron_shards(family: Family, shape: ModelShape, layout: MegatronLayout, *, fused_norms: bool = False) -> ShardLayout:
+    """Return the trainer's layout. `fused_norms`: names as Transformer Engine's layer spec gives them."""
+    places = [(*layout.place(rank)[:2], layout.ep_rank(rank)) for rank in range(layout.world_size)]
+    blocks = {
+        place: tuple(megatron_blocks(family, shape, layout, places.index(place), fused_norms=fused_norms))
+        for place in dict.fromkeys(places)
+    }
+    return ShardLayout(tuple(blocks[place] for place in places))
+
+
+def engine_shards(
+    family: Family, shape: ModelShape, layout: EngineLayout, world_size: int, *, quantise: bool = False
+) -> ShardLayout:
+    """Return the layout of SGLang servers on the first ranks of the world. `quantise`: linear layers arrive as FP8 blocks."""
+    assert layout.world_size <= world_size, (layout, world_size)
+    shards = [tuple(engine_blocks(family, shape, layout, tp_rank)) for tp_rank in range(layout.tp)]
+    blocks = tuple(shards[rank % layout.tp] if rank < layout.world_size else () for rank in range(world_size))
+    return ShardLayout(blocks, family.linear_tensors() if quantise else frozenset())
+
+
+def hf_shards(family: Family, shape: ModelShape, world_size: int, *, quantise: bool = False) -> ShardLayout:
+    """Return the layout with all whole Hugging Face tensors on every rank: the embedded engine's."""
+    blocks = tuple(hf_blocks(family, shape))
+    return ShardLayout((blocks,) * world_size, family.linear_tensors() if quantise else frozenset())
+
+
+def megatron_rank_shards(
+    family: Family, shape: ModelShape, layout: MegatronLayout, rank: int, *, fused_norms: bool = False
+) -> RankShards:
+    return expand(megatron_blocks(family, shape, layout, rank, fused_norms=fused_norms))
+
+
+def engine_rank_shards(family: Family, shape: ModelShape, layout: EngineLayout, rank: int) -> RankShards:
+    return expand(engine_blocks(family, shape, layout, rank))
+
+
+def hf_rank_shards(family: Family, shape: ModelShape, names: Iterable[str] | None = None) -> RankShards:
+    """Return whole Hugging Face tensors under their own names, all or those named: for the writer of a checkpoint."""
+    tensors = family.hf_tensors(shape)
+    return {name: _whole(name, tensors[name]) for name in (tensors if names is None else names)}
+
+
 def megatron_blocks(
     family: Family, shape: ModelShape, layout: MegatronLayout, rank: int, *, fused_norms: bool = False
 ) -> list[Block]:
-    """What a rank of the trainer holds. `fused_norms`: names as Transformer Engine's layer spec gives them."""
+    """Return the shards of a trainer's rank. `fused_norms`: names as Transformer Engine's layer spec gives them."""
     tp_rank, pp_rank, _ = layout.place(rank)
     experts = layout.experts_of(shape.num_experts, layout.ep_rank(rank))
 
-    def tensors(rows: Iterable[Row], chunk: int) -> Holding:
-        found: Holding = {}
+    def tensors(rows: Iterable[Row], chunk: int) -> RankShards:
+        shards: RankShards = {}
         for row in rows:
-            name = row.megatron_te if fused_norms and row.megatron_te else row.megatron
-            # A tied output layer holds a copy of the embedding.
-            hf = family.embedding.hf if row is family.output and shape.tied else row.hf
-            local = f"chunk{chunk}.{name}"
-            found[local] = row.op.megatron(hf, local, shape, layout.tp, tp_rank)
-        return found
+            local = f"chunk{chunk}.{row.megatron_te if fused_norms and row.megatron_te else row.megatron}"
+            shards[local] = row.op.megatron(Shard(_hf_names(family, shape, row), local, shape, layout.tp, tp_rank))
+        return shards
 
     blocks = []
     for chunk in range(layout.vpp):
@@ -171,73 +244,53 @@ def megatron_blocks(
         if is_last and not (shape.tied and is_first):  # else the embedding itself serves
             once.append(family.output)
         layers = layout.layers_of(shape.num_layers, pp_rank, chunk)
-        blocks.append(Block("model", ONCE, ONCE, tensors(once, chunk)))
-        blocks.append(Block("layer", layers, ONCE, tensors(_rows(family, "layer"), chunk)))
-        blocks.append(Block("expert", layers, experts, tensors(_rows(family, "expert"), chunk)))
-    return [block for block in blocks if block.tensors]
-
-
-def megatron_holding(
-    family: Family, shape: ModelShape, layout: MegatronLayout, rank: int, *, fused_norms: bool = False
-) -> Holding:
-    return expand(megatron_blocks(family, shape, layout, rank, fused_norms=fused_norms))
+        layer, expert = (tensors(family.rows_of(kind), chunk) for kind in ("layer", "expert"))
+        blocks += _blocks(tensors(once, chunk), layer, expert, layers, experts)
+    return blocks
 
 
 def engine_blocks(family: Family, shape: ModelShape, layout: EngineLayout, rank: int) -> list[Block]:
-    """What SGLang's process of a rank holds, under its names; nothing on a rank that serves no engine."""
+    """Return the shards of a rank's SGLang process, under its names; none on a rank that serves no engine."""
     if rank >= layout.world_size:
         return []
-    once = [family.embedding, *_rows(family, "model")]
+    once = [family.embedding, *family.rows_of("model")]
     if not (shape.tied and family.engine_ties):
         once.append(family.output)
 
-    def tensors(rows: Iterable[Row]) -> Holding:
-        found: Holding = {}
+    def tensors(rows: Iterable[Row]) -> RankShards:
+        shards: RankShards = {}
         for row in rows:
-            hf = family.embedding.hf if row is family.output and shape.tied else row.hf
             local = row.engine or row.hf[0]
-            found[local] = row.op.engine(hf, local, shape, layout.tp, rank % layout.tp)
-        return found
+            shards[local] = row.op.engine(Shard(_hf_names(family, shape, row), local, shape, layout.tp, rank % layout.tp))
+        return shards
 
-    return _blocks(shape, tensors(once), tensors(_rows(family, "layer")), tensors(_rows(family, "expert")))
-
-
-def engine_holding(family: Family, shape: ModelShape, layout: EngineLayout, rank: int) -> Holding:
-    return expand(engine_blocks(family, shape, layout, rank))
+    model, layer, expert = (tensors(rows) for rows in (once, family.rows_of("layer"), family.rows_of("expert")))
+    return _blocks(model, layer, expert, range(shape.num_layers), range(shape.num_experts))
 
 
 def hf_blocks(family: Family, shape: ModelShape) -> list[Block]:
-    """Whole Hugging Face tensors under their own names."""
-    heads = [family.embedding] if shape.tied else [family.embedding, family.output]
+    """Return whole Hugging Face tensors under their own names."""
 
-    def tensors(rows: Sequence[Row]) -> Holding:
+    def tensors(rows: Iterable[Row]) -> RankShards:
         pairs = (pair for row in rows for pair in zip(row.hf, row.op.hf_shapes(shape), strict=True))
         return {name: _whole(name, size) for name, size in pairs}
 
-    model, layer, expert = (_rows(family, kind) for kind in ("model", "layer", "expert"))
-    return _blocks(shape, tensors([*heads, *model]), tensors(layer), tensors(expert))
+    heads = [family.embedding] if shape.tied else [family.embedding, family.output]
+    once = [*heads, *family.rows_of("model")]
+    model, layer, expert = (tensors(rows) for rows in (once, family.rows_of("layer"), family.rows_of("expert")))
+    return _blocks(model, layer, expert, range(shape.num_layers), range(shape.num_experts))
 
 
-def hf_holding(family: Family, shape: ModelShape, names: Iterable[str] | None = None) -> Holding:
-    """Whole Hugging Face tensors under their own names: a checkpoint's writer, or an engine at TP1 (all, or those named)."""
-    tensors = family.hf_tensors(shape)
-    return {name: _whole(name, tensors[name]) for name in (tensors if names is None else names)}
-
-
-def _blocks(shape: ModelShape, model: Holding, layer: Holding, expert: Holding) -> list[Block]:
-    layers = range(shape.num_layers)
-    blocks = [
-        Block("model", ONCE, ONCE, model),
-        Block("layer", layers, ONCE, layer),
-        Block("expert", layers, range(shape.num_experts), expert),
-    ]
+def _blocks(model: RankShards, layer: RankShards, expert: RankShards, layers: range, experts: range) -> list[Block]:
+    blocks = [Block("model", ONCE, ONCE, model), Block("layer", layers, ONCE, layer), Block("expert", layers, experts, expert)]
     return [block for block in blocks if block.tensors]
 
 
-def _rows(family: Family, kind: Kind) -> list[Row]:
-    return [row for row in family.rows if kind_of(row) == kind]
+def _hf_names(family: Family, shape: ModelShape, row: Row) -> tuple[str, ...]:
+    """Return the names of a row's Hugging Face tensors: a tied output layer holds a copy of the embedding."""
+    return family.embedding.hf if row is family.output and shape.tied else row.hf
 
 
-def _whole(name: str, shape: tuple[int, ...]) -> LocalTensor:
+def _whole(name: str, shape: Index) -> LocalTensor:
     zeros = (0,) * len(shape)
     return LocalTensor(shape, (Piece(Box(name, zeros, shape), name, zeros),))

@@ -1,8 +1,8 @@
-"""Rounds: the order in which the ranks carry a plan out together, so that no buffer grows beyond its limit.
+"""Rounds: the order in which the ranks execute a plan together, so that no buffer grows beyond its limit.
 
-In one round each rank sends and receives at most `capacity` bytes; what it keeps for itself counts as received. All parts of a
-plan advance side by side, in proportion to their length, so that in every round the senders of all pipeline stages have work.
-Rounds follow from the plan alone: every rank makes the same ones.
+In one round each rank sends and receives at most `capacity` bytes; slices that stay on a rank count as received. All parts of
+a plan advance side by side, in proportion to their length, so that in every round the senders of all pipeline stages have
+work. Rounds follow from the plan alone: every rank makes the same ones.
 """
 
 from __future__ import annotations
@@ -18,38 +18,36 @@ from numpy.typing import NDArray
 
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.spec import BLOCK
-from grpo_mega.weights.templates import Template
-from grpo_mega.weights.transfers import Transfer
+from grpo_mega.weights.transfers import Template, Transfer
 
-GRAIN = 4  # a tensor is cut until what any rank sends or receives of it at a time is at most this part of a round
+GRAIN = 4  # a tensor is cut until no rank sends or receives more of it at a time than a GRAIN-th of a round
 
 
 @dataclass(frozen=True)
-class Unit:
+class _Unit:
     """Transfers of one tensor that go into the same round, at each place of their template."""
 
     template: Template
-    transfers: tuple[Transfer, ...]
-    by_rank: dict[int, list[Transfer]]  # those in which a rank takes part
+    by_rank: dict[int, list[Transfer]]  # the transfers in which a rank takes part
     load: NDArray[np.int64]  # [2 * world]: bytes that each rank sends, then those that it receives
 
 
 @dataclass(frozen=True)
 class Rounds:
-    units: list[list[tuple[Unit, int]]]  # by round: units, with the place
+    units: list[list[tuple[_Unit, int]]]  # by round: units, with the place
 
     def __len__(self) -> int:
         return len(self.units)
 
     def of(self, index: int, rank: int) -> list[Transfer]:
-        """A rank's transfers of a round; both ends of any two ranks have them in the same order."""
+        """Return a rank's transfers of a round; the two ranks of a transfer have theirs in the same order."""
         return [unit.template.at(t, place) for unit, place in self.units[index] for t in unit.by_rank.get(rank, ())]
 
 
 def make_rounds(templates: Sequence[Template], world_size: int, capacity: int, itemsize: int) -> Rounds:
-    """Transfers of more than `capacity` bytes are cut along dim 0; a single row larger than that goes alone.
+    """Order all transfers. One of more than `capacity` bytes is cut along dim 0; a single row larger than that goes alone.
 
-    An element takes `itemsize` bytes. What is quantised is cut between two rows of blocks only, so that 128 rows go alone.
+    An element takes `itemsize` bytes. A quantised tensor is cut between two rows of blocks only, so that 128 rows go alone.
     """
     steps = []
     for number, template in enumerate(templates):
@@ -58,7 +56,7 @@ def make_rounds(templates: Sequence[Template], world_size: int, capacity: int, i
                 share = (j + 0.5) / len(units)
                 steps += [((place + share) / template.num_places, tensor, number, place, unit) for place in template.places]
     steps.sort(key=lambda step: step[:4])
-    rounds: list[list[tuple[Unit, int]]] = []
+    rounds: list[list[tuple[_Unit, int]]] = []
     used = np.zeros(2 * world_size, dtype=np.int64)
     for *_, place, unit in steps:
         used += unit.load
@@ -69,8 +67,8 @@ def make_rounds(templates: Sequence[Template], world_size: int, capacity: int, i
     return Rounds(rounds)
 
 
-def _units(template: Template, world_size: int, capacity: int, itemsize: int) -> Iterator[list[Unit]]:
-    """The units of each Hugging Face tensor of a template; all ranks that want a tensor advance through it together."""
+def _units(template: Template, world_size: int, capacity: int, itemsize: int) -> Iterator[list[_Unit]]:
+    """Yield the units of each Hugging Face tensor of a template; all ranks that need a tensor advance through it together."""
     grain = max(1, capacity // GRAIN)
     of_tensor: dict[str, list[Transfer]] = defaultdict(list)
     for transfer in template.transfers:
@@ -90,7 +88,7 @@ def _units(template: Template, world_size: int, capacity: int, itemsize: int) ->
 
 
 def _cut(transfer: Transfer, num_cuts: int) -> Iterator[Transfer]:
-    """Runs of rows; as many as that, or as there are rows, or rows of blocks."""
+    """Cut a transfer into `num_cuts` runs of rows, or as many as it has rows or rows of blocks."""
     box = transfer.box
     rows = box.stop[0] - box.start[0]
     step = math.ceil(rows / num_cuts)
@@ -106,7 +104,7 @@ def _cut(transfer: Transfer, num_cuts: int) -> Iterator[Transfer]:
 
 
 def _parts(transfers: list[Transfer], most: int, itemsize: int) -> Iterator[list[Transfer]]:
-    """Runs in which no rank sends or receives more than `most` bytes, unless in a single transfer."""
+    """Split into runs in which no rank sends or receives more than `most` bytes, except in a single transfer."""
     part: list[Transfer] = []
     used: dict[int, int] = defaultdict(int)
     for transfer in transfers:
@@ -122,12 +120,12 @@ def _parts(transfers: list[Transfer], most: int, itemsize: int) -> Iterator[list
 
 
 def _ends(transfer: Transfer) -> tuple[int, ...]:
-    """The rank that receives, and the one that sends as its complement."""
+    """Return the receiving rank, and the complement (~) of the sending rank if that is another one."""
     is_local = transfer.source_rank == transfer.target_rank
     return (transfer.target_rank,) if is_local else (transfer.target_rank, ~transfer.source_rank)
 
 
-def _unit(template: Template, transfers: list[Transfer], world_size: int, itemsize: int) -> Unit:
+def _unit(template: Template, transfers: list[Transfer], world_size: int, itemsize: int) -> _Unit:
     load = [0] * (2 * world_size)
     by_rank: dict[int, list[Transfer]] = defaultdict(list)
     for transfer in transfers:
@@ -137,4 +135,4 @@ def _unit(template: Template, transfers: list[Transfer], world_size: int, itemsi
         if source != target:
             by_rank[source].append(transfer)
             load[source] += size
-    return Unit(template, tuple(transfers), dict(by_rank), np.array(load, dtype=np.int64))
+    return _Unit(template, dict(by_rank), np.array(load, dtype=np.int64))

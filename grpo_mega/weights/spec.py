@@ -1,12 +1,13 @@
-"""A model's shape as its Hugging Face config states it, and the rows of which a family's table consists.
+"""A model's shape as its Hugging Face config states it, and the rows of a family's table.
 
 `ModelShape.from_hf_config` is the only reader of config.json's field names. `Row` ties the Hugging Face names of a logical
-tensor to its names in Megatron and in the engine, SGLang, through an op, which knows how each cuts it for tensor parallelism.
+tensor to its names in Megatron and in the engine, SGLang, through an op, which says how each cuts it for tensor parallelism.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -16,12 +17,12 @@ from grpo_mega.weights.boxes import ONCE, Box, Index, Kind, LocalTensor, Piece
 
 # Pipeline position: with the embedding, in every layer, for every expert of every layer, with the output layer.
 Where = Literal["first", "layer", "expert", "last"]
-ENGINE_VOCAB_MULTIPLE = 64  # of the rows that SGLang allocates for a vocabulary
-BLOCK = 128  # rows and columns of a linear layer that share a scale, in FP8
+ENGINE_VOCAB_MULTIPLE = 64  # SGLang allocates a multiple of this many rows for a vocabulary
+BLOCK = 128  # rows and columns of a linear layer that share a scale in FP8
 
-# By model type, of those whose every MLP is a mixture: the fields with the number of experts (of which transformers writes one
-# or the other) and with the rows of an expert.
-_MIXTURES = {
+# MoE model types, in which every layer has experts: the fields with the number of experts (transformers writes one or the
+# other) and with the rows of an expert.
+_MOE_FIELDS = {
     "mixtral": (("num_local_experts", "num_experts"), "intermediate_size"),
     "qwen3_moe": (("num_experts", "num_local_experts"), "moe_intermediate_size"),
 }
@@ -56,7 +57,7 @@ class ModelShape:
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelShape:
-        """From the contents of a config.json. Raises WeightMappingError naming the field that is missing."""
+        """Read the contents of a config.json. Raise WeightMappingError naming the field that is missing or wrong."""
 
         def field(name: str, default: int | None = None) -> int:
             value = config.get(name) or default
@@ -73,13 +74,13 @@ class ModelShape:
         kv_heads = field("num_key_value_heads", heads)
         if heads % kv_heads:
             raise WeightMappingError(
-                f"config.json has num_key_value_heads={kv_heads}, which must divide num_attention_heads={heads}; mend it"
+                f"config.json has num_key_value_heads={kv_heads}; it must divide num_attention_heads={heads}"
             )
         num_experts = moe_ffn = 0
-        if model_type in _MIXTURES:
-            (usual, other), rows = _MIXTURES[model_type]
+        if model_type in _MOE_FIELDS:
+            (usual, other), rows = _MOE_FIELDS[model_type]
             num_experts, moe_ffn = field(usual, config.get(other)), field(rows)
-            _check_every_layer_is_a_mixture(config)
+            _check_every_layer_has_experts(config)
         return cls(
             model_type=model_type,
             num_layers=field("num_hidden_layers"),
@@ -95,26 +96,41 @@ class ModelShape:
         )
 
 
-def _check_every_layer_is_a_mixture(config: dict[str, Any]) -> None:
+def _check_every_layer_has_experts(config: dict[str, Any]) -> None:
     for name, value in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         found = config.get(name)
         if found and found != value:
-            raise WeightMappingError(f"config.json has {name}={found!r}; only {value!r} is known, so name another model")
+            raise WeightMappingError(f"config.json has {name}={found!r}; only {value!r} is supported, so use another model")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What an op cuts: the tensor `local` of one tensor-parallel rank, made of the Hugging Face tensors `names`."""
+
+    names: tuple[str, ...]
+    local: str
+    shape: ModelShape
+    tp_size: int = 1
+    tp_rank: int = 0
+
+    def tensor(self, shape: Index, pieces: Iterable[tuple[Box, Index]]) -> LocalTensor:
+        """Return a local tensor of that shape with each box at its offset."""
+        return LocalTensor(shape, tuple(Piece(box, self.local, offset) for box, offset in pieces))
 
 
 class Op(Protocol):
-    """How the Hugging Face tensors of a row make up one tensor of Megatron's, and one of the engine's."""
+    """How the Hugging Face tensors of a row make up one tensor of Megatron, and one of the engine."""
 
     def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
-        """Of each Hugging Face tensor of the row, in the row's order."""
+        """Return the shape of each Hugging Face tensor of the row, in the row's order."""
         ...
 
-    def megatron(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
-        """The tensor `local` of one tensor-parallel rank of Megatron."""
+    def megatron(self, shard: Shard) -> LocalTensor:
+        """Return the tensor of one tensor-parallel rank of Megatron."""
         ...
 
-    def engine(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
-        """The tensor `local` of one tensor-parallel rank of SGLang."""
+    def engine(self, shard: Shard) -> LocalTensor:
+        """Return the tensor of one tensor-parallel rank of SGLang."""
         ...
 
 
@@ -128,13 +144,13 @@ class Copy:
     def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
         return (shape.dims(self.dims),)
 
-    def megatron(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
-        start, stop = [0] * len(self.dims), list(shape.dims(self.dims))
+    def megatron(self, shard: Shard) -> LocalTensor:
+        start, stop = [0] * len(self.dims), list(shard.shape.dims(self.dims))
         if self.axis is not None:
-            width = stop[self.axis] // tp_size
-            start[self.axis], stop[self.axis] = width * tp_rank, width * (tp_rank + 1)
-        box = Box(names[0], tuple(start), tuple(stop))
-        return LocalTensor(box.shape, (Piece(box, local, (0,) * len(start)),))
+            width = stop[self.axis] // shard.tp_size
+            start[self.axis], stop[self.axis] = width * shard.tp_rank, width * (shard.tp_rank + 1)
+        box = Box(shard.names[0], tuple(start), tuple(stop))
+        return shard.tensor(box.shape, [(box, (0,) * len(start))])
 
     engine = megatron
 
@@ -149,19 +165,20 @@ class Vocab:
     def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
         return ((shape.vocab, shape.hidden),)
 
-    def megatron(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
-        return self._run(names[0], local, shape, padded_vocab(shape.vocab, tp_size) // tp_size, tp_rank)
+    def megatron(self, shard: Shard) -> LocalTensor:
+        return self._run(shard, padded_vocab(shard.shape.vocab, shard.tp_size))
 
-    def engine(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
-        padded = _round_up(shape.vocab, ENGINE_VOCAB_MULTIPLE)
-        if padded % tp_size:
-            padded = _round_up(shape.vocab, ENGINE_VOCAB_MULTIPLE * tp_size)
-        return self._run(names[0], local, shape, padded // tp_size, tp_rank)
+    def engine(self, shard: Shard) -> LocalTensor:
+        padded = _round_up(shard.shape.vocab, ENGINE_VOCAB_MULTIPLE)
+        if padded % shard.tp_size:
+            padded = _round_up(shard.shape.vocab, ENGINE_VOCAB_MULTIPLE * shard.tp_size)
+        return self._run(shard, padded)
 
-    def _run(self, name: str, local: str, shape: ModelShape, width: int, tp_rank: int) -> LocalTensor:
-        start, stop = width * tp_rank, min(width * (tp_rank + 1), shape.vocab)
-        box = Box(name, (start, 0), (stop, shape.hidden))
-        return LocalTensor((width, shape.hidden), (Piece(box, local, (0, 0)),) if start < stop else ())
+    def _run(self, shard: Shard, padded: int) -> LocalTensor:
+        width, hidden = padded // shard.tp_size, shard.shape.hidden
+        start, stop = width * shard.tp_rank, min(width * (shard.tp_rank + 1), shard.shape.vocab)
+        box = Box(shard.names[0], (start, 0), (stop, hidden))
+        return shard.tensor((width, hidden), [(box, (0, 0))] if start < stop else [])
 
 
 @dataclass(frozen=True)
@@ -179,35 +196,34 @@ class QKV:
         rest = shape.dims(self.trailing)
         return (shape.q, *rest), (shape.kv, *rest), (shape.kv, *rest)
 
-    def megatron(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
+    def megatron(self, shard: Shard) -> LocalTensor:
+        shape = shard.shape
         rest = shape.dims(self.trailing)
         zeros = (0,) * len(rest)
         rows_of = (shape.q // shape.num_kv_heads, shape.head_dim, shape.head_dim)  # of q, k, v for one key-value head
-        width = (shape.q + 2 * shape.kv) // tp_size
-        first, last = width * tp_rank, width * (tp_rank + 1)  # this rank's rows of the whole fused tensor
+        width = (shape.q + 2 * shape.kv) // shard.tp_size
+        first, last = width * shard.tp_rank, width * (shard.tp_rank + 1)  # this rank's rows of the whole fused tensor
         pieces, row = [], 0
         for head in range(shape.num_kv_heads):
-            for name, rows in zip(names, rows_of, strict=True):
+            for name, rows in zip(shard.names, rows_of, strict=True):
                 begin, end = max(row, first), min(row + rows, last)
                 if begin < end:
                     shift = rows * head - row  # from a row of the fused tensor to one of the Hugging Face tensor
-                    box = Box(name, (begin + shift, *zeros), (end + shift, *rest))
-                    pieces.append(Piece(box, local, (begin - first, *zeros)))
+                    pieces.append((Box(name, (begin + shift, *zeros), (end + shift, *rest)), (begin - first, *zeros)))
                 row += rows
-        return LocalTensor((width, *rest), tuple(pieces))
+        return shard.tensor((width, *rest), pieces)
 
-    def engine(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
+    def engine(self, shard: Shard) -> LocalTensor:
+        shape, tp_size = shard.shape, shard.tp_size
         rest = shape.dims(self.trailing)
         zeros = (0,) * len(rest)
         kv_parts = min(tp_size, shape.num_kv_heads)
-        kv_part = tp_rank // (tp_size // kv_parts)
-        parts = ((shape.q // tp_size, tp_rank), (shape.kv // kv_parts, kv_part), (shape.kv // kv_parts, kv_part))
+        kv = shape.kv // kv_parts, shard.tp_rank // (tp_size // kv_parts)
         pieces, row = [], 0
-        for name, (rows, part) in zip(names, parts, strict=True):
-            box = Box(name, (rows * part, *zeros), (rows * (part + 1), *rest))
-            pieces.append(Piece(box, local, (row, *zeros)))
+        for name, (rows, part) in zip(shard.names, ((shape.q // tp_size, shard.tp_rank), kv, kv), strict=True):
+            pieces.append((Box(name, (rows * part, *zeros), (rows * (part + 1), *rest)), (row, *zeros)))
             row += rows
-        return LocalTensor((row, *rest), tuple(pieces))
+        return shard.tensor((row, *rest), pieces)
 
 
 @dataclass(frozen=True)
@@ -219,13 +235,11 @@ class GateUp:
     def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
         return (shape.dims((self.rows, "hidden")),) * 2
 
-    def megatron(self, names: tuple[str, ...], local: str, shape: ModelShape, tp_size: int, tp_rank: int) -> LocalTensor:
-        rows = shape.dims((self.rows,))[0] // tp_size
-        pieces = tuple(
-            Piece(Box(name, (rows * tp_rank, 0), (rows * (tp_rank + 1), shape.hidden)), local, (rows * part, 0))
-            for part, name in enumerate(names)
-        )
-        return LocalTensor((2 * rows, shape.hidden), pieces)
+    def megatron(self, shard: Shard) -> LocalTensor:
+        rows, hidden = shard.shape.dims((self.rows, "hidden"))
+        rows //= shard.tp_size
+        start, stop = (rows * shard.tp_rank, 0), (rows * (shard.tp_rank + 1), hidden)
+        return shard.tensor((2 * rows, hidden), [(Box(name, start, stop), (rows * i, 0)) for i, name in enumerate(shard.names)])
 
     engine = megatron
 
@@ -240,14 +254,18 @@ class Row:
     where: Where = "layer"
     megatron_te: str | None = None  # its name where Transformer Engine fuses the norm into the linear layer
     engine: str | None = None  # SGLang's; None: the (first) Hugging Face name
-    is_linear: bool = False  # the weight of a linear layer of attention, MLP or an expert: what FP8 is for
+    is_linear: bool = False  # the weight of a linear layer of attention, MLP or an expert: these are quantised to FP8
+
+    @property
+    def kind(self) -> Kind:
+        return self.where if self.where in ("layer", "expert") else "model"
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family's table. With tied embeddings `output` holds `embedding`'s tensor, which stands alone in the checkpoint.
+    """A family's table. With tied embeddings `output` holds `embedding`'s tensor, and the checkpoint stores that one alone.
 
-    `engine_ties`: whether SGLang then has that parameter alone too; else it keeps an output layer of its own beside it.
+    `engine_ties`: SGLang then has that parameter alone too; else it keeps an output layer of its own beside it.
     """
 
     rows: tuple[Row, ...]
@@ -257,36 +275,35 @@ class Family:
     qk_norm: bool = False
     engine_ties: bool = True
 
-    def linear_tensors(self) -> frozenset[str]:
-        """The Hugging Face names, layer and expert left open, of what FP8 is for: SGLang quantises these and no others.
+    def rows_of(self, kind: Kind) -> list[Row]:
+        return [row for row in self.rows if row.kind == kind]
 
-        Never an embedding, the output layer, a norm, a router or a bias.
+    def linear_tensors(self) -> frozenset[str]:
+        """Return the Hugging Face names, layer and expert left open, of the tensors that SGLang quantises to FP8.
+
+        An embedding, the output layer, a norm, a router or a bias is never among them.
         """
         return frozenset(name for row in self.rows if row.is_linear for name in row.hf)
 
     def hf_tensors(self, shape: ModelShape) -> dict[str, Index]:
-        """Name and shape of every tensor of the checkpoint."""
+        """Return name and shape of every tensor of the checkpoint."""
         head = (self.embedding,) if shape.tied else (self.embedding, self.output)
-        found: dict[str, Index] = {}
+        tensors: dict[str, Index] = {}
         for row in (*head, *self.rows):
             shapes = row.op.hf_shapes(shape)
-            for i in range(shape.num_layers) if kind_of(row) != "model" else ONCE:
-                for e in range(shape.num_experts) if kind_of(row) == "expert" else ONCE:
-                    found |= {n.format(i=i, e=e): s for n, s in zip(row.hf, shapes, strict=True)}
-        return found
-
-
-def kind_of(row: Row) -> Kind:
-    return row.where if row.where in ("layer", "expert") else "model"
+            for i in range(shape.num_layers) if row.kind != "model" else ONCE:
+                for e in range(shape.num_experts) if row.kind == "expert" else ONCE:
+                    tensors |= {n.format(i=i, e=e): s for n, s in zip(row.hf, shapes, strict=True)}
+        return tensors
 
 
 def padded_vocab(vocab: int, tp_size: int) -> int:
-    """The vocabulary rounded up to a multiple of the tensor-parallel size."""
+    """Return the vocabulary rounded up to a multiple of the tensor-parallel size."""
     return _round_up(vocab, tp_size)
 
 
 def num_blocks(shape: Index) -> Index:
-    """Of FP8, along each dim; the last one may be smaller."""
+    """Return the number of FP8 blocks along each dim; the last block may be smaller."""
     return tuple(-(-size // BLOCK) for size in shape)
 
 
@@ -295,14 +312,14 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The contents of config.json. Raises WeightMappingError if it is missing or not JSON."""
+    """Return the contents of config.json. Raise WeightMappingError if it is missing or not JSON."""
     path = Path(folder) / "config.json"
     try:
-        found = json.loads(path.read_text())
+        config = json.loads(path.read_text())
     except OSError:
         raise WeightMappingError(f"{path} does not exist; give the folder of a Hugging Face checkpoint") from None
     except ValueError as error:
         raise WeightMappingError(f"{path} is not JSON ({error}); restore the file") from None
-    if not isinstance(found, dict):
-        raise WeightMappingError(f"{path} holds a JSON {type(found).__name__}, not an object; restore the file")
-    return found
+    if not isinstance(config, dict):
+        raise WeightMappingError(f"{path} holds a JSON {type(config).__name__}, not an object; restore the file")
+    return config

@@ -1,8 +1,8 @@
-"""Transfers: which slices go from which rank to which, so that every target holds what its layout wants.
+"""Transfers: which slices go from which rank to which, so that every target gets the shards of its layout.
 
-Each element a target holds is fetched exactly once: from its own rank where that holds it, else from a rank of its node, else
-from any; among equals from the one that has sent least so far. So the bytes moved equal the lower bound (what the targets
-hold, less what they have already), and the result is the same on every rank that computes it.
+Each element of a target is fetched exactly once: from its own rank if it is there, else from a rank of its node, else from any
+rank; among equals from the one that has sent least so far. So the bytes moved equal the lower bound (the elements of the
+targets, without those that are there already), and the result is the same on every rank that computes it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.weights.boxes import Box, Holding, Index, Piece
+from grpo_mega.weights.boxes import ONCE, Box, Index, Piece, RankShards
 from grpo_mega.weights.spec import num_blocks
 
 SCALE_BYTES = 4
+Place = tuple[int, int]  # numbers of a layer and an expert
 
 
 class Transfer(NamedTuple):
     """Copy `source[source_offset : + shape]` of one rank to `target[target_offset : + shape]` of another (or the same).
 
-    One that is quantised travels as FP8 values and the scales of its blocks, which it holds whole.
+    A quantised transfer carries FP8 values and the scales of their blocks, and never a part of a block.
     """
 
     source_rank: int
@@ -39,25 +42,58 @@ class Transfer(NamedTuple):
         return self.box.size
 
     def num_bytes(self, itemsize: int) -> int:
-        """As it travels, where an element that is not quantised takes `itemsize` bytes."""
+        """Return the bytes that are sent, if an element that is not quantised takes `itemsize` bytes."""
         if not self.is_quantised:
             return self.box.size * itemsize
         return self.box.size + SCALE_BYTES * math.prod(num_blocks(self.box.shape))
 
 
+@dataclass(frozen=True)
+class Template:
+    """Transfers that repeat at several places; names leave the numbers of layer and expert open as {i} and {e}.
+
+    Places are counted layer by layer: number n is expert n % len(experts) of layer n // len(experts).
+    """
+
+    transfers: tuple[Transfer, ...]
+    layers: range = ONCE
+    experts: range = ONCE
+    places: range = ONCE  # the transfers are made at these places; templates with other source ranks have the rest
+    source_first: Place = (0, 0)  # the numbers in the sources' local names count from here
+    target_first: Place = (0, 0)
+
+    @cached_property
+    def num_places(self) -> int:
+        return len(self.layers) * len(self.experts)
+
+    def at(self, transfer: Transfer, place: int) -> Transfer:
+        """Return one of the transfers with the numbers of a place in its names."""
+        i, e = self.layers[place // len(self.experts)], self.experts[place % len(self.experts)]
+        return Transfer(
+            transfer.source_rank,
+            transfer.target_rank,
+            transfer.source.format(i=i - self.source_first[0], e=e - self.source_first[1]),
+            transfer.target.format(i=i - self.target_first[0], e=e - self.target_first[1]),
+            transfer.source_offset,
+            transfer.target_offset,
+            transfer.box.numbered(i, e),
+            transfer.is_quantised,
+        )
+
+
 class Need(NamedTuple):
-    """A box that a rank wants for `target`, and who can give it: the rank itself, else ranks of its node, else all that can."""
+    """A box that a rank needs for `target`, and its possible sources: the rank itself, else ranks of its node, else all."""
 
     rank: int
     target: Piece
     part: Box
-    givers: list[tuple[int, Piece]]  # the same list for needs that have the same givers
+    sources: list[tuple[int, Piece]]  # the same list object for needs with the same sources
 
 
-def match(sources: Sequence[Holding], targets: Sequence[Holding], ranks_per_node: int) -> list[Need]:
-    """What `targets[rank]` want of what `sources[rank]` hold, ordered by Hugging Face tensor.
+def match(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_per_node: int) -> list[Need]:
+    """Return the needs of `targets[rank]` and where `sources[rank]` can meet them, ordered by Hugging Face tensor.
 
-    Raises WeightMappingError if a target wants what no source holds.
+    Raise WeightMappingError if a target needs an element that no source has.
     """
     wanted: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
     for rank, piece in _pieces(targets):
@@ -74,10 +110,10 @@ def match(sources: Sequence[Holding], targets: Sequence[Holding], ranks_per_node
 
 
 def choose(needs: Iterable[Need], sent: list[int], weight: int = 1) -> list[Transfer]:
-    """A giver for each need. `sent`, elements by rank, is brought up to date as if every transfer were made `weight` times."""
+    """Choose a source for each need. Update `sent`, elements by rank, as if every transfer were made `weight` times."""
     transfers = []
     for need in needs:
-        rank, piece = need.givers[0] if len(need.givers) == 1 else min(need.givers, key=lambda g: (sent[g[0]], g[0]))
+        rank, piece = need.sources[0] if len(need.sources) == 1 else min(need.sources, key=lambda s: (sent[s[0]], s[0]))
         if rank != need.rank:
             sent[rank] += need.part.size * weight
         transfers.append(
@@ -87,7 +123,7 @@ def choose(needs: Iterable[Need], sent: list[int], weight: int = 1) -> list[Tran
 
 
 class _Held:
-    """A box and its holders."""
+    """A box and the ranks that hold it."""
 
     def __init__(self, box: Box, by_rank: dict[int, Piece], ranks_per_node: int) -> None:
         self.box, self._by_rank, self._ranks_per_node = box, by_rank, ranks_per_node
@@ -99,19 +135,19 @@ class _Held:
     def distance(self, rank: int) -> int:
         return 0 if rank in self._by_rank else 1 if rank // self._ranks_per_node in self._of_node else 2
 
-    def givers(self, rank: int) -> list[tuple[int, Piece]]:
-        """The nearest."""
+    def sources(self, rank: int) -> list[tuple[int, Piece]]:
+        """Return the nearest holders."""
         if rank in self._by_rank:
             return [(rank, self._by_rank[rank])]
         return self._of_node.get(rank // self._ranks_per_node, self._all)
 
 
-def _pieces(holdings: Sequence[Holding]) -> Iterable[tuple[int, Piece]]:
-    return ((rank, piece) for rank, holding in enumerate(holdings) for tensor in holding.values() for piece in tensor.pieces)
+def _pieces(shards: Sequence[RankShards]) -> Iterable[tuple[int, Piece]]:
+    return ((rank, piece) for rank, tensors in enumerate(shards) for tensor in tensors.values() for piece in tensor.pieces)
 
 
 def _needs_of(wanted: list[tuple[int, Piece]], held: list[_Held]) -> Iterable[Need]:
-    """For the pieces of one Hugging Face tensor. Ranks that want the same box of the same holders share the arithmetic."""
+    """Yield the needs of the pieces of one Hugging Face tensor. Ranks with the same box and holders share the arithmetic."""
     overlapping: dict[Box, list[_Held]] = {}
     parts: dict[tuple[Box, tuple[int, ...]], list[tuple[Box, _Held]]] = {}
     for rank, target in wanted:
@@ -122,12 +158,12 @@ def _needs_of(wanted: list[tuple[int, Piece]], held: list[_Held]) -> Iterable[Ne
         key = (box, tuple(map(id, near)))
         if key not in parts:
             parts[key] = _cover(rank, target, near)
-        for part, source in parts[key]:
-            yield Need(rank, target, part, source.givers(rank))
+        for part, held_box in parts[key]:
+            yield Need(rank, target, part, held_box.sources(rank))
 
 
 def _cover(rank: int, target: Piece, near: list[_Held]) -> list[tuple[Box, _Held]]:
-    """Disjoint parts that make up the target's box, each from the first of `near` that has it."""
+    """Split the target's box into disjoint parts, each with the first of `near` that has it."""
     parts: list[tuple[Box, _Held]] = []
     missing = [target.box]
     for source in near:

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from mapping import lower_bound as counted_lower_bound
 from mapping import numbered
 from models import make_config
-from random_layouts import Case, cases, holdings
+from random_layouts import Case, cases, shards_by_rank
 from ranks import Results, launch
 
-from grpo_mega.weights.plan import plan_sides
+from grpo_mega.weights.plan import plan_transfers
 from tools.benchmarks.weight_sync import __main__ as bench_weight_sync
 from tools.benchmarks.weight_sync.dry import dry_run, full_gather, lower_bound, num_parameters
 
@@ -42,10 +42,10 @@ def run(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[s
 def test_the_bounds_are_what_counting_elements_gives(case: Case) -> None:
     trainer, servers = case.trainer(), case.servers()
     tensors = numbered(case.family, case.shape)
-    held, wanted = holdings(trainer), holdings(servers)
+    held, wanted = shards_by_rank(trainer), shards_by_rank(servers)
     held += [{}] * (len(wanted) - len(held))
     expected = sum(counted_lower_bound(have, want, tensors) for have, want in zip(held, wanted, strict=True))
-    assert lower_bound(trainer, servers) == expected == plan_sides(trainer, servers, ranks_per_node=2).traffic(1).moved
+    assert lower_bound(trainer, servers) == expected == plan_transfers(trainer, servers, ranks_per_node=2).traffic(1).moved
 
     total = sum(t.numel() for t in tensors.values())
     assert num_parameters(case.shape) == total

@@ -13,23 +13,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mapping import Tensors, assert_equal, blank, filled, megatron_side, numbered, slice_of
+from mapping import Tensors, assert_equal, blank, filled, megatron_side, numbered, plan, slice_of
 from ranks import run_cases
 
 from grpo_mega.errors import SyncError
 from grpo_mega.formats.export import export
-from grpo_mega.formats.hf_io import CheckpointReader
+from grpo_mega.formats.reader import open_hf_reader
 from grpo_mega.rollout import exchange
 from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.types import Group, Prompt, Sample
-from grpo_mega.weights.apply import Bucket, buckets, execute, fill
-from grpo_mega.weights.boxes import Holding, region
+from grpo_mega.weights.apply import Bucket, buckets, execute, load_shards
+from grpo_mega.weights.boxes import RankShards, region
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.layout import EngineLayout, MegatronLayout, hf_holding
-from grpo_mega.weights.plan import plan, plan_sides
-from grpo_mega.weights.receive import Entry, differing, part_of, put
-from grpo_mega.weights.sides import Side, engine_side, hf_side
-from grpo_mega.weights.sides import megatron_side as package_side
+from grpo_mega.weights.layout import (
+    EngineLayout,
+    MegatronLayout,
+    ShardLayout,
+    engine_shards,
+    hf_rank_shards,
+    hf_shards,
+    megatron_shards,
+)
+from grpo_mega.weights.plan import plan_transfers
+from grpo_mega.weights.receive import Entry, mismatched_tensors, subtensor, write_entries
 from grpo_mega.weights.spec import Family, ModelShape, read_config
 
 WORLD_SIZE = 4
@@ -52,7 +58,7 @@ class Moving:
     family: Family
     shape: ModelShape
     layout: MegatronLayout
-    targets: Side
+    targets: ShardLayout
     dtype: torch.dtype
 
 
@@ -74,13 +80,13 @@ def recorded_sends() -> Iterator[list[tuple[int, int]]]:
         del sizes[1::2]
 
 
-def check_execute(rank: int, targets: Sequence[Holding], bucket_bytes: int) -> None:
-    transfers = plan(TRAINER, targets)
+def check_execute(rank: int, targets: Sequence[RankShards], bucket_bytes: int) -> None:
+    made = plan(TRAINER, targets)
     sources, found = filled(TRAINER, TENSORS)[rank], blank(targets)[rank]
     with recorded_sends() as sizes:
-        received = execute(transfers, sources, found, dtype=torch.int64, bucket_bytes=bucket_bytes)
+        received = execute(made, sources, found, dtype=torch.int64, bucket_bytes=bucket_bytes)
     assert_equal([found], [filled(targets, TENSORS)[rank]])
-    remote = [t for t in transfers if t.source_rank != t.target_rank]
+    remote = [t for t in made.transfers() if t.source_rank != t.target_rank]
     assert received == sum(incoming for _, incoming in sizes) == 8 * sum(t.size for t in remote if t.target_rank == rank)
     assert sum(outgoing for outgoing, _ in sizes) == 8 * sum(t.size for t in remote if t.source_rank == rank)
     limit = max(bucket_bytes, 8 * LONGEST_ROW)
@@ -99,7 +105,7 @@ def reshards(rank: int, folder: Path) -> None:
 
 def fills_engines(rank: int, folder: Path) -> None:
     for holders in ((0, 1, 2, 3), (3,), (1, 2), ()):
-        targets = [hf_holding(FAMILY, SHAPE) if r in holders else {} for r in range(WORLD_SIZE)]
+        targets = [hf_rank_shards(FAMILY, SHAPE) if r in holders else {} for r in range(WORLD_SIZE)]
         for bucket_bytes in (500, 1 << 20):
             check_execute(rank, targets, bucket_bytes)
 
@@ -137,7 +143,7 @@ class Ring:
         if index in self._waiting:
             bucket, copy = self._waiting.pop(index)
             assert torch.equal(as_bytes(bucket.values), as_bytes(copy))
-            put(bucket.entries, bucket.values, self._targets, bucket.dtype)
+            write_entries(bucket.entries, bucket.values, self._targets, bucket.dtype)
 
 
 def num_bytes_of(entry: Entry, dtype: torch.dtype) -> int:
@@ -153,13 +159,13 @@ def check_buckets(case: Moving, rank: int, bucket_bytes: int) -> list[Bucket]:
     values = {name: (t % 251 / 7).float() for name, t in numbered(case.family, case.shape).items()}
     trainer = megatron_side(case.family, case.shape, case.layout)
     sources = {name: torch.zeros(local.shape) for name, local in trainer[rank].items()} if rank < len(trainer) else {}
-    fill(trainer[rank] if sources else {}, sources, lambda box: slice_of(values, box))
-    wanted = case.targets.holding(rank)
+    load_shards(trainer[rank] if sources else {}, sources, lambda box: slice_of(values, box))
+    wanted = case.targets.rank_shards(rank)
     found = {name: torch.zeros(local.shape, dtype=case.dtype) for name, local in wanted.items()}
     expected = {name: torch.zeros(local.shape, dtype=case.dtype) for name, local in wanted.items()}
-    fill(wanted, expected, lambda box: slice_of(values, box).to(case.dtype))
+    load_shards(wanted, expected, lambda box: slice_of(values, box).to(case.dtype))
 
-    made = plan_sides(package_side(case.family, case.shape, case.layout), case.targets, ranks_per_node=2)
+    made = plan_transfers(megatron_shards(case.family, case.shape, case.layout), case.targets, ranks_per_node=2)
     ring, taken = Ring(found), []
     with recorded_sends() as sizes:
         for bucket in buckets(made, sources, dtype=case.dtype, bucket_bytes=bucket_bytes, allocate=ring.allocate):
@@ -169,16 +175,16 @@ def check_buckets(case: Moving, rank: int, bucket_bytes: int) -> list[Bucket]:
     assert found.keys() == expected.keys()
     assert all(torch.equal(as_bytes(found[name]), as_bytes(expected[name])) for name in found)
     entries = [entry for bucket in taken for entry in bucket.entries]
-    assert not differing(entries, found)
+    assert not mismatched_tensors(entries, found)
     limit = max(bucket_bytes, case.dtype.itemsize * max(1, LONGEST_ROW))
     assert all(outgoing <= limit for outgoing, _ in sizes)
     assert all(size <= limit for size in ring.sizes)
     received = sum(bucket.num_bytes_received for bucket in taken)
     assert received == sum(incoming for _, incoming in sizes) == made.traffic(case.dtype.itemsize).received[rank]
     if entries:  # a changed element is seen
-        last = part_of(found, entries[-1].target)[region(entries[-1].offset, entries[-1].shape)]
+        last = subtensor(found, entries[-1].target)[region(entries[-1].offset, entries[-1].shape)]
         last.view(torch.uint8)[..., 0].bitwise_xor_(1)
-        assert differing(entries, found) == [entries[-1].target]
+        assert mismatched_tensors(entries, found) == [entries[-1].target]
     return taken
 
 
@@ -188,7 +194,7 @@ def fills_servers(rank: int, folder: Path) -> None:
     for number, (layout, engines) in enumerate(product(trainers, (EngineLayout(2, 2), EngineLayout(4, 1), EngineLayout(1, 1)))):
         family, shape = (FAMILY, SHAPE) if layout.ep == 1 else (MIXTURE, MIXTURE_SHAPE)
         dtype = (torch.bfloat16, torch.float8_e4m3fn, torch.float32)[number % 3]
-        case = Moving(family, shape, layout, engine_side(family, shape, engines, WORLD_SIZE), dtype)
+        case = Moving(family, shape, layout, engine_shards(family, shape, engines, WORLD_SIZE), dtype)
         for bucket_bytes in (1 if number == 0 else 80 * dtype.itemsize, 1 << 20):
             taken = check_buckets(case, rank, bucket_bytes)
             if rank >= engines.world_size:
@@ -197,18 +203,18 @@ def fills_servers(rank: int, folder: Path) -> None:
 
 
 def fills_whole_replicas(rank: int, folder: Path) -> None:
-    case = Moving(FAMILY, SHAPE, MegatronLayout(tp=2, pp=2), hf_side(FAMILY, SHAPE, WORLD_SIZE), torch.bfloat16)
+    case = Moving(FAMILY, SHAPE, MegatronLayout(tp=2, pp=2), hf_shards(FAMILY, SHAPE, WORLD_SIZE), torch.bfloat16)
     for bucket_bytes in (64, 1 << 20):
         check_buckets(case, rank, bucket_bytes)
 
 
 def fills_experts_in_one_parameter(rank: int, folder: Path) -> None:
     """The engine's tensor has all experts; names with an index mean its parts."""
-    targets = engine_side(MIXTURE, MIXTURE_SHAPE, EngineLayout(2, 2), WORLD_SIZE)
+    targets = engine_shards(MIXTURE, MIXTURE_SHAPE, EngineLayout(2, 2), WORLD_SIZE)
     trainer = MegatronLayout(dp=4, ep=4)
-    made = plan_sides(package_side(MIXTURE, MIXTURE_SHAPE, trainer), targets, ranks_per_node=4)
+    made = plan_transfers(megatron_shards(MIXTURE, MIXTURE_SHAPE, trainer), targets, ranks_per_node=4)
     tensors = numbered(MIXTURE, MIXTURE_SHAPE)
-    wanted = targets.holding(rank)
+    wanted = targets.rank_shards(rank)
     [apart] = filled([wanted], tensors)
     together = {name: torch.zeros_like(t) for name, t in apart.items() if "[" not in name}
     for name in {name.partition("[")[0] for name in apart} - together.keys():
@@ -216,7 +222,7 @@ def fills_experts_in_one_parameter(rank: int, folder: Path) -> None:
     sources = filled(megatron_side(MIXTURE, MIXTURE_SHAPE, trainer), tensors)[rank]
     execute(made, sources, together, dtype=torch.int64, bucket_bytes=1000)
     assert len(together) < len(apart)
-    assert all(torch.equal(part_of(together, name), t) for name, t in apart.items())
+    assert all(torch.equal(subtensor(together, name), t) for name, t in apart.items())
 
 
 def works_in_a_group(rank: int, folder: Path) -> None:
@@ -234,9 +240,9 @@ def works_in_a_group(rank: int, folder: Path) -> None:
 class Engine:
     """What a sync sees of an engine: `plain` tensors, filled as buckets come."""
 
-    def __init__(self, side: Side, rank: int) -> None:
+    def __init__(self, side: ShardLayout, rank: int) -> None:
         self.version, self.damage = -1, False
-        self.plain = {name: torch.zeros(t.shape, dtype=torch.int64) for name, t in side.holding(rank).items()}
+        self.plain = {name: torch.zeros(t.shape, dtype=torch.int64) for name, t in side.rank_shards(rank).items()}
         self._names, self._entries = set(self.plain), list[Entry]()
 
     def begin_update(self) -> list[str]:
@@ -247,13 +253,13 @@ class Engine:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def load(self, bucket: Bucket) -> None:
-        put(bucket.entries, bucket.values, self.plain, bucket.dtype)
+        write_entries(bucket.entries, bucket.values, self.plain, bucket.dtype)
         self._entries += bucket.entries
 
     def end_update(self, version: int) -> list[str]:
         if self.damage:
             self.plain["model.norm.weight"][1] += 1
-        problems = differing(self._entries, self.plain)
+        problems = mismatched_tensors(self._entries, self.plain)
         self.version = self.version if problems else version
         return problems
 
@@ -273,8 +279,8 @@ def meet(phase: str, mine: list[str]) -> list[list[str]]:
 
 
 def publishes(rank: int, folder: Path) -> None:
-    engines = hf_side(FAMILY, SHAPE, WORLD_SIZE)
-    made = plan_sides(package_side(FAMILY, SHAPE, MegatronLayout(tp=2, pp=2)), engines, ranks_per_node=WORLD_SIZE)
+    engines = hf_shards(FAMILY, SHAPE, WORLD_SIZE)
+    made = plan_transfers(megatron_shards(FAMILY, SHAPE, MegatronLayout(tp=2, pp=2)), engines, ranks_per_node=WORLD_SIZE)
     sync = WeightSync(made, torch.int64, 3000, meet)
     policy, engine = Policy(filled(TRAINER, TENSORS)[rank]), Engine(engines, rank)
     for version, factor in ((0, 1), (1, -3)):
@@ -314,8 +320,8 @@ def exports(rank: int, folder: Path) -> None:
     family = family_of(shape.model_type)
     side = megatron_side(family, shape, MegatronLayout(tp=2, pp=2))
     tensors = {name: torch.full(local.shape, torch.nan) for name, local in side[rank].items()}
-    with CheckpointReader(source) as reader:
-        fill(side[rank], tensors, reader.read)
+    with open_hf_reader(source) as reader:
+        load_shards(side[rank], tensors, reader.read)
     for name, limit in (("sharded", 30_000), ("single", 5 << 30)):
         export(
             side,

@@ -14,7 +14,7 @@ from families import CASES, assert_same_folder, save
 from ranks import run_forked
 
 from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
-from grpo_mega.formats.inspect import describe
+from grpo_mega.formats.detect import describe
 
 pytestmark = pytest.mark.distributed
 

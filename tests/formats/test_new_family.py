@@ -13,7 +13,7 @@ from models import make_tokenizer
 from transformers import GenerationConfig, Phi3Config, Phi3ForCausalLM
 
 from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
-from grpo_mega.formats.reader import MegatronReader
+from grpo_mega.formats.reader import open_reader
 from grpo_mega.weights import families
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.spec import ModelShape, read_config
@@ -52,6 +52,6 @@ def test_the_readmes_family_converts_both_ways(tmp_path: Path, monkeypatch: pyte
     assert_same_folder(tmp_path / "back", tmp_path / "hf")
 
     shape = ModelShape.from_hf_config(read_config(tmp_path / "hf"))
-    with MegatronReader(tmp_path / "megatron", families.FAMILIES["phi3"], shape) as reader:
+    with open_reader(tmp_path / "megatron", families.FAMILIES["phi3"], shape) as reader:
         read = reader.read(Box("model.layers.1.self_attn.qkv_proj.weight", (30, 3), (61, 29)))
     assert torch.equal(read, model.model.layers[1].self_attn.qkv_proj.weight[30:61, 3:29])

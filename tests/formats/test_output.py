@@ -119,8 +119,8 @@ def test_bytes_that_changed_on_the_disk_are_found_when_read_back(tmp_path: Path,
 
 
 def fingerprint_of(source: Path, folder: Path) -> str:
+    from grpo_mega.formats.convert import megatron_plan
     from grpo_mega.formats.detect import find_checkpoint
-    from grpo_mega.formats.layouts import megatron_plan
 
     checkpoint = find_checkpoint(source)
     return megatron_plan(checkpoint, checkpoint.open(), None).fingerprint()  # type: ignore[arg-type]

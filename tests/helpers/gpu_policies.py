@@ -14,7 +14,7 @@ from models import make_config
 from torch import Tensor
 
 from grpo_mega.batching.pack import pack
-from grpo_mega.formats.random_init import random_reader
+from grpo_mega.formats.reader import random_reader
 from grpo_mega.hardware import kernels
 from grpo_mega.hardware.device import Device
 from grpo_mega.megatron import runtime as runtimes

@@ -12,7 +12,7 @@ from typing import Any
 from gpu_policies import SIZES, make_policy, make_sample, packed, precision_of
 from models import make_config
 
-from grpo_mega.formats.random_init import random_reader
+from grpo_mega.formats.reader import random_reader
 from grpo_mega.hardware.device import Device
 from grpo_mega.types import Sample
 from grpo_mega.weights.families import family_of

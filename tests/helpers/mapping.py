@@ -1,6 +1,6 @@
-"""What rank holds what, filled with numbers that cannot be confused, and a plan's execution in one process.
+"""The shards of all ranks, filled with numbers that cannot be confused, and a plan's execution in one process.
 
-A "side" here is the list of what all ranks hold, of a Megatron layout or of engines. Weights are int64 numbers, all different
+A "side" here is the list of all ranks' shards, of a Megatron layout or of engines. Weights are int64 numbers, all different
 and none 0: a wrong, missing or doubled element cannot go unseen.
 """
 
@@ -12,17 +12,18 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from grpo_mega.weights.apply import fill
-from grpo_mega.weights.boxes import Box, Holding, region
-from grpo_mega.weights.layout import MegatronLayout, megatron_holding
+from grpo_mega.weights.apply import load_shards
+from grpo_mega.weights.boxes import Box, RankShards, region
+from grpo_mega.weights.layout import MegatronLayout, ShardLayout, megatron_rank_shards
+from grpo_mega.weights.plan import Plan, plan_transfers
 from grpo_mega.weights.spec import Family, ModelShape
 from grpo_mega.weights.transfers import Transfer
 
 Tensors = dict[str, Tensor]
 
 
-def megatron_side(family: Family, shape: ModelShape, layout: MegatronLayout, *, fused_norms: bool = False) -> list[Holding]:
-    return [megatron_holding(family, shape, layout, rank, fused_norms=fused_norms) for rank in range(layout.world_size)]
+def megatron_side(family: Family, shape: ModelShape, layout: MegatronLayout, *, fused_norms: bool = False) -> list[RankShards]:
+    return [megatron_rank_shards(family, shape, layout, rank, fused_norms=fused_norms) for rank in range(layout.world_size)]
 
 
 def numbered(family: Family, shape: ModelShape) -> Tensors:
@@ -37,16 +38,22 @@ def slice_of(tensors: Tensors, box: Box) -> Tensor:
     return tensors[box.tensor][region(box.start, box.shape)]
 
 
-def blank(side: Sequence[Holding]) -> list[Tensors]:
+def plan(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_per_node: int | None = None) -> Plan:
+    """Plan for shards that are listed tensor by tensor. `ranks_per_node` None: all ranks are on one node."""
+    ranks_per_node = ranks_per_node or max(len(sources), len(targets))
+    return plan_transfers(ShardLayout.of_ranks(sources), ShardLayout.of_ranks(targets), ranks_per_node=ranks_per_node)
+
+
+def blank(side: Sequence[RankShards]) -> list[Tensors]:
     """Each rank's tensors, all 0."""
-    return [{name: torch.zeros(local.shape, dtype=torch.int64) for name, local in holding.items()} for holding in side]
+    return [{name: torch.zeros(local.shape, dtype=torch.int64) for name, local in shards.items()} for shards in side]
 
 
-def filled(side: Sequence[Holding], tensors: Tensors) -> list[Tensors]:
+def filled(side: Sequence[RankShards], tensors: Tensors) -> list[Tensors]:
     """Each rank's tensors as a load gives them."""
     ranks = blank(side)
-    for holding, local in zip(side, ranks, strict=True):
-        fill(holding, local, lambda box: slice_of(tensors, box))
+    for shards, local in zip(side, ranks, strict=True):
+        load_shards(shards, local, lambda box: slice_of(tensors, box))
     return ranks
 
 
@@ -59,7 +66,7 @@ def simulate(transfers: Iterable[Transfer], sources: list[Tensors], targets: lis
         place.copy_(taken)
 
 
-def lower_bound(source: Holding, target: Holding, tensors: Tensors) -> int:
+def lower_bound(source: RankShards, target: RankShards, tensors: Tensors) -> int:
     """Elements that a rank must receive: all that its pieces hold, less what stands in its own source pieces."""
     held: dict[str, torch.Tensor] = {}
     for local in source.values():

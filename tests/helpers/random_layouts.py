@@ -9,10 +9,18 @@ from typing import get_args
 
 from hypothesis import strategies as st
 
-from grpo_mega.weights.boxes import Holding
+from grpo_mega.weights.boxes import RankShards
 from grpo_mega.weights.families import FAMILIES, family_of
-from grpo_mega.weights.layout import EngineLayout, MegatronLayout, RankOrder, hf_holding
-from grpo_mega.weights.sides import Side, engine_side, hf_side, megatron_side
+from grpo_mega.weights.layout import (
+    EngineLayout,
+    MegatronLayout,
+    RankOrder,
+    ShardLayout,
+    engine_shards,
+    hf_rank_shards,
+    hf_shards,
+    megatron_shards,
+)
 from grpo_mega.weights.spec import Family, ModelShape
 
 
@@ -34,27 +42,27 @@ class Case:
     def world_size(self) -> int:
         return max(self.layouts[0].world_size, self.engine.world_size) + self.num_idle
 
-    def trainer(self, index: int = 0) -> Side:
-        return megatron_side(self.family, self.shape, self.layouts[index], fused_norms=self.fused_norms)
+    def trainer(self, index: int = 0) -> ShardLayout:
+        return megatron_shards(self.family, self.shape, self.layouts[index], fused_norms=self.fused_norms)
 
-    def servers(self) -> Side:
-        return engine_side(self.family, self.shape, self.engine, self.world_size)
+    def servers(self) -> ShardLayout:
+        return engine_shards(self.family, self.shape, self.engine, self.world_size)
 
-    def embedded(self) -> Side:
+    def embedded(self) -> ShardLayout:
         """On the first few ranks."""
-        return hf_side(self.family, self.shape, min(4, self.world_size))
+        return hf_shards(self.family, self.shape, min(4, self.world_size))
 
-    def side(self, index: int) -> list[Holding]:
-        return holdings(self.trainer(index))
+    def side(self, index: int) -> list[RankShards]:
+        return shards_by_rank(self.trainer(index))
 
-    def engines(self, holds: Sequence[bool]) -> list[Holding]:
+    def engines(self, holds: Sequence[bool]) -> list[RankShards]:
         """Whole tensors on the ranks that `holds` names, nothing elsewhere."""
-        return [hf_holding(self.family, self.shape) if is_engine else {} for is_engine in holds]
+        return [hf_rank_shards(self.family, self.shape) if is_engine else {} for is_engine in holds]
 
 
-def holdings(side: Side) -> list[Holding]:
+def shards_by_rank(side: ShardLayout) -> list[RankShards]:
     """By rank, tensor by tensor."""
-    return [side.holding(rank) for rank in range(side.world_size)]
+    return [side.rank_shards(rank) for rank in range(side.world_size)]
 
 
 @st.composite

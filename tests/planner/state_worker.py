@@ -19,7 +19,7 @@ from ranks import run_cases
 from torch import Tensor
 
 from grpo_mega.algorithm.losses import LossOutputs
-from grpo_mega.formats.random_init import random_reader
+from grpo_mega.formats.reader import random_reader
 from grpo_mega.hardware import device as devices
 from grpo_mega.hardware.cards import CARDS
 from grpo_mega.megatron import runtime as runtimes

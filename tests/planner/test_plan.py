@@ -23,7 +23,7 @@ from grpo_mega.planner.memory import PHASES
 from grpo_mega.planner.plan import MARGIN, Plan, make_plan
 from grpo_mega.planner.report import sections
 from grpo_mega.planner.suggest import suggest
-from grpo_mega.weights.layout import megatron_holding
+from grpo_mega.weights.layout import megatron_rank_shards
 
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",
@@ -150,7 +150,7 @@ def test_parameters_are_those_that_the_mapping_of_weights_holds(make_config: Mak
         setup = plan.setup
         for stage in plan.stages:
             rank = next(r for r in range(setup.world_size) if setup.layout.place(r)[1] == stage.pp_rank)
-            holding = megatron_holding(setup.family, setup.shape, setup.layout, rank)
+            holding = megatron_rank_shards(setup.family, setup.shape, setup.layout, rank)
             elements = sum(_size(tensor.shape) for tensor in holding.values())
             assert stage.state.num_parameters == elements
         assert weight_elements(setup.family, setup.shape, None) == plan.checkpoint.inputs["parameters"]

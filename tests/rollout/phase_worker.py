@@ -18,7 +18,7 @@ from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.phase import Generator, Phase
 from grpo_mega.types import Group, Prompt, Sample
-from grpo_mega.weights.apply import fill
+from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
@@ -51,8 +51,8 @@ class Ranks:
             prove=False,
         )
         weights = dict(MODEL.named_parameters())
-        holding = self.engine.side().holding(rank)
-        fill(holding, self.engine.tensors(), lambda box: weights[box.tensor][region(box.start, box.shape)])
+        holding = self.engine.shard_layout().rank_shards(rank)
+        load_shards(holding, self.engine.tensors(), lambda box: weights[box.tensor][region(box.start, box.shape)])
         self.engine.version = 1
         RENDEZVOUS[0] = RENDEZVOUS[0] or Rendezvous(dist.distributed_c10d._get_default_store(), rank, WORLD_SIZE)
         self.rendezvous = RENDEZVOUS[0]

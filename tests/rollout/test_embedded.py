@@ -11,12 +11,12 @@ import pytest
 import torch
 from models import FAMILIES, VOCAB_SIZE, make_model, save_checkpoint
 
-from grpo_mega.formats.hf_io import CheckpointReader
+from grpo_mega.formats.reader import open_hf_reader
 from grpo_mega.hardware.device import Device
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.types import Group, Prompt, Sample
-from grpo_mega.weights.apply import fill
+from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
@@ -36,7 +36,7 @@ def make_engine(model: Any, max_concurrent: int = 256, read: Any = None) -> Embe
     )
     parameters = dict(model.named_parameters())
     read = read or (lambda box: parameters[box.tensor][region(box.start, box.shape)])
-    fill(engine.side().holding(0), engine.tensors(), read)
+    load_shards(engine.shard_layout().rank_shards(0), engine.tensors(), read)
     engine.version = 7
     return engine
 
@@ -115,7 +115,7 @@ def test_experts_whose_rows_are_no_multiple_of_16_bytes_are_computed(
     """torch.grouped_mm refuses them. The oracle multiplies in float64, with each token's experts gathered."""
     model = make_model(family, seed=3, **changes)
     save_checkpoint(model, tmp_path / "model")
-    with CheckpointReader(tmp_path / "model") as reader:
+    with open_hf_reader(tmp_path / "model") as reader:
         engine = make_engine(model, read=reader.read)
     groups = generate(engine, make_prompts(), SAMPLING, step=0)
     model.set_experts_implementation("batched_mm")

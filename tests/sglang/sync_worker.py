@@ -41,9 +41,8 @@ from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
-from grpo_mega.weights.layout import EngineLayout
-from grpo_mega.weights.plan import plan_sides
-from grpo_mega.weights.sides import Side, engine_side
+from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards
+from grpo_mega.weights.plan import plan_transfers
 
 WORLD_SIZE = 4
 SIZES = {"num_hidden_layers": 8, "num_key_value_heads": 4, "intermediate_size": 128}
@@ -89,7 +88,7 @@ class Idle:
 
 @contextmanager
 def engine_of(
-    case: Case, model: ModelFiles, side: Side, tp: int, runtime: Runtime, folder: Path
+    case: Case, model: ModelFiles, side: ShardLayout, tp: int, runtime: Runtime, folder: Path
 ) -> Iterator[SGLangEngine | Idle]:
     """One server at the first `tp` ranks, which has begun to start."""
     rank = runtime.rank
@@ -161,7 +160,11 @@ def take_step(policy: Policy, config: Config) -> None:
 
 
 def sync_layout(
-    config: Config, runtime: Runtime, rendezvous: Rendezvous, engines: dict[int, tuple[Side, SGLangEngine | Idle]], version: int
+    config: Config,
+    runtime: Runtime,
+    rendezvous: Rendezvous,
+    engines: dict[int, tuple[ShardLayout, SGLangEngine | Idle]],
+    version: int,
 ) -> None:
     model = model_files.read_model(config)
     policy = model_files.build_policy(config, model, runtime)
@@ -169,7 +172,7 @@ def sync_layout(
     folder = model.folder.parent
     model_files.export_policy(policy, model, folder / f"hf{version}")
     for tp, (side, engine) in engines.items():
-        plan = plan_sides(policy.side(), side, ranks_per_node=WORLD_SIZE)
+        plan = plan_transfers(policy.shard_layout(), side, ranks_per_node=WORLD_SIZE)
         all_gather = partial(rendezvous.all_gather, deadline_s=DEADLINE_S)
         WeightSync(plan, torch.float32, BUCKET_BYTES, all_gather).sync_weights(policy, engine, version=version)
         if runtime.rank == 0:
@@ -186,10 +189,10 @@ def sync_layout(
     sync_flipped(policy, engine, side, rendezvous)
 
 
-def sync_flipped(policy: Policy, engine: SGLangEngine | Idle, side: Side, rendezvous: Rendezvous) -> None:
+def sync_flipped(policy: Policy, engine: SGLangEngine | Idle, side: ShardLayout, rendezvous: Rendezvous) -> None:
     """A byte that changes on the way is noticed on every rank, and its tensor named."""
     spoiled = Flipping(engine, bucket=1) if isinstance(engine, SGLangEngine) else engine
-    plan = plan_sides(policy.side(), side, ranks_per_node=WORLD_SIZE)
+    plan = plan_transfers(policy.shard_layout(), side, ranks_per_node=WORLD_SIZE)
     sync = WeightSync(plan, torch.float32, BUCKET_BYTES, partial(rendezvous.all_gather, deadline_s=DEADLINE_S))
     try:
         sync.sync_weights(policy, spoiled, version=99)
@@ -211,7 +214,7 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
     rendezvous.all_gather("the checkpoint", None, DEADLINE_S)
     model = model_files.read_model(config)
     sides = {
-        tp: engine_side(model.family, model.shape, EngineLayout(tp, 1), WORLD_SIZE, quantise=case.quantise)
+        tp: engine_shards(model.family, model.shape, EngineLayout(tp, 1), WORLD_SIZE, quantise=case.quantise)
         for tp in case.engine_tps
     }
     with ExitStack() as stack:

@@ -31,7 +31,7 @@ from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt, Sample
-from grpo_mega.weights.sides import Side
+from grpo_mega.weights.layout import ShardLayout
 
 pytestmark = pytest.mark.sglang
 
@@ -243,7 +243,7 @@ def test_what_the_server_refuses_is_said_and_not_tried_again(client: Client) -> 
 def test_a_prompt_that_leaves_no_room_for_its_response_is_refused_before_anything_is_sent(model: Path, tmp_path: Path) -> None:
     settings = replace(make_settings(model, tmp_path, tp=2), rank=1, world_size=2)  # starts no server and sends nothing
     rendezvous: Any = None
-    engine = SGLangEngine(settings, Side(((), ())), rendezvous, HostBuckets())
+    engine = SGLangEngine(settings, ShardLayout(((), ())), rendezvous, HostBuckets())
     fits = replace(PROMPTS[0], token_ids=(5,) * (512 - SAMPLING.max_response_length))
     assert engine.generate({0: fits}, SAMPLING, step=0, on_sample=lambda _: None) == {}
     too_long = replace(fits, token_ids=(*fits.token_ids, 5))

@@ -156,7 +156,7 @@ CASES = [
     Case("shard with a hole", (SHARD, "hole of 4 bytes", "fetch"), spoil=header(lambda h: shift(h, 4))),
     Case("shard out of range", (SHARD, "cut short", "fetch"), spoil=header(lambda h: grow(h, 128))),
     Case("shard names twice", (SHARD, "stands there twice", "fetch"), spoil=header(lambda h: h.append(h[-1]))),
-    Case("shard with more", (SHARD, "its header tells of", "fetch"), spoil=header(lambda h: h.remove(max(h, key=end_of)))),
+    Case("shard with more", (SHARD, "its header describes", "fetch"), spoil=header(lambda h: h.remove(max(h, key=end_of)))),
     Case(
         "tensor in two shards",
         ("model-00003-of-00006.safetensors", "and so does", SHARD, "fetch"),

@@ -22,13 +22,12 @@ from grpo_mega.errors import SyncError
 from grpo_mega.rollout.sglang import loader
 from grpo_mega.rollout.sglang.update import padded, parameters
 from grpo_mega.sync.weight_sync import WeightSync
-from grpo_mega.weights.apply import Bucket, fill
-from grpo_mega.weights.boxes import Box, Holding, region
+from grpo_mega.weights.apply import Bucket, load_shards
+from grpo_mega.weights.boxes import Box, RankShards, region
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.layout import EngineLayout, MegatronLayout
-from grpo_mega.weights.plan import plan_sides
-from grpo_mega.weights.receive import Entry, differing, differing_blocks, part_of, put, scales_name
-from grpo_mega.weights.sides import Side, engine_side, hf_side, megatron_side
+from grpo_mega.weights.layout import EngineLayout, MegatronLayout, ShardLayout, engine_shards, hf_shards, megatron_shards
+from grpo_mega.weights.plan import plan_transfers
+from grpo_mega.weights.receive import Entry, mismatched_blocks, mismatched_tensors, scales_name, subtensor, write_entries
 from grpo_mega.weights.spec import ModelShape
 from tests.oracles import fp8_blocks as oracle
 
@@ -45,7 +44,7 @@ BUCKETS = (1 << 16, 1 << 22)
 class Case:
     shape: ModelShape
     trainer: MegatronLayout
-    targets: Callable[[bool], Side]  # quantised or not
+    targets: Callable[[bool], ShardLayout]  # quantised or not
     dtype: torch.dtype  # of what is not quantised, and of an engine that keeps no blocks
 
     @property
@@ -64,13 +63,13 @@ def weights_of(shape: ModelShape) -> Tensors:
     return made
 
 
-def to_engines(shape: ModelShape, layout: EngineLayout) -> Callable[[bool], Side]:
+def to_engines(shape: ModelShape, layout: EngineLayout) -> Callable[[bool], ShardLayout]:
     family = family_of(shape.model_type)
-    return lambda quantise: engine_side(family, shape, layout, WORLD_SIZE, quantise=quantise)
+    return lambda quantise: engine_shards(family, shape, layout, WORLD_SIZE, quantise=quantise)
 
 
-def to_replicas(shape: ModelShape) -> Callable[[bool], Side]:
-    return lambda quantise: hf_side(family_of(shape.model_type), shape, WORLD_SIZE, quantise=quantise)
+def to_replicas(shape: ModelShape) -> Callable[[bool], ShardLayout]:
+    return lambda quantise: hf_shards(family_of(shape.model_type), shape, WORLD_SIZE, quantise=quantise)
 
 
 def all_cases() -> Iterator[tuple[str, Case]]:
@@ -113,9 +112,9 @@ def quantised_of(shape: ModelShape) -> Quantised:
 class Engine:
     """Plain tensors that receive; `keeps_blocks` as a server on a GPU does. One byte may change before it is loaded."""
 
-    def __init__(self, side: Side, rank: int, dtype: torch.dtype, *, keeps_blocks: bool) -> None:
-        self.holding, self.version, self.flipped = side.holding(rank), -1, ""
-        self.quantised = side.quantised_holding(rank)
+    def __init__(self, side: ShardLayout, rank: int, dtype: torch.dtype, *, keeps_blocks: bool) -> None:
+        self.holding, self.version, self.flipped = side.rank_shards(rank), -1, ""
+        self.quantised = side.quantised_shards(rank)
         self.tensors = {
             name: torch.zeros(t.shape, dtype=E4M3 if keeps_blocks and name in self.quantised else dtype)
             for name, t in self.holding.items()
@@ -137,20 +136,20 @@ class Engine:
             if self.flip is not None and entry.is_quantised:
                 bucket.values[self.flip(bucket, entry)] ^= 1
                 self.flipped, self.flip = entry.target, None
-        put(bucket.entries, bucket.values, self.tensors, bucket.dtype)
+        write_entries(bucket.entries, bucket.values, self.tensors, bucket.dtype)
         self._entries += bucket.entries
-        self._problems += differing_blocks(bucket.entries, bucket.values, self.tensors)
+        self._problems += mismatched_blocks(bucket.entries, bucket.values, self.tensors)
 
     def end_update(self, version: int) -> list[str]:
-        problems = self._problems + differing(self._entries, self.tensors)
+        problems = self._problems + mismatched_tensors(self._entries, self.tensors)
         self.version = self.version if problems else version
         return problems
 
 
 class Policy:
-    def __init__(self, holding: Holding, weights: Tensors) -> None:
+    def __init__(self, holding: RankShards, weights: Tensors) -> None:
         self._tensors = {name: torch.zeros(local.shape) for name, local in holding.items()}
-        fill(holding, self._tensors, lambda box: slice_of(weights, box))
+        load_shards(holding, self._tensors, lambda box: slice_of(weights, box))
 
     def tensors(self) -> Tensors:
         return self._tensors
@@ -162,16 +161,16 @@ def meet(phase: str, mine: list[str]) -> list[list[str]]:
     return found
 
 
-def parts_of(case: Case, rank: int) -> tuple[Side, Side, Side, Policy]:
+def parts_of(case: Case, rank: int) -> tuple[ShardLayout, ShardLayout, ShardLayout, Policy]:
     """The trainer, the quantised and the plain targets, and this rank's policy."""
-    trainer = megatron_side(family_of(case.shape.model_type), case.shape, case.trainer)
-    holding = trainer.holding(rank) if rank < trainer.world_size else {}
+    trainer = megatron_shards(family_of(case.shape.model_type), case.shape, case.trainer)
+    holding = trainer.rank_shards(rank) if rank < trainer.world_size else {}
     return trainer, case.targets(True), case.targets(False), Policy(holding, case.weights)
 
 
 def arrives(case: Case, rank: int, folder: Path) -> None:
     trainer, targets, plain, policy = parts_of(case, rank)
-    quantised, made = quantised_of(case.shape), plan_sides(trainer, targets, ranks_per_node=2)
+    quantised, made = quantised_of(case.shape), plan_transfers(trainer, targets, ranks_per_node=2)
     for bucket_bytes, keeps_blocks in product(BUCKETS, (True, False)):
         engine = Engine(targets, rank, case.dtype, keeps_blocks=keeps_blocks)
         received = WeightSync(made, case.dtype, bucket_bytes, meet).sync_weights(policy, engine, version=3)
@@ -179,7 +178,7 @@ def arrives(case: Case, rank: int, folder: Path) -> None:
         assert received == made.traffic(case.dtype.itemsize).received[rank]
         check_tensors(case, engine, quantised, keeps_blocks=keeps_blocks)
     assert len(made.rounds(BUCKETS[0], case.dtype.itemsize)) > 4
-    before, after = plan_sides(trainer, plain, ranks_per_node=2).traffic(2).moved, made.traffic(2).moved
+    before, after = plan_transfers(trainer, plain, ranks_per_node=2).traffic(2).moved, made.traffic(2).moved
     assert not before or 0.5 < after / before < (0.57 if case.shape is ODD else 0.53), (after, before)
 
 
@@ -208,7 +207,7 @@ def names_a_flipped_byte(rank: int, folder: Path) -> None:
     """Of a value and of a scale, where blocks are kept and where they are not; nothing is the worse for it."""
     case = dict(all_cases())["dense tp2 pp2 to tp2"]
     trainer, targets, _, policy = parts_of(case, rank)
-    sync = WeightSync(plan_sides(trainer, targets, ranks_per_node=2), case.dtype, BUCKETS[0], meet)
+    sync = WeightSync(plan_transfers(trainer, targets, ranks_per_node=2), case.dtype, BUCKETS[0], meet)
     quantised = quantised_of(case.shape)
     flips: list[Callable[[Bucket, Entry], int]] = [
         lambda bucket, entry: entry.start + 5,
@@ -231,10 +230,10 @@ def goes_through_the_servers_loader(rank: int, folder: Path) -> None:
         case = dict(all_cases())[name]
         trainer, targets, _, policy = parts_of(case, rank)
         engine = ServedEngine(targets, rank, case.dtype, folder / f"report{rank}.json")
-        sync = WeightSync(plan_sides(trainer, targets, ranks_per_node=2), case.dtype, BUCKETS[0], meet)
+        sync = WeightSync(plan_transfers(trainer, targets, ranks_per_node=2), case.dtype, BUCKETS[0], meet)
         sync.sync_weights(policy, engine, version=6)
         plain = Engine(targets, rank, case.dtype, keeps_blocks=True)
-        plain.tensors = {n: part_of(engine.parameters, n) for n in plain.tensors}
+        plain.tensors = {n: subtensor(engine.parameters, n) for n in plain.tensors}
         check_tensors(case, plain, quantised_of(case.shape), keeps_blocks=True)
         engine.flip = lambda bucket, entry: entry.start
         with raises(SyncError, "at rank 0: model.*(weight|w13_weight.*|w2_weight.*);"):
@@ -244,7 +243,7 @@ def goes_through_the_servers_loader(rank: int, folder: Path) -> None:
 class ServedEngine(Engine):
     """A module with the parameters of a server on a GPU, filled by the server's own loader."""
 
-    def __init__(self, side: Side, rank: int, dtype: torch.dtype, report: Path) -> None:
+    def __init__(self, side: ShardLayout, rank: int, dtype: torch.dtype, report: Path) -> None:
         super().__init__(side, rank, dtype, keeps_blocks=True)
         self.model, self._report = torch.nn.Module(), report
         self._wanted = parameters(self.holding, self.quantised, dtype)
@@ -294,7 +293,7 @@ class ServedEngine(Engine):
 def moves_nothing_more_without_proof(rank: int, folder: Path) -> None:
     case = replace(dict(all_cases())["dense tp4 to tp2"], dtype=torch.bfloat16)
     trainer, targets, _, policy = parts_of(case, rank)
-    made = plan_sides(trainer, targets, ranks_per_node=2)
+    made = plan_transfers(trainer, targets, ranks_per_node=2)
     engine = Engine(targets, rank, case.dtype, keeps_blocks=True)
     engine.end_update = lambda version: []  # type: ignore[method-assign]
     received = WeightSync(made, case.dtype, BUCKETS[1], meet, prove=False).sync_weights(policy, engine, version=8)

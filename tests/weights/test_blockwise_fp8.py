@@ -16,9 +16,8 @@ from grpo_mega.validation.engine import served_card_problems
 from grpo_mega.validation.precision import rollout_block_problems
 from grpo_mega.weights import fp8_blocks as blockwise_fp8
 from grpo_mega.weights.families import FAMILIES, family_of
-from grpo_mega.weights.layout import EngineLayout, MegatronLayout
-from grpo_mega.weights.plan import plan_sides
-from grpo_mega.weights.sides import engine_side, megatron_side
+from grpo_mega.weights.layout import EngineLayout, MegatronLayout, engine_shards, megatron_shards
+from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.spec import ModelShape
 from tests.oracles import fp8_blocks as oracle
 
@@ -177,10 +176,10 @@ def test_the_last_block_may_be_smaller_where_nothing_is_fused_behind_it() -> Non
 @pytest.mark.parametrize("shape", [QWEN_72B, QWEN_SMALL])
 def test_what_is_refused_cannot_be_planned_either(shape: ModelShape) -> None:
     family = family_of(shape.model_type)
-    trainer, engines = megatron_side(family, shape, MegatronLayout(tp=2)), EngineLayout(2, 1)
-    plan_sides(trainer, engine_side(family, shape, engines, 2), ranks_per_node=2)
+    trainer, engines = megatron_shards(family, shape, MegatronLayout(tp=2)), EngineLayout(2, 1)
+    plan_transfers(trainer, engine_shards(family, shape, engines, 2), ranks_per_node=2)
     with pytest.raises(WeightMappingError, match="a block of 128 that is quantised as a whole; use other"):
-        plan_sides(trainer, engine_side(family, shape, engines, 2, quantise=True), ranks_per_node=2)
+        plan_transfers(trainer, engine_shards(family, shape, engines, 2, quantise=True), ranks_per_node=2)
 
 
 @pytest.mark.parametrize(
@@ -200,9 +199,10 @@ def test_a_server_on_a_gpu_that_cannot_hold_blocks_is_refused(dtype: str, capabi
 
 def test_the_plan_of_a_large_model_moves_about_half_the_bytes() -> None:
     family, layout, engines = family_of("llama"), MegatronLayout(tp=4, pp=4, dp=4), EngineLayout(8, 8)
-    trainer = megatron_side(family, LLAMA_70B, layout)
+    trainer = megatron_shards(family, LLAMA_70B, layout)
     plain, quantised = (
-        plan_sides(trainer, engine_side(family, LLAMA_70B, engines, 64, quantise=on), ranks_per_node=8) for on in (False, True)
+        plan_transfers(trainer, engine_shards(family, LLAMA_70B, engines, 64, quantise=on), ranks_per_node=8)
+        for on in (False, True)
     )
     ratio = quantised.traffic(2).moved / plain.traffic(2).moved
     assert 0.5 < ratio < 0.52, ratio

@@ -18,9 +18,9 @@ from grpo_mega.weights.layout import (
     MegatronLayout,
     check_engine_layout,
     check_megatron_layout,
-    engine_holding,
-    hf_holding,
-    megatron_holding,
+    engine_rank_shards,
+    hf_rank_shards,
+    megatron_rank_shards,
 )
 from grpo_mega.weights.spec import ModelShape
 
@@ -100,7 +100,7 @@ def test_every_parameter_of_a_server_is_cut_as_sglang_cuts_it(family_name: str, 
     family = family_of(family_name)
     shape = shape_of(family_name, num_kv_heads=num_kv_heads, tied=tied)
     tensors = numbered(family, shape)
-    side = [engine_holding(family, shape, EngineLayout(tp, num_engines=2), rank) for rank in range(2 * tp + 1)]
+    side = [engine_rank_shards(family, shape, EngineLayout(tp, num_engines=2), rank) for rank in range(2 * tp + 1)]
     found, expected = filled(side, tensors), sglang_model(tensors, shape, tp)
     assert found[-1] == {}
     for rank in range(2 * tp):
@@ -126,7 +126,7 @@ def test_the_vocabulary_is_padded_to_64_or_where_that_does_not_divide_to_64_for_
     shape = replace(shape_of("llama", num_kv_heads=8, vocab=vocab), num_heads=24, num_kv_heads=24)
     family = family_of("llama")
     tensors = numbered(family, shape)
-    side = [engine_holding(family, shape, EngineLayout(tp), rank) for rank in range(tp)]
+    side = [engine_rank_shards(family, shape, EngineLayout(tp), rank) for rank in range(tp)]
     found = [rank["lm_head.weight"] for rank in filled(side, tensors)]
     assert [t.tolist() for t in found] == [t.tolist() for t in vocab_parallel(tensors["lm_head.weight"], tp)]
 
@@ -190,7 +190,7 @@ def test_experts_ranks_are_megatrons(layout: MegatronLayout) -> None:
 def test_a_trainer_rank_holds_a_run_of_the_experts_and_the_whole_router() -> None:
     shape = replace(shape_of("mixtral", num_kv_heads=2), num_experts=4)
     layout = MegatronLayout(tp=2, dp=2, ep=2)
-    held = megatron_holding(family_of("mixtral"), shape, layout, rank=3)  # tp rank 1, ep rank 1
+    held = megatron_rank_shards(family_of("mixtral"), shape, layout, rank=3)  # tp rank 1, ep rank 1
     experts = {name: local for name, local in held.items() if "layers.1.mlp.experts" in name}
     assert list(experts) == [
         f"chunk0.decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc{n}.weight" for e in (0, 1) for n in (1, 2)
@@ -229,7 +229,7 @@ def test_the_experts_of_a_config_are_read_under_both_names_and_dense_models_have
     assert (dense.num_experts, dense.moe_ffn) == (0, 0)
     names = family_of("qwen3_moe").hf_tensors(shape)
     assert names["model.layers.1.mlp.experts.15.down_proj.weight"] == (8, 24)
-    assert names.keys() == hf_holding(family_of("qwen3_moe"), shape).keys()
+    assert names.keys() == hf_rank_shards(family_of("qwen3_moe"), shape).keys()
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,16 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mapping import assert_equal, blank, filled, lower_bound, numbered, simulate
-from random_layouts import Case, cases, holdings
+from mapping import assert_equal, blank, filled, lower_bound, numbered, plan, simulate
+from random_layouts import Case, cases, shards_by_rank
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.weights.boxes import Holding, region
+from grpo_mega.weights.boxes import RankShards, region
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.layout import EngineLayout, MegatronLayout
-from grpo_mega.weights.plan import Plan, Traffic, Transfer, plan, plan_sides
-from grpo_mega.weights.sides import Side, engine_side, megatron_side
+from grpo_mega.weights.layout import EngineLayout, MegatronLayout, ShardLayout, engine_shards, megatron_shards
+from grpo_mega.weights.plan import Plan, Traffic, plan_transfers
 from grpo_mega.weights.spec import ModelShape
+from grpo_mega.weights.transfers import Transfer
 
 few = settings(max_examples=40, deadline=None)
 nodes = st.sampled_from([1, 2, 3, 8])  # ranks on each
@@ -37,10 +37,10 @@ def traffic_of(transfers: list[Transfer], world_size: int, ranks_per_node: int) 
     return Traffic(**moved, sent=tuple(sent), received=tuple(received))
 
 
-def check(case: Case, sources: Side, targets: Side, ranks_per_node: int) -> None:
+def check(case: Case, sources: ShardLayout, targets: ShardLayout, ranks_per_node: int) -> None:
     tensors = numbered(case.family, case.shape)
-    made = plan_sides(sources, targets, ranks_per_node=ranks_per_node)
-    starts, wanted = holdings(sources), holdings(targets)
+    made = plan_transfers(sources, targets, ranks_per_node=ranks_per_node)
+    starts, wanted = shards_by_rank(sources), shards_by_rank(targets)
     start, found = filled(starts, tensors), blank(wanted)
     transfers = list(made.transfers())
     simulate(transfers, start, found)
@@ -52,7 +52,7 @@ def check(case: Case, sources: Side, targets: Side, ranks_per_node: int) -> None
         source = starts[rank] if rank < len(starts) else {}
         assert traffic.received[rank] == lower_bound(source, target, tensors)
 
-    generic = plan(starts, wanted, ranks_per_node=ranks_per_node)
+    generic = list(plan(starts, wanted, ranks_per_node).transfers())
     theirs = traffic_of(generic, made.world_size, ranks_per_node)
     assert (theirs.same_rank, theirs.same_node, theirs.between_nodes, theirs.received) == (
         (traffic.same_rank, traffic.same_node, traffic.between_nodes, traffic.received)
@@ -98,7 +98,7 @@ def test_the_ranks_of_an_engine_hold_every_element_exactly_once_replicas_aside(c
     counts = {name: torch.zeros_like(t) for name, t in tensors.items()}
     side = case.servers()
     for tp_rank in range(tp):
-        for name, local in side.holding(tp_rank).items():
+        for name, local in side.rank_shards(tp_rank).items():
             written = torch.zeros(local.shape, dtype=torch.int64)
             for piece in local.pieces:
                 counts[piece.box.tensor][region(piece.box.start, piece.box.shape)] += 1
@@ -115,8 +115,8 @@ def test_the_ranks_of_an_engine_hold_every_element_exactly_once_replicas_aside(c
             copies = 2 if name == "model.embed_tokens.weight" and shape.tied and not case.family.engine_ties else 1
         assert (found == copies).all(), f"{name}: {found.unique().tolist()} instead of {copies}"
     for rank in range(side.world_size):
-        expected = side.holding(rank % tp) if rank < case.engine.world_size else {}
-        assert side.holding(rank) == expected
+        expected = side.rank_shards(rank % tp) if rank < case.engine.world_size else {}
+        assert side.rank_shards(rank) == expected
 
 
 LLAMA = ModelShape("llama", num_layers=7, hidden=4, ffn=32, num_heads=8, num_kv_heads=8, head_dim=2, vocab=64, tied=False)
@@ -128,8 +128,8 @@ MIXTURE = ModelShape(
 def plan_for(shape: ModelShape, layout: MegatronLayout, engines: EngineLayout, ranks_per_node: int = 8) -> Plan:
     family = family_of(shape.model_type)
     world_size = max(layout.world_size, engines.world_size)
-    return plan_sides(
-        megatron_side(family, shape, layout), engine_side(family, shape, engines, world_size), ranks_per_node=ranks_per_node
+    return plan_transfers(
+        megatron_shards(family, shape, layout), engine_shards(family, shape, engines, world_size), ranks_per_node=ranks_per_node
     )
 
 
@@ -150,9 +150,9 @@ def test_replicas_share_the_sending_however_few_the_engines(shape: ModelShape, n
     """Eight replicas on nodes of their own; the engines hold nothing."""
     layout = MegatronLayout(dp=8)
     family = family_of(shape.model_type)
-    trainer = megatron_side(family, shape, layout)
-    servers = engine_side(family, shape, EngineLayout(1, num_engines), num_engines)
-    made = plan_sides(trainer, Side(((),) * 8 + servers.blocks), ranks_per_node=1)
+    trainer = megatron_shards(family, shape, layout)
+    servers = engine_shards(family, shape, EngineLayout(1, num_engines), num_engines)
+    made = plan_transfers(trainer, ShardLayout(((),) * 8 + servers.blocks), ranks_per_node=1)
     sent = made.traffic(itemsize=1).sent[:8]
     assert sum(sent) == num_engines * sum(t.numel() for t in numbered(family, shape).values())
     assert max(sent) < 1.35 * sum(sent) / 8, sent
@@ -176,13 +176,13 @@ def test_experts_are_planned_together_too() -> None:
 def test_a_side_that_lacks_layers_is_refused() -> None:
     shallow = replace(LLAMA, num_layers=6)
     family = family_of("llama")
-    targets = engine_side(family, LLAMA, EngineLayout(), 1)
-    with pytest.raises(WeightMappingError, match=r"layers 0 to 6, .* of which no rank holds some; plan for one and the same"):
-        plan_sides(megatron_side(family, shallow, MegatronLayout()), targets, ranks_per_node=1)
+    targets = engine_shards(family, LLAMA, EngineLayout(), 1)
+    with pytest.raises(WeightMappingError, match=r"layers 0 to 6, .* and the sources lack some; plan for one and the same"):
+        plan_transfers(megatron_shards(family, shallow, MegatronLayout()), targets, ranks_per_node=1)
 
 
 def test_holdings_of_a_side_are_those_of_its_layout() -> None:
-    side: list[Holding] = holdings(megatron_side(family_of("llama"), LLAMA, MegatronLayout(pp=2)))
+    side: list[RankShards] = shards_by_rank(megatron_shards(family_of("llama"), LLAMA, MegatronLayout(pp=2)))
     assert "chunk0.decoder.layers.3.mlp.linear_fc2.weight" in side[0]
     assert "chunk0.decoder.layers.3.mlp.linear_fc2.weight" not in side[1]  # three layers, counted from its first
     [piece] = side[1]["chunk0.decoder.layers.0.mlp.linear_fc2.weight"].pieces

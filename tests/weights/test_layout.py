@@ -9,7 +9,7 @@ import torch
 from models import make_config
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.formats.random_init import random_reader
+from grpo_mega.formats.reader import random_reader
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout

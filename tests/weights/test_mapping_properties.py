@@ -8,18 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mapping import Tensors, assert_equal, blank, filled, lower_bound, numbered, simulate, slice_of
+from mapping import Tensors, assert_equal, blank, filled, lower_bound, numbered, plan, simulate, slice_of
 from random_layouts import Case, cases
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.weights.boxes import Box, Holding, LocalTensor, Piece, region
-from grpo_mega.weights.plan import plan
+from grpo_mega.weights.boxes import Box, LocalTensor, Piece, RankShards, region
 from grpo_mega.weights.spec import padded_vocab
 
 few = settings(max_examples=40, deadline=None)
 
 
-def counts_of(case: Case, side: list[Holding]) -> Tensors:
+def counts_of(case: Case, side: list[RankShards]) -> Tensors:
     """How often each element of each Hugging Face tensor stands on all ranks together."""
     counts = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in case.family.hf_tensors(case.shape).items()}
     for holding in side:
@@ -64,7 +63,7 @@ def test_pieces_fill_a_local_tensor_without_overlap_up_to_the_vocabularys_paddin
 @given(cases())
 def test_all_replicas_hold_the_same(case: Case) -> None:
     side, [layout] = case.side(0), case.layouts
-    of_place: dict[tuple[int, int, int], Holding] = {}
+    of_place: dict[tuple[int, int, int], RankShards] = {}
     for rank, holding in enumerate(side):
         tp_rank, pp_rank, _ = layout.place(rank)
         assert of_place.setdefault((tp_rank, pp_rank, layout.ep_rank(rank)), holding) == holding
@@ -77,9 +76,9 @@ def test_from_one_layout_to_another_and_back_changes_no_bit(case: Case) -> None:
     first, second = case.side(0), case.side(1)
     tensors = numbered(case.family, case.shape)
     start, there, back = filled(first, tensors), blank(second), blank(first)
-    simulate(plan(first, second), start, there)
+    simulate(plan(first, second).transfers(), start, there)
     assert_equal(there, filled(second, tensors))
-    simulate(plan(second, first), there, back)
+    simulate(plan(second, first).transfers(), there, back)
     assert_equal(back, start)
 
 
@@ -90,9 +89,9 @@ def test_engines_and_the_writer_get_whole_tensors_and_the_way_back_is_the_identi
     trainer, engines = case.side(0), case.engines(holds)
     tensors = numbered(case.family, case.shape)
     start, there, back = filled(trainer, tensors), blank(engines), blank(trainer)
-    simulate(plan(trainer, engines), start, there)
+    simulate(plan(trainer, engines).transfers(), start, there)
     assert_equal(there, [tensors if is_engine else {} for is_engine in holds])
-    simulate(plan(engines, trainer), there, back)
+    simulate(plan(engines, trainer).transfers(), there, back)
     assert_equal(back, start)
 
 
@@ -102,24 +101,24 @@ def test_a_plan_moves_what_each_rank_lacks_and_nothing_else(case: Case, to_engin
     sources, targets = case.side(0), case.engines(holds) if to_engines else case.side(1)
     tensors = numbered(case.family, case.shape)
     received: dict[int, int] = defaultdict(int)
-    for t in plan(sources, targets):
+    for t in plan(sources, targets).transfers():
         received[t.target_rank] += t.size if t.source_rank != t.target_rank else 0
     for rank, target in enumerate(targets):
         source = sources[rank] if rank < len(sources) else {}
         assert received[rank] == lower_bound(source, target, tensors)
 
 
-def whole(name: str, size: int) -> Holding:
+def whole(name: str, size: int) -> RankShards:
     return {name: LocalTensor((size,), (Piece(Box(name, (0,), (size,)), name, (0,)),))}
 
 
 def test_replicas_share_the_sending() -> None:
     """Three ranks hold 12 tensors; three others, which hold none, want them all."""
-    held: Holding = {}
+    held: RankShards = {}
     for i in range(12):
         held |= whole(f"t{i}", 5)
     sent: dict[int, int] = defaultdict(int)
-    for t in plan([held] * 3 + [{}] * 3, [{}] * 3 + [held] * 3):
+    for t in plan([held] * 3 + [{}] * 3, [{}] * 3 + [held] * 3).transfers():
         sent[t.source_rank] += t.size
     assert sent == {0: 60, 1: 60, 2: 60}
 
@@ -127,7 +126,7 @@ def test_replicas_share_the_sending() -> None:
 def test_a_target_takes_the_part_that_it_holds_from_itself_and_the_rest_from_others() -> None:
     middle = {"a": LocalTensor((4,), (Piece(Box("t", (3,), (7,)), "a", (0,)),))}
     wide = {"b": LocalTensor((10,), (Piece(Box("t", (0,), (10,)), "b", (0,)),))}
-    moved = [(t.source_rank, t.box.start[0], t.box.stop[0]) for t in plan([wide, middle], [{}, wide])]
+    moved = [(t.source_rank, t.box.start[0], t.box.stop[0]) for t in plan([wide, middle], [{}, wide]).transfers()]
     assert sorted(moved) == [(0, 0, 3), (0, 7, 10), (1, 3, 7)]
 
 

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mapping import assert_equal, blank, filled, numbered, simulate
-from random_layouts import Case, cases, holdings
+from random_layouts import Case, cases, shards_by_rank
 
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.layout import EngineLayout, MegatronLayout
-from grpo_mega.weights.plan import Plan, plan_sides
+from grpo_mega.weights.layout import EngineLayout, MegatronLayout, engine_shards, megatron_shards
+from grpo_mega.weights.plan import Plan, plan_transfers
 from grpo_mega.weights.rounds import Rounds
-from grpo_mega.weights.sides import engine_side, megatron_side
 from grpo_mega.weights.spec import ModelShape
 from grpo_mega.weights.transfers import Transfer
 
@@ -42,9 +41,9 @@ def loads(rounds: Rounds, world_size: int) -> list[tuple[dict[int, int], dict[in
 @given(cases(), st.sampled_from([1, 7, 30, 200, 100_000]))
 def test_rounds_bring_everything_once_and_keep_the_limit(case: Case, capacity: int) -> None:
     trainer, servers = case.trainer(), case.servers()
-    made = plan_sides(trainer, servers, ranks_per_node=4)
+    made = plan_transfers(trainer, servers, ranks_per_node=4)
     tensors = numbered(case.family, case.shape)
-    start, targets = filled(holdings(trainer), tensors), holdings(servers)
+    start, targets = filled(shards_by_rank(trainer), tensors), shards_by_rank(servers)
     found = blank(targets)
     rounds = made.rounds(capacity)
     for sent, received, transfers in loads(rounds, made.world_size):
@@ -59,7 +58,7 @@ def test_rounds_bring_everything_once_and_keep_the_limit(case: Case, capacity: i
 @settings(max_examples=20, deadline=None)
 @given(cases(), st.sampled_from([7, 200]))
 def test_both_ends_of_any_two_ranks_have_their_transfers_in_the_same_order(case: Case, capacity: int) -> None:
-    made = plan_sides(case.trainer(), case.servers(), ranks_per_node=4)
+    made = plan_transfers(case.trainer(), case.servers(), ranks_per_node=4)
     rounds = made.rounds(capacity)
     for index in range(min(len(rounds), 50)):
         of_rank = [rounds.of(index, rank) for rank in range(made.world_size)]
@@ -77,8 +76,8 @@ MIXTURE = ModelShape(
 def plan_for(shape: ModelShape, layout: MegatronLayout) -> Plan:
     family = family_of(shape.model_type)
     engines = EngineLayout(tp=4, num_engines=layout.world_size // 4)
-    return plan_sides(
-        megatron_side(family, shape, layout), engine_side(family, shape, engines, layout.world_size), ranks_per_node=4
+    return plan_transfers(
+        megatron_shards(family, shape, layout), engine_shards(family, shape, engines, layout.world_size), ranks_per_node=4
     )
 
 

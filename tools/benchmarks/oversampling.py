@@ -179,7 +179,7 @@ def server(config: Qwen2Config, options: argparse.Namespace, num_sequences: int,
     from grpo_mega.rollout.sglang.buckets import HostBuckets
     from grpo_mega.rollout.sglang.engine import SGLangEngine
     from grpo_mega.rollout.sglang.settings import EngineSettings
-    from grpo_mega.weights.sides import Side
+    from grpo_mega.weights.layout import ShardLayout
 
     model = folder / "model"
     model.mkdir()
@@ -196,7 +196,7 @@ def server(config: Qwen2Config, options: argparse.Namespace, num_sequences: int,
         cores=(0, 1),
         prove=False,
     )
-    return SGLangEngine(settings, Side(((),)), Rendezvous(HashStore(), 0, 1), HostBuckets())
+    return SGLangEngine(settings, ShardLayout(((),)), Rendezvous(HashStore(), 0, 1), HostBuckets())
 
 
 def begun(factor: float, prompts: int) -> int:

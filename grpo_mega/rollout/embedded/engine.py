@@ -24,8 +24,8 @@ from grpo_mega.rollout.engine import OnSample, Sampling
 from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket, Entry
-from grpo_mega.weights.receive import differing, differing_blocks, put
-from grpo_mega.weights.sides import Side, hf_side
+from grpo_mega.weights.layout import ShardLayout, hf_shards
+from grpo_mega.weights.receive import mismatched_blocks, mismatched_tensors, write_entries
 from grpo_mega.weights.spec import Family, ModelShape
 
 GROUPED_MM_ROW_BYTES = 16  # torch.grouped_mm needs rows of a multiple of so many bytes
@@ -55,7 +55,7 @@ class EmbeddedEngine:
         self.device = device.torch_device
         self.max_concurrent = max_concurrent
         self._rank, self._world_size, self._prove = rank, world_size, prove
-        self._side = hf_side(family, shape, world_size, quantise=quantise)
+        self._side = hf_shards(family, shape, world_size, quantise=quantise)
         with torch.random.fork_rng(devices=[]):
             model = AutoModelForCausalLM.from_config(
                 hf_config, dtype=dtype, attn_implementation="sdpa", **_experts_implementation(shape, dtype)
@@ -66,24 +66,24 @@ class EmbeddedEngine:
         self._received: list[Entry] = []
         self._problems: list[str] = []
 
-    def side(self) -> Side:
+    def shard_layout(self) -> ShardLayout:
         return self._side
 
     def begin_update(self) -> list[str]:
         self._received, self._problems = [], []
-        return sorted(set(self.tensors()) ^ set(self._side.holding(self._rank)))
+        return sorted(set(self.tensors()) ^ set(self._side.rank_shards(self._rank)))
 
     def allocate(self, index: int, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def load(self, bucket: Bucket) -> None:
-        put(bucket.entries, bucket.values, self.tensors(), bucket.dtype)
+        write_entries(bucket.entries, bucket.values, self.tensors(), bucket.dtype)
         if self._prove:
             self._received += bucket.entries
-            self._problems += differing_blocks(bucket.entries, bucket.values, self.tensors())
+            self._problems += mismatched_blocks(bucket.entries, bucket.values, self.tensors())
 
     def end_update(self, version: int) -> list[str]:
-        problems = self._problems + differing(self._received, self.tensors())
+        problems = self._problems + mismatched_tensors(self._received, self.tensors())
         if not problems:
             self.version = version
         return problems

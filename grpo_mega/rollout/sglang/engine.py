@@ -23,7 +23,7 @@ from grpo_mega.rollout.sglang.update import Update
 from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt
 from grpo_mega.weights.apply import Bucket
-from grpo_mega.weights.sides import Side
+from grpo_mega.weights.layout import ShardLayout
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # parts of a server's memory that sleep separately
 
@@ -32,7 +32,7 @@ class SGLangEngine:
     is_server = True
 
     def __init__(
-        self, settings: EngineSettings, side: Side, rendezvous: Rendezvous, buckets: HostBuckets | DeviceBuckets
+        self, settings: EngineSettings, side: ShardLayout, rendezvous: Rendezvous, buckets: HostBuckets | DeviceBuckets
     ) -> None:
         """Begin to start the server, where this rank leads; `wait_until_ready` finishes that."""
         self.version = -1
@@ -121,7 +121,7 @@ class SGLangEngine:
         else:
             self._rendezvous.get(key, f"the leader of its engine, {phase}", self._settings.leader_deadline_s)
 
-    def side(self) -> Side:
+    def shard_layout(self) -> ShardLayout:
         return self._side
 
     def begin_update(self) -> list[str]:
@@ -131,8 +131,8 @@ class SGLangEngine:
         if self._has_weights:
             return []
         rank = self._settings.rank
-        blocks = self._side.quantised_holding(rank) if self._settings.holds_blocks else {}
-        problems = self._update.check(self._side.holding(rank), blocks)
+        blocks = self._side.quantised_shards(rank) if self._settings.holds_blocks else {}
+        problems = self._update.check(self._side.rank_shards(rank), blocks)
         self._has_weights = not problems and self.failure is None
         return problems
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_mega.rollout.sglang import fp8_params as blocks
-from grpo_mega.weights.receive import Entry, differing, differing_blocks, part_of, put
+from grpo_mega.weights.receive import Entry, mismatched_blocks, mismatched_tensors, subtensor, write_entries
 
 Request = dict[str, Any]
 MAX_NAMED = 20  # problems in a report
@@ -48,7 +48,7 @@ def _check(model: torch.nn.Module, request: Request, values: Tensor) -> list[str
         problems = blocks.check_formats(model)
     if not problems:
         for name in request["padded"]:
-            part_of(parameters, name).zero_()
+            subtensor(parameters, name).zero_()
     return problems
 
 
@@ -57,8 +57,8 @@ def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]
     if "file" in request:
         values = torch.from_file(request["file"], shared=True, size=request["num_bytes"], dtype=torch.uint8)
     used, entries, parameters = values[: request["used_bytes"]], _entries(request), _parameters(model)
-    put(entries, used, parameters, _dtype(request["dtype"]))
-    problems = differing_blocks(entries, used, parameters) if request["prove"] else []
+    write_entries(entries, used, parameters, _dtype(request["dtype"]))
+    problems = mismatched_blocks(entries, used, parameters) if request["prove"] else []
     if used.is_cuda:
         torch.cuda.synchronize()  # the trainer fills the bucket again as soon as this is acknowledged
     return problems
@@ -67,7 +67,7 @@ def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]
 def _prove(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
     """Return the names of tensors of which a piece has another checksum than the trainer's."""
     blocks.reset_cache_scales(model)
-    return differing(_entries(request), _parameters(model))
+    return mismatched_tensors(_entries(request), _parameters(model))
 
 
 def _remedy(name: str) -> str:

@@ -23,7 +23,7 @@ from grpo_mega.rollout.sglang.buckets import NUM_BUFFERS, DeviceBuckets, HostBuc
 from grpo_mega.rollout.sglang.client import Client
 from grpo_mega.rollout.sglang.settings import EngineSettings
 from grpo_mega.weights.apply import Bucket, Entry
-from grpo_mega.weights.boxes import Holding, Index
+from grpo_mega.weights.boxes import Index, RankShards
 from grpo_mega.weights.fp8_blocks import SCALES, VALUES
 from grpo_mega.weights.receive import scales_name
 from grpo_mega.weights.spec import num_blocks
@@ -50,7 +50,7 @@ class Update:
         if self._client is not None:
             self._client.post("beginning an update", "/begin_weight_update")
 
-    def check(self, holding: Holding, blocks: Collection[str]) -> list[str]:
+    def check(self, holding: RankShards, blocks: Collection[str]) -> list[str]:
         """Return how the server's parameters differ from `holding`; for a server that has no weights yet.
 
         `blocks`: the tensors that the server holds as FP8 blocks.
@@ -158,7 +158,7 @@ class Update:
         return self._settings.folder / f"loader_{tp_rank}_{number % (NUM_BUFFERS + 1)}.json"
 
 
-def parameters(holding: Holding, blocks: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Index, str]]:
+def parameters(holding: RankShards, blocks: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Index, str]]:
     """Return shape and dtype of the server's parameters: those of `holding`, and scales for tensors held as FP8 `blocks`.
 
     Local tensors "name[0]", "name[1]", ... are parts of one, along a new first dim.
@@ -181,6 +181,6 @@ def parameters(holding: Holding, blocks: Collection[str], dtype: torch.dtype) ->
     return result
 
 
-def padded(holding: Holding) -> list[str]:
+def padded(holding: RankShards) -> list[str]:
     """Return the names of tensors with elements that no bucket fills."""
     return [name for name, t in holding.items() if sum(p.box.size for p in t.pieces) < math.prod(t.shape)]

@@ -18,7 +18,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(model_type: str) -> Family:
-    """Raises WeightMappingError for a model type without a table."""
+    """Return the family of a model type. Raise WeightMappingError for one without a table."""
     if model_type not in FAMILIES:
         raise WeightMappingError(f"model_type {model_type!r} is not known; known are {', '.join(sorted(FAMILIES))}")
     return FAMILIES[model_type]

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Llama's attention with a router and experts for the MLP. qwen3_moe (q and k norms) and mixtral.
+"""MoE models: Llama's attention with a router and experts for the MLP. qwen3_moe (q and k norms) and mixtral.
 
 Megatron's names are those of SequentialMLP, which holds each expert as a module of its own; TEGroupedMLP's are left out until
 a model with it is trained. The engine has one parameter for an expert's part in all experts of a layer, [experts, ...]; the
@@ -15,8 +15,8 @@ _MCORE = "decoder.layers.{i}."
 _EXPERT = _MCORE + "mlp.experts.local_experts.{e}."
 
 
-def _mixture(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """`block`, and `gate`, `up` and `down` of an expert, as the Hugging Face names have them."""
+def _moe_layer(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """Return the rows of a layer's router and experts, given the Hugging Face names of the MoE block and an expert's parts."""
     experts = f"{_HF}{block}.experts."
     return (
         Row((_HF + "post_attention_layernorm.weight",), _MCORE + "pre_mlp_layernorm.weight", Copy(("hidden",))),
@@ -41,12 +41,12 @@ def _mixture(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
 
 
 QWEN3_MOE = Family(
-    (*ATTENTION, *_mixture("mlp", "gate_proj", "up_proj", "down_proj"), FINAL_NORM, *QK_NORMS),
+    (*ATTENTION, *_moe_layer("mlp", "gate_proj", "up_proj", "down_proj"), FINAL_NORM, *QK_NORMS),
     EMBEDDING,
     OUTPUT,
     qk_norm=True,
     engine_ties=False,
 )
 MIXTRAL = Family(
-    (*ATTENTION, *_mixture("block_sparse_moe", "w1", "w3", "w2"), FINAL_NORM), EMBEDDING, OUTPUT, engine_ties=False
+    (*ATTENTION, *_moe_layer("block_sparse_moe", "w1", "w3", "w2"), FINAL_NORM), EMBEDDING, OUTPUT, engine_ties=False
 )

@@ -32,7 +32,7 @@ from grpo_mega.run.model_files import read_tokenizer
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, PackedBatch, StepMetrics
 from grpo_mega.validation.model import read_model
-from grpo_mega.weights.plan import plan_sides
+from grpo_mega.weights.plan import plan_transfers
 from tools.benchmarks.throughput.synthetic import Lengths, RandomRewards, SyntheticEngine
 from tools.benchmarks.throughput.work import GroupLengths, work_of
 
@@ -268,7 +268,9 @@ def _filled(batch: PackedBatch) -> int:
 def _about(job: Job) -> dict[str, Any]:
     layout, device = job.runtime.layout, job.runtime.device
     itemsize = torch.tensor([], dtype=job.model.dtype).element_size()
-    traffic = plan_sides(job.policy.side(), job.colocation.engine.side(), ranks_per_node=ranks_per_node()).traffic(itemsize)
+    traffic = plan_transfers(
+        job.policy.shard_layout(), job.colocation.engine.shard_layout(), ranks_per_node=ranks_per_node()
+    ).traffic(itemsize)
     return {
         "device": device.type,
         "card": torch.cuda.get_device_name(device.torch_device) if device.is_cuda else None,

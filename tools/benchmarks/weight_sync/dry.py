@@ -15,9 +15,8 @@ from itertools import starmap
 
 from grpo_mega.weights.boxes import Block, Box
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.layout import EngineLayout, MegatronLayout
-from grpo_mega.weights.plan import Plan, Traffic, plan_sides
-from grpo_mega.weights.sides import Side, engine_side, hf_side, megatron_side
+from grpo_mega.weights.layout import EngineLayout, MegatronLayout, ShardLayout, engine_shards, hf_shards, megatron_shards
+from grpo_mega.weights.plan import Plan, Traffic, plan_transfers
 from grpo_mega.weights.spec import ModelShape
 
 ITEM_BYTES = 2  # weights move in bfloat16
@@ -50,9 +49,9 @@ def dry_run(spec: Spec) -> Dry:
     family = family_of(spec.shape.model_type)
     world_size = max(spec.source.world_size, spec.target.world_size)
     began = time.perf_counter()
-    trainer = megatron_side(family, spec.shape, spec.source)
-    engines = engine_side(family, spec.shape, spec.target, world_size)
-    plan = plan_sides(trainer, engines, ranks_per_node=spec.ranks_per_node)
+    trainer = megatron_shards(family, spec.shape, spec.source)
+    engines = engine_shards(family, spec.shape, spec.target, world_size)
+    plan = plan_transfers(trainer, engines, ranks_per_node=spec.ranks_per_node)
     num_rounds = len(plan.rounds(spec.bucket_bytes, ITEM_BYTES))
     seconds = time.perf_counter() - began
     return Dry(
@@ -66,16 +65,16 @@ def dry_run(spec: Spec) -> Dry:
 
 
 def num_parameters(shape: ModelShape) -> int:
-    return num_elements(hf_side(family_of(shape.model_type), shape, 1).blocks[0])
+    return num_elements(hf_shards(family_of(shape.model_type), shape, 1).blocks[0])
 
 
-def lower_bound(sources: Side, targets: Side) -> int:
+def lower_bound(sources: ShardLayout, targets: ShardLayout) -> int:
     """Elements that ranks want and do not have themselves; no two source tensors of a rank hold the same element."""
     ranks = zip(targets.blocks, (*sources.blocks, *[()] * targets.world_size), strict=False)
     return sum(num_elements(wanted) - num_common(held, wanted) for wanted, held in ranks)
 
 
-def full_gather(sources: Side, num_parameters: int, world_size: int) -> int:
+def full_gather(sources: ShardLayout, num_parameters: int, world_size: int) -> int:
     """Elements that the ranks of the world receive if each of them gathers all weights."""
     return num_parameters * world_size - sum(map(num_elements, sources.blocks))
 

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mega.weights.boxes import Box, Holding, Index, LocalTensor, Piece, region
-from grpo_mega.weights.layout import MegatronLayout
-from grpo_mega.weights.sides import Side
+from grpo_mega.weights.boxes import Box, Index, LocalTensor, Piece, RankShards, region
+from grpo_mega.weights.layout import MegatronLayout, ShardLayout
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,9 @@ class Bucket:
 class FullGather:
     """One rank's part. All ranks of the trainer's layout make one, with their own `wanted`, and call `run` together."""
 
-    def __init__(self, trainer: Side, layout: MegatronLayout, wanted: Holding, bucket_bytes: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, trainer: ShardLayout, layout: MegatronLayout, wanted: RankShards, bucket_bytes: int, dtype: torch.dtype
+    ) -> None:
         self._layout, self._dtype = layout, dtype
         self._at = {layout.place(rank): rank for rank in range(layout.world_size)}
         self._place = layout.place(dist.get_rank())
@@ -104,10 +105,10 @@ class FullGather:
         groups = {k: dist.new_group(ranks) for k, ranks in members.items() if len(ranks) > 1}
         return groups.get(key(*self._place))
 
-    def _make_buckets(self, trainer: Side, wanted: dict[str, list[Piece]], capacity: int) -> Iterator[Bucket]:
+    def _make_buckets(self, trainer: ShardLayout, wanted: dict[str, list[Piece]], capacity: int) -> Iterator[Bucket]:
         layout, seen = self._layout, set[str]()
         for stage in range(layout.pp):
-            holdings = [[trainer.holding(self._at[t, stage, e]) for e in range(layout.ep)] for t in range(layout.tp)]
+            holdings = [[trainer.rank_shards(self._at[t, stage, e]) for e in range(layout.ep)] for t in range(layout.tp)]
             kinds: dict[tuple[int, int], list[str]] = defaultdict(list)
             for name, local in holdings[0][0].items():
                 tensors = {piece.box.tensor for piece in local.pieces}
@@ -124,7 +125,7 @@ class FullGather:
                     yield Bucket(stage, tp, ep, tuple(rows), num_elements, tuple(slices))
 
 
-def _num_shards(name: str, holdings: Sequence[Sequence[Holding]]) -> tuple[int, int]:
+def _num_shards(name: str, holdings: Sequence[Sequence[RankShards]]) -> tuple[int, int]:
     """How many different shards of a tensor there are along tp and ep."""
     first = holdings[0][0][name].pieces
     tp = 1 if all(of_tp[0][name].pieces == first for of_tp in holdings) else len(holdings)
@@ -132,7 +133,7 @@ def _num_shards(name: str, holdings: Sequence[Sequence[Holding]]) -> tuple[int, 
     return tp, ep
 
 
-def _cut(names: list[str], shard: Holding, capacity: int) -> Iterator[list[Rows]]:
+def _cut(names: list[str], shard: RankShards, capacity: int) -> Iterator[list[Rows]]:
     """Runs of rows that together have at most `capacity` elements, unless a single row has more."""
     bucket: list[Rows] = []
     used = 0
@@ -152,7 +153,7 @@ def _cut(names: list[str], shard: Holding, capacity: int) -> Iterator[list[Rows]
         yield bucket
 
 
-def _slices(rows: Rows, shard: Holding, start: int, wanted: dict[str, list[Piece]]) -> Iterator[Slice]:
+def _slices(rows: Rows, shard: RankShards, start: int, wanted: dict[str, list[Piece]]) -> Iterator[Slice]:
     """Return the parts that the engine needs of some rows of a shard that begins at `start`."""
     local: LocalTensor = shard[rows.name]
     for piece in local.pieces:
@@ -170,7 +171,7 @@ def _slices(rows: Rows, shard: Holding, start: int, wanted: dict[str, list[Piece
                 yield Slice(start + rows.start, rows.shape, source, want.local, region(want.at(common), common.shape))
 
 
-def _by_tensor(holding: Holding) -> dict[str, list[Piece]]:
+def _by_tensor(holding: RankShards) -> dict[str, list[Piece]]:
     found: dict[str, list[Piece]] = defaultdict(list)
     for local in holding.values():
         for piece in local.pieces:

@@ -18,7 +18,7 @@ from pathlib import Path
 from grpo_mega.distributed.launch import run_ranks
 from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.sides import engine_side, megatron_side
+from grpo_mega.weights.layout import engine_shards, megatron_shards
 from tools.benchmarks.weight_sync.dry import ITEM_BYTES, Spec, num_elements
 
 WORKER = Path(__file__).with_name("rank.py")
@@ -73,8 +73,8 @@ def check_spec(spec: Spec) -> None:
 
 def bytes_needed(spec: Spec) -> int:
     family, ranks = family_of(spec.shape.model_type), spec.source.world_size
-    trainer = megatron_side(family, spec.shape, spec.source)
-    engines = engine_side(family, spec.shape, spec.target, ranks)
+    trainer = megatron_shards(family, spec.shape, spec.source)
+    engines = engine_shards(family, spec.shape, spec.target, ranks)
     weights = sum(map(num_elements, trainer.blocks)) + 2 * sum(map(num_elements, engines.blocks))
     return ITEM_BYTES * weights + ranks * (PROCESS_BYTES + BUFFERS * spec.bucket_bytes)
 

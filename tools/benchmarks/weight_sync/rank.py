@@ -1,9 +1,9 @@
 """One rank of a measured weight sync: `python rank.py FOLDER REPEAT` reads spec.pkl; rank 0 leaves result.json.
 
 The trainer's tensors have the shapes that its layout says and contents that follow from tensor name and index, so that replicas
-agree. What sends is the product: `sync.publish.WeightSync`, with proof. What receives is not a server: `Engine` puts buckets
-into plain tensors of the shapes that `engine_holding` says, by `weights.receive.put`. Both paths fill tensors of their own,
-which are compared bit for bit, and once with what a direct fill gives.
+agree. What sends is the product: `sync.publish.WeightSync`, with proof. What receives is not a server: `Engine` writes buckets
+into plain tensors of the shapes of `engine_rank_shards`, by `weights.receive.write_entries`. Both paths fill tensors of their
+own, which are compared bit for bit, and once with those of a direct load.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mega.sync.weight_sync import WeightSync
-from grpo_mega.weights.apply import Bucket, fill
-from grpo_mega.weights.boxes import Box, Holding, Index
+from grpo_mega.weights.apply import Bucket, load_shards
+from grpo_mega.weights.boxes import Box, Index, RankShards
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.plan import plan_sides
-from grpo_mega.weights.receive import Entry, differing, put
-from grpo_mega.weights.sides import engine_side, megatron_side
+from grpo_mega.weights.layout import engine_shards, megatron_shards
+from grpo_mega.weights.plan import plan_transfers
+from grpo_mega.weights.receive import Entry, mismatched_tensors, write_entries
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python rank.py FOLDER REPEAT`
 
@@ -46,7 +46,7 @@ Tensors = dict[str, Tensor]
 class Engine:
     """Where an engine's rank receives: plain tensors, and two buffers in turn, as with a server."""
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: RankShards) -> None:
         self.tensors, self.proves = blank(holding), True
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self._entries: list[Entry] = []
@@ -61,11 +61,11 @@ class Engine:
         return self._buffers[index % 2][:num_bytes]
 
     def load(self, bucket: Bucket) -> None:
-        put(bucket.entries, bucket.values, self.tensors, bucket.dtype)
+        write_entries(bucket.entries, bucket.values, self.tensors, bucket.dtype)
         self._entries += bucket.entries
 
     def end_update(self, version: int) -> list[str]:
-        return differing(self._entries, self.tensors) if self.proves else []
+        return mismatched_tensors(self._entries, self.tensors) if self.proves else []
 
 
 class Policy:
@@ -82,12 +82,12 @@ class Bench:
     def __init__(self, spec: Spec) -> None:
         family, world_size, rank = family_of(spec.shape.model_type), dist.get_world_size(), dist.get_rank()
         self._shapes = family.hf_tensors(spec.shape)
-        trainer = megatron_side(family, spec.shape, spec.source)
-        engines = engine_side(family, spec.shape, spec.target, world_size)
-        plan = plan_sides(trainer, engines, ranks_per_node=spec.ranks_per_node)
-        self.wanted = engines.holding(rank)
-        self.policy = Policy(blank(trainer.holding(rank)))
-        fill(trainer.holding(rank), self.policy.tensors(), self.read)
+        trainer = megatron_shards(family, spec.shape, spec.source)
+        engines = engine_shards(family, spec.shape, spec.target, world_size)
+        plan = plan_transfers(trainer, engines, ranks_per_node=spec.ranks_per_node)
+        self.wanted = engines.rank_shards(rank)
+        self.policy = Policy(blank(trainer.rank_shards(rank)))
+        load_shards(trainer.rank_shards(rank), self.policy.tensors(), self.read)
         self.engine, self.gathered = Engine(self.wanted), blank(self.wanted)
         self._sync, self._unproven = (WeightSync(plan, DTYPE, spec.bucket_bytes, meet, prove=prove) for prove in (True, False))
         self._gather = FullGather(trainer, spec.source, self.wanted, spec.bucket_bytes, DTYPE)
@@ -115,7 +115,7 @@ class Bench:
         found = []
         for name, local in self.wanted.items():
             expected = {name: torch.zeros(local.shape, dtype=DTYPE)}
-            fill({name: local}, expected, self.read)
+            load_shards({name: local}, expected, self.read)
             if not is_same(expected[name], self.engine.tensors[name]):
                 found.append(name)
         return found
@@ -181,7 +181,7 @@ def meet(phase: str, problems: list[str]) -> list[list[str]]:
     return found
 
 
-def blank(holding: Holding) -> Tensors:
+def blank(holding: RankShards) -> Tensors:
     return {name: torch.zeros(local.shape, dtype=DTYPE) for name, local in holding.items()}
 
 

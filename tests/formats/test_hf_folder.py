@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.formats.hf_files import check_tied
-from grpo_mega.formats.hf_io import INDEX, SINGLE, CheckpointReader, CheckpointWriter, shards
+from grpo_mega.formats.export import FolderWriter
+from grpo_mega.formats.hf_files import INDEX, SINGLE, check_tied, split_into_shards
+from grpo_mega.formats.reader import open_hf_reader
 from grpo_mega.weights.boxes import Box, region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape, read_config
@@ -42,7 +43,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Checkpoint:
 
 def test_slices_of_a_folder_are_those_of_the_model(checkpoint: Checkpoint) -> None:
     folder, parameters = checkpoint
-    with CheckpointReader(folder) as reader:
+    with open_hf_reader(folder) as reader:
         reader.check(shapes_of(folder))
         assert reader.names == set(parameters)
         for name, parameter in parameters.items():
@@ -54,7 +55,7 @@ def test_slices_of_a_folder_are_those_of_the_model(checkpoint: Checkpoint) -> No
 
 def test_a_slice_keeps_the_files_dtype(tmp_path: Path) -> None:
     save_file({"t": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)}, tmp_path / SINGLE)
-    with CheckpointReader(tmp_path) as reader:
+    with open_hf_reader(tmp_path) as reader:
         read = reader.read(Box("t", (1, 0), (2, 2)))
     assert (read.dtype, read.tolist()) == (torch.bfloat16, [[3.0, 4.0]])
 
@@ -73,7 +74,7 @@ def test_reading_a_slice_of_a_large_tensor_takes_the_memory_of_the_slice(tmp_pat
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)
     peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with CheckpointReader(tmp_path) as reader:
+    with open_hf_reader(tmp_path) as reader:
         for box in (Box("t", (7, 0), (8, columns // 8)), Box("t", (0, 999), (rows, 1011))):  # 8 MiB of a row, some columns
             assert not reader.read(box).clone().any()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before
@@ -149,7 +150,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line_with_the_remedy(damage: Cal
     folder = save_checkpoint(make_model("qwen2"), tmp_path / "model", max_shard_size="30KB")
     assert (folder / "model-00002-of-00006.safetensors").exists()
     damage(folder)
-    with pytest.raises(WeightMappingError, match=BROKEN[damage]) as caught, CheckpointReader(folder) as reader:
+    with pytest.raises(WeightMappingError, match=BROKEN[damage]) as caught, open_hf_reader(folder) as reader:
         reader.check(shapes_of(folder))
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -161,7 +162,7 @@ def test_a_stored_copy_of_a_tied_output_layer_and_rotary_tables_are_let_pass(tmp
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(tensors, folder / SINGLE)
-    with CheckpointReader(folder) as reader:
+    with open_hf_reader(folder) as reader:
         reader.check(shapes_of(folder))
     check_tied(folder, "lm_head.weight", "model.embed_tokens.weight")
 
@@ -195,9 +196,13 @@ def test_a_config_that_cannot_be_read_is_named(text: str | None, message: str, t
 
 
 def test_shards_keep_the_order_and_the_limit_and_a_larger_tensor_gets_its_own() -> None:
-    tensors = {"a": (10,), "b": (10,), "c": (5, 10), "d": (), "e": (19,)}
-    assert shards(tensors, itemsize=2, max_shard_bytes=40) == [["a", "b"], ["c"], ["d", "e"]]
-    assert shards(tensors, itemsize=2) == [["a", "b", "c", "d", "e"]]
+    num_bytes = {"a": 20, "b": 20, "c": 100, "d": 2, "e": 38}
+    assert split_into_shards(num_bytes, 40) == {
+        "model-00001-of-00003.safetensors": ["a", "b"],
+        "model-00002-of-00003.safetensors": ["c"],
+        "model-00003-of-00003.safetensors": ["d", "e"],
+    }
+    assert split_into_shards(num_bytes, 180) == {SINGLE: ["a", "b", "c", "d", "e"]}
 
 
 @pytest.mark.parametrize("max_shard_bytes", [20_000, 5 << 30])
@@ -206,11 +211,12 @@ def test_what_is_written_loads_in_transformers_and_has_the_sources_side_files(tm
     source = save_checkpoint(model, tmp_path / "source")
     (source / "config.json").write_text(json.dumps(read_config(source) | {"unknown_to_libraries": [1, 2]}))
     parameters = dict(model.named_parameters())
-    parts = shards({name: tuple(p.shape) for name, p in parameters.items()}, 4, max_shard_bytes)
     out = tmp_path / "out"
-    writer = CheckpointWriter(out, source, len(parts))
-    for index, names in enumerate(parts):
-        writer.write(index, {name: parameters[name] for name in names})
+    writer = FolderWriter(out, source, {name: p.nbytes for name, p in parameters.items()}, max_shard_bytes)
+    parts = writer.shards
+    writer.begin()
+    for file, names in parts.items():
+        writer.write(file, {name: parameters[name] for name in names})
         assert not out.exists()
     writer.finish()
 
@@ -227,7 +233,7 @@ def test_what_is_written_loads_in_transformers_and_has_the_sources_side_files(tm
     assert loaded.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
     assert AutoTokenizer.from_pretrained(out)("1+1")["input_ids"] == [22, 16, 22]
-    with CheckpointReader(out) as reader:
+    with open_hf_reader(out) as reader:
         reader.check(shapes_of(out))
     assert not out.with_name("out.partial").exists()
 
@@ -239,12 +245,14 @@ def test_a_write_that_broke_off_leaves_the_old_checkpoint_and_the_next_one_repla
     (source / "config.json").write_text("{}")
     (source / "pytorch_model.bin").write_bytes(b"old weights")
     (out / "old").write_text("old")
-    broken = CheckpointWriter(out, source, num_shards=2)
-    broken.write(0, {"a": torch.ones(2)})
+    broken = FolderWriter(out, source, {"a": 8, "b": 8}, max_shard_bytes=8)
+    broken.begin()
+    broken.write(next(iter(broken.shards)), {"a": torch.ones(2)})
     assert [p.name for p in out.iterdir()] == ["old"]
 
-    writer = CheckpointWriter(out, source, num_shards=1)
-    writer.write(0, {"b": torch.arange(6.0).reshape(2, 3).T})
+    writer = FolderWriter(out, source, {"b": 24})
+    writer.begin()
+    writer.write(SINGLE, {"b": torch.arange(6.0).reshape(2, 3).T})
     writer.finish()
     assert {p.name for p in out.iterdir()} == {"config.json", SINGLE}
     assert load_file(out / SINGLE)["b"].tolist() == [[0, 3], [1, 4], [2, 5]]

@@ -1,35 +1,54 @@
-"""What each rank of a layout would hold of a model: every tensor, its sources and its slices, from config.json alone.
+"""`convert_hf_to_mcore.py --dry`: list every tensor that each rank of a layout would hold, its sources and its slices.
 
-Needs neither weights nor torch. A line is one tensor of one place of the layout; lines of layers and experts that are alike are
-made from one template, so that a model with tens of thousands of experts takes a moment.
+Needs config.json alone, neither weights nor torch. A line is one tensor at one place of the layout; lines of layers and experts
+that are alike are made from one template, so that a model with tens of thousands of experts takes a moment.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.weights.boxes import Block, LocalTensor, Piece
+from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, check_megatron_layout, megatron_blocks
-from grpo_mega.weights.spec import Family, ModelShape
+from grpo_mega.weights.spec import Family, ModelShape, read_config
 
 _AXES = ("tp", "pp", "vpp", "dp", "ep")
 
 
 @dataclass
-class Dry:
-    """`parameters`: of the model. `largest`: elements of the place that holds most."""
-
+class Counts:
     tensors: int = 0
     slices: int = 0
-    parameters: int = 0
-    largest: int = 0
+    parameters: int = 0  # of the model
+    largest: int = 0  # elements of the place that holds most
+
+
+def dry_run(config_folder: Path, layout_text: str) -> None:
+    """Print a line per tensor, and a summary. Raise ConfigError or WeightMappingError."""
+    began = time.monotonic()
+    shape = ModelShape.from_hf_config(read_config(config_folder))
+    layout, counts = parse_layout(layout_text), Counts()
+    batch: list[str] = []
+    for line in lines(family_of(shape.model_type), shape, layout, counts):
+        batch.append(line)
+        if len(batch) == 4096:
+            print("\n".join(batch))
+            batch.clear()
+    print("\n".join(batch))
+    print(
+        f"{counts.tensors} tensors of {counts.slices} slices; {counts.parameters / 1e9:.3f} billion parameters, at most "
+        f"{counts.largest * 2 / 1e9:.2f} GB per rank in bfloat16; {time.monotonic() - began:.2f} s"
+    )
 
 
 def parse_layout(text: str) -> MegatronLayout:
-    """From "tp=4,pp=4". dp is at least ep. Raises ConfigError."""
+    """Read a layout as "tp=4,pp=4". dp is at least ep. Raise ConfigError."""
     sizes = dict.fromkeys(_AXES, 1)
     for part in filter(None, text.split(",")):
         axis, _, value = part.partition("=")
@@ -40,10 +59,10 @@ def parse_layout(text: str) -> MegatronLayout:
     return MegatronLayout(tp, pp, vpp, max(dp, ep), ep=ep)
 
 
-def lines(family: Family, shape: ModelShape, layout: MegatronLayout, found: Dry) -> Iterator[str]:
-    """Yield a line for each tensor, counting them in `found`. Raise WeightMappingError unless the model can be cut so."""
+def lines(family: Family, shape: ModelShape, layout: MegatronLayout, counts: Counts) -> Iterator[str]:
+    """Yield a line per tensor, and count in `counts`. Raise WeightMappingError unless the model can be cut so."""
     check_megatron_layout(shape, layout)
-    found.parameters = sum(prod(size) for size in family.hf_tensors(shape).values())
+    counts.parameters = sum(prod(size) for size in family.hf_tensors(shape).values())
     seen = set()
     for rank in range(layout.world_size):
         tp_rank, pp_rank, _ = layout.place(rank)
@@ -56,11 +75,11 @@ def lines(family: Family, shape: ModelShape, layout: MegatronLayout, found: Dry)
         for block in megatron_blocks(family, shape, layout, rank, fused_norms=True):
             templates = [_line(label, local, tensor) for local, tensor in block.tensors.items()]
             times = len(block.layers) * len(block.experts)
-            found.tensors += len(templates) * times
-            found.slices += times * sum(len(tensor.pieces) for tensor in block.tensors.values())
+            counts.tensors += len(templates) * times
+            counts.slices += times * sum(len(tensor.pieces) for tensor in block.tensors.values())
             held += times * sum(prod(tensor.shape) for tensor in block.tensors.values())
             yield from _filled(block, templates)
-        found.largest = max(found.largest, held)
+        counts.largest = max(counts.largest, held)
 
 
 def _filled(block: Block, templates: list[str]) -> Iterator[str]:
@@ -71,7 +90,7 @@ def _filled(block: Block, templates: list[str]) -> Iterator[str]:
 
 
 def _line(label: str, local: str, tensor: LocalTensor) -> str:
-    """The numbers in names are the model's, on both sides."""
+    """Return the line of a tensor; the numbers in names are the model's, on both sides."""
     chunk, _, name = local.partition(".")
     sources = "; ".join(_source(piece) for piece in tensor.pieces) or "padding"
     return f"{label}{chunk} {name} {list(tensor.shape)} <- {sources}"

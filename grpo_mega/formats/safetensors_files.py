@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read without torch: names, dtypes and shapes of its tensors, and whether the file is whole.
+"""The headers of safetensors files, read and written without torch: names, dtypes, shapes and places of the tensors.
 
 Format: 8 bytes, the header's length N in little-endian; N bytes of JSON; then the tensors' bytes, whose offsets count from the
 end of the header.
@@ -7,20 +7,16 @@ end of the header.
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.formats.dtypes import ITEM_BYTES
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-ITEM_BITS = {
-    **dict.fromkeys(("F64", "I64", "U64"), 64),
-    **dict.fromkeys(("F32", "I32", "U32"), 32),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
-    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
-}
 
 
 @dataclass(frozen=True)
@@ -30,8 +26,21 @@ class TensorInfo:
     offset: int = 0  # of its first byte in the file
 
 
+def read_headers(paths: Sequence[Path]) -> dict[str, tuple[Path, TensorInfo]]:
+    """Return each tensor of several files with the file that holds it. Raise WeightMappingError."""
+    tensors: dict[str, tuple[Path, TensorInfo]] = {}
+    for path in paths:
+        for name, info in read_header(path).items():
+            if name in tensors:
+                raise WeightMappingError(
+                    f"{path} holds {name}, and so does {tensors[name][0].name}; fetch index and shards again"
+                )
+            tensors[name] = path, info
+    return tensors
+
+
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of a file. Raises WeightMappingError if it is damaged, or is not their bytes end to end."""
+    """Return the tensors of a file. Raise WeightMappingError if it is damaged, or has other bytes than theirs."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -39,7 +48,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             raise _broken(path, f"its {size} bytes do not hold the header they announce")
         text = file.read(length)
     try:
-        header = json.loads(text, object_pairs_hook=_without_twins)
+        header = json.loads(text, object_pairs_hook=_without_repeats)
         header.pop("__metadata__", None)
         infos = {
             name: TensorInfo(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
@@ -58,20 +67,35 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if size < whole:
         raise _broken(path, f"it is cut short: {size} bytes of {whole}")
     if size > whole:
-        raise _broken(path, f"it has {size} bytes, but its header tells of {whole}")
+        raise _broken(path, f"it has {size} bytes, but its header describes {whole}")
     return infos
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} stands there twice")
-    return found
+def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[int]]:
+    """Return the header of (name, dtype, shape) in order, and where in the file each tensor begins."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset, offsets = 0, []
+    for name, dtype, shape in tensors:
+        end = offset + prod(shape) * ITEM_BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offsets.append(offset)
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, [8 + len(text) + offset for offset in offsets]
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in entries:
+            raise ValueError(f"{name} stands there twice")
+        entries[name] = value
+    return entries
 
 
 def _placement_problem(spans: list[tuple[int, int, str]]) -> str | None:
-    """Tell why tensors of (begin, end, name), in order, do not lie end to end from 0 on, as the format demands."""
+    """Return why tensors of (begin, end, name), in order, do not lie end to end from 0 on, as the format demands."""
     end, before = 0, "the header"
     for begin, stop, name in spans:
         if begin < end:
@@ -84,8 +108,8 @@ def _placement_problem(spans: list[tuple[int, int, str]]) -> str | None:
 
 def _has_its_bytes(entry: dict[str, Any]) -> bool:
     begin, end = entry["data_offsets"]
-    bits = ITEM_BITS.get(entry["dtype"])
-    return bits is None or (end - begin) * 8 == math.prod(entry["shape"]) * bits
+    size = ITEM_BYTES.get(entry["dtype"])
+    return size is None or end - begin == prod(entry["shape"]) * size
 
 
 def _broken(path: Path, problem: str) -> WeightMappingError:
