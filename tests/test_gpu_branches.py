@@ -76,7 +76,7 @@ def marked(folder: Path) -> Iterator[str]:
 
 @cache
 def definitions(path: Path) -> frozenset[str]:
-    """Of functions and classes, "f", "C" and "C.f"."""
+    """Return the names of functions and classes, "f", "C" and "C.f"."""
     names: set[str] = set()
 
     def walk(node: ast.AST, prefix: str) -> None:

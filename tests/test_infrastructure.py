@@ -1,4 +1,4 @@
-"""What the tests themselves stand on: which cases a command selects, and ranks that are forked."""
+"""The ground that the tests themselves stand on: which cases a command selects, and ranks that are forked."""
 
 from __future__ import annotations
 

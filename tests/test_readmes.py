@@ -1,4 +1,4 @@
-"""What the READMEs name is there: files that they link, tests that they list; and the front page stays short."""
+"""All that the READMEs name is there: files that they link, tests that they list; and the front page stays short."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TILE_TOKENS, TILE_COLUMNS = 4096, 8192  # of algorithm/logprobs.py on a GPU
 
 @dataclass(frozen=True)
 class Activations:
-    """Of one stage."""
+    """Bytes of activations of one stage."""
 
     saved: Figure  # waiting for their backward pass
     recomputed: Figure  # of the layer whose backward pass is under way

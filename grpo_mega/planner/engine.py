@@ -15,7 +15,7 @@ from grpo_mega.weights.spec import Family, ModelShape, num_blocks
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Of one device."""
+    """Memory of one device of an engine."""
 
     weights: Figure
     cache: Figure
@@ -33,7 +33,7 @@ def engine_memory(setup: Setup) -> EngineMemory:
 
 @dataclass(frozen=True)
 class Elements:
-    """Of an engine's rank."""
+    """Numbers of elements that a rank of an engine holds."""
 
     plain: int
     linear: int  # of the linear layers, which rollout.quantization applies to

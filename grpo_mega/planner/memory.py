@@ -18,7 +18,7 @@ PHASES = ("sampling", "log-probs", "update", "checkpoint", "sync")
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Of the devices of one pipeline stage."""
+    """Memory of the devices of one pipeline stage."""
 
     pp_rank: int
     state: State
@@ -126,7 +126,7 @@ def _with_slack(setup: Setup, parts: list[Figure]) -> list[Figure]:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Of the node that needs most."""
+    """Host memory of the node that needs most."""
 
     pinned: list[Figure]
     pinned_total: Figure

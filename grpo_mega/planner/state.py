@@ -87,7 +87,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class State:
-    """Of the ranks of one pipeline stage; tensor-parallel ranks are alike."""
+    """State that a rank of one pipeline stage holds; tensor-parallel ranks are alike."""
 
     num_parameters: int  # without padding
     elements: int  # with padding, less those in FP8

@@ -105,7 +105,7 @@ def _check_every_layer_has_experts(config: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Shard:
-    """What an op cuts: the tensor `local` of one tensor-parallel rank, made of the Hugging Face tensors `names`."""
+    """The input of an op: the tensor `local` of one tensor-parallel rank, made of the Hugging Face tensors `names`."""
 
     names: tuple[str, ...]
     local: str

@@ -86,7 +86,7 @@ def test_loss_and_gradients_equal_the_oracles_in_any_micro_batches_and_under_any
 
 
 def test_the_random_batches_reach_both_sides_of_every_limit():
-    """Of what is compared above: ratios on both sides of both clips, responses and tokens kept and dropped, for either sign."""
+    """The cases above have ratios on both sides of both clips, responses and tokens kept and dropped, for either sign."""
     responses = [item for seed in range(8) for item in random_responses(seed)]
     tokens = [
         (item["logprobs"][t] - item["old_logprobs"][t], item["advantages"][t] > 0)
@@ -178,7 +178,7 @@ def test_a_mini_batch_with_nothing_to_train_on_has_loss_and_gradient_zero(loss_t
 
 @pytest.mark.parametrize("loss_type", ["gspo", "gspo_token", "gmpo"])
 def test_a_dropped_token_is_no_part_of_its_responses_mean_ratio(loss_type):
-    """What is left of a response has the loss that it would have alone, but for the length that it is divided by."""
+    """The rest of a response has the loss that it would have alone, but for the length that it is divided by."""
     responses = cases.responses(8, [4])
     (item,) = responses
     item["rollout_logprobs"] = list(item["old_logprobs"])

@@ -94,7 +94,7 @@ def test_peaks_go_by_the_name_of_the_card() -> None:
 
 
 def test_a_model_gets_as_many_layers_as_there_is_room_for() -> None:
-    """Of Qwen3-8B each layer takes 18 x 193e6 = 3.5 GB, and with 16,384 tokens 2.8 GB more; its two vocabularies take 22 GB."""
+    """Each layer of Qwen3-8B takes 18 x 193e6 = 3.5 GB, and with 16,384 tokens 2.8 GB more; its two vocabularies take 22 GB."""
     shape = shape_of("qwen3-8b")
     assert layers_that_fit(shape, 16384, None) == shape.num_layers == 36
     assert layers_that_fit(shape, 16384, 140 << 30) == 16

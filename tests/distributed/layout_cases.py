@@ -1,4 +1,4 @@
-"""What the layout tests hand to their ranks, besides grpo_mega.commands.check's cases."""
+"""The cases that the layout tests hand to their ranks, besides grpo_mega.commands.check's cases."""
 
 from dataclasses import dataclass
 

@@ -238,7 +238,7 @@ def works_in_a_group(rank: int, folder: Path) -> None:
 
 
 class Engine:
-    """What a sync sees of an engine: `plain` tensors, filled as buckets come."""
+    """The part of an engine that a sync sees: `plain` tensors, filled as buckets come."""
 
     def __init__(self, side: ShardLayout, rank: int) -> None:
         self.version, self.damage = -1, False

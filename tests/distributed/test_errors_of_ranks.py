@@ -1,4 +1,4 @@
-"""What one rank alone can tell ends all ranks at once: one line, exit code 2, and no folder of a run that never began."""
+"""An error that one rank alone can see ends all ranks at once: one line, exit code 2, no folder of a run that never began."""
 
 import json
 import os

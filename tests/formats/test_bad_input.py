@@ -1,4 +1,4 @@
-"""What cannot be converted is refused in one line that names it and the remedy; nothing half written is left."""
+"""Input that cannot be converted is refused in one line that names it and the remedy; nothing half written is left."""
 
 from __future__ import annotations
 

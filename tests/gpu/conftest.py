@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> Iterator[Device]:
-    """This process as the only rank of a job; each policy arranges it anew."""
+    """This process as the only rank of a job; each policy arranges its own process groups."""
     from grpo_mega.megatron import runtime as runtimes
 
     with only_rank():

@@ -1,4 +1,4 @@
-"""FP8 blocks made on a GPU: the bits of the naive twin on the CPU, and those of Transformer Engine's block quantiser."""
+"""FP8 blocks made on a GPU: the bits of the oracle on the CPU, and those of Transformer Engine's block quantiser."""
 
 from __future__ import annotations
 

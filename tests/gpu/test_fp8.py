@@ -168,7 +168,7 @@ def test_a_bf16_reference_of_an_fp8_policy_says_what_bf16_says(device: Device) -
 
 @pytest.mark.emulated
 def test_fp8_copies_of_weights_go_with_the_optimizer_and_come_back(device: Device) -> None:
-    """Transformer Engine makes them anew at the first micro-batch of a pass."""
+    """Transformer Engine remakes them at the first micro-batch of a pass."""
     need("tensorwise", device)
     policy = make_policy(device, precision=precision_of("tensorwise"))
     samples = make_samples(6, VOCAB_SIZE)

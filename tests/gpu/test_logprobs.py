@@ -36,7 +36,7 @@ def test_log_probs_of_32k_tokens_equal_float64s(device: Device) -> None:
 
 @torch.no_grad()
 def test_gradients_of_32k_tokens_equal_float64s(device: Device) -> None:
-    """Of hidden states and weight, by the definition. The gradient of the logits is rounded to bf16 before its products."""
+    """Compute the gradients of hidden states and weight by the definition, the logits' gradient rounded to bf16."""
     inputs = make_inputs(device)
     with torch.enable_grad():
         step_of("ours")(inputs)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.rehearsed
 
 
 def contents(policy: Policy) -> list[Tensor]:
-    """Of weights, masters and moments, on the host."""
+    """Return checksums of weights, masters and moments, computed on the host."""
     tensors = [*policy.tensors().values(), *optimizers.state_tensors(policy._optimizer)]
     return [t.detach().cpu().clone() for t in tensors]
 

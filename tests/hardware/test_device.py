@@ -1,4 +1,4 @@
-"""What the device layer says of memory, on a CPU."""
+"""The memory that the device layer reports, on a CPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What Transformer Engine reads from the environment, and the lengths that each recipe wants."""
+"""Variables that Transformer Engine reads from the environment, and the lengths that each recipe wants."""
 
 from grpo_mega.config import PrecisionConfig, validate
 from grpo_mega.hardware.fp8 import environment, length_multiple

@@ -55,7 +55,7 @@ class Page:
         self.command("Emulation.setEmulatedMedia", features=[feature])
 
     def picture(self, path: Path) -> None:
-        """What is on show, as a PNG."""
+        """Return a screenshot as a PNG."""
         self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         path.write_bytes(base64.b64decode(self.command("Page.captureScreenshot", format="png")["data"]))
 

@@ -1,4 +1,4 @@
-"""What trips the guard, what it says, and how it falls back to bf16 and returns."""
+"""Events that trip the guard, its messages, and how it falls back to bf16 and returns."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What Megatron would get wrong without a word, and the patches that a CPU needs: each guarded, each still needed.
+"""Cases that Megatron would get wrong without a word, and the patches that a CPU needs: each guarded, each still needed.
 
 The guards that show in numbers are tested there: interleaving at pp=2 and gradient norms over tensor-parallel ranks in
 tests/distributed/test_layouts.py, Adam's step counts in tests/run/test_resume.py.

@@ -16,7 +16,7 @@ from grpo_mega.observe.report import metrics, page, read, responses, write_repor
 
 
 def data_of(path: Path) -> dict[str, Any]:
-    """What the page has in it."""
+    """Return the data in the page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
     return json.loads(found[1])

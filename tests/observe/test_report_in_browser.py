@@ -38,7 +38,7 @@ def check(browser: Page) -> None:
 
 
 def put(browser: Page, selector: str, value: object) -> None:
-    """What a person does who types into a field or moves a slider."""
+    """Do what a person does who types into a field or moves a slider."""
     browser.run(
         f"(() => {{ const field = document.querySelector({selector!r}); field.value = {value!r};"
         "field.dispatchEvent(new Event('input')); })()"

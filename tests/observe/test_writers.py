@@ -208,7 +208,7 @@ def test_a_run_without_a_key_is_written_offline_with_the_names_of_trl_and_verl_a
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """What an offline run holds: a LevelDB log, records cut into blocks of 32 KiB, after a head of 7 bytes."""
+    """Read an offline run: a LevelDB log, records cut into blocks of 32 KiB, after a head of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, record = path.read_bytes(), 7, b""

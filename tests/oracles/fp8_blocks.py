@@ -1,4 +1,4 @@
-"""The naive twin of blockwise_fp8.py, which each test compares with: one block after the other, to be checked by eye."""
+"""The oracle of weights/fp8_blocks.py, which each test compares with: one block after another, to be checked by eye."""
 
 from __future__ import annotations
 

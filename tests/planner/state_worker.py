@@ -115,7 +115,7 @@ def check_buckets(mine: list[Any], theirs: list[Any], policy: Policy, dp_size: i
 
 
 def check_activations(case: StateCase, runtime: Runtime) -> None:
-    """What autograd saves in the forward pass of one full micro-batch, by storages."""
+    """Count what autograd saves in the forward pass of one full micro-batch, by storages."""
     policy, shape = build(case, runtime)
     config = case.config
     setup = Setup(config, shape, 0, CARDS["h100"], 4, 4, 32.0, 32.0, uses_te=False)

@@ -51,7 +51,7 @@ def groups(lengths: list[list[int]]) -> list[Group]:
 
 
 def weights(config: configs.Config, groups: list[Group]) -> list[list[float]]:
-    """Of each sample of each mini-batch: the weight of its tokens, and 0 for one that does not train."""
+    """Return for each sample of each mini-batch the weight of its tokens, and 0 for one that does not train."""
     assign_advantages(groups, config.algorithm, max_response_length=MAX_LENGTH)
     batches = make_batches(config, groups, ONE_RANK)
     found = []

@@ -1,4 +1,4 @@
-"""What a run's folder takes for the same run."""
+"""Settings that a run's folder accepts as the same run."""
 
 from __future__ import annotations
 

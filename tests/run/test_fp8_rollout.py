@@ -52,5 +52,5 @@ def test_a_model_whose_blocks_would_straddle_ranks_is_refused_before_anything_st
     assert code == 2
     [line] = output.splitlines()
     assert "layout.tp=2 cuts model.layers.{i}.self_attn.q_proj.weight at row 32 of 64" in line
-    assert line.endswith("amid a block of rollout.quantization='fp8'; leave rollout.quantization out")
+    assert line.endswith("inside a block of rollout.quantization='fp8'; leave rollout.quantization out")
     assert not (tmp_path / "run").exists()

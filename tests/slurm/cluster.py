@@ -78,7 +78,7 @@ class Cluster:
         self._stop()
 
     def run(self, *command: str, check: bool = True) -> str:
-        """What a command of Slurm's prints."""
+        """Return the output of one of Slurm's commands."""
         result = subprocess.run(command, env=self.environ, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert result.returncode == 0 or not check, f"{command}: {result.stderr}"
         return result.stdout
@@ -112,11 +112,11 @@ class Cluster:
         return found
 
     def state_of(self, job: str) -> dict[str, str]:
-        """What scontrol says of a job, by name; without quirks of values that hold blanks."""
+        """Return what scontrol says of a job, by name; without quirks of values that hold blanks."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", job, check=False)))
 
     def _node_of(self, stepd: int) -> set[str]:
-        """Of the tasks below a slurmstepd."""
+        """Return the process ids of the tasks below a slurmstepd."""
         names = set()
         for path in Path("/proc").glob("[0-9]*"):
             try:

@@ -84,7 +84,7 @@ def test_weight_gradients_are_added_to_what_is_there() -> None:
 
 
 def test_leading_dimensions_of_fp8_must_be_multiples_of_16() -> None:
-    """Of a weight gradient that is the number of tokens: the reason why micro-batches are padded."""
+    """The leading dimension of a weight gradient is the number of tokens: the reason why micro-batches are padded."""
     for tokens in (24, 20):
         a, b = operands("NT", 48, 64, tokens, torch.bfloat16)
         with pytest.raises(RuntimeError, match=r"Leading dimension requirement on A for FP8 GEMM\. Caller must pad"):

@@ -1,4 +1,4 @@
-"""What is refused before an engine is built."""
+"""Settings that are refused before an engine is built."""
 
 import importlib.util
 import re

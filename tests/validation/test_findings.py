@@ -91,7 +91,7 @@ def start_of(path: Path, chance: random.Random) -> dict[str, Any]:
 
 
 def start(requests: list[dict[str, Any]]) -> None:
-    """What the plan accepts can be built by real Megatron, rank for rank as the mapping of weights has it."""
+    """Layouts that the plan accepts can be built by real Megatron, rank for rank as the mapping of weights has it."""
     command = [sys.executable, "-m", "grpo_mega.megatron.rehearsal"]
     lines = "".join(json.dumps(request) + "\n" for request in requests)
     result = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=600)

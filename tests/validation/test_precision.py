@@ -1,4 +1,4 @@
-"""What FP8 training is refused for, before anything is started."""
+"""Settings for which FP8 training is refused, before anything is started."""
 
 import re
 from dataclasses import replace

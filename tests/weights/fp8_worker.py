@@ -54,7 +54,7 @@ class Case:
 
 @cache
 def weights_of(shape: ModelShape) -> Tensors:
-    """Of the checkpoint, in float32; the magnitudes of blocks differ."""
+    """Weights of the checkpoint, in float32; the magnitudes of blocks differ."""
     random = torch.Generator().manual_seed(7)
     shapes = family_of(shape.model_type).hf_tensors(shape)
     made = {name: torch.randn(size, generator=random) for name, size in shapes.items()}
@@ -87,7 +87,7 @@ def all_cases() -> Iterator[tuple[str, Case]]:
 
 
 class Quantised:
-    """Whole tensors, quantised by the naive twin: all matrices but embedding, output layer and router."""
+    """Whole tensors, quantised by the oracle: all matrices but embedding, output layer and router."""
 
     def __init__(self, weights: Tensors) -> None:
         others = ("model.embed_tokens.weight", "lm_head.weight", ".mlp.gate.weight")
@@ -200,11 +200,11 @@ def check_tensors(case: Case, engine: Engine, quantised: Quantised, *, keeps_blo
                 place.copy_(quantised.meant(piece.box, case.dtype))
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), name
         assert name not in engine.quantised or found.view(torch.uint8).any()
-    assert not any(t.isnan().any() for t in engine.tensors.values() if t.dtype != E4M3), "scales that nobody has sent"
+    assert not any(t.isnan().any() for t in engine.tensors.values() if t.dtype != E4M3), "scales that were not sent"
 
 
 def names_a_flipped_byte(rank: int, folder: Path) -> None:
-    """Of a value and of a scale, where blocks are kept and where they are not; nothing is the worse for it."""
+    """Change a byte of a value and of a scale, where blocks are kept and where they are not; nothing is the worse for it."""
     case = dict(all_cases())["dense tp2 pp2 to tp2"]
     trainer, targets, _, policy = parts_of(case, rank)
     sync = WeightSync(plan_transfers(trainer, targets, ranks_per_node=2), case.dtype, BUCKETS[0], meet)
@@ -225,7 +225,7 @@ def names_a_flipped_byte(rank: int, folder: Path) -> None:
 
 
 def goes_through_the_servers_loader(rank: int, folder: Path) -> None:
-    """What a server's process does with the requests, in a model with SGLang's names, and with experts in one parameter."""
+    """Do what a server's process does with the requests, in a model with SGLang's names, and with experts in one parameter."""
     for name in ("dense tp4 to tp2", "experts dp4 ep2 to tp2"):
         case = dict(all_cases())[name]
         trainer, targets, _, policy = parts_of(case, rank)

@@ -1,4 +1,4 @@
-"""FP8 blocks, bit for bit against the naive twin; and which tensors and layouts they are for."""
+"""FP8 blocks, bit for bit against the oracle; and which tensors and layouts they are for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checksum against a naive twin in Python's whole numbers, and what it must notice."""
+"""The checksum against an oracle in Python's whole numbers, and what it must notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang's layout against a naive twin written from its rules: torch.chunk and cat of whole tensors; and what cannot be cut."""
+"""SGLang's layout against an oracle written from its rules: torch.chunk and cat of whole tensors; and what cannot be cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every family and every layout: coverage, round trips bit for bit, and plans that move no byte too many."""
+"""Properties of every family and every layout: coverage, round trips bit for bit, and plans that move no byte too many."""
 
 from __future__ import annotations
 

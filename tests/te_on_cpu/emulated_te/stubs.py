@@ -1,7 +1,7 @@
 """Modules that Transformer Engine imports and a CPU lacks: Triton, ONNX and NVIDIA's inspection, present while TE is imported.
 
-TE's Triton kernels (permutation of mixtures, cross-entropy, padding) can then be imported, and raise with their name when they
-are launched. Afterwards what was missing is missing again, for everything else that asks.
+TE's Triton kernels (permutation for MoE models, cross-entropy, padding) can then be imported, and raise with their name when
+they are launched. Afterwards what was missing is missing again, for everything else that asks.
 """
 
 from __future__ import annotations

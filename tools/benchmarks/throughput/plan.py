@@ -40,7 +40,7 @@ def peak_of(raw: Mapping[str, Any], config: Config) -> Peak:
             return Peak(tflops * 1e12 * world_size, f"{raw['card']}, {tflops:g} TFLOP/s dense in {precision}")
     total = sum(rank["rates"]["matmul"] for rank in raw["ranks"])
     why = "no card" if raw["card"] is None else f"{raw['card']} has no known peak in {config.model.dtype}"
-    each = f"{total / world_size / 1e12:.3g} TFLOP/s a rank in {config.model.dtype}"
+    each = f"{total / world_size / 1e12:.3g} TFLOP/s per rank in {config.model.dtype}"
     return Peak(total, f"{why}: against a matrix product measured here, all ranks at once, {each}")
 
 
