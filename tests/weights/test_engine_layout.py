@@ -237,8 +237,8 @@ def test_the_experts_of_a_config_are_read_under_both_names_and_dense_models_have
     [
         ({"num_experts": None}, "no field 'num_experts'"),
         ({"moe_intermediate_size": None}, "no field 'moe_intermediate_size'"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2; only 1 is known"),
-        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]; only \[\] is known"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2; only 1 is supported"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]; only \[\] is supported"),
     ],
 )
 def test_a_mixture_of_which_the_table_does_not_know_the_layers_is_refused(changes: dict[str, Any], message: str) -> None:
