@@ -17,11 +17,15 @@ from functools import lru_cache
 
 from grpo_mega.config.rewards import step_separator
 from grpo_mega.errors import ConfigError
-from grpo_mega.text import Decode, token_ends
 
+PIECE_SIZE = 16  # tokens that are decoded together; up to MAX_CUT more where a piece would end within a character
+MAX_CUT = 4
+
+_REPLACEMENT = "\ufffd"  # a part of a character, decoded
 _INK = re.compile(r"\S")
 
 Splitter = Callable[[str], list[int]]
+Decode = Callable[[list[int]], str]
 
 
 @lru_cache(maxsize=32)
@@ -38,7 +42,7 @@ def tokens_at(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> 
     """Return for each of the character `ends` the smallest t such that token_ids[: t + 1] decode to a text that begins with so
     many characters of the whole text."""
     ids = list(token_ids)
-    by_token = token_ends(ids, decode)
+    by_token = _token_ends(ids, decode)
     if by_token is not None:
         return [bisect_left(by_token, end) for end in ends]
     whole = decode(ids)
@@ -57,3 +61,43 @@ def _ends(text: str, separator: re.Pattern[str]) -> list[int]:
     elif ends:
         ends[-1] = len(text)
     return ends
+
+
+def _token_ends(token_ids: Sequence[int], decode: Decode) -> list[int] | None:
+    """Return for each token how many characters of the whole decoded text are complete once it is decoded.
+
+    A character that several tokens make up is complete with the last of them, and a token without text, such as a special one
+    that `decode` leaves out, adds none. The text is decoded in pieces, since decoding every prefix of a long text takes
+    seconds; None if the pieces do not make up the whole, as with some tokenizers.
+    """
+    ids = list(token_ids)
+    ends = _ends_by_pieces(ids, decode, context=[])
+    # Some tokenizers drop the space before a text's first word, so decode the later pieces after a token.
+    return ends if ends is not None else _ends_by_pieces(ids, decode, context=ids[:1])
+
+
+def _ends_by_pieces(ids: list[int], decode: Decode, context: list[int]) -> list[int] | None:
+    whole = decode(ids)
+    ends: list[int] = []
+    start = 0  # characters of the pieces so far
+    while len(ends) < len(ids):
+        before = context if ends else []
+        skipped = len(decode(before))
+        for size in range(PIECE_SIZE, PIECE_SIZE + MAX_CUT + 1):
+            piece = ids[len(ends) : len(ends) + size]
+            text = decode([*before, *piece])[skipped:]
+            if not text.endswith(_REPLACEMENT):
+                break
+        if not whole.startswith(text, start):
+            return None
+        reached = 0  # never less than before: a character can come and go while bytes of the next one are decoded with its own
+        for size in range(1, len(piece) + 1):
+            reached = max(reached, _num_common(decode([*before, *piece[:size]])[skipped:], text))
+            ends.append(start + reached)
+        start += len(text)
+    return ends if start == len(whole) else None
+
+
+def _num_common(a: str, b: str) -> int:
+    """Return how many first characters two texts have in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -282,6 +282,7 @@ def test_submit_does_not_block_and_checks_run_before_collect() -> None:
         for number in range(50):
             pool.submit(number, "p", "r", "a", {})
         assert time.monotonic() - started < 0.5
+        pool.wait_until_ready()
         assert _wait_until(lambda: pool.counters.get("malformed") == 50)
         assert len(pool.collect()) == 50
 
@@ -324,6 +325,7 @@ def test_an_interrupt_of_the_workers_is_ignored() -> None:
 def test_checks_that_hang_one_after_the_other_are_progress() -> None:
     """Each costs its deadline, and hundreds of them more than a rank may be silent for."""
     with RewardPool([(OBEY, 1.0)], num_workers=1, deadline_s=1.2) as pool:
+        pool.wait_until_ready()
         for key in range(4):
             pool.submit(key, "p", "sleep", "1", {})
         beats = [time.monotonic()]

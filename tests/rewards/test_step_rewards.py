@@ -17,9 +17,8 @@ from grpo_mega.errors import ConfigError, RewardError
 from grpo_mega.observe.metrics import heldout_metrics, rollout_metrics
 from grpo_mega.rewards import RewardPool, RewardResult, Step
 from grpo_mega.rewards.scorer import VERDICTS, Scorer, drop_unusable
-from grpo_mega.rewards.steps import tokens_at
+from grpo_mega.rewards.steps import PIECE_SIZE, tokens_at
 from grpo_mega.run.model_files import decoder
-from grpo_mega.text import PIECE_SIZE
 from grpo_mega.types import Group, Prompt, Sample
 
 HERE = str(Path(__file__).resolve().parent)
