@@ -92,8 +92,8 @@ def test_every_kind_of_communication_is_compared(rehearsed: dict[str, list[Compa
 START = """
 import json, sys
 import torch.distributed as dist
-from grpo_mega.megatron import rehearse_rank
-counted = rehearse_rank.Counted()
+from grpo_mega.megatron import rehearsal
+counted = rehearsal.Counted()
 counted.install()
 make_group = dist.new_group
 dist.new_group = lambda *args, **kwargs: make_group(*args, **(kwargs | {"backend": None}))
@@ -102,7 +102,7 @@ for line in sys.stdin:
     request = json.loads(line)
     dist.init_process_group("fake", store=dist.HashStore(), rank=request["rank"], world_size=request["world_size"])
     try:
-        rehearse_rank.rehearse(request, counted)
+        rehearsal.rehearse(request, counted)
         print("starts", flush=True)
     except Exception as error:
         print(repr(error), flush=True)
