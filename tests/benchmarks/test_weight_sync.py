@@ -147,11 +147,11 @@ def test_a_measured_run_ends_with_what_it_moved_and_how_long_it_took(tmp_path: P
         ("pp=4,dp=4", "pp=4,dp=0", "--source: dp=0 must be a whole number above 0"),
         ("pp=4,dp=4", "pp=4,dp=x", "--source: dp=x must be a whole number above 0"),
         ("pp=4,dp=4", "pp=4,order=dp", "--source: order=dp is not known; use tp-dp-pp or tp-pp-dp"),
-        ("tp=4,pp=4", "tp=3,pp=4", "layout.tp=3 does not divide the model's 64 attention heads; use 1, 2, 4, 8"),
-        ("pp=4,dp=4", "pp=81", "layout.pp=81 with vpp=1 makes 81 model chunks, but the model has 80 layers"),
-        ("pp=4,dp=4", "vpp=2", "layout.vpp=2 interleaves pipeline stages, but layout.pp=1"),
-        ("pp=4,dp=4", "dp=4,ep=2", "layout.ep=2 spreads experts, but the model is dense"),
-        ("tp=8,engines=8", "tp=6", "rollout.tp=6 does not divide the model's 64 attention heads"),
+        ("tp=4,pp=4", "tp=3,pp=4", "tp=3 does not divide the model's 64 attention heads; use 1, 2, 4, 8"),
+        ("pp=4,dp=4", "pp=81", "pp=81 with vpp=1 makes 81 model chunks, but the model has 80 layers"),
+        ("pp=4,dp=4", "vpp=2", "vpp=2 interleaves pipeline stages, but pp=1"),
+        ("pp=4,dp=4", "dp=4,ep=2", "ep=2 spreads experts, but the model is dense"),
+        ("tp=8,engines=8", "tp=6", "tp=6 does not divide the model's 64 attention heads"),
         ("tp=8,engines=8", "tp=8,nodes=8", "--target: 'nodes=8' is not understood"),
         ("--dry", "", "64 ranks with these weights need "),
         ("--dry", "--layers 81", "--layers=81 is more than the model's 80; use fewer"),
@@ -177,8 +177,8 @@ def test_arguments_that_do_not_fit_are_refused_in_one_line(
 @pytest.mark.parametrize(
     ("new", "message"),
     [
-        ("ep=4,order=tp-pp-dp", "layout.ep=4 needs layout.order=tp-dp-pp"),
-        ("ep=3", "layout.ep=3 does not divide the 4 data-parallel ranks"),
+        ("ep=4,order=tp-pp-dp", "order=tp-pp-dp: must be tp-dp-pp"),
+        ("ep=3", "ep=3 does not divide the 4 data-parallel ranks"),
     ],
 )
 def test_experts_that_megatron_cannot_spread_so_are_refused(new: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
