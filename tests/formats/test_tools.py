@@ -90,9 +90,9 @@ def test_the_dry_run_lists_every_slice_of_a_large_model_within_seconds(
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("tp=3", "layout.tp=3 does not divide the model's 64 attention heads; use 1, 2, 4, 8"),
+        ("tp=3", "tp=3 does not divide the model's 64 attention heads; use 1, 2, 4, 8"),
         ("tp", "--layout=tp: 'tp' is not understood; give some of tp, pp, vpp, dp, ep as tp=2"),
-        ("ep=2", "layout.ep=2 spreads experts, but the model is dense; use ep=1"),
+        ("ep=2", "ep=2 spreads experts, but the model is dense; use ep=1"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from grpo_mega.hardware.device import Device
-from grpo_mega.observe import RunLog, Timers
+from grpo_mega.observe.run_log import RunLog
+from grpo_mega.observe.timers import Timers
 from grpo_mega.observe.tracing import Tracer
 from tools.benchmarks.gpu.rank import config_of
 

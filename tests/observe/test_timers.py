@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_mega.observe import Timers
+from grpo_mega.observe.timers import Timers
 
 
 class Clock:
