@@ -261,10 +261,12 @@ class RewardPool:
     def _next_check(self, worker: Worker) -> tuple[Check, bytes] | None:
         """Wait for a check, and return it with its sample; None if the worker has ended or the pool has."""
         with self._lock:
-            while self._failure is None and not worker.has_ended:
+            while self._failure is None:
                 if (check := self._checks.next()) is not None:
                     return check, self._pending[check.keys[0]].payload
                 self._has_work.wait(SECONDS_BETWEEN_LOOKS)
+                if worker.has_ended:
+                    break
         return None
 
     def _finish(self, check: Check, score: Score, is_own: bool = False, error: str | None = None) -> None:

@@ -134,11 +134,10 @@ class Worker:
 
     def _has_message(self, seconds: float) -> bool:
         """Wait for a message. Raises EOFError where there is none and the process has ended."""
-        connection.wait([self._connection, self._status_fd], seconds)
-        has_ended = self.has_ended
-        if self._connection.poll():  # a message that is there was in time, however late this thread is
+        ready = connection.wait([self._connection, self._status_fd], seconds)
+        if self._connection in ready or self._connection.poll():  # it was in time, however late this thread is
             return True
-        if has_ended:
+        if self._status_fd in ready:
             raise EOFError
         return False
 
