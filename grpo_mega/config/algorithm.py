@@ -28,7 +28,7 @@ Recipe = Literal[
 ]
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-KLPenalty = Literal["kl", "abs", "mse", "low_var_kl", "low_var_kl_weighted"]
+KLPenalty = Literal["low_var_kl", "low_var_kl_weighted", "kl", "abs", "mse"]
 KL_CLAMP = 10.0  # as in verl and RLinf: one token far from the reference must not decide the step
 
 # Values of the papers, which algorithm/README.md lists; grpo is the section's own defaults.
