@@ -42,7 +42,7 @@ class Manifest:
     seed: int
     checksums: dict[str, str]  # sha256 by file below STATE
     draws: int | None = None  # of prompts from the data, one after the other; None: one per step
-    inputs: dict[str, str] | None = None  # digests of model and data, see run_inputs.py
+    inputs: dict[str, str] | None = None  # digests of model and data, see run/inputs.py
     written_at: float | None = None  # seconds since the epoch; None: as the manifest's file says
 
 

@@ -93,7 +93,7 @@ def join(config: Config) -> devices.Device:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = devices.select(config.device, int(os.environ.get("LOCAL_RANK", "0")))
     check_kernels(config, device)
-    timeout = timedelta(seconds=max(600.0, 2 * config.hang_deadline_s))  # hang.py, which says more, comes first
+    timeout = timedelta(seconds=max(600.0, 2 * config.hang_deadline_s))  # watchdog.py, which says more, comes first
     dist.init_process_group(device.backend, rank=rank, world_size=world_size, timeout=timeout)
     return device
 

@@ -1,6 +1,6 @@
 """The peak that benchmarks/throughput's utilisation is a share of, and what the planner says of the same step.
 
-On a known card both are the card's (planner/hardware.py). Elsewhere the machine is described as a card by what was measured on
+On a known card both are the card's (hardware/cards.py). Elsewhere the machine is described as a card by what was measured on
 it in the same run: the rate of a matrix product while all ranks multiply, of a copy, and of a broadcast. The planner's shares
 and constants are a GPU's all the same, so that its times for a CPU say little. No torch here.
 """
