@@ -1,6 +1,6 @@
 """A rank's activations: what a layer keeps for its backward pass, how many layers wait, and what the work needs besides.
 
-There are two sets of formulas: for Megatron's local layers with the parts of megatron/attention.py, and for Transformer Engine's
+There are two sets of formulas: for Megatron's local layers with megatron/attention.py's parts, and for Transformer Engine's
 (te_layers.py, where the inputs' names are explained). Tests compare both with what autograd saves, except for MoE models and
 MXFP8 ("unproven"). Elements are counted for one micro-batch of `tokens` tokens; with sequence parallelism what lies between the
 layers is cut into tp parts.
