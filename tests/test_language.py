@@ -49,6 +49,22 @@ def test_docstrings_are_sentences() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_files_have_at_most_400_lines_and_functions_60() -> None:
+    wrong = []
+    for path in FILES:
+        if path.suffix == ".py":
+            text = path.read_text(encoding="utf-8")
+            lengths = [(len(text.splitlines()), 400, str(path.relative_to(ROOT)))]
+            if path.relative_to(ROOT).parts[0] != "tests":
+                lengths += [
+                    (node.end_lineno - node.lineno + 1, 60, f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+                    for node in ast.walk(ast.parse(text))
+                    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
+                ]
+            wrong += [f"{name} has {lines} lines" for lines, most, name in lengths if lines > most]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_the_words_are_looked_for_in_all_of_the_project() -> None:
     assert len(FILES) > 400
     assert {path.relative_to(ROOT).parts[0] for path in FILES} >= {

@@ -56,8 +56,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
 
         runtime = runtimes.start(config)
         stack.callback(runtimes.stop)
-        world_size = runtime.layout.world_size
-        rendezvous = Rendezvous(runtime.store, runtime.rank, world_size)
+        rendezvous = Rendezvous(runtime.store, runtime.rank, runtime.layout.world_size)
         engine = build_engine(config, model.hf_config, model.family, model.shape, model.dtype, runtime, rendezvous)
         stack.callback(engine.close)
         peak = PeakMemory(runtime.device)
@@ -71,15 +70,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         stack.callback(log.close)
         gc.freeze()  # Megatron collects garbage in every save; objects alive now live to the end and need not be scanned
         stack.enter_context(_hang_watch(config, runtime, timers))
-        checkpoints = Checkpoints(
-            config.run_dir / CHECKPOINTS,
-            config.checkpoint,
-            runtime.rank,
-            store=runtime.store,
-            warn=log.warn,
-            shows_progress=config.log.progress,
-        )
-        stack.enter_context(closing(checkpoints))
+        checkpoints = stack.enter_context(closing(_open_checkpoints(config, runtime, log)))
         sync = build_sync(config, model.dtype, policy, engine, rendezvous)
         colocation = Colocation(policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message)
         decode = decoder(tokenizer)
@@ -106,9 +97,20 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
             timers=timers,
             checkpoints=checkpoints,
             stop=stop,
-            inputs=RunInputs(config.model, data.digests, runtime.rank, world_size),
+            inputs=RunInputs(config.model, data.digests, runtime.rank, runtime.layout.world_size),
             health=Health(config),
         )
+
+
+def _open_checkpoints(config: Config, runtime: Runtime, log: RunLog) -> Checkpoints:
+    return Checkpoints(
+        config.run_dir / CHECKPOINTS,
+        config.checkpoint,
+        runtime.rank,
+        store=runtime.store,
+        warn=log.warn,
+        shows_progress=config.log.progress,
+    )
 
 
 def _reward_pool(config: Config) -> RewardPool:

@@ -157,6 +157,13 @@ def is_true_within(seconds: float, condition: Callable[[], bool]) -> bool:
     return True
 
 
+def check_gone(tree: Tree, temporary: Path, seconds: float = 20) -> None:
+    assert is_true_within(seconds, lambda: not tree.remains() and not os.listdir(temporary)), (
+        tree.remains(),
+        os.listdir(temporary),
+    )
+
+
 def _open_files(pid: int) -> list[str]:
     found = []
     with contextlib.suppress(OSError):

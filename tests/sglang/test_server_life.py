@@ -1,7 +1,6 @@
 """The life of a server process: what it starts with, what it serves, and that nothing is left however it ends.
 
 Starts take ten seconds, so each carries several tests; ends that do not depend on how far the start has come are tested early.
-The last test kills the server that all files here share, after the tests of the session have used it.
 """
 
 import os
@@ -16,6 +15,7 @@ import pytest
 from servers import (
     TRAINERS,
     Tree,
+    check_gone,
     generate,
     is_true_within,
     make_settings,
@@ -52,13 +52,6 @@ def wait_for_sglang(look: Callable[[], Tree]) -> Tree:
 
 def environment_of(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in entry)
-
-
-def check_gone(tree: Tree, temporary: Path, seconds: float = 20) -> None:
-    assert is_true_within(seconds, lambda: not tree.remains() and not os.listdir(temporary)), (
-        tree.remains(),
-        os.listdir(temporary),
-    )
 
 
 def test_a_started_server_generates_token_ids_with_logprobs(server: Server) -> None:
@@ -180,12 +173,3 @@ def test_a_server_that_is_not_ready_in_time_is_ended(model: Path, tmp_path: Path
     with pytest.raises(EngineError, match=r"was not ready after 1 s; .*server\.log ends: "):
         server.wait_until_healthy()
     assert not server.is_alive()
-
-
-def test_the_server_ends_when_its_scheduler_is_killed(server: Server, temporary: Path) -> None:
-    tree = Tree.of(server)
-    assert len(tree.shared_memory) == 1
-    (scheduler,) = tree.named("sglang::scheduler")
-    os.kill(scheduler, signal.SIGKILL)
-    assert is_true_within(20, lambda: not server.is_alive())
-    check_gone(tree, temporary)

@@ -1,4 +1,7 @@
-"""Endpoints of a real server; a fake one stands in for the versions of SGLang that are not installed."""
+"""Endpoints of a real server; a fake one stands in for the versions of SGLang that are not installed.
+
+The last test kills the server that all files of this folder share; those that come after this file need none.
+"""
 
 import asyncio
 import json
@@ -11,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from aiohttp import web
-from servers import LOADER, Tree, generate
+from servers import LOADER, Tree, check_gone, generate, is_true_within
 
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.sglang.buckets import payload
@@ -152,3 +155,12 @@ def test_a_version_without_beginning_and_end_of_an_update_is_not_asked_for_them(
 
     asyncio.run(serve())
     assert seen == ["/openapi.json", "/update_weights_from_tensor"]
+
+
+def test_the_server_ends_when_its_scheduler_is_killed(server: Server, temporary: Path) -> None:
+    tree = Tree.of(server)
+    assert len(tree.shared_memory) == 1
+    (scheduler,) = tree.named("sglang::scheduler")
+    os.kill(scheduler, signal.SIGKILL)
+    assert is_true_within(20, lambda: not server.is_alive())
+    check_gone(tree, temporary)
