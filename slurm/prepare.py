@@ -1,6 +1,6 @@
 """Check a job's config before its ranks start, and compute how long before the time limit the job must stop.
 
-Prints the plan, and a line LEAD_SECONDS=N: as long as a step, a save and its check may take; also NEEDS_NVCC=1 where SGLang runs
+Prints the plan, and a line LEAD_SECONDS=N: as long as a step, a save and its check may take; NEEDS_NVCC=1 where SGLang runs
 on GPUs. Exit code 2, with one line on stderr, for an error that the user must fix; nothing is written.
 """
 
