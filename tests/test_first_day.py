@@ -1,0 +1,89 @@
+"""tools/first_day.sh: what it refuses, what its report says, and the whole of it on emulated kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "tools" / "first_day.sh"
+BENCHMARK = {"section": "mfu", "case": "4B, bf16", "name": "MFU", "unit": "%", "better": "more", "note": ""}
+STEP = {"seconds/step": 2.0, "mismatch/k3": 0.001, "grad_norm": 0.5, "reward/mean": 0.25}
+
+
+def report(folder: Path, metrics: list[dict[str, Any]], **codes: int) -> tuple[int, dict[str, Any], str]:
+    """Write what a day leaves, run the report; return its code, its JSON, and its Markdown."""
+    (folder / "run").mkdir(parents=True)
+    parts = [{"name": name, "code": code, "seconds": 7} for name, code in codes.items()]
+    (folder / "steps.jsonl").write_text("".join(json.dumps(part) + "\n" for part in parts))
+    (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    rows = [BENCHMARK | {"value": 41.25, "target": 40.0, "met": True}, BENCHMARK | {"value": None, "target": 40.0, "met": None}]
+    bench = {"date": "2026-11-22", "card": "H100", "versions": {"torch": "2.13.0"}, "rows": rows, "tiny": False}
+    (folder / "benchmarks.log").write_text(f"some text\n{json.dumps(bench)}\n")
+    (folder / "plan.log").write_text("note: a line\n" + json.dumps({"step_seconds": 1.0}, indent=1) + "\n")
+    command = [sys.executable, str(ROOT / "tools" / "first_day_report.py"), str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return result.returncode, json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
+
+
+def test_every_figure_stands_beside_its_target(tmp_path: Path) -> None:
+    code, found, text = report(tmp_path, [{"epoch": 0}, STEP, STEP | {"reward/mean": 0.5}], install=0, train=0)
+    assert code == 0 and found["failed"] == [] and found["card"] == "H100"
+    assert "| parts | install | code 0, 7 s | code 0 | met |" in text
+    assert "| run | largest mismatch/k3, nats per token | 0.001 | at most 0.01 | met |" in text
+    assert "| run | reward, first to last | 0.250 to 0.500 |  |  |" in text
+    assert "| speed | median step, s | 2 | at most 1.5 x the plan's 1.0 | **missed** |" in text, "a slow card is no failure"
+    assert "| mfu | MFU, 4B, bf16 | 41.25 % | at least 40 % | met |" in text
+    assert "| mfu | MFU, 4B, bf16 | none here | at least 40 % |  |" in text
+    assert "say nothing about a card" not in text
+
+
+def test_a_part_that_failed_and_a_rule_that_the_run_broke_end_in_code_1(tmp_path: Path) -> None:
+    code, found, text = report(tmp_path / "a", [STEP, STEP | {"mismatch/k3": 0.2}], install=0, tests=1, train=0)
+    assert code == 1 and found["failed"] == ["tests", "largest mismatch/k3, nats per token"]
+    code, found, _ = report(tmp_path / "b", [STEP | {"grad_norm": 0.0}], train=0)
+    assert code == 1 and found["failed"] == ["steps with a gradient"]
+    code, found, text = report(tmp_path / "c", [], train=2)
+    assert code == 1 and found["failed"] == ["train", "steps"] and "| run | steps | none | at least 1 | **missed** |" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "nvidia-smi shows no GPU; use a machine with one, or --cpu to try the script"),
+        (["--gpus", "8"], "--gpus is not known; usage: tools/first_day.sh MODEL"),
+        (["--out"], "--out needs a value; usage: "),
+        (["--cpu", "models/mine"], "--cpu makes its own model; leave models/mine out"),
+        (["--cpu", "--out", "tests"], "--out tests is there already; name another folder"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_one_line_and_leave_nothing(arguments: list[str], said: str) -> None:
+    before = sorted(path.name for path in ROOT.glob("runs/first_day*"))
+    environment = os.environ | {"PATH": "/usr/bin:/bin"}
+    result = subprocess.run(["bash", str(SCRIPT), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 1 and result.stderr.startswith(f"first_day.sh: error: {said}")
+    assert result.stderr.count("\n") == 1 and not result.stdout
+    assert sorted(path.name for path in ROOT.glob("runs/first_day*")) == before
+
+
+@pytest.mark.full
+@pytest.mark.sglang
+def test_the_whole_day_on_emulated_kernels(tmp_path: Path) -> None:
+    out = tmp_path / "day"
+    result = subprocess.run(
+        ["bash", str(SCRIPT), "--cpu", "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=1200
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads((out / "report.json").read_text())
+    parts = [row["name"] for row in found["rows"] if row["part"] == "parts"]
+    assert parts == ["install", "tests", "benchmarks", "plan", "train", "html"]
+    assert {row["part"] for row in found["rows"]} >= {"run", "speed", "mfu", "logprobs", "engine", "step"}
+    assert "these figures say nothing about a card" in (out / "report.md").read_text()
+    assert (out / "run" / "report.html").exists() and (out / "run" / "hf").is_dir()

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# tools/first_day.sh MODEL [--data DATA] [--out FOLDER]: all that a machine with new GPUs can tell, in about an hour.
+# tools/first_day.sh --cpu [--out FOLDER]: the same script at tiny sizes on emulated kernels, in minutes; its figures mean nothing.
+#
+# Checks the installation and the links, runs tests/gpu and tools/benchmarks/gpu, and trains MODEL, the folder of an instruct model
+# of 0.5B to 2B parameters, for 20 steps in FP8 with SGLang on the same GPUs. FOLDER/report.md has every figure beside its target;
+# attach the folder to an issue. A step that fails does not stop the others; the exit code is 1 if any did.
+set -uo pipefail
+
+source "$(dirname "${BASH_SOURCE[0]}")/../examples/env.sh"
+cd "$ROOT" || exit
+
+usage="usage: tools/first_day.sh MODEL [--data DATA] [--out FOLDER], or tools/first_day.sh --cpu [--out FOLDER]"
+MODEL="" DATA="hub:openai/gsm8k:main@train" OUT="" IS_CPU=""
+while (($#)); do
+    case "$1" in
+        --cpu) IS_CPU=1 ;;
+        --data | --out)
+            (($# > 1)) || _fail "$1 needs a value; $usage"
+            if [[ "$1" == --data ]]; then DATA="$2"; else OUT="$2"; fi
+            shift
+            ;;
+        -*) _fail "$1 is not known; $usage" ;;
+        *) MODEL="$1" ;;
+    esac
+    shift
+done
+OUT="${OUT:-runs/first_day-$(date +%Y%m%d-%H%M%S)}"
+[[ ! -e "$OUT" ]] || _fail "--out $OUT is there already; name another folder"
+if [[ -n "$IS_CPU" ]]; then
+    [[ -z "$MODEL" ]] || _fail "--cpu makes its own model; leave $MODEL out"
+    ensure_env dev
+    ensure_sglang
+    ensure_te 2.11.0
+else
+    num_gpus="$(nvidia-smi --list-gpus 2> /dev/null | wc -l)"
+    ((num_gpus > 0)) || _fail "nvidia-smi shows no GPU; use a machine with one, or --cpu to try the script"
+    [[ -f "$MODEL/config.json" ]] || _fail "MODEL=$MODEL must be a folder with a config.json; $usage"
+    grep -qsw gpu "$ROOT/.venv/.installed" || _fail "the environment for GPUs is not there; run tools/install_gpu.sh first"
+    ensure_env gpu dev
+fi
+mkdir -p "$OUT"
+
+# step NAME COMMAND ...: one part, its output in OUT/NAME.log and its end in OUT/steps.jsonl.
+step() {
+    local name="$1" code=0 began=$SECONDS
+    shift
+    echo "== $name: see $OUT/$name.log"
+    "$@" > "$OUT/$name.log" 2>&1 || code=$?
+    ((code == 0)) || echo "   failed with code $code: $(tail -n 1 "$OUT/$name.log")"
+    echo "{\"name\": \"$name\", \"code\": $code, \"seconds\": $((SECONDS - began))}" >> "$OUT/steps.jsonl"
+}
+
+settings=(--set "run_dir=$OUT/run" --set rollout.engine=sglang --set precision.fp8=hybrid --set precision.fp8_recipe=tensorwise)
+python=("$VENV_PYTHON")
+if [[ -n "$IS_CPU" ]]; then
+    export PYTHONPATH="$ROOT/tests/te_on_cpu:$ROOT" OMP_NUM_THREADS=1
+    emulated=("${python[@]}" -m emulated_te.run 2.11.0)
+    settings+=(--set "model.path=$OUT/model" --set model.dtype=bfloat16 --set layout.tp=1 --set layout.pp=1 --set steps=4)
+    settings+=(--set rollout.cache_tokens=4096 --set eval.interval=2 --set rollout.mismatch_stop=null)
+    step install "${python[@]}" tools/check_node.py
+    step tests "${python[@]}" -m pytest -q -p emulated_te.plugin -p no:cacheprovider tests/gpu/test_logits.py
+    step benchmarks "${python[@]}" tools/benchmarks/gpu --tiny
+    "${python[@]}" examples/tiny_random_model.py "$OUT/model" > /dev/null
+    step plan "${python[@]}" -m grpo_mega.cli plan slurm/tiny.yaml --json "${settings[@]}"
+    step train "${emulated[@]}" grpo_mega.cli train slurm/tiny.yaml "${settings[@]}"
+else
+    tp=$((num_gpus % 2 ? 1 : 2))
+    settings+=(--set "model.path=$MODEL" --set "data.train=$DATA" --set data.heldout=null --set data.heldout_size=128)
+    settings+=(--set "layout.tp=$tp" --set "layout.dp=$((num_gpus / tp))" --set "layout.sequence_parallel=$([[ $tp == 1 ]] && echo false || echo true)")
+    settings+=(--set steps=20 --set eval.interval=10 --set checkpoint.interval=10)
+    step install "${python[@]}" tools/check_node.py --expect-gpus "$num_gpus" --nvcc
+    if ((num_gpus > 1)); then
+        step allreduce env SLURM_NNODES=1 SLURM_NODEID=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 \
+            "${python[@]}" tools/check_allreduce.py --ranks "$num_gpus" --node-floor 200 --out "$OUT/slow_nodes"
+    fi
+    step tests "${python[@]}" -m pytest -q -p no:cacheprovider tests/gpu
+    step benchmarks "${python[@]}" tools/benchmarks/gpu --quick
+    step plan "${python[@]}" -m grpo_mega.cli plan examples/qwen2.5-1.5b.yaml --json "${settings[@]}"
+    step train "${python[@]}" -m grpo_mega.cli train examples/qwen2.5-1.5b.yaml "${settings[@]}"
+fi
+step html "${python[@]}" -m grpo_mega.cli report "$OUT/run"
+exec "${python[@]}" tools/first_day_report.py "$OUT"

@@ -1,0 +1,104 @@
+"""Write FOLDER/report.md and report.json of what tools/first_day.sh left in FOLDER: every figure beside its target.
+
+Prints the table; exit code 1 if a part of the day failed, or if the run broke a rule that holds on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+MOST_K3 = 0.01  # nats per token between trainer and engine; FP8 training with a bf16 engine was below 0.002 on emulated kernels
+MOST_OF_PLAN = 1.5  # times the step that the plan expects
+
+Row = dict[str, Any]  # part, name, value, target, met (None without a target)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    parts = read_lines(folder / "steps.jsonl")
+    bench, plan = last_json(folder / "benchmarks.log"), last_json(folder / "plan.log")
+    rows = [row_of("parts", p["name"], f"code {p['code']}, {p['seconds']} s", "code 0", p["code"] == 0) for p in parts]
+    failed = [row["name"] for row in rows if not row["met"]]
+    run = run_rows(read_lines(folder / "run" / "metrics.jsonl"), plan, has_gpu=not bench.get("tiny", True))
+    failed += [row["name"] for row in run if row["met"] is False and row["part"] == "run"]
+    rows += run + [benchmark_row(found) for found in bench.get("rows", [])]
+    text = render(rows, bench, folder)
+    (folder / "report.md").write_text(text, encoding="utf-8")
+    about = {name: bench.get(name) for name in ("date", "card", "versions")}
+    (folder / "report.json").write_text(json.dumps(about | {"rows": rows, "failed": failed}, indent=1), encoding="utf-8")
+    print(text)
+    if failed:
+        print(f"failed: {', '.join(failed)}; see the logs in {folder}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def run_rows(metrics: list[dict[str, Any]], plan: dict[str, Any], *, has_gpu: bool) -> list[Row]:
+    """Return what the run shows: rules of any machine as part "run", speed as part "speed"."""
+    steps = [row for row in metrics if "seconds/step" in row]
+    if not steps:
+        return [row_of("run", "steps", "none", "at least 1", False)]
+    k3 = max(row["mismatch/k3"] for row in steps)
+    norms = [row["grad_norm"] for row in steps]
+    seconds = statistics.median(row["seconds/step"] for row in steps[1:] or steps)
+    expected = plan.get("step_seconds") if has_gpu else None
+    return [
+        row_of("run", "steps", len(steps), None, None),
+        row_of("run", "largest mismatch/k3, nats per token", k3, f"at most {MOST_K3}", k3 <= MOST_K3),
+        row_of("run", "steps with a gradient", sum(norm > 0 for norm in norms), "at least 1", any(norm > 0 for norm in norms)),
+        row_of("run", "reward, first to last", f"{steps[0]['reward/mean']:.3f} to {steps[-1]['reward/mean']:.3f}", None, None),
+        row_of(
+            "speed",
+            "median step, s",
+            seconds,
+            f"at most {MOST_OF_PLAN} x the plan's {expected:.1f}" if expected else None,
+            seconds <= MOST_OF_PLAN * expected if expected else None,
+        ),
+    ]
+
+
+def benchmark_row(found: dict[str, Any]) -> Row:
+    """Turn a row of tools/benchmarks/gpu into one of this report."""
+    sign = "at most" if found["better"] == "less" else "at least"
+    target = None if found["target"] is None else f"{sign} {found['target']:g} {found['unit']}"
+    value = "none here" if found["value"] is None else f"{found['value']:.4g} {found['unit']}"
+    return row_of(found["section"], f"{found['name']}, {found['case']}", value, target, found["met"])
+
+
+def row_of(part: str, name: str, value: object, target: str | None, met: bool | None) -> Row:
+    return {"part": part, "name": name, "value": value, "target": target, "met": met}
+
+
+def render(rows: list[Row], bench: dict[str, Any], folder: Path) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in (bench.get("versions") or {}).items())
+    lines = [f"# First day: {bench.get('card', 'unknown card')}, {bench.get('date', 'unknown date')}", "", versions, ""]
+    if bench.get("tiny", True):
+        lines += ["Tiny sizes, or no benchmarks: these figures say nothing about a card.", ""]
+    lines += ["| part | figure | value | target | |", "|---|---|---|---|---|"]
+    verdicts = {True: "met", False: "**missed**", None: ""}
+    for row in rows:
+        value = f"{row['value']:.4g}" if isinstance(row["value"], float) else row["value"]
+        lines.append(f"| {row['part']} | {row['name']} | {value} | {row['target'] or ''} | {verdicts[row['met']]} |")
+    return "\n".join([*lines, "", f"Logs, metrics and the run's report.html are in {folder}.", ""])
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file with one per line; none if there is no file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line] if path.exists() else []
+
+
+def last_json(path: Path) -> dict[str, Any]:
+    """Return the last JSON object that begins a line of a log, {} without one."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+    starts = [number for number, line in enumerate(lines) if line.startswith("{")]
+    return dict(json.JSONDecoder().raw_decode("\n".join(lines[starts[-1] :]))[0]) if starts else {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
