@@ -86,11 +86,10 @@ def _layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Fi
     attention = te_layers.attention(norm.value, qk.value, o, b, q, kv, shape.num_heads // layout.tp)
     again = te_layers.recomputed_attention(norm.value, qk.value, o, b, q, kv)
     parts = [norm, qk, attention, again] if setup.config.model.recompute == "selective" else [norm, qk, attention]
+    selective = te_layers.recomputed_layer(again.value, 2 if is_moe else 1, h, s)
     if is_moe:
-        whole = te_layers.moe_layer(attention.value, h, s, r, f, k)
-        return parts, whole, te_layers.recomputed_moe_layer(again.value, h, s)
-    whole = te_layers.dense_layer(attention.value, norm.value, x, b, f)
-    return parts, whole, te_layers.recomputed_dense_layer(again.value, h, s)
+        return parts, te_layers.moe_layer(attention.value, h, s, r, f, k), selective
+    return parts, te_layers.dense_layer(attention.value, norm.value, x, b, f), selective
 
 
 def _share_in_fp8(setup: Setup, pp_rank: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_mega.planner.batch import Batch
@@ -18,11 +18,14 @@ from grpo_mega.weights.layout import MegatronLayout
 class Link:
     """One kind of communication."""
 
-    kind: str
     sent: Figure  # bytes that the busiest rank sends in a step
     num_groups: int  # of ranks that exchange tensors
     num_crossing: int  # of these, with ranks on several nodes
     seconds: Figure  # of one step, without deducting what overlaps with computing
+
+    @property
+    def kind(self) -> str:
+        return self.sent.label
 
     @property
     def crosses(self) -> bool:
@@ -45,11 +48,6 @@ def groups(layout: MegatronLayout, axis: str) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, members.values()))
 
 
-def num_crossing(setup: Setup, axis: str) -> int:
-    """Return the number of groups with ranks on several nodes."""
-    return sum(len({rank // setup.gpus_per_node for rank in group}) > 1 for group in groups(setup.layout, axis))
-
-
 def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
     """Return what a step's update, log-probs and sync send. `state` is that of the stage that holds most."""
     layout, config, hidden, b = setup.layout, setup.config, setup.shape.hidden, setup.itemsize
@@ -63,20 +61,21 @@ def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
         again = {"none": 0, "selective": 2, "full": 4}[config.model.recompute]
         ends = 2 if layout.pp == 1 else 1  # the embedding's sums, the last hidden states
         sent = _tensor_parallel(layers, updates, forwards, backward, again, ends, tokens, hidden, b, layout.tp)
-        links.append(_link(setup, "tp", sent))
+        links.append(_link(setup, sent, groups(layout, "tp")))
     if layout.pp > 1:
-        links.append(_link(setup, "pp", _pipeline(layout.vpp, tokens, hidden, b, cut, updates, forwards)))
+        sent = _pipeline(layout.vpp, tokens, hidden, b, cut, updates, forwards)
+        links.append(_link(setup, sent, groups(layout, "pp")))
     if layout.ep > 1:
         chosen = setup.experts_per_token
         sent = _experts(layers, tokens, cut, chosen, hidden, b, layout.ep, updates, forwards)
-        links.append(_link(setup, "ep", sent))
+        links.append(_link(setup, sent, groups(layout, "ep")))
     if layout.dp > 1:
         sent = _data_parallel(config.batch.optimizer_steps, state.elements, state.fp8_elements, b, layout.dp)
-        links.append(_link(setup, "dp", sent))
+        links.append(_link(setup, sent, groups(layout, "dp")))
     if setup.world_size > 1:
         # An upper bound: all of the engine's weights come from other ranks. `plan.sync_traffic` counts them.
-        sent, crosses = received_weights(setup, "sync to the engines").trusted("estimate"), setup.num_nodes > 1
-        links.append(Link(sent.label, sent, 1, int(crosses), link_seconds(setup, sent, crosses)))
+        sent = received_weights(setup, "sync to the engines").trusted("estimate")
+        links.append(_link(setup, sent, [range(setup.world_size)]))
     return links
 
 
@@ -132,13 +131,12 @@ def _seconds(sent: Number, rate: float, share: float) -> float:
     return sent / (rate * share)
 
 
-def _link(setup: Setup, axis: str, sent: Figure) -> Link:
-    crossing = num_crossing(setup, axis)
-    return Link(sent.label, sent, len(groups(setup.layout, axis)), crossing, link_seconds(setup, sent, crossing > 0))
-
-
-def link_seconds(setup: Setup, sent: Figure, crosses: bool) -> Figure:
+def _link(setup: Setup, sent: Figure, members: Sequence[Sequence[int]]) -> Link:
+    """Return the link between the ranks of each group, which is the network where any group spans several nodes."""
     assumed, card = setup.assumed, setup.card
-    rate = card.network_bytes if crosses else card.nvlink_bytes
-    seconds = _seconds(sent.value, rate, assumed.network_share if crosses else assumed.nvlink_share)
-    return replace(seconds, label=f"{sent.label}, time")
+    num_crossing = sum(len({rank // setup.gpus_per_node for rank in group}) > 1 for group in members)
+    if num_crossing:
+        seconds = _seconds(sent.value, card.network_bytes, assumed.network_share)
+    else:
+        seconds = _seconds(sent.value, card.nvlink_bytes, assumed.nvlink_share)
+    return Link(sent, len(members), num_crossing, replace(seconds, label=f"{sent.label}, time"))

@@ -23,8 +23,7 @@ class EngineMemory:
     extra: Figure  # beyond these while it generates
     asleep: Figure  # what it keeps while it sleeps
     concurrent: Figure  # sequences of the mean length that it decodes at once
-    fraction: float  # of the device, for weights and cache; 0 where it does not apply
-    shortfall: str | None  # the reason why it cannot serve
+    shortfall: str | None = None  # the reason why it cannot serve
 
 
 def engine_memory(setup: Setup) -> EngineMemory:
@@ -38,6 +37,10 @@ class Elements:
     plain: int
     linear: int  # of the linear layers, which rollout.quantization applies to
     blocks: int  # of FP8, in the linear layers
+
+    @property
+    def total(self) -> int:
+        return self.plain + self.linear
 
 
 @functools.cache
@@ -61,14 +64,8 @@ def received_weights(setup: Setup, label: str) -> Figure:
     layout = EngineLayout(setup.config.rollout.tp, 1) if setup.is_served else None
     held = elements_of(setup.family, setup.shape, layout)
     if setup.config.rollout.quantization is None:
-        return product(label, "B", "exact", elements=held.plain + held.linear, b=setup.itemsize)
+        return product(label, "B", "exact", elements=held.total, b=setup.itemsize)
     return replace(_quantised_weights(held.plain, setup.itemsize, held.linear, held.blocks), label=label)
-
-
-def weight_elements(family: Family, shape: ModelShape, layout: EngineLayout | None) -> int:
-    """Return the exact elements of a rank of the engine; without a layout, those of whole Hugging Face tensors."""
-    held = elements_of(family, shape, layout)
-    return held.plain + held.linear
 
 
 def cache_bytes_per_token(setup: Setup) -> int:
@@ -107,20 +104,20 @@ def _served(setup: Setup) -> EngineMemory:
             f"the engine's KV cache holds {int(tokens.value)} tokens, but the longest sample has {setup.longest_sample}; "
             "raise rollout.tp or rollout.memory_fraction"
         )
-    return EngineMemory(weights, cache, tokens, extra, asleep, _concurrent_in(setup, tokens), fraction, shortfall)
+    return EngineMemory(weights, cache, tokens, extra, asleep, _concurrent_in(setup, tokens), shortfall)
 
 
 def _embedded(setup: Setup) -> EngineMemory:
     """Return the memory of transformers' model in the trainer's process; its cache lasts while it generates."""
     shape, concurrent = setup.shape, setup.config.rollout.max_concurrent
-    elements = weight_elements(setup.family, shape, None)
+    elements = elements_of(setup.family, shape, None).total  # never quantised
     weights = product("engine weights", "B", "exact", elements=elements, b=setup.itemsize)
     longest, per_token = setup.longest_sample, cache_bytes_per_token(setup)
     cache = product("KV cache", "B", concurrent=concurrent, longest=longest, per_token=per_token)
     tokens = product("tokens in a KV cache", "tokens", concurrent=concurrent, longest=longest)
     extra = _embedded_work(cache.value, shape.num_layers, concurrent, shape.vocab)
     nothing = product("engine's graphs", "B")
-    return EngineMemory(weights, cache, tokens, extra, nothing, _concurrent_in(setup, tokens), 0.0, None)
+    return EngineMemory(weights, cache, tokens, extra, nothing, _concurrent_in(setup, tokens))
 
 
 def _concurrent_in(setup: Setup, tokens: Figure) -> Figure:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_mega.planner.activations import activations
-from grpo_mega.planner.engine import EngineMemory, engine_memory, weight_elements
+from grpo_mega.planner.engine import EngineMemory, elements_of, engine_memory
 from grpo_mega.planner.figures import GIB, Figure, Trust, formula, product, total
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.state import FP32, State, Storage, stage_state
@@ -77,7 +77,7 @@ def state_figures(setup: Setup, state: State) -> list[Figure]:
     return [
         _weights(setup.itemsize, state.elements, state.fp8_elements).trusted(trust),
         product("gradients", "B", "exact", bytes=FP32, elements=state.elements + state.fp8_elements),
-        _optimizer(state.master_bytes, state.moment_bytes, state.largest_share).trusted(trust),
+        _optimizer(state.storage.master_bytes, state.storage.moment_bytes, state.largest_share).trusted(trust),
     ]
 
 
@@ -113,10 +113,9 @@ def _fp8_copies_of(setup: Setup, state: State, pp_rank: int) -> list[Figure]:
     precision, shape, layout = setup.config.precision, setup.shape, setup.layout
     if precision.fp8 is None:
         return []
-    in_fp8 = max(0.0, (shape.num_layers - precision.first_layers_bf16 - precision.last_layers_bf16) / shape.num_layers)
     ends = int(pp_rank == 0) + int(pp_rank == layout.pp - 1)  # embedding and output layer, which stay in bf16
     copies = 1 if precision.fp8_parameters else 2
-    return [_fp8_copies(copies, in_fp8, state.num_parameters, ends, shape.vocab, shape.hidden, layout.tp)]
+    return [_fp8_copies(copies, setup.share_in_fp8, state.num_parameters, ends, shape.vocab, shape.hidden, layout.tp)]
 
 
 def _with_slack(setup: Setup, parts: list[Figure]) -> list[Figure]:
@@ -143,7 +142,7 @@ def host_memory(setup: Setup) -> HostMemory:
         by_node.setdefault(rank // setup.gpus_per_node, []).append(states[layout.place(rank)[1]])
     node = max(by_node.values(), key=lambda held: sum(s.weights + s.largest_share for s in held))
     weights = sum(s.weights for s in node)
-    optimizer = sum(s.largest_share * (s.master_bytes + s.moment_bytes) for s in node)
+    optimizer = sum(s.largest_optimizer for s in node)
     moves, has_reference = int(setup.keeps_host_copies), int(setup.has_reference)
     pinned = [
         product("weights", "B", needed=max(moves, has_reference), weights=weights),
@@ -165,7 +164,7 @@ def host_memory(setup: Setup) -> HostMemory:
 
 def checkpoint_bytes(setup: Setup) -> Figure:
     """Return the bytes of weights, and of masters and moments in fp32."""
-    return _checkpoint(weight_elements(setup.family, setup.shape, None), setup.itemsize)
+    return _checkpoint(elements_of(setup.family, setup.shape, None).total, setup.itemsize)
 
 
 @formula("weights", "B")

@@ -84,6 +84,14 @@ class Setup:
         return self.config.algorithm.kl_beta > 0
 
     @property
+    def share_in_fp8(self) -> float:
+        """Return the share of the model's layers that compute in FP8."""
+        precision, num_layers = self.config.precision, self.shape.num_layers
+        if precision.fp8 is None:
+            return 0.0
+        return max(0, num_layers - precision.first_layers_bf16 - precision.last_layers_bf16) / num_layers
+
+    @property
     def sequence_parts(self) -> int:
         """Return the number of parts that sequence parallelism cuts what lies between the layers into."""
         return self.layout.tp if self.config.layout.sequence_parallel else 1

@@ -70,13 +70,9 @@ def moe_layer(attention: Number, h: int, s: int, r: float, f: int, k: int) -> fl
 
 
 @formula("a layer keeps with selective recompute, per token")
-def recomputed_dense_layer(attention: Number, h: int, s: int) -> float:
-    return attention + h / s
-
-
-@formula("a layer keeps with selective recompute, per token")
-def recomputed_moe_layer(attention: Number, h: int, s: int) -> float:
-    return attention + 2 * h / s
+def recomputed_layer(attention: Number, inputs: int, h: int, s: int) -> float:
+    # The input of the MLP; that of the router and of the experts.
+    return attention + inputs * h / s
 
 
 def recipe_of(precision: PrecisionConfig) -> str:
