@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from grpo_mega.planner.batch import Batch
 from grpo_mega.planner.engine import received_weights
-from grpo_mega.planner.figures import Figure, Number, formula
+from grpo_mega.planner.figures import Figure, figure
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.state import State
 from grpo_mega.weights.layout import MegatronLayout
@@ -51,26 +51,43 @@ def groups(layout: MegatronLayout, axis: str) -> tuple[tuple[int, ...], ...]:
 def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
     """Return what a step's update, log-probs and sync send. `state` is that of the stage that holds most."""
     layout, config, hidden, b = setup.layout, setup.config, setup.shape.hidden, setup.itemsize
+    tp, vpp, ep, dp = layout.tp, layout.vpp, layout.ep, layout.dp
     layers, tokens, cut = largest_stage(setup), tokens_per_dp_rank(setup, batch), setup.sequence_parts
     updates, forwards = num_passes(setup)
     links = []
-    if layout.tp > 1:
+    if tp > 1:
         # A layer gathers the sequence before either block and scatters the sums behind it (without sequence parallelism an
         # all-reduce does both): 4 forward; backward the same, and with sequence parallelism each gather again for the weights.
         backward = 6 if config.layout.sequence_parallel else 4
         again = {"none": 0, "selective": 2, "full": 4}[config.model.recompute]
         ends = 2 if layout.pp == 1 else 1  # the embedding's sums, the last hidden states
-        sent = _tensor_parallel(layers, updates, forwards, backward, again, ends, tokens, hidden, b, layout.tp)
+        sent = figure(
+            "tensor parallel",
+            "B",
+            lambda: (
+                (layers * (updates * (4 + backward + again) + 4 * forwards) + ends * (2 * updates + forwards))
+                * (tokens * hidden * b * (tp - 1) / tp)
+            ),
+        )
         links.append(_link(setup, sent, groups(layout, "tp")))
     if layout.pp > 1:
-        sent = _pipeline(layout.vpp, tokens, hidden, b, cut, updates, forwards)
+        sent = figure("pipeline", "B", lambda: vpp * tokens * hidden * b / cut * (2 * updates + forwards))
         links.append(_link(setup, sent, groups(layout, "pp")))
-    if layout.ep > 1:
+    if ep > 1:
         chosen = setup.experts_per_token
-        sent = _experts(layers, tokens, cut, chosen, hidden, b, layout.ep, updates, forwards)
+        sent = figure(
+            "experts",
+            "B",
+            lambda: layers * tokens / cut * chosen * hidden * b * (ep - 1) / ep * (4 * updates + 2 * forwards),
+        )
         links.append(_link(setup, sent, groups(layout, "ep")))
-    if layout.dp > 1:
-        sent = _data_parallel(config.batch.optimizer_steps, state.elements, state.fp8_elements, b, layout.dp)
+    if dp > 1:
+        optimizer_steps, elements, fp8_elements = config.batch.optimizer_steps, state.elements, state.fp8_elements
+        sent = figure(
+            "gradients and weights",
+            "B",
+            lambda: optimizer_steps * (4 * (elements + fp8_elements) + b * elements + fp8_elements) * (dp - 1) / dp,
+        )
         links.append(_link(setup, sent, groups(layout, "dp")))
     if setup.world_size > 1:
         # An upper bound: all of the engine's weights come from other ranks. `plan.sync_traffic` counts them.
@@ -95,48 +112,11 @@ def largest_stage(setup: Setup) -> int:
     return max(map(setup.num_layers, range(setup.layout.pp)))
 
 
-@formula("tensor parallel", "B")
-def _tensor_parallel(
-    layers: int, updates: int, forwards: int, backward: int, again: int, ends: int, tokens: float, hidden: int, b: int, tp: int
-) -> float:
-    return (
-        (layers * (updates * (4 + backward + again) + 4 * forwards) + ends * (2 * updates + forwards))
-        * tokens
-        * hidden
-        * b
-        * (tp - 1)
-        / tp
-    )
-
-
-@formula("pipeline", "B")
-def _pipeline(vpp: int, tokens: float, hidden: int, b: int, cut: int, updates: int, forwards: int) -> float:
-    return vpp * tokens * hidden * b / cut * (2 * updates + forwards)
-
-
-@formula("experts", "B")
-def _experts(
-    layers: int, tokens: float, cut: int, chosen: int, hidden: int, b: int, ep: int, updates: int, forwards: int
-) -> float:
-    return layers * tokens / cut * chosen * hidden * b * (ep - 1) / ep * (4 * updates + 2 * forwards)
-
-
-@formula("gradients and weights", "B")
-def _data_parallel(optimizer_steps: int, elements: int, fp8_elements: int, b: int, dp: int) -> float:
-    return optimizer_steps * (4 * (elements + fp8_elements) + b * elements + fp8_elements) * (dp - 1) / dp
-
-
-@formula("time", "s")
-def _seconds(sent: Number, rate: float, share: float) -> float:
-    return sent / (rate * share)
-
-
-def _link(setup: Setup, sent: Figure, members: Sequence[Sequence[int]]) -> Link:
+def _link(setup: Setup, bytes_sent: Figure, members: Sequence[Sequence[int]]) -> Link:
     """Return the link between the ranks of each group, which is the network where any group spans several nodes."""
-    assumed, card = setup.assumed, setup.card
+    assumed, card, sent = setup.assumed, setup.card, bytes_sent.value
     num_crossing = sum(len({rank // setup.gpus_per_node for rank in group}) > 1 for group in members)
-    if num_crossing:
-        seconds = _seconds(sent.value, card.network_bytes, assumed.network_share)
-    else:
-        seconds = _seconds(sent.value, card.nvlink_bytes, assumed.nvlink_share)
-    return Link(sent, len(members), num_crossing, replace(seconds, label=f"{sent.label}, time"))
+    rate = card.network_bytes if num_crossing else card.nvlink_bytes
+    share = assumed.network_share if num_crossing else assumed.nvlink_share
+    seconds = figure(f"{bytes_sent.label}, time", "s", lambda: sent / (rate * share))
+    return Link(bytes_sent, len(members), num_crossing, seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from grpo_mega.config import Config
 from grpo_mega.formats.dtypes import item_bytes
@@ -33,7 +34,7 @@ class Setup:
     def family(self) -> Family:
         return family_of(self.shape.model_type)
 
-    @property
+    @cached_property
     def layout(self) -> MegatronLayout:
         return megatron_layout(self.config.layout, self.world_size)
 
