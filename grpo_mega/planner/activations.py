@@ -97,11 +97,9 @@ def _layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Fi
 
 
 def _share_in_fp8(setup: Setup, pp_rank: int) -> float:
-    """Return the share of a stage's layers that compute in FP8, where any do."""
-    precision, num_layers = setup.config.precision, setup.shape.num_layers
-    in_fp8 = range(precision.first_layers_bf16, num_layers - precision.last_layers_bf16)
+    """Return the share of a stage's layers that compute in FP8."""
     layers = [i for chunk in setup.chunks(pp_rank) for i in chunk]
-    return sum(i in in_fp8 for i in layers) / len(layers)
+    return sum(i in setup.layers_in_fp8 for i in layers) / len(layers)
 
 
 def layers_in_flight(setup: Setup, pp_rank: int) -> int:

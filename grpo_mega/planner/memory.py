@@ -114,7 +114,8 @@ def communicators(setup: Setup) -> list[str]:
 
 def _fp8_copies_of(setup: Setup, state: State, pp_rank: int) -> list[Figure]:
     """Return Transformer Engine's fp8 copies of the linear weights, as they are and transposed; of FP8 weights the latter."""
-    precision, in_fp8, elements = setup.config.precision, setup.share_in_fp8, state.num_parameters
+    precision, elements = setup.config.precision, state.num_parameters
+    in_fp8 = len(setup.layers_in_fp8) / setup.shape.num_layers
     vocab, hidden, tp = setup.shape.vocab, setup.shape.hidden, setup.layout.tp
     if precision.fp8 is None:
         return []

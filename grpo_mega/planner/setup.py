@@ -85,12 +85,11 @@ class Setup:
         return self.config.algorithm.kl_beta > 0
 
     @property
-    def share_in_fp8(self) -> float:
-        """Return the share of the model's layers that compute in FP8."""
-        precision, num_layers = self.config.precision, self.shape.num_layers
-        if precision.fp8 is None:
-            return 0.0
-        return max(0, num_layers - precision.first_layers_bf16 - precision.last_layers_bf16) / num_layers
+    def layers_in_fp8(self) -> range:
+        """Return the model's layers that compute in FP8."""
+        precision = self.config.precision
+        end = self.shape.num_layers - precision.last_layers_bf16 if precision.fp8 else 0
+        return range(precision.first_layers_bf16, end)
 
     @property
     def sequence_parts(self) -> int:

@@ -89,7 +89,7 @@ def _forward_flops(setup: Setup, batch: Batch) -> float:
 
 def _layers_seconds(setup: Setup, batch: Batch) -> float:
     """Return the time of one forward pass of a step's tokens through the layers of the fullest stage."""
-    card, assumed, in_fp8 = setup.card, setup.assumed, setup.share_in_fp8
+    card, assumed, in_fp8 = setup.card, setup.assumed, len(setup.layers_in_fp8) / setup.shape.num_layers
     weights = model_flops.layer_weights(setup.shape, setup.experts_per_token)
     imbalance = assumed.expert_imbalance if setup.layout.ep > 1 else 1.0
     bf16_rate = card.bf16_flops * assumed.matmul_share
