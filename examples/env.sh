@@ -29,12 +29,12 @@ ensure_env() {
     echo "$checksum ${extras//,/ }" > "$stamp"
 }
 
-# `ensure_sglang`, after ensure_env: the extra `gpu` where the machine has an NVIDIA GPU. Elsewhere the same version of SGLang
+# `ensure_sglang`, after ensure_env: by tools/install_gpu.sh where the machine has an NVIDIA GPU. Elsewhere the same version of SGLang
 # without its own dependencies, most of which want CUDA, and with those of requirements-cpu.txt, whose checksum is in
 # .venv/.installed-sglang.
 ensure_sglang() {
     if nvidia-smi > /dev/null 2>&1; then
-        ensure_env gpu
+        grep -qw gpu "$ROOT/.venv/.installed" || "$ROOT/tools/install_gpu.sh"
         return
     fi
     local list="$ROOT/grpo_mega/rollout/sglang/requirements-cpu.txt" stamp="$ROOT/.venv/.installed-sglang"

@@ -55,6 +55,15 @@ _QWEN3: Fields = {
     "sliding_window": None,
     "use_sliding_window": False,
 }
+_QWEN3_EXPERTS: Fields = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,26 @@ KNOWN_MODELS: Mapping[str, KnownModel] = {
             "vocab_size": 128256,
             "max_position_embeddings": 8192,
             "rope_theta": 500000.0,
+        },
+    ),
+    "llama-3.1-405b": KnownModel(
+        "meta-llama/Llama-3.1-405B-Instruct",
+        {
+            **_LLAMA,
+            "hidden_size": 16384,
+            "intermediate_size": 53248,
+            "num_hidden_layers": 126,
+            "num_attention_heads": 128,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "rope_theta": 500000.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
         },
     ),
     "qwen2.5-72b": KnownModel(
@@ -98,17 +127,24 @@ KNOWN_MODELS: Mapping[str, KnownModel] = {
         "Qwen/Qwen3-30B-A3B",
         {
             **_QWEN3,
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
+            **_QWEN3_EXPERTS,
             "hidden_size": 2048,
             "intermediate_size": 6144,
             "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
             "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "qwen3-235b-a22b": KnownModel(
+        "Qwen/Qwen3-235B-A22B",
+        {
+            **_QWEN3,
+            **_QWEN3_EXPERTS,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
             "num_key_value_heads": 4,
         },
     ),

@@ -20,10 +20,12 @@ from grpo_mega.weights.families import family_of
 ROOT = Path(__file__).resolve().parents[2]
 PARAMETERS = {  # as the hub states them for the files of each model
     "llama-3-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
     "qwen2.5-72b": 72_706_203_648,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
     "mixtral-8x7b": 46_702_792_704,
 }
 
@@ -111,9 +113,9 @@ def test_a_model_that_is_here_is_planned_though_its_folder_has_a_known_name(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--model", "gpt-2"], "--model gpt-2: must be one of llama-3-70b, qwen2.5-72b, "),
+        (["--model", "gpt-2"], "--model gpt-2: must be one of llama-3-70b, llama-3.1-405b, "),
         (["--model", "qwen3-8b", "--model-config", "c.json"], "--model qwen3-8b and --model-config c.json name two models; "),
-        (["--set", "model.path=models/mine"], "or plan with --model NAME (llama-3-70b, qwen2.5-72b, "),
+        (["--set", "model.path=models/mine"], "or plan with --model NAME (llama-3-70b, llama-3.1-405b, "),
     ],
 )
 def test_a_model_that_is_not_known_is_told_with_those_that_are(

@@ -16,13 +16,20 @@ from shapes import LLAMA_70B, QWEN_72B
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare as plan_setup
 from grpo_mega.config import load
+from grpo_mega.formats.known_models import KNOWN_MODELS
 from grpo_mega.planner.plan import MARGIN, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sh"))
 HEADS = [path for path in SCRIPTS if path.name.startswith("train_")]
 CONFIGS = sorted((ROOT / "slurm").glob("*.yaml"))
-MODELS = {"llama3_70b": LLAMA_70B, "llama3_70b_bf16": LLAMA_70B, "qwen2.5_72b": QWEN_72B}
+MODELS = {  # its config.json, and the GPUs that it is for
+    "llama3_70b": (LLAMA_70B, 64),
+    "llama3_70b_bf16": (LLAMA_70B, 64),
+    "qwen2.5_72b": (QWEN_72B, 64),
+    "llama3_405b": (KNOWN_MODELS["llama-3.1-405b"].fields, 512),
+    "qwen3_235b_a22b": (KNOWN_MODELS["qwen3-235b-a22b"].fields, 256),
+}
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
@@ -68,13 +75,17 @@ def test_every_config_is_valid_and_begins_with_what_it_needs(path: Path) -> None
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_70b_model_fits_64_gpus_of_80_gb_with_room_to_spare(name: str, tmp_path: Path) -> None:
+def test_a_large_model_fits_its_gpus_of_80_gb_with_room_to_spare(name: str, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(MODELS[name]))
-    setup, findings = plan_setup(PlanOptions(ROOT / "slurm" / f"{name}.yaml", gpu="h100", world_size=64, model_config=config))
+    fields, num_gpus = MODELS[name]
+    config.write_text(json.dumps(dict(fields)))
+    path = ROOT / "slurm" / f"{name}.yaml"
+    setup, findings = plan_setup(PlanOptions(path, gpu="h100", world_size=num_gpus, model_config=config))
     assert setup is not None and not findings.violations
     plan = make_plan(setup)
     assert plan.fits and plan.spare >= MARGIN
+    header = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
+    assert f"{plan.peak_gib:.0f} of {plan.capacity_gib:.0f} GiB at the peak ({plan.spare:.0%} to spare)" in header
 
 
 def test_the_lead_covers_a_step_and_a_save_that_is_read_back() -> None:
@@ -109,6 +120,29 @@ def test_a_model_is_copied_once_and_again_if_it_is_not_whole(tmp_path: Path) -> 
     (target / "sub" / "b").unlink()
     assert stage().returncode == 0 and (target / "sub" / "b").read_text() == "more" and (target / "a").read_text() == "weights"
     assert [path.name for path in target.parent.iterdir()] == ["copy"]
+
+
+def test_a_snapshot_of_links_into_the_hubs_cache_is_copied_as_files(tmp_path: Path) -> None:
+    cache, target = tmp_path / "models--owner--name", tmp_path / "disk" / "copy"
+    snapshot = cache / "snapshots" / "5f0c"
+    (cache / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (cache / "blobs" / "aa11").write_text("weights")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/aa11")
+    command = ["bash", str(ROOT / "slurm" / "stage.sh"), str(snapshot), str(target)]
+    subprocess.run(command, check=True)
+    copy = target / "model.safetensors"
+    assert copy.read_text() == "weights" and not copy.is_symlink()
+    inode = copy.stat().st_ino
+    subprocess.run(command, check=True)
+    assert copy.stat().st_ino == inode, "a whole copy was made again"
+    copy.write_text("cut")
+    subprocess.run(command, check=True)
+    assert copy.read_text() == "weights"
+    (cache / "blobs" / "aa11").unlink()
+    broken = subprocess.run(command, capture_output=True, text=True)
+    assert broken.returncode == 1 and "model.safetensors is a link to a file that is not there" in broken.stderr
+    assert copy.read_text() == "weights", "what was staged before is kept"
 
 
 def test_a_disk_too_small_for_the_model_is_told_with_its_node(tmp_path: Path) -> None:

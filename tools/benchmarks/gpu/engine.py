@@ -109,7 +109,7 @@ def engine_kind(options: Options) -> str | None:
         options.say("engine: no GPU here: the embedded engine, which neither sleeps nor wakes")
         return "embedded"
     if importlib.util.find_spec("sglang") is None:
-        options.say("engine: left out: SGLang is not installed; pip install 'grpo-mega[gpu]'")
+        options.say("engine: left out: SGLang is not installed; run tools/install_gpu.sh")
         return None
     return "sglang"
 

@@ -1,0 +1,12 @@
+# What CI runs, as an image for machines without a GPU: docker build --file .github/docker/cpu.Dockerfile --tag grpo-mega:cpu .
+# docker run grpo-mega:cpu examples/quickstart.sh --out /tmp/quickstart    (or tests/run.sh)
+FROM python:3.12-bookworm
+WORKDIR /grpo_mega
+COPY pyproject.toml README.md LICENSE ./
+COPY tests/debian-packages.txt tests/
+RUN apt-get update && \
+    sed 's/#.*//' tests/debian-packages.txt | DEBIAN_FRONTEND=noninteractive xargs apt-get install --yes --no-install-recommends && \
+    rm -rf /var/lib/apt/lists/*
+COPY . .
+RUN bash -c 'set -e; source examples/env.sh; ensure_env dev; ensure_sglang; ensure_te 2.11.0 2.10.0 2.9.0'
+CMD ["examples/quickstart.sh", "--out", "/tmp/quickstart"]
