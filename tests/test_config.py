@@ -142,6 +142,8 @@ def test_clip_bounds_default_to_ratio_clip_eps(tmp_path: Path) -> None:
         ("model=null", "model=None: "),
         ("model={}", "model.path is missing; it has no default"),
         ("optimizer.betas=[0.9]", "optimizer.betas.1 is missing"),
+        ("rewards.num_workers=0", "rewards.num_workers=0: input should be greater than 0"),
+        ("rewards.deadline_s=0", "rewards.deadline_s=0: input should be greater than 0"),
         ("rewards.functions=[]", "rewards.functions is empty; name at least one, for example accuracy"),
         ("rewards.functions=[{name: a}, {name: a}]", "rewards.functions names 'a' twice; give it once"),
         # values that contradict others

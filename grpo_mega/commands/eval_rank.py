@@ -39,7 +39,8 @@ def evaluate_checkpoint(request: EvalRequest) -> None:
         if job.is_main:
             if request.out is not None:
                 write_rows(request.out, [row for one in results.values() for row in one.rows])
-            print(f"\n{source.title or request.config.model.path}, {request.description}", flush=True)
+            title = f"{source.checkpoint} (step {source.step})" if source.checkpoint else request.config.model.path
+            print(f"\n{title}, {request.description}", flush=True)
             print(table(results), flush=True)
             print(json.dumps(summary(request, source, results, time.monotonic() - began)), flush=True)
 
@@ -51,10 +52,6 @@ class _Source:
         self.checkpoint = checkpoint
         self.step = step  # after which the policy was saved
 
-    @property
-    def title(self) -> str:
-        return f"{self.checkpoint} (step {self.step})" if self.checkpoint else ""
-
     def build(self, config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
         """Return a policy that cannot be trained. Raises ResumeError or WeightMappingError on all ranks."""
         chosen = [self.checkpoint]  # by rank 0: a run that is still training may save another meanwhile
@@ -62,7 +59,12 @@ class _Source:
         (self.checkpoint,) = chosen
         if self.checkpoint is None and config.model.init == "random":
             return build_policy(config, model, runtime)
-        folder = model.folder if self.checkpoint is None else self._checked(self.checkpoint, model, runtime)
+        folder = model.folder
+        if self.checkpoint is not None:
+            manifest = read_manifest(self.checkpoint)
+            check_model(self.checkpoint, manifest.model, model.shape)
+            verify(self.checkpoint, manifest, runtime.rank, runtime.layout.world_size)
+            self.step, folder = manifest.step, self.checkpoint / STATE
         policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
         try:
             with open_reader(folder, model.family, model.shape) as reader:
@@ -74,13 +76,6 @@ class _Source:
                 "evaluate a newer one"
             ) from None
         return policy
-
-    def _checked(self, checkpoint: Path, model: ModelFiles, runtime: Runtime) -> Path:
-        manifest = read_manifest(checkpoint)
-        check_model(checkpoint, manifest.model, model.shape)
-        verify(checkpoint, manifest, runtime.rank, runtime.layout.world_size)
-        self.step = manifest.step
-        return checkpoint / STATE
 
 
 def prompts_of(job: Job, request: EvalRequest) -> dict[str, list[Prompt]]:

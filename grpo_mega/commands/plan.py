@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.formats.known_models import known_model
-from grpo_mega.hardware.cards import card_of
+from grpo_mega.hardware.cards import ASSUMED, card_of
 from grpo_mega.planner import rehearsal, text
 from grpo_mega.planner.plan import make_plan
 from grpo_mega.planner.report import as_json, refusal
@@ -83,6 +83,12 @@ def prepare(options: PlanOptions) -> tuple[Setup | None, Findings]:
         findings.notes.append(f"{world_size} GPUs fill {nodes} nodes of {options.gpus_per_node} and part of another")
     if config.device == "cpu":
         findings.notes.append(f"device=cpu is ignored: the plan is for {card.title}")
+    longest_prompt, longest_response = config.data.max_prompt_length, config.rollout.max_response_length
+    prompt = ASSUMED.prompt_fill * longest_prompt if options.mean_prompt is None else options.mean_prompt
+    response = ASSUMED.response_fill * longest_response if options.mean_response is None else options.mean_response
+    for name, mean, longest in (("prompt", prompt, longest_prompt), ("response", response, longest_response)):
+        if not 0 < mean <= longest:
+            raise ConfigError(f"--mean-{name}: must be in (0, {longest}], got {mean:g}")
     setup = Setup(
         config=config,
         shape=model.shape,
@@ -90,18 +96,7 @@ def prepare(options: PlanOptions) -> tuple[Setup | None, Findings]:
         card=card,
         world_size=world_size,
         gpus_per_node=options.gpus_per_node,
-        mean_prompt=0.0,
-        mean_response=0.0,
+        mean_prompt=prompt,
+        mean_response=response,
     )
-    return _with_lengths(setup, options), findings
-
-
-def _with_lengths(setup: Setup, options: PlanOptions) -> Setup:
-    config, assumed = setup.config, setup.assumed
-    longest_prompt, longest_response = config.data.max_prompt_length, config.rollout.max_response_length
-    prompt = assumed.prompt_fill * longest_prompt if options.mean_prompt is None else options.mean_prompt
-    response = assumed.response_fill * longest_response if options.mean_response is None else options.mean_response
-    for name, value, longest in (("prompt", prompt, longest_prompt), ("response", response, longest_response)):
-        if not 0 < value <= longest:
-            raise ConfigError(f"--mean-{name}: must be in (0, {longest}], got {value:g}")
-    return replace(setup, mean_prompt=prompt, mean_response=response)
+    return setup, findings

@@ -6,7 +6,6 @@ validation/ checks the names and options of functions; workers check those of th
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from pydantic import Field, field_validator
 
@@ -38,7 +37,13 @@ class RewardsConfig(Section):
     @field_validator("functions")
     @classmethod
     def _distinct(cls, value: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
-        check_names([function.name for function in value])
+        """Raise ValueError unless there is a reward function, and none is there twice."""
+        names = [function.name for function in value]
+        if not names:
+            raise ValueError("rewards.functions is empty; name at least one, for example accuracy")
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"rewards.functions names {name!r} twice; give it once, with its total weight")
         return value
 
     @field_validator("step_splitter")
@@ -49,15 +54,6 @@ class RewardsConfig(Section):
         except ValueError as error:
             raise ValueError(f"rewards.{error}") from None
         return value
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Raise ValueError unless there is a reward function, and none is there twice."""
-    if not names:
-        raise ValueError("rewards.functions is empty; name at least one, for example accuracy")
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"rewards.functions names {name!r} twice; give it once, with its total weight")
 
 
 def step_separator(splitter: str) -> re.Pattern[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_mega.planner import te_layers
-from grpo_mega.planner.figures import Figure, Number, Trust, formula, product
+from grpo_mega.planner.figures import Figure, Trust, figure, product
 from grpo_mega.planner.setup import Setup
 
 PADDING = 1.25  # of segments that attention pads to a common length (packed.MAX_PADDING), at most
@@ -45,21 +45,28 @@ def activations(setup: Setup, pp_rank: int, padding: float = PADDING) -> Activat
     h, b, s, tokens = shape.hidden, setup.itemsize, setup.sequence_parts, setup.micro_batch_tokens
     f, q = (shape.moe_ffn or shape.ffn) // tp, shape.q // tp
     is_proven = not shape.num_experts and (not setup.uses_te or te_layers.is_measured(setup.config.precision))
-    parts, whole, selective = _layer(setup, pp_rank, padding)
-    recompute = setup.config.model.recompute
-    kept = {"none": whole, "selective": selective, "full": _fully_recomputed_layer(h, s)}[recompute]
+    trust: Trust = "estimate" if is_proven else "unproven"
+    parts, unrecomputed, selective = _layer(setup, pp_rank, padding)
+    recompute, layers = setup.config.model.recompute, layers_in_flight(setup, pp_rank)
+    if recompute == "full":
+        kept_layer = figure("a layer keeps with full recompute, per token", "", lambda: h / s)
+    else:
+        kept_layer = selective if recompute == "selective" else unrecomputed
     final = 0.0
     if pp_rank == setup.layout.pp - 1:
         final = 2.0 if setup.uses_te else 8 / b  # the final norm's; its output is among the log-probs' memory
     wide = max(experts_share(setup), 1)  # the MLP's tokens, to those of the micro-batch
-    trust: Trust = "estimate" if is_proven else "unproven"
+    layer, whole = kept_layer.value, unrecomputed.value
+    kept = 0 if recompute == "full" else layer
+    shown = [*parts, unrecomputed] if kept_layer is unrecomputed else [*parts, unrecomputed, kept_layer]
     return Activations(
-        saved=_saved(tokens, b, layers_in_flight(setup, pp_rank), kept.value, final, h, s).trusted(trust),
-        recomputed=_recomputed(tokens, b, whole.value, 0 if recompute == "full" else kept.value).trusted(trust),
-        work=_work(tokens, b, f, wide, q, h).trusted(trust),
+        saved=figure("activations saved", "B", lambda: tokens * b * (layers * layer + final * h / s), trust),
+        recomputed=figure("activations recomputed", "B", lambda: tokens * b * (whole - kept), trust),
+        # Gradients of the widest tensors, and the gathered sequence.
+        work=figure("a layer at work", "B", lambda: tokens * b * (2 * f * wide + 2 * q + 3 * h), trust),
         logprobs=_logprobs(setup, pp_rank),
-        forward_only=_forward_work(tokens, b, f, wide, q, h),
-        layer=[part.trusted(trust) for part in ([*parts, whole] if kept is whole else [*parts, whole, kept])],
+        forward_only=figure("a layer at work", "B", lambda: tokens * b * (3 * f * wide + 3 * q + 4 * h)),
+        layer=[part.trusted(trust) for part in shown],
     )
 
 
@@ -71,34 +78,28 @@ def experts_share(setup: Setup) -> float:
 
 def _layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Figure, Figure]:
     """Return the parts of what one layer keeps, and all it keeps without and with selective recompute."""
-    shape, layout = setup.shape, setup.layout
-    is_moe = bool(shape.num_experts)
+    shape, tp = setup.shape, setup.layout.tp
     h, b, s, d = shape.hidden, setup.itemsize, setup.sequence_parts, shape.head_dim
-    q, kv, f = shape.q // layout.tp, max(shape.kv // layout.tp, d), (shape.moe_ffn or shape.ffn) // layout.tp
-    has_qk, r, k = int(setup.family.qk_norm), experts_share(setup), setup.experts_per_token
-    if not setup.uses_te:
-        norms, qk = _norms(h, b, s), _qk_norms(has_qk, b, q, kv)
-        base = norms.value, qk.value
-        whole = _moe_layer(*base, q, kv, padding, d, r, h, f, k, s) if is_moe else _dense_layer(*base, q, kv, padding, d, f)
-        return [norms, qk], whole, _recomputed_layer(*base, q, kv, d)
-    x, o = te_layers.kept_bytes(setup.config.precision, b, _share_in_fp8(setup, pp_rank))
-    norm, qk = te_layers.norm(h, x, b, s), te_layers.qk_norms(has_qk, d, b, q, kv)
-    attention = te_layers.attention(norm.value, qk.value, o, b, q, kv, shape.num_heads // layout.tp)
-    again = te_layers.recomputed_attention(norm.value, qk.value, o, b, q, kv)
-    parts = [norm, qk, attention, again] if setup.config.model.recompute == "selective" else [norm, qk, attention]
-    if is_moe:
-        whole = te_layers.moe_layer(attention.value, h, s, r, f, k)
-        return parts, whole, te_layers.recomputed_moe_layer(again.value, h, s)
-    whole = te_layers.dense_layer(attention.value, norm.value, x, b, f)
-    return parts, whole, te_layers.recomputed_dense_layer(again.value, h, s)
+    q, kv, f = shape.q // tp, max(shape.kv // tp, d), (shape.moe_ffn or shape.ffn) // tp
+    r, k, has_qk = experts_share(setup), setup.experts_per_token, int(setup.family.qk_norm)
+    if setup.uses_te:
+        return te_layers.layer(setup, q, kv, f, r, _share_in_fp8(setup, pp_rank))
+    # What Megatron's local layers keep, in elements per token. Norms are torch's own on a CPU: input and normalised input in
+    # fp32, and the output.
+    both_norms = figure("norms keep, per token", "", lambda: 2 * h * (8 / b + 1) / s)
+    qk_norms = figure("norms of queries and keys keep, per token", "", lambda: has_qk * 8 / b * (q + kv))
+    norms, qk = both_norms.value, qk_norms.value
+    label = "a layer keeps without recompute, per token"
+    dense = figure(label, "", lambda: norms + qk + q + 2 * padding * (q + kv) + 4 * d + 5 * f)
+    moe = figure(label, "", lambda: norms + qk + q + 2 * padding * (q + kv) + 4 * d + r * (2 * h + 5 * f) + k * h / s)
+    selective = figure("a layer keeps with selective recompute, per token", "", lambda: norms + qk + 3 * q + 3 * kv + 4 * d)
+    return [both_norms, qk_norms], moe if shape.num_experts else dense, selective
 
 
 def _share_in_fp8(setup: Setup, pp_rank: int) -> float:
-    """Return the share of a stage's layers that compute in FP8, where any do."""
-    precision, num_layers = setup.config.precision, setup.shape.num_layers
-    in_fp8 = range(precision.first_layers_bf16, num_layers - precision.last_layers_bf16)
+    """Return the share of a stage's layers that compute in FP8."""
     layers = [i for chunk in setup.chunks(pp_rank) for i in chunk]
-    return sum(i in in_fp8 for i in layers) / len(layers)
+    return sum(i in setup.layers_in_fp8 for i in layers) / len(layers)
 
 
 def layers_in_flight(setup: Setup, pp_rank: int) -> int:
@@ -119,70 +120,12 @@ def layers_in_flight(setup: Setup, pp_rank: int) -> int:
 def _logprobs(setup: Setup, pp_rank: int) -> Figure:
     if pp_rank != setup.layout.pp - 1:
         return product("log-prob tiles", "B")
-    tokens, columns = setup.micro_batch_tokens, -(-setup.shape.vocab // setup.layout.tp)
+    tokens, h, b = setup.micro_batch_tokens, setup.shape.hidden, setup.itemsize
     tiles = 2 if setup.config.algorithm.calculate_entropy else 1
-    tile_tokens, tile_columns = min(TILE_TOKENS, tokens), min(TILE_COLUMNS, columns)
-    return _logprob_tiles(tiles, tile_tokens, tile_columns, tokens, setup.shape.hidden, setup.itemsize)
-
-
-# What Megatron's local layers keep, in elements per token. Norms are torch's own on a CPU: input and normalised input in fp32,
-# and the output.
-
-
-@formula("norms keep, per token")
-def _norms(h: int, b: int, s: int) -> float:
-    return 2 * h * (8 / b + 1) / s
-
-
-@formula("norms of queries and keys keep, per token")
-def _qk_norms(qk_norms: int, b: int, q: int, kv: int) -> float:
-    return qk_norms * 8 / b * (q + kv)
-
-
-@formula("a layer keeps without recompute, per token")
-def _dense_layer(norms: Number, qk: Number, q: int, kv: int, padding: float, d: int, f: int) -> float:
-    return norms + qk + q + 2 * padding * (q + kv) + 4 * d + 5 * f
-
-
-@formula("a layer keeps without recompute, per token")
-def _moe_layer(
-    norms: Number, qk: Number, q: int, kv: int, padding: float, d: int, r: float, h: int, f: int, k: int, s: int
-) -> float:
-    return norms + qk + q + 2 * padding * (q + kv) + 4 * d + r * (2 * h + 5 * f) + k * h / s
-
-
-@formula("a layer keeps with selective recompute, per token")
-def _recomputed_layer(norms: Number, qk: Number, q: int, kv: int, d: int) -> float:
-    return norms + qk + 3 * q + 3 * kv + 4 * d
-
-
-@formula("a layer keeps with full recompute, per token")
-def _fully_recomputed_layer(h: int, s: int) -> float:
-    return h / s
-
-
-@formula("activations saved", "B")
-def _saved(tokens: int, b: int, layers: int, layer: Number, final: float, h: int, s: int) -> float:
-    return tokens * b * (layers * layer + final * h / s)
-
-
-@formula("activations recomputed", "B")
-def _recomputed(tokens: int, b: int, whole: Number, kept: Number) -> float:
-    return tokens * b * (whole - kept)
-
-
-@formula("a layer at work", "B")
-def _work(tokens: int, b: int, f: int, wide: float, q: int, h: int) -> float:
-    # Gradients of the widest tensors, and the gathered sequence.
-    return tokens * b * (2 * f * wide + 2 * q + 3 * h)
-
-
-@formula("a layer at work", "B")
-def _forward_work(tokens: int, b: int, f: int, wide: float, q: int, h: int) -> float:
-    return tokens * b * (3 * f * wide + 3 * q + 4 * h)
-
-
-@formula("log-prob tiles", "B")
-def _logprob_tiles(tiles: int, tile_tokens: int, tile_columns: int, tokens: int, h: int, b: int) -> int:
+    tile_tokens, tile_columns = min(TILE_TOKENS, tokens), min(TILE_COLUMNS, -(-setup.shape.vocab // setup.layout.tp))
     # Float32 tiles and the tile's gradient in bf16; hidden states whole and chosen, and their gradient in float32.
-    return tiles * tile_tokens * tile_columns * 4 + tile_tokens * tile_columns * 2 + tokens * h * (3 * b + 4)
+    return figure(
+        "log-prob tiles",
+        "B",
+        lambda: tiles * tile_tokens * tile_columns * 4 + tile_tokens * tile_columns * 2 + tokens * h * (3 * b + 4),
+    )

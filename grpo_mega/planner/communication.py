@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from grpo_mega.planner.batch import Batch
 from grpo_mega.planner.engine import received_weights
-from grpo_mega.planner.figures import Figure, Number, formula
+from grpo_mega.planner.figures import Figure, figure
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.state import State
 from grpo_mega.weights.layout import MegatronLayout
@@ -18,11 +18,14 @@ from grpo_mega.weights.layout import MegatronLayout
 class Link:
     """One kind of communication."""
 
-    kind: str
     sent: Figure  # bytes that the busiest rank sends in a step
     num_groups: int  # of ranks that exchange tensors
     num_crossing: int  # of these, with ranks on several nodes
     seconds: Figure  # of one step, without deducting what overlaps with computing
+
+    @property
+    def kind(self) -> str:
+        return self.sent.label
 
     @property
     def crosses(self) -> bool:
@@ -45,38 +48,51 @@ def groups(layout: MegatronLayout, axis: str) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, members.values()))
 
 
-def num_crossing(setup: Setup, axis: str) -> int:
-    """Return the number of groups with ranks on several nodes."""
-    return sum(len({rank // setup.gpus_per_node for rank in group}) > 1 for group in groups(setup.layout, axis))
-
-
 def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
     """Return what a step's update, log-probs and sync send. `state` is that of the stage that holds most."""
     layout, config, hidden, b = setup.layout, setup.config, setup.shape.hidden, setup.itemsize
+    tp, vpp, ep, dp = layout.tp, layout.vpp, layout.ep, layout.dp
     layers, tokens, cut = largest_stage(setup), tokens_per_dp_rank(setup, batch), setup.sequence_parts
     updates, forwards = num_passes(setup)
     links = []
-    if layout.tp > 1:
+    if tp > 1:
         # A layer gathers the sequence before either block and scatters the sums behind it (without sequence parallelism an
         # all-reduce does both): 4 forward; backward the same, and with sequence parallelism each gather again for the weights.
         backward = 6 if config.layout.sequence_parallel else 4
         again = {"none": 0, "selective": 2, "full": 4}[config.model.recompute]
         ends = 2 if layout.pp == 1 else 1  # the embedding's sums, the last hidden states
-        sent = _tensor_parallel(layers, updates, forwards, backward, again, ends, tokens, hidden, b, layout.tp)
-        links.append(_link(setup, "tp", sent))
+        sent = figure(
+            "tensor parallel",
+            "B",
+            lambda: (
+                (layers * (updates * (4 + backward + again) + 4 * forwards) + ends * (2 * updates + forwards))
+                * (tokens * hidden * b * (tp - 1) / tp)
+            ),
+        )
+        links.append(_link(setup, sent, groups(layout, "tp")))
     if layout.pp > 1:
-        links.append(_link(setup, "pp", _pipeline(layout.vpp, tokens, hidden, b, cut, updates, forwards)))
-    if layout.ep > 1:
+        sent = figure("pipeline", "B", lambda: vpp * tokens * hidden * b / cut * (2 * updates + forwards))
+        links.append(_link(setup, sent, groups(layout, "pp")))
+    if ep > 1:
         chosen = setup.experts_per_token
-        sent = _experts(layers, tokens, cut, chosen, hidden, b, layout.ep, updates, forwards)
-        links.append(_link(setup, "ep", sent))
-    if layout.dp > 1:
-        sent = _data_parallel(config.batch.optimizer_steps, state.elements, state.fp8_elements, b, layout.dp)
-        links.append(_link(setup, "dp", sent))
+        sent = figure(
+            "experts",
+            "B",
+            lambda: layers * tokens / cut * chosen * hidden * b * (ep - 1) / ep * (4 * updates + 2 * forwards),
+        )
+        links.append(_link(setup, sent, groups(layout, "ep")))
+    if dp > 1:
+        optimizer_steps, elements, fp8_elements = config.batch.optimizer_steps, state.elements, state.fp8_elements
+        sent = figure(
+            "gradients and weights",
+            "B",
+            lambda: optimizer_steps * (4 * (elements + fp8_elements) + b * elements + fp8_elements) * (dp - 1) / dp,
+        )
+        links.append(_link(setup, sent, groups(layout, "dp")))
     if setup.world_size > 1:
         # An upper bound: all of the engine's weights come from other ranks. `plan.sync_traffic` counts them.
-        sent, crosses = received_weights(setup, "sync to the engines").trusted("estimate"), setup.num_nodes > 1
-        links.append(Link(sent.label, sent, 1, int(crosses), link_seconds(setup, sent, crosses)))
+        sent = received_weights(setup, "sync to the engines").trusted("estimate")
+        links.append(_link(setup, sent, [range(setup.world_size)]))
     return links
 
 
@@ -96,49 +112,11 @@ def largest_stage(setup: Setup) -> int:
     return max(map(setup.num_layers, range(setup.layout.pp)))
 
 
-@formula("tensor parallel", "B")
-def _tensor_parallel(
-    layers: int, updates: int, forwards: int, backward: int, again: int, ends: int, tokens: float, hidden: int, b: int, tp: int
-) -> float:
-    return (
-        (layers * (updates * (4 + backward + again) + 4 * forwards) + ends * (2 * updates + forwards))
-        * tokens
-        * hidden
-        * b
-        * (tp - 1)
-        / tp
-    )
-
-
-@formula("pipeline", "B")
-def _pipeline(vpp: int, tokens: float, hidden: int, b: int, cut: int, updates: int, forwards: int) -> float:
-    return vpp * tokens * hidden * b / cut * (2 * updates + forwards)
-
-
-@formula("experts", "B")
-def _experts(
-    layers: int, tokens: float, cut: int, chosen: int, hidden: int, b: int, ep: int, updates: int, forwards: int
-) -> float:
-    return layers * tokens / cut * chosen * hidden * b * (ep - 1) / ep * (4 * updates + 2 * forwards)
-
-
-@formula("gradients and weights", "B")
-def _data_parallel(optimizer_steps: int, elements: int, fp8_elements: int, b: int, dp: int) -> float:
-    return optimizer_steps * (4 * (elements + fp8_elements) + b * elements + fp8_elements) * (dp - 1) / dp
-
-
-@formula("time", "s")
-def _seconds(sent: Number, rate: float, share: float) -> float:
-    return sent / (rate * share)
-
-
-def _link(setup: Setup, axis: str, sent: Figure) -> Link:
-    crossing = num_crossing(setup, axis)
-    return Link(sent.label, sent, len(groups(setup.layout, axis)), crossing, link_seconds(setup, sent, crossing > 0))
-
-
-def link_seconds(setup: Setup, sent: Figure, crosses: bool) -> Figure:
-    assumed, card = setup.assumed, setup.card
-    rate = card.network_bytes if crosses else card.nvlink_bytes
-    seconds = _seconds(sent.value, rate, assumed.network_share if crosses else assumed.nvlink_share)
-    return replace(seconds, label=f"{sent.label}, time")
+def _link(setup: Setup, bytes_sent: Figure, members: Sequence[Sequence[int]]) -> Link:
+    """Return the link between the ranks of each group, which is the network where any group spans several nodes."""
+    assumed, card, sent = setup.assumed, setup.card, bytes_sent.value
+    num_crossing = sum(len({rank // setup.gpus_per_node for rank in group}) > 1 for group in members)
+    rate = card.network_bytes if num_crossing else card.nvlink_bytes
+    share = assumed.network_share if num_crossing else assumed.nvlink_share
+    seconds = figure(f"{bytes_sent.label}, time", "s", lambda: sent / (rate * share))
+    return Link(bytes_sent, len(members), num_crossing, seconds)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import floor, prod
 
 from grpo_mega.hardware.cards import Card
-from grpo_mega.planner.figures import GIB, Figure, Number, formula, product
+from grpo_mega.planner.figures import GIB, Figure, Number, figure, product
 from grpo_mega.planner.setup import Setup
 from grpo_mega.weights.layout import EngineLayout, engine_blocks, hf_blocks
 from grpo_mega.weights.spec import Family, ModelShape, num_blocks
@@ -23,8 +23,7 @@ class EngineMemory:
     extra: Figure  # beyond these while it generates
     asleep: Figure  # what it keeps while it sleeps
     concurrent: Figure  # sequences of the mean length that it decodes at once
-    fraction: float  # of the device, for weights and cache; 0 where it does not apply
-    shortfall: str | None  # the reason why it cannot serve
+    shortfall: str | None = None  # the reason why it cannot serve
 
 
 def engine_memory(setup: Setup) -> EngineMemory:
@@ -38,6 +37,10 @@ class Elements:
     plain: int
     linear: int  # of the linear layers, which rollout.quantization applies to
     blocks: int  # of FP8, in the linear layers
+
+    @property
+    def total(self) -> int:
+        return self.plain + self.linear
 
 
 @functools.cache
@@ -61,14 +64,10 @@ def received_weights(setup: Setup, label: str) -> Figure:
     layout = EngineLayout(setup.config.rollout.tp, 1) if setup.is_served else None
     held = elements_of(setup.family, setup.shape, layout)
     if setup.config.rollout.quantization is None:
-        return product(label, "B", "exact", elements=held.plain + held.linear, b=setup.itemsize)
-    return replace(_quantised_weights(held.plain, setup.itemsize, held.linear, held.blocks), label=label)
-
-
-def weight_elements(family: Family, shape: ModelShape, layout: EngineLayout | None) -> int:
-    """Return the exact elements of a rank of the engine; without a layout, those of whole Hugging Face tensors."""
-    held = elements_of(family, shape, layout)
-    return held.plain + held.linear
+        return product(label, "B", "exact", elements=held.total, b=setup.itemsize)
+    plain, b, linear, blocks = held.plain, setup.itemsize, held.linear, held.blocks
+    # FP8 values, and a float32 scale for each block of 128 x 128.
+    return figure(label, "B", lambda: plain * b + linear + 4 * blocks, "exact")
 
 
 def cache_bytes_per_token(setup: Setup) -> int:
@@ -88,44 +87,53 @@ def default_fraction(card: Card, tp: int) -> float:
 
 
 def _served(setup: Setup) -> EngineMemory:
-    rollout, card, assumed, shape = setup.config.rollout, setup.card, setup.assumed, setup.shape
-    weights = received_weights(setup, "engine weights")
-    per_token = cache_bytes_per_token(setup)
-    fraction = rollout.memory_fraction or default_fraction(card, rollout.tp)
+    rollout, card, hidden, vocab, b = setup.config.rollout, setup.card, setup.shape.hidden, setup.shape.vocab, setup.itemsize
+    held, per_token = received_weights(setup, "engine weights"), cache_bytes_per_token(setup)
+    tp, concurrent = rollout.tp, rollout.max_concurrent
     if rollout.cache_tokens is not None:
-        cache = product("KV cache", "B", tokens=rollout.cache_tokens, per_token=per_token)
+        cached = product("KV cache", "B", tokens=rollout.cache_tokens, per_token=per_token)
     else:
-        cache = _cache_of_what_is_free(fraction, card.memory_gib * GIB, assumed.context_gib * GIB, weights.value)
-    tokens = _cached_tokens(cache.value, per_token)
+        fraction = rollout.memory_fraction or default_fraction(card, tp)
+        capacity, context, weights = card.memory_gib * GIB, setup.assumed.context_gib * GIB, held.value
+        # The server starts before the policy: free is the device less two contexts.
+        cached = figure("KV cache", "B", lambda: max(0, fraction * (capacity - 2 * context) - weights))
+    cache = cached.value
+    tokens = figure("tokens in a KV cache", "tokens", lambda: floor(cache / per_token))
     prefill = 8192 if card.memory_gib < 160 else 16384
-    ffn = shape.moe_ffn * setup.experts_per_token or shape.ffn
-    extra = _served_work(prefill, shape.hidden, ffn, rollout.tp, setup.itemsize, rollout.max_concurrent, shape.vocab)
-    asleep = product("engine's graphs", "B", graphs=assumed.graph_gib * GIB)
+    ffn = setup.shape.moe_ffn * setup.experts_per_token or setup.shape.ffn
+    extra = figure(
+        "engine's working memory",
+        "B",
+        lambda: prefill * (4 * hidden + 3 * ffn / tp) * b + 3 * concurrent * vocab * 4,
+    )
+    asleep = product("engine's graphs", "B", graphs=setup.assumed.graph_gib * GIB)
     shortfall = None
     if tokens.value < setup.longest_sample:
         shortfall = (
             f"the engine's KV cache holds {int(tokens.value)} tokens, but the longest sample has {setup.longest_sample}; "
             "raise rollout.tp or rollout.memory_fraction"
         )
-    return EngineMemory(weights, cache, tokens, extra, asleep, _concurrent_in(setup, tokens), fraction, shortfall)
+    return EngineMemory(held, cached, tokens, extra, asleep, _concurrent(setup, tokens.value), shortfall)
 
 
 def _embedded(setup: Setup) -> EngineMemory:
     """Return the memory of transformers' model in the trainer's process; its cache lasts while it generates."""
-    shape, concurrent = setup.shape, setup.config.rollout.max_concurrent
-    elements = weight_elements(setup.family, shape, None)
+    layers, vocab, concurrent = setup.shape.num_layers, setup.shape.vocab, setup.config.rollout.max_concurrent
+    elements = elements_of(setup.family, setup.shape, None).total  # never quantised
     weights = product("engine weights", "B", "exact", elements=elements, b=setup.itemsize)
     longest, per_token = setup.longest_sample, cache_bytes_per_token(setup)
-    cache = product("KV cache", "B", concurrent=concurrent, longest=longest, per_token=per_token)
+    cached = product("KV cache", "B", concurrent=concurrent, longest=longest, per_token=per_token)
+    cache = cached.value
     tokens = product("tokens in a KV cache", "tokens", concurrent=concurrent, longest=longest)
-    extra = _embedded_work(cache.value, shape.num_layers, concurrent, shape.vocab)
+    # A layer's cache grows by copying.
+    extra = figure("engine's working memory", "B", lambda: 2 * cache / layers + 2 * concurrent * vocab * 4)
     nothing = product("engine's graphs", "B")
-    return EngineMemory(weights, cache, tokens, extra, nothing, _concurrent_in(setup, tokens), 0.0, None)
+    return EngineMemory(weights, cached, tokens, extra, nothing, _concurrent(setup, tokens.value))
 
 
-def _concurrent_in(setup: Setup, tokens: Figure) -> Figure:
-    limit = setup.config.rollout.max_concurrent
-    return _concurrent(limit, tokens.value, setup.mean_sample, sequences_per_engine(setup))
+def _concurrent(setup: Setup, tokens: Number) -> Figure:
+    limit, mean, sequences = setup.config.rollout.max_concurrent, setup.mean_sample, sequences_per_engine(setup)
+    return figure("sequences decoded at once", "", lambda: max(1, min(limit, floor(tokens / mean), sequences)))
 
 
 def sequences_per_engine(setup: Setup) -> int:
@@ -133,36 +141,3 @@ def sequences_per_engine(setup: Setup) -> int:
     num_engines = setup.engine_layout.num_engines
     num_begun = setup.config.rollout.num_begun(setup.config.batch.prompts_per_step)
     return -(-num_begun // num_engines) * setup.config.algorithm.group_size
-
-
-@formula("engine weights", "B", "exact")
-def _quantised_weights(plain: int, b: int, linear: int, blocks: int) -> int:
-    # FP8 values, and a float32 scale for each block of 128 x 128.
-    return plain * b + linear + 4 * blocks
-
-
-@formula("KV cache", "B")
-def _cache_of_what_is_free(fraction: float, capacity: float, context: float, weights: Number) -> float:
-    # The server starts before the policy: free is the device less two contexts.
-    return max(0, fraction * (capacity - 2 * context) - weights)
-
-
-@formula("tokens in a KV cache", "tokens")
-def _cached_tokens(cache: Number, per_token: int) -> int:
-    return floor(cache / per_token)
-
-
-@formula("engine's working memory", "B")
-def _served_work(prefill: int, hidden: int, ffn: int, tp: int, b: int, concurrent: int, vocab: int) -> float:
-    return prefill * (4 * hidden + 3 * ffn / tp) * b + 3 * concurrent * vocab * 4
-
-
-@formula("engine's working memory", "B")
-def _embedded_work(cache: Number, layers: int, concurrent: int, vocab: int) -> float:
-    # A layer's cache grows by copying.
-    return 2 * cache / layers + 2 * concurrent * vocab * 4
-
-
-@formula("sequences decoded at once")
-def _concurrent(limit: int, tokens: Number, mean: float, sequences: int) -> int:
-    return max(1, min(limit, floor(tokens / mean), sequences))

@@ -1,26 +1,25 @@
 """Figures: numbers that know the formula they come from.
 
-A formula is an ordinary function of named numbers, with one return statement: `--explain` and the JSON show that statement, so
-that they show what was computed.
+A formula is a lambda without parameters: the local variables that it names are its inputs. `--explain` and the JSON show its
+source, so that they show what was computed.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, ParamSpec
+from pathlib import Path
+from types import CellType, FunctionType
+from typing import Any, Literal
 
 Number = int | float
 Unit = Literal["B", "s", "tokens", "FLOP", ""]  # "": a plain number
 Trust = Literal["exact", "estimate", "unproven"]  # unproven: by a formula that no run has been compared with
 
 GIB = 2**30
-P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Figure:
     value: Number
     unit: Unit
     inputs: Mapping[str, Number]  # of the formula, by name
-    function: Callable[..., Number] | None  # None: the inputs joined by the operator
+    function: FunctionType | None  # None: the inputs joined by the operator
     trust: Trust = "estimate"
     operator: Literal[" + ", " * "] = " + "
 
@@ -40,12 +39,18 @@ class Figure:
     @property
     def formula(self) -> str:
         """Return a Python expression over the inputs that evaluates to the value."""
-        return _expression(self.function) if self.function else self.operator.join(self.inputs) or "0"
+        if self.function is None:
+            return self.operator.join(self.inputs) or "0"
+        code = self.function.__code__
+        return _lambdas(code.co_filename)[code.co_firstlineno]
 
     def at(self, **inputs: Number) -> float:
         """Return what the formula gives with some of the inputs replaced."""
         assert self.function is not None
-        return float(self.function(**{**self.inputs, **inputs}))
+        values = {**self.inputs, **inputs}
+        code = self.function.__code__
+        cells = tuple(CellType(values[name]) for name in code.co_freevars)
+        return float(FunctionType(code, self.function.__globals__, closure=cells)())
 
     def trusted(self, trust: Trust) -> Figure:
         return replace(self, trust=trust)
@@ -61,20 +66,11 @@ class Figure:
         }
 
 
-def formula(label: str, unit: Unit = "", trust: Trust = "estimate") -> Callable[[Callable[P, Number]], Callable[P, Figure]]:
-    """Make a function of numbers, whose body is one return statement, return a Figure of that label."""
-
-    def decorate(function: Callable[P, Number]) -> Callable[P, Figure]:
-        names = tuple(inspect.signature(function).parameters)
-
-        @functools.wraps(function)
-        def figure(*args: P.args, **kwargs: P.kwargs) -> Figure:
-            inputs: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
-            return Figure(label, function(*args, **kwargs), unit, inputs, function, trust)
-
-        return figure
-
-    return decorate
+def figure(label: str, unit: Unit, formula: Callable[[], Number], trust: Trust = "estimate") -> Figure:
+    """Return the figure of a lambda, which must be the only one that begins in its line."""
+    assert isinstance(formula, FunctionType)
+    cells = zip(formula.__code__.co_freevars, formula.__closure__ or (), strict=True)
+    return Figure(label, formula(), unit, {name: cell.cell_contents for name, cell in cells}, formula, trust)
 
 
 def total(label: str, unit: Unit, parts: Iterable[Figure]) -> Figure:
@@ -96,9 +92,7 @@ def _name(label: str) -> str:
 
 
 @functools.cache
-def _expression(function: Callable[..., Number]) -> str:
-    definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    assert isinstance(definition, ast.FunctionDef)
-    statement = definition.body[-1]
-    assert isinstance(statement, ast.Return) and statement.value is not None
-    return ast.unparse(statement.value)
+def _lambdas(path: str) -> dict[int, str]:
+    """Return the bodies of a file's lambdas, by the lines in which these begin."""
+    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    return {node.lineno: ast.unparse(node.body) for node in ast.walk(tree) if isinstance(node, ast.Lambda)}

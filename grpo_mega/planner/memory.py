@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_mega.planner.activations import activations
-from grpo_mega.planner.engine import EngineMemory, engine_memory, weight_elements
-from grpo_mega.planner.figures import GIB, Figure, Trust, formula, product, total
+from grpo_mega.planner.engine import EngineMemory, elements_of, engine_memory
+from grpo_mega.planner.figures import GIB, Figure, Trust, figure, product, total
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.state import FP32, State, Storage, stage_state
 
@@ -47,7 +47,9 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
     fixed = _fixed(setup, engine)
     workspace = product("workspaces", "B", workspace=setup.assumed.workspace_gib * GIB)
     trainer = [*state_figures(setup, state), *_fp8_copies_of(setup, state, pp_rank), workspace]
-    gathered = _gathered(setup.layout.dp, state.elements + state.fp8_elements)
+    dp, elements = setup.layout.dp, state.elements + state.fp8_elements
+    # A save gathers each part of the optimizer's state over data-parallel ranks, fp32, one part at a time.
+    gathered = figure("gathered for a save", "B", lambda: (1 + 1 / dp) * elements * 4)
     buckets = product("sync buckets", "B", count=3, bucket=setup.config.sync.bucket_mib * 2**20)  # two received, one sent
     awake = [engine.weights, engine.cache, engine.extra]
     resident = [] if setup.takes_turns else awake[:2] if setup.is_served else awake[:1]
@@ -74,20 +76,22 @@ def state_figures(setup: Setup, state: State) -> list[Figure]:
     """Return weights, gradients and optimizer state of the rank that holds most of its stage."""
     config = setup.config
     trust: Trust = "unproven" if config.precision.fp8_parameters or config.optimizer.moments_dtype != "float32" else "exact"
+    b, elements, fp8_elements, share = setup.itemsize, state.elements, state.fp8_elements, state.largest_share
+    master, moments = state.storage.master_bytes, state.storage.moment_bytes
     return [
-        _weights(setup.itemsize, state.elements, state.fp8_elements).trusted(trust),
-        product("gradients", "B", "exact", bytes=FP32, elements=state.elements + state.fp8_elements),
-        _optimizer(state.master_bytes, state.moment_bytes, state.largest_share).trusted(trust),
+        figure("weights", "B", lambda: b * elements + fp8_elements, trust),
+        product("gradients", "B", "exact", bytes=FP32, elements=elements + fp8_elements),
+        figure("optimizer state", "B", lambda: (master + moments) * share, trust),
     ]
 
 
 def _fixed(setup: Setup, engine: EngineMemory) -> list[Figure]:
     """Return what is on the device in every phase."""
-    assumed = setup.assumed
-    engine_groups = 1 if setup.is_served and setup.config.rollout.tp > 1 else 0
+    trainer, communicator = len(communicators(setup)), setup.assumed.communicator_gib * GIB
+    served = 1 if setup.is_served and setup.config.rollout.tp > 1 else 0  # the engine's communicators
     return [
-        product("CUDA contexts", "B", count=2 if setup.is_served else 1, context=assumed.context_gib * GIB),
-        _nccl_buffers(len(communicators(setup)), engine_groups, assumed.communicator_gib * GIB),
+        product("CUDA contexts", "B", count=2 if setup.is_served else 1, context=setup.assumed.context_gib * GIB),
+        figure("NCCL buffers", "B", lambda: (trainer + served) * communicator),
         engine.asleep,
     ]
 
@@ -110,13 +114,20 @@ def communicators(setup: Setup) -> list[str]:
 
 def _fp8_copies_of(setup: Setup, state: State, pp_rank: int) -> list[Figure]:
     """Return Transformer Engine's fp8 copies of the linear weights, as they are and transposed; of FP8 weights the latter."""
-    precision, shape, layout = setup.config.precision, setup.shape, setup.layout
+    precision, elements = setup.config.precision, state.num_parameters
+    in_fp8 = len(setup.layers_in_fp8) / setup.shape.num_layers
+    vocab, hidden, tp = setup.shape.vocab, setup.shape.hidden, setup.layout.tp
     if precision.fp8 is None:
         return []
-    in_fp8 = max(0.0, (shape.num_layers - precision.first_layers_bf16 - precision.last_layers_bf16) / shape.num_layers)
-    ends = int(pp_rank == 0) + int(pp_rank == layout.pp - 1)  # embedding and output layer, which stay in bf16
+    ends = int(pp_rank == 0) + int(pp_rank == setup.layout.pp - 1)  # embedding and output layer, which stay in bf16
     copies = 1 if precision.fp8_parameters else 2
-    return [_fp8_copies(copies, in_fp8, state.num_parameters, ends, shape.vocab, shape.hidden, layout.tp)]
+    size = figure(
+        "fp8 copies of weights",
+        "B",
+        lambda: copies * in_fp8 * max(0, elements - ends * vocab * hidden / tp),
+        "unproven",
+    )
+    return [size]
 
 
 def _with_slack(setup: Setup, parts: list[Figure]) -> list[Figure]:
@@ -143,7 +154,7 @@ def host_memory(setup: Setup) -> HostMemory:
         by_node.setdefault(rank // setup.gpus_per_node, []).append(states[layout.place(rank)[1]])
     node = max(by_node.values(), key=lambda held: sum(s.weights + s.largest_share for s in held))
     weights = sum(s.weights for s in node)
-    optimizer = sum(s.largest_share * (s.master_bytes + s.moment_bytes) for s in node)
+    optimizer = sum(s.largest_optimizer for s in node)
     moves, has_reference = int(setup.keeps_host_copies), int(setup.has_reference)
     pinned = [
         product("weights", "B", needed=max(moves, has_reference), weights=weights),
@@ -159,46 +170,12 @@ def host_memory(setup: Setup) -> HostMemory:
         product("reward workers", "B", leaders=leaders, workers=workers, each=assumed.worker_host_gib * GIB),
     ]
     staged = checkpoint_bytes(setup).value * ranks / layout.world_size
-    saving = _saving(3 * FP32, sum(s.num_parameters for s in node), staged)  # gathered on every rank
+    gathered, elements = 3 * FP32, sum(s.num_parameters for s in node)  # on every rank
+    saving = figure("while saving", "B", lambda: gathered * elements + staged)
     return HostMemory(pinned, pinned_total, other, saving, total("host peak per node", "B", [pinned_total, *other, saving]))
 
 
 def checkpoint_bytes(setup: Setup) -> Figure:
     """Return the bytes of weights, and of masters and moments in fp32."""
-    return _checkpoint(weight_elements(setup.family, setup.shape, None), setup.itemsize)
-
-
-@formula("weights", "B")
-def _weights(b: int, elements: int, fp8_elements: int) -> int:
-    return b * elements + fp8_elements
-
-
-@formula("optimizer state", "B")
-def _optimizer(master: int, moments: int, share: int) -> int:
-    return (master + moments) * share
-
-
-@formula("NCCL buffers", "B")
-def _nccl_buffers(trainer: int, engine: int, communicator: float) -> float:
-    return (trainer + engine) * communicator
-
-
-@formula("fp8 copies of weights", "B", "unproven")
-def _fp8_copies(copies: int, in_fp8: float, elements: int, ends: int, vocab: int, hidden: int, tp: int) -> float:
-    return copies * in_fp8 * max(0, elements - ends * vocab * hidden / tp)
-
-
-@formula("gathered for a save", "B")
-def _gathered(dp: int, elements: int) -> float:
-    # A save gathers each part of the optimizer's state over data-parallel ranks, fp32, one part at a time.
-    return (1 + 1 / dp) * elements * 4
-
-
-@formula("while saving", "B")
-def _saving(gathered: int, elements: int, staged: float) -> float:
-    return gathered * elements + staged
-
-
-@formula("a checkpoint", "B")
-def _checkpoint(parameters: int, b: int) -> int:
-    return parameters * (b + 12)
+    parameters, b = elements_of(setup.family, setup.shape, None).total, setup.itemsize
+    return figure("a checkpoint", "B", lambda: parameters * (b + 12))

@@ -15,7 +15,7 @@ from grpo_mega.planner.figures import Figure
 from grpo_mega.planner.memory import HostMemory, StageMemory, checkpoint_bytes, device_memory, host_memory
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.timing import Timing, timing
-from grpo_mega.weights.layout import EngineLayout, engine_shards, hf_shards, megatron_shards
+from grpo_mega.weights.layout import engine_shards, hf_shards, megatron_shards
 from grpo_mega.weights.plan import Traffic, plan_transfers
 
 MARGIN = 0.08  # of a device that a plan should leave free: what is estimated may be off by that much
@@ -87,7 +87,15 @@ class Plan:
     @cached_property
     def sync_traffic(self) -> Traffic:
         """Return what a sync moves between ranks, counted transfer by transfer."""
-        return sync_traffic(self.setup)
+        setup = self.setup
+        family, shape, world_size = setup.family, setup.shape, setup.world_size
+        source = megatron_shards(family, shape, setup.layout, fused_norms=setup.uses_te and not shape.num_experts)
+        quantise = setup.config.rollout.quantization is not None
+        if setup.is_served:
+            target = engine_shards(family, shape, setup.engine_layout, world_size, quantise=quantise)
+        else:
+            target = hf_shards(family, shape, world_size, quantise=quantise)
+        return plan_transfers(source, target, ranks_per_node=setup.gpus_per_node).traffic(setup.itemsize)
 
 
 def make_plan(setup: Setup) -> Plan:
@@ -97,17 +105,6 @@ def make_plan(setup: Setup) -> Plan:
     largest = max((stage.state for stage in stages), key=lambda state: state.elements + state.fp8_elements)
     links = communication(setup, batches, largest)
     return Plan(setup, stages, engine, batches, links, timing(setup, batches, links, largest, engine))
-
-
-def sync_traffic(setup: Setup) -> Traffic:
-    family, shape, world_size = setup.family, setup.shape, setup.world_size
-    source = megatron_shards(family, shape, setup.layout, fused_norms=setup.uses_te and not shape.num_experts)
-    quantise = setup.config.rollout.quantization is not None
-    target = hf_shards(family, shape, world_size, quantise=quantise)
-    if setup.is_served:
-        tp = setup.config.rollout.tp
-        target = engine_shards(family, shape, EngineLayout(tp, world_size // tp), world_size, quantise=quantise)
-    return plan_transfers(source, target, ranks_per_node=setup.gpus_per_node).traffic(setup.itemsize)
 
 
 def disk_bytes(plan: Plan) -> tuple[float, float]:

@@ -105,10 +105,9 @@ def num_batches(setup: Setup) -> int:
 def _compare(setup: Setup, rank: int, found: Mapping[str, Any]) -> Iterator[Comparison]:
     _, pp_rank, _ = setup.layout.place(rank)
     state = device_memory(setup)[pp_rank].state
-    planned = {"parameters": state.num_parameters, "weights": state.weights, "gradients": state.gradients}
-    rehearsed = {"parameters": found["num_parameters"], "weights": found["weights"], "gradients": found["gradients"]}
-    for label, value in planned.items():
-        yield Comparison(rank, label, value, rehearsed[label], TOLERANCE["parameters"])
+    yield Comparison(rank, "parameters", state.num_parameters, found["num_parameters"], TOLERANCE["parameters"])
+    yield Comparison(rank, "weights", state.weights, found["weights"], TOLERANCE["parameters"])
+    yield Comparison(rank, "gradients", state.gradients, found["gradients"], TOLERANCE["parameters"])
     kept = sum(part.value for part in activations(setup, pp_rank, padding=1.0).kept)  # equal lengths need no padding
     yield Comparison(rank, "activations kept", kept, found["kept"], TOLERANCE["activations"])
     links = {link.kind: link.sent for link in communication(setup, batch(setup), state)}

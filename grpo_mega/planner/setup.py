@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from grpo_mega.config import Config
 from grpo_mega.formats.dtypes import item_bytes
@@ -33,7 +34,7 @@ class Setup:
     def family(self) -> Family:
         return family_of(self.shape.model_type)
 
-    @property
+    @cached_property
     def layout(self) -> MegatronLayout:
         return megatron_layout(self.config.layout, self.world_size)
 
@@ -82,6 +83,13 @@ class Setup:
     @property
     def has_reference(self) -> bool:
         return self.config.algorithm.kl_beta > 0
+
+    @property
+    def layers_in_fp8(self) -> range:
+        """Return the model's layers that compute in FP8."""
+        precision = self.config.precision
+        end = self.shape.num_layers - precision.last_layers_bf16 if precision.fp8 else 0
+        return range(precision.first_layers_bf16, end)
 
     @property
     def sequence_parts(self) -> int:

@@ -52,7 +52,7 @@ class Storage:
     is_overlapped: bool  # layout.overlap_grad_reduce: buckets
     master_bytes: int  # of an element's fp32 master; 0: the weights themselves
     moment_bytes: int  # of both moments of an element
-    fp8_layers: range | None = None  # those with linear layers kept in FP8
+    fp8_layers: range | None  # those with linear layers kept in FP8
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape) -> Storage:
@@ -65,6 +65,11 @@ class Storage:
             moment_bytes=2 * item_bytes(optimizer.moments_dtype),
             fp8_layers=fp8_layers if precision.fp8_parameters else None,
         )
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Return the bytes of an element's master and moments."""
+        return self.master_bytes + self.moment_bytes
 
 
 @dataclass(frozen=True)
@@ -92,15 +97,13 @@ class State:
     num_parameters: int  # without padding
     elements: int  # with padding, less those in FP8
     fp8_elements: int  # with padding
-    itemsize: int  # of a weight that is not in FP8
     optimizer_elements: tuple[int, ...]  # by data-parallel rank
-    master_bytes: int  # of an element
-    moment_bytes: int
+    storage: Storage
 
     @property
     def weights(self) -> int:
         """Return the bytes of the weights."""
-        return self.elements * self.itemsize + self.fp8_elements
+        return self.elements * self.storage.itemsize + self.fp8_elements
 
     @property
     def gradients(self) -> int:
@@ -109,11 +112,16 @@ class State:
 
     def optimizer(self, dp_rank: int) -> int:
         """Return the bytes of masters and moments, once Adam has made them."""
-        return self.optimizer_elements[dp_rank] * (self.master_bytes + self.moment_bytes)
+        return self.optimizer_elements[dp_rank] * self.storage.optimizer_bytes
 
     @property
     def largest_share(self) -> int:
         return max(self.optimizer_elements)
+
+    @property
+    def largest_optimizer(self) -> int:
+        """Return the bytes of masters and moments on the rank that holds most."""
+        return self.largest_share * self.storage.optimizer_bytes
 
 
 @functools.cache
@@ -132,10 +140,8 @@ def stage_state(
         num_parameters=sum(p.size for chunk in chunks for p in chunk),
         elements=sum(b.size for b in buffers if not b.is_fp8),
         fp8_elements=sum(b.size for b in buffers if b.is_fp8),
-        itemsize=storage.itemsize,
         optimizer_elements=tuple(shares),
-        master_bytes=storage.master_bytes,
-        moment_bytes=storage.moment_bytes,
+        storage=storage,
     )
 
 

@@ -43,14 +43,12 @@ def suggest(setup: Setup, count: int = 5) -> list[Option]:
 def first_changes(plan: Plan, count: int = 3) -> list[Option]:
     """Return single changes: those that make it fit with plan.MARGIN free where it does not, else those that make it faster."""
     options = [option for option in _options(plan.setup, _single_changes(plan.setup)) if option.plan.fits]
-    own = plan.timing.tokens_per_second_per_gpu.value
     if plan.fits and not plan.is_tight:
-        options = [option for option in options if not option.plan.is_tight and option.rate > 1.02 * own]
+        faster = 1.02 * plan.timing.tokens_per_second_per_gpu.value
+        options = [option for option in options if not option.plan.is_tight and option.rate > faster]
     else:
         options = [option for option in options if option.plan.spare > max(plan.spare + 0.005, 0.0)]
-        options.sort(key=lambda option: (option.plan.is_tight, -option.rate))
-        return options[:count]
-    return sorted(options, key=lambda option: -option.rate)[:count]
+    return sorted(options, key=lambda option: (option.plan.is_tight, -option.rate))[:count]
 
 
 def changed(config: Config, changes: Changes) -> Config | None:
@@ -69,12 +67,12 @@ def changed(config: Config, changes: Changes) -> Config | None:
 
 
 def _options(setup: Setup, candidates: Iterable[Changes]) -> Iterator[Option]:
+    was = setup.config.model_dump(mode="json")
     for changes in candidates:
         config = changed(setup.config, changes)
         if config is None or any(job_problems(config, setup.shape, setup.card, setup.world_size, setup.gpus_per_node)):
             continue
-        raw = setup.config.model_dump(mode="json")
-        news = {key: value for key, value in changes.items() if _get(raw, key) != value}
+        news = {key: value for key, value in changes.items() if _get(was, key) != value}
         yield Option(news, make_plan(replace(setup, config=config)))
 
 

@@ -8,7 +8,8 @@ MXFP8 cannot be measured so: its formula is that of a tensorwise layer with the 
 from __future__ import annotations
 
 from grpo_mega.config import PrecisionConfig
-from grpo_mega.planner.figures import Number, formula
+from grpo_mega.planner.figures import Figure, figure
+from grpo_mega.planner.setup import Setup
 from grpo_mega.weights.spec import BLOCK
 
 KEPT_BYTES = {"delayed": 1.0, "tensorwise": 1.0, "blockwise": 1 + 4 / BLOCK, "mxfp8": 1 + 1 / 32}
@@ -34,49 +35,32 @@ MEASURED = {
 # keeps in FP8 in place of its input, 0 where it keeps that itself.
 
 
-@formula("a norm keeps, per token")
-def norm(h: int, x: float, b: int, s: int) -> float:
+def layer(setup: Setup, q: int, kv: int, f: int, r: float, layers_in_fp8: float) -> tuple[list[Figure], Figure, Figure]:
+    """Return the parts of what one layer keeps, and all it keeps without and with selective recompute."""
+    h, b, s, d = setup.shape.hidden, setup.itemsize, setup.sequence_parts, setup.shape.head_dim
+    k, heads, is_moe = setup.experts_per_token, setup.shape.num_heads // setup.layout.tp, setup.shape.num_experts > 0
+    x, o = kept_bytes(setup.config.precision, b, layers_in_fp8)
     # Its input, its output as the linear layer keeps it, and statistics in fp32.
-    return (1 + x / b) * h / s + 4 / (b * s)
-
-
-@formula("norms of queries and keys keep, per token")
-def qk_norms(qk_norms: int, d: int, b: int, q: int, kv: int) -> float:
+    one_norm = figure("a norm keeps, per token", "", lambda: (1 + x / b) * h / s + 4 / (b * s))
+    has_qk = int(setup.family.qk_norm)
     # Their inputs, and statistics by head.
-    return qk_norms * (1 + 4 / (d * b)) * (q + kv)
-
-
-@formula("attention keeps, per token")
-def attention(norm: Number, qk_norms: Number, o: float, b: int, q: int, kv: int, heads: int) -> float:
+    both_norms = figure("norms of queries and keys keep, per token", "", lambda: has_qk * (1 + 4 / (d * b)) * (q + kv))
+    norm, qk_norms = one_norm.value, both_norms.value
     # The last term is the statistics of the softmax, in fp32.
-    return norm + qk_norms + (2 + o / b) * q + 2 * kv + 4 * heads / b
-
-
-@formula("attention keeps, recomputed, per token")
-def recomputed_attention(norm: Number, qk_norms: Number, o: float, b: int, q: int, kv: int) -> float:
+    first = figure("attention keeps, per token", "", lambda: norm + qk_norms + (2 + o / b) * q + 2 * kv + 4 * heads / b)
     # Queries and keys after the rotation, and as values a view of the whole qkv product.
-    return norm + qk_norms + (2 + (o or b) / b) * q + 3 * kv
-
-
-@formula("a layer keeps without recompute, per token")
-def dense_layer(attention: Number, norm: Number, x: float, b: int, f: int) -> float:
-    # The MLP keeps both halves of its first product, and their gated product as the second linear layer keeps it.
-    return attention + norm + (2 + x / b) * f
-
-
-@formula("a layer keeps without recompute, per token")
-def moe_layer(attention: Number, h: int, s: int, r: float, f: int, k: int) -> float:
-    return attention + 2 * h / s + r * (2 * h + 3 * f) + k * h / s
-
-
-@formula("a layer keeps with selective recompute, per token")
-def recomputed_dense_layer(attention: Number, h: int, s: int) -> float:
-    return attention + h / s
-
-
-@formula("a layer keeps with selective recompute, per token")
-def recomputed_moe_layer(attention: Number, h: int, s: int) -> float:
-    return attention + 2 * h / s
+    again = figure("attention keeps, recomputed, per token", "", lambda: norm + qk_norms + (2 + (o or b) / b) * q + 3 * kv)
+    attention, recomputed, inputs = first.value, again.value, 2 if is_moe else 1
+    label = "a layer keeps without recompute, per token"
+    if is_moe:
+        whole = figure(label, "", lambda: attention + 2 * h / s + r * (2 * h + 3 * f) + k * h / s)
+    else:
+        # The MLP keeps both halves of its first product, and their gated product as the second linear layer keeps it.
+        whole = figure(label, "", lambda: attention + norm + (2 + x / b) * f)
+    # The input of the MLP; that of the router and of the experts.
+    selective = figure("a layer keeps with selective recompute, per token", "", lambda: recomputed + inputs * h / s)
+    parts = [one_norm, both_norms, first]
+    return [*parts, again] if setup.config.model.recompute == "selective" else parts, whole, selective
 
 
 def recipe_of(precision: PrecisionConfig) -> str:

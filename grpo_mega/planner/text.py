@@ -54,13 +54,10 @@ def _verdict(plan: Plan) -> str:
         answer = f"DOES NOT FIT: {'; '.join(plan.shortfalls)}"
     rate = timing.tokens_per_second_per_gpu.value
     speed = f"A step takes about {_seconds(timing.step.value)}; {rate:,.0f} tokens per second per GPU."
-    title = f"{setup.shape.model_type}, {_billions(plan)} parameters, on {setup.world_size} x {setup.card.title}"
-    return "\n".join([title, *_wrapped([answer]), speed])
-
-
-def _billions(plan: Plan) -> str:
     parameters = plan.checkpoint.inputs["parameters"]
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
+    size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
+    title = f"{setup.shape.model_type}, {size} parameters, on {setup.world_size} x {setup.card.title}"
+    return "\n".join([title, *_wrapped([answer]), speed])
 
 
 def _placement(plan: Plan) -> list[str]:
@@ -123,7 +120,8 @@ def _memory(plan: Plan) -> list[str]:
     for label in labels:
         values = [by_phase[phase].get(label) for phase in PHASES]
         if any(figure and figure.value for figure in values):
-            lines.append(f"  {label:{_LABEL}}" + "".join(f"{_gib_or_blank(figure):>13}" for figure in values))
+            cells = [f"{figure.gib:.1f}" if figure and figure.value else "." for figure in values]
+            lines.append(f"  {label:{_LABEL}}" + "".join(f"{cell:>13}" for cell in cells))
     lines.append(f"  {'total':{_LABEL}}" + "".join(f"{stage.totals[phase].gib:13.1f}" for phase in PHASES))
     capacity = plan.capacity_gib
     lines.append(f"  {f'of {capacity:.1f}':{_LABEL}}" + "".join(f"{stage.totals[p].gib / capacity:13.0%}" for p in PHASES))
@@ -141,10 +139,6 @@ def _memory(plan: Plan) -> list[str]:
         "  ",
     )
     return lines
-
-
-def _gib_or_blank(figure: Figure | None) -> str:
-    return f"{figure.gib:.1f}" if figure is not None and figure.value else "."
 
 
 def _host(plan: Plan) -> list[str]:
@@ -223,13 +217,7 @@ def _option_lines(options: Iterable[Option]) -> Iterator[str]:
             f"  {number}. {option.rate:>8,.0f} tokens/s/GPU, {_seconds(option.plan.timing.step.value)} per step, "
             f"{option.plan.peak_gib:.1f} GiB, {option.plan.spare:.0%} to spare, {state}"
         )
-        yield from textwrap.wrap(
-            option.flags or "the config as it is",
-            WIDTH,
-            initial_indent="     ",
-            subsequent_indent="     ",
-            break_on_hyphens=False,
-        )
+        yield from _wrapped([option.flags or "the config as it is"], "     ")
 
 
 def _explanation(plan: Plan) -> Iterator[list[str]]:

@@ -76,10 +76,6 @@ def bind(name: str, options: Mapping[str, Any], step_splitter: str) -> RewardFun
                 raise ConfigError(f"reward function {name!r} needs the option {option!r}; add options: {{{option}: ...}} to it")
     if isinstance(given.get("step_splitter"), str):
         splitter(given["step_splitter"])
-    if name == "reward_model":
-        from grpo_mega.rewards.reward_model import server_of
-
-        server_of(given)
     return partial(function, **given) if given else function
 
 

@@ -94,7 +94,7 @@ class Server(Section):
         """Return the rewards of these texts, scaled. Raises NoScore."""
         deadline = time.monotonic() + self.timeout_s
         if self.api == "chat":
-            values = [self._last_number(self._ask("/v1/chat/completions", self._chat(text), deadline)) for text in texts]
+            values = [self._judgement(text, deadline) for text in texts]
         elif self.api == "classify":
             reply = self._ask("/classify", {"text": texts}, deadline)
             values = [self._output_of(item.get("embedding")) for item in self._items(reply, len(texts))]
@@ -162,11 +162,11 @@ class Server(Section):
             raise self._failure("", f"has a model of {len(values)} outputs", f"output={self.output} is not one; lower it")
         return float(values[self.output or 0])
 
-    def _chat(self, text: str) -> dict[str, Any]:
+    def _judgement(self, text: str, deadline: float) -> float:
+        """Return the last number of the judge's reply."""
         messages = [{"role": "user", "content": text}]
-        return {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": self.max_tokens}
-
-    def _last_number(self, reply: Any) -> float:
+        body = {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": self.max_tokens}
+        reply = self._ask("/v1/chat/completions", body, deadline)
         try:
             text = str(reply["choices"][0]["message"]["content"] or "")
         except (TypeError, KeyError, IndexError):

@@ -115,15 +115,7 @@ def _open_checkpoints(config: Config, runtime: Runtime, log: RunLog) -> Checkpoi
 
 def _reward_pool(config: Config) -> RewardPool:
     """Make this rank's reward workers. Only the first rank of each engine has any: it scores what its engine generates."""
-    is_leader = int(os.environ.get("RANK", "0")) % config.rollout.tp == 0
-    rewards = config.rewards
-    return RewardPool(
-        [(f.name, f.weight) for f in rewards.functions],
-        rewards.num_workers if is_leader else 0,
-        rewards.deadline_s,
-        options={f.name: f.options for f in rewards.functions},
-        step_splitter=rewards.step_splitter,
-    )
+    return RewardPool(config.rewards, has_workers=int(os.environ.get("RANK", "0")) % config.rollout.tp == 0)
 
 
 def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:

@@ -28,8 +28,8 @@ from grpo_mega.json_lines import json_line
 from grpo_mega.observe.metrics import has_full_marks, heldout_metrics
 from grpo_mega.observe.pass_at_k import Tally, sampled_metrics, tally
 from grpo_mega.paths import heldout_file, write_atomically
-from grpo_mega.rewards.math.answer import extract_answer, whole_turn
-from grpo_mega.rewards.math.normalize import normalize_answer
+from grpo_mega.rewards.math.accuracy import read
+from grpo_mega.rewards.math.answer import whole_turn
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.run.job import Job
@@ -169,5 +169,4 @@ def _add_sampled(rollouts: Rollouts, result: Evaluated, phases: Iterator[list[Gr
 
 def _answer_of(response: str, prefill: str) -> str:
     """Return the answer in the form in which answers vote; "" if there is none."""
-    extracted = extract_answer(whole_turn(response, {"prefill": prefill}))
-    return "" if extracted is None else normalize_answer(extracted)
+    return read(whole_turn(response, {"prefill": prefill}))

@@ -18,7 +18,7 @@ from shapes import LLAMA_70B
 from grpo_mega import cli
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare
-from grpo_mega.planner.engine import weight_elements
+from grpo_mega.planner.engine import elements_of
 from grpo_mega.planner.memory import PHASES
 from grpo_mega.planner.plan import MARGIN, Plan, make_plan
 from grpo_mega.planner.report import sections
@@ -153,7 +153,7 @@ def test_parameters_are_those_that_the_mapping_of_weights_holds(make_config: Mak
             holding = megatron_rank_shards(setup.family, setup.shape, setup.layout, rank)
             elements = sum(_size(tensor.shape) for tensor in holding.values())
             assert stage.state.num_parameters == elements
-        assert weight_elements(setup.family, setup.shape, None) == plan.checkpoint.inputs["parameters"]
+        assert elements_of(setup.family, setup.shape, None).total == plan.checkpoint.inputs["parameters"]
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -23,9 +23,11 @@ REFUSED = "import ctypes\nctypes.CDLL = lambda *_, **__: type('C', (), {'prctl':
 
 RANK = """
 import sys, time
+from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.rewards import RewardPool
 hangs = sys.argv[3:]
-with RewardPool([("user_functions.hang", 1.0)], num_workers=len(hangs), deadline_s=float(sys.argv[2])) as pool:
+functions = [{"name": "user_functions.hang"}]
+with RewardPool(RewardsConfig(functions=functions, num_workers=len(hangs), deadline_s=float(sys.argv[2]))) as pool:
     for key, how in enumerate(hangs):
         pool.submit(key, "", how, "", {})
     exec(sys.argv[1])

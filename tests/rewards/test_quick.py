@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.rewards.math import answer, lists, mathverify, normalize
-from grpo_mega.rewards.math.accuracy import accuracy
-from grpo_mega.rewards.math.quick import MAX_CHARS, quick
+from grpo_mega.rewards.math import answer, mathverify, normalize, numbers
+from grpo_mega.rewards.math.accuracy import MAX_CHARS, accuracy, quick
 
 ROOT = str(Path(__file__).resolve().parents[2])
 FORMULAS = [
@@ -86,8 +85,8 @@ def _written(brackets: str, elements: list[str]) -> str:
 def test_lists_of_numbers_are_compared_as_math_verify_compares_them(gold: tuple[str, list[str]], data: st.DataObject) -> None:
     brackets, elements = gold
     other = data.draw(st.one_of(st.permutations(elements), st.lists(ELEMENTS, min_size=len(elements), max_size=len(elements))))
-    a, b = (lists.parse_list(_written(brackets, texts)) for texts in (elements, other))
-    is_equal = lists.lists_equal(a, b) if a and b else None
+    a, b = (numbers.parse_list(_written(brackets, texts)) for texts in (elements, other))
+    is_equal = numbers.lists_equal(a, b) if a and b else None
     if is_equal is not None:
         trees = [mathverify.parse(_written(brackets, texts)) for texts in (elements, other)]
         assert all(trees)
@@ -96,7 +95,7 @@ def test_lists_of_numbers_are_compared_as_math_verify_compares_them(gold: tuple[
 
 @pytest.mark.parametrize("text", ["(1,1)", "[2,1]", r"\{1,1,2\}", "(1)", "(1,x)", "[1,2,3]", "1,2", "(1/0,1)", "(50%,1)"])
 def test_lists_that_math_verify_reads_in_its_own_way_are_left_to_it(text: str) -> None:
-    assert lists.parse_list(text) is None
+    assert numbers.parse_list(text) is None
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -172,7 +171,7 @@ def test_the_exact_path_knows_what_it_says_and_nothing_of_long_answers() -> None
 
 def test_the_exact_path_does_not_import_math_verify() -> None:
     code = (
-        "import sys; from grpo_mega.rewards.math.quick import quick; quick('x^2', 'x'); print(quick('18', '18')[0].verdict, "
+        "import sys; from grpo_mega.rewards.math.accuracy import quick; quick('x^2', 'x'); print(quick('18', '18')[0].verdict, "
         "'math_verify' in sys.modules, 'sympy' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout

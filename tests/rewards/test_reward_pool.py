@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from reward_pools import reward_pool
 
+from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.errors import ConfigError, RewardError
-from grpo_mega.rewards import RewardPool, RewardResult
+from grpo_mega.rewards import RewardPool, RewardResult, registry
 
 HERE = str(Path(__file__).resolve().parent)
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -48,7 +50,7 @@ def _is_alive(pid: int) -> bool:
 
 def test_totals_are_weighted_sums_over_the_functions_that_apply() -> None:
     functions = [("accuracy", 1.0), ("format", 0.5), ("user_functions.only_for_math", 2.0)]
-    with RewardPool(functions, num_workers=2, deadline_s=20) as pool:
+    with reward_pool(functions, num_workers=2, deadline_s=20) as pool:
         good = "<think>\n9*2\n</think>\n<answer>18</answer>"
         pool.submit(("a", 0), "p", good, "#### 18", {})
         pool.submit(("a", 1), "p", "17", "#### 18", {"kind": "math"})
@@ -75,20 +77,20 @@ def test_totals_are_weighted_sums_over_the_functions_that_apply() -> None:
 
 
 def test_an_unparsable_gold_answer_gives_no_value() -> None:
-    with RewardPool([("accuracy", 1.0)], num_workers=1, deadline_s=20) as pool:
+    with reward_pool([("accuracy", 1.0)], num_workers=1, deadline_s=20) as pool:
         pool.submit(0, "p", "18", "???", {})
         assert pool.collect() == {0: RewardResult(None, {"accuracy": None}, {"accuracy": "gold_unparsable"})}
 
 
 def test_a_users_function_gets_prompt_response_answer_and_extras() -> None:
-    with RewardPool([("user_functions.length", 1.0)], num_workers=1, deadline_s=20) as pool:
+    with reward_pool([("user_functions.length", 1.0)], num_workers=1, deadline_s=20) as pool:
         pool.submit(0, "12", "345" * 100_000, "6", {"bonus": 0.25})  # more than a pipe holds
         assert pool.collect()[0].total == 2 + 10 * 300_000 + 100 + 0.25
 
 
 @pytest.mark.parametrize("deed", ["hang in C", "sleep"])
 def test_a_hung_check_is_killed_and_counted_and_the_others_are_right(deed: str) -> None:
-    with RewardPool([(OBEY, 1.0)], num_workers=2, deadline_s=1.0) as pool:
+    with reward_pool([(OBEY, 1.0)], num_workers=2, deadline_s=1.0) as pool:
         _score(pool, "warm", "warm")
         started = time.monotonic()
         results = _score(pool, deed, *["fine"] * 20)
@@ -100,14 +102,14 @@ def test_a_hung_check_is_killed_and_counted_and_the_others_are_right(deed: str) 
 
 
 def test_neither_start_up_nor_queueing_counts_towards_the_deadline() -> None:
-    with RewardPool([("accuracy", 1.0)], num_workers=1, deadline_s=0.3) as pool:  # math-verify's import takes longer
+    with reward_pool([("accuracy", 1.0)], num_workers=1, deadline_s=0.3) as pool:  # math-verify's import takes longer
         results = _score(pool, *(f"{n}+1" for n in range(60)))  # and so do all checks together
     assert {r.verdicts["accuracy"] for r in results} == {"correct", "wrong"}
 
 
 @pytest.mark.parametrize(("deed", "cause"), [("segfault", "SIGSEGV"), ("exit", "status 3"), ("exhaust memory", "status 71")])
 def test_a_crash_costs_its_own_check_only(deed: str, cause: str) -> None:
-    with RewardPool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
+    with reward_pool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
         results = _score(pool, "fine", deed, "fine")
         assert [r.total for r in results] == [1.0, 0.0, 1.0]
         assert results[1].verdicts == {OBEY: "error"}
@@ -125,7 +127,7 @@ def test_a_crash_costs_its_own_check_only(deed: str, cause: str) -> None:
     ],
 )
 def test_an_exception_costs_its_own_check_and_the_first_is_kept(deed: str, error: str) -> None:
-    with RewardPool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
+    with reward_pool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
         results = _score(pool, "fine", deed, "fine")
         assert [r.total for r in results] == [1.0, 0.0, 1.0]
         assert results[1].verdicts == {OBEY: "error"}
@@ -133,7 +135,7 @@ def test_an_exception_costs_its_own_check_and_the_first_is_kept(deed: str, error
 
 
 def test_the_exceptions_stand_in_the_results() -> None:
-    with RewardPool([("format", 1.0), (OBEY, 1.0)], num_workers=2, deadline_s=20) as pool:
+    with reward_pool([("format", 1.0), (OBEY, 1.0)], num_workers=2, deadline_s=20) as pool:
         raised, fine = _score(pool, "raise", "fine")
         assert list(raised.errors) == [OBEY] and raised.errors[OBEY].startswith("ZeroDivisionError: division by zero")
         assert fine.errors == {} and fine.total == 1.0
@@ -141,12 +143,12 @@ def test_the_exceptions_stand_in_the_results() -> None:
 
 
 def test_what_a_function_prints_or_reads_does_not_disturb_the_pool() -> None:
-    with RewardPool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
+    with reward_pool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
         assert [r.total for r in _score(pool, "print", "fine")] == [1.0, 1.0]
 
 
 def test_the_workers_do_not_hold_torch() -> None:
-    with RewardPool([("accuracy", 1.0), ("format", 1.0), (OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
+    with reward_pool([("accuracy", 1.0), ("format", 1.0), (OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
         assert _score(pool, "torch")[0].scores[OBEY] == 0.0
     code = "import sys, grpo_mega.rewards; print('torch' in sys.modules, 'sympy' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout
@@ -162,31 +164,17 @@ def test_the_workers_do_not_hold_torch() -> None:
     ],
 )
 def test_a_function_that_cannot_be_imported_is_an_error_with_its_reason(name: str, text: str) -> None:
-    with RewardPool([(name, 1.0)], num_workers=2, deadline_s=20) as pool, pytest.raises(RewardError, match=text):
+    with reward_pool([(name, 1.0)], num_workers=2, deadline_s=20) as pool, pytest.raises(RewardError, match=text):
         _score(pool, "x")
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'acuracy' is unknown; did you mean accuracy\? use one of accuracy, "):
-        RewardPool([("acuracy", 1.0)], num_workers=1, deadline_s=5)
-
-
-@pytest.mark.parametrize(
-    ("functions", "num_workers", "deadline_s"),
-    [
-        ([], 1, 5.0),
-        ([("format", 1.0), ("format", 2.0)], 1, 5.0),
-        ([("format", 1.0)], -1, 5.0),
-        ([("format", 1.0)], 1, 0.0),
-    ],
-)
-def test_impossible_arguments_are_refused(functions: list[tuple[str, float]], num_workers: int, deadline_s: float) -> None:
-    with pytest.raises(ConfigError):
-        RewardPool(functions, num_workers, deadline_s)
+        registry.check("acuracy", {}, "lines", 5.0)
 
 
 def test_a_pool_without_workers_starts_none_and_is_ready_at_once() -> None:
-    with RewardPool([("format", 1.0)], num_workers=0, deadline_s=5) as pool:
+    with RewardPool(RewardsConfig(), has_workers=False) as pool:
         pool.wait_until_ready()
         assert pool.worker_pids == [] and pool.collect() == {}
 
@@ -206,7 +194,7 @@ def _children(pid: int) -> list[int]:
 
 
 def test_a_killed_worker_is_replaced_from_the_template_that_has_imported_all_and_nothing_is_left_of_it() -> None:
-    with RewardPool([("accuracy", 1.0), (OBEY, 1.0)], num_workers=2, deadline_s=0.5) as pool:
+    with reward_pool([("accuracy", 1.0), (OBEY, 1.0)], num_workers=2, deadline_s=0.5) as pool:
         _score(pool, "fine", "fine")
         assert _wait_until(lambda: len(pool.worker_pids) == 2)
         before, template, fds = pool.worker_pids, _parent(pool.worker_pids[0]), len(os.listdir("/proc/self/fd"))
@@ -225,7 +213,7 @@ def test_a_killed_worker_is_replaced_from_the_template_that_has_imported_all_and
 
 
 def test_a_template_that_is_killed_costs_the_checks_under_way_only() -> None:
-    with RewardPool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
+    with reward_pool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
         _score(pool, "fine")
         (worker,) = pool.worker_pids
         pool.submit(0, "p", "sleep", "1", {})
@@ -238,7 +226,7 @@ def test_a_template_that_is_killed_costs_the_checks_under_way_only() -> None:
 
 
 def test_answers_that_need_no_math_verify_are_scored_before_any_worker_is_there() -> None:
-    with RewardPool([("accuracy", 1.0)], num_workers=1, deadline_s=20) as pool:
+    with reward_pool([("accuracy", 1.0)], num_workers=1, deadline_s=20) as pool:
         for key, response in enumerate(["18", "17", r"\boxed{18.0}", r"\boxed{}"]):
             pool.submit(key, "p", response, "#### 18", {})
         assert pool.worker_pids == []
@@ -249,7 +237,7 @@ def test_answers_that_need_no_math_verify_are_scored_before_any_worker_is_there(
 
 def test_the_same_answers_get_the_same_score_whether_checked_shared_or_remembered() -> None:
     answers = {"x+1": "correct", "1+x": "correct", "x+2": "wrong", "???": "unparsable", r"\frac{1": "unparsable"}
-    with RewardPool([("accuracy", 1.0), ("format", 0.5)], num_workers=2, deadline_s=20) as pool:
+    with reward_pool([("accuracy", 1.0), ("format", 0.5)], num_workers=2, deadline_s=20) as pool:
         for _ in range(2):
             responses = [rf"So \boxed{{{answer}}}" for answer in answers] * 4
             for key, response in enumerate(responses):
@@ -261,14 +249,14 @@ def test_the_same_answers_get_the_same_score_whether_checked_shared_or_remembere
 
 
 def test_a_shared_check_that_hangs_costs_every_sample_its_own_deadline() -> None:
-    with RewardPool([("accuracy", 1.0)], num_workers=2, deadline_s=0.5) as pool:
+    with reward_pool([("accuracy", 1.0)], num_workers=2, deadline_s=0.5) as pool:
         results = _score(pool, *[r"\boxed{9^{9^{9^{9}}}+x}"] * 2, r"\boxed{1}")
         assert [result.verdicts["accuracy"] for result in results] == ["timeout", "timeout", "correct"]
         assert pool.counters["killed_workers"] == 2
 
 
 def test_a_key_is_submitted_once_and_a_closed_pool_says_so() -> None:
-    with RewardPool([("format", 1.0)], num_workers=1, deadline_s=20) as pool:
+    with reward_pool([("format", 1.0)], num_workers=1, deadline_s=20) as pool:
         pool.submit(0, "p", "r", "a", {})
         with pytest.raises(ValueError, match="key 0 is submitted twice"):
             pool.submit(0, "p", "r", "a", {})
@@ -277,7 +265,7 @@ def test_a_key_is_submitted_once_and_a_closed_pool_says_so() -> None:
 
 
 def test_submit_does_not_block_and_checks_run_before_collect() -> None:
-    with RewardPool([("format", 1.0)], num_workers=1, deadline_s=20) as pool:
+    with reward_pool([("format", 1.0)], num_workers=1, deadline_s=20) as pool:
         started = time.monotonic()
         for number in range(50):
             pool.submit(number, "p", "r", "a", {})
@@ -288,7 +276,7 @@ def test_submit_does_not_block_and_checks_run_before_collect() -> None:
 
 
 def test_what_is_discarded_is_not_waited_for_and_counts_for_nothing() -> None:
-    with RewardPool([(OBEY, 1.0)], num_workers=1, deadline_s=2) as pool:
+    with reward_pool([(OBEY, 1.0)], num_workers=1, deadline_s=2) as pool:
         _score(pool, "fine")
         for key, deed in enumerate(["raise", "sleep", "sleep", "fine", "raise"]):
             pool.submit(key, "p", deed, "1", {})
@@ -303,7 +291,7 @@ def test_what_is_discarded_is_not_waited_for_and_counts_for_nothing() -> None:
 
 
 def test_close_leaves_no_process_even_if_a_check_hangs() -> None:
-    with RewardPool([(OBEY, 1.0)], num_workers=2, deadline_s=600) as pool:
+    with reward_pool([(OBEY, 1.0)], num_workers=2, deadline_s=600) as pool:
         child = int(_score(pool, "child")[0].total or 0)
         assert _wait_until(lambda: len(pool.worker_pids) == 2)
         pids = [child, *pool.worker_pids]
@@ -316,7 +304,7 @@ def test_close_leaves_no_process_even_if_a_check_hangs() -> None:
 
 
 def test_an_interrupt_of_the_workers_is_ignored() -> None:
-    with RewardPool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
+    with reward_pool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
         before = _score(pool, "pid")[0].total
         os.kill(pool.worker_pids[0], signal.SIGINT)
         assert _score(pool, "pid")[0].total == before
@@ -324,7 +312,7 @@ def test_an_interrupt_of_the_workers_is_ignored() -> None:
 
 def test_checks_that_hang_one_after_the_other_are_progress() -> None:
     """Each costs its deadline, and hundreds of them more than a rank may be silent for."""
-    with RewardPool([(OBEY, 1.0)], num_workers=1, deadline_s=1.2) as pool:
+    with reward_pool([(OBEY, 1.0)], num_workers=1, deadline_s=1.2) as pool:
         pool.wait_until_ready()
         for key in range(4):
             pool.submit(key, "p", "sleep", "1", {})

@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from reward_pools import reward_pool
 
 from grpo_mega.config import Config, validate
 from grpo_mega.errors import ConfigError, RewardError
@@ -157,7 +158,7 @@ def test_a_server_that_hangs_is_given_up_in_time() -> None:
 
 def _pool(url: str, **options: Any) -> RewardPool:
     given = {"url": url, "timeout_s": 10.0, **options}
-    return RewardPool([("reward_model", 1.0)], 1, 20.0, options={"reward_model": given})
+    return reward_pool([("reward_model", 1.0)], options={"reward_model": given})
 
 
 def test_one_failure_costs_its_own_score_and_says_why() -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reward_pools import reward_pool
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_mega.errors import ConfigError, RewardError
 from grpo_mega.observe.metrics import heldout_metrics, rollout_metrics
-from grpo_mega.rewards import RewardPool, RewardResult, Step
+from grpo_mega.rewards import RewardPool, RewardResult, Step, registry
 from grpo_mega.rewards.scorer import VERDICTS, Scorer, drop_unusable
 from grpo_mega.rewards.steps import PIECE_SIZE, tokens_at
 from grpo_mega.run.model_files import decoder
@@ -98,7 +99,7 @@ def test_few_tokens_are_decoded() -> None:
 
 
 def _pool(*functions: tuple[str, float], **arguments: Any) -> RewardPool:
-    return RewardPool(list(functions), num_workers=1, deadline_s=20, **arguments)
+    return reward_pool(functions, **arguments)
 
 
 def test_steps_are_weighted_and_a_function_of_steps_alone_adds_nothing_to_the_reward() -> None:
@@ -228,7 +229,7 @@ def test_wrong_options_of_the_users_function_are_an_error_before_any_check(
 )
 def test_wrong_options_of_a_built_in_function_are_refused_at_once(name: str, options: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        _pool((name, 1.0), options={name: options})
+        registry.check(name, options, "blank-lines", 20.0)
     assert error in str(raised.value)
 
 

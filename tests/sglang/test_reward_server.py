@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from reward_pools import reward_pool
 from safetensors.torch import load_model
 from servers import START_DEADLINE_S, make_settings
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from grpo_mega.distributed.launch import free_ports
-from grpo_mega.rewards import NoScore, RewardPool, Score, Step
+from grpo_mega.rewards import NoScore, Score, Step
 from grpo_mega.rewards.reward_model import reward_model
 from grpo_mega.rollout.sglang.server import server_environment
 
@@ -176,7 +177,7 @@ def test_a_text_that_the_server_refuses_is_a_missing_score(urls: dict[str, str])
 
 def test_the_pools_workers_find_the_server_and_score_by_it(urls: dict[str, str], folder: Path) -> None:
     options = {"reward_model": {"url": urls["value"], "steps": True, "timeout_s": 60.0}}
-    with RewardPool([("reward_model", 0.5)], 2, 120.0, options=options, step_splitter="lines") as pool:
+    with reward_pool([("reward_model", 0.5)], 2, 120.0, options=options, step_splitter="lines") as pool:
         pool.wait_until_ready()
         for key in range(4):
             pool.submit(key, PROMPT, RESPONSE, "5", {})

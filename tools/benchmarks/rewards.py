@@ -32,6 +32,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.config.rewards import RewardFunctionConfig, RewardsConfig
 from grpo_mega.rewards.workers.pool import RewardPool
 
 GROUP_SIZE = 8
@@ -195,7 +196,7 @@ def main() -> int:
         return 0
     corpus = build_corpus(options.cases, options.seed)
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(RewardPool([("accuracy", 1.0)], options.workers, 30.0))
+        pool = stack.enter_context(_pool(options.workers, 30.0))
         judges: dict[str, Judge] = {name: stack.enter_context(Peer(name)) for name in PEERS}
         pool.wait_until_ready()
         judges["ours"] = lambda cases: timed(lambda some: by_pool(pool, some), cases)
@@ -249,8 +250,13 @@ def _measure(judges: dict[str, Judge], corpus: Sequence[Case]) -> tuple[dict[str
     return rates, {name: [found[i] for i in range(len(corpus))] for name, found in verdicts.items()}
 
 
+def _pool(workers: int, deadline_s: float) -> RewardPool:
+    functions = (RewardFunctionConfig(name="accuracy"),)
+    return RewardPool(RewardsConfig(functions=functions, num_workers=workers, deadline_s=deadline_s))
+
+
 def _hang_ratio(num_hangs: int, workers: int) -> float:
-    with RewardPool([("accuracy", 1.0)], workers, DEADLINE_S) as pool:
+    with _pool(workers, DEADLINE_S) as pool:
         pool.wait_until_ready()
         began = time.perf_counter()
         for key in range(num_hangs):

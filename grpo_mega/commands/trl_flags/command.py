@@ -41,9 +41,11 @@ def read(arguments: Sequence[str], environ: Mapping[str, str], *, is_cached: boo
             "or data.heldout_size by --set"
         )
     model = sources.find_model(str(config.model.path), values.get("model_revision"), is_cached=is_cached)
-    return TrainRequest(
-        _with_model(values, raw, model), values.get("resume") or values.get("resume_from_checkpoint", False), notes
-    )
+    raw["model"]["path"] = str(model)
+    if values.get("dtype") == "auto" and "dtype" not in raw["model"]:
+        raw["model"]["dtype"] = sources.own_dtype(model)
+    resume = values.get("resume") or values.get("resume_from_checkpoint", False)
+    return TrainRequest(configs.validate(raw), resume, notes)
 
 
 def data_parallel_size(values: Values, environ: Mapping[str, str]) -> int:
@@ -73,10 +75,3 @@ def _put_data(values: Values, train: str, raw: Raw) -> None:
     split = values.get("dataset_test_split", "test" if evaluates(values) and has_splits else None)
     if split is not None:
         data["heldout"] = sources.find_data(values["dataset_name"], values.get("dataset_config"), split)
-
-
-def _with_model(values: Values, raw: Raw, model: Path) -> Config:
-    raw["model"]["path"] = str(model)
-    if values.get("dtype") == "auto" and "dtype" not in raw["model"]:
-        raw["model"]["dtype"] = sources.own_dtype(model)
-    return configs.validate(raw)

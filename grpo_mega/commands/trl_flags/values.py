@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_mega.commands.trl_flags.flags import FLAGS, Values
 from grpo_mega.commands.trl_flags.rewards import reward_override
-from grpo_mega.config import AlgorithmConfig, BatchConfig, DataConfig, OptimizerConfig, RolloutConfig, apply_override
+from grpo_mega.config import Config, apply_override
 from grpo_mega.errors import ConfigError
 
 Raw = dict[str, Any]  # a config before it is validated
@@ -57,8 +57,7 @@ def to_raw(values: Values, dp_size: int, count_prompts: Callable[[], int]) -> Ra
 
 def optimizer_steps(raw: Raw) -> int:
     """Return the number of optimizer steps per rollout."""
-    batch = raw.get("batch", {})
-    return int(batch.get("mini_batches", 1) * batch.get("epochs", 1))
+    return int(_get(raw, "batch.mini_batches") * _get(raw, "batch.epochs"))
 
 
 def _model(values: Values, raw: Raw) -> None:
@@ -122,7 +121,7 @@ def _batch(values: Values, raw: Raw, dp_size: int) -> None:
         if values[name] < 1:
             raise ConfigError(f"--{name} {values[name]} is not above 0; raise it")
     if not given:
-        if longest_sample(raw) > BatchConfig().tokens_per_micro_batch:
+        if longest_sample(raw) > _get(raw, "batch.tokens_per_micro_batch"):
             _put(raw, "batch.tokens_per_micro_batch", longest_sample(raw))
         return
     if "steps_per_generation" in values and "generation_batch_size" in values:
@@ -144,7 +143,7 @@ def _batch(values: Values, raw: Raw, dp_size: int) -> None:
             f"--gradient_accumulation_steps {accumulation} does not divide the {passes} passes of a rollout "
             f"(steps_per_generation); raise these to {(mini_batches + 1) * accumulation}"
         )
-    group_size = raw["algorithm"].get("group_size", AlgorithmConfig().group_size)
+    group_size = _get(raw, "algorithm.group_size")
     num_samples = passes * per_pass
     num_prompts, rest = divmod(num_samples, max(1, group_size))
     if rest or num_prompts % mini_batches:
@@ -160,8 +159,7 @@ def _batch(values: Values, raw: Raw, dp_size: int) -> None:
 
 def longest_sample(raw: Raw) -> int:
     """Return the length of the longest possible sample, in tokens."""
-    prompt = raw.get("data", {}).get("max_prompt_length", DataConfig.model_fields["max_prompt_length"].default)
-    return int(prompt + raw.get("rollout", {}).get("max_response_length", RolloutConfig().max_response_length))
+    return int(_get(raw, "data.max_prompt_length") + _get(raw, "rollout.max_response_length"))
 
 
 def _length(values: Values, raw: Raw, count_prompts: Callable[[], int]) -> None:
@@ -171,8 +169,7 @@ def _length(values: Values, raw: Raw, count_prompts: Callable[[], int]) -> None:
     epochs = values.get("num_train_epochs", 1.0)
     if not epochs > 0:
         raise ConfigError(f"--num_train_epochs {epochs:g} is not above 0; raise it, or give --max_steps")
-    per_step = raw.get("batch", {}).get("prompts_per_step", BatchConfig().prompts_per_step)
-    raw["steps"] = max(1, math.floor(epochs * count_prompts() / per_step))
+    raw["steps"] = max(1, math.floor(epochs * count_prompts() / _get(raw, "batch.prompts_per_step")))
 
 
 def _optimizer(values: Values, raw: Raw) -> None:
@@ -182,14 +179,13 @@ def _optimizer(values: Values, raw: Raw) -> None:
         raise ConfigError("--warmup_steps and --warmup_ratio mean the same; give one of them")
     warmup = values.get("warmup_ratio", values.get("warmup_steps"))
     if warmup is not None:
-        is_share = "warmup_ratio" in values or 0 < warmup < 1
-        if is_share and not 0 <= warmup <= 1:
+        if "warmup_ratio" in values and not 0 <= warmup <= 1:
             raise ConfigError(f"--warmup_ratio {warmup:g} is not between 0 and 1; for a number of steps use --warmup_steps")
-        _put(
-            raw, "optimizer.warmup_steps", math.ceil(warmup * raw["steps"] * optimizer_steps(raw)) if is_share else int(warmup)
-        )
+        is_share = "warmup_ratio" in values or 0 < warmup < 1
+        steps = math.ceil(warmup * raw["steps"] * optimizer_steps(raw)) if is_share else int(warmup)
+        _put(raw, "optimizer.warmup_steps", steps)
     if "adam_beta1" in values or "adam_beta2" in values:
-        first, second = OptimizerConfig().betas
+        first, second = _get(raw, "optimizer.betas")
         _put(raw, "optimizer.betas", [values.get("adam_beta1", first), values.get("adam_beta2", second)])
 
 
@@ -216,6 +212,13 @@ def _one_of(values: Values, name: str, known: tuple[str, ...], default: str) -> 
     if value.lower() not in known:
         raise ConfigError(f"--{name} {value} is not among {', '.join(known)}; use one of them")
     return value.lower()
+
+
+def _get(raw: Raw, key: str) -> Any:
+    """Return the value of a key, or its default."""
+    section, _, name = key.partition(".")
+    schema: Any = Config.model_fields[section].annotation
+    return raw.get(section, {}).get(name, schema.model_fields[name].default)
 
 
 def _put(raw: Raw, key: str, value: Any) -> None:

@@ -4,30 +4,44 @@ Both are read by `answer.extract_answer` and `normalize.normalize_answer`. Verdi
 "unparsable" (0.0, the response has no answer that can be read) and "gold_unparsable" (None; it depends on the gold
 answer alone, so that all samples of a prompt get it and the caller can drop the prompt).
 
-Two plain numbers are compared exactly (`numbers`), and so are pairs, intervals and sets of them (`lists`); two times of day
-and two phrases by their text (`quick`), everything else by math-verify: equations against their right-hand side, sets in any
-order, tuples and intervals in order, expressions up to algebra. There is no timeout here, since none that lives inside the
-process can stop every input: run it in the pool.
+Two plain numbers are compared exactly, and so are pairs, intervals and sets of them (`numbers`); two times of day and two
+phrases by their text; everything else by math-verify: equations against their right-hand side, sets in any order, tuples and
+intervals in order, expressions up to algebra. There is no timeout here, since none that lives inside the process can stop
+every input: run it in the pool.
+
+`quick` is for the process that runs the training: the same verdict where exact arithmetic and text decide. It looks at short
+answers only, so that no regex or number can take long, and imports no math-verify.
 """
 
+import re
 from functools import lru_cache
 from typing import Any
 
 from grpo_mega.rewards.api import Score
 from grpo_mega.rewards.math import mathverify
-from grpo_mega.rewards.math.answer import whole_turn
-from grpo_mega.rewards.math.quick import (
-    CORRECT,
-    GOLD_UNPARSABLE,
-    UNPARSABLE,
-    WRONG,
-    compare,
-    is_plain,
-    judge,
-    read,
-    right_side,
-    without_choices,
+from grpo_mega.rewards.math.answer import locate_answer, read_located, whole_turn
+from grpo_mega.rewards.math.normalize import normalize_answer
+from grpo_mega.rewards.math.numbers import (
+    in_words,
+    lists_equal,
+    numbers_contradict,
+    numbers_equal,
+    parse_list,
+    parse_number,
 )
+
+MAX_CHARS = 100  # of an answer that `quick` looks at
+UNPARSABLE, GOLD_UNPARSABLE = Score(0.0, "unparsable"), Score(None, "gold_unparsable")
+CORRECT, WRONG = Score(1.0, "correct"), Score(0.0, "wrong")
+
+_EQUALS = re.compile(r"(?<![<>!\\:=])=(?!=)")
+_LIST = re.compile(r",|;|\band\b|\bor\b")
+_CHOICE = re.compile(r"\(([A-J])\) (.+)")
+_BASE = re.compile(r"[\dA-F]+_\{?(\d+)\}?")
+_TIME = re.compile(r"(\d{1,2}):([0-5]\d)(?: ?([aApP])\.? ?[mM]\.?)?")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
+# To math-verify words are products of their letters: it takes "stop" for "pots".
+_PHRASE = re.compile(r".*[A-Za-z]{4}|.*[A-Za-z] +[A-Za-z]")
 
 # The forms that answers commonly have, so that the parser's tables have been built for them.
 _FORMS = (
@@ -56,8 +70,29 @@ _FORMS = (
 
 def accuracy(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
     """Score the response against the gold `answer`; the verdicts are in the module's docstring."""
-    gold, text = without_choices(read(answer), read(whole_turn(response, extras)))
-    return judge(gold, text) or _judge_by_math_verify(gold, text)
+    gold, text = _without_choices(read(answer), read(whole_turn(response, extras)))
+    return _judge(gold, text) or _judge_by_math_verify(gold, text)
+
+
+def quick(response: str, answer: str) -> tuple[Score | None, tuple[str, str] | None]:
+    """Return (the Score, None) if that is clear at once, else (None, the normalized gold answer and answer, on which alone it
+    depends, if they are short).
+
+    It takes time linear in the texts' lengths and some dozen microseconds for the answers in them, whatever they hold.
+    """
+    try:
+        gold, text = _read_gold(answer), _read_if_short(response)
+        if gold is None or text is None:
+            return None, None
+        score = _judge(*_without_choices(gold, text))
+    except Exception:  # costs the check, in the worker, which meets it as well
+        return None, None
+    return score, None if score is not None else (gold, text)
+
+
+def read(text: str) -> str:
+    """Return the normalized answer of a response or of a gold answer; "" if it has none."""
+    return _normalize(*locate_answer(text))
 
 
 def warm_up() -> None:
@@ -66,14 +101,45 @@ def warm_up() -> None:
         accuracy("", rf"\boxed{{{text}}}", rf"\boxed{{{gold}}}", {})
 
 
+def _without_choices(gold: str, text: str) -> tuple[str, str]:
+    """Return the parts of two normalized answers that are compared: of "(C) 12" the letter where the other one is a letter, or
+    if both have letters that differ; else the value."""
+    if not (_CHOICE.fullmatch(gold) or _CHOICE.fullmatch(text)):
+        return gold, text
+    (gold_letter, gold_value), (letter, value) = _choice(gold), _choice(text)
+    if gold_letter and letter and (gold_letter != letter or not (gold_value and value)):
+        return gold_letter, letter
+    return gold_value or gold, value or text
+
+
+def _is_plain(gold: str) -> bool:
+    """Return whether a normalized answer can be read without math-verify."""
+    return bool(parse_number(gold) or parse_list(gold) or _TIME.fullmatch(gold) or _is_phrase(gold))
+
+
+@lru_cache(maxsize=1024)
+def _judge(gold: str, text: str) -> Score | None:
+    """Return the Score of a normalized answer against a normalized gold one; None if it takes math-verify to tell."""
+    if not gold:
+        return GOLD_UNPARSABLE
+    if not _is_plain(gold):
+        return None
+    if not text:
+        return UNPARSABLE
+    is_correct = _compare(gold, text)
+    if is_correct is None:
+        return None
+    return CORRECT if is_correct else WRONG
+
+
 def _judge_by_math_verify(gold: str, text: str) -> Score:
-    if not is_plain(gold) and not _parse_gold(gold):
+    if not _is_plain(gold) and not _parse_gold(gold):
         return GOLD_UNPARSABLE
     if not text:
         return UNPARSABLE
-    is_correct = compare(gold, text)
+    is_correct = _compare(gold, text)
     if is_correct is None:
-        parsed = mathverify.parse(right_side(gold, text))
+        parsed = mathverify.parse(_right_side(gold, text))
         if not parsed:
             return UNPARSABLE
         is_correct = mathverify.verify(_parse_gold(gold), parsed)
@@ -84,3 +150,82 @@ def _judge_by_math_verify(gold: str, text: str) -> Score:
 def _parse_gold(gold: str) -> tuple[Any, ...]:
     """Parse a gold answer; cached because a group shares it."""
     return mathverify.parse(gold)
+
+
+def _compare(gold: str, text: str) -> bool | None:
+    """Return whether two normalized answers, neither of them empty, are the same; None if it takes math-verify to tell."""
+    if text == gold:
+        return True
+    if (gold_time := _TIME.fullmatch(gold)) and (time := _TIME.fullmatch(text)):
+        return _same_time(gold_time, time)
+    if _WORDS.fullmatch(gold) and _WORDS.fullmatch(text):
+        if gold.lower().split() == text.lower().split():
+            return True
+        if _is_phrase(gold) or _is_phrase(text):
+            return False
+    if _is_phrase(gold) and not in_words(gold):
+        return False
+    if _is_contradiction(gold, text):
+        return False
+    text = _right_side(gold, text)
+    gold_number, number = parse_number(gold), parse_number(text)
+    if gold_number or number:
+        if "\\pm" in text or "\\mp" in text:
+            return False
+        gold_number, number = gold_number or in_words(gold), number or in_words(text)
+    if gold_number and number:
+        return numbers_equal(gold_number, number)
+    gold_list, found_list = parse_list(gold), parse_list(text)
+    return lists_equal(gold_list, found_list) if gold_list and found_list else None
+
+
+def _right_side(gold: str, text: str) -> str:
+    """Return the part of `text` that is compared: all, but of "x = 9*2 = 18" the 18 unless the gold answer is an equation."""
+    if _EQUALS.search(gold) or _LIST.search(text):
+        return text
+    return normalize_answer(_EQUALS.split(text)[-1])
+
+
+def _is_contradiction(gold: str, text: str) -> bool:
+    """Return whether the text equates two different numbers, as 17 = 18, or is in another base than the gold answer."""
+    if "_" in gold and (gold_base := _BASE.fullmatch(gold)) and (base := _BASE.fullmatch(text)):
+        return gold_base[1] != base[1]
+    if "=" not in text or _EQUALS.search(gold) or _LIST.search(text):
+        return False
+    sides = [parse_number(normalize_answer(side)) for side in _EQUALS.split(text)]
+    numbers = [side for side in sides if side]
+    return any(numbers_contradict(number, numbers[-1]) for number in numbers[:-1])
+
+
+def _choice(text: str) -> tuple[str, str]:
+    """Return the letter and the value of "(C) 12"; for a letter alone that, and no value; else neither."""
+    if match := _CHOICE.fullmatch(text):
+        return match[1], match[2]
+    return (text.upper() if len(text) == 1 and text.upper() in "ABCDEFGHIJ" else ""), ""
+
+
+def _read_if_short(text: str) -> str | None:
+    marked, conclusion = locate_answer(text)
+    return _normalize_short(marked, conclusion) if len(marked or conclusion) <= MAX_CHARS else None
+
+
+_read_gold = lru_cache(maxsize=1024)(_read_if_short)  # a group shares it
+
+
+def _normalize(marked: str | None, conclusion: str) -> str:
+    extracted = read_located(marked, conclusion)
+    return normalize_answer(extracted) if extracted is not None else ""
+
+
+_normalize_short = lru_cache(maxsize=4096)(_normalize)  # the answers of a group are few
+
+
+def _is_phrase(text: str) -> bool:
+    return _WORDS.fullmatch(text) is not None and _PHRASE.match(text) is not None
+
+
+def _same_time(gold: re.Match[str], time: re.Match[str]) -> bool:
+    """Return whether hours and minutes agree, and am or pm if the gold answer says which."""
+    if (int(gold[1]), gold[2]) != (int(time[1]), time[2]):
+        return False
+    return gold[3] is None or gold[3].lower() == (time[3] or "").lower()

@@ -43,8 +43,11 @@ def locate_answer(response: str) -> tuple[str | None, str]:
     """
     conclusion = _conclusion(response)
     tagged = _last_tagged(conclusion)
-    marked = _marked(conclusion if tagged is None else tagged)
-    if marked is None and tagged is not None:
+    text = conclusion if tagged is None else tagged
+    marked = _boxed(text)
+    if marked is None:
+        marked = _hashed(text)
+    if marked is None:
         marked = tagged
     return (None, conclusion) if marked is None else (marked, "")
 
@@ -77,15 +80,10 @@ def _last_tagged(text: str) -> str | None:
     return text[start + len("<answer>") : text.index("</answer>", start)]
 
 
-def _marked(text: str) -> str | None:
-    """Return the content of the last box, else the text after the last `####`, if there is any."""
-    boxed = _boxed(text)
-    return boxed if boxed is not None else _hashed(text)
-
-
 def _hashed(text: str) -> str | None:
-    _, _, rest = text.rpartition("####") if "####" in text else ("", "", "")
-    line, _, below = rest.partition("\n")
+    """Return the rest of the line after the last `####`, unless it is a title or too long for an answer."""
+    _, mark, rest = text.rpartition("####")
+    line, _, below = rest.partition("\n") if mark else ("", "", "")
     line = line.strip()
     if not line or len(line) > _MAX_HASHED:
         return None

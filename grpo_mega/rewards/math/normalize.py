@@ -178,13 +178,10 @@ def _scale(match: re.Match[str]) -> str:
 def _join_thousands(text: str) -> str:
     if re.fullmatch(r"[-+]? ?\d{1,3}(?: \d{3})+(?:\.\d+)?%?", text):
         return text.replace(" ", "")
-    brackets = {position for match in _BRACKETED.finditer(text) for position in range(*match.span())}
-    spaced = {
-        position for match in _BRACKETED.finditer(text) if re.search(r", ", match[0]) for position in range(*match.span())
-    }
+    lists = [match.span() for match in _BRACKETED.finditer(text) if ", " not in match[0]]  # where commas separate elements
 
     def join(match: re.Match[str]) -> str:
-        separates_elements = match.start() in brackets and match.start() not in spaced
-        return match[0].replace(",", ", " if separates_elements else "")
+        is_in_list = any(start <= match.start() < end for start, end in lists)
+        return match[0].replace(",", ", " if is_in_list else "")
 
     return _THOUSANDS.sub(join, text)

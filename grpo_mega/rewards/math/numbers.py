@@ -1,8 +1,13 @@
-"""Plain numbers, read from normalized answers and compared exactly.
+"""Plain numbers and lists of them, read from normalized answers and compared exactly.
 
-Input: text of `answer.normalize_answer`. A plain number is an integer, decimal (0.5, .5, 1.5e3, 1.5\\times10^{3}), fraction
+Input: text of `normalize.normalize_answer`. A plain number is an integer, decimal (0.5, .5, 1.5e3, 1.5\\times10^{3}), fraction
 (1/2, \\frac{1}{2}), mixed number (1 1/2, 1\\frac{1}{2}) or repeating decimal (0.\\overline{3}), with an optional sign and an
 optional percent sign. Exact, because math-verify rounds decimals to six places: it takes 1e-7 for 2e-7.
+
+Pairs, intervals and sets of them, as (1,-2), [0,1/2), \\{1,2,3\\}, are compared here only where the verdict is beyond doubt,
+and so that of math-verify: both sides have the same brackets and simple numbers that are equal or clearly differ. Lists
+that math-verify reads in ways of its own are left to it: one element, equal ends, an interval's ends in descending order,
+an element twice.
 """
 
 import re
@@ -35,6 +40,9 @@ _WORDS = {word: value for value, word in enumerate(_UNITS)} | {word: 10 * value 
 _WORDS |= {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 1_000_000}
 _DENOMINATORS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "eighth": 8, "tenth": 10}
 _DENOMINATORS |= {f"{word}s": value for word, value in _DENOMINATORS.items()} | {"halves": 2}
+_ELEMENT = r"-?(?:\d{1,9}(?:\.\d{1,9})?|\d{1,9}/\d{1,9}|\\[dt]?frac\{\d{1,9}\}\{\d{1,9}\})"
+_LIST = re.compile(rf"(?P<open>\(|\[|\\\{{)(?P<elements>{_ELEMENT}(?:, ?{_ELEMENT})+)(?P<close>\)|\]|\\\}})", re.ASCII)
+_CLEARLY = Fraction(1, 100_000)  # math-verify rounds to six places
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,14 @@ class PlainNumber:
     value: Fraction
     decimals: int  # places after the point, 0 for integers and fractions
     is_percent: bool
+
+
+@dataclass(frozen=True)
+class NumberList:
+    """The values in order, those of a set ascending, and the two brackets."""
+
+    brackets: str
+    values: tuple[Fraction, ...]
 
 
 @lru_cache(maxsize=1024)
@@ -111,6 +127,35 @@ def in_words(text: str) -> PlainNumber | None:
             return None
         last = word
     return PlainNumber(value, 0, False) if last is not None else None
+
+
+@lru_cache(maxsize=1024)
+def parse_list(text: str) -> NumberList | None:
+    """Return the list that the whole of `text` is, or None."""
+    match = _LIST.fullmatch(text)
+    if match is None:
+        return None
+    numbers = [parse_number(element) for element in match["elements"].split(",")]
+    values = tuple(number.value for number in numbers if number is not None)
+    if len(values) < len(numbers) or len(set(values)) < len(values):
+        return None
+    brackets = match["open"] + match["close"]
+    if brackets == r"\{\}":
+        return NumberList(brackets, tuple(sorted(values)))
+    is_in_order = len(values) == 2 and values[0] < values[1]
+    if brackets == "()" or (brackets in ("[]", "[)", "(]") and is_in_order):
+        return NumberList(brackets, values)
+    return None
+
+
+def lists_equal(gold: NumberList, response: NumberList) -> bool | None:
+    """Return whether they are the same; None if that is in doubt."""
+    if gold.brackets != response.brackets or len(gold.values) != len(response.values):
+        return None
+    differences = [abs(a - b) for a, b in zip(gold.values, response.values, strict=True)]
+    if not any(differences):
+        return True
+    return False if max(differences) > _CLEARLY else None
 
 
 def _same(a: PlainNumber, b: PlainNumber) -> bool:

@@ -11,69 +11,49 @@ score is shared: where that check hangs or crashes, the next of the samples is c
 """
 
 import contextlib
-import functools
 import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from grpo_mega.config.rewards import check_names
-from grpo_mega.errors import ConfigError, RewardError
-from grpo_mega.rewards import registry
+from grpo_mega.config.rewards import RewardsConfig
+from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult, Score, result_of
+from grpo_mega.rewards.math.accuracy import quick
 from grpo_mega.rewards.math.answer import whole_turn
-from grpo_mega.rewards.math.quick import quick
 from grpo_mega.rewards.workers.checks import Check, Checks
 from grpo_mega.rewards.workers.process import ForkServer, Worker, WorkerEnded
 from grpo_mega.rewards.workers.worker import Job
 
 ACCURACY = "accuracy"
 SECONDS_BETWEEN_LOOKS = 1.0  # at the progress while results are waited for, and at whether an idle worker is still alive
-MEMORY_LIMIT_BYTES = 4 << 30  # address space of one worker
 _MAX_STARTS, _PAUSE_S = 5, 0.2  # of one worker while the fork server ends each time, and the pause between two of them
 
 
 @dataclass
 class _Pending:
     payload: bytes
-    outcomes: dict[str, Score] = field(default_factory=dict)
+    outcomes: dict[str, Score] = field(default_factory=dict)  # by function
+    errors: dict[str, str] = field(default_factory=dict)  # the exceptions that were raised, by function
 
 
 class RewardPool:
     """Run reward functions in worker processes; a context manager.
 
-    Args:
-        functions: (name, weight) pairs; names as in `registry`.
-        num_workers: processes, each with one check at a time; 0 where nothing will be submitted.
-        deadline_s: seconds for one check, from when a worker gets it (neither queueing nor start-up count).
-        memory_limit_bytes: address space of a worker; None for functions that need more, such as a model's.
-        options: keyword arguments of the functions, by name.
-        step_splitter: where steps end, for the functions that ask (see `steps`).
+    `rewards` passes registry.check. Its `deadline_s` for one check begins when a worker gets it: neither queueing nor start-up
+    counts. A pool without workers is for a rank that submits nothing.
 
-    The workers start at once, in the background. Raises ConfigError for what is wrong with the arguments; what goes wrong in
-    the workers' start-up is raised as RewardError by the next `submit` or `collect`.
+    The workers start at once, in the background; what goes wrong then is raised as RewardError by the next `submit` or
+    `collect`.
     """
 
-    def __init__(
-        self,
-        functions: Sequence[tuple[str, float]],
-        num_workers: int,
-        deadline_s: float,
-        memory_limit_bytes: int | None = MEMORY_LIMIT_BYTES,
-        *,
-        options: Mapping[str, Mapping[str, Any]] | None = None,
-        step_splitter: str = "blank-lines",
-    ) -> None:
-        _check_arguments([name for name, _ in functions], num_workers, deadline_s)
-        self._weights = dict(functions)
-        options = {name: dict((options or {}).get(name, {})) for name in self._weights}
-        for name, given in options.items():
-            registry.check(name, given, step_splitter, deadline_s)
-        self._deadline_s = deadline_s
+    def __init__(self, rewards: RewardsConfig, *, has_workers: bool = True) -> None:
+        self._rewards = rewards
+        self._weights = {function.name: function.weight for function in rewards.functions}
 
         self._lock = threading.Lock()  # guards everything up to the blank line
         self._changed = threading.Condition(self._lock)  # for those who wait for results or for a worker
@@ -81,15 +61,14 @@ class RewardPool:
         self._checks = Checks()
         self._pending: dict[Hashable, _Pending] = {}
         self._unfinished = 0  # outcomes
-        self._raised: dict[str, dict[Hashable, str]] = {}  # this collect's exceptions by function and key
         self._counters: Counter[str] = Counter(killed_workers=0)
         self._first_error: str | None = None
         self._failure: str | None = None
-        self._is_ready = num_workers == 0  # a worker has imported all functions
+        self._is_ready = not has_workers  # a worker has imported all functions
         self._pids: list[int] = []
 
-        self._new_job = functools.partial(Job, options, step_splitter, memory_limit_bytes)
         self._server = ForkServer(imports_math_verify=ACCURACY in self._weights)
+        num_workers = rewards.num_workers if has_workers else 0
         self._threads = [threading.Thread(target=self._serve, name="rewards", daemon=True) for _ in range(num_workers)]
         for thread in self._threads:
             thread.start()
@@ -153,9 +132,6 @@ class RewardPool:
             forgotten = {key: self._pending.pop(key) for key in keys}
             self._checks.forget(forgotten)
             self._unfinished -= sum(len(self._weights) - len(sample.outcomes) for sample in forgotten.values())
-            for errors in self._raised.values():
-                for key in forgotten:
-                    errors.pop(key, None)
 
     def collect(self, on_progress: Callable[[], None] = lambda: None) -> dict[Any, RewardResult]:
         """Wait for all samples submitted since the last collect; return their results in the order of submission.
@@ -172,9 +148,7 @@ class RewardPool:
                     on_progress()
             self._raise_failure()
             pending, self._pending = self._pending, {}
-            raised, self._raised = self._raised, {}
-        errors = {key: {name: texts[key] for name, texts in raised.items() if key in texts} for key in pending}
-        return {key: result_of(self._weights, sample.outcomes, errors[key]) for key, sample in pending.items()}
+        return {key: result_of(self._weights, sample.outcomes, sample.errors) for key, sample in pending.items()}
 
     def close(self) -> None:
         """End all workers, busy or not, and wait for their end; may be called twice."""
@@ -195,12 +169,12 @@ class RewardPool:
 
     def _record(self, key: Hashable, name: str, score: Score, error: str | None = None) -> None:
         """Take one outcome; `error` is the text of the exception that was raised, if any."""
-        if key not in self._pending:  # it was discarded
+        if (sample := self._pending.get(key)) is None:  # it was discarded
             return
-        self._pending[key].outcomes[name] = score
+        sample.outcomes[name] = score
         self._counters[score.verdict] += 1
         if error is not None:
-            self._raised.setdefault(name, {})[key] = error
+            sample.errors[name] = error
             self._first_error = self._first_error or f"{name}: {error}"
         self._unfinished -= 1
         if not self._unfinished:
@@ -230,7 +204,7 @@ class RewardPool:
         """Return a worker that is ready. Raises RewardError where none can be."""
         for _ in range(_MAX_STARTS):
             with contextlib.suppress(OSError, EOFError):
-                worker = Worker(self._server, self._new_job(is_replacement))
+                worker = Worker(self._server, Job(self._rewards, is_replacement))
                 with self._lock:
                     self._pids.append(worker.pid)
                     self._is_ready = True
@@ -244,7 +218,7 @@ class RewardPool:
         while (next_check := self._next_check(worker)) is not None:
             check, payload = next_check
             try:
-                reply = worker.run(check.name, payload, self._deadline_s)
+                reply = worker.run(check.name, payload, self._rewards.deadline_s)
             except WorkerEnded as ended:
                 with self._lock:
                     self._first_error = self._first_error or f"{check.name}: the worker process ended with {ended}"
@@ -275,14 +249,3 @@ class RewardPool:
             for key in self._checks.finish(check, score if is_own else None):
                 self._record(key, check.name, score, error)
             self._has_work.notify()  # the other samples of a failed check wait again
-
-
-def _check_arguments(names: Sequence[str], num_workers: int, deadline_s: float) -> None:
-    try:
-        check_names(names)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    if num_workers < 0:
-        raise ConfigError(f"rewards.num_workers={num_workers}; use at least 1")
-    if not deadline_s > 0:
-        raise ConfigError(f"rewards.deadline_s={deadline_s}; use a positive number of seconds")

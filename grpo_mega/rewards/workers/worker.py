@@ -13,18 +13,18 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from typing import Any
 
+from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.processes import die_with_parent
 from grpo_mega.rewards import registry
 from grpo_mega.rewards.api import NoScore, RewardFunction, Score, as_score
 from grpo_mega.text import well_formed
 
 GUARDIAN, WARM = "grpo_mega.rewards.workers.guardian", "grpo_mega.rewards.workers.warm"  # what the fork server imports
+MEMORY_LIMIT_BYTES = 4 << 30  # address space of one worker
 _MAX_ERROR_CHARS = 2000
 _OUT_OF_MEMORY_STATUS = 71
 
@@ -33,9 +33,7 @@ _OUT_OF_MEMORY_STATUS = 71
 class Job:
     """The task of a worker, sent to it through the fork server."""
 
-    functions: Mapping[str, Mapping[str, Any]]  # the options of each function
-    step_splitter: str
-    memory_limit_bytes: int | None
+    rewards: RewardsConfig
     is_replacement: bool  # of a worker that ended in the middle of the run
 
     def _bootstrap(self, parent_sentinel: int) -> int:
@@ -48,7 +46,9 @@ class Job:
         os.setsid()  # so that the pool can kill what a check leaves behind in its process group
         with contextlib.suppress(OSError):
             die_with_parent(os.getppid())
-        _limit_memory(self.memory_limit_bytes)
+        for limit, num_bytes in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, MEMORY_LIMIT_BYTES)):
+            with contextlib.suppress(OSError, ValueError):  # some systems refuse RLIMIT_AS; the deadline still holds
+                resource.setrlimit(limit, (num_bytes, num_bytes))
         with contextlib.suppress(EOFError, BrokenPipeError), Connection(inherited[0]) as connection:  # the pool is gone
             self._serve(connection)
         return 0
@@ -67,13 +67,15 @@ class Job:
     def _import(self) -> dict[str, RewardFunction]:
         if GUARDIAN not in sys.modules:  # a fork server passes over modules that it cannot import
             raise ImportError("a new Python process cannot import grpo_mega; install it, or set PYTHONPATH to its folder")
-        functions = {name: registry.bind(name, options, self.step_splitter) for name, options in self.functions.items()}
-        if "accuracy" in functions:
-            importlib.import_module(WARM)
-        if "reward_model" in functions and not self.is_replacement:  # a server that restarts must not end the run
-            from grpo_mega.rewards.reward_model import check_reachable
+        functions: dict[str, RewardFunction] = {}
+        for name, options in ((function.name, function.options) for function in self.rewards.functions):
+            functions[name] = registry.bind(name, options, self.rewards.step_splitter)
+            if name == "accuracy":
+                importlib.import_module(WARM)
+            elif name == "reward_model" and not self.is_replacement:  # a server that restarts must not end the run
+                from grpo_mega.rewards.reward_model import check_reachable
 
-            check_reachable(self.functions["reward_model"])
+                check_reachable(options)
         return functions
 
 
@@ -85,14 +87,6 @@ def _run(function: RewardFunction, sample: bytes) -> tuple[Score, str | None]:
         os._exit(_OUT_OF_MEMORY_STATUS)  # the heap is full of what did not fit; only a fresh process can go on
     except BaseException as error:  # SystemExit and its like end the check, not the worker
         return Score(None if isinstance(error, NoScore) else 0.0, "error"), describe(error)
-
-
-def _limit_memory(limit_bytes: int | None) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if limit_bytes is not None:
-        with contextlib.suppress(OSError, ValueError):  # some systems refuse RLIMIT_AS; the deadline still holds
-            resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
 
 
 def describe(error: BaseException) -> str:
