@@ -85,11 +85,8 @@ def packed(policy: Policy, samples: Sequence[Sample], token_budget: int = TOKEN_
     return pack(
         [samples],
         [[weight] * len(samples)],
-        dp_size=policy.dp_size,
-        dp_rank=policy.dp_rank,
         token_budget=token_budget,
-        length_multiple=policy.length_multiple,
-        micro_batch_multiple=policy.micro_batch_multiple,
+        **policy.packing,
     )
 
 
