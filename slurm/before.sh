@@ -11,7 +11,7 @@ prepare() {
         --disk-gbps "${DISK_GBPS:-2}" --gpu "${PLAN_GPU:-h100}" "${TRAIN[@]}"
     local code=0
     wait_for "$STEP_PID" || code=$?
-    grep -v '^LEAD_SECONDS=' "$STATE/prepare.txt"
+    grep -v '^\(LEAD_SECONDS\|NEEDS_NVCC\)=' "$STATE/prepare.txt"
     if ((code == EXIT_CONFIG)); then
         say "not requeued: fix the config first"
         discard_state
@@ -20,6 +20,7 @@ prepare() {
         say "node ${NODES[0]} cannot run $PYTHON slurm/prepare.py (code $code)"
         requeue_or_give_up
     fi
+    NEEDS_NVCC="$(sed -n 's/^NEEDS_NVCC=//p' "$STATE/prepare.txt")"
     LEAD_SECONDS="${LEAD_SECONDS:-$(sed -n 's/^LEAD_SECONDS=//p' "$STATE/prepare.txt")}"
 }
 
@@ -30,7 +31,8 @@ discard_state() {
     rmdir "$RUN_DIR/logs" "$RUN_DIR" 2> /dev/null
 }
 
-# Each node by itself, then all of them together; a node that fails is named, and the job is requeued without it.
+# Each node by itself, then all of them together; a node that fails is named, and the job is requeued without it. Where the
+# network of many is below the floor, the job ends: without them it would find others, start after start.
 check_nodes() {
     [[ "${CHECK_NODES:-1}" == 1 ]] || return 0
     local folder="$STATE/checks" all code=0
@@ -38,7 +40,7 @@ check_nodes() {
     rm -rf "$folder"
     mkdir -p "$folder"
     on_nodes "$all" --kill-on-bad-exit=0 -- timeout 300 "$PYTHON" tools/check_node.py --expect-gpus "$GPUS_PER_NODE" \
-        --disks "$RUN_DIR:${MIN_FREE_GB:-1},${CHECK_DISKS:-}" --out "$folder"
+        --disks "$RUN_DIR:${MIN_FREE_GB:-1},${CHECK_DISKS:-}" --out "$folder" ${NEEDS_NVCC:+--nvcc}
     wait_for "$STEP_PID" || code=$?
     on_nodes "${NODES[0]}" -- "$PYTHON" tools/check_node.py --compare "$folder" "${NODES[@]}" > "$folder/bad"
     wait_for "$STEP_PID" || code=$?
@@ -48,6 +50,11 @@ check_nodes() {
         wait_for "$STEP_PID" || code=$?
     fi
     ((code == 0)) && return
+    if [[ -s "$folder/floor" ]]; then
+        say "not requeued: $(< "$folder/floor")"
+        discard_state
+        exit "$EXIT_CONFIG"
+    fi
     BAD_NODES="$(sort -u "$folder/bad" | paste -sd,)"
     say "pre-flight failed: ${BAD_NODES:-see above, no single node is to blame}"
     if [[ -n "$BAD_NODES" ]]; then

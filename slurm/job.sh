@@ -85,34 +85,9 @@ settings() {
     mkdir -p "$STATE/beats" "$STATE/failures"
     rm -f "$STATE"/beats/* "$STATE"/failures/*
     ((RESTARTS > 0)) || rm -f "$STATE/finished" # a new job may have a finished run go on to more steps
-    library_settings
-}
-
-# Set the variables of the libraries. Those that are set already stay.
-library_settings() {
-    # Tensor parallelism with sequence parallelism overlaps communication with GEMMs only if kernels start in the order in which
-    # they were launched, which one hardware queue guarantees.
-    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-    # Engine and trainer take turns on a GPU's memory. Buffers that NCCL maps through cuMem, and those of NVLink SHARP, which
-    # need it, stay taken while their owner sleeps: some GB that the other one lacks.
-    export NCCL_CUMEM_ENABLE="${NCCL_CUMEM_ENABLE:-0}"
-    export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
-    export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
-    # A peer that is gone must end the others, not leave them waiting.
-    export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
-    # 2^22 * 4 us before InfiniBand gives a packet up: links flap for a second or two when a port is retrained.
-    export NCCL_IB_TIMEOUT="${NCCL_IB_TIMEOUT:-22}"
-    # Ranks of one node share its cores; with a thread per core and rank they would compete for them.
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-    export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
-    if [[ -n "${NETWORK_INTERFACE:-}" ]]; then
-        export NCCL_SOCKET_IFNAME="$NETWORK_INTERFACE" GLOO_SOCKET_IFNAME="$NETWORK_INTERFACE"
-    fi
-    if [[ "${DETERMINISTIC:-0}" == 1 ]]; then
-        # The same bits in every run, 10-20% slower: no attention kernel that adds up atomically, one reduction order for NCCL,
-        # and a fixed workspace, on which cuBLAS' choice of kernel depends.
-        export NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 NCCL_ALGO=Ring CUBLAS_WORKSPACE_CONFIG=:4096:8
-    fi
+    # Ranks of one node share its cores; with a thread per core and rank they would compete for them. The variables of CUDA, NCCL
+    # and gloo are set by each rank: grpo_mega/hardware/environment.py.
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONUNBUFFERED=1
 }
 
 # field NAME TEXT: the value of NAME=value in what scontrol prints.

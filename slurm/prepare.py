@@ -1,7 +1,7 @@
 """Check a job's config before its ranks start, and compute how long before the time limit the job must stop.
 
-Prints the plan, and a line LEAD_SECONDS=N: as long as a step, a save and its check may take. Exit code 2, with one line on
-stderr, for an error that the user must fix; nothing is written.
+Prints the plan, and a line LEAD_SECONDS=N: as long as a step, a save and its check may take; also NEEDS_NVCC=1 where SGLang runs
+on GPUs. Exit code 2, with one line on stderr, for an error that the user must fix; nothing is written.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def main() -> int:
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    if config.device != "cpu" and config.rollout.engine != "embedded":
+        print("NEEDS_NVCC=1")
     if setup is None or findings.violations:
         print(f"no plan: {'; '.join(findings.violations)}")
         print(f"LEAD_SECONDS={LEAST_LEAD_S}")

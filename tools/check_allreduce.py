@@ -3,8 +3,9 @@
 Run once on every node of a Slurm job, which tells it who and where it is: `srun --ntasks-per-node=1 python
 tools/check_allreduce.py --ranks 8 --node-floor 200 --network-floor 100`. Rates are bus bandwidths in GB/s, as nccl-tests gives
 them: 2 (n - 1) / n times the bytes of a rank, by the time. Between nodes, all ranks of two neighbours take part; nodes lie in a
-ring, and the one that both of its pairs are slow with is slow (of two nodes alone, both are named). Names go to --out, a line
-each; exit code 1 if it holds any, or if a rank fails. With gloo on CPUs a floor of 0 asks only that it works at all.
+ring, and the one that both of its pairs are slow with is slow. Names go to --out, a line each; exit code 1 if it holds any, or
+if a rank fails. Where more than one node and more than a quarter of all are slow, the floor is to blame: the measured rates go
+to a file `floor` beside --out, and no name is written. With gloo on CPUs a floor of 0 asks only that it works at all.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from grpo_mega.hardware.environment import library_environment
+
 SECONDS = 120  # for any one collective
-MIB = {"nccl": 256, "gloo": 1}
-REPEATS = {"nccl": 20, "gloo": 2}
+MIB = {"cuda": 256, "cpu": 1}
+REPEATS = {"cuda": 20, "cpu": 2}
 
 
 def main() -> int:
@@ -32,14 +35,20 @@ def main() -> int:
     parser.add_argument("--network-floor", type=float, default=0.0, help="GB/s")
     parser.add_argument("--out", type=Path, help="file that gets the names of slow nodes")
     options = parser.parse_args()
+    floor = None if options.out is None else options.out.with_name("floor")
     if "RANK" not in os.environ:
         code = start_ranks(options.ranks)
         has_names = options.out is not None and options.out.exists() and options.out.read_text() != ""
-        return code or int(has_names)
+        return code or int(has_names or (floor is not None and floor.exists()))
     nodes = measure(options.ranks)
     slow = slow_nodes(nodes[0], nodes[1], options.node_floor, options.network_floor)
     names = names_of_nodes(options.ranks)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and is_floor_to_blame(len(slow), len(names)):
+        reason = blame(nodes[0], nodes[1], len(slow), options.node_floor, options.network_floor)
+        print(reason, flush=True)
+        if floor:
+            floor.write_text(f"{reason}\n")
+    elif dist.get_rank() == 0:
         for number, reason in slow.items():
             print(f"node {names[number]}: {reason}", flush=True)
         if slow and options.out:
@@ -64,14 +73,16 @@ def start_ranks(num_ranks: int) -> int:
 
 def measure(ranks_per_node: int) -> tuple[list[float], list[float]]:
     """GB/s within each node, and between node i and i + 1 of the ring."""
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    os.environ.update(library_environment(os.environ))
     device = torch.device("cpu")
-    if backend == "nccl":
+    if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=SECONDS))
+    # Both, as in training, which uses gloo across nodes before anything else.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=SECONDS))
+    dist.all_reduce(torch.ones(1))
     num_nodes = dist.get_world_size() // ranks_per_node
-    values = torch.ones(MIB[backend] * 2**18, device=device)
+    values = torch.ones(MIB[device.type] * 2**18, device=device)
     within = timed([[node] for node in range(num_nodes)], ranks_per_node, values)
     num_pairs = num_nodes if num_nodes > 2 else num_nodes - 1
     between = [0.0] * num_pairs
@@ -99,7 +110,7 @@ def timed(groups: list[list[int]], ranks_per_node: int, values: torch.Tensor) ->
         if rank // ranks_per_node in nodes:
             mine = number
     if mine >= 0:
-        repeats = REPEATS[dist.get_backend()]
+        repeats = REPEATS[values.device.type]
         dist.all_reduce(values, group=handles[mine])  # connections are made here
         synchronize(values)
         began = time.perf_counter()
@@ -133,6 +144,23 @@ def slow_nodes(within: list[float], between: list[float], node_floor: float, net
             rates = " and ".join(f"{rate:.1f}" for rate in pairs)
             slow[node] = f"all-reduce with its neighbours runs at {rates} GB/s, below {network_floor:g}"
     return slow
+
+
+def is_floor_to_blame(num_slow: int, num_nodes: int) -> bool:
+    """Return True if more than one node and more than a quarter are slow: without them, the next start would find others."""
+    return num_slow > max(1, num_nodes / 4)
+
+
+def blame(within: list[float], between: list[float], num_slow: int, node_floor: float, network_floor: float) -> str:
+    rates = [
+        f"{place} {min(values):.1f} to {max(values):.1f} GB/s (floor {floor:g})"
+        for place, values, floor in (("within nodes", within, node_floor), ("between neighbours", between, network_floor))
+        if values
+    ]
+    return (
+        f"{num_slow} of {len(within)} nodes are below the floor, so no node is to blame: all-reduce {', '.join(rates)}; "
+        "set ALLREDUCE_FLOOR_GBPS and NETWORK_FLOOR_GBPS to what this network reaches, or repair it"
+    )
 
 
 def names_of_nodes(ranks_per_node: int) -> list[str]:

@@ -1,10 +1,11 @@
 """Looks whether this node is fit for training: `python tools/check_node.py --expect-gpus 8 [--disks "/scratch:500 /tmp:64"]`.
 
 Checks the number of GPUs and what each says of itself (uncorrected memory errors, rows to be remapped, slowed-down clocks,
-memory that someone else holds), that all NVLinks are up, and free disk space. Prints one line that names the node and what is
-wrong, and exits with 1, or a line with its versions. With `--out FOLDER` both also go to FOLDER/NODE.json, and `--compare
-FOLDER NODE ...` then prints the nodes that failed, did not answer, or differ from the others in versions. Imports nothing but
-Python's own, so that it also runs where the environment is broken.
+memory that someone else holds), that the driver is new enough for the CUDA of the installed torch, that all NVLinks are up, and
+free disk space; with --nvcc also that the compiler is there which SGLang needs when it starts. Prints one line that names the
+node and what is wrong, and exits with 1, or a line with its versions. With `--out FOLDER` both also go to FOLDER/NODE.json, and
+`--compare FOLDER NODE ...` then prints the nodes that failed, did not answer, or differ from the others in versions. Imports
+nothing but Python's own, so that it also runs where the environment is broken.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang")
@@ -34,6 +35,7 @@ FIELDS = (  # of nvidia-smi --query-gpu
     "memory.used",
 )
 ROW_FIELDS = ("gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")
+DRIVERS = {11: 450, 12: 525, 13: 580}  # the oldest driver branch that runs any release of a major version of CUDA
 MEMORY_IN_USE_MIB = 4096  # a driver without users takes some hundred
 SECONDS_FOR_NVIDIA_SMI = 60
 
@@ -44,6 +46,7 @@ def main() -> int:
     parser.add_argument(
         "--disks", default="", help='least free GB by path, "PATH:GB PATH:GB"; %%n in a path is the node\'s name'
     )
+    parser.add_argument("--nvcc", action="store_true", help="SGLang will run: it compiles its rotary kernel when it starts")
     parser.add_argument("--out", type=Path, help="folder for NODE.json")
     parser.add_argument("--compare", nargs="+", metavar=("FOLDER", "NODE"), help="what the nodes have left in the folder")
     options = parser.parse_args()
@@ -51,7 +54,7 @@ def main() -> int:
         folder, *nodes = options.compare
         return compare(Path(folder), nodes)
     node = node_name()
-    problems, fingerprint = check(options.expect_gpus, options.disks.replace("%n", node))
+    problems, fingerprint = check(options.expect_gpus, options.disks.replace("%n", node), needs_nvcc=options.nvcc)
     if options.out:
         (options.out / f"{node}.json").write_text(json.dumps({"problems": problems, "fingerprint": fingerprint}))
     if problems:
@@ -89,9 +92,9 @@ def usual_fingerprint(fingerprints: list[dict[str, str]]) -> dict[str, str]:
     return {name: collections.Counter(f.get(name, "none") for f in fingerprints).most_common(1)[0][0] for name in names}
 
 
-def check(num_gpus: int, disks: str) -> tuple[list[str], dict[str, str]]:
-    """(what is wrong, versions)."""
-    problems = disk_problems(disks)
+def check(num_gpus: int, disks: str, *, needs_nvcc: bool = False) -> tuple[list[str], dict[str, str]]:
+    """Return (problems, versions by name)."""
+    problems = disk_problems(disks) + (compiler_problems() if needs_nvcc else [])
     fingerprint = {"python": platform.python_version()} | {name: package_version(name) for name in PACKAGES}
     if num_gpus:
         try:
@@ -100,7 +103,12 @@ def check(num_gpus: int, disks: str) -> tuple[list[str], dict[str, str]]:
             links = parse_links(nvidia_smi("nvlink", "-s"))
         except (OSError, subprocess.SubprocessError) as error:
             return [*problems, f"nvidia-smi fails ({' '.join(str(error).split())})"], fingerprint
-        problems += gpu_problems(gpus, num_gpus) + row_problems(rows) + link_problems(links, num_gpus)
+        problems += (
+            gpu_problems(gpus, num_gpus)
+            + driver_problems(gpus, torch_cuda())
+            + row_problems(rows)
+            + link_problems(links, num_gpus)
+        )
         fingerprint |= {"driver": gpus[0]["driver_version"], "gpu": gpus[0]["name"]} if gpus else {}
     return problems, fingerprint
 
@@ -128,6 +136,34 @@ def gpu_problems(gpus: list[dict[str, str]], num_expected: int) -> list[str]:
     if len({gpu["name"] for gpu in gpus}) > 1:
         problems.append(f"its GPUs differ: {', '.join(sorted({gpu['name'] for gpu in gpus}))}")
     return problems
+
+
+def driver_problems(gpus: list[dict[str, str]], cuda: str | None) -> list[str]:
+    """Compare the driver with what torch's CUDA needs; an older one fails only when the first kernel starts."""
+    needed = DRIVERS.get(number(cuda.partition(".")[0])) if cuda else None
+    driver = gpus[0]["driver_version"] if gpus else ""
+    if needed is None or number(driver.partition(".")[0]) >= needed:
+        return []
+    return [f"driver {driver} is too old for torch's CUDA {cuda}, which needs {needed} or later"]
+
+
+def torch_cuda() -> str | None:
+    """Return the CUDA of the installed torch, from its files; None without torch, or for a build without CUDA."""
+    try:
+        text = Path(str(distribution("torch").locate_file("torch/version.py"))).read_text(encoding="utf-8")
+    except (PackageNotFoundError, OSError):
+        return None
+    found = re.search(r"^cuda\b.*'([\d.]+)'", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def compiler_problems() -> list[str]:
+    """Look for nvcc where SGLang does: CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    places = f"{home}/bin" if home else f"{os.environ.get('PATH', '')}{os.pathsep}/usr/local/cuda/bin"
+    if shutil.which("nvcc", path=places):
+        return []
+    return ["nvcc is not there, with which SGLang compiles kernels when it starts; install the CUDA toolkit or set CUDA_HOME"]
 
 
 def row_problems(rows: list[dict[str, str]]) -> list[str]:

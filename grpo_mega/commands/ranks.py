@@ -21,11 +21,11 @@ def check_world_size(environ: Mapping[str, str], layout: LayoutConfig) -> None:
 
 
 def prepare_rank(config: Config) -> None:
-    """Set the environment that FP8 needs, and raise ConfigError if a kernel that the run needs does not load."""
+    """Set the environment of the libraries, and raise ConfigError if a kernel that the run needs does not load."""
+    from grpo_mega.hardware.environment import library_environment
     from grpo_mega.hardware.fp8 import environment
 
-    for name, value in environment(config).items():
-        os.environ.setdefault(name, value)
+    os.environ.update(environment(config) | library_environment(os.environ) | os.environ)
     from grpo_mega.megatron.found import check_loads  # imported after the environment is set: it imports Megatron
 
     check_loads()

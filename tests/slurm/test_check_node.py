@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import check_allreduce
 import check_node
 import pytest
 
@@ -57,6 +59,35 @@ def test_what_is_wrong_with_a_gpu_is_told(before: str, after: str, problem: str)
     assert found.startswith(problem)
 
 
+@pytest.mark.parametrize(("cuda", "is_too_old"), [("13.0", True), ("12.9", False), (None, False), ("99.1", False)])
+def test_a_driver_too_old_for_the_cuda_of_torch_is_a_problem(cuda: str | None, is_too_old: bool) -> None:
+    gpus = check_node.parse_csv(GPUS, check_node.FIELDS)
+    expected = ["driver 550.54.15 is too old for torch's CUDA 13.0, which needs 580 or later"] if is_too_old else []
+    assert check_node.driver_problems(gpus, cuda) == expected
+
+
+def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    assert check_node.torch_cuda() == torch.version.cuda
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text("debug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
+    (tmp_path / "torch-2.13.0.dist-info").mkdir()
+    (tmp_path / "torch-2.13.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert check_node.torch_cuda() == "13.0"
+
+
+def test_a_missing_compiler_is_a_problem_where_sglang_will_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    [problem] = check_node.compiler_problems()
+    assert problem.startswith("nvcc is not there, with which SGLang compiles kernels")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "nvcc").chmod(0o755)
+    assert check_node.compiler_problems() == []
+
+
 def test_missing_gpus_and_fields_without_a_value_are_known() -> None:
     assert gpu_problems(GPUS, 8) == ["2 GPUs instead of 8"]
     assert gpu_problems(GPUS.replace(" 0, Not", " [N/A], Not")) == []
@@ -96,8 +127,8 @@ def test_this_machine_is_named_with_what_it_lacks(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("floor", "slow"), [(0.0, []), (1e6, ["n0", "n1", "n2"])])
-def test_slow_nodes_are_found_by_their_neighbours(floor: float, slow: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("floor", [0.0, 1e6])
+def test_a_network_below_the_floor_everywhere_blames_the_floor_and_no_node(floor: float, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "check_allreduce.py"), "--ranks", "1", "--network-floor", str(floor)]
     command += ["--out", str(tmp_path / "slow")]
     shared = {"SLURM_NNODES": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
@@ -106,13 +137,25 @@ def test_slow_nodes_are_found_by_their_neighbours(floor: float, slow: list[str],
         for i in range(3)
     ]
     codes = [node.wait(timeout=300) for node in nodes]
-    assert set(codes) == {int(bool(slow))}
-    found = (tmp_path / "slow").read_text().split() if (tmp_path / "slow").exists() else []
-    assert found == slow
+    assert set(codes) == {int(floor > 0)}
+    assert not (tmp_path / "slow").exists()
+    if floor:
+        blamed = (tmp_path / "floor").read_text()
+        assert blamed.startswith("3 of 3 nodes are below the floor, so no node is to blame: all-reduce within nodes 0.0 to 0.0")
+        assert re.search(r"between neighbours [\d.]+ to [\d.]+ GB/s \(floor 1e\+06\); set ALLREDUCE_FLOOR_GBPS", blamed)
+    else:
+        assert not (tmp_path / "floor").exists()
 
 
 def test_only_the_node_that_both_neighbours_are_slow_with_is_slow() -> None:
     code = "from check_allreduce import slow_nodes; print(sorted(slow_nodes([9, 9, 1, 9], [5, 5, 1, 1], 2, 2)))"
     command = [sys.executable, "-c", code]
-    printed = subprocess.run(command, cwd=ROOT / "tools", capture_output=True, text=True, check=True).stdout
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    printed = subprocess.run(command, cwd=ROOT / "tools", env=environment, capture_output=True, text=True, check=True).stdout
     assert printed == "[2, 3]\n"  # 2 within itself; pairs 2-3 and 3-0 are slow
+
+
+@pytest.mark.parametrize(("num_slow", "num_nodes"), [(2, 2), (2, 3), (3, 8), (17, 64)])
+def test_the_floor_is_blamed_for_more_than_one_node_and_more_than_a_quarter(num_slow: int, num_nodes: int) -> None:
+    assert check_allreduce.is_floor_to_blame(num_slow, num_nodes)
+    assert not check_allreduce.is_floor_to_blame(num_slow - 1, num_nodes)

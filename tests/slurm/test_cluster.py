@@ -190,6 +190,15 @@ def test_a_config_that_is_wrong_is_told_once_and_leaves_nothing(cluster: Cluster
     assert not job.run_dir.exists()
 
 
+def test_a_network_below_the_floor_everywhere_ends_the_job_and_excludes_no_node(
+    cluster: Cluster, model: Path, tmp_path: Path
+) -> None:
+    job = Job(cluster, tmp_path / "run", model, NETWORK_FLOOR_GBPS="1e6")
+    assert job.end() == "FAILED"
+    assert "not requeued: 2 of 2 nodes are below the floor, so no node is to blame: all-reduce within nodes " in job.log()
+    assert "excluded" not in job.log() and not job.run_dir.exists()
+
+
 def _counts(run_dir: Path) -> list[dict[str, Any]]:
     """By step: the prompts, of which policy, and how many samples of each."""
     rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]

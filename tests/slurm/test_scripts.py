@@ -111,6 +111,29 @@ def test_a_model_is_copied_once_and_again_if_it_is_not_whole(tmp_path: Path) -> 
     assert [path.name for path in target.parent.iterdir()] == ["copy"]
 
 
+def test_a_snapshot_of_links_into_the_hubs_cache_is_copied_as_files(tmp_path: Path) -> None:
+    cache, target = tmp_path / "models--owner--name", tmp_path / "disk" / "copy"
+    snapshot = cache / "snapshots" / "5f0c"
+    (cache / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (cache / "blobs" / "aa11").write_text("weights")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/aa11")
+    command = ["bash", str(ROOT / "slurm" / "stage.sh"), str(snapshot), str(target)]
+    subprocess.run(command, check=True)
+    copy = target / "model.safetensors"
+    assert copy.read_text() == "weights" and not copy.is_symlink()
+    inode = copy.stat().st_ino
+    subprocess.run(command, check=True)
+    assert copy.stat().st_ino == inode, "a whole copy was made again"
+    copy.write_text("cut")
+    subprocess.run(command, check=True)
+    assert copy.read_text() == "weights"
+    (cache / "blobs" / "aa11").unlink()
+    broken = subprocess.run(command, capture_output=True, text=True)
+    assert broken.returncode == 1 and "model.safetensors is a link to a file that is not there" in broken.stderr
+    assert copy.read_text() == "weights", "what was staged before is kept"
+
+
 def test_a_disk_too_small_for_the_model_is_told_with_its_node(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with (tmp_path / "model" / "weights").open("wb") as file:

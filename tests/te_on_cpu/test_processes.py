@@ -23,7 +23,7 @@ ROOT, HERE = launcher.ROOT, Path(__file__).parent
 GPU = ROOT / "tests" / "gpu"
 EVERY_VERSION = (
     *(HERE / f"test_{name}.py" for name in ("attention_backends", "extension", "modules", "optimizers")),
-    GPU / "test_checkpoint.py",
+    f"{GPU / 'test_checkpoint.py'}::test_a_restored_policy_goes_on_as_the_saved_one",
     GPU / "test_recompute.py",
     f"{GPU / 'test_fp8.py'}::test_layers_in_bf16_are_bit_for_bit_those_of_a_run_without_fp8",
 )
@@ -84,6 +84,19 @@ def num_passed(output: str) -> int:
     return int(found[1]) if found else 0
 
 
+@pytest.mark.usefixtures("running")  # which start meanwhile
+def test_megatron_is_imported_without_transformer_engine_everywhere_else() -> None:
+    """The bare wheel on the path would end its import, which is why no other process has it there."""
+    code = "from importlib.util import find_spec; import megatron.core; assert find_spec('transformer_engine') is None"
+    plain = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert plain.returncode == 0, plain.stderr
+    if reason := launcher.why_not(launcher.DEFAULT):
+        pytest.skip(reason)
+    environment = os.environ | {"PYTHONPATH": str(launcher.wheel(launcher.DEFAULT))}
+    bare = subprocess.run([sys.executable, "-c", "import megatron.core"], env=environment, capture_output=True, text=True)
+    assert bare.returncode != 0 and "empty `transformer-engine` meta package" in bare.stderr
+
+
 def test_everything_that_needs_transformer_engine_passes_on_emulated_kernels(running: dict[str, Running]) -> None:
     assert num_passed(output_of(running, launcher.DEFAULT)) >= 155
 
@@ -95,15 +108,3 @@ def test_its_layouts_give_the_numbers_of_one_rank(running: dict[str, Running]) -
 @pytest.mark.parametrize("version", launcher.OTHERS)
 def test_other_versions_pass_what_depends_on_them_most(version: str, running: dict[str, Running]) -> None:
     assert num_passed(output_of(running, version)) >= 50
-
-
-def test_megatron_is_imported_without_transformer_engine_everywhere_else() -> None:
-    """The bare wheel on the path would end its import, which is why no other process has it there."""
-    code = "from importlib.util import find_spec; import megatron.core; assert find_spec('transformer_engine') is None"
-    plain = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert plain.returncode == 0, plain.stderr
-    if reason := launcher.why_not(launcher.DEFAULT):
-        pytest.skip(reason)
-    environment = os.environ | {"PYTHONPATH": str(launcher.wheel(launcher.DEFAULT))}
-    bare = subprocess.run([sys.executable, "-c", "import megatron.core"], env=environment, capture_output=True, text=True)
-    assert bare.returncode != 0 and "empty `transformer-engine` meta package" in bare.stderr

@@ -1,0 +1,85 @@
+"""The variables that a rank sets for libraries, however it was started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_mega.hardware.environment import (
+    LIBRARIES,
+    addresses_of,
+    cuda_compiler,
+    interface_to,
+    library_environment,
+    server_cache,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_values_of_the_user_stay() -> None:
+    given = {"NCCL_DEBUG": "INFO", "NETWORK_INTERFACE": "ib0", "GLOO_SOCKET_IFNAME": "eth7"}
+    added = library_environment(given)
+    assert not added.keys() & given.keys()
+    assert added == {name: value for name, value in LIBRARIES.items() if name != "NCCL_DEBUG"} | {"NCCL_SOCKET_IFNAME": "ib0"}
+
+
+def test_deterministic_kernels_are_added_when_asked_for() -> None:
+    added = library_environment({"DETERMINISTIC": "1"})
+    assert added["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0" and added["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert "NCCL_ALGO" not in library_environment({"DETERMINISTIC": "0"})
+
+
+def test_gloo_takes_the_interface_that_leads_to_the_master() -> None:
+    """Also on the master itself, whose route to its own address is the loopback's."""
+    assert library_environment({"MASTER_ADDR": "127.0.0.1"})["GLOO_SOCKET_IFNAME"] == "lo"
+    own = [(name, address) for _, name in socket.if_nameindex() for address in addresses_of(name) if "." in address]
+    for name, address in own:
+        assert interface_to(address) == name
+    assert interface_to("no-such-host.invalid") is None
+    assert "GLOO_SOCKET_IFNAME" not in library_environment({"MASTER_ADDR": "no-such-host.invalid"})
+
+
+def test_every_command_that_trains_sets_them_before_its_rank_starts(tmp_path: Path) -> None:
+    """In the process that trains, so that torchrun, Slurm and grpo-mega's own launcher need no table of their own."""
+    code = (
+        "import os; from grpo_mega.config import load; from grpo_mega.commands.ranks import prepare_rank; "
+        f"prepare_rank(load('{ROOT}/examples/quickstart.yaml')); "
+        "print(os.environ['NCCL_NVLS_ENABLE'], os.environ['NCCL_DEBUG'])"
+    )
+    environment = os.environ | {"NCCL_DEBUG": "INFO", "PYTHONPATH": str(ROOT)}
+    printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+    assert printed.split() == ["0", "INFO"]
+
+
+def test_the_cache_of_servers_is_on_the_node_and_of_this_user_alone(tmp_path: Path) -> None:
+    folder = server_cache({"NODE_LOCAL": str(tmp_path)})
+    assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
+    assert server_cache({"NODE_LOCAL": str(tmp_path)}) == folder
+    folder.chmod(0o777)  # somebody else may have put a library there
+    other = server_cache({"NODE_LOCAL": str(tmp_path)})
+    assert other != folder and other.stat().st_mode & 0o777 == 0o700
+    other.rmdir()
+    folder.rmdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    other = server_cache({"NODE_LOCAL": str(tmp_path)})
+    assert not other.is_symlink()
+    other.rmdir()
+
+
+@pytest.mark.parametrize("name", ["CUDA_HOME", "CUDA_PATH"])
+def test_the_compiler_is_looked_for_where_sglang_looks(name: str, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    compiler = tmp_path / "bin" / "nvcc"
+    assert cuda_compiler({name: str(tmp_path), "PATH": "/usr/bin"}) is None
+    compiler.write_text("#!/bin/sh\n")
+    assert cuda_compiler({name: str(tmp_path), "PATH": "/usr/bin"}) is None, "it cannot be executed"
+    compiler.chmod(0o755)
+    assert cuda_compiler({name: str(tmp_path), "PATH": "/usr/bin"}) == compiler
+    assert cuda_compiler({"PATH": f"/usr/bin:{tmp_path}/bin"}) == compiler
+    assert cuda_compiler({"CUDA_HOME": str(tmp_path / "other"), "PATH": f"{tmp_path}/bin"}) is None, "CUDA_HOME comes first"
