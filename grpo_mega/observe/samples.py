@@ -8,15 +8,14 @@ they differ by token. The first whole groups of a step are logged: prompts come 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
-from grpo_mega.rewards.steps import token_ends
 from grpo_mega.types import Group, Sample
 
 Decode = Callable[[list[int]], str]
 
 _LOGPROB_DIGITS = 5  # after the point
+_REPLACEMENT = "\ufffd"  # how a part of a character is decoded
 
 
 def num_logged(groups: Sequence[Group], samples_per_step: int) -> int:
@@ -74,9 +73,31 @@ class SampleRows:
             if token not in self._texts:
                 self._texts[token] = decode([token])
             texts.append(self._texts[token])
-        if "".join(texts) == text:
-            return list(accumulate(map(len, texts)))
-        return token_ends(token_ids, decode)  # the texts of tokens depend on their neighbours
+        return _ends(texts) if "".join(texts) == text else token_ends(token_ids, text, decode)
+
+
+def token_ends(token_ids: list[int], text: str, decode: Decode) -> list[int] | None:
+    """For tokenizers whose tokens' texts depend on their neighbours: by decoding each with the few before it.
+
+    A character made of several tokens belongs to the last of them. None if the pieces do not make up `text`.
+    """
+    texts = []
+    start = told = 0  # tokens from `start` on are decoded; those before `told` have their text
+    for i in range(len(token_ids)):
+        before, now = decode(token_ids[start:told]), decode(token_ids[start : i + 1])
+        is_whole = not now.endswith(_REPLACEMENT) or i + 1 == len(token_ids)
+        texts.append(now[len(before) :] if is_whole else "")
+        if is_whole:
+            start, told = told, i + 1
+    return _ends(texts) if "".join(texts) == text else None
+
+
+def _ends(texts: Sequence[str]) -> list[int]:
+    ends, end = [], 0
+    for text in texts:
+        end += len(text)
+        ends.append(end)
+    return ends
 
 
 def _short(value: float) -> float:

@@ -42,24 +42,11 @@ def tokens_at(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> 
     """Return for each of the character `ends` the smallest t such that token_ids[: t + 1] decode to a text that begins with so
     many characters of the whole text."""
     ids = list(token_ids)
-    by_token = token_ends(ids, decode)
+    by_token = _token_ends(ids, decode)
     if by_token is not None:
         return [bisect_left(by_token, end) for end in ends]
     whole = decode(ids)
     return [bisect_left(range(len(ids) - 1), True, key=lambda t: decode(ids[: t + 1]).startswith(whole[:end])) for end in ends]
-
-
-def token_ends(token_ids: Sequence[int], decode: Decode) -> list[int] | None:
-    """Return for each token how many characters of the whole decoded text are complete once it is decoded.
-
-    A character that several tokens make up is complete with the last of them, and a token without text, such as a special one
-    that `decode` leaves out, adds none. The text is decoded in pieces, since decoding every prefix of a long text takes
-    seconds; None if the pieces do not make up the whole, as with some tokenizers.
-    """
-    ids = list(token_ids)
-    ends = _ends_by_pieces(ids, decode, context=[])
-    # Some tokenizers drop the space before a text's first word, so decode the later pieces after a token.
-    return ends if ends is not None else _ends_by_pieces(ids, decode, context=ids[:1])
 
 
 def _ends(text: str, separator: re.Pattern[str]) -> list[int]:
@@ -74,6 +61,19 @@ def _ends(text: str, separator: re.Pattern[str]) -> list[int]:
     elif ends:
         ends[-1] = len(text)
     return ends
+
+
+def _token_ends(token_ids: Sequence[int], decode: Decode) -> list[int] | None:
+    """Return for each token how many characters of the whole decoded text are complete once it is decoded.
+
+    A character that several tokens make up is complete with the last of them, and a token without text, such as a special one
+    that `decode` leaves out, adds none. The text is decoded in pieces, since decoding every prefix of a long text takes
+    seconds; None if the pieces do not make up the whole, as with some tokenizers.
+    """
+    ids = list(token_ids)
+    ends = _ends_by_pieces(ids, decode, context=[])
+    # Some tokenizers drop the space before a text's first word, so decode the later pieces after a token.
+    return ends if ends is not None else _ends_by_pieces(ids, decode, context=ids[:1])
 
 
 def _ends_by_pieces(ids: list[int], decode: Decode, context: list[int]) -> list[int] | None:

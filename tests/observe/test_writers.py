@@ -16,10 +16,9 @@ from rich.console import Console
 
 from grpo_mega import config
 from grpo_mega.observe.run_log import open_run_log
-from grpo_mega.observe.samples import num_logged
+from grpo_mega.observe.samples import num_logged, token_ends
 from grpo_mega.observe.wandb_writer import SAME, other_names, wandb_mode
 from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter
-from grpo_mega.rewards.steps import token_ends
 from grpo_mega.types import Group, Prompt, Sample
 
 PROMPT = "<user>1+1=?<assistant>"
@@ -247,11 +246,11 @@ def test_texts_of_tokens_make_up_the_response_for_any_tokenizer() -> None:
 
     text = "aé€😀z"
     ids = list(text.encode())
-    ends = token_ends(ids, by_bytes)
+    ends = token_ends(ids, text, by_bytes)
     assert ends == [1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 5]
-    assert token_ends([0, 3, 4], by_words) == [2, 4, 6]
-    assert token_ends(list(range(40)), lambda token_ids: f"{len(token_ids)} tokens") is None
-    assert token_ends([], by_bytes) == []
+    assert token_ends([0, 3, 4], by_words([0, 3, 4]), by_words) == [2, 4, 6]
+    assert token_ends(ids, "something else", by_bytes) is None
+    assert token_ends([], "", by_bytes) == []
 
 
 def test_whole_groups_are_logged() -> None:
