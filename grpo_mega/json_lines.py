@@ -25,18 +25,20 @@ def json_line(record: Mapping[str, Any]) -> str:
     return _OTHER_LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
 
 
-def read_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield each line as it stands with the object in it, None where it holds none, such as a last line half written.
+def parse_json_line(line: bytes) -> dict[str, Any] | None:
+    """Return the object in a line; None where it holds none, such as a last line half written."""
+    try:
+        record = json.loads(line, parse_constant=str)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
 
-    Raises OSError.
-    """
+
+def read_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield each line as it stands with the object in it, or None. Raises OSError."""
     with path.open("rb") as lines:
         for line in lines:
-            try:
-                record = json.loads(line, parse_constant=str)
-            except ValueError:
-                record = None
-            yield line, record if isinstance(record, dict) else None
+            yield line, parse_json_line(line)
 
 
 def _finite(value: Any) -> Any:

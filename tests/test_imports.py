@@ -13,7 +13,7 @@ PACKAGE = ROOT / "grpo_mega"
 
 # A module or package directly below grpo_mega imports only those before it.
 ORDER = """
-__init__ errors text json_lines processes types paths config batching weights rewards data algorithm hardware observe
+__init__ errors text json_lines processes types paths config weights batching rewards data algorithm hardware observe
 distributed formats validation rollout megatron planner sync run commands train cli grpo
 """
 

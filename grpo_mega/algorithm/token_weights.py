@@ -21,23 +21,20 @@ def mini_batch_weights(
     Samples that do not contribute to the loss get 0 and are in no count. With use_valid_token_scale, token-mean divides by the
     tokens of the whole rollout over the number of mini-batches.
     """
-    counted = [[s for s in samples if contributes_to_loss(s, a)] for samples in mini_batches]
-    num_tokens: list[float] = [sum(s.response_len for s in samples) for samples in counted]
+    lengths = [[s.response_len if contributes_to_loss(s, a) else 0 for s in samples] for samples in mini_batches]
+    num_tokens: list[float] = [sum(response_lens) for response_lens in lengths]
     if a.use_valid_token_scale:
         num_tokens = [sum(num_tokens) / len(mini_batches)] * len(mini_batches)
-    result = []
-    for samples, members, count in zip(mini_batches, counted, num_tokens, strict=True):
-        weights = iter(
-            token_weights(
-                [s.response_len for s in members],
-                a.loss_agg_func,
-                max_response_length=max_response_length,
-                num_samples=len(members),
-                num_tokens=count,
-            )
+    return [
+        token_weights(
+            response_lens,
+            a.loss_agg_func,
+            max_response_length=max_response_length,
+            num_samples=sum(contributes_to_loss(s, a) for s in samples),
+            num_tokens=count,
         )
-        result.append([next(weights) if contributes_to_loss(s, a) else 0.0 for s in samples])
-    return result
+        for samples, response_lens, count in zip(mini_batches, lengths, num_tokens, strict=True)
+    ]
 
 
 def contributes_to_loss(sample: Sample, a: AlgorithmConfig) -> bool:

@@ -42,9 +42,8 @@ def balance(
     while (loads_B := loads(bin_of_N, lengths_N, num_bins)).max() > token_budget:
         num_bins += dp_size * micro_batch_multiple
         bin_of_N = even_bins(lengths_N, num_bins, token_budget, length_multiple)
-    ends_B = np.bincount(bin_of_N, minlength=num_bins).cumsum().tolist()
-    by_bin_N = np.argsort(bin_of_N, kind="stable").tolist()
-    bins = [by_bin_N[begin:end] for begin, end in zip([0, *ends_B[:-1]], ends_B, strict=True)]
+    ends_B = np.bincount(bin_of_N, minlength=num_bins).cumsum()
+    bins = [members.tolist() for members in np.split(np.argsort(bin_of_N, kind="stable"), ends_B[:-1])]
     return _deal(bins, loads_B, dp_size)
 
 

@@ -12,32 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from grpo_mega.errors import ConfigError
-
-
-class Sizes(Protocol):
-    """Sizes of a decoder-only transformer, such as weights.spec.ModelShape."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def ffn(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def num_experts(self) -> int: ...
-    @property
-    def moe_ffn(self) -> int: ...
+from grpo_mega.weights.spec import ModelShape
 
 
 @dataclass(frozen=True)
@@ -53,16 +30,12 @@ class Flops:
         return self.linear + self.attention + self.output
 
     @property
-    def backward(self) -> float:
-        return 2 * self.forward
-
-    @property
     def training(self) -> float:
         """Return the operations of forward and backward."""
-        return self.forward + self.backward
+        return 3 * self.forward
 
 
-def count(sizes: Sizes, lengths: Sequence[int], *, experts_per_token: int = 0, num_outputs: int | None = None) -> Flops:
+def count(shape: ModelShape, lengths: Sequence[int], *, experts_per_token: int = 0, num_outputs: int | None = None) -> Flops:
     """Count a pass over segments of `lengths` tokens, with `num_outputs` tokens (None: all) through the output layer.
 
     Raises ConfigError for an MoE model without its number of experts per token.
@@ -70,34 +43,29 @@ def count(sizes: Sizes, lengths: Sequence[int], *, experts_per_token: int = 0, n
     num_tokens = sum(lengths)
     num_pairs = sum(n * (n + 1) // 2 for n in lengths)
     return of_totals(
-        sizes, num_tokens, num_pairs, num_tokens if num_outputs is None else num_outputs, experts_per_token=experts_per_token
+        shape, num_tokens, num_pairs, num_tokens if num_outputs is None else num_outputs, experts_per_token=experts_per_token
     )
 
 
-def of_totals(sizes: Sizes, num_tokens: float, num_pairs: float, num_outputs: float, *, experts_per_token: int = 0) -> Flops:
+def of_totals(
+    shape: ModelShape, num_tokens: float, num_pairs: float, num_outputs: float, *, experts_per_token: int = 0
+) -> Flops:
     """Count tokens, of which `num_outputs` go through the output layer, and the pairs of a query and a key that it sees."""
-    q = sizes.num_heads * sizes.head_dim
     return Flops(
-        linear=2 * num_tokens * sizes.num_layers * layer_weights(sizes, experts_per_token),
-        attention=4 * q * num_pairs * sizes.num_layers,
-        output=2 * sizes.hidden * sizes.vocab * num_outputs,
+        linear=2 * num_tokens * shape.num_layers * layer_weights(shape, experts_per_token),
+        attention=4 * shape.q * num_pairs * shape.num_layers,
+        output=2 * shape.hidden * shape.vocab * num_outputs,
     )
 
 
-def layer_weights(sizes: Sizes, experts_per_token: int = 0) -> int:
+def layer_weights(shape: ModelShape, experts_per_token: int = 0) -> int:
     """Return the number of weights of one layer that multiply a token. Raises ConfigError as `count` does."""
-    q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    attention = sizes.hidden * (q + 2 * kv) + q * sizes.hidden
-    if not sizes.num_experts:
-        return attention + 3 * sizes.hidden * sizes.ffn
-    if not 1 <= experts_per_token <= sizes.num_experts:
+    attention = shape.hidden * (shape.q + 2 * shape.kv) + shape.q * shape.hidden
+    if not shape.num_experts:
+        return attention + 3 * shape.hidden * shape.ffn
+    if not 1 <= experts_per_token <= shape.num_experts:
         raise ConfigError(
-            f"experts_per_token={experts_per_token}: must be in 1 .. {sizes.num_experts} for an MoE model; "
+            f"experts_per_token={experts_per_token}: must be in 1 .. {shape.num_experts} for an MoE model; "
             "give the config's num_experts_per_tok"
         )
-    return attention + sizes.hidden * sizes.num_experts + experts_per_token * 3 * sizes.hidden * sizes.moe_ffn
-
-
-def per_token(sizes: Sizes, length: int, *, experts_per_token: int = 0) -> float:
-    """Return the training FLOPs (forward and backward) per token of full segments of `length` tokens."""
-    return count(sizes, [length], experts_per_token=experts_per_token).training / length
+    return attention + shape.hidden * shape.num_experts + experts_per_token * 3 * shape.hidden * shape.moe_ffn

@@ -1,7 +1,7 @@
 """Map values between samples and packed rows.
 
 Response token j of a sample whose prompt has P tokens belongs to the position that predicts it: P - 1 + j of the sample's
-segment. `pack` writes by `response_slice`, `to_samples` reads by it, so the two cannot disagree.
+segment. Packed rows are written and read by `response_slice`, so the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -31,13 +31,8 @@ def response_slices(batch: PackedBatch, samples: Sequence[Sample]) -> Iterator[s
         yield response_slice(start, samples[index])
 
 
-def to_samples(values_T: Tensor, batch: PackedBatch, samples: Sequence[Sample]) -> list[Tensor]:
-    """Return views [response_len] of values_T for each of `batch.sample_indices`; `samples` are all of the step's."""
-    return [values_T[where] for where in response_slices(batch, samples)]
-
-
 def from_samples(values: Sequence[Tensor], batch: PackedBatch, samples: Sequence[Sample]) -> Tensor:
-    """Invert `to_samples`: return a row [T] with `values` on the responses and 0 elsewhere. Keeps gradients."""
+    """Return a row [T] with the `values` of each of `batch.sample_indices` on its response, 0 elsewhere. Keeps gradients."""
     dtype = values[0].dtype if values else batch.loss_mask.dtype
     values_T = torch.zeros(batch.num_tokens, dtype=dtype, device=batch.tokens.device)
     for where, values_R in zip(response_slices(batch, samples), values, strict=True):

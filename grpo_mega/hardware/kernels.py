@@ -6,9 +6,9 @@ The package index's `apex` is an unrelated web package that Megatron would take 
 
 from __future__ import annotations
 
-import importlib.machinery
 import re
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,19 +21,6 @@ Version = tuple[int, ...]
 UNFUSED_PACKED: Version = (2, 11)  # the first Transformer Engine with packed samples in its unfused attention, which has fp32
 FUSED_PACKED: Version = (9, 0)  # the least compute capability with packed samples in its fused attention
 FLASH_ATTENTION: Version = (2, 1, 1)  # the oldest flash-attn that it uses
-
-
-@dataclass(frozen=True)
-class Found:
-    """The packages that Megatron could load when it was imported (see megatron/found.py)."""
-
-    transformer_engine: bool
-    apex_adam: bool
-    apex_weight_gradients: bool
-    problem: str = ""  # why an installed Transformer Engine does not load
-
-
-NOTHING = Found(False, False, False)
 
 
 @dataclass(frozen=True)
@@ -54,36 +41,43 @@ class Kernels:
         """Return the line for a run's log."""
         if self.transformer_engine:
             return f"kernels: layers, attention, norms, gradient accumulation and Adam are Transformer Engine's ({self.why})"
-        apex = [
-            name
-            for name, is_used in (("Adam", self.apex_adam), ("gradient accumulation", self.apex_weight_gradients))
-            if is_used
-        ]
+        apex = ["Adam"] * self.apex_adam + ["gradient accumulation"] * self.apex_weight_gradients
         ours = f"; {' and '.join(apex)} NVIDIA Apex's" if apex else ""
         return f"kernels: layers, attention and norms are torch's{ours or ', and so is Adam'} ({self.why})"
 
 
-def choose(*, is_cuda: bool, found: Found = NOTHING) -> Kernels:
-    """Return the kernels that a run uses; on a CPU `found` makes no difference.
+def choose(
+    *,
+    is_cuda: bool,
+    transformer_engine: bool = False,
+    apex_adam: bool = False,
+    apex_weight_gradients: bool = False,
+    problem: str = "",
+) -> Kernels:
+    """Return the kernels that a run uses, of the packages that Megatron could load; on a CPU these make no difference.
 
-    Raise ConfigError for a package `apex` that is not NVIDIA's.
+    `problem`: why an installed Transformer Engine does not load. Raise ConfigError for a package `apex` that is not NVIDIA's.
     """
     check_apex()
     if not is_cuda:
         return Kernels(False, False, False, "no others run on a CPU")
-    if found.transformer_engine:
+    if transformer_engine:
         return Kernels(True, False, False, f"version {transformer_engine_version()}")
     missing = "Transformer Engine is not installed"
     if transformer_engine_version() is not None or find_spec("transformer_engine") is not None:
-        missing = f"the installed Transformer Engine does not load{f': {found.problem}' if found.problem else ''}"
+        missing = f"the installed Transformer Engine does not load{f': {problem}' if problem else ''}"
     if find_spec("apex") is None:
         missing += ", nor is NVIDIA Apex" if missing.endswith("not installed") else "; NVIDIA Apex is not installed"
-    return Kernels(False, found.apex_adam, found.apex_weight_gradients, missing)
+    return Kernels(False, apex_adam, apex_weight_gradients, missing)
 
 
 def check_apex() -> None:
     """Raise ConfigError if the installed `apex` is the web package of that name."""
-    if find_spec("apex") is not None and not _has("apex.multi_tensor_apply"):
+    spec = find_spec("apex")
+    if spec is None:
+        return
+    # Looked for in the package's folder, since importing the package might fail.
+    if PathFinder.find_spec("apex.multi_tensor_apply", list(spec.submodule_search_locations or ())) is None:
         package = f"apex {_version('apex') or ''}".rstrip()
         raise ConfigError(
             f"the installed package {package} is not NVIDIA Apex but an unrelated web package, which Megatron would take for "
@@ -132,12 +126,3 @@ def _version(*packages: str) -> str | None:
         except PackageNotFoundError:
             pass
     return None
-
-
-def _has(module: str) -> bool:
-    """Return True if a submodule can be found, even where importing its package would fail."""
-    parent = module.rpartition(".")[0]
-    spec = find_spec(parent)
-    if spec is None or spec.submodule_search_locations is None:
-        return False
-    return importlib.machinery.PathFinder.find_spec(module, list(spec.submodule_search_locations)) is not None

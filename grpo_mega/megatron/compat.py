@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,12 +35,6 @@ class _InOrder:
         return self
 
     def __exit__(self, *exc: object) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Any) -> float:
-        return 0.0
 
     def record_event(self, *args: Any) -> _InOrder:
         return _InOrder()
@@ -128,21 +122,16 @@ def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
     return {p: (start - before[b], end - before[b], b) for p, (start, end, b) in buffer.param_index_map.items()}
 
 
-@contextlib.contextmanager
-def transfers_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside the context, replace the function of all transfers between pipeline stages by `wrap(function)`, to time them.
+def transfer_class() -> Any:
+    """Return the class whose function `_communicate` makes all transfers between pipeline stages, for a benchmark to time them:
+    Megatron has no hook.
 
     The function returns once the transfer is done (on a GPU: once the current stream waits for it), except if interleaved
-    stages overlap their transfers with computation. Megatron has no hook for this.
+    stages overlap their transfers with computation.
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    communicate = P2PCommunicator._communicate
-    P2PCommunicator._communicate = wrap(communicate)
-    try:
-        yield
-    finally:
-        P2PCommunicator._communicate = communicate
+    return P2PCommunicator
 
 
 @functools.cache
@@ -175,35 +164,25 @@ def patch_moe() -> None:
     dispatcher: Any = token_dispatcher
     dispatcher.maybe_move_tensor_to_cpu = as_array
     if not torch.cuda.is_available():
-        _pad_uneven_collectives()
+        _pad_uneven_gathers()
 
 
-def _pad_uneven_collectives() -> None:
+def _pad_uneven_gathers() -> None:
     """Pad to equal parts, as gloo requires: experts that are sharded over tp have different numbers of tokens."""
     from megatron.core.tensor_parallel import mappings
 
     patched: Any = mappings
-    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    gather = mappings._gather_along_first_dim
 
     def gather_padded(values: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return gather(values, group, None, use_global_buffer)
         longest = int(max(output_split_sizes))
-        parts = gather(_padded(values, longest), group).split(longest)
+        padded = torch.cat((values, values.new_zeros(longest - len(values), *values.shape[1:])))
+        parts = gather(padded, group).split(longest)
         return torch.cat([part[: int(size)] for part, size in zip(parts, output_split_sizes, strict=True)])
 
-    def reduce_scatter_padded(values: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
-        if input_split_sizes is None or group.size() == 1:
-            return reduce_scatter(values, group, None, use_global_buffer)
-        sizes = [int(size) for size in input_split_sizes]
-        parts = [_padded(part, max(sizes)) for part in values.split(sizes)]
-        return reduce_scatter(torch.cat(parts), group)[: sizes[group.rank()]]
-
-    patched._gather_along_first_dim, patched._reduce_scatter_along_first_dim = gather_padded, reduce_scatter_padded
-
-
-def _padded(values: torch.Tensor, num_rows: int) -> torch.Tensor:
-    return torch.cat((values, values.new_zeros(num_rows - len(values), *values.shape[1:])))
+    patched._gather_along_first_dim = gather_padded
 
 
 def _quieten() -> None:

@@ -1,7 +1,6 @@
 """Find out which optional kernels Megatron loaded, since an installed package may fail to load.
 
 Megatron tries to import them, and goes on without a Transformer Engine that lacks a module: it would then silently ignore FP8.
-`in_use` returns the kernels that a run on this device uses.
 """
 
 from __future__ import annotations
@@ -14,18 +13,32 @@ from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
 from grpo_mega.hardware import kernels
 from grpo_mega.hardware.device import Device
-from grpo_mega.hardware.kernels import Found, Kernels
+from grpo_mega.hardware.kernels import Kernels
 from grpo_mega.validation import raise_first
-from grpo_mega.validation.precision import attention_problems
+from grpo_mega.validation.precision import attention_problems, card_problems, transformer_engine_problems
 
 
 def in_use(device: Device) -> Kernels:
     """Return the kernels that a run on `device` uses."""
-    return kernels.choose(is_cuda=True, found=found()) if device.is_cuda else kernels.choose(is_cuda=False)
+    if not device.is_cuda:
+        return kernels.choose(is_cuda=False)
+    problem = check_loads()
+    from megatron.core import optimizer
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel import layers
+
+    return kernels.choose(
+        is_cuda=True,
+        transformer_engine=gpt_layer_specs.HAVE_TE,
+        apex_adam=optimizer.Adam.__module__.startswith("apex."),
+        apex_weight_gradients=layers._grad_accum_fusion_available,
+        problem=problem,
+    )
 
 
 def check(config: Config, device: Device) -> None:
-    """Raise ConfigError if the run needs a kernel that did not load, or that this GPU does not have."""
+    """Raise ConfigError if the run needs a kernel that did not load, or that this device does not have."""
+    raise_first(card_problems(config.precision, device.capability, device.name))
     kernels_in_use, version = in_use(device), kernels.transformer_engine_version()
     if not kernels_in_use.transformer_engine:
         needs = {"precision.fp8": config.precision.fp8, "optimizer.moments_dtype": config.optimizer.moments_dtype}
@@ -34,6 +47,7 @@ def check(config: Config, device: Device) -> None:
             if value not in (None, "float32"):
                 raise ConfigError(f"{key}={value}: needs Transformer Engine on a GPU, and {reason}; leave {key} out")
         return
+    raise_first(transformer_engine_problems(config.precision, version))
     if device.capability is not None:
         flash_attn = kernels.flash_attention_version()
         raise_first(attention_problems(config.model.dtype, device.capability, device.name, version, flash_attn))
@@ -58,21 +72,6 @@ def check_loads() -> str:
             "or pip uninstall it"
         ) from None
     return ""
-
-
-@functools.cache
-def found() -> Found:
-    problem = check_loads()
-    from megatron.core import optimizer
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.tensor_parallel import layers
-
-    return Found(
-        transformer_engine=gpt_layer_specs.HAVE_TE,
-        apex_adam=optimizer.Adam.__module__.startswith("apex."),
-        apex_weight_gradients=layers._grad_accum_fusion_available,
-        problem=problem,
-    )
 
 
 def _one_line(error: Exception) -> str:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+from itertools import groupby
 from statistics import median
 from typing import Any
 
@@ -27,12 +27,6 @@ class Level(IntEnum):
     ALL = 2
 
 
-@dataclass(frozen=True)
-class Verdict:
-    level: Level  # for the next step
-    messages: tuple[str, ...]
-
-
 class Guard:
     def __init__(self, config: GuardConfig, num_layers: int, mismatch_limit: float) -> None:
         """`mismatch_limit`: KL (k3) between engine and trainer, nats per token."""
@@ -41,8 +35,11 @@ class Guard:
         self._until = 0  # the step with which a fall-back ends
         self._norms: list[deque[float]] = [deque(maxlen=config.history) for _ in range(num_groups(num_layers))]
 
-    def observe(self, step: int, mismatch: float, passes: Sequence[Sequence[float]]) -> Verdict:
-        """Judge the updates of a step: `passes` holds the gradient norms by group of each optimizer step."""
+    def observe(self, step: int, mismatch: float, passes: Sequence[Sequence[float]]) -> list[str]:
+        """Judge the updates of a step and set `level` for the next one; return messages for the log.
+
+        `passes` holds the gradient norms by group of each optimizer step.
+        """
         worst = self._spikes(passes)
         why = [f"the gradient norm of {names(worst, self._num_layers)} is {_times(max(worst.values()))}"] if worst else []
         if not mismatch <= self._mismatch_limit:
@@ -51,7 +48,7 @@ class Guard:
         if not why and self.level and step >= self._until:
             self.level = Level.AS_CONFIGURED
             messages.append(f"step {step}: nothing amiss for a while; the layers compute as configured again")
-        return Verdict(self.level, tuple(messages))
+        return messages
 
     def state(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""
@@ -64,12 +61,12 @@ class Guard:
 
     def _spikes(self, passes: Sequence[Sequence[float]]) -> dict[int, float]:
         """Return, by group, the largest ratio to the median of earlier norms, where it is above the limit."""
-        limit = self._config.grad_spike
+        limit = math.inf if self._config.grad_spike is None else self._config.grad_spike
         spikes: dict[int, float] = {}
         for norms in passes:
             for group, (norm, past) in enumerate(zip(norms, self._norms, strict=True)):
-                ratio = _ratio(norm, past) if limit is not None else 0.0
-                if limit is not None and ratio > limit:
+                ratio = _ratio(norm, past)
+                if ratio > limit:
                     spikes[group] = max(ratio, spikes.get(group, 0.0))
                 if math.isfinite(norm) and norm > 0:  # zero-variance groups give no gradient
                     past.append(norm)
@@ -92,20 +89,13 @@ def num_groups(num_layers: int) -> int:
 
 def names(groups: Sequence[int] | dict[int, float], num_layers: int) -> str:
     """Return the names of groups, such as "embedding, layers 0-3, layer 7"."""
-    parts: list[str] = []
-    ordered = sorted(groups)
-    position = 0
-    while position < len(ordered):
-        first = last = ordered[position]
-        while last + 1 in groups and first > 0 and last + 1 <= num_layers:
-            last += 1
-        position = ordered.index(last) + 1
-        if first == 0:
-            parts.append("embedding")
-        elif first == num_layers + 1:
-            parts.append("output layer")
-        else:
-            parts.append(f"layer {first - 1}" if first == last else f"layers {first - 1}-{last - 1}")
+    parts = ["embedding"] if 0 in groups else []
+    layers = [group - 1 for group in sorted(groups) if 1 <= group <= num_layers]
+    for _, pairs in groupby(enumerate(layers), lambda pair: pair[1] - pair[0]):  # the same for layers that follow each other
+        run = [layer for _, layer in pairs]
+        parts.append(f"layer {run[0]}" if len(run) == 1 else f"layers {run[0]}-{run[-1]}")
+    if num_layers + 1 in groups:
+        parts.append("output layer")
     return ", ".join(parts)
 
 

@@ -26,7 +26,6 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -92,7 +91,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        **megatron_settings(config.precision, runtime.device),
+        **megatron_settings(config.precision),
         **_moe_config(shape, hf_config, runtime),
         use_cpu_initialization=not is_cuda,
         perform_initialization=False,
@@ -146,10 +145,13 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     layers = layout.layers_of(shape.num_layers, runtime.pp_rank, chunk)
     theirs = get_transformer_layer_offset(config, vp_stage=vp_stage), get_num_layers_to_build(config, vp_stage=vp_stage)
     assert theirs == (layers.start, len(layers)), (theirs, layers)
-    use_te = uses_transformer_engine(runtime)
+    if use_te := uses_transformer_engine(runtime):
+        spec = get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+    else:
+        spec = _local_spec(config, len(layers))
     model = GPTModel(
         config,
-        _te_spec(config) if use_te else _local_spec(config, len(layers)),
+        spec,
         vocab_size=padded_vocab(shape.vocab, layout.tp),
         max_sequence_length=hf_config.max_position_embeddings,
         position_embedding_type="rope",
@@ -161,7 +163,8 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     _mark_partitions(model)
     if model.post_process:
         model.output_layer.forward = partial(_forward_hidden, model.output_layer)
-    inv_freq = rotary_inv_freq(hf_config)
+    # By transformers' own arithmetic, for the rope types that preflight accepts.
+    inv_freq = LlamaRotaryEmbedding(hf_config).inv_freq.float()  # [head_dim / 2]
     if use_te:
         model.rotary_pos_emb.inv_freq = inv_freq
     else:
@@ -193,11 +196,6 @@ def _mark_partitions(model: GPTModel) -> None:
                 set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
 
 
-def rotary_inv_freq(hf_config: Any) -> torch.Tensor:
-    """Return inverse frequencies [head_dim / 2] by transformers' own arithmetic, for rope types that preflight accepts."""
-    return LlamaRotaryEmbedding(hf_config).inv_freq.float()
-
-
 def _local_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
@@ -208,7 +206,3 @@ def _local_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockS
     if config.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
-
-
-def _te_spec(config: TransformerConfig) -> ModuleSpec:
-    return get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)

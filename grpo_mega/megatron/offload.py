@@ -144,7 +144,6 @@ class PolicyMemory:
         self._stream, self._is_cuda = torch.cuda.Stream(), is_cuda
         self._moved_weights = Movable(self._stream, is_pinned=is_cuda)
         self._moved_optimizer = Movable(self._stream, is_pinned=is_cuda)
-        self._copies: list[HostCopy] = []  # made by copy_weights
 
     @property
     def has_weights(self) -> bool:
@@ -155,11 +154,6 @@ class PolicyMemory:
         """Return the device memory of weights, gradients, fp32 master weights and Adam's moments."""
         tensors = [*self._weights(), *self._optimizer_state(), *(b.grad_data for c in self._chunks for b in _buffers(c))]
         return sum(s.nbytes() for s in storages_of(tensors))
-
-    @property
-    def host_bytes(self) -> int:
-        """Return the host memory, in use or kept for reuse, copies of the weights included."""
-        return sum(copy.nbytes for copy in (self._moved_weights.copy, self._moved_optimizer.copy, *self._copies))
 
     def offload_optimizer(self) -> None:
         """Drop the gradients and Transformer Engine's FP8 copies; offload the optimizer's state. After an update, before a
@@ -196,7 +190,6 @@ class PolicyMemory:
     def copy_weights(self) -> HostCopy:
         """Return a copy of the current weights, for `with_weights`."""
         copy = HostCopy(self._stream, is_pinned=self._is_cuda)
-        self._copies.append(copy)
         copy.take(storages_of(self._weights()))
         self._stream.synchronize()
         return copy

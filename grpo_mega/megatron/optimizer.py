@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def wrap(chunks: list[GPTModel], layout: LayoutConfig, precision: PrecisionConfi
     )
     inner = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
     wrapped = [DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(inner)]
-    config.finalize_model_grads_func = partial(_add_up_grads)
+    config.finalize_model_grads_func = _add_up_grads
     if layout.overlap_grad_reduce:
         config.no_sync_func = [w.no_sync for w in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped

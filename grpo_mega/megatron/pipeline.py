@@ -21,7 +21,6 @@ from grpo_mega.megatron.attention import pack_params
 from grpo_mega.types import PackedBatch
 
 T = TypeVar("T")
-Item = tuple[PackedBatch, PackedSeqParams]
 
 
 class Pipeline:
@@ -37,11 +36,10 @@ class Pipeline:
     def forward(self, batches: Sequence[PackedBatch], on_hidden: Callable[[Tensor, PackedBatch], T]) -> list[T]:
         """Return `on_hidden(hidden_TH, batch)` of each micro-batch on the last stage; an empty list on the others."""
 
-        def forward_step(items: Iterator[Item], model: Any) -> tuple[Tensor, Callable[..., T]]:
-            item = next(items)
-            return self._hidden(item, model), lambda out, non_loss_data: on_hidden(out.squeeze(0), item[0])
+        def output(batch: PackedBatch, out: Tensor, non_loss_data: bool) -> T:
+            return on_hidden(out.squeeze(0), batch)
 
-        return self._run(batches, forward_step, forward_only=True, collect_non_loss_data=True)
+        return self._run(batches, output, forward_only=True, collect_non_loss_data=True)
 
     def forward_backward(
         self, batches: Sequence[PackedBatch], on_hidden: Callable[[Tensor, PackedBatch], LossOutputs]
@@ -54,29 +52,22 @@ class Pipeline:
             outputs = on_hidden(out.squeeze(0), batch)
             return outputs.loss, torch.zeros([], dtype=torch.int32, device=out.device), outputs
 
-        def forward_step(items: Iterator[Item], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-            item = next(items)
-            return self._hidden(item, model), partial(loss, item[0])
+        return self._run(batches, loss, forward_only=False)
 
-        return self._run(batches, forward_step, forward_only=False)
+    def _run(self, batches: Sequence[PackedBatch], on_output: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        """Return `on_output(batch, hidden states [1, T, hidden], ...)` of each micro-batch on the last stage."""
 
-    def _hidden(self, item: Item, model: Any) -> Tensor:
-        """Return hidden states: [1, T, hidden] on the last stage, [T (/ tp with sequence parallelism), 1, hidden] on the
-        others."""
-        batch, packed_seq_params = item
-        recorder().beat()
-        return model(
-            batch.tokens[None], batch.position_ids[None], None, packed_seq_params=packed_seq_params, **self._model_kwargs
-        )
+        def forward_step(items: Iterator[Any], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            batch, params = next(items)
+            recorder().beat()
+            hidden = model(batch.tokens[None], batch.position_ids[None], None, packed_seq_params=params, **self._model_kwargs)
+            return hidden, partial(on_output, batch)
 
-    def _run(self, batches: Sequence[PackedBatch], forward_step: Callable[..., Any], **kwargs: Any) -> list[Any]:
         items = [(batch, self.packed_seq_params_of(batch)) for batch in batches]
-        iterators = [iter(items) for _ in self._chunks]
-        is_single = len(self._chunks) == 1
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iterators[0] if is_single else iterators,
-            model=self._chunks[0] if is_single else self._chunks,
+            data_iterator=[iter(items) for _ in self._chunks],
+            model=self._chunks,
             num_microbatches=len(batches),
             seq_length=batches[0].num_tokens,
             micro_batch_size=1,

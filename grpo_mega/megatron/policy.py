@@ -27,32 +27,31 @@ from grpo_mega.config import Config
 from grpo_mega.hardware.fp8 import length_multiple
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import state as checkpoint
-from grpo_mega.megatron.fp8_weights import PlainTensors, held, is_quantised, write_back
 from grpo_mega.megatron.guard import Guard, num_groups
 from grpo_mega.megatron.model import build_chunks, output_weight, uses_transformer_engine
 from grpo_mega.megatron.offload import HostCopy, PolicyMemory
 from grpo_mega.megatron.pipeline import Pipeline
-from grpo_mega.megatron.precision import in_bf16, set_level
+from grpo_mega.megatron.precision import PlainTensors, held, in_bf16, is_quantised, set_level, write_back
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.types import PackedBatch, StepMetrics
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import Box, RankShards
-from grpo_mega.weights.layout import ShardLayout, megatron_rank_shards, megatron_shards
+from grpo_mega.weights.layout import ShardLayout, megatron_shards
 from grpo_mega.weights.spec import Family, ModelShape
 
 
 class Policy:
     def __init__(self, config: Config, shape: ModelShape, family: Family, hf_config: Any, runtime: Runtime) -> None:
         """Build the model without weights; `load` fills them."""
-        self._config, self._family, self._shape, self._runtime = config, family, shape, runtime
-        self._uses_te = uses_transformer_engine(runtime)
-        self._holding_of = partial(megatron_rank_shards, family, shape, runtime.layout, fused_norms=self._uses_te)
+        self._config, self._shape, self._runtime = config, shape, runtime
+        uses_te = uses_transformer_engine(runtime)
+        self._shards = megatron_shards(family, shape, runtime.layout, fused_norms=uses_te)
         self.models = build_chunks(shape, family, hf_config, config, runtime)  # one per virtual pipeline stage
-        self.parameters = _parameters_of(self.models, self._holding_of(runtime.rank))  # by local name
-        _check_partitions(self.parameters, runtime, self._holding_of)
+        self.parameters = _parameters_of(self.models, self._shards.rank_shards(runtime.rank))  # by local name
+        _check_partitions(self.parameters, runtime, self._shards)
         self._layer_group = _layer_groups(self.models, shape.num_layers)
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision)
-        self.pipeline = Pipeline(self.chunks, uses_te=self._uses_te)
+        self.pipeline = Pipeline(self.chunks, uses_te=uses_te)
         self._optimizer: Any = None
         self.optimizer_step = 0  # optimizer steps taken so far, without dropped mini-batches
         self.num_pushed = 0  # steps of this process that must change weights: past warm-up, with a gradient above 0
@@ -66,30 +65,25 @@ class Policy:
         self.nonfinite_samples: set[int] = set()  # indices of samples with NaN or infinite values in dropped mini-batches
 
     @property
-    def length_multiple(self) -> int:
-        """To what packed micro-batches are padded: sequence parallelism cuts them into tp parts, and FP8 wants whole blocks."""
-        return length_multiple(self._config.precision, self._runtime.layout.tp)
-
-    @property
-    def micro_batch_multiple(self) -> int:
-        """Interleaved pipelines need whole rounds of micro-batches."""
-        return self._runtime.layout.pp if self._runtime.layout.vpp > 1 else 1
-
-    @property
-    def dp_size(self) -> int:
-        return self._runtime.layout.dp
-
-    @property
-    def dp_rank(self) -> int:
-        return self._runtime.dp_rank
+    def packing(self) -> dict[str, int]:
+        """Return the arguments of batching's `pack` that depend on layout and precision."""
+        layout = self._runtime.layout
+        return {
+            "dp_size": layout.dp,
+            "dp_rank": self._runtime.dp_rank,
+            # Sequence parallelism cuts micro-batches into tp parts, and FP8 wants whole blocks.
+            "length_multiple": length_multiple(self._config.precision, layout.tp),
+            # Interleaved pipelines need whole rounds of micro-batches.
+            "micro_batch_multiple": layout.pp if layout.vpp > 1 else 1,
+        }
 
     def rank_shards(self) -> list[RankShards]:
         """Return the slices of the policy that each rank holds."""
-        return [self._holding_of(rank) for rank in range(self._runtime.layout.world_size)]
+        return [self._shards.rank_shards(rank) for rank in range(self._shards.world_size)]
 
     def shard_layout(self) -> ShardLayout:
         """Return the slices of the policy that each rank holds, as plans of transfers take them."""
-        return megatron_shards(self._family, self._shape, self._runtime.layout, fused_norms=self._uses_te)
+        return self._shards
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return this rank's parameters by the local names of its holding. They must be on the device."""
@@ -108,14 +102,12 @@ class Policy:
     def load_weights(self, read: Callable[[Box], Tensor]) -> None:
         """Fill the weights only, for a policy that is served or exported but not trained."""
         with self._runtime.together():
-            holding = self._holding_of(self._runtime.rank)
-            plain = {name: p for name, p in self.parameters.items() if not is_quantised(p)}
-            load_shards({name: holding[name] for name in plain}, plain, read)
-            for name in holding.keys() - plain.keys():  # weights in FP8, one by one
+            for name, shard in self._shards.rank_shards(self._runtime.rank).items():
                 p = self.parameters[name]
-                values = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-                load_shards({name: holding[name]}, {name: values}, read)
-                write_back(p, values)
+                values = torch.empty(p.shape, dtype=p.dtype, device=p.device) if is_quantised(p) else p
+                load_shards({name: shard}, {name: values}, read)
+                if values is not p:
+                    write_back(p, values)
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer and counters as a Megatron distributed checkpoint into the empty `folder`."""
@@ -197,9 +189,9 @@ class Policy:
 
     def watch(self, step: int, mismatch: float) -> Sequence[str]:
         """Let the guard judge the update of `step` and set the precision of the next one; return its messages for the log."""
-        verdict = self.guard.observe(step, mismatch, self._layer_norms)
-        set_level(self.models[0].config, self._config.precision, verdict.level)
-        return verdict.messages
+        messages = self.guard.observe(step, mismatch, self._layer_norms)
+        set_level(self.models[0].config, self._config.precision, self.guard.level)
+        return messages
 
     def _optimizer_update(self, *totals: float) -> StepMetrics:
         """Take one optimizer step; drop the mini-batch instead if one of `totals` or the gradient is not finite."""
@@ -318,12 +310,12 @@ def _layer_groups(models: Sequence[Any], num_layers: int) -> dict[Tensor, int]:
     return groups
 
 
-def _check_partitions(parameters: Mapping[str, Tensor], runtime: Runtime, holding_of: Callable[[int], RankShards]) -> None:
+def _check_partitions(parameters: Mapping[str, Tensor], runtime: Runtime, shards: ShardLayout) -> None:
     """Assert that exactly the sharded parameters are marked: the gradient norm counts unmarked ones on one rank only."""
     group = dist.get_process_group_ranks(runtime.tp_group)
     if len(group) == 1:
         return
-    first, second = holding_of(group[0]), holding_of(group[1])
+    first, second = shards.rank_shards(group[0]), shards.rank_shards(group[1])
     for name, p in parameters.items():
         is_cut = first[name] != second[name]
         assert getattr(p, "tensor_model_parallel", False) == is_cut, (name, is_cut)

@@ -1,42 +1,37 @@
 """FP8 by Transformer Engine: Megatron's settings for a config, which layers stay in bf16, and weights kept in FP8.
 
 Norms, router, embedding and output layer are always in bf16; log-probs, loss and reductions in fp32.
+
+A weight kept in FP8 wraps its data, scales and transposed copy. Slicing it makes a copy, and writing into the slice changes
+nothing: all code that reads or writes slices must use `PlainTensors` and `write_back`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from grpo_mega.config import PrecisionConfig
-from grpo_mega.hardware.device import Device
-from grpo_mega.hardware.kernels import transformer_engine_version
 from grpo_mega.megatron.guard import Level
-from grpo_mega.validation import raise_first
-from grpo_mega.validation.precision import card_problems, transformer_engine_problems
 
 if HAVE_TE:
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
+_BITS = {2: torch.int16, 4: torch.int32}  # integers as wide as a weight
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def megatron_settings(precision: PrecisionConfig, device: Device) -> dict[str, Any]:
-    """Return fields of Megatron's config. Raises ConfigError for FP8 that this device cannot compute: Megatron would ignore
-    it."""
+def megatron_settings(precision: PrecisionConfig) -> dict[str, Any]:
+    """Return fields of Megatron's config."""
     if precision.fp8 is None:
         return {}
-    raise_first(card_problems(precision, device.capability, device.name))
-    raise_first(transformer_engine_problems(precision, transformer_engine_version()))
-    return fp8_settings(precision)
-
-
-def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:
     return {
         "fp8": precision.fp8,
         "fp8_recipe": precision.fp8_recipe,
@@ -78,3 +73,71 @@ def in_bf16(config: TransformerConfig) -> Iterator[None]:
         yield
     finally:
         config.first_last_layers_bf16, config.num_layers_at_start_in_bf16 = before
+
+
+class PlainTensors(Mapping[str, Tensor]):
+    """Parameters by name, quantised ones dequantised; one dequantised copy is held at a time."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        p: Any = self._parameters[name]
+        if not is_float8tensor(p):
+            return p
+        if self._last is None or self._last[0] != name:
+            self._last = None  # free it before the next is made
+            self._last = name, p.dequantize(dtype=p.dtype)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+@torch.no_grad()
+def write_back(parameter: Any, values: Tensor) -> None:
+    """Quantise `values` into the parameter; an optimizer made later takes its masters from the values themselves."""
+    if hasattr(parameter._quantizer, "amax"):
+        # With delayed scaling it is the maximum of uninitialised memory, which would determine later scales.
+        parameter._quantizer.amax.zero_()
+    parameter.copy_(values)
+    parameter._high_precision_init_val = values.cpu()
+
+
+@torch.no_grad()
+def is_rounded_from(parameter: Any, start: int, end: int) -> Callable[[Tensor], bool]:
+    """Return a function that tests if fp32 masters belong to `parameter.view(-1)[start:end]` as it is now.
+
+    Plain weights equal their masters in the weights' dtype, bit for bit. Quantised ones were rounded twice, by the optimizer
+    and when a checkpoint was loaded: they are within one FP8 step of their masters.
+    """
+    if not is_quantised(parameter):
+        weights = parameter.detach().view(-1)[start:end].clone()
+        bits = _BITS[weights.element_size()]
+        return lambda masters: torch.equal(weights.view(bits), masters.detach().view(-1).to(weights.dtype).view(bits))
+    weights = parameter.dequantize(dtype=torch.float32).view(-1)[start:end]
+    metadata = parameter.get_metadata()
+    scale = next(metadata[name] for name in ("fp8_scale_inv", "rowwise_scale_inv") if metadata.get(name) is not None)
+    smallest = float(scale.max()) * 2**-9  # the step of FP8's subnormal numbers, of e4m3
+
+    def is_near(masters: Tensor) -> bool:
+        masters = masters.detach().view(-1).float()
+        return bool(((weights - masters).abs() <= masters.abs() / 8 + smallest).all())
+
+    return is_near
+
+
+def is_quantised(parameter: Tensor) -> bool:
+    return bool(is_float8tensor(parameter))
+
+
+def held(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that hold the bytes of plain and quantised parameters."""
+    tensors: list[Tensor] = []
+    for p in parameters:
+        tensors += [v for v in p.get_metadata().values() if isinstance(v, Tensor)] if is_quantised(p) else [p]  # type: ignore[attr-defined]
+    return tensors

@@ -48,10 +48,6 @@ class Runtime:
         return self.layout.place(self.rank)[2]
 
     @property
-    def is_last_stage(self) -> bool:
-        return self.pp_rank == self.layout.pp - 1
-
-    @property
     def tp_group(self) -> dist.ProcessGroup:
         return parallel_state.get_tensor_model_parallel_group()
 

@@ -26,8 +26,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.megatron import compat
-from grpo_mega.megatron.fp8_weights import is_rounded_from
 from grpo_mega.megatron.optimizer import parts, separate_steps
+from grpo_mega.megatron.precision import is_rounded_from
 
 
 def save(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any]) -> None:
@@ -147,25 +147,13 @@ def _state(
 def _make_states(optimizer: MegatronOptimizer) -> None:
     """Make Adam's states, which it makes at the first step: Megatron saves and loads only existing states."""
     for part in parts(optimizer):
-        if not isinstance(part.optimizer, torch.optim.AdamW):
-            _make_fused_states(part)
+        adam, config = part.optimizer, part.config
+        is_torchs = isinstance(adam, torch.optim.AdamW)
+        if not is_torchs and not config.use_precision_aware_optimizer:
+            part.init_state_fn(adam, config)
             continue
-        for group in part.optimizer.param_groups:
-            for p in group["params"]:
-                if not part.optimizer.state[p]:
-                    part.optimizer.state[p] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(p),
-                        "exp_avg_sq": torch.zeros_like(p),
-                    }
-
-
-def _make_fused_states(part: Any) -> None:
-    """Make a fused Adam's states with Megatron's function, which lacks an argument of the precision-aware Adam."""
-    if not part.config.use_precision_aware_optimizer:
-        part.init_state_fn(part.optimizer, part.config)
-        return
-    for group in part.optimizer.param_groups:
-        for p in group["params"]:
-            if not part.optimizer.state[p]:
-                part.optimizer.initialize_state(p, part.config.store_param_remainders)
+        for p in (p for group in adam.param_groups for p in group["params"] if not adam.state[p]):
+            if is_torchs:
+                adam.state[p] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            else:  # Megatron's function lacks this argument
+                adam.initialize_state(p, config.store_param_remainders)

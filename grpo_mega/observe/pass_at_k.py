@@ -49,7 +49,7 @@ def sampled_metrics(tallies: Sequence[Tally], ks: Sequence[int]) -> StepMetrics:
     if not tallies:
         return {}
     n = tallies[0].num_samples
-    metrics = {f"mean@{n}": _mean([mean_at_k(t.num_samples, t.num_correct) for t in tallies])}
+    metrics = {f"mean@{n}": _mean([t.num_correct / n for t in tallies])}
     for k in ks:
         metrics[f"pass@{k}"] = _mean([pass_at_k(t.num_samples, t.num_correct, k) for t in tallies])
         metrics[f"majority@{k}"] = _mean([majority_at_k(t.num_samples, t.votes, k) for t in tallies])
@@ -62,11 +62,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """Return pass@k if c of n responses are correct, 1 <= k <= n."""
     assert 0 <= c <= n and 1 <= k <= n, (n, c, k)
     return 1.0 - comb(n - c, k) / comb(n, k)
-
-
-def mean_at_k(n: int, c: int) -> float:
-    """Return mean@k, which is the same for every k."""
-    return c / n
 
 
 @lru_cache(maxsize=65536)  # most prompts of a set have one of a few tallies
@@ -97,20 +92,16 @@ def _worths(votes: Votes, k: int, t: int) -> np.ndarray:
     ways[0, 0] = 1.0
     for m, right in votes:
         new_ways, new_worth = ways.copy(), worth.copy()  # with none of this answer's responses
-        choices = _choices(m)
         for taken in range(1, min(m, t - 1) + 1):
-            new_ways[taken:] += choices[taken] * ways[: k + 1 - taken]
-            new_worth[taken:] += choices[taken] * worth[: k + 1 - taken]
+            choices = float(comb(m, taken))
+            new_ways[taken:] += choices * ways[: k + 1 - taken]
+            new_worth[taken:] += choices * worth[: k + 1 - taken]
         if t <= m:
-            new_ways[t:, 1:] += choices[t] * ways[: k + 1 - t, :-1]
-            new_worth[t:, 1:] += choices[t] * (worth[: k + 1 - t, :-1] + right / m * ways[: k + 1 - t, :-1])
+            choices = float(comb(m, t))
+            new_ways[t:, 1:] += choices * ways[: k + 1 - t, :-1]
+            new_worth[t:, 1:] += choices * (worth[: k + 1 - t, :-1] + right / m * ways[: k + 1 - t, :-1])
         ways, worth = new_ways, new_worth
     return worth
-
-
-@lru_cache(maxsize=2048)
-def _choices(m: int) -> list[float]:
-    return [float(comb(m, taken)) for taken in range(m + 1)]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,17 +1,17 @@
 """Progress of anything that may take longer than 5 seconds: a bar on a terminal, else a plain line at most every 5 s.
 
-`progress(total, description, enabled)` is a context that gives a Bar to advance, of items or of bytes; `track(iterable, ...)`
-wraps a loop. Shown are the amount done, the time left, and bytes or tokens per second. For rank 0 alone: the others pass
-enabled=False. Bars may be nested, threads may share one, and printed lines appear above them.
+`progress(total, description, enabled)` is a context that gives a Bar to advance, of items or of bytes. Shown are the amount
+done, the time left, and bytes or tokens per second. For rank 0 alone: the others pass enabled=False. Bars may be nested,
+threads may share one, and printed lines appear above them.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, Protocol, TypeVar
+from typing import Literal
 
 from rich import get_console
 from rich.progress import (
@@ -25,15 +25,9 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-T = TypeVar("T")
 Unit = Literal["items", "bytes"]
 
 SECONDS_BETWEEN_LINES = 5.0
-
-
-class Bar(Protocol):
-    def advance(self, n: int = 1, tokens: int = 0) -> None:
-        """Count `n` more items or bytes as done, with so many tokens in them."""
 
 
 @contextmanager
@@ -41,27 +35,18 @@ def progress(total: int | None, description: str, enabled: bool = True, unit: Un
     """Show how much of `total` (None: unknown) is done, as `bar.advance()` counts it."""
     console = get_console()
     if not enabled:
-        yield _NoBar()
+        yield Bar(total, description, unit, write=lambda line: None)
     elif not console.is_terminal:
-        yield LineBar(total, description, unit)
+        yield Bar(total, description, unit)
     else:
         done = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TimeElapsedColumn())
         rate = TextColumn("{task.fields[rate]}")
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), *done, TimeRemainingColumn(), rate)
         with Progress(*columns, console=console, transient=True) as display:
-            yield _RichBar(display, total, description)
+            yield _TerminalBar(display, total, description)
 
 
-def track(iterable: Iterable[T], description: str, enabled: bool = True) -> Iterator[T]:
-    """Yield the items of `iterable`, showing progress while they are worked on."""
-    total = len(iterable) if isinstance(iterable, Sized) else None
-    with progress(total, description, enabled) as bar:
-        for item in iterable:
-            yield item
-            bar.advance()
-
-
-class LineBar:
+class Bar:
     """Prints `sampling: 40/256 (12 s, 65 s left, 3,400 tokens/s)`, or `writing: 1.2 of 3.4 GB, 567 MB/s, 4 s left`, at most
     once in SECONDS_BETWEEN_LINES; quick work prints nothing."""
 
@@ -80,14 +65,18 @@ class LineBar:
         self._lock = threading.Lock()
 
     def advance(self, n: int = 1, tokens: int = 0) -> None:
+        """Count `n` more items or bytes as done, with so many tokens in them."""
         with self._lock:
             self._done += n
             self._tokens += tokens
-            now = self._clock()
-            if now - self._written >= SECONDS_BETWEEN_LINES:
-                self._written = now
-                seconds = now - self._began
-                self._write(f"{self._description}: {self._bytes(seconds) if self._unit == 'bytes' else self._items(seconds)}")
+            self._show()
+
+    def _show(self) -> None:
+        now = self._clock()
+        if now - self._written >= SECONDS_BETWEEN_LINES:
+            self._written = now
+            seconds = now - self._began
+            self._write(f"{self._description}: {self._bytes(seconds) if self._unit == 'bytes' else self._items(seconds)}")
 
     def _items(self, seconds: float) -> str:
         parts = [f"{seconds:.0f} s"]
@@ -103,21 +92,14 @@ class LineBar:
         return f"{self._done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed / 1e6:.0f} MB/s, {left:.0f} s left"
 
 
-class _RichBar:
+class _TerminalBar(Bar):
     def __init__(self, display: Progress, total: int | None, description: str) -> None:
-        self._display = display
-        self._task = display.add_task(description, total=total, rate="")
-        self._tokens, self._began = 0, time.monotonic()
+        super().__init__(total, description)
+        self._display, self._task = display, display.add_task(description, total=total, rate="")
 
-    def advance(self, n: int = 1, tokens: int = 0) -> None:
-        self._tokens += tokens
-        rate = _rate(self._tokens, time.monotonic() - self._began) if self._tokens else ""
-        self._display.update(self._task, advance=n, rate=rate)
-
-
-class _NoBar:
-    def advance(self, n: int = 1, tokens: int = 0) -> None:
-        pass
+    def _show(self) -> None:
+        rate = _rate(self._tokens, self._clock() - self._began) if self._tokens else ""
+        self._display.update(self._task, completed=self._done, rate=rate)
 
 
 def _rate(tokens: int, seconds: float) -> str:

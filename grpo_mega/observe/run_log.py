@@ -14,7 +14,7 @@ from grpo_mega.config import Config
 from grpo_mega.observe.report.refresh import ReportWriter
 from grpo_mega.observe.samples import Decode, SampleRows
 from grpo_mega.observe.wandb_writer import WandbWriter
-from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter, Writer
+from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter, Level, Writer
 from grpo_mega.text import well_formed
 from grpo_mega.types import Group, StepMetrics
 
@@ -31,14 +31,13 @@ class RunLog:
         for writer in self.writers:
             writer.write_eval(step, metrics)
 
-    def message(self, text: str) -> None:
+    def message(self, text: str, *, level: Level = "info") -> None:
         for writer in self.writers:
-            writer.write_message(well_formed(text))
+            writer.write_message(well_formed(text), level=level)
 
     def warn(self, text: str) -> None:
         """Log a message that a person should act upon."""
-        for writer in self.writers:
-            writer.write_message(well_formed(text), level="warning")
+        self.message(text, level="warning")
 
     def log_samples(self, step: int, groups: Sequence[Group], decode: Decode) -> None:
         """Log the step's first whole groups, log.samples_per_step samples or more; `decode` turns token ids into text."""

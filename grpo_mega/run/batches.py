@@ -60,11 +60,8 @@ def make_batches(config: Config, groups: Sequence[Group], policy: Policy) -> lis
     return packing.pack(
         mini_batches,
         mini_batch_weights(mini_batches, config.algorithm, max_response_length=config.rollout.max_response_length),
-        dp_size=policy.dp_size,
-        dp_rank=policy.dp_rank,
         token_budget=config.batch.tokens_per_micro_batch,
-        length_multiple=policy.length_multiple,
-        micro_batch_multiple=policy.micro_batch_multiple,
+        **policy.packing,
     )
 
 

@@ -27,7 +27,7 @@ def test_a_llama_with_grouped_queries_counts_as_by_hand() -> None:
     assert found.attention == 32 * 4 * 4096 * (4096 * 4097 // 2)
     assert found.output == 2 * 4096 * 4096 * 128256
     # 7.5e9 weights that multiply, 6 operations each, and 6 % more for attention.
-    assert flops.per_token(LLAMA, 4096) == pytest.approx(6 * 7.505e9 + 3 * 32 * 4 * 4096 * 4097 / 2, rel=1e-4)
+    assert found.training / 4096 == pytest.approx(6 * 7.505e9 + 3 * 32 * 4 * 4096 * 4097 / 2, rel=1e-4)
 
 
 def test_a_tied_output_layer_counts_once_and_the_lookup_not_at_all() -> None:
@@ -54,7 +54,6 @@ def test_a_mixture_without_its_number_of_chosen_experts_is_refused() -> None:
 def test_a_backward_pass_is_two_forward_passes_and_segments_add_up() -> None:
     both, one, two = (flops.count(QWEN2, lengths) for lengths in ([5, 9], [5], [9]))
     assert both.training == 3 * both.forward == one.training + two.training
-    assert both.backward == 2 * both.forward
 
 
 def test_the_output_layer_counts_for_the_tokens_that_need_it() -> None:

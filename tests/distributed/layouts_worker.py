@@ -71,11 +71,8 @@ def logits_difference(case: LogitsCase, runtime: Runtime) -> float:
     batches = pack(
         [samples],
         [[1.0] * len(samples)],
-        dp_size=policy.dp_size,
-        dp_rank=policy.dp_rank,
         token_budget=64,
-        length_multiple=policy.length_multiple,
-        micro_batch_multiple=policy.micro_batch_multiple,
+        **policy.packing,
     )[0]
     found = policy.pipeline.forward(batches, partial(_differences, case, runtime, policy, model.shape.vocab))
     worst = torch.tensor(max((d for micro_batch in found for d in micro_batch), default=0.0))

@@ -168,9 +168,9 @@ def test_memory_stays_within_a_tensor_a_worker_and_64_mib(tmp_path: Path) -> Non
 def test_progress_says_bytes_speed_and_the_time_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from grpo_mega.observe.progress import LineBar
+    from grpo_mega.observe.progress import Bar
 
     monkeypatch.setattr("grpo_mega.observe.progress.SECONDS_BETWEEN_LINES", 0.0)
-    lines = LineBar(4_000_000_000, "writing", "bytes")
+    lines = Bar(4_000_000_000, "writing", "bytes")
     lines.advance(1_000_000_000)
     assert re.fullmatch(r"writing: 1\.0 of 4\.0 GB, \d+ MB/s, \d+ s left\n", capsys.readouterr().out)

@@ -19,9 +19,8 @@ from grpo_mega.config import PrecisionConfig
 from grpo_mega.hardware.device import Device
 from grpo_mega.hardware.fp8 import RECIPES
 from grpo_mega.megatron.found import in_use
-from grpo_mega.megatron.fp8_weights import is_quantised
 from grpo_mega.megatron.guard import Level
-from grpo_mega.megatron.precision import in_bf16, set_level
+from grpo_mega.megatron.precision import in_bf16, is_quantised, set_level
 
 STEPS = 30 if IS_EMULATED else 50  # from the 25th on the loss falls slowly, and runs can be compared
 DEMONSTRATIONS = 8 if IS_REHEARSAL or IS_EMULATED else 16  # of a step

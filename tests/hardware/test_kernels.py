@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.hardware.kernels import Found, check_apex, choose, cuda_version
+from grpo_mega.hardware.kernels import check_apex, choose, cuda_version
 
 Install = Callable[..., None]
 TE = ("transformer_engine/__init__.py", "transformer_engine_torch.py")
@@ -39,21 +39,21 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def test_on_a_cpu_there_are_none_but_those_of_torch() -> None:
-    kernels = choose(is_cuda=False, found=Found(True, False, False))
+    kernels = choose(is_cuda=False, transformer_engine=True)
     assert not kernels.fuses_weight_gradients
     assert kernels.line() == "kernels: layers, attention and norms are torch's, and so is Adam (no others run on a CPU)"
 
 
 def test_transformer_engine_goes_before_apex(install: Install) -> None:
     install(*NVIDIA)
-    kernels = choose(is_cuda=True, found=Found(True, False, True))
+    kernels = choose(is_cuda=True, transformer_engine=True, apex_weight_gradients=True)
     assert kernels.transformer_engine and not kernels.apex_adam and kernels.fuses_weight_gradients
     assert "are Transformer Engine's" in kernels.line()
 
 
 def test_apex_fills_in_for_transformer_engine(install: Install) -> None:
     install("fused_weight_gradient_mlp_cuda.py", *NVIDIA)
-    kernels = choose(is_cuda=True, found=Found(False, True, True))
+    kernels = choose(is_cuda=True, apex_adam=True, apex_weight_gradients=True)
     assert kernels.apex_adam and kernels.apex_weight_gradients and not kernels.transformer_engine
     assert kernels.line() == (
         "kernels: layers, attention and norms are torch's; Adam and gradient accumulation NVIDIA Apex's "
@@ -68,9 +68,10 @@ def test_without_both_all_are_those_of_torch(install: Install) -> None:
 
 
 ASK = """
-from grpo_mega.megatron.found import check_loads, found
+import torch
+from grpo_mega.megatron.found import check_loads, in_use
 from grpo_mega.errors import ConfigError
-from grpo_mega.hardware.kernels import choose
+from grpo_mega.hardware.device import Device
 try:
     check_loads()
 except ConfigError as error:
@@ -78,7 +79,7 @@ except ConfigError as error:
 else:
     from megatron.core.models.gpt import gpt_layer_specs
     print("Megatron found it:", gpt_layer_specs.HAVE_TE)
-    print(choose(is_cuda=True, found=found()).line())
+    print(in_use(Device("cuda", torch.device("cuda"))).line())
 """
 
 

@@ -85,11 +85,8 @@ def packed(policy: Policy, samples: Sequence[Sample], token_budget: int = TOKEN_
     return pack(
         [samples],
         [[weight] * len(samples)],
-        dp_size=policy.dp_size,
-        dp_rank=policy.dp_rank,
         token_budget=token_budget,
-        length_multiple=policy.length_multiple,
-        micro_batch_multiple=policy.micro_batch_multiple,
+        **policy.packing,
     )
 
 
@@ -118,17 +115,18 @@ def gradients_of(policy: Policy, samples: Sequence[Sample], token_budget: int = 
 def supported_precisions(device: Device) -> dict[str, str]:
     """By FP8 recipe, why this machine cannot compute it; "" where it can."""
     from grpo_mega.config import PrecisionConfig
-    from grpo_mega.errors import ConfigError
     from grpo_mega.hardware.fp8 import RECIPES
-    from grpo_mega.megatron.precision import megatron_settings
+    from grpo_mega.validation.precision import card_problems, transformer_engine_problems
 
     found: dict[str, str] = {}
     for recipe in RECIPES:
-        try:
-            megatron_settings(PrecisionConfig(**precision_of(recipe)), device)
-            found[recipe] = ""
-        except ConfigError as error:
-            found[recipe] = str(error)
+        precision = PrecisionConfig(**precision_of(recipe))
+        version = kernels.transformer_engine_version()
+        problems = (
+            *card_problems(precision, device.capability, device.name),
+            *transformer_engine_problems(precision, version),
+        )
+        found[recipe] = problems[0] if problems else ""
     return found
 
 

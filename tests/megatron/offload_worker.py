@@ -182,7 +182,8 @@ def check_moves(trainee: Trainee) -> None:
         policy.memory.offload_weights()
         assert policy.memory.device_bytes == 0
         assert not any(trainee.held().values()), trainee.held()
-    host_bytes = policy.memory.host_bytes
+    copies = [moved.copy for moved in (policy.memory._moved_weights, policy.memory._moved_optimizer)]
+    host_bytes = sum(copy.nbytes for copy in copies)
     assert host_bytes >= trainee.weight_bytes + trainee.optimizer_bytes
     try:
         policy.tensors()
@@ -195,7 +196,7 @@ def check_moves(trainee: Trainee) -> None:
     assert all(not b.grad_data.any() for b in trainee.buffers), "gradients come back as zeros"
     assert trainee.checksum() == before
     trainee.away()
-    assert policy.memory.host_bytes == host_bytes, "host memory is used again"
+    assert sum(copy.nbytes for copy in copies) == host_bytes, "host memory is used again"
 
 
 def check_replicas_are_equal(trainee: Trainee) -> None:
@@ -322,11 +323,8 @@ def make_batches(policy: Policy, config: Config, step: int) -> list[list[PackedB
     return pack(
         mini_batches,
         [[1 / sum(s.response_len for s in samples)] * len(samples) for samples in mini_batches],
-        dp_size=policy.dp_size,
-        dp_rank=policy.dp_rank,
         token_budget=config.batch.tokens_per_micro_batch,
-        length_multiple=policy.length_multiple,
-        micro_batch_multiple=policy.micro_batch_multiple,
+        **policy.packing,
     )
 
 

@@ -60,7 +60,10 @@ def test_fp8_without_transformer_engine_is_refused_and_not_ignored() -> None:
     result = python(
         PRELUDE
         + "from grpo_mega.errors import ConfigError\n"
-        + "try: config(MegatronLayout(), precision={'fp8': 'hybrid'})\n"
+        + "from grpo_mega.megatron.found import check\n"
+        + "raw = {'run_dir': 'r', 'steps': 1, 'model': {'path': 'm', 'dtype': 'bfloat16'}, 'data': {'train': 't'}}\n"
+        + "fp8 = configs.validate(raw | {'precision': {'fp8': 'hybrid'}})\n"
+        + "try: check(fp8, device.Device('cpu', torch.device('cpu')))\n"
         + "except ConfigError as error: print(error)\n"
     )
     assert result.stdout.startswith("precision.fp8='hybrid' needs a GPU, and this run is on a CPU"), result.stderr
@@ -70,11 +73,11 @@ def test_a_reference_in_bf16_has_all_layers_in_bf16_for_its_pass_alone() -> None
     """By Megatron's own answer, of a config as on a GPU."""
     result = python(
         PRELUDE
-        + "from grpo_mega.megatron.precision import fp8_settings, in_bf16\n"
+        + "from grpo_mega.megatron.precision import megatron_settings, in_bf16\n"
         + "from megatron.core.fp8_utils import is_first_last_bf16_layer\n"
         + "from megatron.core.transformer.transformer_config import TransformerConfig\n"
         + "precision = configs.PrecisionConfig(fp8='hybrid', fp8_recipe='blockwise', last_layers_bf16=1)\n"
-        + "c = TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=4, **fp8_settings(precision))\n"
+        + "c = TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=4, **megatron_settings(precision))\n"
         + "layers = lambda: [is_first_last_bf16_layer(c, i) for i in range(4)]\n"
         + "assert layers() == [False, False, False, True], layers()\n"
         + "with in_bf16(c): assert all(layers())\n"
@@ -87,12 +90,12 @@ def test_what_the_guard_says_is_what_megatron_computes_in_bf16() -> None:
     result = python(
         PRELUDE
         + "from grpo_mega.megatron.guard import Level\n"
-        + "from grpo_mega.megatron.precision import fp8_settings, set_level\n"
+        + "from grpo_mega.megatron.precision import megatron_settings, set_level\n"
         + "from megatron.core.fp8_utils import is_first_last_bf16_layer\n"
         + "from megatron.core.transformer.transformer_config import TransformerConfig\n"
         + "guard = configs.GuardConfig(fall_back=True, layers=2)\n"
         + "precision = configs.PrecisionConfig(fp8='hybrid', fp8_recipe='blockwise', last_layers_bf16=1, guard=guard)\n"
-        + "c = TransformerConfig(num_layers=8, hidden_size=32, num_attention_heads=4, **fp8_settings(precision))\n"
+        + "c = TransformerConfig(num_layers=8, hidden_size=32, num_attention_heads=4, **megatron_settings(precision))\n"
         + "layers = lambda: [i for i in range(8) if is_first_last_bf16_layer(c, i)]\n"
         + "for level, expected in ((Level.ENDS, [0, 1, 6, 7]), (Level.ALL, list(range(8))), (Level.AS_CONFIGURED, [7])):\n"
         + "    set_level(c, precision, level)\n"

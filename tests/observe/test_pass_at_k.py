@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from grpo_mega.observe.pass_at_k import majority_at_k, mean_at_k, pass_at_k, sampled_metrics, tally
+from grpo_mega.observe.pass_at_k import majority_at_k, pass_at_k, sampled_metrics, tally
 
 Responses = list[tuple[str, bool]]  # (answer, whether it is right)
 
@@ -50,7 +50,7 @@ def test_estimates_are_the_means_over_all_subsets(seed: int) -> None:
     for k in range(1, n + 1):
         passed, mean, majority = by_subsets(responses, k)
         assert pass_at_k(n, found.num_correct, k) == pytest.approx(float(passed), abs=1e-12)
-        assert mean_at_k(n, found.num_correct) == pytest.approx(float(mean), abs=1e-12)
+        assert sampled_metrics([found], [])[f"mean@{n}"] == pytest.approx(float(mean), abs=1e-12)
         assert majority_at_k(n, found.votes, k) == pytest.approx(float(majority), abs=1e-12)
 
 

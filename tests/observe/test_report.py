@@ -12,7 +12,7 @@ import pytest
 from run_folders import HOSTILE, make_run, write_lines
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.observe.report import metrics, page, read, responses, write_report
+from grpo_mega.observe.report import embedded, metrics, read, responses, write_report
 
 
 def data_of(path: Path) -> dict[str, Any]:
@@ -50,9 +50,7 @@ def test_text_of_a_run_cannot_leave_its_element(tmp_path: Path) -> None:
     text = write_report(run).read_text()
     assert text.count("<script") == 2 and text.count("</script>") == 2 and "<img" not in text
     assert data_of(run / "report.html")["samples"]["steps"][0]["groups"][0]["samples"][0]["t"][0] == "<"
-    assert "<" not in page.embedded({"a": HOSTILE + "\ud800"}) and json.loads(page.embedded({"a": "<&>\u2028"})) == {
-        "a": "<&>\u2028"
-    }
+    assert "<" not in embedded({"a": HOSTILE + "\ud800"}) and json.loads(embedded({"a": "<&>\u2028"})) == {"a": "<&>\u2028"}
 
 
 def test_a_run_that_has_not_begun_one_without_samples_and_one_under_way_say_so(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ from hostile_text import LINE_ENDS, SURROGATES
 from rich.console import Console
 
 from grpo_mega import config
-from grpo_mega.observe.metric_aliases import SAME, other_names
 from grpo_mega.observe.run_log import open_run_log
 from grpo_mega.observe.samples import num_logged, token_ends
-from grpo_mega.observe.wandb_writer import wandb_mode
+from grpo_mega.observe.wandb_writer import SAME, other_names, wandb_mode
 from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter
 from grpo_mega.types import Group, Prompt, Sample
 

@@ -19,7 +19,7 @@ from grpo_mega.run.batches import is_zero_variance, make_batches
 from grpo_mega.types import Group, Prompt, Sample
 from tools.conformance import oracle_advantages
 
-ONE_RANK: Any = SimpleNamespace(dp_size=1, dp_rank=0, length_multiple=1, micro_batch_multiple=1)
+ONE_RANK: Any = SimpleNamespace(packing={"dp_size": 1, "dp_rank": 0})
 MAX_LENGTH = 10
 
 

@@ -106,7 +106,7 @@ def test_layers_in_bf16_that_megatron_would_refuse_are_one_line_and_no_others(
     assert message is None or re.search(message, problems[0])
     assert not list(bf16_layer_problems(PrecisionConfig(), LayoutConfig(pp=5), 5))
 
-    from grpo_mega.megatron.precision import fp8_settings
+    from grpo_mega.megatron.precision import megatron_settings
 
     def build() -> None:
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -119,7 +119,7 @@ def test_layers_in_bf16_that_megatron_would_refuse_are_one_line_and_no_others(
             pipeline_dtype=torch.bfloat16,
             params_dtype=torch.bfloat16,
             bf16=True,
-            **fp8_settings(found),
+            **megatron_settings(found),
         )
 
     if message is None or "leave none" in message:

@@ -53,7 +53,7 @@ class Case:
 
     @property
     def length_multiple(self) -> int:
-        return 16 * self.tp  # MegatronPolicy.length_multiple in bf16
+        return 16 * self.tp  # the length_multiple of Policy.packing in bf16
 
 
 CASES = (

@@ -39,26 +39,21 @@ def series(found: Curves) -> dict[str, Any]:
 
 def findings(found: Curves, mismatch_warn: float | None) -> list[str]:
     """Return the findings, a sentence each."""
-    sentences = []
+
+    def above(name: str, limit: float = 0.0) -> list[int]:
+        return [step for step, value in found.get(name, {}).items() if value > limit]
+
     broken = {name: [s for s, v in curve.items() if not math.isfinite(v)] for name, curve in sorted(found.items())}
-    sentences += [f"{name} is not finite {_at(steps)}" for name, steps in broken.items() if steps]
-    for name, what in (
-        ("nonfinite_mini_batches", "mini-batches were dropped because loss or gradient was not finite"),
-        ("dropped_mini_batches", "mini-batches were dropped"),
-    ):
-        steps = [s for s, v in found.get(name, {}).items() if v > 0]
-        if steps:
-            sentences.append(f"{what} {_at(steps)}")
-            break
+    sentences = [f"{name} is not finite {_at(steps)}" for name, steps in broken.items() if steps]
+    if steps := above("nonfinite_mini_batches"):
+        sentences.append(f"mini-batches were dropped because loss or gradient was not finite {_at(steps)}")
+    elif steps := above("dropped_mini_batches"):
+        sentences.append(f"mini-batches were dropped {_at(steps)}")
     for name in sorted(found):
-        if name.startswith("verdict/") and name.rsplit("/", 1)[1] in ("timeout", "crashed", "error"):
-            steps = [s for s, v in found[name].items() if v > 0]
-            if steps:
-                sentences.append(f"checks ended as {name.removeprefix('verdict/')} {_at(steps)}")
-    limit = mismatch_warn if mismatch_warn is not None else math.inf
-    steps = [s for s, v in found.get("mismatch/k3", {}).items() if v > limit]
-    if steps:
-        sentences.append(f"the mismatch of engine and trainer was above rollout.mismatch_warn={limit:g} {_at(steps)}")
+        if name.startswith("verdict/") and name.rsplit("/", 1)[1] in ("timeout", "crashed", "error") and (steps := above(name)):
+            sentences.append(f"checks ended as {name.removeprefix('verdict/')} {_at(steps)}")
+    if mismatch_warn is not None and (steps := above("mismatch/k3", mismatch_warn)):
+        sentences.append(f"the mismatch of engine and trainer was above rollout.mismatch_warn={mismatch_warn:g} {_at(steps)}")
     for name, bound, what in (
         ("response_length/cut", _MANY_CUT, "of the responses are cut off at rollout.max_response_length"),
         ("groups/zero_variance", _MANY_EQUAL, "of the groups have zero reward variance and teach nothing"),

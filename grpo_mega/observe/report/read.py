@@ -52,7 +52,9 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
         "heldout": responses.heldout(run_dir),
         "config": _config_rows(raw),
         "environment": {"starts": starts, "layout": _layout(raw)},
-        "messages": [_message(record) for record in messages[-MAX_MESSAGES:]],
+        "messages": [
+            {name: record.get(name, "") for name in ("step", "time", "level", "text")} for record in messages[-MAX_MESSAGES:]
+        ],
         "findings": findings,
     }
 
@@ -110,12 +112,10 @@ def _layout(raw: dict[str, Any]) -> list[list[str]]:
 def _config_rows(raw: dict[str, Any]) -> list[list[Any]]:
     """Return [dotted key, value as text, is_default] of every leaf; is_default is None if the config is not valid today."""
     try:
-        config = configs.validate(raw)
-        changed = set(_leaves(config.model_dump(mode="json", exclude_defaults=True)))
-        has_defaults = True
+        changed = _leaves(configs.validate(raw).model_dump(mode="json", exclude_defaults=True))
     except ConfigError:
-        changed, has_defaults = set(), False
-    return [[key, text, key not in changed if has_defaults else None] for key, text in _leaves(raw).items()]
+        return [[key, text, None] for key, text in _leaves(raw).items()]
+    return [[key, text, key not in changed] for key, text in _leaves(raw).items()]
 
 
 def _leaves(value: Any, prefix: str = "") -> dict[str, str]:
@@ -141,7 +141,3 @@ def _starts(path: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
-
-
-def _message(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: record.get(name, "") for name in ("step", "time", "level", "text")}

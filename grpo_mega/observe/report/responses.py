@@ -6,14 +6,13 @@ of held-out evaluations, and the first prompts. Files are scanned for their step
 
 from __future__ import annotations
 
-import io
-import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from grpo_mega.json_lines import parse_json_line, read_json_lines
 from grpo_mega.paths import heldout_files
 
 MAX_SAMPLE_BYTES = 6 << 20  # of samples.jsonl in the page
@@ -30,12 +29,14 @@ def samples(path: Path) -> dict[str, Any]:
     """Return {"steps": [{"step", "groups": [{"prompt_id", "prompt", "answer", "samples"}]}], "note"}."""
     lines = _lines_by_step(path)
     steps = sorted(lines)
+    if not steps:
+        return {"steps": [], "note": ""}
     shown = [step for step in _even(steps, MAX_SAMPLE_STEPS) if lines[step]]
     while len(shown) > 2 and sum(size for step in shown for _, size in lines[step]) > MAX_SAMPLE_BYTES:
         shown = _even(shown, max(2, len(shown) * 3 // 4))
     found = []
     num_bytes = num_left_out = 0
-    with path.open("rb") if steps else io.BytesIO() as file:
+    with path.open("rb") as file:
         for step in shown:
             records: list[dict[str, Any]] = []
             for begin, size in lines[step]:
@@ -43,7 +44,9 @@ def samples(path: Path) -> dict[str, Any]:
                     num_left_out += 1
                     continue
                 file.seek(begin)
-                records += _parsed(file.read(size))
+                record = parse_json_line(file.read(size))
+                if record is not None:
+                    records.append(record)
                 num_bytes += size
             if records:
                 found.append({"step": step, "groups": _groups(records)})
@@ -60,7 +63,9 @@ def heldout(run_dir: Path) -> dict[str, Any]:
     num_prompts: set[Any] = set()
     for place, step in enumerate(steps):
         seen: dict[Any, int] = defaultdict(int)
-        for record in _parsed(files[step].read_bytes()):
+        for _, record in read_json_lines(files[step]):
+            if record is None:
+                continue
             name = (record.get("set"), record.get("id"))
             key = (name, seen[name])
             seen[name] += 1
@@ -107,10 +112,8 @@ def _groups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[Any, dict[str, Any]] = {}
     for record in records:
         key = (record.get("group"), record.get("prompt_id"))
-        head = {name: record.get(name) for name in ("prompt_id", "prompt", "answer")}
+        head = {"prompt_id": record.get("prompt_id")} | {name: str(record.get(name) or "") for name in ("prompt", "answer")}
         groups.setdefault(key, head | {"samples": []})["samples"].append(_sample(record))
-    for group in groups.values():
-        group["prompt"], group["answer"] = str(group["prompt"] or ""), str(group["answer"] or "")
     return list(groups.values())
 
 
@@ -131,19 +134,6 @@ def _sample(record: dict[str, Any]) -> dict[str, Any]:
         "t": tokens,
         "response": None if tokens else response,
     }
-
-
-def _parsed(text: bytes) -> list[dict[str, Any]]:
-    """Return the lines that are JSON objects."""
-    found = []
-    for line in text.splitlines():
-        try:
-            record = json.loads(line, parse_constant=str)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
 
 
 def _even(items: Sequence[T], count: int) -> list[T]:

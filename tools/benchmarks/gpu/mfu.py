@@ -169,9 +169,6 @@ def make_batches(policy: Policy, vocab: int, work: Work) -> list[list[PackedBatc
     return pack(
         [samples],
         [[weight] * len(samples)],
-        dp_size=policy.dp_size,
-        dp_rank=policy.dp_rank,
         token_budget=work.tokens,
-        length_multiple=policy.length_multiple,
-        micro_batch_multiple=policy.micro_batch_multiple,
+        **policy.packing,
     )

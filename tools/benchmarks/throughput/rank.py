@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from grpo_mega.config import Config
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.megatron.compat import transfers_wrapped
+from grpo_mega.megatron.compat import transfer_class
 from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.timers import Timers
+from grpo_mega.observe.writers import Level
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.rollout.phase import Generator
@@ -108,13 +109,13 @@ class Waits:
             (Rendezvous, "all_gather", self._on_host),
             (dist, "all_gather_object", self._on_host),
             (dist, "barrier", self._on_host),
+            (transfer_class(), "_communicate", self._on_device),
         ]
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in doors]
         for owner, name, wrap in doors:
             setattr(owner, name, wrap(getattr(owner, name)))
         try:
-            with transfers_wrapped(self._on_device):
-                yield
+            yield
         finally:
             for owner, name, function in before:
                 setattr(owner, name, function)
@@ -198,11 +199,8 @@ class SeenLog(RunLog):
     def log_eval(self, step: int, metrics: StepMetrics) -> None:
         self._log.log_eval(step, metrics)
 
-    def message(self, text: str) -> None:
-        self._log.message(text)
-
-    def warn(self, text: str) -> None:
-        self._log.warn(text)
+    def message(self, text: str, *, level: Level = "info") -> None:
+        self._log.message(text, level=level)
 
     def close(self) -> None:
         self._log.close()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_mega.batching import flops
+from grpo_mega.weights.spec import ModelShape
 
 GroupLengths = tuple[int, list[int]]  # tokens of the prompt, and of each response
 
@@ -21,9 +22,9 @@ class Work:
     forward_flops: int  # one pass over all samples; only responses go through the output layer
 
 
-def work_of(sizes: flops.Sizes, experts_per_token: int, groups: Sequence[GroupLengths]) -> Work:
+def work_of(shape: ModelShape, experts_per_token: int, groups: Sequence[GroupLengths]) -> Work:
     def forward(length: int, num_outputs: int) -> int:
-        return flops.count(sizes, [length], experts_per_token=experts_per_token, num_outputs=num_outputs).forward
+        return flops.count(shape, [length], experts_per_token=experts_per_token, num_outputs=num_outputs).forward
 
     whole = sum(forward(prompt + response, response) for prompt, responses in groups for response in responses)
     return Work(
