@@ -25,7 +25,7 @@ from grpo_mega.errors import ResumeError
 from grpo_mega.formats.checkpoint_files import LATEST, STATE, Manifest, clean, partial_name, publish
 from grpo_mega.observe.progress import progress
 from grpo_mega.run.checkpoint_writer import SECONDS_BETWEEN_LOOKS, Writer
-from grpo_mega.run.staging import Staging, all_ranks
+from grpo_mega.run.staging import all_ranks, remove_unused, stage
 
 if TYPE_CHECKING:
     from grpo_mega.megatron.policy import Policy
@@ -55,7 +55,7 @@ class Checkpoints:
         self._last: Manifest | None = None  # of the last save
         self._num_pushed = 0  # Policy.num_pushed at the last save
         self.saved_step: int | None = None  # step of the last checkpoint that was saved or resumed from
-        self._staging = Staging(rank)
+        remove_unused()
         if rank == 0:
             clean(folder)
         dist.barrier()
@@ -69,7 +69,7 @@ class Checkpoints:
         self._check_disk(policy)
         target = self.folder / partial_name(manifest.step) / STATE
         target.mkdir(parents=True, exist_ok=True)
-        staged = self._staging.stage(policy.save, policy.state_bytes, target)
+        staged = stage(policy.save, policy.state_bytes, target)
         self._num_saves += 1
         self._last, self.saved_step = manifest, manifest.step
         self._writer = Writer(
@@ -86,7 +86,7 @@ class Checkpoints:
         """Let a save become visible, now that its step is logged; do not wait. Raises ResumeError if it was not written."""
         if self._writer is not None:
             self._writer.may_publish.set()
-            if all_ranks(not self._writer.is_alive):
+            if all_ranks(not self._writer.is_alive()):
                 self.finish()
 
     def finish(self) -> None:
@@ -110,8 +110,8 @@ class Checkpoints:
             return
         if writer.may_publish.is_set():
             self._wait(writer, SECONDS_FOR_OTHERS)
-        writer.give_up()
-        writer.wait(SECONDS_FOR_OTHERS)
+        writer.is_given_up.set()
+        writer.join(SECONDS_FOR_OTHERS)
 
     def _wait(self, writer: Writer, seconds_for_others: float | None = None) -> None:
         """Wait until the writer has ended, or, if given, for `seconds_for_others` after it has written this rank's part. Bytes
@@ -119,8 +119,8 @@ class Checkpoints:
         shown = writer.num_done
         until: float | None = None
         with progress(writer.num_bytes - shown, "writing the checkpoint", self._shows_progress, "bytes") as bar:
-            while writer.is_alive and (until is None or time.monotonic() < until):
-                writer.wait(SECONDS_BETWEEN_LOOKS)
+            while writer.is_alive() and (until is None or time.monotonic() < until):
+                writer.join(SECONDS_BETWEEN_LOOKS)
                 if writer.num_done > shown:
                     recorder().beat()
                     bar.advance(writer.num_done - shown)

@@ -149,7 +149,7 @@ def names_what_was_not_written(rank: int, folder: Path) -> None:
         (found.folder / ".step-000007.partial" / "state" / "__1_0.distcp").mkdir(parents=True)  # where its file is to be
     dist.barrier()
     found.save(SlowPolicy(rank), manifest(7))
-    assert is_true_soon(lambda: not found._writer.is_alive)
+    assert is_true_soon(lambda: not found._writer.is_alive())
     dist.barrier()
     text = raised(found.poll)
     assert text.startswith("checkpoint of step 7 was not written ([Errno 21]") and "__1_0.distcp" in text, text
