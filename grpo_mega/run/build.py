@@ -10,7 +10,6 @@ from functools import partial
 
 from grpo_mega.config import Config
 from grpo_mega.data.load import load_data
-from grpo_mega.distributed.recorder import recorder
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.stop import StopRequest
 from grpo_mega.distributed.watchdog import HangWatch
@@ -57,7 +56,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         runtime = runtimes.start(config)
         stack.callback(runtimes.stop)
         rendezvous = Rendezvous(runtime.store, runtime.rank, runtime.layout.world_size)
-        engine = build_engine(config, model.hf_config, model.family, model.shape, model.dtype, runtime, rendezvous)
+        engine = build_engine(config, model, runtime, rendezvous)
         stack.callback(engine.close)
         peak = PeakMemory(runtime.device)
         memory = make_room(engine, runtime, config.rollout, peak)
@@ -141,14 +140,5 @@ def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
 
 
 def _hang_watch(config: Config, runtime: Runtime, timers: Timers) -> HangWatch:
-    return HangWatch(
-        runtime.store,
-        runtime.rank,
-        runtime.layout.world_size,
-        timers=timers,
-        recorder=recorder(),
-        deadline_s=config.hang_deadline_s,
-        deadline_of_phase=config.deadline_of_phase,
-        run_dir=config.run_dir,
-        last_checkpoint=partial(tell_latest, config.run_dir / CHECKPOINTS),
-    )
+    world_size, checkpoints = runtime.layout.world_size, config.run_dir / CHECKPOINTS
+    return HangWatch(config, runtime.store, runtime.rank, world_size, timers, partial(tell_latest, checkpoints))
