@@ -54,7 +54,8 @@ class Generator:
             version, missing = self._engine.version, wanted - len(places)
             stop = StopCondition(self._rendezvous, missing) if missing < len(todo) else None
             groups = self._engine.generate(todo, sampling, step=step, on_sample=on_sample, stop=stop)
-            reports = self._share(_reports(groups, stop))
+            by_rank = self._rendezvous.all_gather("generation", _reports(groups, stop), self._deadline_s)
+            reports = [_Report(*row) for rows in by_rank for row in rows]
             kept = _first(reports, missing)
             if stop is not None:
                 stop.close()
@@ -82,10 +83,6 @@ class Generator:
             "rollout/kept_length": sums["kept_tokens"] / max(1, sums["kept_samples"]),
             "rollout/aborted_length": sums["aborted_tokens"] / max(1, sums["aborted_samples"]),
         }
-
-    def _share(self, reports: Sequence[_Report]) -> list[_Report]:
-        """Return the reports of all ranks."""
-        return [_Report(*row) for rows in self._rendezvous.all_gather("generation", reports, self._deadline_s) for row in rows]
 
     def _count(self, reports: Sequence[_Report], kept: frozenset[int]) -> None:
         for report in reports:
