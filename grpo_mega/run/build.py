@@ -69,7 +69,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         stack.callback(log.close)
         gc.freeze()  # Megatron collects garbage in every save; objects alive now live to the end and need not be scanned
         stack.enter_context(_hang_watch(config, runtime, timers))
-        checkpoints = stack.enter_context(closing(_open_checkpoints(config, runtime, log)))
+        checkpoints = stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, log.warn)))
         sync = build_sync(config, model.dtype, policy, engine, rendezvous)
         colocation = Colocation(policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message)
         decode = decoder(tokenizer)
@@ -99,17 +99,6 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
             inputs=RunInputs(config.model, data.digests, runtime.rank, runtime.layout.world_size),
             health=Health(config),
         )
-
-
-def _open_checkpoints(config: Config, runtime: Runtime, log: RunLog) -> Checkpoints:
-    return Checkpoints(
-        config.run_dir / CHECKPOINTS,
-        config.checkpoint,
-        runtime.rank,
-        store=runtime.store,
-        warn=log.warn,
-        shows_progress=config.log.progress,
-    )
 
 
 def _reward_pool(config: Config) -> RewardPool:

@@ -40,7 +40,7 @@ class Writer(threading.Thread):
         publish: Callable[[dict[str, str]], None],
     ) -> None:
         super().__init__(name="checkpoint", daemon=True)
-        self._staged, self._target, self._publish = staged, target, publish
+        self._staged, self._folder, self._publish = staged, target, publish
         self._store, self._rank = store, rank
         self._keys = [f"{key}/{other}" for other in range(world_size)]
         self.num_bytes = sum(file.num_bytes * 2 for file in staged)  # each is written and read back
@@ -71,7 +71,7 @@ class Writer(threading.Thread):
 
     def _write(self, file: StagedFile) -> str:
         """Write a file and verify it on the disk; return its sha256."""
-        path = self._target / file.name
+        path = self._folder / file.name
         if file.is_in_memory:
             with path.open("wb") as copy:
                 written = self._digest(file.content, copy)
@@ -115,7 +115,7 @@ class Writer(threading.Thread):
             self.failure = self.failure or failure
             self._store.delete_key(key)
         if self.failure:
-            shutil.rmtree(self._target.parent, ignore_errors=True)
+            shutil.rmtree(self._folder.parent, ignore_errors=True)
             return
         while not self.may_publish.wait(SECONDS_BETWEEN_LOOKS):
             if self.is_given_up.is_set():

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from grpo_mega.config import CheckpointConfig
+from grpo_mega.config import Config
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.checkpoint_files import LATEST, STATE, Manifest, clean, partial_name, publish
 from grpo_mega.observe.progress import progress
+from grpo_mega.paths import CHECKPOINTS
 from grpo_mega.run.checkpoint_writer import SECONDS_BETWEEN_LOOKS, Writer
 from grpo_mega.run.staging import all_ranks, remove_unused, stage
 
@@ -37,18 +38,10 @@ _CHUNK = 16 << 20  # bytes
 class Checkpoints:
     """Saves of one run. All ranks call every method together, except `close`; the same rank's calls do not overlap."""
 
-    def __init__(
-        self,
-        folder: Path,
-        config: CheckpointConfig,
-        rank: int,
-        *,
-        store: dist.Store,
-        warn: Callable[[str], None],
-        shows_progress: bool = False,
-    ) -> None:
-        self.folder, self._config, self._rank, self._warn = folder, config, rank, warn
-        self._shows_progress = shows_progress and rank == 0
+    def __init__(self, config: Config, rank: int, store: dist.Store, warn: Callable[[str], None]) -> None:
+        self.folder = config.run_dir / CHECKPOINTS
+        self._keep, self._rank, self._warn = config.checkpoint.keep, rank, warn
+        self._shows_progress = config.log.progress and rank == 0
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # the writers' own connection: one serves a single thread at a time
         self._num_saves = 0
         self._writer: Writer | None = None  # of the save in progress
@@ -57,7 +50,7 @@ class Checkpoints:
         self.saved_step: int | None = None  # step of the last checkpoint that was saved or resumed from
         remove_unused()
         if rank == 0:
-            clean(folder)
+            clean(self.folder)
         dist.barrier()
 
     def save(self, policy: Policy, manifest: Manifest) -> None:
@@ -79,7 +72,7 @@ class Checkpoints:
             key=f"checkpoint/{self._num_saves}",
             rank=self._rank,
             world_size=dist.get_world_size(),
-            publish=lambda checksums: publish(self.folder, replace(manifest, checksums=checksums), self._config.keep),
+            publish=lambda checksums: publish(self.folder, replace(manifest, checksums=checksums), self._keep),
         )
 
     def poll(self) -> None:

@@ -38,10 +38,11 @@ def lost_in_thought():
     time.sleep(60)
 
 checkpoint_writer._CHUNK = 1000
-checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(), rank, store=store, warn=print)
+config = SimpleNamespace(run_dir=folder, hang_deadline_s=1.5, deadline_of_phase={"sample": 4.0})
+config.checkpoint, config.log = CheckpointConfig(), SimpleNamespace(progress=False)
+checkpoints = Checkpoints(config, rank, store, print)
 slow = SlowPolicy(rank, num_parts=8 if behaviour == "well" else 1000, pause_s=0.5 if rank == 2 else 0.0)
 dist.barrier()
-config = SimpleNamespace(run_dir=folder, hang_deadline_s=1.5, deadline_of_phase={"sample": 4.0})
 with HangWatch(config, store, rank, 4, timers, lambda: "the last good one is step-7"):
     with timers("sample"):
         time.sleep(2.5)  # longer than any other phase may take
