@@ -63,7 +63,8 @@ def run_ranks(command: list[str], world_size: int, log_dir: Path) -> int:
             return _wait(ranks, caught)
         finally:
             for rank in ranks:
-                _kill_group(rank)
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # also the processes that it started
+                    os.killpg(rank.process.pid, signal.SIGKILL)
                 rank.process.wait()
 
 
@@ -133,11 +134,6 @@ def log_tail(log: Path, start: int) -> str:
     return f"{log} ends: " + (" | ".join(log_lines(log, start)[-LINES_OF_LOG:]) or "(empty)")
 
 
-def exit_description(code: int) -> str:
-    """Describe how a process ended; `code` is negative after a signal, as subprocess has it."""
-    return f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-
-
 def die_with_launcher(launcher: int) -> None:
     """Have the kernel kill this process with its launcher, where the kernel can do that; for subprocess's preexec_fn."""
     with contextlib.suppress(OSError):
@@ -195,8 +191,9 @@ def _wait(ranks: list[Rank], caught: list[int]) -> int:
     _send(ranks, signal.SIGKILL)
     code = failed.process.returncode
     if not caught and not (is_user_error and failed.rank == 0):
+        end = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
         log = "see above" if failed.log is None else log_tail(failed.log, failed.log_start)
-        print(f"grpo-mega: rank {failed.rank} {exit_description(code)}; {log}", file=sys.stderr, flush=True)
+        print(f"grpo-mega: rank {failed.rank} {end}; {log}", file=sys.stderr, flush=True)
     return code if code > 0 else 128 - code
 
 
@@ -222,9 +219,3 @@ def _send(ranks: list[Rank], number: int) -> None:
     for rank in ranks:
         if rank.process.poll() is None:
             rank.process.send_signal(number)
-
-
-def _kill_group(rank: Rank) -> None:
-    """Kill the rank, if it is alive, and the processes that it started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(rank.process.pid, signal.SIGKILL)

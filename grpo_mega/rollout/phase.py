@@ -56,7 +56,8 @@ class Generator:
             groups = self._engine.generate(todo, sampling, step=step, on_sample=on_sample, stop=stop)
             by_rank = self._rendezvous.all_gather("generation", _reports(groups, stop), self._deadline_s)
             reports = [_Report(*row) for rows in by_rank for row in rows]
-            kept = _first(reports, missing)
+            done = sorted((report.clock, report.place) for report in reports if report.clock is not None)
+            kept = frozenset(place for _, place in done[:missing])
             if stop is not None:
                 stop.close()
             if wanted < len(prompts):
@@ -107,8 +108,3 @@ def _reports(groups: Mapping[int, Group], stop: StopCondition | None) -> list[_R
     for place, aborted in stop.lengths.items() if stop else ():
         reports.append(_Report(place, None, sum(length > 0 for length in aborted), sum(aborted)))
     return reports
-
-
-def _first(reports: Sequence[_Report], wanted: int) -> frozenset[int]:
-    done = sorted((report.clock, report.place) for report in reports if report.clock is not None)
-    return frozenset(place for _, place in done[:wanted])

@@ -35,7 +35,7 @@ _SECONDS_BETWEEN_LOOKS = 0.2
 class RunInputs(threading.Thread):
     """Digests of one run's inputs; `data` gives those of its data by config key. All ranks call every method together.
 
-    The thread hashes this rank's pieces of the model's files; `start` begins that.
+    The thread hashes this rank's pieces of the model's files; `start` begins that, else `digests` does.
     """
 
     def __init__(self, model: ModelConfig, data: Mapping[str, str], rank: int, world_size: int) -> None:
@@ -52,7 +52,14 @@ class RunInputs(threading.Thread):
     def digests(self) -> dict[str, str]:
         """Return the digests of model and data; wait for the model's. Raises ConfigError for an unreadable file."""
         if self._gathered is None:
-            self._wait()
+            if self.ident is None:
+                self.start()
+            num_seen = 0
+            while self.is_alive():
+                self.join(_SECONDS_BETWEEN_LOOKS)
+                if self._num_done > num_seen:
+                    num_seen = self._num_done
+                    recorder().beat()
             everyone: list[tuple[dict[tuple[str, int], str], str]] = [({}, "")] * dist.get_world_size()
             dist.all_gather_object(everyone, (self._digests, self._problem))
             for _, problem in everyone:
@@ -84,14 +91,6 @@ class RunInputs(threading.Thread):
         return [
             f"{name} is not what it was at the run's checkpoint; the run goes on with what is there now" for name in changed
         ]
-
-    def _wait(self) -> None:
-        shown = 0
-        while self.is_alive():
-            self.join(_SECONDS_BETWEEN_LOOKS)
-            if self._num_done > shown:
-                shown = self._num_done
-                recorder().beat()
 
     def run(self) -> None:
         try:

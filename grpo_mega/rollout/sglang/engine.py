@@ -166,14 +166,15 @@ class SGLangEngine(Engine):
     def load(self, bucket: Bucket) -> None:
         if self._settings.prove:
             self._checksums += [entry for entry in bucket.entries if not entry.is_quantised]
-        request = self._buckets.describe(bucket.index) | {
+        place, handle = self._buckets.describe(bucket.index)
+        request = place | {
             "action": "fill",
             "entries": bucket.entries,
             "used_bytes": bucket.values.nbytes,
             "dtype": str(bucket.dtype),
             "prove": self._settings.prove,
         }
-        self._posted.append(self._post(request, self._buckets.handle(bucket.index)))
+        self._posted.append(self._post(request, handle))
 
     def end_update(self, version: int) -> list[str]:
         """Wait for all buckets and verify them; return the tensors that differ, with their tensor-parallel rank."""
