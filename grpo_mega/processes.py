@@ -1,15 +1,19 @@
 """Find the processes that run below another, and end them with it, whatever they are doing (Linux).
 
 A process ends with its parent by `die_with_parent`. The processes that it started in turn end with a guardian, a process that
-adopts the orphans below it (`adopt_orphans`) and calls `kill_descendants` before it exits.
+adopts the orphans below it (`adopt_orphans`) and calls `kill_descendants` before it exits. A temporary folder belongs to the
+processes that hold its lock: one that none of them holds any more, however they ended, is removed by `remove_unlocked`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,6 +86,38 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     finally:
         if os.getppid() != parent:  # it ended before the kernel was asked
             os._exit(1)
+
+
+def make_locked_folder(prefix: str, base: Path) -> tuple[Path, int]:
+    """Return a new folder of this user alone, and the descriptor that locks it for this process and those forked from it."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        with contextlib.suppress(OSError):  # another process removed it before it was locked
+            lock = _lock(folder)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+
+
+def remove_unlocked(prefix: str, base: Path) -> None:
+    """Remove this user's folders of that prefix that no living process has locked."""
+    for folder in base.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # in use, a link, another user's, or removed meanwhile
+            lock = _lock(folder)
+            if os.fstat(lock).st_uid == os.geteuid():
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    """Lock a folder. Raise OSError if a living process holds the lock, or it is not a folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _prctl(option: int, value: int) -> None:

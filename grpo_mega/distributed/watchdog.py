@@ -17,13 +17,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import Store
 
-from grpo_mega.distributed.recorder import Recorder
+from grpo_mega.config import Config
+from grpo_mega.distributed.recorder import recorder
 from grpo_mega.observe.timers import Timers
 
 EXIT_HANG = 3
@@ -37,27 +38,15 @@ class HangWatch:
     """Watches the run while the context lasts."""
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        *,
-        timers: Timers,
-        recorder: Recorder,
-        deadline_s: float,
-        deadline_of_phase: Mapping[str, float],
-        run_dir: Path,
-        last_checkpoint: Callable[[], str],
+        self, config: Config, store: Store, rank: int, world_size: int, timers: Timers, last_checkpoint: Callable[[], str]
     ) -> None:
-        """`deadline_of_phase`: for phases with deadlines of their own. `last_checkpoint()` describes it for the report."""
+        """`last_checkpoint()` describes the last checkpoint for the report."""
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # a store serves one thread at a time
         self._store.set_timeout(timedelta(seconds=SECONDS_TO_ANSWER))
         self._store.set(f"hang/node/{rank}", os.environ.get("SLURMD_NODENAME") or platform.node())
         self._rank, self._world_size = rank, world_size
-        self._timers, self._recorder = timers, recorder
-        self._deadline_s, self._deadline_of_phase = deadline_s, deadline_of_phase
-        self._folder, self._last_checkpoint = run_dir / FOLDER, last_checkpoint
-        self._pause_s = min(1.0, deadline_s / 10)
+        self._timers, self._last_checkpoint, self._folder = timers, last_checkpoint, config.run_dir / FOLDER
+        self._deadline_s, self._deadline_of_phase = config.hang_deadline_s, config.deadline_of_phase
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: the number of its heartbeats, and when it last grew
         self._own_move = 0.0  # when this rank last made progress, as last reported to the others
         self._moves, self._job_moved = 0, time.monotonic()  # reports of progress by all ranks, and the time of the last
@@ -76,7 +65,7 @@ class HangWatch:
     def _watch(self) -> None:
         has_answered = False
         store_answered = time.monotonic()
-        while not self._is_over.wait(self._pause_s):
+        while not self._is_over.wait(min(1.0, self._deadline_s / 10)):
             try:
                 self._store.add(f"hang/beats/{self._rank}", 1)
                 self._exchange_progress()
@@ -90,21 +79,24 @@ class HangWatch:
             except RuntimeError as error:  # the store's process is dead or stopped, or this process is on its way out
                 silence = time.monotonic() - store_answered
                 if silence > self._deadline_s and not self._is_over.is_set():
-                    self._end(f"no answer for {silence:.0f} s from the job's store ({_first_line(error)})", [self._where()])
+                    problem = str(error).split("\n", 1)[0][:100]
+                    self._end(f"no answer for {silence:.0f} s from the job's store ({problem})", [self._where()])
 
     def _reason(self) -> str | None:
         """Return why the run must end; None if it goes on."""
-        if self._is_stuck():
-            phase, _ = self._timers.current()
-            return f"no progress for {self._idle():.0f} s in {phase}"
+        phase, _ = self._timers.current()
+        limit = self._deadline_of_phase.get(phase, self._deadline_s) + (0 if self._rank == 0 else SECONDS_AFTER_FIRST)
+        idle = time.monotonic() - max(self._last_move(), self._job_moved)
+        if idle > limit:
+            return f"no progress for {idle:.0f} s in {phase}"
         silent = self._silent_ranks() if self._rank == 0 else []
         return f"no heartbeat from {_ranks(silent)} for {self._deadline_s:.0f} s" if silent else None
 
     def _exchange_progress(self) -> None:
         """Report this rank's progress since the last look to the others, and note when any rank made progress."""
-        own_move, before = self._last_move(), self._own_move
+        own_move = self._last_move()
+        moves = self._store.add("hang/moves", int(own_move > self._own_move))
         self._own_move = own_move
-        moves = self._store.add("hang/moves", int(own_move > before))
         if moves > self._moves:
             self._moves, self._job_moved = moves, time.monotonic()
 
@@ -116,16 +108,9 @@ class HangWatch:
                 self._heard[rank] = beats, now
         return [rank for rank, (_, when) in self._heard.items() if now - when > self._deadline_s]
 
-    def _is_stuck(self) -> bool:
-        limit = self._deadline_of_phase.get(self._timers.current()[0], self._deadline_s)
-        return self._idle() > limit + (0 if self._rank == 0 else SECONDS_AFTER_FIRST)
-
-    def _idle(self) -> float:
-        return time.monotonic() - max(self._last_move(), self._job_moved)
-
     def _last_move(self) -> float:
         """Return when this rank's main thread last made progress: a phase, a collective or a beat."""
-        return max(self._timers.current()[1], self._recorder.last_beat)
+        return max(self._timers.current()[1], recorder().last_beat)
 
     def _answer(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +120,7 @@ class HangWatch:
 
     def _where(self) -> str:
         phase, _ = self._timers.current()
-        return f"{phase}, {self._recorder.last()}, at {_place(sys._current_frames().get(self._main_thread or 0))}"
+        return f"{phase}, {recorder().last()}, at {_place(sys._current_frames().get(self._main_thread or 0))}"
 
     def _report(self, reason: str) -> None:
         self._store.set("hang/asked", "1")
@@ -192,7 +177,3 @@ def _ranks(numbers: list[int]) -> str:
 def _on_nodes(numbers: list[int], nodes: list[str]) -> str:
     """Return " on n1" where the job has more than one node, else ""; `nodes` by rank, "" if not known."""
     return f" on {', '.join(sorted({nodes[n] or 'unknown' for n in numbers}))}" if len(set(nodes) - {""}) > 1 else ""
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0][:100]

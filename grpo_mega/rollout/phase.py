@@ -54,8 +54,10 @@ class Generator:
             version, missing = self._engine.version, wanted - len(places)
             stop = StopCondition(self._rendezvous, missing) if missing < len(todo) else None
             groups = self._engine.generate(todo, sampling, step=step, on_sample=on_sample, stop=stop)
-            reports = self._share(_reports(groups, stop))
-            kept = _first(reports, missing)
+            by_rank = self._rendezvous.all_gather("generation", _reports(groups, stop), self._deadline_s)
+            reports = [_Report(*row) for rows in by_rank for row in rows]
+            done = sorted((report.clock, report.place) for report in reports if report.clock is not None)
+            kept = frozenset(place for _, place in done[:missing])
             if stop is not None:
                 stop.close()
             if wanted < len(prompts):
@@ -83,10 +85,6 @@ class Generator:
             "rollout/aborted_length": sums["aborted_tokens"] / max(1, sums["aborted_samples"]),
         }
 
-    def _share(self, reports: Sequence[_Report]) -> list[_Report]:
-        """Return the reports of all ranks."""
-        return [_Report(*row) for rows in self._rendezvous.all_gather("generation", reports, self._deadline_s) for row in rows]
-
     def _count(self, reports: Sequence[_Report], kept: frozenset[int]) -> None:
         for report in reports:
             name = "kept" if report.place in kept else "aborted"
@@ -110,8 +108,3 @@ def _reports(groups: Mapping[int, Group], stop: StopCondition | None) -> list[_R
     for place, aborted in stop.lengths.items() if stop else ():
         reports.append(_Report(place, None, sum(length > 0 for length in aborted), sum(aborted)))
     return reports
-
-
-def _first(reports: Sequence[_Report], wanted: int) -> frozenset[int]:
-    done = sorted((report.clock, report.place) for report in reports if report.clock is not None)
-    return frozenset(place for _, place in done[:wanted])

@@ -10,7 +10,6 @@ from functools import partial
 
 from grpo_mega.config import Config
 from grpo_mega.data.load import load_data
-from grpo_mega.distributed.recorder import recorder
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.stop import StopRequest
 from grpo_mega.distributed.watchdog import HangWatch
@@ -57,7 +56,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         runtime = runtimes.start(config)
         stack.callback(runtimes.stop)
         rendezvous = Rendezvous(runtime.store, runtime.rank, runtime.layout.world_size)
-        engine = build_engine(config, model.hf_config, model.family, model.shape, model.dtype, runtime, rendezvous)
+        engine = build_engine(config, model, runtime, rendezvous)
         stack.callback(engine.close)
         peak = PeakMemory(runtime.device)
         memory = make_room(engine, runtime, config.rollout, peak)
@@ -70,7 +69,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         stack.callback(log.close)
         gc.freeze()  # Megatron collects garbage in every save; objects alive now live to the end and need not be scanned
         stack.enter_context(_hang_watch(config, runtime, timers))
-        checkpoints = stack.enter_context(closing(_open_checkpoints(config, runtime, log)))
+        checkpoints = stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, log.warn)))
         sync = build_sync(config, model.dtype, policy, engine, rendezvous)
         colocation = Colocation(policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message)
         decode = decoder(tokenizer)
@@ -102,17 +101,6 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         )
 
 
-def _open_checkpoints(config: Config, runtime: Runtime, log: RunLog) -> Checkpoints:
-    return Checkpoints(
-        config.run_dir / CHECKPOINTS,
-        config.checkpoint,
-        runtime.rank,
-        store=runtime.store,
-        warn=log.warn,
-        shows_progress=config.log.progress,
-    )
-
-
 def _reward_pool(config: Config) -> RewardPool:
     """Make this rank's reward workers. Only the first rank of each engine has any: it scores what its engine generates."""
     return RewardPool(config.rewards, has_workers=int(os.environ.get("RANK", "0")) % config.rollout.tp == 0)
@@ -133,14 +121,5 @@ def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
 
 
 def _hang_watch(config: Config, runtime: Runtime, timers: Timers) -> HangWatch:
-    return HangWatch(
-        runtime.store,
-        runtime.rank,
-        runtime.layout.world_size,
-        timers=timers,
-        recorder=recorder(),
-        deadline_s=config.hang_deadline_s,
-        deadline_of_phase=config.deadline_of_phase,
-        run_dir=config.run_dir,
-        last_checkpoint=partial(tell_latest, config.run_dir / CHECKPOINTS),
-    )
+    world_size, checkpoints = runtime.layout.world_size, config.run_dir / CHECKPOINTS
+    return HangWatch(config, runtime.store, runtime.rank, world_size, timers, partial(tell_latest, checkpoints))

@@ -25,8 +25,8 @@ _CHUNK = 16 << 20  # bytes
 _CHUNKS_PER_SYNC = 16  # so that the last fsync is short, and progress is seen meanwhile
 
 
-class Writer:
-    """Starts to write at once. Only rank 0's thread calls `publish(checksums)`. `store` belongs to this thread."""
+class Writer(threading.Thread):
+    """A thread that starts at once. Only rank 0's thread calls `publish(checksums)`. `store` belongs to this thread."""
 
     def __init__(
         self,
@@ -39,7 +39,8 @@ class Writer:
         world_size: int,
         publish: Callable[[dict[str, str]], None],
     ) -> None:
-        self._staged, self._target, self._publish = staged, target, publish
+        super().__init__(name="checkpoint", daemon=True)
+        self._staged, self._folder, self._publish = staged, target, publish
         self._store, self._rank = store, rank
         self._keys = [f"{key}/{other}" for other in range(world_size)]
         self.num_bytes = sum(file.num_bytes * 2 for file in staged)  # each is written and read back
@@ -47,22 +48,10 @@ class Writer:
         self.failure = ""  # the reason why there is no checkpoint, as far as this rank knows
         self.is_written = threading.Event()  # this rank's part
         self.may_publish = threading.Event()
-        self._is_given_up = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
+        self.is_given_up = threading.Event()  # the thread then ends soon, without publishing
+        self.start()
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def wait(self, seconds: float) -> None:
-        self._thread.join(seconds)
-
-    def give_up(self) -> None:
-        """End the thread soon, without publishing."""
-        self._is_given_up.set()
-
-    def _run(self) -> None:
+    def run(self) -> None:
         checksums: dict[str, str] = {}
         try:
             for file in self._staged:
@@ -82,7 +71,7 @@ class Writer:
 
     def _write(self, file: StagedFile) -> str:
         """Write a file and verify it on the disk; return its sha256."""
-        path = self._target / file.name
+        path = self._folder / file.name
         if file.is_in_memory:
             with path.open("wb") as copy:
                 written = self._digest(file.content, copy)
@@ -108,7 +97,7 @@ class Writer:
                     copy.flush()
                     os.fdatasync(copy.fileno())
             self.num_done += len(chunk)
-            if self._is_given_up.is_set():
+            if self.is_given_up.is_set():
                 raise InterruptedError("the run ended before it was written")
         if copy is not None:
             copy.flush()
@@ -119,16 +108,16 @@ class Writer:
         checksums: dict[str, str] = {}
         for key in self._keys:
             while not self._store.check([key]):
-                if self._is_given_up.wait(SECONDS_BETWEEN_LOOKS):
+                if self.is_given_up.wait(SECONDS_BETWEEN_LOOKS):
                     return
             sums, failure = json.loads(self._store.get(key))
             checksums |= sums
             self.failure = self.failure or failure
             self._store.delete_key(key)
         if self.failure:
-            shutil.rmtree(self._target.parent, ignore_errors=True)
+            shutil.rmtree(self._folder.parent, ignore_errors=True)
             return
         while not self.may_publish.wait(SECONDS_BETWEEN_LOOKS):
-            if self._is_given_up.is_set():
+            if self.is_given_up.is_set():
                 return
         self._publish(dict(sorted(checksums.items())))

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from grpo_mega.config import CheckpointConfig
+from grpo_mega.config import Config
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.checkpoint_files import LATEST, STATE, Manifest, clean, partial_name, publish
 from grpo_mega.observe.progress import progress
+from grpo_mega.paths import CHECKPOINTS
 from grpo_mega.run.checkpoint_writer import SECONDS_BETWEEN_LOOKS, Writer
-from grpo_mega.run.staging import Staging, all_ranks
+from grpo_mega.run.staging import all_ranks, remove_unused, stage
 
 if TYPE_CHECKING:
     from grpo_mega.megatron.policy import Policy
@@ -37,27 +38,19 @@ _CHUNK = 16 << 20  # bytes
 class Checkpoints:
     """Saves of one run. All ranks call every method together, except `close`; the same rank's calls do not overlap."""
 
-    def __init__(
-        self,
-        folder: Path,
-        config: CheckpointConfig,
-        rank: int,
-        *,
-        store: dist.Store,
-        warn: Callable[[str], None],
-        shows_progress: bool = False,
-    ) -> None:
-        self.folder, self._config, self._rank, self._warn = folder, config, rank, warn
-        self._shows_progress = shows_progress and rank == 0
+    def __init__(self, config: Config, rank: int, store: dist.Store, warn: Callable[[str], None]) -> None:
+        self.folder = config.run_dir / CHECKPOINTS
+        self._keep, self._rank, self._warn = config.checkpoint.keep, rank, warn
+        self._shows_progress = config.log.progress and rank == 0
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # the writers' own connection: one serves a single thread at a time
         self._num_saves = 0
         self._writer: Writer | None = None  # of the save in progress
         self._last: Manifest | None = None  # of the last save
         self._num_pushed = 0  # Policy.num_pushed at the last save
         self.saved_step: int | None = None  # step of the last checkpoint that was saved or resumed from
-        self._staging = Staging(rank)
+        remove_unused()
         if rank == 0:
-            clean(folder)
+            clean(self.folder)
         dist.barrier()
 
     def save(self, policy: Policy, manifest: Manifest) -> None:
@@ -69,7 +62,7 @@ class Checkpoints:
         self._check_disk(policy)
         target = self.folder / partial_name(manifest.step) / STATE
         target.mkdir(parents=True, exist_ok=True)
-        staged = self._staging.stage(policy.save, policy.state_bytes, target)
+        staged = stage(policy.save, policy.state_bytes, target)
         self._num_saves += 1
         self._last, self.saved_step = manifest, manifest.step
         self._writer = Writer(
@@ -79,14 +72,14 @@ class Checkpoints:
             key=f"checkpoint/{self._num_saves}",
             rank=self._rank,
             world_size=dist.get_world_size(),
-            publish=lambda checksums: publish(self.folder, replace(manifest, checksums=checksums), self._config.keep),
+            publish=lambda checksums: publish(self.folder, replace(manifest, checksums=checksums), self._keep),
         )
 
     def poll(self) -> None:
         """Let a save become visible, now that its step is logged; do not wait. Raises ResumeError if it was not written."""
         if self._writer is not None:
             self._writer.may_publish.set()
-            if all_ranks(not self._writer.is_alive):
+            if all_ranks(not self._writer.is_alive()):
                 self.finish()
 
     def finish(self) -> None:
@@ -110,8 +103,8 @@ class Checkpoints:
             return
         if writer.may_publish.is_set():
             self._wait(writer, SECONDS_FOR_OTHERS)
-        writer.give_up()
-        writer.wait(SECONDS_FOR_OTHERS)
+        writer.is_given_up.set()
+        writer.join(SECONDS_FOR_OTHERS)
 
     def _wait(self, writer: Writer, seconds_for_others: float | None = None) -> None:
         """Wait until the writer has ended, or, if given, for `seconds_for_others` after it has written this rank's part. Bytes
@@ -119,8 +112,8 @@ class Checkpoints:
         shown = writer.num_done
         until: float | None = None
         with progress(writer.num_bytes - shown, "writing the checkpoint", self._shows_progress, "bytes") as bar:
-            while writer.is_alive and (until is None or time.monotonic() < until):
-                writer.wait(SECONDS_BETWEEN_LOOKS)
+            while writer.is_alive() and (until is None or time.monotonic() < until):
+                writer.join(SECONDS_BETWEEN_LOOKS)
                 if writer.num_done > shown:
                     recorder().beat()
                     bar.advance(writer.num_done - shown)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -15,38 +13,29 @@ from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.hardware.device import PeakMemory
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.observe.progress import SECONDS_BETWEEN_LINES
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.settings import EngineSettings
+from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.sync.memory import GpuMemory
 from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.validation import raise_first
 from grpo_mega.validation.engine import engine_rank_problems, padding_problems, served_card_problems
 from grpo_mega.weights.layout import EngineLayout, engine_shards
 from grpo_mega.weights.plan import plan_transfers
-from grpo_mega.weights.spec import Family, ModelShape
 
 
-def build_engine(
-    config: Config,
-    hf_config: Any,
-    family: Family,
-    shape: ModelShape,
-    dtype: torch.dtype,
-    runtime: Runtime,
-    rendezvous: Rendezvous,
-) -> Engine:
+def build_engine(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Rendezvous) -> Engine:
     """Build the engine of this rank. If the rank leads a server, it has begun to start; `wait_until_ready` waits for it."""
     if config.rollout.engine == "sglang":
-        return _sglang(config, family, shape, dtype, runtime, rendezvous)
+        return _sglang(config, model, runtime, rendezvous)
     return EmbeddedEngine(
-        hf_config,
-        family,
-        shape,
-        dtype,
+        model.hf_config,
+        model.family,
+        model.shape,
+        model.dtype,
         runtime.device,
         config.rollout.max_concurrent,
         rank=runtime.rank,
@@ -85,9 +74,7 @@ def ranks_per_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
-def _sglang(
-    config: Config, family: Family, shape: ModelShape, dtype: torch.dtype, runtime: Runtime, rendezvous: Rendezvous
-) -> SGLangEngine:
+def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Rendezvous) -> SGLangEngine:
     rollout, device, world_size = config.rollout, runtime.device, runtime.layout.world_size
     raise_first(engine_rank_problems(rollout.tp, world_size, ranks_per_node()))
     if device.is_cuda:
@@ -98,7 +85,7 @@ def _sglang(
             )
         )
     else:
-        raise_first(padding_problems(shape, rollout.tp))
+        raise_first(padding_problems(model.shape, rollout.tp))
     engine, tp_rank = divmod(runtime.rank, rollout.tp)
     first_local = int(os.environ.get("LOCAL_RANK", "0")) - tp_rank
     folder = config.run_dir / "engines" / str(engine)
@@ -116,11 +103,11 @@ def _sglang(
         cores=_cores(first_local, rollout.tp),
         seed=config.seed + engine,
         prove=config.sync.prove,
-        on_wait=_waiting(runtime.rank == 0 and config.log.progress),
+        shows_progress=runtime.rank == 0 and config.log.progress,
     )
     buckets = _buckets(device.is_cuda, int(config.sync.bucket_mib * 2**20), device.torch_device)
     layout = EngineLayout(rollout.tp, settings.num_engines)
-    side = engine_shards(family, shape, layout, world_size, quantise=rollout.quantization is not None)
+    side = engine_shards(model.family, model.shape, layout, world_size, quantise=rollout.quantization is not None)
     return SGLangEngine(settings, side, rendezvous, buckets)
 
 
@@ -136,16 +123,3 @@ def _cores(first_local: int, tp: int) -> tuple[int, ...]:
     here = sorted(os.sched_getaffinity(0))
     share = max(tp, num_cores() * tp // ranks_per_node())
     return tuple(here[(first_local + i) % len(here)] for i in range(min(share, len(here))))
-
-
-def _waiting(is_shown: bool) -> Callable[[float], None]:
-    """Return a function that prints a line from time to time while a server starts."""
-    last = 0.0
-
-    def on_wait(seconds: float) -> None:
-        nonlocal last
-        if is_shown and seconds - last >= SECONDS_BETWEEN_LINES:
-            last = seconds
-            print(f"waiting for the SGLang server: {seconds:.0f} s", flush=True)
-
-    return on_wait

@@ -32,10 +32,14 @@ _CHUNK = 4 << 20
 _SECONDS_BETWEEN_LOOKS = 0.2
 
 
-class RunInputs:
-    """Digests of one run's inputs; `data` gives those of its data by config key. All ranks call every method together."""
+class RunInputs(threading.Thread):
+    """Digests of one run's inputs; `data` gives those of its data by config key. All ranks call every method together.
+
+    The thread hashes this rank's pieces of the model's files; `start` begins that, else `digests` does.
+    """
 
     def __init__(self, model: ModelConfig, data: Mapping[str, str], rank: int, world_size: int) -> None:
+        super().__init__(name="model digests", daemon=True)
         self._folder, self._data = model.path, dict(data)
         files = model_files(model)
         pieces = [(path, index) for path in files for index in range(max(1, -(-path.stat().st_size // PIECE)))]
@@ -44,16 +48,18 @@ class RunInputs:
         self._num_done = 0  # chunks
         self._problem = ""
         self._gathered: dict[str, str] | None = None
-        self._thread = threading.Thread(target=self._hash, name="model digests", daemon=True)
-
-    def begin(self) -> None:
-        """Start to hash the model's files in the background."""
-        self._thread.start()
 
     def digests(self) -> dict[str, str]:
         """Return the digests of model and data; wait for the model's. Raises ConfigError for an unreadable file."""
         if self._gathered is None:
-            self._wait()
+            if self.ident is None:
+                self.start()
+            num_seen = 0
+            while self.is_alive():
+                self.join(_SECONDS_BETWEEN_LOOKS)
+                if self._num_done > num_seen:
+                    num_seen = self._num_done
+                    recorder().beat()
             everyone: list[tuple[dict[tuple[str, int], str], str]] = [({}, "")] * dist.get_world_size()
             dist.all_gather_object(everyone, (self._digests, self._problem))
             for _, problem in everyone:
@@ -86,17 +92,7 @@ class RunInputs:
             f"{name} is not what it was at the run's checkpoint; the run goes on with what is there now" for name in changed
         ]
 
-    def _wait(self) -> None:
-        if self._thread.ident is None:
-            self.begin()
-        shown = 0
-        while self._thread.is_alive():
-            self._thread.join(_SECONDS_BETWEEN_LOOKS)
-            if self._num_done > shown:
-                shown = self._num_done
-                recorder().beat()
-
-    def _hash(self) -> None:
+    def run(self) -> None:
         try:
             for path, index in self._mine:
                 digest, left = hashlib.sha256(), PIECE

@@ -68,7 +68,7 @@ class Job:
     def resume(self) -> int:
         """Load the run's last checkpoint, if it has one; return the number of finished steps. Raises ResumeError."""
         checkpoint = latest(self.checkpoints.folder)
-        self.inputs.begin()
+        self.inputs.start()
         if checkpoint is not None:
             manifest = read_manifest(checkpoint)
             check_model(checkpoint, manifest.model, self.model.shape)

@@ -72,12 +72,7 @@ class Rollouts:
             if not is_evaluation:
                 self.scorer.check()
         with self.timers("exchange"):
-            groups = exchange.gather(
-                phase.mine,
-                {place: prompts[place] for place in phase.places},
-                [f.name for f in self.config.rewards.functions],
-                VERDICTS,
-            )
+            groups = exchange.gather(phase.mine, {place: prompts[place] for place in phase.places}, VERDICTS)
         exchange.check_versions(groups, step)
         if is_evaluation or not self.scorer.has_warned:  # training warns once, since each step counts the failures
             has_failures = self._warn_of_failures(groups, description)

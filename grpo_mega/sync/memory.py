@@ -33,8 +33,8 @@ class GpuMemory:
         self._training_bytes = max(self._training_bytes, self._peak.reserved)
 
     def both_fit(self) -> bool:
-        """Return True if both fit on every rank; all ranks ask together."""
-        is_enough = fits(self._total_bytes, self._training_bytes, self._engine_bytes)
+        """Return True if both fit on every rank with MARGIN of the device to spare; all ranks ask together."""
+        is_enough = self._training_bytes + self._engine_bytes <= (1 - MARGIN) * self._total_bytes
         answer = torch.tensor([int(is_enough)])
         dist.all_reduce(answer, op=dist.ReduceOp.MIN)
         return bool(answer)
@@ -45,8 +45,3 @@ class GpuMemory:
             f"training peaks at {self._training_bytes / gib:.1f} GiB, the engine holds {self._engine_bytes / gib:.1f} GiB, "
             f"of {self._total_bytes / gib:.1f} GiB"
         )
-
-
-def fits(total_bytes: int, training_bytes: int, engine_bytes: int) -> bool:
-    """Return True if both fit with MARGIN of the device to spare."""
-    return training_bytes + engine_bytes <= (1 - MARGIN) * total_bytes

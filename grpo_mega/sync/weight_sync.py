@@ -6,34 +6,21 @@ next is filled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from grpo_mega.errors import SyncError
-from grpo_mega.weights.apply import Bucket, buckets
+from grpo_mega.weights.apply import buckets
 from grpo_mega.weights.plan import Plan
+
+if TYPE_CHECKING:
+    from grpo_mega.megatron.policy import Policy
+    from grpo_mega.rollout.engine import Engine
 
 MAX_NAMED = 8  # tensors in an error
 AllGather = Callable[[str, list[str]], list[list[str]]]  # (phase, value of this rank) -> values of all ranks
-
-
-class Source(Protocol):
-    def tensors(self) -> Mapping[str, Tensor]: ...
-
-
-class Target(Protocol):
-    """The part of rollout.engine.Engine that a sync needs."""
-
-    def begin_update(self) -> list[str]: ...
-
-    def allocate(self, index: int, num_bytes: int) -> Tensor: ...
-
-    def load(self, bucket: Bucket) -> None: ...
-
-    def end_update(self, version: int) -> list[str]: ...
 
 
 class WeightSync:
@@ -42,7 +29,7 @@ class WeightSync:
         self._plan, self._dtype, self._bucket_bytes, self._prove = plan, dtype, bucket_bytes, prove
         self._all_gather = all_gather
 
-    def sync_weights(self, policy: Source, engine: Target, *, version: int) -> int:
+    def sync_weights(self, policy: Policy, engine: Engine, *, version: int) -> int:
         """Fill the engine; return the bytes that this rank received from others.
 
         Raise SyncError on all ranks, naming tensors, if the engine's are not those of the plan or if one did not arrive whole.

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -38,7 +39,8 @@ def open_checkpoints(rank: int, folder: Path, keep: int = 2) -> Checkpoints:
         staging.MEMORY.mkdir()
     dist.barrier()
     store = dist.PrefixStore(folder.name, dist.distributed_c10d._get_default_store())
-    return Checkpoints(folder, CheckpointConfig(keep=keep), rank, store=store, warn=WARNINGS.append)
+    config: Any = SimpleNamespace(run_dir=folder, checkpoint=CheckpointConfig(keep=keep), log=SimpleNamespace(progress=False))
+    return Checkpoints(config, rank, store, WARNINGS.append)
 
 
 def is_true_soon(condition: Callable[[], bool]) -> bool:
@@ -149,7 +151,7 @@ def names_what_was_not_written(rank: int, folder: Path) -> None:
         (found.folder / ".step-000007.partial" / "state" / "__1_0.distcp").mkdir(parents=True)  # where its file is to be
     dist.barrier()
     found.save(SlowPolicy(rank), manifest(7))
-    assert is_true_soon(lambda: not found._writer.is_alive)
+    assert is_true_soon(lambda: not found._writer.is_alive())
     dist.barrier()
     text = raised(found.poll)
     assert text.startswith("checkpoint of step 7 was not written ([Errno 21]") and "__1_0.distcp" in text, text
@@ -204,7 +206,7 @@ def notices_another_start_model(rank: int, folder: Path) -> None:
 
     def opened(init: str = "checkpoint") -> RunInputs:
         found = RunInputs(ModelConfig.model_validate({"path": path, "init": init}), {"data.train=t": "d"}, rank, WORLD_SIZE)
-        found.begin()
+        found.start()
         return found
 
     def change(name: str, content: bytes | None) -> None:

@@ -366,10 +366,10 @@ def gathers(rank: int, folder: Path) -> None:
         expected = make_groups(num_prompts)
         prompts = [g.prompt for g in expected]
         groups = {place: expected[place] for place in range(rank, num_prompts, WORLD_SIZE)}
-        found = exchange.gather(groups, dict(enumerate(prompts)), ["accuracy", "format"], ["correct", "wrong", "timeout"])
+        found = exchange.gather(groups, dict(enumerate(prompts)), ["correct", "wrong", "timeout"])
         assert found == expected, (found, expected)
         assert all(s.prompt is g.prompt is p for g, p in zip(found, prompts, strict=True) for s in g.samples)
-    others = exchange.gather(groups, dict(enumerate(prompts)), ["accuracy", "format"], ["correct"])
+    others = exchange.gather(groups, dict(enumerate(prompts)), ["correct"])
     assert {s.verdicts["format"] for g in others for s in g.samples} == {"other"}
 
 

@@ -17,7 +17,7 @@ RANK = """
 import os, signal, sys, time
 from datetime import timedelta
 from grpo_mega.distributed.recorder import recorder
-record = recorder()
+recorder()
 import torch, torch.distributed as dist
 from grpo_mega.run import checkpoint_writer
 from grpo_mega.run.checkpoints import Checkpoints
@@ -25,6 +25,7 @@ from grpo_mega.config import CheckpointConfig
 from grpo_mega.distributed.watchdog import HangWatch
 from grpo_mega.observe.timers import Timers
 from pathlib import Path
+from types import SimpleNamespace
 from slow_policy import SlowPolicy, manifest
 folder, behaviour = Path(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -37,11 +38,12 @@ def lost_in_thought():
     time.sleep(60)
 
 checkpoint_writer._CHUNK = 1000
-checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(), rank, store=store, warn=print)
+config = SimpleNamespace(run_dir=folder, hang_deadline_s=1.5, deadline_of_phase={"sample": 4.0})
+config.checkpoint, config.log = CheckpointConfig(), SimpleNamespace(progress=False)
+checkpoints = Checkpoints(config, rank, store, print)
 slow = SlowPolicy(rank, num_parts=8 if behaviour == "well" else 1000, pause_s=0.5 if rank == 2 else 0.0)
 dist.barrier()
-settings = dict(deadline_s=1.5, deadline_of_phase={"sample": 4.0}, last_checkpoint=lambda: "the last good one is step-7")
-with HangWatch(store, rank, 4, timers=timers, recorder=record, run_dir=folder, **settings):
+with HangWatch(config, store, rank, 4, timers, lambda: "the last good one is step-7"):
     with timers("sample"):
         time.sleep(2.5)  # longer than any other phase may take
     for _ in range(20):  # longer than the deadline too, but there is progress

@@ -57,9 +57,7 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def make_settings(
-    model: Path, folder: Path, *, on_wait: Callable[[float], None] = lambda _: None, **rollout: Any
-) -> EngineSettings:
+def make_settings(model: Path, folder: Path, *, shows_progress: bool = False, **rollout: Any) -> EngineSettings:
     """`rollout`: of the config's section."""
     defaults = {"max_concurrent": 64, "cache_tokens": 16384, "start_deadline_s": START_DEADLINE_S, "stall_deadline_s": 30.0}
     return EngineSettings(
@@ -71,8 +69,17 @@ def make_settings(
         device_type="cpu",
         cores=(0, 1),
         weight_loader=LOADER,
-        on_wait=on_wait,
+        shows_progress=shows_progress,
     )
+
+
+@contextlib.contextmanager
+def running(server: Server) -> Iterator[Server]:
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 def changed(settings: EngineSettings, changes: dict[str, Any], **others: Any) -> EngineSettings:

@@ -4,12 +4,12 @@ import sys
 import time
 from pathlib import Path
 
-from servers import make_settings
+from servers import make_settings, running
 
 from grpo_mega.rollout.sglang.server import Server
 
 model, folder, tp = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-with Server(make_settings(model, folder, tp=tp)) as server:
+with running(Server(make_settings(model, folder, tp=tp))) as server:
     server.wait_until_healthy()
     print(server.url, flush=True)
     time.sleep(600)

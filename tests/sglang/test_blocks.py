@@ -12,9 +12,9 @@ from ranks import ROOT
 from servers import changed, make_settings
 
 from grpo_mega.errors import ConfigError
+from grpo_mega.rollout.sglang.engine import parameters
 from grpo_mega.rollout.sglang.fp8_params import REMEDY
 from grpo_mega.rollout.sglang.server import server_arguments
-from grpo_mega.rollout.sglang.update import parameters
 from grpo_mega.weights.boxes import LocalTensor
 
 CPU = changed(make_settings(Path("/m"), Path("/f")), {"quantization": "fp8"}, dtype="bfloat16")

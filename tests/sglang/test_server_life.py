@@ -4,6 +4,7 @@ Starts take ten seconds, so each carries several tests; ends that do not depend 
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from servers import (
     generate,
     is_true_within,
     make_settings,
+    running,
     trainers_environment,
 )
 
@@ -84,7 +86,7 @@ def test_its_log_is_in_its_folder_and_short(server: Server) -> None:
 
 
 def test_an_argument_that_sglang_does_not_know_is_one_clear_line(model: Path, tmp_path: Path, empty: Path) -> None:
-    with Server(make_settings(model, tmp_path, server_args={"no_such_argument": 7})) as server:
+    with running(Server(make_settings(model, tmp_path, server_args={"no_such_argument": 7}))) as server:
         tree = wait_for_sglang(lambda: Tree.of(server))
         with pytest.raises(EngineError) as caught:
             server.wait_until_healthy()
@@ -95,19 +97,24 @@ def test_an_argument_that_sglang_does_not_know_is_one_clear_line(model: Path, tm
 
 
 def test_another_port_is_taken_if_one_is_in_use_and_an_exception_ends_the_server(
-    model: Path, tmp_path: Path, empty: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    tmp_path: Path,
+    empty: Path,
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     taken = int(server.url.rpartition(":")[2])
     free_ports = servers_module.free_ports
     offers = [[taken, *free_ports(1)]]
     monkeypatch.setattr(servers_module, "free_ports", lambda *asked: offers.pop() if offers else free_ports(*asked))
-    waits: list[float] = []
-    other = Server(make_settings(model, tmp_path, on_wait=waits.append))
-    with pytest.raises(ZeroDivisionError), other:
+    other = Server(make_settings(model, tmp_path, shows_progress=True))
+    with pytest.raises(ZeroDivisionError), running(other):
         other.wait_until_healthy()
         assert not offers
         assert other.url != server.url
-        assert waits == sorted(waits)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines and all(re.fullmatch(r"waiting for the SGLang server: \d+ s", line) for line in lines)
         generate(other.url)
         tree = Tree.of(other)
         assert len(tree.pids) == 4  # guardian, SGLang, scheduler, detokenizer

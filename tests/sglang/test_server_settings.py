@@ -13,7 +13,7 @@ from servers import TRAINERS, changed, make_settings
 
 from grpo_mega.distributed.launch import free_ports
 from grpo_mega.errors import ConfigError
-from grpo_mega.rollout.sglang import import_stubs, served_models
+from grpo_mega.rollout.sglang import compat, served_models
 from grpo_mega.rollout.sglang.server import server_arguments, server_environment
 from grpo_mega.weights.families import FAMILIES
 
@@ -81,10 +81,10 @@ def test_free_ports_differ() -> None:
 
 @pytest.fixture
 def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(import_stubs, "STUBBED", ("no_such_package", "json"))
+    monkeypatch.setattr(compat, "STUBBED", ("no_such_package", "json"))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    import_stubs.install()
-    import_stubs.install()
+    compat.install_stubs()
+    compat.install_stubs()
     yield
     for name in [name for name in sys.modules if name.startswith("no_such_package")]:
         del sys.modules[name]
@@ -98,15 +98,15 @@ def test_a_stub_can_be_imported_and_not_called_and_a_real_package_wins() -> None
     assert not hasattr(module, "__path_of_no_kind__")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("another_such_package")
-    assert not isinstance(importlib.import_module("json.tool"), import_stubs.Stub)
-    assert sum(isinstance(finder, import_stubs.StubFinder) for finder in sys.meta_path) == 1
+    assert not isinstance(importlib.import_module("json.tool"), compat.Stub)
+    assert sum(isinstance(finder, compat.StubFinder) for finder in sys.meta_path) == 1
 
 
 def test_every_change_of_sglang_is_still_needed() -> None:
     assert 'mp.set_start_method("spawn", force=True)' in sglang_source("srt/entrypoints/engine.py")
     assert "from megatron.core import" in sglang_source("srt/debug_utils/dumper.py")
     assert '"post-warmup freeze_gc failed"' in sglang_source("srt/entrypoints/http_server.py")
-    assert all(importlib.util.find_spec(name) is None for name in import_stubs.STUBBED) or torch.version.cuda
+    assert all(importlib.util.find_spec(name) is None for name in compat.STUBBED) or torch.version.cuda
 
 
 def test_sglang_imports_the_models_of_all_our_families_first() -> None:

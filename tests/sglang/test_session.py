@@ -17,9 +17,11 @@ from aiohttp import web
 from servers import LOADER, Tree, check_gone, generate, is_true_within
 
 from grpo_mega.errors import EngineError
+from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sglang.buckets import payload
 from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.sglang.session import Session
+from grpo_mega.types import Prompt
 
 T = TypeVar("T")
 
@@ -130,6 +132,23 @@ def test_a_server_that_is_gone_is_an_error_and_not_healthy() -> None:
         call(url, lambda session: session.post("/flush_cache"))
 
 
+def with_fake_server(routes: list[web.RouteDef], act: Callable[[str], T]) -> T:
+    """Return `act(url)`, called in another thread than the server's."""
+
+    async def serve() -> T:
+        app = web.Application()
+        app.add_routes(routes)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            return await asyncio.to_thread(act, f"http://127.0.0.1:{runner.addresses[0][1]}")
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(serve())
+
+
 def test_a_version_without_beginning_and_end_of_an_update_is_not_asked_for_them() -> None:
     seen: list[str] = []
 
@@ -142,19 +161,47 @@ def test_a_version_without_beginning_and_end_of_an_update_is_not_asked_for_them(
         await session.post(*load("x", "1"))
         await session.post("/end_weight_update")
 
-    async def serve() -> None:
-        app = web.Application()
-        app.add_routes([web.get("/openapi.json", answer), web.post("/update_weights_from_tensor", answer)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            await asyncio.to_thread(call, f"http://127.0.0.1:{runner.addresses[0][1]}", update)
-        finally:
-            await runner.cleanup()
-
-    asyncio.run(serve())
+    routes = [web.get("/openapi.json", answer), web.post("/update_weights_from_tensor", answer)]
+    with_fake_server(routes, lambda url: call(url, update))
     assert seen == ["/openapi.json", "/update_weights_from_tensor"]
+
+
+def test_samples_of_any_length_are_read_and_after_a_broken_stream_the_missing_ones_are_asked_for() -> None:
+    prompt, sampling = Prompt(0, "", (1, 2), ""), Sampling(2, 1.0, 100_000, stop_token_ids=frozenset())
+    ids = list(range(100_000))  # more than a megabyte in one line
+    asked: list[int] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        num_samples = (await request.json())["sampling_params"]["n"]
+        asked.append(num_samples)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for index in reversed(range(num_samples)):
+            meta = {"finish_reason": {"type": "length"}, "weight_version": "3"}
+            meta |= {"output_token_logprobs": [[-0.5, token, None] for token in ids]}
+            text = f"data: {json.dumps({'index': index, 'output_ids': ids, 'meta_info': meta})}\n\n".encode()
+            if num_samples == 2 and index == 0:
+                await response.write(text[: len(text) // 2])
+                assert request.transport is not None
+                request.transport.close()
+                break
+            await response.write(text)
+        else:
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def samples(url: str) -> list[Any]:
+        session = Session(url)
+        try:
+            session.generate(7, prompt, sampling, step=0)
+            return [session.events.get(timeout=60) for _ in range(sampling.group_size)]
+        finally:
+            session.close()
+
+    events = with_fake_server([web.post("/generate", answer)], samples)
+    assert asked == [2, 1]
+    assert [(event.key, event.error, event.sample.index) for event in events] == [(7, None, 1), (7, None, 0)]
+    assert all(event.sample.response_ids == ids for event in events)
 
 
 def test_the_server_ends_when_its_scheduler_is_killed(server: Server, temporary: Path) -> None:

@@ -7,7 +7,7 @@ leaves the batch. A phase that is stopped early ends between two tokens, and its
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from grpo_mega.hardware.device import Device
 from grpo_mega.rollout.embedded.cpu_linear import speed_up
 from grpo_mega.rollout.embedded.expert_views import checkpoint_tensors
 from grpo_mega.rollout.embedded.sampler import draw, uniforms
-from grpo_mega.rollout.engine import OnSample, Sampling
+from grpo_mega.rollout.engine import Engine, OnSample, Sampling
 from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket, Entry
@@ -32,9 +32,8 @@ GROUPED_MM_ROW_BYTES = 16  # torch.grouped_mm needs rows of a multiple of so man
 COMPACT_BELOW = 0.75  # share of live sequences below which the finished ones leave the cache
 
 
-class EmbeddedEngine:
-    is_server = False
-    failure: str | None = None  # a failure here ends the rank itself
+class EmbeddedEngine(Engine):
+    """A failure here ends the rank itself, and sleep keeps the memory: policy and engine must fit on the machine together."""
 
     def __init__(
         self,
@@ -51,7 +50,6 @@ class EmbeddedEngine:
         quantise: bool = False,
     ) -> None:
         """`prove`: compare checksums after each sync. `quantise`: linear layers hold the dequantised values of FP8 blocks."""
-        self.version = -1
         self.device = device.torch_device
         self.max_concurrent = max_concurrent
         self._rank, self._world_size, self._prove = rank, world_size, prove
@@ -91,24 +89,6 @@ class EmbeddedEngine:
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the model's weights by their names in its checkpoint."""
         return self._tensors
-
-    def wait_until_ready(self) -> None:
-        pass
-
-    def restart(self, failed: Collection[int]) -> None:
-        pass
-
-    def sleep(self) -> None:
-        """Keep the memory: this engine is for machines where policy and engine fit together."""
-
-    def wake_weights(self) -> None:
-        pass
-
-    def wake_cache(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     @torch.inference_mode()
     def generate(

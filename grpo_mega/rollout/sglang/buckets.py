@@ -34,14 +34,11 @@ class HostBuckets:
             self._buffers[slot] = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=num_bytes, dtype=torch.uint8)
         return self._buffers[slot][:num_bytes]
 
-    def describe(self, index: int) -> dict[str, Any]:
-        """Return how the server finds the buffer of round `index`."""
+    def describe(self, index: int) -> tuple[dict[str, Any], Tensor]:
+        """Return how the server finds the buffer of round `index`, and a tensor to send: empty, since it opens the file."""
         slot = index % NUM_BUFFERS
-        return {"file": f"/proc/{os.getpid()}/fd/{self._files[slot]}", "num_bytes": self._buffers[slot].numel()}
-
-    def handle(self, index: int) -> Tensor:
-        """Return the tensor that is sent with the description: an empty one, since the server opens the file."""
-        return torch.empty(0)
+        file = f"/proc/{os.getpid()}/fd/{self._files[slot]}"
+        return {"file": file, "num_bytes": self._buffers[slot].numel()}, torch.empty(0)
 
     def close(self) -> None:
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * NUM_BUFFERS
@@ -77,12 +74,9 @@ class DeviceBuckets:
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         return buffer
 
-    def describe(self, index: int) -> dict[str, Any]:
-        return {}
-
-    def handle(self, index: int) -> Tensor:
+    def describe(self, index: int) -> tuple[dict[str, Any], Tensor]:
         torch.cuda.current_stream().synchronize()  # the server reads on another stream
-        return self._buffers[index % NUM_BUFFERS]
+        return {}, self._buffers[index % NUM_BUFFERS]
 
     def close(self) -> None:
         self._buffers = []

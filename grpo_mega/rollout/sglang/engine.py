@@ -3,43 +3,60 @@
 The first of these ranks, the leader, starts the server, calls it and stops it; the others give their memory and their buckets
 of a sync. A failure of the server is noted in `failure` and never raised inside a collective of other ranks; they learn of it
 at the next rendezvous.
+
+In a sync each rank describes the bucket that it has filled for its own device; the leader gathers these descriptions and posts
+them as one request, and a bucket is filled again once its request was acknowledged. With two buffers one bucket is loaded while
+the next is filled. After the last one the checksums that came with the buckets are compared with the server's parameters. FP8
+blocks are compared with each bucket, before the server can process them; their differences are reported at the end, too.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
-from grpo_mega.rollout.engine import OnSample, Sampling
-from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
+from grpo_mega.rollout.engine import Engine, OnSample, Sampling
+from grpo_mega.rollout.sglang.buckets import NUM_BUFFERS, DeviceBuckets, HostBuckets, payload
 from grpo_mega.rollout.sglang.client import Client
 from grpo_mega.rollout.sglang.settings import EngineSettings
-from grpo_mega.rollout.sglang.update import Update
 from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt
-from grpo_mega.weights.apply import Bucket
+from grpo_mega.weights.apply import Bucket, Entry
+from grpo_mega.weights.boxes import Index, RankShards
+from grpo_mega.weights.fp8_blocks import SCALES, VALUES
 from grpo_mega.weights.layout import ShardLayout
+from grpo_mega.weights.receive import scales_name
+from grpo_mega.weights.spec import num_blocks
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # parts of a server's memory that sleep separately
+Posted = tuple[int, Future[Any] | None]  # the number of a request and, on the leader, its response
 
 
-class SGLangEngine:
+class SGLangEngine(Engine):
     is_server = True
 
     def __init__(
         self, settings: EngineSettings, side: ShardLayout, rendezvous: Rendezvous, buckets: HostBuckets | DeviceBuckets
     ) -> None:
         """Begin to start the server, where this rank leads; `wait_until_ready` finishes that."""
-        self.version = -1
         self._settings, self._side, self._rendezvous, self._buckets = settings, side, rendezvous, buckets
         self._has_weights = False
-        self._num_updates = self._num_phases = self._num_switches = 0
-        self._update: Update | None = None
+        self._num_phases = self._num_switches = self._num_requests = 0
+        # Of the sync under way:
+        self._posted: list[Posted] = []  # by bucket
+        self._num_loaded = 0
+        self._checksums: list[Entry] = []
+        self._differing: list[str] = []  # on the leader: differences in FP8 blocks that the server reported so far
         self._client = Client(settings) if settings.is_leader else None
 
     @property
@@ -115,39 +132,148 @@ class SGLangEngine:
             return
         self._num_switches += 1
         key = f"switch/{self._num_switches}/{self._settings.engine}"
-        if self._client:
-            self._client.post(phase, path, body)
-            self._rendezvous.set(key, "")
-        else:
-            self._rendezvous.get(key, f"the leader of its engine, {phase}", self._settings.leader_deadline_s)
+        self._lead(phase, key, lambda client: client.post(phase, path, body))
+
+    def _lead(self, phase: str, key: str, act: Callable[[Client], str | None]) -> str:
+        """Return the result of `act`, for which the other ranks of the engine wait while the leader does it."""
+        if self._client is None:
+            return self._rendezvous.get(key, f"the leader of its engine, {phase}", self._settings.leader_deadline_s)
+        text = act(self._client) or ""
+        if self._settings.rollout.tp > 1:
+            self._rendezvous.set(key, text)
+        return text
 
     def shard_layout(self) -> ShardLayout:
         return self._side
 
     def begin_update(self) -> list[str]:
-        self._num_updates += 1
-        self._update = Update(self._num_updates, self._settings, self._client, self._rendezvous, self._buckets)
-        self._update.begin()
+        self._posted, self._num_loaded, self._checksums, self._differing = [], 0, [], []
+        if self._client:
+            self._client.post("beginning an update", "/begin_weight_update")
         if self._has_weights:
             return []
-        rank = self._settings.rank
-        blocks = self._side.quantised_shards(rank) if self._settings.holds_blocks else {}
-        problems = self._update.check(self._side.rank_shards(rank), blocks)
+        shards = self._side.rank_shards(self._settings.rank)
+        blocks = self._side.quantised_shards(self._settings.rank) if self._settings.holds_blocks else {}
+        wanted = parameters(shards, blocks, getattr(torch, self._settings.dtype))
+        problems = self._request({"action": "check", "parameters": wanted, "padded": padded(shards)})
         self._has_weights = not problems and self.failure is None
         return problems
 
     def allocate(self, index: int, num_bytes: int) -> Tensor:
-        assert self._update is not None
-        return self._update.allocate(index, num_bytes)
+        self._wait_until_loaded(index - NUM_BUFFERS)
+        return self._buckets.allocate(index, num_bytes)
 
     def load(self, bucket: Bucket) -> None:
-        assert self._update is not None
-        self._update.load(bucket)
+        if self._settings.prove:
+            self._checksums += [entry for entry in bucket.entries if not entry.is_quantised]
+        place, handle = self._buckets.describe(bucket.index)
+        request = place | {
+            "action": "fill",
+            "entries": bucket.entries,
+            "used_bytes": bucket.values.nbytes,
+            "dtype": str(bucket.dtype),
+            "prove": self._settings.prove,
+        }
+        self._posted.append(self._post(request, handle))
 
     def end_update(self, version: int) -> list[str]:
-        assert self._update is not None
-        problems = self._update.end(version)
-        self._update = None
+        """Wait for all buckets and verify them; return the tensors that differ, with their tensor-parallel rank."""
+        self._wait_until_loaded(len(self._posted) - 1)
+        problems = self._request({"action": "prove", "entries": self._checksums}, version=str(version))
+        if self._client:
+            self._client.post("ending an update", "/end_weight_update")
         if not problems and self.failure is None:
             self.version = version
         return problems
+
+    def _wait_until_loaded(self, index: int) -> None:
+        """Return when the server has read bucket `index` of the sync and all before it."""
+        while self._num_loaded <= index:
+            posted = self._posted[self._num_loaded]
+            self._lead("loading a bucket", f"{self._key(posted[0])}/loaded", partial(self._await_bucket, posted))
+            self._num_loaded += 1
+
+    def _await_bucket(self, posted: Posted, client: Client) -> None:
+        problems, has_failed = self._reports(client, "loading a bucket", posted)
+        if has_failed:
+            client.fail(f"loading a bucket: {'; '.join(problems)}")
+        self._differing += problems
+
+    def _request(self, request: dict[str, Any], version: str | None = None) -> list[str]:
+        """Send a request to all processes of the server; return their problems, the same on every rank of the engine."""
+        phase = f"at {request['action']}"
+        posted = self._post(request, torch.empty(0), version)
+
+        def await_problems(client: Client) -> str:
+            problems, _ = self._reports(client, phase, posted)
+            return json.dumps([] if client.failure else self._differing + problems)
+
+        problems: list[str] = json.loads(self._lead(phase, f"{self._key(posted[0])}/problems", await_problems))
+        return problems
+
+    def _post(self, request: dict[str, Any], handle: Tensor, version: str | None = None) -> Posted:
+        """Send this rank's part of a request to the leader; on the leader, post the parts of all ranks.
+
+        With `version` the server reports that version with its samples from then on, and forgets cached prefixes.
+        """
+        self._num_requests += 1
+        number, rank = self._num_requests, self._settings.rank
+        request |= {"id": self._key(number), "report": str(self._report_path(number, self._settings.tp_rank))}
+        payloads = [payload(json.dumps(request), handle)]
+        if self._client is None:
+            self._rendezvous.set(f"{self._key(number)}/payload/{rank}", payloads[0])
+            return number, None
+        for other in range(rank + 1, rank + self._settings.rollout.tp):
+            key = f"{self._key(number)}/payload/{other}"
+            payloads.append(self._rendezvous.get(key, f"rank {other}'s bucket", self._settings.leader_deadline_s))
+            self._rendezvous.delete(key)
+        body: dict[str, Any] = {"serialized_named_tensors": payloads, "load_format": self._settings.weight_loader}
+        body |= {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": version}
+        return number, self._client.begin_post("/update_weights_from_tensor", body)
+
+    def _reports(self, client: Client, phase: str, posted: Posted) -> tuple[list[str], bool]:
+        """Await a request; return the problems that the server's processes reported, and True if one could not do it."""
+        number, response = posted
+        client.await_response(phase, response)
+        problems, has_failed = list[str](), False
+        for tp_rank in range(self._settings.rollout.tp if client.failure is None else 0):
+            report = json.loads(self._report_path(number, tp_rank).read_text())
+            assert report["id"] == self._key(number), "a report of another request"
+            problems += [f"{problem} (tensor-parallel rank {tp_rank})" for problem in report["problems"]]
+            has_failed = has_failed or report["has_failed"]
+        return problems, has_failed
+
+    def _key(self, number: int) -> str:
+        return f"update/{self._settings.engine}/{number}"
+
+    def _report_path(self, number: int, tp_rank: int) -> Path:
+        """A report is read before the request after the next is posted."""
+        return self._settings.folder / f"loader_{tp_rank}_{number % (NUM_BUFFERS + 1)}.json"
+
+
+def parameters(shards: RankShards, blocks: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Index, str]]:
+    """Return shape and dtype of the server's parameters: those of `shards`, and scales for tensors held as FP8 `blocks`.
+
+    Local tensors "name[0]", "name[1]", ... are parts of one, along a new first dim.
+    """
+    result: dict[str, tuple[Index, str]] = {}
+
+    def add(name: str, shape: Index, dtype: torch.dtype) -> None:
+        base, bracket, index = name.partition("[")
+        if bracket:
+            known = result[base][0][0] if base in result else 0
+            shape = (max(int(index[:-1]) + 1, known), *shape)
+        result[base] = shape, str(dtype)
+
+    for name, tensor in shards.items():
+        if name in blocks:
+            add(name, tensor.shape, VALUES)
+            add(scales_name(name), num_blocks(tensor.shape), SCALES)
+        else:
+            add(name, tensor.shape, dtype)
+    return result
+
+
+def padded(shards: RankShards) -> list[str]:
+    """Return the names of tensors with elements that no bucket fills."""
+    return [name for name, t in shards.items() if sum(p.box.size for p in t.pieces) < math.prod(t.shape)]

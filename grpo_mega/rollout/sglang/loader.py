@@ -40,7 +40,8 @@ def _check(model: torch.nn.Module, request: Request, values: Tensor) -> list[str
     wanted = {name: f"{tuple(shape)} of {dtype}" for name, (shape, dtype) in request["parameters"].items()}
     actual = {name: f"{tuple(p.shape)} of {p.dtype}" for name, p in parameters.items()}
     problems = [
-        f"{name}: the server has {actual.get(name, without)}, the table {wanted.get(name, without)}{_remedy(name)}"
+        f"{name}: the server has {actual.get(name, without)}, the table {wanted.get(name, without)}"
+        f"{f'; {blocks.REMEDY}' if name.endswith('_scale_inv') else ''}"
         for name in sorted(wanted.keys() | actual.keys())
         if wanted.get(name) != actual.get(name)
     ]
@@ -57,7 +58,7 @@ def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]
     if "file" in request:
         values = torch.from_file(request["file"], shared=True, size=request["num_bytes"], dtype=torch.uint8)
     used, entries, parameters = values[: request["used_bytes"]], _entries(request), _parameters(model)
-    write_entries(entries, used, parameters, _dtype(request["dtype"]))
+    write_entries(entries, used, parameters, getattr(torch, request["dtype"].removeprefix("torch.")))
     problems = mismatched_blocks(entries, used, parameters) if request["prove"] else []
     if used.is_cuda:
         torch.cuda.synchronize()  # the trainer fills the bucket again as soon as this is acknowledged
@@ -68,10 +69,6 @@ def _prove(model: torch.nn.Module, request: Request, values: Tensor) -> list[str
     """Return the names of tensors of which a piece has another checksum than the trainer's."""
     blocks.reset_cache_scales(model)
     return mismatched_tensors(_entries(request), _parameters(model))
-
-
-def _remedy(name: str) -> str:
-    return f"; {blocks.REMEDY}" if name.endswith("_scale_inv") else ""
 
 
 def _entries(request: Request) -> list[Entry]:
@@ -87,12 +84,6 @@ _ACTIONS: dict[str, Callable[[torch.nn.Module, Request, Tensor], list[str]]] = {
 
 def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if not blocks.is_cache_scale(name)}
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _report(request: Request, problems: list[str], *, has_failed: bool) -> None:

@@ -18,11 +18,11 @@ import sys
 import time
 import urllib.request
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 from grpo_mega.distributed.launch import LINES_OF_LOG, free_ports, log_lines, log_tail
 from grpo_mega.errors import EngineError
+from grpo_mega.observe.progress import SECONDS_BETWEEN_LINES
 from grpo_mega.processes import SECONDS_TO_DIE, living
 from grpo_mega.rollout.sglang import leftovers
 from grpo_mega.rollout.sglang.settings import EngineSettings
@@ -57,13 +57,6 @@ class Server:
         self._name = ""  # no other server has it
         self.url = ""
 
-    def __enter__(self) -> Server:
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop()
-
     def start(self) -> None:
         """Begin the start and return at once; may be called from any thread."""
         assert self._process is None, "the server was started before"
@@ -85,12 +78,13 @@ class Server:
             )
 
     def wait_until_healthy(self) -> None:
-        """Return once the server has generated a token; call the settings' `on_wait` from time to time.
+        """Return once the server has generated a token.
 
         Raise EngineError, with the server gone, if it ends or is not ready in time. If another process has taken its port, the
         server is started again with another port.
         """
-        began, deadline_s = time.monotonic(), self._settings.rollout.start_deadline_s
+        began = shown = time.monotonic()
+        deadline_s = self._settings.rollout.start_deadline_s
         while not self._generates():
             seconds = time.monotonic() - began
             if not self.is_alive():
@@ -104,7 +98,9 @@ class Server:
                 raise EngineError(
                     f"the SGLang server of {self._settings.folder} was not ready after {deadline_s:.0f} s; {self.tail()}"
                 )
-            self._settings.on_wait(seconds)
+            if self._settings.shows_progress and time.monotonic() - shown > SECONDS_BETWEEN_LINES:
+                shown = time.monotonic()
+                print(f"waiting for the SGLang server: {seconds:.0f} s", flush=True)
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     @property

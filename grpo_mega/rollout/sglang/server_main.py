@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from grpo_mega.processes import adopt_orphans, die_with_parent, kill_descendants
-from grpo_mega.rollout.sglang import compat, import_stubs, leftovers
+from grpo_mega.rollout.sglang import compat, leftovers
 
 SECONDS_BETWEEN_LOOKS = 0.2
 
@@ -68,7 +68,7 @@ def prepare() -> None:
     compat.hide_megatron()
     compat.drop_idle_warnings()
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        import_stubs.install()
+        compat.install_stubs()
         compat.fork_children()
 
 

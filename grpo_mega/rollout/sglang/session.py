@@ -33,6 +33,7 @@ FIRST_PAUSE_S = 0.5  # before the second attempt; doubles each time
 CONNECT_DEADLINE_S = 10.0
 DEADLINE_S = 120.0  # of a call other than for samples
 FLUSH_PAUSE_S = 0.05  # before a server that is not idle yet is asked again
+LONGEST_LINE = 1 << 30  # bytes; a sample is one line
 MAX_WORDS = 500  # characters of a server's answer in an error
 SPARE_CONNECTIONS = 4  # for calls that must not wait behind samples, such as health checks
 
@@ -70,7 +71,8 @@ class Session:
 
     async def _open(self, num_connections: int) -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S)
-        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=num_connections + SPARE_CONNECTIONS), timeout=timeout)
+        connector = aiohttp.TCPConnector(limit=num_connections + SPARE_CONNECTIONS)
+        return aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the session's loop."""
@@ -188,8 +190,10 @@ class Session:
                 if 400 <= response.status < 500:
                     raise EngineError(f"the server at {self.url} refused a request ({response.status}: {text})")
                 raise aiohttp.ClientPayloadError(f"{response.status}: {text}")
-            async for text in _data_lines(response.content):
-                answer = json.loads(text)
+            async for line in response.content:
+                if not line.startswith(b"data:") or line.strip() in (b"data:", b"data: [DONE]"):
+                    continue
+                answer = json.loads(line.removeprefix(b"data:"))
                 if "error" in answer:
                     raise EngineError(f"the server at {self.url} could not generate: {answer['error']}")
                 finish = answer["meta_info"]["finish_reason"]
@@ -198,19 +202,6 @@ class Session:
                 if finish["type"] not in ("stop", "length") and not self.is_aborting:
                     raise aiohttp.ClientPayloadError(f"a sample ended by {finish}")
                 yield {"index": 0, **answer}
-
-
-async def _data_lines(content: aiohttp.StreamReader) -> AsyncIterator[str]:
-    """Yield the data of server-sent events of any length; a StreamReader's own lines are limited."""
-    pending: list[bytes] = []
-    async for chunk in content.iter_any():
-        *lines, rest = chunk.split(b"\n")
-        for line in lines:
-            text = (b"".join(pending) + line).strip()
-            pending = []
-            if text.startswith(b"data:") and text != b"data: [DONE]":
-                yield text.removeprefix(b"data:").decode()
-        pending.append(rest)
 
 
 def request_body(prompt: Prompt, sampling: Sampling, indices: list[int], step: int, *, is_seeded: bool) -> dict[str, Any]:

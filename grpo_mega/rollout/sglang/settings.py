@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ class EngineSettings:
     seed: int = 0
     prove: bool = True  # compare checksums after each sync
     weight_loader: str = LOADER  # dotted path of a function in the server's processes
-    on_wait: Callable[[float], None] = lambda seconds: None  # is called with the seconds that a start has taken so far
+    shows_progress: bool = False  # print a line from time to time while the server starts
 
     def __post_init__(self) -> None:
         assert self.cores or self.device_type != "cpu", "a server on a CPU needs cores"

@@ -27,6 +27,7 @@ from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.hardware.device import Device
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.run.engines import build_engine, build_sync
+from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, ShardLayout, megatron_shards
 from grpo_mega.weights.spec import ModelShape
@@ -89,7 +90,8 @@ def opened(model: str, config: Config, device: Device) -> Iterator[tuple[Any, An
     """The trainer's weights, an engine that is up, and the sync between them; the ranks must have joined."""
     runtime = runtimes.arrange(config, device)
     rendezvous, shape = Rendezvous(runtime.store, 0, 1), shape_of(model)
-    engine = build_engine(config, hf_config_of(model), family_of(shape.model_type), shape, torch.bfloat16, runtime, rendezvous)
+    files = ModelFiles(config.model.path, hf_config_of(model), shape, family_of(shape.model_type), torch.bfloat16)
+    engine = build_engine(config, files, runtime, rendezvous)
     try:
         engine.wait_until_ready()
         trainer: Any = Trainer(shape, torch.bfloat16, device.torch_device)
