@@ -40,7 +40,7 @@ def build_engine(
     rendezvous: Rendezvous,
 ) -> Engine:
     """Build the engine of this rank. If the rank leads a server, it has begun to start; `wait_until_ready` waits for it."""
-    if config.rollout.engine == "sglang":
+    if config.rollout.is_served:
         return _sglang(config, family, shape, dtype, runtime, rendezvous)
     return EmbeddedEngine(
         hf_config,
