@@ -48,7 +48,7 @@ def main() -> int:
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    if config.device != "cpu" and config.rollout.engine != "embedded":
+    if config.device != "cpu" and config.rollout.is_served:
         print("NEEDS_NVCC=1")
     if setup is None or findings.violations:
         print(f"no plan: {'; '.join(findings.violations)}")
@@ -64,7 +64,7 @@ def main() -> int:
 
 def world_problems(config: Config, world_size: int, ranks_per_node: int) -> Iterator[str]:
     yield from world_size_problems(config.layout, world_size)
-    if config.rollout.engine != "embedded":
+    if config.rollout.is_served:
         yield from engine_rank_problems(config.rollout.tp, world_size, ranks_per_node)
 
 

@@ -75,7 +75,7 @@ def test_the_columns_of_a_recipe_read_rows_like_those_of_gsm8k_and_math(name: st
         source["path"] = str(path)
     found = load_data(DataConfig.model_validate(data), AutoTokenizer.from_pretrained(tiny_model))
     assert len(found.train) == len(data["train"])
-    for prompt in [*found.train, *found.heldout]:
+    for prompt in [*found.train, *found.heldout_sets[""]]:
         assert accuracy(prompt.text, "<answer>18</answer>", prompt.answer, prompt.extras) == Score(1.0, "correct")
 
 

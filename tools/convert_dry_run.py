@@ -13,9 +13,10 @@ from math import prod
 from pathlib import Path
 
 from grpo_mega.errors import ConfigError
+from grpo_mega.validation import raise_first
 from grpo_mega.weights.boxes import Block, LocalTensor, Piece
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.layout import MegatronLayout, check_megatron_layout, megatron_blocks
+from grpo_mega.weights.layout import MegatronLayout, megatron_blocks, megatron_layout_problems
 from grpo_mega.weights.spec import Family, ModelShape, read_config
 
 _AXES = ("tp", "pp", "vpp", "dp", "ep")
@@ -60,8 +61,8 @@ def parse_layout(text: str) -> MegatronLayout:
 
 
 def lines(family: Family, shape: ModelShape, layout: MegatronLayout, counts: Counts) -> Iterator[str]:
-    """Yield a line per tensor, and count in `counts`. Raise WeightMappingError unless the model can be cut so."""
-    check_megatron_layout(shape, layout)
+    """Yield a line per tensor, and count in `counts`. Raise ConfigError unless the model can be cut so."""
+    raise_first(megatron_layout_problems(shape, layout))
     counts.parameters = sum(prod(size) for size in family.hf_tensors(shape).values())
     seen = set()
     for rank in range(layout.world_size):

@@ -19,6 +19,11 @@ class DataSource(Section):
     prompt_column: str | None = None  # None: data.prompt_column
     answer_column: str | None = None  # None: data.answer_column
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        return {"path": str(value)} if isinstance(value, (str, Path)) else value
+
 
 class TrainSource(DataSource):
     weight: PositiveFloat = 1.0  # its share of every step is weight / sum of weights
@@ -56,17 +61,7 @@ class DataConfig(Section):
     @field_validator("train", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        return [_as_source(v) for v in value] if isinstance(value, (list, tuple)) else [_as_source(value)]
-
-    @field_validator("heldout", mode="before")
-    @classmethod
-    def _as_mapping(cls, value: Any) -> Any:
-        return _as_source(value)
-
-    @field_validator("heldout_sets", mode="before")
-    @classmethod
-    def _as_mappings(cls, value: Any) -> Any:
-        return {name: _as_source(source) for name, source in value.items()} if isinstance(value, dict) else value
+        return value if isinstance(value, (list, tuple)) else [value]
 
     @model_validator(mode="after")
     def _check_pass_rates(self) -> DataConfig:
@@ -104,7 +99,3 @@ class DataConfig(Section):
             if not re.fullmatch(r"[\w.-]+", name):
                 raise ValueError(f"data.heldout_sets has the name {name!r}; use letters, digits, '.', '_' and '-'")
         return self
-
-
-def _as_source(value: Any) -> Any:
-    return {"path": str(value)} if isinstance(value, (str, Path)) else value

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from grpo_mega.config.algorithm import AlgorithmConfig
-from grpo_mega.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from grpo_mega.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, divisors
 from grpo_mega.config.data import DataConfig
 from grpo_mega.config.rewards import RewardsConfig
 
@@ -109,7 +109,7 @@ class LayoutConfig(Section):
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("layout.sequence_parallel=true needs layout.tp > 1; set it to false or raise tp")
         if self.dp is not None and self.dp % self.ep:
-            raise ValueError(f"layout.ep={self.ep} does not divide layout.dp={self.dp}; use {_divisors(self.dp)}")
+            raise ValueError(f"layout.ep={self.ep} does not divide layout.dp={self.dp}; use {_any_divisor(self.dp)}")
         if (self.vpp or 1) > 1 and self.pp == 1:
             raise ValueError(f"layout.vpp={self.vpp} needs layout.pp > 1; leave vpp out or raise pp")
         num_chunks = self.pp * (self.vpp or 1)
@@ -148,13 +148,18 @@ class RolloutConfig(Section):
     mismatch_stop: PositiveFloat | None = 1.0  # the same, above which the run stops; None: never
     server_args: dict[str, str | int | float | bool] = Field(default={})  # more arguments of SGLang, by its names
 
+    @property
+    def is_served(self) -> bool:
+        """True if SGLang servers generate."""
+        return self.engine == "sglang"
+
     def num_begun(self, prompts_per_step: int) -> int:
         """Return the number of prompts that a step begins."""
         return math.ceil(round(prompts_per_step * self.oversample, 6))
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
-        if self.engine == "embedded" and self.tp > 1:
+        if not self.is_served and self.tp > 1:
             raise ValueError(f"rollout.tp={self.tp} needs rollout.engine=sglang; the embedded engine spans one rank")
         if self.mismatch_stop is not None and self.mismatch_stop < self.mismatch_warn:
             raise ValueError(
@@ -183,7 +188,7 @@ class BatchConfig(Section):
         if self.prompts_per_step % self.mini_batches:
             raise ValueError(
                 f"batch.mini_batches={self.mini_batches} does not divide batch.prompts_per_step={self.prompts_per_step}; "
-                f"use {_divisors(self.prompts_per_step)}"
+                f"use {_any_divisor(self.prompts_per_step)}"
             )
         return self
 
@@ -309,6 +314,6 @@ class Config(Section):
         return self
 
 
-def _divisors(n: int) -> str:
-    found = [str(d) for d in range(1, n + 1) if n % d == 0]
-    return ", ".join(found[:-1]) + f" or {found[-1]}" if len(found) > 1 else found[0]
+def _any_divisor(n: int) -> str:
+    *others, last = map(str, divisors(n))
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,11 +1,11 @@
 """Data sets of prompts and the order in which a run draws them.
 
 sources.py reads rows from files, folders and the hub; rows.py turns them into messages and gold answers; load.py renders and
-tokenises the run's sets (chat.py knows chat templates), split.py splits held-out prompts off, and pass_rates.py drops prompts
-that are too easy or too hard; sampler.py decides which prompts a step draws.
+tokenises the run's sets (chat.py knows chat templates) and splits held-out prompts off, and pass_rates.py drops prompts that
+are too easy or too hard; sampler.py decides which prompts a step draws.
 """
 
-from grpo_mega.data.load import DatasetReport, RunData, load_data, load_prompts
+from grpo_mega.data.load import RunData, load_data, load_prompts
 from grpo_mega.data.sampler import Sampler
 
-__all__ = ["DatasetReport", "RunData", "Sampler", "load_data", "load_prompts"]
+__all__ = ["RunData", "Sampler", "load_data", "load_prompts"]

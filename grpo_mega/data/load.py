@@ -19,27 +19,10 @@ from grpo_mega.data.pass_rates import drop_by_pass_rate, read_pass_rates
 from grpo_mega.data.rows import read_conversations
 from grpo_mega.data.sampler import Sampler
 from grpo_mega.data.sources import is_same
-from grpo_mega.data.split import split_off
 from grpo_mega.errors import ConfigError
 from grpo_mega.types import Prompt
 
 IDS_PER_SET = 10**9  # ids of set number n begin at n times this, so that they do not move when another set grows
-
-
-@dataclass(frozen=True)
-class DatasetReport:
-    """Counts of one loaded set; lengths are in tokens."""
-
-    path: str
-    num_rows: int
-    num_prompts: int
-    num_too_long: int
-    longest: int  # of the prompts kept
-    prefill: str
-
-    def __str__(self) -> str:
-        dropped = f", {self.num_too_long} dropped as too long" if self.num_too_long else ""
-        return f"{self.path}: {self.num_prompts} prompts of at most {self.longest} tokens{dropped}"
 
 
 @dataclass(frozen=True)
@@ -50,11 +33,6 @@ class RunData:
     notes: tuple[str, ...]  # lines for the log
     digests: dict[str, str]  # of the loaded prompts, by "key=path" of the config
     dropped: dict[str, int] = field(default_factory=dict)  # number of prompts dropped from the training sets, by reason
-
-    @property
-    def heldout(self) -> list[Prompt]:
-        """The held-out prompts of all sets; ids are unique."""
-        return [prompt for prompts in self.heldout_sets.values() for prompt in prompts]
 
     def sampler(self, config: DataConfig, prompts_per_step: int, seed: int, rollout: RolloutConfig) -> Sampler:
         """Return the sampler of training prompts, which draws as many per step as the step begins. Raises ConfigError."""
@@ -69,19 +47,19 @@ def load_data(config: DataConfig, tokenizer: Any) -> RunData:
     """Read, render and tokenise all sets. Raises ConfigError for whatever cannot be used."""
     sets, notes, digests, num_too_long = [], [], {}, 0
     for number, source in enumerate(config.train):
-        prompts, report = load_prompts(source, config, tokenizer, first_id=number * IDS_PER_SET)
+        prompts, num_dropped, note = load_prompts(source, config, tokenizer, first_id=number * IDS_PER_SET)
         sets.append(prompts)
-        notes.append(str(report))
+        notes.append(note)
         digests[f"data.train={source.path}"] = _digest(prompts)
-        num_too_long += report.num_too_long
+        num_too_long += num_dropped
     dropped = {f"more are longer than data.max_prompt_length={config.max_prompt_length}": num_too_long}
     heldout_sets: dict[str, list[Prompt]] = {}
     size = config.heldout_size or round((config.heldout_fraction or 0.0) * sum(map(len, sets)))
     for number, (name, heldout_source) in enumerate(config.heldout_sources.items()):
-        heldout, report = load_prompts(heldout_source, config, tokenizer, first_id=number * IDS_PER_SET)
+        heldout, _, note = load_prompts(heldout_source, config, tokenizer, first_id=number * IDS_PER_SET)
         heldout_sets[name] = heldout
         digests[f"data.heldout{name and f'_sets.{name}'}={heldout_source.path}"] = _digest(heldout)
-        notes.append(f"held out{name and f' as {name}'}: {report}{_overlap(sets, heldout)}")
+        notes.append(f"held out{name and f' as {name}'}: {note}{_overlap(sets, heldout)}")
     if size:
         num_before = sum(map(len, sets))
         sets, heldout_sets[""] = split_off(sets, size)
@@ -103,10 +81,8 @@ def load_data(config: DataConfig, tokenizer: Any) -> RunData:
     return RunData(train, tuple(map(len, sets)), heldout_sets, tuple(notes), digests, dropped)
 
 
-def load_prompts(
-    source: DataSource, config: DataConfig, tokenizer: Any, *, first_id: int = 0
-) -> tuple[list[Prompt], DatasetReport]:
-    """Return the prompts of one set in its order, and a report. `tokenizer` is a Hugging Face one.
+def load_prompts(source: DataSource, config: DataConfig, tokenizer: Any, *, first_id: int = 0) -> tuple[list[Prompt], int, str]:
+    """Return the prompts of one set in its order, the number of those dropped as too long, and a line for the log.
 
     Raises ConfigError for an unreadable or empty set, a bad row, a missing chat template, or if all prompts are too long.
     """
@@ -133,8 +109,33 @@ def load_prompts(
             f"data.max_prompt_length={config.max_prompt_length} drops all {len(texts)} prompts of {source.path}; "
             f"the shortest has {shortest} tokens, so raise it to at least that"
         )
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    return prompts, DatasetReport(source.path, len(texts), len(prompts), len(texts) - len(prompts), longest, prefill)
+    longest, num_too_long = max(len(prompt.token_ids) for prompt in prompts), len(texts) - len(prompts)
+    dropped = f", {num_too_long} dropped as too long" if num_too_long else ""
+    return prompts, num_too_long, f"{source.path}: {len(prompts)} prompts of at most {longest} tokens{dropped}"
+
+
+def split_off(sets: Sequence[list[Prompt]], size: int) -> tuple[list[list[Prompt]], list[Prompt]]:
+    """Split held-out prompts off: return the remaining prompts of each set, and `size` others with distinct texts.
+
+    Those are the ones with the smallest hashes of their texts, whatever the seed and the rows' order, so that runs are compared
+    on the same prompts; they come in the order of the hashes, so that any first N of them are of all sets. No text is on both
+    sides: a training prompt with the text of a held-out one is dropped. Raises ConfigError if too little remains.
+    """
+    by_text = {prompt.text: prompt for prompts in reversed(sets) for prompt in reversed(prompts)}  # the first of each text
+    if size >= len(by_text):
+        raise ConfigError(
+            f"{size} held-out prompts leave nothing of the {len(by_text)} different prompts of data.train; "
+            "lower data.heldout_size or data.heldout_fraction"
+        )
+    heldout = [by_text[text] for text in sorted(by_text, key=lambda text: hashlib.sha256(text.encode()).digest())[:size]]
+    heldout_texts = {prompt.text for prompt in heldout}
+    train = [[prompt for prompt in prompts if prompt.text not in heldout_texts] for prompts in sets]
+    for number, prompts in enumerate(train):
+        if not prompts:
+            raise ConfigError(
+                f"{size} held-out prompts leave none of data.train.{number}; lower data.heldout_size or data.heldout_fraction"
+            )
+    return train, heldout
 
 
 def check_data(config: DataConfig, prompts_per_step: int, rollout: RolloutConfig) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,14 +64,14 @@ class Sampler:
         return np.concatenate([np.zeros((1, counts.shape[1]), dtype=np.int64), counts.cumsum(axis=0)])
 
 
+@dataclass(frozen=True)
 class _EndlessOrder:
     """The order of one set's prompts over all epochs; a step draws at most `most_per_step`, which is at most num_prompts."""
 
-    def __init__(self, num_prompts: int, most_per_step: int, *, key: int, shuffle: bool) -> None:
-        self.num_prompts = num_prompts
-        self.most_per_step = most_per_step
-        self.key = key
-        self.shuffle = shuffle
+    num_prompts: int
+    most_per_step: int
+    key: int
+    shuffle: bool
 
     def last_step(self, begins: Ints) -> list[int]:
         """Return the prompts of the last step, where step i draws the places begins[i] to begins[i + 1] of the order."""

@@ -2,7 +2,7 @@
 
 Rank 0 has the terminal; the output of the others goes to log_dir/rank_N.log. When a rank fails, the others get SIGTERM and
 10 s later SIGKILL, and one line names the rank, its exit code and the end of its log. A signal to the launcher is passed on
-to every rank. Invariant: no rank outlives the launcher, however either ends: each rank leads its own process group,
+once to every rank. Invariant: no rank outlives the launcher, however either ends: each rank leads its own process group,
 which is killed when the rank is gone, and asks the kernel to be killed with the launcher.
 """
 
@@ -39,6 +39,7 @@ class Rank:
     process: subprocess.Popen[bytes]
     log: Path | None  # None: writes to the terminal
     log_start: int  # bytes that the log held before this run
+    is_signalled: bool = False  # has been sent the signal that the launcher caught
 
 
 def launch_local(argv: list[str], world_size: int, log_dir: Path) -> int:
@@ -58,13 +59,12 @@ def run_ranks(command: list[str], world_size: int, log_dir: Path) -> int:
         try:
             for number, environment in enumerate(environments):
                 ranks.append(_start(number, command, environment, log_dir))
-                if caught:  # perhaps while the rank was being started, so that the handler did not know it
-                    _send(ranks[-1:], caught[0])
+                if caught:  # while the rank was being started, so that the handler did not know it
+                    _pass_on(ranks, caught[0])
             return _wait(ranks, caught)
         finally:
             for rank in ranks:
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # also the processes that it started
-                    os.killpg(rank.process.pid, signal.SIGKILL)
+                _kill_group(rank)
                 rank.process.wait()
 
 
@@ -134,6 +134,11 @@ def log_tail(log: Path, start: int) -> str:
     return f"{log} ends: " + (" | ".join(log_lines(log, start)[-LINES_OF_LOG:]) or "(empty)")
 
 
+def exit_description(code: int) -> str:
+    """Describe how a process ended; `code` is negative after a signal, as subprocess has it."""
+    return f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+
+
 def die_with_launcher(launcher: int) -> None:
     """Have the kernel kill this process with its launcher, where the kernel can do that; for subprocess's preexec_fn."""
     with contextlib.suppress(OSError):
@@ -164,7 +169,10 @@ def _signals_passed_on(ranks: list[Rank]) -> Iterator[list[int]]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         caught.append(number)
-        _send(ranks, number if len(caught) == 1 else signal.SIGKILL)
+        if len(caught) == 1:
+            _pass_on(ranks, number)
+        else:
+            _send(ranks, signal.SIGKILL)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -191,9 +199,8 @@ def _wait(ranks: list[Rank], caught: list[int]) -> int:
     _send(ranks, signal.SIGKILL)
     code = failed.process.returncode
     if not caught and not (is_user_error and failed.rank == 0):
-        end = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
         log = "see above" if failed.log is None else log_tail(failed.log, failed.log_start)
-        print(f"grpo-mega: rank {failed.rank} {end}; {log}", file=sys.stderr, flush=True)
+        print(f"grpo-mega: rank {failed.rank} {exit_description(code)}; {log}", file=sys.stderr, flush=True)
     return code if code > 0 else 128 - code
 
 
@@ -215,7 +222,21 @@ def _wait_for(ranks: list[Rank], seconds: float) -> None:
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
+def _pass_on(ranks: list[Rank], number: int) -> None:
+    """Send a signal to every rank that has not had one."""
+    for rank in ranks:
+        if not rank.is_signalled:
+            rank.is_signalled = True
+            _send([rank], number)
+
+
 def _send(ranks: list[Rank], number: int) -> None:
     for rank in ranks:
         if rank.process.poll() is None:
             rank.process.send_signal(number)
+
+
+def _kill_group(rank: Rank) -> None:
+    """Kill the rank, if it is alive, and the processes that it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(rank.process.pid, signal.SIGKILL)

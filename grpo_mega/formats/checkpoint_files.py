@@ -149,11 +149,6 @@ def partial_name(step: int) -> str:
     return f".{step_name(step)}.partial"
 
 
-def written_here(folder: Path) -> list[Path]:
-    """Return the checkpoints that a run wrote into this folder, by the time of writing."""
-    return [path for _, _, path in _written(folder)]
-
-
 def surplus(folder: Path, keep: int) -> list[Path]:
     """Return the checkpoints beyond the `keep` newest, never the one that `latest` names.
 
@@ -161,24 +156,23 @@ def surplus(folder: Path, keep: int) -> list[Path]:
     an earlier step counts as older than any that is not.
     """
     written = _written(folder)
-    is_given_up = [any(later <= step for _, later, _ in written[i + 1 :]) for i, (_, step, _) in enumerate(written)]
-    paths = [path for _, _, path in written]
-    oldest_first = [p for p, is_so in zip(paths, is_given_up, strict=True) if is_so]
-    oldest_first += [p for p, is_so in zip(paths, is_given_up, strict=True) if not is_so]
+    is_given_up = {path: any(later <= step for _, later, _ in written[i:]) for i, (_, step, path) in enumerate(written, 1)}
+    given_up_first = sorted(is_given_up, key=lambda path: not is_given_up[path])  # and in both parts the oldest
     with suppress(ResumeError):
-        return [path for path in oldest_first[:-keep] if path != latest(folder)]
-    return oldest_first[:-keep]
+        return [path for path in given_up_first[:-keep] if path != latest(folder)]
+    return given_up_first[:-keep]
 
 
 def publish(folder: Path, manifest: Manifest, keep: int) -> None:
     """Give the finished `.step-N.partial` its name, point `latest` to it, and remove what `keep` leaves over."""
     partial, final = folder / partial_name(manifest.step), folder / step_name(manifest.step)
-    newest = max((when for when, _, _ in _written(folder)), default=0.0)
+    written = _written(folder)
+    newest = max((when for when, _, _ in written), default=0.0)
     # A node whose clock is behind that of the one before it does not make its checkpoints the older ones.
     manifest = replace(manifest, written_at=max(time.time(), newest + _CLOCK_TICK_S))
     _write_through(partial / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
     sync_folder(partial)
-    if final in written_here(folder):
+    if any(path == final for _, _, path in written):
         remove(final)
     elif os.path.lexists(final):
         os.rename(final, _free_name(folder, f"{final.name}.other"))

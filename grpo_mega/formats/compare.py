@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import prod
@@ -10,10 +11,10 @@ from typing import Any
 
 from grpo_mega.formats.detect import Checkpoint
 from grpo_mega.formats.dtypes import ITEM_BYTES
-from grpo_mega.formats.slices import Files, Weights, box_target, whole
+from grpo_mega.formats.slices import Files, Weights, box_target
 from grpo_mega.formats.stream import Streamer
 from grpo_mega.observe.progress import progress
-from grpo_mega.weights.boxes import Index
+from grpo_mega.weights.boxes import whole
 
 _IGNORED = ("transformers_version", "_name_or_path", "_commit_hash")
 _SAME = {"torch_dtype": "dtype"}  # old names of fields
@@ -50,10 +51,16 @@ def compare(a: Checkpoint, b: Checkpoint, workers: int = 2, show_progress: bool 
             in_a, in_b = (f"{dtype} {list(shape)}" for shape, dtype in sides)
             difference.other.append(f"{name} is {in_a} in A and {in_b} in B")
     sizes = {name: prod(shapes[name]) * ITEM_BYTES[ours.dtype(name)] for name in common}
-    with progress(sum(sizes.values()), "comparing", show_progress, "bytes") as bar, ThreadPoolExecutor(workers) as pool:
+    total = sum(sizes.values())
+    with (
+        closing(Files()) as files,
+        progress(total, "comparing", show_progress, "bytes") as bar,
+        ThreadPoolExecutor(workers) as pool,
+    ):
 
         def differs(name: str) -> bool:
-            is_same = _same_bits(name, shapes[name], ours, theirs)
+            box = whole(name, shapes[name])
+            is_same = _equal_streams(*(Streamer(files).blocks(box_target(box, weights)) for weights in (ours, theirs)))
             bar.advance(sizes[name])
             return not is_same
 
@@ -66,15 +73,6 @@ def compare_configs(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any
     """Return the fields that differ, except those that name the library which wrote the file."""
     ours, theirs = ({_SAME.get(k, k): v for k, v in c.items() if k not in _IGNORED} for c in (a, b))
     return [(k, ours.get(k), theirs.get(k)) for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)]
-
-
-def _same_bits(name: str, shape: Index, a: Weights, b: Weights) -> bool:
-    """Return True if a tensor, of the same dtype and shape in both, has the same bits."""
-    files = Files()
-    try:
-        return _equal_streams(*(Streamer(files).blocks(box_target(whole(name, shape), weights)) for weights in (a, b)))
-    finally:
-        files.close()
 
 
 def _equal_streams(a: Any, b: Any) -> bool:
@@ -93,4 +91,4 @@ def _without_derived(weights: Weights, checkpoint: Checkpoint) -> dict[str, Any]
     """Return the shapes of all tensors but rotary tables and a stored copy of a tied output layer, which are derived."""
     is_tied = checkpoint.model()[1].tied
     derived = ("rotary_emb.inv_freq", "lm_head.weight") if is_tied else ("rotary_emb.inv_freq",)
-    return {name: shape for name, shape in weights.shapes().items() if not name.endswith(derived)}
+    return {name: shape for name, shape in weights.shapes.items() if not name.endswith(derived)}

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.dcp_read import COMMON, FORMAT, METADATA
-from grpo_mega.formats.dcp_write import SavedPiece, common_bytes, extra_states, metadata_bytes, no_state
+from grpo_mega.formats.dcp_write import STATE_FILE, SavedPiece, blob_of, common_bytes, metadata_bytes, state_bytes
 from grpo_mega.formats.detect import Checkpoint, find_checkpoint
 from grpo_mega.formats.dtypes import ITEM_BYTES, TORCH_NAMES, WEIGHTS
 from grpo_mega.formats.hf_files import check_shapes, check_tied, index_of, side_files, split_into_shards
 from grpo_mega.formats.hf_weights import HfWeights
-from grpo_mega.formats.megatron_weights import MegatronWeights, Stored, stored_tensors
+from grpo_mega.formats.megatron_weights import MegatronWeights, stored_tensors
 from grpo_mega.formats.output import Item, OutputPlan, Report, check_free, write
 from grpo_mega.formats.safetensors_files import header_of
-from grpo_mega.formats.slices import box_target, target_of, whole
-from grpo_mega.formats.torch_save import blob_of
-from grpo_mega.weights.boxes import Index, Piece
+from grpo_mega.formats.slices import box_target, target_of
+from grpo_mega.weights.boxes import LocalTensor, alone, whole
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _FILE_BYTES = 8 << 30  # at about this size another file is begun; a rank reads only those that it needs
@@ -89,27 +87,27 @@ def megatron_plan(checkpoint: Checkpoint, weights: HfWeights, dtype: str | None)
     Raise WeightMappingError if the folder does not hold the tensors of its config.json.
     """
     family, shape = checkpoint.model()
-    check_shapes(checkpoint.side, weights.shapes(), family.hf_tensors(shape))
+    check_shapes(checkpoint.side, weights.shapes, family.hf_tensors(shape))
     items, saved, offset = [], [], 0
     sizes: dict[str, int] = {}
     for stored in stored_tensors(family, shape):
-        for piece in _pieces_to_save(stored):
-            target = target_of(piece.name, piece.shape, piece.pieces, weights, dtype)
+        for row, piece in _pieces_to_save(stored.tensor):
+            target = target_of(piece, weights, dtype)
             chunk = (1,) * len(stored.place) + piece.shape
             blob = blob_of(target.dtype, chunk)
             if offset > _FILE_BYTES or not sizes:
                 offset, file = 0, f"__0_{len(sizes)}.distcp"
             items.append(Item(file, offset, target, blob.prefix, blob.suffix, blob.crc_offsets))
-            start = (*stored.place, piece.row, *(0,) * (len(piece.shape) - 1))
+            start = (*stored.place, row, *(0,) * (len(piece.shape) - 1))
             full = (*stored.stack, *stored.tensor.shape)
-            saved.append(SavedPiece(stored.keys, full, start, chunk, target.dtype, file, offset, blob.size))
-            offset += -(-blob.size // _ALIGNMENT) * _ALIGNMENT
+            length = len(blob.prefix) + target.num_bytes + len(blob.suffix)
+            saved.append(SavedPiece(stored.keys, full, start, chunk, target.dtype, file, offset, length))
+            offset += -(-length // _ALIGNMENT) * _ALIGNMENT
             sizes[file] = offset
-    state = no_state()
     last = _side_contents(checkpoint, was_quantised=weights.is_quantised, dtype=dtype) | {
         COMMON: common_bytes(),
-        state.file: state.content,
-        METADATA: metadata_bytes(saved, extra_states(shape), state),
+        STATE_FILE: state_bytes(),
+        METADATA: metadata_bytes(saved, shape),
         FORMAT: json.dumps(_FORMAT).encode(),
     }
     return OutputPlan(sizes, items, {}, last, weights.files, f"to Megatron {dtype}")
@@ -117,7 +115,7 @@ def megatron_plan(checkpoint: Checkpoint, weights: HfWeights, dtype: str | None)
 
 def hf_plan(checkpoint: Checkpoint, weights: MegatronWeights, max_shard_bytes: int, dtype: str | None) -> OutputPlan:
     """Plan the Hugging Face folder of a Megatron checkpoint, in the order of the family's table."""
-    shapes = weights.shapes()
+    shapes = weights.shapes
     targets = {name: box_target(whole(name, shape), weights, dtype) for name, shape in shapes.items()}
     num_bytes = {name: target.num_bytes for name, target in targets.items()}
     shards = split_into_shards(num_bytes, max_shard_bytes)
@@ -131,25 +129,14 @@ def hf_plan(checkpoint: Checkpoint, weights: MegatronWeights, max_shard_bytes: i
     return OutputPlan(sizes, items, headers, last, weights.files, f"to Hugging Face {max_shard_bytes} {dtype}")
 
 
-@dataclass(frozen=True)
-class _PieceToSave:
-    """Rows of a stored tensor that are saved as one, from `row` on. `name`: the Hugging Face tensors in it."""
+def _pieces_to_save(tensor: LocalTensor) -> list[tuple[int, LocalTensor]]:
+    """Return the tensors to save a stored one as, each with its first row in it.
 
-    name: str
-    row: int
-    shape: Index
-    pieces: tuple[Piece, ...]
-
-
-def _pieces_to_save(stored: Stored) -> list[_PieceToSave]:
-    """Save gate and up projections as two pieces, as Megatron does; all else, also interleaved heads, as one."""
-    tensor = stored.tensor
+    Gate and up projections are two, as Megatron saves them; all else, also interleaved heads, is one.
+    """
     if len(tensor.pieces) != 2:
-        name = ", ".join(dict.fromkeys(p.box.tensor for p in tensor.pieces))
-        return [_PieceToSave(name, 0, tensor.shape, tensor.pieces)]
-    return [
-        _PieceToSave(p.box.tensor, p.offset[0], p.box.shape, (Piece(p.box, "", (0,) * len(p.offset)),)) for p in tensor.pieces
-    ]
+        return [(0, tensor)]
+    return [(piece.offset[0], alone(piece.box)) for piece in tensor.pieces]
 
 
 def _side_contents(checkpoint: Checkpoint, *, was_quantised: bool, dtype: str | None) -> dict[str, bytes | Path]:

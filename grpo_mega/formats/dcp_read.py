@@ -1,19 +1,25 @@
-"""Reading the `.metadata` of a Megatron distributed checkpoint: which piece of which tensor lies where. Needs no torch.
+"""Reading a Megatron distributed checkpoint without torch: which piece of which tensor lies where, by its `.metadata`.
 
-The file is a pickle. It is read with stand-ins for the few classes it is made of, and everything else it names becomes an empty
-object: nothing of it is ever called.
+That file is a pickle, read with stand-ins for the few classes it is made of; everything else it names becomes an empty object,
+so that nothing of it is ever called. Each piece is a file of `torch.save` within a file: a zip archive of stored records.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
+import struct
+import zipfile
+import zlib
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
+from functools import cache
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.formats.dtypes import FROM_TORCH
+from grpo_mega.formats.dtypes import FROM_STORAGE, FROM_TORCH, ITEM_BYTES
 from grpo_mega.weights.boxes import Index
 
 METADATA = ".metadata"
@@ -53,6 +59,36 @@ def read_metadata(folder: Path) -> dict[str, SavedTensor]:
         raise WeightMappingError(f"{path} does not exist; give the folder of a Megatron distributed checkpoint") from None
     except Exception as error:  # a damaged pickle raises what it likes
         raise WeightMappingError(f"{path} cannot be read ({error!r}); save the checkpoint again") from None
+
+
+@dataclass(frozen=True)
+class FoundTensor:
+    """The tensor in a file of `torch.save`."""
+
+    dtype: str
+    shape: Index
+    data_offset: int  # from the file's beginning
+    crc: int  # CRC32 of its bytes; 0 where torch was set to save none
+
+
+def find_tensor(file: BinaryIO) -> FoundTensor:
+    """Find the one tensor in a file of `torch.save`. Raise ValueError if there is none, or one with gaps."""
+    try:
+        records = {record.filename: record for record in zipfile.ZipFile(file).infolist()}
+    except zipfile.BadZipFile:
+        raise ValueError("is no archive of torch.save") from None
+    [stem] = {name.rpartition("/data.pkl")[0] for name in records if name.endswith("/data.pkl")} or [""]
+    pickled, data = records.get(f"{stem}/data.pkl"), records.get(f"{stem}/data/0")
+    if pickled is None or data is None:
+        raise ValueError("holds no tensor")
+    file.seek(_begin(file, pickled))
+    text = file.read(pickled.file_size)
+    if pickled.CRC and zlib.crc32(text) != pickled.CRC:
+        raise ValueError("describes its tensor in bytes that do not have the CRC32 saved with them")
+    dtype, shape = _unpickled(text)
+    if data.file_size != prod(shape) * ITEM_BYTES[dtype]:
+        raise ValueError(f"holds {data.file_size} bytes for a tensor {list(shape)} of {dtype}")
+    return FoundTensor(dtype, shape, _begin(file, data), data.CRC)
 
 
 def _tensors(metadata: _Record) -> dict[str, SavedTensor]:
@@ -109,3 +145,41 @@ class _Unpickler(pickle.Unpickler):
         known = {"collections": (OrderedDict, defaultdict), "builtins": (list, dict, set, tuple, int, str)}.get(module, ())
         stand_in = _Properties if name == "TensorProperties" else _Record
         return next((kind for kind in known if kind.__name__ == name), stand_in)
+
+
+def _begin(file: BinaryIO, record: zipfile.ZipInfo) -> int:
+    """Return the offset of a record's bytes, which follow its local header."""
+    file.seek(record.header_offset + 26)
+    lengths: tuple[int, int] = struct.unpack("<HH", file.read(4))  # of its name and its extra field
+    return record.header_offset + 30 + sum(lengths)
+
+
+@cache
+def _unpickled(text: bytes) -> tuple[str, Index]:
+    dtype, offset, shape, stride = _TensorUnpickler(io.BytesIO(text)).load()
+    step = 1
+    for n, its_step in zip(reversed(shape), reversed(stride), strict=True):
+        if n > 1 and its_step != step:
+            raise ValueError(f"holds a tensor that is not contiguous (strides {list(stride)})")
+        step *= max(n, 1)
+    if offset:
+        raise ValueError(f"holds a tensor that begins at element {offset} of its storage")
+    return dtype, tuple(shape)
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Loads (dtype, offset, shape, stride); refuses all names but those of a tensor."""
+
+    def persistent_load(self, pid: Any) -> str:
+        return FROM_STORAGE[pid[1]]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda dtype, offset, shape, stride, *rest: (dtype, offset, tuple(shape), tuple(stride))
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
+            return lambda _, offset, shape, stride, grad, hooks, dtype, *rest: (dtype, offset, tuple(shape), tuple(stride))
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and name in FROM_STORAGE:
+            return name
+        raise ValueError(f"names {module}.{name}, which no saved tensor does")

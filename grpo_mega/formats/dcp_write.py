@@ -1,12 +1,17 @@
-"""Writing the `.metadata` that torch's distributed loader needs, for pieces that were written without its saver."""
+"""All that torch's distributed loader needs beside the bytes of tensors, where these are written without its saver.
+
+Each piece of a tensor is a file of `torch.save` within a file. Where its bytes begin and how long it is are known before one of
+them is read, so that they can be streamed to their place in any order. The `.metadata` says which piece lies where.
+"""
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,10 +25,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from grpo_mega.formats.dtypes import STORAGE_NAMES
 from grpo_mega.formats.stream import torch_dtype
 from grpo_mega.weights.boxes import Index
 from grpo_mega.weights.spec import ModelShape
 
+STATE_FILE = "__1_0.distcp"
 # Modules for which Megatron saves an "extra state", with Transformer Engine or without, in every layer and in every expert.
 _LAYER_STATES = (
     "self_attention.linear_qkv",
@@ -53,16 +60,8 @@ class SavedPiece:
     length: int
 
 
-@dataclass(frozen=True)
-class SavedState:
-    """A file that is one saved object."""
-
-    file: str
-    content: bytes
-
-
-def metadata_bytes(pieces: Iterable[SavedPiece], states: Iterable[str], state: SavedState) -> bytes:
-    """Return the pickle. `states` are names of extra states, and the saved `state` is the content of all of them."""
+def metadata_bytes(pieces: Iterable[SavedPiece], shape: ModelShape) -> bytes:
+    """Return the pickle of `.metadata` for a model's pieces and its extra states, all of them in STATE_FILE."""
     chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
     first: dict[str, SavedPiece] = {}
     storage: dict[MetadataIndex, Any] = {}
@@ -77,8 +76,8 @@ def metadata_bytes(pieces: Iterable[SavedPiece], states: Iterable[str], state: S
         key: TensorStorageMetadata(TensorProperties(torch_dtype(p.dtype)), torch.Size(p.full), chunks[key])
         for key, p in first.items()
     }
-    shared = _StorageInfo(state.file, 0, len(state.content))
-    for name in states:
+    shared = _StorageInfo(STATE_FILE, 0, len(state_bytes()))
+    for name in _extra_states(shape):
         described[name] = BytesStorageMetadata()
         storage[MetadataIndex(name)] = shared
     return pickle.dumps(Metadata(described, storage_data=storage, version=CURRENT_DCP_VERSION))
@@ -89,12 +88,77 @@ def common_bytes() -> bytes:
     return _saved({"checkpoint_version": 3.0, "iteration": 0})
 
 
-def no_state() -> SavedState:
-    """Return an empty extra state, as Megatron's layers without FP8 save it."""
-    return SavedState("__1_0.distcp", _saved([None]))
+def state_bytes() -> bytes:
+    """Return STATE_FILE: an empty extra state, as Megatron's layers without FP8 save it."""
+    return _saved([None])
 
 
-def extra_states(shape: ModelShape) -> list[str]:
+@dataclass(frozen=True)
+class Blob:
+    """The file of `torch.save` for a contiguous tensor: `prefix`, the tensor's bytes, `suffix`.
+
+    The CRC32 of these bytes stands at `crc_offsets` of the suffix, 4 bytes each, little-endian; it is 0 as yet.
+    """
+
+    prefix: bytes
+    suffix: bytes
+    crc_offsets: tuple[int, int]
+
+
+@cache
+def blob_of(dtype: str, shape: Index) -> Blob:
+    """Return the blob of a contiguous tensor."""
+    tensor = torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
+    described = io.BytesIO()
+    _Pickler(described, tensor, STORAGE_NAMES[dtype]).dump(tensor)
+    sink = _Sink()
+    writer: Any = torch._C.PyTorchFileWriter(sink)
+    for name, content in (("data.pkl", described.getvalue()), ("byteorder", b"little")):
+        writer.write_record(name, content, len(content))
+    writer.write_record_metadata("data/0", tensor.nbytes)
+    writer.write_end_of_file()
+    prefix, suffix = sink.parts
+    # The first follows the signature of the record's data descriptor, the second stands before the name in the directory.
+    return Blob(bytes(prefix), bytes(suffix), (4, suffix.rindex(b"archive/data/0") - 30))
+
+
+class _Pickler(pickle.Pickler):
+    """Describes a tensor without memory as torch.save does one whose bytes are in the record data/0."""
+
+    def __init__(self, file: io.BytesIO, tensor: torch.Tensor, storage_name: str) -> None:
+        super().__init__(file, protocol=2)
+        self._tensor, self._storage_name = tensor, storage_name
+
+    def reducer_override(self, obj: Any) -> Any:
+        if obj is not self._tensor:
+            return NotImplemented
+        arguments: tuple[Any, ...] = (obj.untyped_storage(), 0, tuple(obj.shape), obj.stride(), False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.UntypedStorage):
+            return None
+        return "storage", getattr(torch, self._storage_name), "0", "cpu", self._tensor.numel()
+
+
+class _Sink(io.BytesIO):
+    """Keeps what torch.save writes in parts, between which it leaves holes for the bytes of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [bytearray()]
+
+    def write(self, data: Any) -> int:
+        self.parts[-1] += data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        assert whence == io.SEEK_CUR
+        self.parts.append(bytearray())
+        return 0
+
+
+def _extra_states(shape: ModelShape) -> list[str]:
     """Return the names that Megatron may ask for, with Transformer Engine or without."""
     layers, experts = shape.num_layers, shape.num_experts
     names = ["decoder.final_layernorm._extra_state/shard_0_1"]

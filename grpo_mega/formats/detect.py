@@ -71,8 +71,9 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
         raise WeightMappingError(f"{path} is not a folder; give that of a checkpoint")
     state = _state_of(path)
     if state is not None:
-        side = config_folder or _side_of(state)
-        return Checkpoint(path, "Megatron", state, side, _manifest_of(state))
+        file = state.parent / MANIFEST
+        manifest = json.loads(file.read_text()) if file.is_file() else {}
+        return Checkpoint(path, "Megatron", state, config_folder or _side_of(state), manifest)
     if _is_hugging_face(path):
         return Checkpoint(path, "Hugging Face", path, config_folder or path, {})
     finished = path / FINISHED
@@ -88,13 +89,13 @@ def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
     checkpoint = find_checkpoint(path, config_folder)
     _, shape = checkpoint.model()
     weights = checkpoint.open()
-    dtypes = Counter({TORCH_NAMES[d]: n for d, n in Counter(weights.dtype(name) for name in weights.shapes()).items()})
+    dtypes = Counter({TORCH_NAMES[d]: n for d, n in Counter(weights.dtype(name) for name in weights.shapes).items()})
     files = [p for p in sorted(checkpoint.weights.iterdir()) if p.is_file()]
     description = {
         "kind": _kind(checkpoint, weights),
         "family": shape.model_type,
-        "parameters": sum(prod(s) for s in weights.shapes().values()),
-        "tensors": len(weights.shapes()),
+        "parameters": sum(prod(s) for s in weights.shapes.values()),
+        "tensors": len(weights.shapes),
         "dtype": ", ".join(f"{d} ({n} tensors)" for d, n in dtypes.most_common()) if len(dtypes) > 1 else next(iter(dtypes)),
         "layers": shape.num_layers,
         "experts": shape.num_experts or None,
@@ -143,11 +144,6 @@ def _side_of(state: Path) -> Path:
             if (model / "config.json").is_file():
                 return model
     raise WeightMappingError(f"{state} has no config.json, and no run's config.yaml leads to one; give its folder by --config")
-
-
-def _manifest_of(state: Path) -> dict[str, Any]:
-    path = state.parent / MANIFEST
-    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def _kind(checkpoint: Checkpoint, weights: Any) -> str:

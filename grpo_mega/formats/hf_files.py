@@ -1,7 +1,4 @@
-"""The files of a Hugging Face checkpoint folder and what must be in them; needs no torch.
-
-`check_folder` finds from the files' headers alone, before anything starts, if a checkpoint is whole and is the model's.
-"""
+"""The files of a Hugging Face checkpoint folder and what must be in them; needs no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from math import prod
 from pathlib import Path
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.formats.dtypes import ITEM_BYTES, WEIGHTS
-from grpo_mega.formats.safetensors_files import TensorInfo, read_headers
+from grpo_mega.formats.dtypes import ITEM_BYTES
+from grpo_mega.formats.safetensors_files import TensorInfo
 from grpo_mega.weights.boxes import Index
 
 SINGLE = "model.safetensors"
@@ -80,18 +77,6 @@ def side_files(folder: Path) -> list[Path]:
     return [p for p in sorted(folder.iterdir()) if p.is_file() and not p.name.endswith(WEIGHT_SUFFIXES)]
 
 
-def check_folder(folder: Path, expected: Mapping[str, Index]) -> None:
-    """Raise WeightMappingError if the folder's safetensors are damaged or do not hold the tensors of `expected`."""
-    infos = {name: info for name, (_, info) in read_headers(weight_files(folder)).items()}
-    check_shapes(folder, {name: info.shape for name, info in infos.items()}, expected)
-    for name in expected:
-        if infos[name].dtype not in WEIGHTS:
-            raise WeightMappingError(
-                f"{folder}: {name} has dtype {infos[name].dtype}, but weights that train have one of {', '.join(WEIGHTS)}; "
-                "give a checkpoint that is not quantized"
-            )
-
-
 def check_shapes(folder: Path, shapes: Mapping[str, Index], expected: Mapping[str, Index]) -> None:
     """Raise WeightMappingError for the first tensor that is missing, has a wrong shape, or is not known."""
     for name, shape in expected.items():
@@ -116,14 +101,11 @@ def check_shapes(folder: Path, shapes: Mapping[str, Index], expected: Mapping[st
             )
 
 
-def check_tied(folder: Path, output: str, embedding: str, tensors: Mapping[str, tuple[Path, TensorInfo]] | None = None) -> None:
+def check_tied(folder: Path, output: str, embedding: str, tensors: Mapping[str, tuple[Path, TensorInfo]]) -> None:
     """Raise WeightMappingError for a stored output layer that is not the embedding, though config.json ties them.
 
-    Training would drop it without a word; transformers loads such a model with both. `tensors` None: those of the folder's
-    safetensors.
+    Training would drop it without a word; transformers loads such a model with both.
     """
-    if tensors is None:
-        tensors = read_headers(weight_files(folder))
     if output in tensors and not _same_bytes(tensors[output], tensors[embedding]):
         raise WeightMappingError(
             f"{folder}: {output} is not {embedding}, though config.json has tie_word_embeddings=true; set it to false"

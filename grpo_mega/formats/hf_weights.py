@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.dtypes import FP8, FROM_TORCH, ITEM_BYTES, WEIGHTS
-from grpo_mega.formats.hf_files import INDEX, SCALE_SUFFIX, SINGLE, shards_of, weight_files
+from grpo_mega.formats.hf_files import INDEX, SCALE_SUFFIX, SINGLE, check_shapes, shards_of, weight_files
 from grpo_mega.formats.safetensors_files import TensorInfo, read_headers
-from grpo_mega.formats.slices import Extent, Part, Scale, matrix, whole
-from grpo_mega.weights.boxes import Index
+from grpo_mega.formats.slices import Extent, Part, Scale, matrix
+from grpo_mega.weights.boxes import Index, whole
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _DEFAULT_BLOCK = (128, 128)
@@ -30,19 +31,21 @@ class HfWeights:
     """
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        self._folder, self._config = Path(folder), config
+        self.folder, self._config = Path(folder), config
         is_bin = not any((folder / name).exists() for name in (INDEX, SINGLE))
         self._index = folder / (BIN_INDEX if is_bin else INDEX)
-        self._files = _bin_files(folder) if is_bin else weight_files(folder)
+        self.files = _bin_files(folder) if is_bin else weight_files(folder)
         if is_bin:
-            self.tensors = {name: (path, info) for path in self._files for name, info in _read_bin(path).items()}
+            self.tensors = {name: (path, info) for path in self.files for name, info in _read_bin(path).items()}
         else:
-            self.tensors = read_headers(self._files)
-        self._block = _block_size(config)
-        scales = {name + SCALE_SUFFIX for name in self.tensors}
-        self._shapes = {name: info.shape for name, (_, info) in self.tensors.items() if name not in scales}
-        for name in self._shapes:
-            self._check_dtype(name)
+            self.tensors = read_headers(self.files)
+        scale_names = {name + SCALE_SUFFIX for name in self.tensors}
+        self.shapes = {name: info.shape for name, (_, info) in self.tensors.items() if name not in scale_names}
+        self._extents = {name: self._extent(name) for name in self.shapes}
+
+    def check(self, expected: Mapping[str, Index]) -> None:
+        """Raise WeightMappingError for the first tensor that is missing, has a wrong shape, or is not known, as scales are."""
+        check_shapes(self.folder, {name: info.shape for name, (_, info) in self.tensors.items()}, expected)
 
     def check_index(self) -> None:
         """Raise WeightMappingError if the index does not name the file of each tensor."""
@@ -54,62 +57,41 @@ class HfWeights:
                 )
 
     @property
-    def folder(self) -> Path:
-        return self._folder
-
-    @property
-    def files(self) -> list[Path]:
-        return self._files
-
-    @property
     def is_quantised(self) -> bool:
-        return len(self._shapes) < len(self.tensors)
-
-    def shapes(self) -> dict[str, Index]:
-        return self._shapes
+        return len(self.shapes) < len(self.tensors)
 
     def dtype(self, name: str) -> str:
-        info = self.tensors[name][1]
-        return self._compute_dtype() if self._scale_of(name) else info.dtype
-
-    def parts(self, name: str) -> list[Part]:
-        path, info = self.tensors[name]
-        scale = None
-        scale_name = self._scale_of(name)
-        if scale_name:
-            scale_path, scale_info = self.tensors[scale_name]
-            scale = Scale(Extent(scale_path, scale_info.offset, scale_info.dtype, *matrix(scale_info.shape)), *self._block)
-        return [Part(whole(name, info.shape), Extent(path, info.offset, info.dtype, *matrix(info.shape), scale), 0, 0)]
-
-    def _scale_of(self, name: str) -> str | None:
-        scale = name + SCALE_SUFFIX
-        return scale if scale in self.tensors else None
-
-    def _compute_dtype(self) -> str:
+        extent = self._extents[name]
+        if extent.scale is None:
+            return extent.dtype
         named = self._config.get("dtype") or self._config.get("torch_dtype") or "bfloat16"
         return FROM_TORCH.get(str(named).removeprefix("torch."), "BF16")
 
-    def _check_dtype(self, name: str) -> None:
+    def parts(self, name: str) -> list[Part]:
+        return [Part(whole(name, self.shapes[name]), self._extents[name], 0, 0)]
+
+    def _extent(self, name: str) -> Extent:
+        """Return where a tensor lies, with the scales of its FP8 blocks. Raise WeightMappingError for another dtype."""
         path, info = self.tensors[name]
-        scale = self._scale_of(name)
-        if scale is None and info.dtype not in WEIGHTS:
-            wanted = f"none of {', '.join(WEIGHTS)}" + (f", and there is no {name}{SCALE_SUFFIX}" if info.dtype == FP8 else "")
-            raise WeightMappingError(f"{path}: {name} has dtype {info.dtype}, {wanted}; give one that is not quantized")
-        if scale is None:
-            return
-        stored, (rows, columns) = self.tensors[scale][1], matrix(info.shape)
-        expected = (-(-rows // self._block[0]), -(-columns // self._block[1]))
-        if info.dtype != FP8 or stored.shape != expected or stored.dtype not in WEIGHTS:
+        rows, columns = matrix(info.shape)
+        scale_name = name + SCALE_SUFFIX
+        if scale_name not in self.tensors:
+            if info.dtype not in WEIGHTS:
+                hint = f", and there is no {scale_name}" if info.dtype == FP8 else ""
+                raise WeightMappingError(
+                    f"{path}: {name} has dtype {info.dtype}, none of {', '.join(WEIGHTS)}{hint}; give one that is not quantized"
+                )
+            return Extent(path, info.offset, info.dtype, rows, columns)
+        quantization = self._config.get("quantization_config") or {}
+        height, width = map(int, quantization.get("weight_block_size") or _DEFAULT_BLOCK)
+        scale_path, stored = self.tensors[scale_name]
+        if info.dtype != FP8 or stored.shape != (-(-rows // height), -(-columns // width)) or stored.dtype not in WEIGHTS:
             raise WeightMappingError(
-                f"{path}: {scale} has dtype {stored.dtype} and shape {list(stored.shape)} for {name} of {info.dtype} "
-                f"{list(info.shape)}; known is {FP8} with a scale for each block of {self._block[0]}x{self._block[1]}"
+                f"{path}: {scale_name} has dtype {stored.dtype} and shape {list(stored.shape)} for {name} of {info.dtype} "
+                f"{list(info.shape)}; known is {FP8} with a scale for each block of {height}x{width}"
             )
-
-
-def _block_size(config: dict[str, Any]) -> tuple[int, int]:
-    quantization = config.get("quantization_config") or {}
-    rows, columns = quantization.get("weight_block_size") or _DEFAULT_BLOCK
-    return int(rows), int(columns)
+        scales = Extent(scale_path, stored.offset, stored.dtype, *matrix(stored.shape))
+        return Extent(path, info.offset, info.dtype, rows, columns, Scale(scales, height, width))
 
 
 def _bin_files(folder: Path) -> list[Path]:

@@ -7,27 +7,25 @@ may be padded. Needs no torch. Optimizer state and all else that a checkpoint ho
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.formats.dcp_read import METADATA, Chunk, SavedTensor, read_metadata
+from grpo_mega.formats.dcp_read import METADATA, Chunk, SavedTensor, find_tensor, read_metadata
 from grpo_mega.formats.dtypes import ITEM_BYTES, WEIGHTS
 from grpo_mega.formats.slices import BLOCK_BYTES, Extent, Files, Part, matrix, row_and_column
-from grpo_mega.formats.torch_save import find_tensor
 from grpo_mega.observe.progress import progress
 from grpo_mega.weights.boxes import Box, Index, LocalTensor, Piece
 from grpo_mega.weights.spec import Family, ModelShape, Row, Shard
 
-_ENDS = 1024  # bytes at either end of a saved piece that show where its data is
 # Megatron's local layer spec saves its own norms under the names that they have fused into Transformer Engine's linear layers.
 _RENAMED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
@@ -44,8 +42,8 @@ class Stored:
 
 def stored_tensors(family: Family, shape: ModelShape) -> Iterator[Stored]:
     """Yield all tensors of a model, layer by layer."""
-    heads = (family.embedding,) if shape.tied else (family.embedding, family.output)
-    rows = [(row.kind, _keys_of(row), row.op.megatron(Shard(row.hf, "", shape))) for row in (*heads, *family.rows)]
+    stored = (*family.heads(shape), *family.rows)
+    rows = [(row.kind, _keys_of(row), row.op.megatron(Shard(row.hf, "", shape))) for row in stored]
     for kind, keys, tensor in rows:
         if kind == "model":
             yield Stored(keys, (), (), tensor)
@@ -70,47 +68,24 @@ def _keys_of(row: Row) -> tuple[str, ...]:
     return tuple(dict.fromkeys((fused, renamed)))
 
 
-class _Record(NamedTuple):
-    """The bytes of a saved piece of a tensor, and their CRC32 as saved; `name` is the first Hugging Face tensor in it."""
-
-    name: str
-    path: Path
-    offset: int
-    num_bytes: int
-    crc: int
-
-
 class MegatronWeights:
     """Raises WeightMappingError if the checkpoint is damaged or not of this model."""
 
     def __init__(self, folder: Path, family: Family, shape: ModelShape) -> None:
-        self._folder = Path(folder)
+        self.folder = Path(folder)
         self._saved = read_metadata(folder)
-        self._shapes = family.hf_tensors(shape)
-        self._keys: dict[tuple[str, ...], str] = {}  # of a stored tensor's possible keys, the one that is there
-        self._chunks: dict[str, dict[Index, list[Chunk]]] = {}  # of a key, by the places that they cover
+        self.shapes = family.hf_tensors(shape)
+        self._chunks: dict[tuple[str, ...], dict[Index, list[Chunk]]] = {}  # by a stored tensor's keys, and by place
         self._pieces: dict[str, list[tuple[Stored, Piece]]] = defaultdict(list)
         for stored in stored_tensors(family, shape):
-            if stored.keys not in self._keys:
-                self._keys[stored.keys] = key = self._find(stored)
-                self._chunks[key] = _by_place(self._saved[key], len(stored.place))
+            if stored.keys not in self._chunks:
+                self._chunks[stored.keys] = _by_place(self._find(stored), len(stored.place))
             for piece in stored.tensor.pieces:
                 self._pieces[piece.box.tensor].append((stored, piece))
-        self._check_files()
+        self.files = self._check_files()
         self._reader = Files()
         self._extents: dict[Chunk, Extent] = {}
         self._crcs: dict[Chunk, int] = {}
-
-    @property
-    def folder(self) -> Path:
-        return self._folder
-
-    @cached_property
-    def files(self) -> list[Path]:
-        return sorted({self._folder / c.file for key in self._keys.values() for c in self._saved[key].chunks})
-
-    def shapes(self) -> dict[str, Index]:
-        return self._shapes
 
     def dtype(self, name: str) -> str:
         return self.parts(name)[0].extent.dtype
@@ -123,44 +98,40 @@ class MegatronWeights:
 
         torch.save keeps a CRC32 of every record. Those saved with `torch.serialization.set_crc32_options(False)` are skipped.
         """
-        records = [record for record in self._records() if record.crc]
-        total = sum(record.num_bytes for record in records)
+        names: dict[Chunk, str] = {}  # of the first tensor in each
+        for name in self._pieces:
+            for chunk, _ in self._parts(name):
+                names.setdefault(chunk, name)
+        chunks = [chunk for chunk in names if self._crcs[chunk]]
+        total = sum(self._extents[chunk].num_bytes for chunk in chunks)
         with progress(total, "checking", show_progress, "bytes") as bar, ThreadPoolExecutor(workers) as pool:
 
-            def check(record: _Record) -> None:
-                if self._crc_of(record) != record.crc:
+            def check(chunk: Chunk) -> None:
+                extent = self._extents[chunk]
+                if self._crc_of(extent) != self._crcs[chunk]:
                     raise WeightMappingError(
-                        f"{record.path}: {record.name} is damaged: the {record.num_bytes} bytes from {record.offset} on do not "
-                        "have the CRC32 that was saved with them; fetch or save the checkpoint again"
+                        f"{extent.path}: {names[chunk]} is damaged: the {extent.num_bytes} bytes from {extent.offset} on do "
+                        "not have the CRC32 that was saved with them; fetch or save the checkpoint again"
                     )
-                bar.advance(record.num_bytes)
+                bar.advance(extent.num_bytes)
 
-            list(pool.map(check, records))
+            list(pool.map(check, chunks))
 
     def close(self) -> None:
         self._reader.close()
 
     def _parts(self, name: str) -> Iterator[tuple[Chunk, Part]]:
         for stored, piece in self._pieces[name]:
-            for chunk in self._chunks[self._keys[stored.keys]].get(stored.place, ()):
+            for chunk in self._chunks[stored.keys].get(stored.place, ()):
                 part = self._part(stored, piece, chunk)
                 if part is not None:
                     yield chunk, part
 
-    def _records(self) -> list[_Record]:
-        """Return the records that the weights are read from, each once."""
-        names: dict[Chunk, str] = {}
-        for name in self._pieces:
-            for chunk, _ in self._parts(name):
-                names.setdefault(chunk, name)
-        extents = ((name, self._extents[chunk], self._crcs[chunk]) for chunk, name in names.items())
-        return [_Record(name, e.path, e.offset, e.rows * e.row_bytes, crc) for name, e, crc in extents]
-
-    def _crc_of(self, record: _Record) -> int:
-        block, crc, done = memoryview(bytearray(min(BLOCK_BYTES, record.num_bytes))), 0, 0
-        while done < record.num_bytes:
-            view = block[: record.num_bytes - done]
-            self._reader.read_into(record.path, record.offset + done, view)
+    def _crc_of(self, extent: Extent) -> int:
+        block, crc, done = memoryview(bytearray(min(BLOCK_BYTES, extent.num_bytes))), 0, 0
+        while done < extent.num_bytes:
+            view = block[: extent.num_bytes - done]
+            self._reader.read_into(extent.path, extent.offset + done, view)
             crc = zlib.crc32(view, crc)
             done += len(view)
         return crc
@@ -192,20 +163,9 @@ class MegatronWeights:
         return Extent(whole.path, whole.offset + number * rows * columns * ITEM_BYTES[whole.dtype], whole.dtype, rows, columns)
 
     def _locate(self, chunk: Chunk) -> Extent:
-        path = self._folder / chunk.file
-        ends = min(_ENDS, chunk.length)
-        head = self._reader.read(path, chunk.start, ends)
-        tail = self._reader.read(path, chunk.start + chunk.length - ends, ends)
-
-        def read(offset: int, length: int) -> bytes:
-            if offset + length <= ends:
-                return head[offset : offset + length]
-            if offset >= chunk.length - ends:
-                return tail[offset - chunk.length + ends :][:length]
-            return self._reader.read(path, chunk.start + offset, length)
-
+        path = self.folder / chunk.file
         try:
-            saved = find_tensor(read, chunk.length)
+            saved = find_tensor(io.BufferedReader(_Section(self._reader, path, chunk.start, chunk.length)))
         except Exception as error:  # a damaged archive raises what it likes
             raise WeightMappingError(f"{path} is damaged at byte {chunk.start} ({error}); save the checkpoint again") from None
         if prod(saved.shape) != prod(chunk.shape) or saved.dtype not in WEIGHTS:
@@ -216,33 +176,60 @@ class MegatronWeights:
         self._crcs[chunk] = saved.crc
         return Extent(path, chunk.start + saved.data_offset, saved.dtype, *matrix(saved.shape))
 
-    def _find(self, stored: Stored) -> str:
-        """Return the key under which the checkpoint has the tensor. The vocabulary may be padded."""
+    def _find(self, stored: Stored) -> SavedTensor:
+        """Return what the checkpoint has of a parameter in all layers and experts. The vocabulary may be padded."""
         key = next((key for key in stored.keys if key in self._saved), None)
         if key is None:
             name = stored.keys[0]
-            raise WeightMappingError(f"{self._folder} holds no {name!r}; give the config.json that belongs to this checkpoint")
+            raise WeightMappingError(f"{self.folder} holds no {name!r}; give the config.json that belongs to this checkpoint")
         shape, expected = self._saved[key].shape, (*stored.stack, *stored.tensor.shape)
         is_padded = not stored.stack and len(shape) == 2 and shape[0] >= expected[0] and shape[1:] == expected[1:]
         if shape != expected and not is_padded:
             raise WeightMappingError(
-                f"{self._folder}: {key} has shape {list(shape)}, but config.json means {list(expected)}; "
+                f"{self.folder}: {key} has shape {list(shape)}, but config.json means {list(expected)}; "
                 "give the config.json that belongs to these weights"
             )
-        return key
+        return self._saved[key]
 
-    def _check_files(self) -> None:
-        """Raise WeightMappingError unless every file is there and as long as its chunks say."""
+    def _check_files(self) -> list[Path]:
+        """Return the files. Raise WeightMappingError unless every one is there and as long as its chunks say."""
         ends: dict[str, int] = defaultdict(int)
-        for key in self._keys.values():
-            for chunk in self._saved[key].chunks:
+        for places in self._chunks.values():
+            for chunk in chain.from_iterable(places.values()):
                 ends[chunk.file] = max(ends[chunk.file], chunk.start + chunk.length)
         for name, end in ends.items():
-            path = self._folder / name
+            path = self.folder / name
             if not path.is_file():
                 raise WeightMappingError(f"{path} does not exist, but {METADATA} names it; fetch the missing file")
             if path.stat().st_size < end:
                 raise WeightMappingError(f"{path} is cut short: {path.stat().st_size} bytes of {end}; fetch the file again")
+        return sorted(self.folder / name for name in ends)
+
+
+class _Section(io.RawIOBase):
+    """A part of a file, as a file of its own."""
+
+    def __init__(self, files: Files, path: Path, start: int, length: int) -> None:
+        self._files, self._path, self._start, self._length, self._at = files, path, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if at < 0:
+            raise OSError(f"{offset} bytes lead before the beginning")
+        self._at = at
+        return at
+
+    def readinto(self, buffer: Any) -> int:
+        length = max(0, min(len(buffer), self._length - self._at))
+        self._files.read_into(self._path, self._start + self._at, memoryview(buffer)[:length])
+        self._at += length
+        return length
 
 
 def _by_place(saved: SavedTensor, depth: int) -> dict[Index, list[Chunk]]:

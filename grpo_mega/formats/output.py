@@ -12,10 +12,11 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -28,15 +29,11 @@ from grpo_mega.observe.progress import Bar, progress
 
 JOURNAL = "journal"
 _SPARE_BYTES = 64 << 20  # left free on the disk
-_SECONDS_BETWEEN_NOTES = 0.5
 
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor at a place of a file: `before`, its bytes, `after`.
-
-    The CRC32 of its bytes is written at `crc_offsets`, counted from the item's beginning, within `before` and `after`.
-    """
+    """A tensor at a place of a file: `before`, its bytes, `after`, with the CRC32 of its bytes at `crc_offsets` of `after`."""
 
     file: str
     offset: int
@@ -119,58 +116,58 @@ def write(plan: OutputPlan, out: Path, workers: int, show_progress: bool = True)
 
 
 @contextmanager
-def _claimed(partial: Path) -> Iterator[Path]:
-    """Yield the journal's path, and keep other processes from writing to the folder meanwhile."""
+def _claimed(partial: Path) -> Iterator[FileIO]:
+    """Yield the journal, and keep other processes from writing to the folder meanwhile."""
     partial.mkdir(exist_ok=True)
-    journal = partial / JOURNAL
-    with journal.open("a") as lock:
+    with (partial / JOURNAL).open("a+b", buffering=0) as journal:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"{partial} is being written by another process; wait for it or name another output") from None
         yield journal
 
 
-def _fill(plan: OutputPlan, partial: Path, journal: Path, workers: int, show_progress: bool) -> Report:
+def _fill(plan: OutputPlan, partial: Path, journal: FileIO, workers: int, show_progress: bool) -> Report:
     began = time.monotonic()
     done = _resumed(plan, partial, journal)
     if not done:
         _allocate(plan, partial)
-    report = Report(len(plan.items), plan.num_bytes)
-    files, outputs = Files(), Files(os.O_RDWR)
-    try:
-        with progress(plan.num_bytes, "writing", show_progress, "bytes") as bar, _Notes(journal, plan.fingerprint()) as notes:
-            left = []
-            for number, item in enumerate(plan.items):
-                if number in done:
-                    report.resumed_bytes += item.target.num_bytes
-                    bar.advance(item.target.num_bytes)
-                else:
-                    left.append(number)
-            _run(workers, left, lambda: _Writer(partial, plan, files, outputs, notes, bar))
+    report = Report(len(plan.items), plan.num_bytes, sum(plan.items[number].target.num_bytes for number in done))
+    with closing(Files()) as files, closing(Files(os.O_RDWR)) as outputs:
+        copier = _Copier(partial, files, outputs)
+
+        def write_item(number: int) -> None:
+            copier.write(plan.items[number], bar)
+            journal.write(f"{number}\n".encode())
+
+        def verify_item(item: Item) -> None:
+            if not copier.verify(item, bar):
+                report.nonfinite.append(item.target.name)
+
+        with progress(plan.num_bytes, "writing", show_progress, "bytes") as bar, ThreadPoolExecutor(workers) as pool:
+            bar.advance(report.resumed_bytes)
+            list(pool.map(write_item, [number for number in range(len(plan.items)) if number not in done]))
         written = time.monotonic()
         outputs.sync()
-        with progress(plan.num_bytes, "reading back", show_progress, "bytes") as bar:
-            _run(workers, range(len(plan.items)), lambda: _Verifier(partial, plan, files, outputs, report, bar))
+        with progress(plan.num_bytes, "reading back", show_progress, "bytes") as bar, ThreadPoolExecutor(workers) as pool:
+            list(pool.map(verify_item, plan.items))
         outputs.sync()
-        report.write_seconds, report.verify_seconds = written - began, time.monotonic() - written
-    finally:
-        outputs.close()
-        files.close()
+    report.write_seconds, report.verify_seconds = written - began, time.monotonic() - written
     report.nonfinite.sort()
     return report
 
 
-def _resumed(plan: OutputPlan, partial: Path, journal: Path) -> set[int]:
+def _resumed(plan: OutputPlan, partial: Path, journal: FileIO) -> set[int]:
     """Return the items that an earlier start has written. Remove the remains of another conversion."""
-    lines = journal.read_text().splitlines()
-    is_same = lines and lines[0] == plan.fingerprint()
-    if is_same and all((partial / name).exists() for name in plan.sizes):
-        return {int(line) for line in lines[1:] if line.isdigit()}
+    journal.seek(0)
+    fingerprint, *numbers = journal.read().decode().splitlines() or [""]
+    if fingerprint == plan.fingerprint() and all((partial / name).exists() for name in plan.sizes):
+        return {int(number) for number in numbers if number.isdigit()}
     for path in partial.iterdir():
         if path.name != JOURNAL:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    os.truncate(journal, 0)
+    journal.truncate(0)
+    journal.write(f"{plan.fingerprint()}\n".encode())
     return set()
 
 
@@ -200,125 +197,53 @@ def _publish(plan: OutputPlan, partial: Path, out: Path) -> None:
     sync_folder(out.parent)
 
 
-class _Notes:
-    """The journal, brought up to date from time to time."""
+class _Copier(threading.local):
+    """Writes tensors and reads them back. Every thread has an instance of its own, made by its first use, with its buffers."""
 
-    def __init__(self, path: Path, fingerprint: str) -> None:
-        self._path, self._lock, self._flushed = path, threading.Lock(), time.monotonic()
-        self._pending: list[int] = []
-        if not path.stat().st_size:
-            self._append(f"{fingerprint}\n")
-
-    def __enter__(self) -> _Notes:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._flush()
-
-    def add(self, number: int) -> None:
-        with self._lock:
-            self._pending.append(number)
-            if time.monotonic() - self._flushed > _SECONDS_BETWEEN_NOTES:
-                self._flush()
-
-    def _flush(self) -> None:
-        self._append("".join(f"{number}\n" for number in self._pending))
-        self._pending, self._flushed = [], time.monotonic()
-
-    def _append(self, text: str) -> None:
-        with self._path.open("a") as file:
-            file.write(text)
-
-
-class _Writer:
-    def __init__(self, folder: Path, plan: OutputPlan, files: Files, outputs: Files, notes: _Notes, bar: Bar) -> None:
-        self._folder, self._items, self._outputs, self._notes, self._bar = folder, plan.items, outputs, notes, bar
-        self._streamer = Streamer(files)
-
-    def __call__(self, number: int) -> None:
-        item = self._items[number]
-        path, offset = self._folder / item.file, item.data_offset
-        for block in self._streamer.blocks(item.target):
-            self._outputs.write(path, offset, block)
-            self._bar.advance(len(block))
-            offset += len(block)
-        self._notes.add(number)
-
-
-class _Verifier:
-    """Reads a tensor's source once more, and the written bytes, and compares; only then the checksum is put into the file."""
-
-    def __init__(self, folder: Path, plan: OutputPlan, files: Files, outputs: Files, report: Report, bar: Bar) -> None:
-        self._folder, self._items, self._outputs, self._report, self._bar = folder, plan.items, outputs, report, bar
-        self._streamer = Streamer(files)
+    def __init__(self, folder: Path, files: Files, outputs: Files) -> None:
+        self._folder, self._outputs, self._streamer = folder, outputs, Streamer(files)
         self._buffer = bytearray(BLOCK_BYTES)
 
-    def __call__(self, number: int) -> None:
-        item = self._items[number]
+    def write(self, item: Item, bar: Bar) -> None:
+        offset = item.data_offset
+        for block in self._streamer.blocks(item.target):
+            self._outputs.write(self._folder / item.file, offset, block)
+            bar.advance(len(block))
+            offset += len(block)
+
+    def verify(self, item: Item, bar: Bar) -> bool:
+        """Read a tensor's source once more, and compare. Only then write what stands around it, with its checksum.
+
+        Return False if an element is NaN or infinite. Raise WeightMappingError for other bytes than were written.
+        """
         offset, crc, all_finite = item.data_offset, 0, True
         for block in self._streamer.blocks(item.target):
             written = self._read(item.file, offset, len(block))
-            if not _equal(written, block):
+            if written != block:
                 raise WeightMappingError(
                     f"{item.file} reads back otherwise than {item.target.name} was written to it; is the disk in order?"
                 )
             crc = zlib.crc32(written, crc) if item.crc_offsets else 0
             all_finite = all_finite and is_finite(torch.frombuffer(block, dtype=torch_dtype(item.target.dtype)))
             offset += len(block)
-            self._bar.advance(len(block))
-        if not all_finite:
-            self._report.nonfinite.append(item.target.name)
-        if item.before or item.after:
-            self._frame(item, crc)
+            bar.advance(len(block))
+        if item.crc_offsets:
+            self._write_frame(item, crc)
+        return all_finite
 
-    def _frame(self, item: Item, crc: int) -> None:
-        """Write `before` and `after`, with the checksum in them."""
-        frame, length = bytearray(item.before + item.after), len(item.before)
+    def _write_frame(self, item: Item, crc: int) -> None:
+        """Write `before` and `after`, with the checksum in it."""
+        after = bytearray(item.after)
         for place in item.crc_offsets:
-            at = place if place < length else place - item.target.num_bytes
-            frame[at : at + 4] = crc.to_bytes(4, "little")
-        end = item.data_offset + item.target.num_bytes
-        for offset, part in ((item.offset, frame[:length]), (end, frame[length:])):
+            after[place : place + 4] = crc.to_bytes(4, "little")
+        for offset, part in ((item.offset, item.before), (item.data_offset + item.target.num_bytes, after)):
             self._outputs.write(self._folder / item.file, offset, part)
             if self._read(item.file, offset, len(part)) != part:
                 raise WeightMappingError(f"{item.file} reads back otherwise than it was written; is the disk in order?")
 
-    def _read(self, name: str, offset: int, length: int) -> memoryview:
-        if len(self._buffer) < length:
+    def _read(self, name: str, offset: int, length: int) -> bytearray:
+        """Return bytes of an output, valid until the next call. A bytearray compares with a block at the speed of memory."""
+        if len(self._buffer) != length:
             self._buffer = bytearray(length)
-        view = memoryview(self._buffer)[:length]
-        self._outputs.read_into(self._folder / name, offset, view)
-        return view
-
-
-def _equal(a: memoryview, b: memoryview) -> bool:
-    """Compare two blocks as 64-bit words, which is eight times as fast as by bytes."""
-    end = len(a) // 8 * 8
-    if a[end:] != b[end:] or len(a) != len(b):
-        return False
-    return end == 0 or torch.equal(torch.frombuffer(a[:end], dtype=torch.int64), torch.frombuffer(b[:end], dtype=torch.int64))
-
-
-def _run(workers: int, numbers: Iterable[int], make: Callable[[], Callable[[int], None]]) -> None:
-    """Call `make()(number)` for all numbers; each worker makes its own. Raise an error of any worker, or Ctrl-C."""
-    queue, lock, stopped = iter(numbers), threading.Lock(), threading.Event()
-
-    def work() -> None:
-        try:
-            act = make()
-            while not stopped.is_set():
-                with lock:
-                    number = next(queue, None)
-                if number is None:
-                    return
-                act(number)
-        except BaseException:
-            stopped.set()
-            raise
-
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for future in [pool.submit(work) for _ in range(workers)]:
-                future.result()
-        finally:
-            stopped.set()
+        self._outputs.read_into(self._folder / name, offset, memoryview(self._buffer))
+        return self._buffer

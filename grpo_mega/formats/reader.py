@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
-from grpo_mega.formats.hf_files import check_folder, check_shapes, weight_files
+from grpo_mega.formats.hf_files import weight_files
 from grpo_mega.formats.hf_weights import HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.formats.slices import Copy, box_target
@@ -38,10 +38,10 @@ class CheckpointReader:
 
     @property
     def names(self) -> set[str]:
-        return set(self._weights.shapes())
+        return set(self._weights.shapes)
 
     def shape(self, name: str) -> Index:
-        return self._weights.shapes()[name]
+        return self._weights.shapes[name]
 
     def read(self, box: Box) -> Tensor:
         """Return the box's elements in the checkpoint's dtype. Raise WeightMappingError if one is NaN or infinite."""
@@ -62,11 +62,9 @@ class CheckpointReader:
         return values
 
     def check(self, expected: Mapping[str, Index]) -> None:
-        """Raise WeightMappingError for the first tensor that is missing, has a wrong shape or dtype, or is not known."""
-        if isinstance(self._weights, HfWeights):
-            check_folder(self._weights.folder, expected)
-        else:
-            check_shapes(self._weights.folder, self._weights.shapes(), expected)
+        """Raise WeightMappingError for the first tensor that is missing, has a wrong shape, or is not known."""
+        if isinstance(self._weights, HfWeights):  # a Megatron checkpoint is compared with the family when it is opened
+            self._weights.check(expected)
 
     def _view(self, copy: Copy) -> Tensor:
         """Return the elements of a copy as a view of its file, mapped into memory, [rows, columns]."""

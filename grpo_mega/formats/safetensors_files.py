@@ -47,23 +47,25 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
             raise _broken(path, f"its {size} bytes do not hold the header they announce")
         text = file.read(length)
+    infos: dict[str, TensorInfo] = {}
+    end, before = 0, "the header"
     try:
         header = json.loads(text, object_pairs_hook=_without_repeats)
         header.pop("__metadata__", None)
-        infos = {
-            name: TensorInfo(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-            for name, entry in header.items()
-        }
-        spans = sorted((*entry["data_offsets"], name) for name, entry in header.items())
-        wrong = next((name for name, entry in header.items() if not _has_its_bytes(entry)), None)
-        problem = _placement_problem(spans)
+        for name, entry in sorted(header.items(), key=lambda item: (*item[1]["data_offsets"], item[0])):
+            begin, stop = entry["data_offsets"]
+            info = infos[name] = TensorInfo(entry["dtype"], tuple(entry["shape"]), 8 + length + begin)
+            num_bytes = prod(info.shape) * ITEM_BYTES[info.dtype] if info.dtype in ITEM_BYTES else stop - begin
+            if stop - begin != num_bytes:
+                raise _broken(path, f"its header gives {name} another size than its shape")
+            if begin < end:
+                raise _broken(path, f"its header has {name} overlap {before}")
+            if begin > end:
+                raise _broken(path, f"its header leaves a hole of {begin - end} bytes before {name}")
+            end, before = stop, name
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise _broken(path, f"its header is damaged: {error!r}") from None
-    if wrong is not None:
-        raise _broken(path, f"its header gives {wrong} another size than its shape")
-    if problem is not None:
-        raise _broken(path, problem)
-    whole = 8 + length + (spans[-1][1] if spans else 0)
+    whole = 8 + length + end
     if size < whole:
         raise _broken(path, f"it is cut short: {size} bytes of {whole}")
     if size > whole:
@@ -92,24 +94,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"{name} stands there twice")
         entries[name] = value
     return entries
-
-
-def _placement_problem(spans: list[tuple[int, int, str]]) -> str | None:
-    """Return why tensors of (begin, end, name), in order, do not lie end to end from 0 on, as the format demands."""
-    end, before = 0, "the header"
-    for begin, stop, name in spans:
-        if begin < end:
-            return f"its header has {name} overlap {before}"
-        if begin > end:
-            return f"its header leaves a hole of {begin - end} bytes before {name}"
-        end, before = stop, name
-    return None
-
-
-def _has_its_bytes(entry: dict[str, Any]) -> bool:
-    begin, end = entry["data_offsets"]
-    size = ITEM_BYTES.get(entry["dtype"])
-    return size is None or end - begin == prod(entry["shape"]) * size
 
 
 def _broken(path: Path, problem: str) -> WeightMappingError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.dtypes import ITEM_BYTES, WEIGHTS
-from grpo_mega.weights.boxes import Box, Index, Piece
+from grpo_mega.weights.boxes import Box, Index, LocalTensor, Piece, alone
 
 BLOCK_BYTES = 1 << 20  # read and written at once: stays in a core's cache between the two
 
@@ -44,6 +43,10 @@ class Extent:
     def row_bytes(self) -> int:
         return self.columns * ITEM_BYTES[self.dtype]
 
+    @property
+    def num_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
 
 class Part(NamedTuple):
     """`box` of a Hugging Face tensor begins at [row, column] of `extent`."""
@@ -57,15 +60,9 @@ class Part(NamedTuple):
 class Weights(Protocol):
     """The tensors of a checkpoint under their Hugging Face names."""
 
-    @property
-    def folder(self) -> Path: ...
-
-    @property
-    def files(self) -> list[Path]:
-        """All files that weights are read from."""
-        ...
-
-    def shapes(self) -> dict[str, Index]: ...
+    folder: Path
+    files: list[Path]  # all that weights are read from
+    shapes: dict[str, Index]
 
     def dtype(self, name: str) -> str:
         """Return the dtype of the tensor, or if it is quantised, the one to which it is dequantised."""
@@ -151,29 +148,26 @@ class Files:
             self._descriptors.clear()
 
     def _descriptor(self, path: Path) -> int:
-        descriptor = self._descriptors.get(path)
-        if descriptor is None:
-            with self._lock:
-                descriptor = self._descriptors.get(path)
-                if descriptor is None:
-                    try:
-                        descriptor = self._descriptors[path] = os.open(path, self._flags)
-                    except OSError as error:
-                        reason = f"cannot be opened ({error.strerror})"
-                        raise WeightMappingError(f"{path} {reason}; fetch the file again") from None
-        return descriptor
+        with self._lock:
+            if path not in self._descriptors:
+                try:
+                    self._descriptors[path] = os.open(path, self._flags)
+                except OSError as error:
+                    raise WeightMappingError(f"{path} cannot be opened ({error.strerror}); fetch the file again") from None
+            return self._descriptors[path]
 
 
-def target_of(name: str, shape: Index, pieces: Iterable[Piece], weights: Weights, dtype: str | None = None) -> Target:
-    """Return the tensor of that shape that consists of `pieces`, boxes of Hugging Face tensors.
+def target_of(tensor: LocalTensor, weights: Weights, dtype: str | None = None) -> Target:
+    """Return the target for a tensor made of boxes of Hugging Face tensors, and named after them.
 
-    `dtype` None: the dtype of the tensors, the widest if there are several. Raise WeightMappingError if the checkpoint does not
-    hold all of it.
+    `dtype` None: the dtype of these tensors, the widest if there are several. Raise WeightMappingError if the checkpoint does
+    not hold all of it.
     """
-    rows, columns = matrix(shape)
+    name = ", ".join(dict.fromkeys(piece.box.tensor for piece in tensor.pieces))
+    rows, columns = matrix(tensor.shape)
     copies: list[Copy] = []
     dtypes: set[str] = set()
-    for piece in pieces:
+    for piece in tensor.pieces:
         dtypes.add(weights.dtype(piece.box.tensor))
         for part in weights.parts(piece.box.tensor):
             common = piece.box.intersect(part.box)
@@ -187,16 +181,12 @@ def target_of(name: str, shape: Index, pieces: Iterable[Piece], weights: Weights
 
 def box_target(box: Box, weights: Weights, dtype: str | None = None) -> Target:
     """Return a box of a Hugging Face tensor as a target of its own."""
-    return target_of(box.tensor, box.shape, (Piece(box, "", (0,) * len(box.shape)),), weights, dtype)
+    return target_of(alone(box), weights, dtype)
 
 
 def matrix(shape: Index) -> tuple[int, int]:
     """Return the rows and columns of a tensor: the last dim are the columns of all but vectors."""
     return (prod(shape), 1) if len(shape) < 2 else (prod(shape[:-1]), shape[-1])
-
-
-def whole(name: str, shape: Index) -> Box:
-    return Box(name, (0,) * len(shape), tuple(shape))
 
 
 def row_and_column(index: Index) -> tuple[int, int]:

@@ -51,7 +51,22 @@ def install() -> bool:
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
     _patch_cuda_module()
     _patch_placement()
+    _import_megatron_uncompiled()
     return True
+
+
+def _import_megatron_uncompiled() -> None:
+    """Import Megatron while torch.compile leaves functions as they are.
+
+    Megatron decorates its fused functions when it is imported. That alone imports torch's compiler, more than a second of CPU
+    time per process, for functions that a CPU does not need compiled.
+    """
+    compiler = torch.compile
+    torch.compile = lambda function=None, **_: function or (lambda decorated: decorated)  # type: ignore[assignment]
+    try:
+        import megatron.core  # noqa: F401
+    finally:
+        torch.compile = compiler
 
 
 @functools.cache

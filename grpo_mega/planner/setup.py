@@ -68,7 +68,7 @@ class Setup:
     @property
     def is_served(self) -> bool:
         """Return True if the engine is SGLang, in processes of its own."""
-        return self.config.rollout.engine == "sglang"
+        return self.config.rollout.is_served
 
     @property
     def takes_turns(self) -> bool:

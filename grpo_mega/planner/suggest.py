@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
+from grpo_mega.config.base import divisors
 from grpo_mega.errors import ConfigError
 from grpo_mega.planner.plan import Plan, make_plan
 from grpo_mega.planner.setup import Setup
@@ -79,14 +80,14 @@ def _options(setup: Setup, candidates: Iterable[Changes]) -> Iterator[Option]:
 def _layouts(setup: Setup) -> Iterator[Changes]:
     """Yield all layouts that the world size and the node admit; tensor parallelism stays within a node."""
     shape, world = setup.shape, setup.world_size
-    node = _divisors(setup.ranks_per_node)
+    node = divisors(setup.ranks_per_node)
     served = node if setup.is_served else [1]
-    for tp, pp in product(node, _divisors(world)):
+    for tp, pp in product(node, divisors(world)):
         if world % (tp * pp) or pp > shape.num_layers:
             continue
         dp = world // (tp * pp)
         chunks = [v for v in range(1, MAX_VPP + 1) if v == 1 or (pp > 1 and shape.num_layers % (pp * v) == 0)]
-        spread = [ep for ep in _divisors(dp) if shape.num_experts % ep == 0] if shape.num_experts else [1]
+        spread = [ep for ep in divisors(dp) if shape.num_experts % ep == 0] if shape.num_experts else [1]
         for vpp, ep, recompute, rollout_tp in product(chunks, spread, ("none", "selective", "full"), served):
             yield {
                 "layout.tp": tp,
@@ -115,7 +116,7 @@ def _single_changes(setup: Setup) -> Iterator[Changes]:
         if budget >= setup.longest_sample:
             yield {"batch.tokens_per_micro_batch": budget}
     if setup.is_served:
-        for rollout_tp in _divisors(setup.ranks_per_node):
+        for rollout_tp in divisors(setup.ranks_per_node):
             if rollout_tp != config.rollout.tp:
                 yield {"rollout.tp": rollout_tp}
         yield {"rollout.max_concurrent": 2 * config.rollout.max_concurrent}
@@ -133,10 +134,6 @@ def _get(raw: Any, key: str) -> Any:
     for part in key.split("."):
         raw = raw[part]
     return raw
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _text(value: Any) -> str:

@@ -29,7 +29,7 @@ from grpo_mega.weights.plan import plan_transfers
 
 def build_engine(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Rendezvous) -> Engine:
     """Build the engine of this rank. If the rank leads a server, it has begun to start; `wait_until_ready` waits for it."""
-    if config.rollout.engine == "sglang":
+    if config.rollout.is_served:
         return _sglang(config, model, runtime, rendezvous)
     return EmbeddedEngine(
         model.hf_config,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 from grpo_mega.config import LayoutConfig, RolloutConfig
+from grpo_mega.config.base import divisors
 from grpo_mega.hardware.fp8 import SERVED_CAPABILITY
 from grpo_mega.hardware.kernels import Version
 from grpo_mega.validation.precision import rollout_block_problems
@@ -17,14 +19,20 @@ CPU_ROWS = 32  # SGLang's DEFAULT_MOE_PADDING_SIZE: to what multiple it pads the
 def engine_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
     """Yield what is wrong with the engine's own layout and with the weights that it is sent."""
     yield from rollout_block_problems(rollout, layout, shape)
-    if rollout.engine == "embedded":
+    if not rollout.is_served:
         return
     for problem in engine_layout_problems(shape, rollout.tp):
         yield f"rollout.{problem}"
     size = layout.world_size
     if layout.dp is not None and size % rollout.tp:
-        divisors = ", ".join(str(d) for d in range(1, min(size, 64) + 1) if size % d == 0)
-        yield f"rollout.tp={rollout.tp} does not divide the job's {size} ranks; use one of {divisors}"
+        legal = ", ".join(str(d) for d in divisors(size) if d <= 64)
+        yield f"rollout.tp={rollout.tp} does not divide the job's {size} ranks; use one of {legal}"
+
+
+def missing_engine_problems(rollout: RolloutConfig) -> Iterator[str]:
+    """Yield that SGLang is to generate and is not installed."""
+    if rollout.is_served and importlib.util.find_spec("sglang") is None:
+        yield "rollout.engine='sglang', but SGLang is not installed; see grpo_mega/rollout/sglang/README.md, or use embedded"
 
 
 def engine_rank_problems(tp: int, world_size: int, ranks_per_node: int) -> Iterator[str]:

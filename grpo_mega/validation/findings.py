@@ -6,7 +6,6 @@ What is here and broken is a violation, as it would be for training.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from grpo_mega.data.load import check_data
 from grpo_mega.errors import UserError
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
 from grpo_mega.hardware.cards import Card
-from grpo_mega.validation.engine import engine_rank_problems, served_card_problems
+from grpo_mega.validation.engine import engine_rank_problems, missing_engine_problems, served_card_problems
 from grpo_mega.validation.layout import world_size_problems
 from grpo_mega.validation.model import Model, check_weights, position_problems, read_model
 from grpo_mega.validation.precision import card_problems, installed_problems
@@ -85,7 +84,7 @@ def job_problems(config: Config, shape: ModelShape | None, card: Card, world_siz
     yield from card_problems(config.precision, card.capability, card.title)
     if shape is not None:
         yield from cut_problems(config, shape)
-    if rollout.engine == "sglang":
+    if rollout.is_served:
         yield from served_card_problems(rollout, config.model.dtype, card.capability, card.title)
         yield from engine_rank_problems(rollout.tp, world_size, min(world_size, gpus_per_node))
 
@@ -117,11 +116,9 @@ def _find_files(config: Config, shape: ModelShape, findings: Findings) -> None:
 def _missing_here(config: Config, card: Card) -> list[str]:
     """Return what training would miss on this machine."""
     missing = Findings()
+    missing.take(missing_engine_problems(config.rollout))
     missing.take(installed_problems(config, card.capability, card.title))
-    notes = [f"here: {problem}" for problem in missing.violations]
-    if config.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
-        notes.insert(0, "SGLang is not installed here; training needs it for rollout.engine=sglang")
-    return notes
+    return [f"here: {problem}" for problem in missing.violations]
 
 
 def _exists(path: str) -> bool:

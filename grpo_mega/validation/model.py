@@ -11,7 +11,8 @@ from typing import Any
 from grpo_mega.config import Config, ModelConfig
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
-from grpo_mega.formats.hf_files import check_folder, check_tied
+from grpo_mega.formats.hf_files import check_tied, weight_files
+from grpo_mega.formats.hf_weights import HfWeights
 from grpo_mega.formats.known_models import KNOWN_MODELS, known_model, model_of_folder
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.paths import CONFIG_FILE, FINISHED
@@ -69,14 +70,6 @@ def read_model(config: Config, model_config: Path | None = None, name: str | Non
 
 def check_model(model: ModelConfig) -> ModelShape:
     """Return the shape of a model whose config.json and weights are all right. Raise ConfigError or WeightMappingError."""
-    shape = check_model_config(model)
-    if model.init == "checkpoint":
-        check_weights(model.path, shape)
-    return shape
-
-
-def check_model_config(model: ModelConfig) -> ModelShape:
-    """Return the shape in model.path's config.json. Raise ConfigError or WeightMappingError if it cannot be trained."""
     folder = model.path
     if not folder.is_dir():
         raise ConfigError(f"model.path={folder} is not a folder; name the folder of a Hugging Face checkpoint")
@@ -87,7 +80,10 @@ def check_model_config(model: ModelConfig) -> ModelShape:
         elif (folder / CONFIG_FILE).is_file():
             remedy = f"it is a run's folder, so write its policy to a folder by `grpo-mega export {folder} OUT`, and name that"
         raise ConfigError(f"model.path={folder} holds no config.json; {remedy}")
-    return shape_of(read_config(folder))
+    shape = shape_of(read_config(folder))
+    if model.init == "checkpoint":
+        check_weights(folder, shape)
+    return shape
 
 
 def shape_of(fields: dict[str, Any]) -> ModelShape:
@@ -104,9 +100,11 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
     if is_distributed_checkpoint(folder):
         MegatronWeights(folder, family, shape).close()
     else:
-        check_folder(folder, family.hf_tensors(shape))
+        weight_files(folder)  # refuses other formats
+        weights = HfWeights(folder, {})
+        weights.check(family.hf_tensors(shape))
         if shape.tied:
-            check_tied(folder, family.output.hf[0], family.embedding.hf[0])
+            check_tied(folder, family.output.hf[0], family.embedding.hf[0], weights.tensors)
 
 
 def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:

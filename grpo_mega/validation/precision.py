@@ -158,7 +158,7 @@ def rollout_block_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: 
     if rollout.quantization is None:
         return
     sides = [("layout.tp", layout.tp, _trainer_cut), ("rollout.tp", rollout.tp, _engine_cut)]
-    for key, tp, cut in sides if rollout.engine == "sglang" else sides[:1]:
+    for key, tp, cut in sides if rollout.is_served else sides[:1]:
         place = cut(shape, tp)
         if place:
             legal = [str(other) for other in (1, 2, 4, 8, 16) if cut(shape, other) is None]

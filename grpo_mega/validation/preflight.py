@@ -7,14 +7,13 @@ values or the user's code, before the first step.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from grpo_mega.config import Config
 from grpo_mega.data.load import check_data
 from grpo_mega.hardware.kernels import FUSED_PACKED
 from grpo_mega.validation import raise_first
-from grpo_mega.validation.engine import engine_problems
+from grpo_mega.validation.engine import engine_problems, missing_engine_problems
 from grpo_mega.validation.layout import layout_problems
 from grpo_mega.validation.model import check_model, position_problems
 from grpo_mega.validation.precision import bf16_layer_problems, block_problems, installed_problems
@@ -31,7 +30,7 @@ def check(config: Config) -> None:
     raise_first(cut_problems(config, shape))
     # What the card lacks is for the ranks to find out.
     raise_first(installed_problems(config, FUSED_PACKED if config.device == "cuda" else None, "cuda"))
-    raise_first(_engine_missing(config))
+    raise_first(missing_engine_problems(config.rollout))
     check_tokenizer_files(config.model.path, shape.vocab)
     check_data(config.data, config.batch.prompts_per_step, config.rollout)
 
@@ -42,8 +41,3 @@ def cut_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     yield from engine_problems(config.rollout, config.layout, shape)
     yield from bf16_layer_problems(config.precision, config.layout, shape.num_layers)
     yield from block_problems(config.precision, config.layout, shape)
-
-
-def _engine_missing(config: Config) -> Iterator[str]:
-    if config.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
-        yield "rollout.engine='sglang', but SGLang is not installed; see grpo_mega/rollout/sglang/README.md, or use embedded"

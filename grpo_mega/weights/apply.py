@@ -8,7 +8,7 @@ they are sent, and each slice may carry a checksum of the sent bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -88,92 +88,94 @@ def buckets(
     round gets a bucket without entries. Neither a bucket nor the bytes that a rank sends in a round exceed `bucket_bytes`,
     unless a single row does, or if quantised a row of blocks, which then goes alone. Without `prove` all checksums are 0.
     """
-    rank, sending = dist.get_rank(group), _Sending(dtype)
+    exchange = _Exchange(sources, dtype, allocate, group, prove=prove)
     rounds = plan.rounds(bucket_bytes, dtype.itemsize)
-    sum_of = checksum if prove else _nothing
     for index in range(len(rounds)):
-        yield _exchange_round(index, rounds.of(index, rank), sources, sending, allocate, sum_of, group)
+        yield exchange.run(index, rounds.of(index, exchange.rank))
 
 
-class _Sending:
-    """A rank's send buffer, kept from round to round: fresh memory costs a CPU more than the copy into it."""
+class _Exchange:
+    """The exchange of this rank with the others, round by round."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._buffer: Tensor | None = None
+    def __init__(
+        self,
+        sources: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        allocate: Callable[[int, int], Tensor],
+        group: dist.ProcessGroup | None,
+        *,
+        prove: bool,
+    ) -> None:
+        self.rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._sources, self._dtype, self._allocate, self._group, self._prove = sources, dtype, allocate, group, prove
+        self._outgoing = torch.empty(0, dtype=torch.uint8)  # kept: fresh memory costs a CPU more than the copy into it
 
-    def take(self, num_bytes: int, device: torch.device) -> Tensor:
-        if self._buffer is None or self._buffer.numel() < num_bytes:
-            self._buffer = None  # free the old one before the new one is allocated
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return self._buffer[:num_bytes]
+    def run(self, index: int, transfers: list[Transfer]) -> Bucket:
+        """Execute this rank's transfers of a round. In the bucket come first the slices of other ranks, rank by rank."""
+        rank = self.rank
+        kept = [t for t in transfers if t.source_rank == t.target_rank]
+        sent = sorted((t for t in transfers if t.target_rank != rank), key=lambda t: t.target_rank)
+        received = sorted((t for t in transfers if t.source_rank != rank), key=lambda t: t.source_rank)
+        num_sent, num_received, num_kept = (sum(map(self._num_bytes, some)) for some in (sent, received, kept))
+        values = self._allocate(index, num_received + num_kept)
+        if self._outgoing.numel() < num_sent or self._outgoing.device != values.device:
+            self._outgoing = torch.empty(0)  # free the old one before the new one is allocated
+            self._outgoing = torch.empty(num_sent, dtype=torch.uint8, device=values.device)
+        outgoing = self._outgoing[:num_sent]
+        sent_sums = self._pack(sent, outgoing)
+        kept_sums = self._pack(kept, values[num_received:])
+        received_sums = sent_sums.new_empty(len(received))
+        froms, tos = [t.source_rank for t in received], [t.target_rank for t in sent]
+        sizes = self._by_rank(froms, map(self._num_bytes, received)), self._by_rank(tos, map(self._num_bytes, sent))
+        counts = self._by_rank(froms, [1] * len(froms)), self._by_rank(tos, [1] * len(tos))
+        dist.all_to_all_single(values[:num_received], outgoing, *sizes, group=self._group)  # bytes, since gloo knows no fp8
+        dist.all_to_all_single(received_sums, sent_sums, *counts, group=self._group)
+        sums = torch.cat((received_sums, kept_sums)).tolist()  # waits for the device, once a round
+        return Bucket(index, values, self._entries([*received, *kept], sums), num_received, self._dtype)
 
+    def _num_bytes(self, transfer: Transfer) -> int:
+        return transfer.num_bytes(self._dtype.itemsize)
 
-def _nothing(piece: Tensor) -> Tensor:
-    return torch.zeros((), dtype=torch.int64, device=piece.device)
+    def _by_rank(self, ranks: list[int], sizes: Iterable[int]) -> list[int]:
+        totals = [0] * self._world_size
+        for rank, size in zip(ranks, sizes, strict=True):
+            totals[rank] += size
+        return totals
 
+    def _entries(self, transfers: list[Transfer], sums: list[int]) -> tuple[Entry, ...]:
+        entries, start = [], 0
+        for t, value in zip(transfers, sums, strict=True):
+            entries.append(Entry(t.target, t.target_offset, t.box.shape, start, value, t.is_quantised))
+            start += self._num_bytes(t)
+        return tuple(entries)
 
-def _exchange_round(
-    index: int,
-    transfers: list[Transfer],
-    sources: Mapping[str, Tensor],
-    sending: _Sending,
-    allocate: Callable[[int, int], Tensor],
-    sum_of: Callable[[Tensor], Tensor],
-    group: dist.ProcessGroup | None,
-) -> Bucket:
-    """Execute this rank's transfers of a round. In the bucket come first the slices of other ranks, rank by rank."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    kept = [t for t in transfers if t.source_rank == t.target_rank]
-    sent = sorted((t for t in transfers if t.target_rank != rank), key=lambda t: t.target_rank)
-    received = sorted((t for t in transfers if t.source_rank != rank), key=lambda t: t.source_rank)
-    dtype = sending.dtype
-    sizes_of = {way: [t.num_bytes(dtype.itemsize) for t in some] for way, some in (("to", sent), ("from", received))}
-    num_received = sum(sizes_of["from"])
-    values = allocate(index, num_received + sum(t.num_bytes(dtype.itemsize) for t in kept))
-    outgoing = sending.take(sum(sizes_of["to"]), values.device)
-    sent_sums = _pack(sent, sources, outgoing, dtype, sum_of)
-    kept_sums = _pack(kept, sources, values[num_received:], dtype, sum_of)
-    received_sums = sent_sums.new_empty(len(received))
-    froms, tos = [t.source_rank for t in received], [t.target_rank for t in sent]
-    sizes = _by_rank(froms, sizes_of["from"], world_size), _by_rank(tos, sizes_of["to"], world_size)
-    counts = _by_rank(froms, [1] * len(froms), world_size), _by_rank(tos, [1] * len(tos), world_size)
-    dist.all_to_all_single(values[:num_received], outgoing, *sizes, group=group)  # bytes, since gloo knows no fp8
-    dist.all_to_all_single(received_sums, sent_sums, *counts, group=group)
-    sums = torch.cat((received_sums, kept_sums)).tolist()  # waits for the device, once a round
-    return Bucket(index, values, _entries([*received, *kept], dtype, sums), num_received, dtype)
-
-
-def _pack(
-    transfers: list[Transfer],
-    sources: Mapping[str, Tensor],
-    buffer: Tensor,
-    dtype: torch.dtype,
-    sum_of: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Copy the slices into the buffer, one after the other. Return their checksums, [len(transfers)] on its device."""
-    sums, start = [], 0
-    quantised: dict[tuple[str, Index, Index], tuple[Tensor, Tensor]] = {}  # bytes and checksum: several ranks may need the same
-    for t in transfers:
-        piece = subtensor(sources, t.source)[region(t.source_offset, t.box.shape)]
-        place = buffer[start : start + t.num_bytes(dtype.itemsize)]
-        start += place.numel()
-        if t.is_quantised:
-            key = t.source, t.source_offset, t.box.shape
-            if key in quantised:
-                place.copy_(quantised[key][0])
+    def _pack(self, transfers: list[Transfer], buffer: Tensor) -> Tensor:
+        """Copy the slices into the buffer, one after the other. Return their checksums, [len(transfers)] on its device."""
+        sums, start, dtype = [], 0, self._dtype
+        quantised: dict[tuple[str, Index, Index], tuple[Tensor, Tensor]] = {}  # bytes and checksum: several ranks may need them
+        for t in transfers:
+            piece = subtensor(self._sources, t.source)[region(t.source_offset, t.box.shape)]
+            place = buffer[start : start + self._num_bytes(t)]
+            start += place.numel()
+            if t.is_quantised:
+                key = t.source, t.source_offset, t.box.shape
+                if key in quantised:
+                    place.copy_(quantised[key][0])
+                else:
+                    _quantise(piece, place)
+                    quantised[key] = place, self._checksum(place)
+                sums.append(quantised[key][1])
+                continue
+            piece = piece.to(dtype)
+            if place.storage_offset() % dtype.itemsize:  # after quantised slices
+                place.copy_(piece.contiguous().view(-1).view(torch.uint8))
             else:
-                _quantise(piece, place)
-                quantised[key] = place, sum_of(place)
-            sums.append(quantised[key][1])
-            continue
-        piece = piece.to(dtype)
-        if place.storage_offset() % dtype.itemsize:  # after quantised slices
-            place.copy_(piece.contiguous().view(-1).view(torch.uint8))
-        else:
-            place.view(dtype).view(t.box.shape).copy_(piece)
-        sums.append(sum_of(piece))
-    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=buffer.device)
+                place.view(dtype).view(t.box.shape).copy_(piece)
+            sums.append(self._checksum(piece))
+        return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=buffer.device)
+
+    def _checksum(self, piece: Tensor) -> Tensor:
+        return checksum(piece) if self._prove else torch.zeros((), dtype=torch.int64, device=piece.device)
 
 
 def _quantise(piece: Tensor, place: Tensor) -> None:
@@ -181,18 +183,3 @@ def _quantise(piece: Tensor, place: Tensor) -> None:
     values, scales = quantise(piece)
     place[: values.numel()].copy_(values.view(-1).view(torch.uint8))
     place[values.numel() :].copy_(scales.view(-1).view(torch.uint8))
-
-
-def _by_rank(ranks: list[int], sizes: list[int], world_size: int) -> list[int]:
-    totals = [0] * world_size
-    for rank, size in zip(ranks, sizes, strict=True):
-        totals[rank] += size
-    return totals
-
-
-def _entries(transfers: list[Transfer], dtype: torch.dtype, sums: list[int]) -> tuple[Entry, ...]:
-    entries, start = [], 0
-    for t, value in zip(transfers, sums, strict=True):
-        entries.append(Entry(t.target, t.target_offset, t.box.shape, start, value, t.is_quantised))
-        start += t.num_bytes(dtype.itemsize)
-    return tuple(entries)

@@ -80,6 +80,16 @@ class LocalTensor:
         return LocalTensor(self.shape, tuple(pieces))
 
 
+def whole(tensor: str, shape: Index) -> Box:
+    """Return the box that is all of a Hugging Face tensor of that shape."""
+    return Box(tensor, (0,) * len(shape), tuple(shape))
+
+
+def alone(box: Box, local: str = "") -> LocalTensor:
+    """Return the local tensor that consists of one box."""
+    return LocalTensor(box.shape, (Piece(box, local, (0,) * len(box.shape)),))
+
+
 RankShards = dict[str, LocalTensor]  # all tensors of one rank, by local name
 
 Kind = Literal["model", "layer", "expert"]  # a tensor stands in a model once, in every layer, or for every expert

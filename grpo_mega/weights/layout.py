@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
-from grpo_mega.errors import WeightMappingError
-from grpo_mega.weights.boxes import ONCE, Block, Box, Index, LocalTensor, Piece, RankShards, expand
+from grpo_mega.weights.boxes import ONCE, Block, LocalTensor, RankShards, alone, expand, whole
 from grpo_mega.weights.spec import Family, ModelShape, Row, Shard
 
 RankOrder = Literal["tp-dp-pp", "tp-pp-dp"]
@@ -80,12 +80,6 @@ class EngineLayout:
         return self.tp * self.num_engines
 
 
-def check_megatron_layout(shape: ModelShape, layout: MegatronLayout) -> None:
-    """Raise WeightMappingError unless Megatron can cut the model into the layout."""
-    for problem in megatron_layout_problems(shape, layout):
-        raise WeightMappingError(problem)
-
-
 def megatron_layout_problems(shape: ModelShape, layout: MegatronLayout) -> Iterator[str]:
     """Yield why Megatron cannot cut the model into the layout: a line for each rule that it breaks, with the remedy."""
     obstacle = _training_obstacle(shape, layout.tp)
@@ -105,12 +99,6 @@ def megatron_layout_problems(shape: ModelShape, layout: MegatronLayout) -> Itera
             yield f"ep={layout.ep} does not divide the {size} {parts}; use a divisor of them"
     if layout.ep > 1 and layout.pp > 1 and layout.order != "tp-dp-pp":
         yield f"order={layout.order}: must be tp-dp-pp, Megatron's only order for ep={layout.ep} with pp={layout.pp}; change it"
-
-
-def check_engine_layout(shape: ModelShape, tp: int) -> None:
-    """Raise WeightMappingError unless SGLang can cut the model into `tp` parts."""
-    for problem in engine_layout_problems(shape, tp):
-        raise WeightMappingError(problem)
 
 
 def engine_layout_problems(shape: ModelShape, tp: int) -> Iterator[str]:
@@ -211,14 +199,10 @@ def megatron_rank_shards(
     return expand(megatron_blocks(family, shape, layout, rank, fused_norms=fused_norms))
 
 
-def engine_rank_shards(family: Family, shape: ModelShape, layout: EngineLayout, rank: int) -> RankShards:
-    return expand(engine_blocks(family, shape, layout, rank))
-
-
 def hf_rank_shards(family: Family, shape: ModelShape, names: Iterable[str] | None = None) -> RankShards:
     """Return whole Hugging Face tensors under their own names, all or those named: for the writer of a checkpoint."""
     tensors = family.hf_tensors(shape)
-    return {name: _whole(name, tensors[name]) for name in (tensors if names is None else names)}
+    return {name: alone(whole(name, tensors[name]), name) for name in (tensors if names is None else names)}
 
 
 def megatron_blocks(
@@ -228,7 +212,7 @@ def megatron_blocks(
     tp_rank, pp_rank, _ = layout.place(rank)
     experts = layout.experts_of(shape.num_experts, layout.ep_rank(rank))
 
-    def tensors(rows: Iterable[Row], chunk: int) -> RankShards:
+    def tensors(chunk: int, rows: Iterable[Row]) -> RankShards:
         shards: RankShards = {}
         for row in rows:
             local = f"chunk{chunk}.{row.megatron_te if fused_norms and row.megatron_te else row.megatron}"
@@ -243,9 +227,7 @@ def megatron_blocks(
         once += [row for row in family.rows if (row.where == "first" and is_first) or (row.where == "last" and is_last)]
         if is_last and not (shape.tied and is_first):  # else the embedding itself serves
             once.append(family.output)
-        layers = layout.layers_of(shape.num_layers, pp_rank, chunk)
-        layer, expert = (tensors(family.rows_of(kind), chunk) for kind in ("layer", "expert"))
-        blocks += _blocks(tensors(once, chunk), layer, expert, layers, experts)
+        blocks += _blocks(family, once, partial(tensors, chunk), layout.layers_of(shape.num_layers, pp_rank, chunk), experts)
     return blocks
 
 
@@ -264,8 +246,7 @@ def engine_blocks(family: Family, shape: ModelShape, layout: EngineLayout, rank:
             shards[local] = row.op.engine(Shard(_hf_names(family, shape, row), local, shape, layout.tp, rank % layout.tp))
         return shards
 
-    model, layer, expert = (tensors(rows) for rows in (once, family.rows_of("layer"), family.rows_of("expert")))
-    return _blocks(model, layer, expert, range(shape.num_layers), range(shape.num_experts))
+    return _blocks(family, once, tensors, range(shape.num_layers), range(shape.num_experts))
 
 
 def hf_blocks(family: Family, shape: ModelShape) -> list[Block]:
@@ -273,24 +254,24 @@ def hf_blocks(family: Family, shape: ModelShape) -> list[Block]:
 
     def tensors(rows: Iterable[Row]) -> RankShards:
         pairs = (pair for row in rows for pair in zip(row.hf, row.op.hf_shapes(shape), strict=True))
-        return {name: _whole(name, size) for name, size in pairs}
+        return {name: alone(whole(name, size), name) for name, size in pairs}
 
-    heads = [family.embedding] if shape.tied else [family.embedding, family.output]
-    once = [*heads, *family.rows_of("model")]
-    model, layer, expert = (tensors(rows) for rows in (once, family.rows_of("layer"), family.rows_of("expert")))
-    return _blocks(model, layer, expert, range(shape.num_layers), range(shape.num_experts))
+    once = [*family.heads(shape), *family.rows_of("model")]
+    return _blocks(family, once, tensors, range(shape.num_layers), range(shape.num_experts))
 
 
-def _blocks(model: RankShards, layer: RankShards, expert: RankShards, layers: range, experts: range) -> list[Block]:
-    blocks = [Block("model", ONCE, ONCE, model), Block("layer", layers, ONCE, layer), Block("expert", layers, experts, expert)]
+def _blocks(
+    family: Family, once: list[Row], tensors: Callable[[Iterable[Row]], RankShards], layers: range, experts: range
+) -> list[Block]:
+    """Return the blocks of the `tensors` of rows: those that stand there once, those of each layer, and of each expert."""
+    blocks = [
+        Block("model", ONCE, ONCE, tensors(once)),
+        Block("layer", layers, ONCE, tensors(family.rows_of("layer"))),
+        Block("expert", layers, experts, tensors(family.rows_of("expert"))),
+    ]
     return [block for block in blocks if block.tensors]
 
 
 def _hf_names(family: Family, shape: ModelShape, row: Row) -> tuple[str, ...]:
     """Return the names of a row's Hugging Face tensors: a tied output layer holds a copy of the embedding."""
     return family.embedding.hf if row is family.output and shape.tied else row.hf
-
-
-def _whole(name: str, shape: Index) -> LocalTensor:
-    zeros = (0,) * len(shape)
-    return LocalTensor(shape, (Piece(Box(name, zeros, shape), name, zeros),))

@@ -275,6 +275,10 @@ class Family:
     qk_norm: bool = False
     engine_ties: bool = True
 
+    def heads(self, shape: ModelShape) -> tuple[Row, ...]:
+        """Return the rows of the embedding and the output layer that a checkpoint stores."""
+        return (self.embedding,) if shape.tied else (self.embedding, self.output)
+
     def rows_of(self, kind: Kind) -> list[Row]:
         return [row for row in self.rows if row.kind == kind]
 
@@ -287,9 +291,8 @@ class Family:
 
     def hf_tensors(self, shape: ModelShape) -> dict[str, Index]:
         """Return name and shape of every tensor of the checkpoint."""
-        head = (self.embedding,) if shape.tied else (self.embedding, self.output)
         tensors: dict[str, Index] = {}
-        for row in (*head, *self.rows):
+        for row in (*self.heads(shape), *self.rows):
             shapes = row.op.hf_shapes(shape)
             for i in range(shape.num_layers) if row.kind != "model" else ONCE:
                 for e in range(shape.num_experts) if row.kind == "expert" else ONCE:

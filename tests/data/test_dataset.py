@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_mega.config import DataConfig
-from grpo_mega.data import DatasetReport, load_prompts
+from grpo_mega.data import load_prompts
 from grpo_mega.errors import ConfigError
 from grpo_mega.types import Prompt
 
@@ -33,7 +33,7 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def load(path: Path, template: str | None = PLAIN, **changes: Any) -> tuple[list[Prompt], DatasetReport]:
+def load(path: Path, template: str | None = PLAIN, **changes: Any) -> tuple[list[Prompt], int, str]:
     settings: dict[str, Any] = {
         "prompt_column": "prompt",
         "answer_column": "answer",
@@ -47,12 +47,12 @@ def load(path: Path, template: str | None = PLAIN, **changes: Any) -> tuple[list
 
 def test_a_text_becomes_a_user_message_and_the_prompt_is_what_the_template_writes(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "1+1=?", "answer": "2", "level": "easy"}])
-    [prompt], report = load(path)
+    [prompt], _, note = load(path)
     assert prompt.text == "<|user|>1+1=?<|end|><|assistant|>"
     assert make_tokenizer(PLAIN).decode(prompt.token_ids).replace(" ", "") == prompt.text
     assert len(prompt.token_ids) == len(prompt.text)  # nothing is added to it, such as <bos>
     assert (prompt.id, prompt.answer, prompt.prefill, prompt.extras) == (0, "2", "", {"level": "easy"})
-    assert str(report) == f"{path}: 1 prompts of at most 33 tokens"
+    assert note == f"{path}: 1 prompts of at most 33 tokens"
 
 
 def test_messages_are_kept_and_the_system_prompt_goes_before_them(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_messages_are_kept_and_the_system_prompt_goes_before_them(tmp_path: Path
         {"role": "user", "content": "c"},
     ]
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": messages, "answer": 7}])
-    [prompt], _ = load(path, system_prompt="be brief")
+    [prompt], *_ = load(path, system_prompt="be brief")
     turns = "<|system|>be brief<|end|><|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|>"
     assert prompt.text == turns + "<|assistant|>"
     assert prompt.answer == "7"
@@ -70,10 +70,10 @@ def test_messages_are_kept_and_the_system_prompt_goes_before_them(tmp_path: Path
 
 def test_long_prompts_are_dropped_and_counted_and_ids_stay_line_indices(tmp_path: Path) -> None:
     rows = [{"prompt": "x" * n, "answer": "1"} for n in (5, 90, 7, 91, 9)]
-    prompts, report = load(write_rows(tmp_path / "a.jsonl", rows), max_prompt_length=60)
+    prompts, num_too_long, note = load(write_rows(tmp_path / "a.jsonl", rows), max_prompt_length=60)
     assert [prompt.id for prompt in prompts] == [0, 2, 4]
-    assert (report.num_rows, report.num_prompts, report.num_too_long) == (5, 3, 2)
-    assert str(report).endswith("3 prompts of at most 37 tokens, 2 dropped as too long")
+    assert (len(prompts), num_too_long) == (3, 2)
+    assert note.endswith("3 prompts of at most 37 tokens, 2 dropped as too long")
 
 
 def test_ids_count_from_the_sets_first_id(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_ids_count_from_the_sets_first_id(tmp_path: Path) -> None:
 def test_the_answer_is_the_column_given_else_answer_else_solution(
     tmp_path: Path, row: dict[str, Any], given: str | None, answer: str
 ) -> None:
-    [prompt], _ = load(write_rows(tmp_path / "a.jsonl", [{"prompt": "a"} | row]), answer_column=given)
+    [prompt], *_ = load(write_rows(tmp_path / "a.jsonl", [{"prompt": "a"} | row]), answer_column=given)
     assert prompt.answer == answer
     assert set(prompt.extras) == {column for column, value in row.items() if str(value) != answer}
 
@@ -150,8 +150,8 @@ NO_GENERATION_PROMPT += "{% endif %}{% endfor %}"
 def test_the_prefill_is_what_the_generation_prompt_has_beyond_the_assistants_header(
     tmp_path: Path, template: str, prefill: str
 ) -> None:
-    [prompt], report = load(write_rows(tmp_path / "a.jsonl", [{"prompt": "hi", "answer": "1"}]), template)
-    assert prompt.prefill == report.prefill == prefill
+    [prompt], *_ = load(write_rows(tmp_path / "a.jsonl", [{"prompt": "hi", "answer": "1"}]), template)
+    assert prompt.prefill == prefill
     assert prompt.text.endswith(prefill)
 
 

@@ -15,8 +15,7 @@ from pyarrow import parquet
 from grpo_mega.config import RolloutConfig
 from grpo_mega.config.data import DataConfig
 from grpo_mega.data import RunData, Sampler, load_data
-from grpo_mega.data.load import IDS_PER_SET, check_data
-from grpo_mega.data.split import split_off
+from grpo_mega.data.load import IDS_PER_SET, check_data, split_off
 from grpo_mega.errors import ConfigError
 from grpo_mega.types import Prompt
 
@@ -126,7 +125,7 @@ def test_each_set_has_its_own_columns_and_what_it_does_not_name_is_the_datas(tmp
     other = {"path": str(tmp_path / "b.json"), "prompt_column": "problem", "answer_column": "gold"}
     data = load(train=[one, other], heldout=other)
     assert [p.answer for p in data.train] == ["1", "5"]
-    assert [p.text for p in data.heldout] == ["<user>r<assistant>"]
+    assert [p.text for p in data.heldout_sets[""]] == ["<user>r<assistant>"]
     assert data.notes[-1].endswith("1 prompts of at most 3 tokens; 1 prompts of data.train have the text of one of these")
 
 
@@ -149,9 +148,9 @@ def test_no_text_is_on_both_sides_of_a_split_and_the_order_of_the_rows_does_not_
 def test_held_out_prompts_are_split_off_from_train(tmp_path: Path, split: dict[str, Any]) -> None:
     path = write(tmp_path / "a.jsonl", [*map(str, range(18)), "3", "4"])
     data = load(train=path, **split)
-    assert len(data.heldout) == 5
+    assert len(data.heldout_sets[""]) == 5
     assert data.sizes == (len(data.train),)
-    assert not {p.text for p in data.heldout} & {p.text for p in data.train}
+    assert not {p.text for p in data.heldout_sets[""]} & {p.text for p in data.train}
     assert "held out: 5 prompts split off from data.train" in data.notes[-1]
     assert load(train=path, **split) == data
 

@@ -76,7 +76,7 @@ def test_the_limits_themselves_are_kept_and_either_may_be_left_out(folder: Path)
 
 def test_held_out_prompts_are_split_off_before_and_do_not_depend_on_the_rates(folder: Path) -> None:
     with_rates, without = load(folder, min_pass_rate=0.1, heldout_size=2), load(folder, pass_rates=None, heldout_size=2)
-    assert with_rates.heldout == without.heldout
+    assert with_rates.heldout_sets == without.heldout_sets
     assert set(texts(with_rates)) == set(texts(without)) - {"q0"}
 
 

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.export import FolderWriter
-from grpo_mega.formats.hf_files import INDEX, SINGLE, check_tied, split_into_shards
+from grpo_mega.formats.hf_files import INDEX, SINGLE, check_tied, split_into_shards, weight_files
 from grpo_mega.formats.reader import open_hf_reader
+from grpo_mega.formats.safetensors_files import read_headers
 from grpo_mega.weights.boxes import Box, region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape, read_config
@@ -164,7 +165,7 @@ def test_a_stored_copy_of_a_tied_output_layer_and_rotary_tables_are_let_pass(tmp
     save_file(tensors, folder / SINGLE)
     with open_hf_reader(folder) as reader:
         reader.check(shapes_of(folder))
-    check_tied(folder, "lm_head.weight", "model.embed_tokens.weight")
+    check_tied(folder, "lm_head.weight", "model.embed_tokens.weight", read_headers(weight_files(folder)))
 
 
 def last_changed(values: Tensor) -> Tensor:
@@ -184,7 +185,7 @@ def test_an_output_layer_that_is_not_the_embedding_of_a_tied_model_is_refused(
     places = dict.fromkeys(tensors, SINGLE) | {"lm_head.weight": "head.safetensors"}
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
     with pytest.raises(WeightMappingError, match=r"lm_head.weight is not model.embed_tokens.weight.*set it to false$"):
-        check_tied(folder, "lm_head.weight", "model.embed_tokens.weight")
+        check_tied(folder, "lm_head.weight", "model.embed_tokens.weight", read_headers(weight_files(folder)))
 
 
 @pytest.mark.parametrize(("text", "message"), [(None, "does not exist; give"), ("{", "is not JSON .*; restore the file")])

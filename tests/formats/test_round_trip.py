@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import zipfile
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
+from grpo_mega.formats.dcp_read import FoundTensor, find_tensor
+from grpo_mega.formats.dcp_write import blob_of
 from grpo_mega.formats.detect import find_checkpoint
 
 QUIET = {"show_progress": False}
@@ -119,3 +123,22 @@ def test_every_saved_piece_is_an_archive_whose_checksums_hold(tmp_path: Path) ->
             assert torch.load(tmp_path / "one", weights_only=True).shape == chunk.shape
             count += 1
     assert count > 60
+
+
+def test_a_piece_beyond_4_gib_is_an_archive_that_torch_loads(tmp_path: Path) -> None:
+    """Its bytes are a hole but for the last element."""
+    shape = (5, 1 << 30)
+    blob = blob_of("BF16", shape)
+    suffix = bytearray(blob.suffix)
+    for offset in blob.crc_offsets:
+        assert suffix[offset : offset + 4] == bytes(4)
+        suffix[offset : offset + 4] = (77).to_bytes(4, "little")
+    path = tmp_path / "one"
+    with path.open("wb") as file:
+        file.write(blob.prefix)
+        file.seek(2 * prod(shape) - 2, io.SEEK_CUR)
+        file.write(torch.ones(1).bfloat16().view(torch.uint8).numpy().tobytes() + suffix)
+    with path.open("rb") as file:
+        assert find_tensor(file) == FoundTensor("BF16", shape, len(blob.prefix), 77)
+    loaded = torch.load(path, mmap=True, weights_only=True)
+    assert (loaded.shape, loaded[-1, -1].item()) == (shape, 1.0)

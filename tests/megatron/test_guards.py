@@ -167,3 +167,12 @@ torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=0
 """
     result = python(code)
     assert result.returncode == 0, result.stderr
+
+
+def test_importing_megatron_imports_no_compiler_and_decorating_still_would() -> None:
+    code = (
+        "import sys, torch; before = torch.compile; import grpo_mega.megatron.policy; assert torch.compile is before; "
+        "assert 'torch._inductor.compile_fx' not in sys.modules; "
+        "torch.compile(abs); assert 'torch._inductor.compile_fx' in sys.modules, 'the patch is no longer needed'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -24,7 +24,7 @@ from grpo_mega.config import ModelConfig
 from grpo_mega.config.data import DataConfig
 from grpo_mega.data import load_data
 from grpo_mega.errors import ConfigError
-from grpo_mega.validation.model import check_model_config
+from grpo_mega.validation.model import check_model
 from tools.benchmarks import kills
 
 pytestmark = pytest.mark.distributed
@@ -192,9 +192,9 @@ def test_a_finished_run_without_checkpoints_gives_its_policy_from_hf(
         line = f"--step 1: {finished} has no checkpoints; leave --step out to take {finished / 'hf'}"
         assert line in capsys.readouterr().err
     with pytest.raises(ConfigError, match=f"it is a run's folder, so name its policy, {finished / 'hf'}$"):
-        check_model_config(ModelConfig(path=finished))
+        check_model(ModelConfig(path=finished))
     shutil.rmtree(finished / "hf")
     with pytest.raises(ConfigError, match=f"by `grpo-mega export {finished} OUT`, and name that$"):
-        check_model_config(ModelConfig(path=finished))
+        check_model(ModelConfig(path=finished))
     assert cli.main(["eval", str(finished)]) == 2
     assert "has no checkpoint; there are: none" in capsys.readouterr().err

@@ -169,7 +169,7 @@ CASES = [
     Case(
         "FP8 scales",
         (f"{NORM}_scale_inv", "tools/convert_hf_to_mcore.py", "model.path=OUT"),
-        spoil=tensors(lambda t: t.update({f"{NORM}_scale_inv": torch.ones(1, 1)})),
+        spoil=tensors(lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn), f"{NORM}_scale_inv": torch.ones(1, 1)})),
     ),
     Case("no weights", ("neither model.safetensors nor", "give"), spoil=remove("model/model.safetensors.index.json")),
     Case("shard cut short", (SHARD, "cut short", "fetch the file again"), spoil=cut(f"model/{SHARD}")),

@@ -42,7 +42,7 @@ def refusal_of_training(path: Path) -> str | None:
     except UserError as error:
         return str(error)
     ranks, tp = config.layout.world_size, config.rollout.tp
-    if config.rollout.engine == "sglang":
+    if config.rollout.is_served:
         return next(engine_rank_problems(tp, ranks, min(ranks, GPUS_PER_NODE)), None)
     return None
 

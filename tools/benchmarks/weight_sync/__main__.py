@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from grpo_mega.errors import ConfigError, UserError
+from grpo_mega.validation import raise_first
 from grpo_mega.weights.layout import (
     EngineLayout,
     MegatronLayout,
     RankOrder,
-    check_engine_layout,
-    check_megatron_layout,
+    engine_layout_problems,
+    megatron_layout_problems,
 )
 from grpo_mega.weights.spec import ModelShape, read_config
 
@@ -132,8 +133,8 @@ def spec_of(options: argparse.Namespace) -> Spec:
             raise ConfigError(f"--layers={options.layers} is more than the model's {shape.num_layers}; use fewer")
         shape = replace(shape, num_layers=options.layers)
     source, target = source_of(options.source), target_of(options.target)
-    check_megatron_layout(shape, source)
-    check_engine_layout(shape, target.tp)
+    raise_first(megatron_layout_problems(shape, source))
+    raise_first(engine_layout_problems(shape, target.tp))
     return Spec(shape, source, target, options.ranks_per_node, options.bucket_mib << 20)
 
 
@@ -235,11 +236,7 @@ def comparison(full_gather_bytes: int, found: Measured) -> str:
 
 
 def is_possible(shape: ModelShape, layout: MegatronLayout) -> bool:
-    try:
-        check_megatron_layout(shape, layout)
-    except UserError:
-        return False
-    return True
+    return not any(megatron_layout_problems(shape, layout))
 
 
 def table(found: dict[RankOrder, Dry]) -> list[str]:

@@ -2,7 +2,7 @@
 
 The trainer's tensors have the shapes that its layout says and contents that follow from tensor name and index, so that replicas
 agree. What sends is the product: `sync.publish.WeightSync`, with proof. What receives is not a server: `Engine` writes buckets
-into plain tensors of the shapes of `engine_rank_shards`, by `weights.receive.write_entries`. Both paths fill tensors of their
+into plain tensors of the shapes of `engine_shards`, by `weights.receive.write_entries`. Both paths fill tensors of their
 own, which are compared bit for bit, and once with those of a direct load.
 """
 
