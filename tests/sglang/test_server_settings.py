@@ -37,6 +37,13 @@ def test_the_server_gets_the_environment_without_what_is_meant_for_the_trainer()
     assert server_environment({"SGLANG_EXTERNAL_MODEL_PACKAGE": "mine"}, CUDA)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "mine"
 
 
+def test_kernels_that_a_server_compiles_are_kept_on_its_node(tmp_path: Path) -> None:
+    node = {"NODE_LOCAL": str(tmp_path), "HOME": "/shared"}
+    assert Path(server_environment(node, CUDA)["SGLANG_CACHE_DIR"]).parent == tmp_path
+    assert server_environment(node | {"SGLANG_CACHE_DIR": "/mine"}, CUDA)["SGLANG_CACHE_DIR"] == "/mine"
+    assert "SGLANG_CACHE_DIR" not in server_environment(node, SETTINGS), "nothing is compiled on a CPU"
+
+
 @pytest.mark.parametrize(
     ("cores", "tp", "threads", "binding"),
     [((0, 1), 1, "2", None), ((4, 5, 6, 7, 8), 2, "2", "4,5|6,7,8"), ((3,), 2, "1", "3|3")],

@@ -8,17 +8,22 @@ import json
 import os
 import signal
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 import torch
 from aiohttp import web
-from servers import LOADER, Tree, check_gone, generate, is_true_within
+from servers import LOADER, Tree, changed, check_gone, generate, is_true_within, make_settings
 
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import Sampling
+from grpo_mega.rollout.sglang import engine as engine_module
 from grpo_mega.rollout.sglang.buckets import payload
+from grpo_mega.rollout.sglang.client import Client
+from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.sglang.session import Session
 from grpo_mega.types import Prompt
@@ -164,6 +169,33 @@ def test_a_version_without_beginning_and_end_of_an_update_is_not_asked_for_them(
     routes = [web.get("/openapi.json", answer), web.post("/update_weights_from_tensor", answer)]
     with_fake_server(routes, lambda url: call(url, update))
     assert seen == ["/openapi.json", "/update_weights_from_tensor"]
+
+
+def test_a_server_is_asked_to_sleep_only_once_it_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With overlapped scheduling it is busy for a decode step after the last sample, and refuses a flush until then."""
+    seen: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.path)
+        if seen.count("/flush_cache") in (1, 2) and request.path == "/flush_cache":
+            return web.json_response({"error": {"message": "there are running requests"}}, status=400)
+        return web.json_response({"success": True})
+
+    def act(url: str) -> None:
+        server = SimpleNamespace(
+            url=url, wait_until_healthy=lambda: None, is_alive=lambda: True, stop=lambda: None, tail=lambda: "(no log)"
+        )
+        monkeypatch.setattr(engine_module, "Client", partial(Client, server=server))
+        settings = changed(make_settings(tmp_path, tmp_path), {}, device_type="cuda", cores=())
+        engine = SGLangEngine(settings, None, None, SimpleNamespace(close=lambda: None))  # type: ignore[arg-type]
+        engine.wait_until_ready()
+        engine.sleep()
+        failure = engine.failure
+        engine.close()
+        assert failure is None
+
+    with_fake_server([web.post("/flush_cache", answer), web.post("/release_memory_occupation", answer)], act)
+    assert seen == ["/flush_cache"] * 3 + ["/release_memory_occupation"]
 
 
 def test_samples_of_any_length_are_read_and_after_a_broken_stream_the_missing_ones_are_asked_for() -> None:

@@ -70,6 +70,10 @@ class Client:
         """Call an endpoint and await its response."""
         self.await_response(phase, self.begin_post(path, body))
 
+    def flush_cache_when_idle(self, phase: str) -> None:
+        """Wait until the server has nothing under way, and flush its cache."""
+        self.await_response(phase, self._begin(lambda session: session.flush_cache_when_idle()))
+
     def begin_post(self, path: str, body: dict[str, Any] | None = None) -> Future[Any] | None:
         """Begin to call an endpoint; return None if the server has failed before."""
         return self._begin(lambda session: session.post(path, body))
@@ -195,7 +199,7 @@ class Client:
                     waiting.discard(event.key)
             if waiting and time.monotonic() - began > self._rollout.stall_deadline_s:
                 self.fail(f"{phase}: {len(waiting)} groups do not end")
-        self.await_response(phase, self._begin(lambda session: session.flush_cache_when_idle()))
+        self.flush_cache_when_idle(phase)
         session.is_aborting = False
         if self.failure is None:
             for key, tokens in lengths.items():

@@ -116,23 +116,35 @@ class SGLangEngine(Engine):
                 )
 
     def sleep(self) -> None:
-        """The server must be idle; otherwise it would end itself."""
-        self._switch("going to sleep", "/release_memory_occupation", {"tags": [WEIGHTS, CACHE]})
+        """Let the server sleep as soon as it is idle; asked before that it would end itself.
+
+        With overlapped scheduling it works for about one decode step more after the last sample.
+        """
+
+        def act(client: Client) -> None:
+            client.flush_cache_when_idle("waiting until it is idle")
+            client.post("going to sleep", "/release_memory_occupation", {"tags": [WEIGHTS, CACHE]})
+
+        self._switch("going to sleep", act)
 
     def wake_weights(self) -> None:
-        self._switch("waking its weights", "/resume_memory_occupation", {"tags": [WEIGHTS]})
+        phase = "waking its weights"
+        self._switch(phase, lambda client: client.post(phase, "/resume_memory_occupation", {"tags": [WEIGHTS]}))
 
     def wake_cache(self) -> None:
-        self._switch("waking its cache", "/resume_memory_occupation", {"tags": [CACHE]})
-        self._switch("flushing its cache", "/flush_cache", {})
+        def act(client: Client) -> None:
+            client.post("waking its cache", "/resume_memory_occupation", {"tags": [CACHE]})
+            client.post("flushing its cache", "/flush_cache", {})
 
-    def _switch(self, phase: str, path: str, body: dict[str, Any]) -> None:
-        """Call the server from the leader, while the other ranks of the engine wait; do nothing without a memory saver."""
+        self._switch("waking its cache", act)
+
+    def _switch(self, phase: str, act: Callable[[Client], None]) -> None:
+        """Let the leader `act`, while the other ranks of the engine wait; do nothing without a memory saver."""
         if not self._settings.has_memory_saver:
             return
         self._num_switches += 1
         key = f"switch/{self._num_switches}/{self._settings.engine}"
-        self._lead(phase, key, lambda client: client.post(phase, path, body))
+        self._lead(phase, key, act)
 
     def _lead(self, phase: str, key: str, act: Callable[[Client], str | None]) -> str:
         """Return the result of `act`, for which the other ranks of the engine wait while the leader does it."""

@@ -22,6 +22,7 @@ from typing import Any
 
 from grpo_mega.distributed.launch import LINES_OF_LOG, free_ports, log_lines, log_tail
 from grpo_mega.errors import EngineError
+from grpo_mega.hardware.environment import server_cache
 from grpo_mega.observe.progress import SECONDS_BETWEEN_LINES
 from grpo_mega.processes import SECONDS_TO_DIE, living
 from grpo_mega.rollout.sglang import leftovers
@@ -212,6 +213,8 @@ def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> 
         own["TORCHDYNAMO_DISABLE"] = (
             "1"  # SGLang would compile a few functions of its first batch, in 10 s and with a C++ compiler
         )
+    else:
+        kept.setdefault("SGLANG_CACHE_DIR", str(server_cache(environ)))
     return {"SGLANG_EXTERNAL_MODEL_PACKAGE": "grpo_mega.rollout.sglang.served_models"} | kept | own
 
 
