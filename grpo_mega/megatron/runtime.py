@@ -96,6 +96,7 @@ def join(config: Config) -> devices.Device:
 
 def arrange(config: Config, device: devices.Device) -> Runtime:
     """Make Megatron's groups for the config's layout, in place of earlier ones, and its random states."""
+    check_kernels(config, device)  # `join` has checked the first of several configs that follow one another
     _leave_groups()
     rank = dist.get_rank()
     runtime = Runtime(device, megatron_layout(config.layout, dist.get_world_size()), rank, _fresh_store(rank))
