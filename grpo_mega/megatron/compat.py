@@ -63,10 +63,9 @@ def _import_megatron_uncompiled() -> None:
     """
     compiler = torch.compile
     torch.compile = lambda function=None, **_: function or (lambda decorated: decorated)  # type: ignore[assignment]
-    try:
+    with contextlib.suppress(Exception):  # found.check_loads imports it once more, and reports what is wrong
         import megatron.core  # noqa: F401
-    finally:
-        torch.compile = compiler
+    torch.compile = compiler
 
 
 @functools.cache

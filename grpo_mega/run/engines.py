@@ -22,7 +22,7 @@ from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.sync.memory import GpuMemory
 from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.validation import raise_first
-from grpo_mega.validation.engine import engine_rank_problems, padding_problems, served_card_problems
+from grpo_mega.validation.engine import engine_rank_problems, missing_engine_problems, padding_problems, served_card_problems
 from grpo_mega.weights.layout import EngineLayout, engine_shards
 from grpo_mega.weights.plan import plan_transfers
 
@@ -79,6 +79,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
     raise_first(engine_rank_problems(rollout.tp, world_size, ranks_per_node()))
     if device.is_cuda:
         index = device.torch_device
+        raise_first(missing_engine_problems(rollout, is_cuda=True))
         raise_first(
             served_card_problems(
                 rollout, config.model.dtype, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)

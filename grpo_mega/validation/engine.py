@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 
 from grpo_mega.config import LayoutConfig, RolloutConfig
 from grpo_mega.config.base import divisors
+from grpo_mega.hardware.environment import cuda_compiler
 from grpo_mega.hardware.fp8 import SERVED_CAPABILITY
 from grpo_mega.hardware.kernels import Version
 from grpo_mega.validation.precision import rollout_block_problems
@@ -29,10 +31,15 @@ def engine_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelSh
         yield f"rollout.tp={rollout.tp} does not divide the job's {size} ranks; use one of {legal}"
 
 
-def missing_engine_problems(rollout: RolloutConfig) -> Iterator[str]:
-    """Yield that SGLang is to generate and is not installed."""
+def missing_engine_problems(rollout: RolloutConfig, *, is_cuda: bool) -> Iterator[str]:
+    """Yield that SGLang is to generate and is not installed, or lacks the compiler that it calls on a GPU."""
     if rollout.is_served and importlib.util.find_spec("sglang") is None:
         yield "rollout.engine='sglang', but SGLang is not installed; see grpo_mega/rollout/sglang/README.md, or use embedded"
+    if rollout.is_served and is_cuda and cuda_compiler(os.environ) is None:
+        yield (
+            "rollout.engine='sglang' needs nvcc on every node, with which SGLang compiles kernels when it starts; install the "
+            "CUDA toolkit, or set CUDA_HOME to where it is"
+        )
 
 
 def engine_rank_problems(tp: int, world_size: int, ranks_per_node: int) -> Iterator[str]:

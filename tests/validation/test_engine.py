@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.validation.engine import CPU_ROWS, padding_problems
+from grpo_mega.config import RolloutConfig
+from grpo_mega.validation.engine import CPU_ROWS, missing_engine_problems, padding_problems
 from grpo_mega.weights.spec import ModelShape
 
 SHAPE = ModelShape("qwen2", 2, 64, 128, 8, 2, 8, 100, tied=False)
@@ -37,3 +38,17 @@ def test_the_multiple_is_sglangs() -> None:
         pytest.skip("SGLang is not installed; examples/quickstart.sh --engine sglang installs it")
     source = (Path(spec.origin).parent / "srt/configs/update_config.py").read_text(encoding="utf-8")
     assert re.findall(r"^DEFAULT_MOE_PADDING_SIZE = (\d+)$", source, re.MULTILINE) == [str(CPU_ROWS)]
+
+
+def test_a_server_on_a_gpu_needs_the_compiler_that_it_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed; examples/quickstart.sh --engine sglang installs it")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    served = RolloutConfig(engine="sglang")
+    [problem] = missing_engine_problems(served, is_cuda=True)
+    assert problem.startswith("rollout.engine='sglang' needs nvcc on every node")
+    assert not list(missing_engine_problems(served, is_cuda=False))
+    assert not list(missing_engine_problems(RolloutConfig(), is_cuda=True))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch(mode=0o755)
+    assert not list(missing_engine_problems(served, is_cuda=True))
