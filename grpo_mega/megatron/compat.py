@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -51,21 +52,19 @@ def install() -> bool:
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
     _patch_cuda_module()
     _patch_placement()
-    _import_megatron_uncompiled()
+    _leave_functions_uncompiled()
     return True
 
 
-def _import_megatron_uncompiled() -> None:
-    """Import Megatron while torch.compile leaves functions as they are.
+def _leave_functions_uncompiled() -> None:
+    """Take the place of megatron.core.jit, whose decorator compiles Megatron's fused functions.
 
-    Megatron decorates its fused functions when it is imported. That alone imports torch's compiler, more than a second of CPU
-    time per process, for functions that a CPU does not need compiled.
+    That decorator alone imports torch's compiler, more than a second of CPU time per process, and a CPU does not need it.
     """
-    compiler = torch.compile
-    torch.compile = lambda function=None, **_: function or (lambda decorated: decorated)  # type: ignore[assignment]
-    with contextlib.suppress(Exception):  # found.check_loads imports it once more, and reports what is wrong
-        import megatron.core  # noqa: F401
-    torch.compile = compiler
+    jit: Any = types.ModuleType("megatron.core.jit")
+    jit.jit_fuser = jit.noop_decorator = lambda function: function
+    jit.enable_jit_fuser = jit.disable_jit_fuser = lambda: None
+    sys.modules["megatron.core.jit"] = jit
 
 
 @functools.cache
