@@ -46,6 +46,8 @@ class Rank:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, name: value, "PYTHONPATH": folders},
+            # A shell has its background processes ignore SIGINT, and their children with them.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def living(self) -> list[int]:
