@@ -79,7 +79,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
     raise_first(engine_rank_problems(rollout.tp, world_size, ranks_per_node()))
     if device.is_cuda:
         index = device.torch_device
-        raise_first(missing_engine_problems(rollout, is_cuda=True))
+        raise_first(missing_engine_problems(rollout, on_gpu=True))
         raise_first(
             served_card_problems(
                 rollout, config.model.dtype, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)

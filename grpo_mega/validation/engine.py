@@ -31,11 +31,11 @@ def engine_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelSh
         yield f"rollout.tp={rollout.tp} does not divide the job's {size} ranks; use one of {legal}"
 
 
-def missing_engine_problems(rollout: RolloutConfig, *, is_cuda: bool) -> Iterator[str]:
+def missing_engine_problems(rollout: RolloutConfig, *, on_gpu: bool) -> Iterator[str]:
     """Yield that SGLang is to generate and is not installed, or lacks the compiler that it calls on a GPU."""
     if rollout.is_served and importlib.util.find_spec("sglang") is None:
         yield "rollout.engine='sglang', but SGLang is not installed; see grpo_mega/rollout/sglang/README.md, or use embedded"
-    if rollout.is_served and is_cuda and cuda_compiler(os.environ) is None:
+    if rollout.is_served and on_gpu and cuda_compiler(os.environ) is None:
         yield (
             "rollout.engine='sglang' needs nvcc on every node, with which SGLang compiles kernels when it starts; install the "
             "CUDA toolkit, or set CUDA_HOME to where it is"

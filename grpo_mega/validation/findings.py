@@ -116,7 +116,7 @@ def _find_files(config: Config, shape: ModelShape, findings: Findings) -> None:
 def _missing_here(config: Config, card: Card) -> list[str]:
     """Return what training would miss on this machine."""
     missing = Findings()
-    missing.take(missing_engine_problems(config.rollout, is_cuda=False))
+    missing.take(missing_engine_problems(config.rollout, on_gpu=False))
     missing.take(installed_problems(config, card.capability, card.title))
     return [f"here: {problem}" for problem in missing.violations]
 

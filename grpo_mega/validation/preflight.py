@@ -30,7 +30,7 @@ def check(config: Config) -> None:
     raise_first(cut_problems(config, shape))
     # What the card lacks is for the ranks to find out.
     raise_first(installed_problems(config, FUSED_PACKED if config.device == "cuda" else None, "cuda"))
-    raise_first(missing_engine_problems(config.rollout, is_cuda=config.device == "cuda"))
+    raise_first(missing_engine_problems(config.rollout, on_gpu=config.device == "cuda"))
     check_tokenizer_files(config.model.path, shape.vocab)
     check_data(config.data, config.batch.prompts_per_step, config.rollout)
 
