@@ -21,7 +21,7 @@ from torch.utils._device import _device_constructors
 from grpo_mega.distributed.recorder import recorder
 
 CPU = torch.device("cpu")
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange")
 
 
 class _InOrder:

@@ -1,7 +1,8 @@
 """The policy's state as a Megatron distributed checkpoint: weights, optimizer and counters, loadable in any layout.
 
-`save` and `load` are collective. The reference is not part of it: it is the model that the run started from. Weights and their
-fp32 masters are saved separately, and a load proves that they still belong together.
+`save` and `load` are collective. Data-parallel ranks share the work: each writes and reads a part, and a load then exchanges
+the parts. The reference is not part of it: it is the model that the run started from. Weights and their fp32 masters are saved
+separately, and a load proves that they still belong together.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
@@ -35,7 +41,8 @@ def save(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, coun
     compat.save_optimizer_state_in_place()
     _make_states(optimizer)
     state = _state(models, optimizer, counters, is_loading=False)
-    dist_checkpointing.save(state, str(folder), sharded_strategy=InProcessSave("torch_dist", 1))
+    strategy = FullyParallelSaveStrategyWrapper(InProcessSave("torch_dist", 1), _replicas())
+    dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
 
 
 def load(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +55,8 @@ def load(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, coun
     compat.beat_per_loaded_tensor()
     _make_states(optimizer)
     try:
-        state = dist_checkpointing.load(_state(models, optimizer, counters, is_loading=True), str(folder))
+        strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
+        state = dist_checkpointing.load(_state(models, optimizer, counters, is_loading=True), str(folder), strategy)
     except (dist_checkpointing.core.CheckpointingException, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ResumeError(f"checkpoint {folder} does not fit this model ({reason}); give the run_dir of its own run") from None
@@ -132,7 +140,7 @@ def _state(
 ) -> dict[str, Any]:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",  # the only one that loads in another layout without TE
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "dp_cp_group": _replicas(),
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
@@ -142,6 +150,11 @@ def _state(
         "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata),
         **counters,
     }
+
+
+def _replicas() -> dist.ProcessGroup:
+    """Return the group of the ranks that hold the same weights, experts aside."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _make_states(optimizer: MegatronOptimizer) -> None:

@@ -1,6 +1,6 @@
 """One rank of the restore tests: policies saved in one layout and restored in others, against the ones that went on.
 
-Two ranks save; one and three ranks restore what these left in the folder.
+Two ranks save; one and three ranks restore what these left in the folder. Four ranks share the work of both.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from models import make_config
 from offload_worker import Trainee, make_config_of
 from ranks import run_cases
+from torch.distributed.checkpoint import FileSystemReader
 
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.reader import open_reader
@@ -48,6 +49,7 @@ SAVED = {
     "one bucket": (SEPARATE, "bfloat16", "pp=2", {}),
 }
 SHIFTED = ("tied", "buckets")  # by Megatron, without the patch; the last of SAVED is in order without it too
+OVERHEAD = 60_000  # bytes of torch's format around a rank's tensors, about 1 kB each
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}  # of metrics in another layout
 
 
@@ -140,6 +142,54 @@ def check_shifted(name: str, rank: int, folder: Path) -> None:
                 assert torch.equal(weights[local][region(piece.offset, piece.box.shape)], reader.read(piece.box)), local
 
 
+def check_shares(layout: str, rank: int, folder: Path) -> None:
+    """Check that data-parallel ranks share the work: none writes or reads more than its share and one tensor. Together they
+    write what a save is said to need."""
+    trainee = Trainee(make_config_of(f"{layout} bfloat16", "batch.tokens_per_micro_batch=256"), **TIED)
+    trainee.update(0)
+    state = new_folder(folder, layout)
+    trainee.policy.save(state)
+    dist.barrier()
+    of_rank = [[p.stat().st_size for p in state.glob(f"__{r}_*")] for r in range(dist.get_world_size())]
+    written = [sum(sizes) for sizes in of_rank]
+    num_replicas = dist.get_world_size() // trainee.config.layout.tp
+    largest = 4 * TIED["vocab_size"] * TIED["hidden_size"] // trainee.config.layout.tp + OVERHEAD
+    for group in range(trainee.config.layout.tp):
+        shares = written[group :: trainee.config.layout.tp]
+        assert max(shares) <= sum(shares) / num_replicas + largest, written
+    needed = torch.tensor([trainee.policy.state_bytes])
+    dist.all_reduce(needed)
+    overhead = len(FileSystemReader(state).read_metadata().storage_data) * 1300
+    assert 0.95 * int(needed) < sum(written) - overhead * 0.8 and sum(written) - overhead < 1.05 * int(needed), (
+        written,
+        needed,
+    )
+
+    read = [0]
+    original = FileSystemReader.read_data
+
+    def read_data(self: Any, plan: Any, planner: Any) -> Any:
+        read[0] += sum(self.storage_data[item.storage_index].length for item in plan.items)
+        return original(self, plan, planner)
+
+    FileSystemReader.read_data = read_data
+    try:
+        restored = Trainee(trainee.config, **TIED)
+        restored.policy.restore(state)
+    finally:
+        FileSystemReader.read_data = original
+    everyone: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(everyone, read[0])
+    for group in range(trainee.config.layout.tp):
+        shares = everyone[group :: trainee.config.layout.tp]
+        assert min(shares) > 0 and max(shares) <= sum(written[group :: trainee.config.layout.tp]) / num_replicas + largest, (
+            everyone
+        )
+    assert restored.record(restored.update(1)) == trainee.record(trainee.update(1))
+    if rank == 0:
+        print(f"{layout}: written {written}, read {everyone}, largest tensor {largest - OVERHEAD}", flush=True)
+
+
 def new_folder(folder: Path, name: str) -> Path:
     if dist.get_rank() == 0:
         (folder / name).mkdir()
@@ -153,6 +203,8 @@ def main() -> None:
     if world_size == 2:
         cases |= {f"{name}: saved": partial(check_saving, name) for name in SAVED}
         cases |= {f"{name}: shifted": partial(check_shifted, name) for name in SHIFTED}
+    if world_size == 4:
+        cases |= {f"{layout}: shares": partial(check_shares, layout) for layout in ("dp=4", "tp=2,dp=2")}
     for name, (_, _, _, layouts) in SAVED.items():
         cases |= {f"{name}: {text}": partial(check_restoring, name, text) for text in layouts.get(world_size, ())}
     run_cases(cases)

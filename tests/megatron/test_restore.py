@@ -12,17 +12,17 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """By case, what went wrong: two ranks save and restore, then one and three restore the same checkpoints."""
+    """By case, what went wrong: two ranks save and restore, one and three restore the same checkpoints, four share theirs."""
     folder = tmp_path_factory.mktemp("restore")
     results: Results = {}
-    for world_size in (2, 1, 3):
+    for world_size in (2, 1, 3, 4):
         (folder / "store").unlink(missing_ok=True)
         results |= launch(Path(__file__).with_name("restore_worker.py"), world_size, folder)
     return results
 
 
 def test_a_restored_policy_goes_on_as_the_saved_one_in_any_layout(found: Results) -> None:
-    wrong = [line for case, lines in found.items() for line in lines if "shifted" not in case]
+    wrong = [line for case, lines in found.items() for line in lines if "shifted" not in case and "shares" not in case]
     assert found and not wrong, "\n".join(wrong)
 
 
@@ -30,3 +30,8 @@ def test_optimizer_state_that_is_not_that_of_the_weights_is_refused_by_all_ranks
     """As Megatron saves it without compat.save_optimizer_state_in_place, which can go once this fails."""
     shifted = {case: lines for case, lines in found.items() if "shifted" in case}
     assert shifted and not any(shifted.values()), shifted
+
+
+def test_data_parallel_ranks_share_what_is_written_and_read(found: Results) -> None:
+    shared = {case: lines for case, lines in found.items() if "shares" in case}
+    assert len(shared) == 2 and not any(shared.values()), shared
