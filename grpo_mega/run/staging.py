@@ -39,14 +39,17 @@ class StagedFile:
 
 
 def stage(write: Callable[[Path], None], num_bytes: int, disk: Path) -> list[StagedFile]:
-    """Have `write(folder)` write the state, `num_bytes` of it by this rank, into memory if each node has room for its part,
-    else into the folder `disk`. Return the files that this rank wrote. All ranks call it together."""
+    """Have `write(folder)` write the state, `num_bytes` of it by this rank. Return the files that this rank wrote.
+
+    They are in memory if each node has room for its part, and else, or if that is the same file system, in the folder `disk`.
+    All ranks call it together.
+    """
     rank = dist.get_rank()
     nodes: list[tuple[tuple[str, int], int]] = [(("", 0), 0)] * dist.get_world_size()
     dist.all_gather_object(nodes, (_node(), num_bytes))
     sizes = {other: size for other, (node, size) in enumerate(nodes) if node == nodes[rank][0]}  # of all ranks of this node
     leader = min(sizes)
-    made, lock = _make_folder(sum(sizes.values())) if rank == leader else (None, None)
+    made, lock = _make_folder(sum(sizes.values()), disk) if rank == leader else (None, None)
     folders: list[Path | None] = [None] * dist.get_world_size()
     dist.all_gather_object(folders, made)
     memory = folders[leader]
@@ -85,10 +88,13 @@ def remove_unused() -> None:
     remove_unlocked(PREFIX, MEMORY)
 
 
-def _make_folder(num_bytes: int) -> tuple[Path, int] | tuple[None, None]:
-    """Make a folder with room for `num_bytes`; return it and the file descriptor that locks it, or None if there is no room."""
+def _make_folder(num_bytes: int, disk: Path) -> tuple[Path, int] | tuple[None, None]:
+    """Make a folder with room for `num_bytes`; return it and the file descriptor that locks it.
+
+    Return None if there is no room, or if `disk` is in the same file system: then a file is written in its place at once.
+    """
     with suppress(OSError):  # no tmpfs, or not a writable one
-        if num_bytes < shutil.disk_usage(MEMORY).free / 2:
+        if num_bytes < shutil.disk_usage(MEMORY).free / 2 and MEMORY.stat().st_dev != disk.stat().st_dev:
             return make_locked_folder(PREFIX, MEMORY)
     return None, None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -33,10 +34,11 @@ checkpoint_writer._CHUNK = checkpoints._CHUNK = 1000
 
 
 def open_checkpoints(rank: int, folder: Path, keep: int = 2) -> Checkpoints:
-    """With a memory of its own, beside the folder."""
-    staging.MEMORY = folder.with_name(f"{folder.name}-memory")
+    """With a memory of its own, in another file system than the folder."""
+    staging.MEMORY = Path("/dev/shm", f"{os.getppid()}-{folder.name}")
     if rank == 0:
         staging.MEMORY.mkdir()
+        atexit.register(shutil.rmtree, staging.MEMORY, ignore_errors=True)
     dist.barrier()
     store = dist.PrefixStore(folder.name, dist.distributed_c10d._get_default_store())
     config: Any = SimpleNamespace(run_dir=folder, checkpoint=CheckpointConfig(keep=keep), log=SimpleNamespace(progress=False))
@@ -143,6 +145,16 @@ def stages_on_the_disk(rank: int, folder: Path) -> None:
     found.save(policy_fits, manifest(5))
     assert policy_fits.folder == found.folder / ".step-000005.partial" / "state"
     found.finish()
+
+
+def writes_in_place_what_is_in_memory_anyway(rank: int, folder: Path) -> None:
+    """Where the checkpoints lie in the same file system as the memory, a copy would take twice the room."""
+    found = open_checkpoints(rank, folder / "in_place")
+    staging.MEMORY, policy = folder, SlowPolicy(rank)
+    found.save(policy, manifest(3))
+    assert policy.folder == found.folder / ".step-000003.partial" / "state"
+    found.finish()
+    assert latest(found.folder) == found.folder / "step-000003"
 
 
 def names_what_was_not_written(rank: int, folder: Path) -> None:
@@ -279,6 +291,7 @@ if __name__ == "__main__":
                 goes_back,
                 stages_in_private,
                 stages_on_the_disk,
+                writes_in_place_what_is_in_memory_anyway,
                 names_what_was_not_written,
                 leaves_nothing_after_an_error,
                 warns_where_nothing_could_train,

@@ -22,6 +22,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         "goes_back",
         "stages_in_private",
         "stages_on_the_disk",
+        "writes_in_place_what_is_in_memory_anyway",
         "names_what_was_not_written",
         "leaves_nothing_after_an_error",
         "warns_where_nothing_could_train",

@@ -44,7 +44,8 @@ def test_what_a_killed_run_left_is_removed_and_what_is_in_use_stays(memory: Path
 def test_a_run_that_is_killed_while_it_stages_leaves_what_the_next_one_removes(memory: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from grpo_mega.run import staging\n"
-        "staging.MEMORY = Path(sys.argv[1]); made = staging._make_folder(1); print(made[0], flush=True); time.sleep(60)"
+        "staging.MEMORY = Path(sys.argv[1]); made = staging._make_folder(1, Path('/proc')); print(made[0], flush=True)\n"
+        "time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(memory)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
