@@ -82,6 +82,8 @@ settings() {
     STOPPING="" IS_TERMINATED="" IS_REQUEUED="" BAD_NODES="" STEP_PID="" STOP_AT=9999999999
     export STATE RUN_DIR RANKS_PER_NODE NODE_SILENCE_SECONDS
     export START="$SLURM_JOB_ID.$RESTARTS"
+    mkdir -p "$(dirname "$RUN_DIR")"
+    mkdir -p -m 700 "$RUN_DIR" # other users of the nodes may not look into it
     mkdir -p "$STATE/beats" "$STATE/failures"
     rm -f "$STATE"/beats/* "$STATE"/failures/*
     ((RESTARTS > 0)) || rm -f "$STATE/finished" # a new job may have a finished run go on to more steps

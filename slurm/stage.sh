@@ -17,6 +17,7 @@ if [[ -d "$target" && "$(size_of "$source")" == "$(size_of "$target")" ]]; then
     exit 0
 fi
 needed="$(du -sL --block-size=1 "$source" | cut -f 1)"
+umask 077 # the copy is of this user alone
 mkdir -p "$(dirname "$target")"
 free="$(df --output=avail --block-size=1 "$(dirname "$target")" | tail -n 1)"
 if ((free < needed)); then

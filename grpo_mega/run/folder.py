@@ -75,7 +75,7 @@ def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[None]:
         _changes(folder, config)
     elif resume:
         raise ResumeError(f"run_dir={folder} holds no run to resume; start without --resume")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the responses, and the logs, may be confidential
     with (folder / LOCK_FILE).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

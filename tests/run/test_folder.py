@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +94,16 @@ def test_the_machine_is_described_at_the_start(tmp_path: Path) -> None:
     started(tmp_path / "run")
     (start,) = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]
     assert start["machine"]["cores"] >= 1 and start["machine"]["memory_gib"] >= 1 and start["machine"]["gpus"] is not None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to become another user (run as root)")
+def test_a_new_runs_folder_is_closed_to_other_users() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as above:
+        os.chmod(above, 0o755)
+        run = Path(above, "runs", "mine")
+        started(run)
+        assert run.stat().st_mode & 0o777 == 0o700
+        ids = {"user": 65534, "group": 65534}  # a user without any rights
+        assert subprocess.run(["ls", str(run.parent)], capture_output=True, **ids).returncode == 0
+        looked = subprocess.run(["ls", str(run)], capture_output=True, text=True, **ids)
+        assert looked.returncode != 0 and "Permission denied" in looked.stderr
