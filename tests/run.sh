@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests: tests/run.sh [--with-system-packages] [--all] [pytest arguments]. Makes or reuses .venv; needs Python and pip.
-# --all adds the cases marked `full` (tests/conftest.py). Unless the arguments choose tests, two processes share the machine: tests
-# that start ranks or servers, which often wait, and all others, whose output comes last.
+# --all adds the cases marked `full` (tests/conftest.py). Unless the arguments choose tests, three processes share the machine: tests
+# that start ranks or servers, tests that mostly wait (`waiting`), and all others. The output of the first comes as it runs.
 # --with-system-packages first installs the Debian packages of tests/debian-packages.txt, without which some tests are skipped.
 set -euo pipefail
 
@@ -42,12 +42,15 @@ for argument in "${arguments[@]}"; do
 done
 
 starting="distributed or sglang"
-log="$(mktemp)"
-"$VENV_PYTHON" -m pytest "${arguments[@]}" -m "not ($starting)" > "$log" 2>&1 &
+logs="$(mktemp -d)"
+trap 'kill $(jobs -p) 2> /dev/null || true; rm -rf "$logs"' EXIT
+"$VENV_PYTHON" -m pytest "${arguments[@]}" -m "not ($starting or waiting)" > "$logs/others" 2>&1 &
 others=$!
-trap 'kill "$others" 2> /dev/null || true; rm -f "$log"' EXIT
+"$VENV_PYTHON" -m pytest "${arguments[@]}" -m waiting > "$logs/waiting" 2>&1 &
+waiting=$!
 status=0
-"$VENV_PYTHON" -m pytest "${arguments[@]}" -m "$starting" || status=$?
+"$VENV_PYTHON" -m pytest "${arguments[@]}" -m "($starting) and not waiting" || status=$?
+wait "$waiting" || status=$?
 wait "$others" || status=$?
-cat "$log"
+cat "$logs/waiting" "$logs/others"
 exit "$status"

@@ -73,6 +73,7 @@ def run(folder: Path, behaviour: str) -> tuple[int, str]:
 
 
 @pytest.mark.distributed
+@pytest.mark.waiting
 def test_a_rank_that_does_not_come_is_named_with_its_place_and_all_stacks_are_kept(tmp_path: Path) -> None:
     code, said = run(tmp_path, "lost")
     assert code == EXIT_HANG, said
@@ -88,6 +89,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_place_and_all_stacks_are_ke
 
 
 @pytest.mark.distributed
+@pytest.mark.waiting
 def test_a_rank_that_cannot_answer_is_named(tmp_path: Path) -> None:
     code, said = run(tmp_path, "stopped")
     assert code == EXIT_HANG and re.search(r"(no progress|no heartbeat from rank 2) for \d+ s", said), said
@@ -96,6 +98,7 @@ def test_a_rank_that_cannot_answer_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.waiting
 def test_a_run_that_makes_progress_is_left_alone(tmp_path: Path) -> None:
     code, said = run(tmp_path, "well")
     assert (code, "no progress" in said) == (0, False), said
