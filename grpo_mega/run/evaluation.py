@@ -140,7 +140,11 @@ def _add_greedy(rollouts: Rollouts, result: Evaluated, groups: Sequence[Group]) 
     result.metrics |= {name.removeprefix("eval/"): value for name, value in heldout_metrics(usable).items()}
     for row, group in zip(result.rows, groups, strict=True):
         (sample,) = group.samples
-        row |= {"response": rollouts.decode(sample.response_ids), "token_ids": sample.response_ids, "scores": sample.scores}
+        row |= {
+            "response": rollouts.decode(sample.response_ids),
+            "token_ids": list(sample.response_ids),
+            "scores": sample.scores,
+        }
         row |= {"correct": has_full_marks(sample)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,11 @@ def read_tokenizer(model: ModelFiles) -> Any:
     return tokenizer
 
 
-def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     """Return the function that turns token ids into the text that rewards score: without special tokens."""
 
-    def decode(token_ids: list[int]) -> str:
-        return well_formed(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def decode(token_ids: Sequence[int]) -> str:
+        return well_formed(tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     return decode
 

@@ -29,7 +29,7 @@ class Rollouts:
     rendezvous: Rendezvous
     scorer: Scorer
     sampling: Sampling  # of training
-    decode: Callable[[list[int]], str]  # token ids of a response to text
+    decode: Callable[[Sequence[int]], str]  # token ids of a response to text
     runtime: Runtime
     timers: Timers
     warn: Callable[[str], None]

@@ -38,7 +38,7 @@ if __name__ == "__main__":
         values = buckets.allocate(index, 8)
         addresses.append(values.data_ptr())
         values.fill_(index + 1)
-        ours.send_bytes(bytes(ForkingPickler.dumps(buckets.describe(index)[1])))
+        ours.send_bytes(bytes(ForkingPickler.dumps(buckets.finish(index % 2)[2])))
         assert ours.recv() == [index + 1] * 8, index
     assert addresses[:2] == addresses[2:] and len(set(addresses)) == 2
     reader.join()

@@ -105,14 +105,15 @@ def note_names(model: Any, named_tensors: Any) -> None:
         Path(name).write_text(json.dumps([parameter for parameter, _ in model.named_parameters()]))
 
 
-def generate(url: str, num_tokens: int = 8, num_samples: int = 1, timeout_s: float = 60) -> list[dict[str, Any]]:
+def generate(server: Server, num_tokens: int = 8, num_samples: int = 1, timeout_s: float = 60) -> list[dict[str, Any]]:
     params = {"max_new_tokens": num_tokens, "temperature": 1.0, "ignore_eos": True, "n": num_samples}
-    answer = post(url, "/generate", {"input_ids": [5, 6, 7], "sampling_params": params, "return_logprob": True}, timeout_s)
+    answer = post(server, "/generate", {"input_ids": [5, 6, 7], "sampling_params": params, "return_logprob": True}, timeout_s)
     return answer if isinstance(answer, list) else [answer]
 
 
-def post(url: str, path: str, body: dict[str, Any], timeout_s: float = 60) -> Any:
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+def post(server: Server, path: str, body: dict[str, Any], timeout_s: float = 60) -> Any:
+    headers = {"Content-Type": "application/json", **server.headers}
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=timeout_s) as response:
         return json.loads(response.read())
 

@@ -20,7 +20,7 @@ from servers import Tree, is_true_within
 
 from tools.benchmarks import kills
 
-pytestmark = [pytest.mark.distributed, pytest.mark.sglang]
+pytestmark = [pytest.mark.distributed, pytest.mark.sglang, pytest.mark.waiting]
 
 SECONDS = 300  # for whatever is waited for
 CONFIG = {
@@ -69,7 +69,10 @@ class Run:
         self.wait_for(lambda: self.last_report() > reports)
 
     def last_report(self) -> int:
-        return max(path.stat().st_mtime_ns for path in self.folder.glob("engines/*/loader_0_*.json"))
+        """When a server last reported, in its own folder: the second argument of its guardian."""
+        guardians = [pid for pid in Tree.below(self.process.pid).pids if _is_guardian(pid)]
+        folders = [Path(re.findall(r"server_main \d+ (\S+)", _title(pid))[0]) for pid in guardians]
+        return max((p.stat().st_mtime_ns for folder in folders for p in folder.glob("loader_0_*.json")), default=0)
 
     def servers(self) -> list[list[int]]:
         """For each server the processes of SGLang and the guardian above them."""

@@ -1,4 +1,4 @@
-"""Owns a server until someone ends this process: `python owner.py MODEL FOLDER TP`; says its address when it is ready."""
+"""Owns a server until someone ends this process: `python owner.py MODEL FOLDER TP`; says its address and key once ready."""
 
 import sys
 import time
@@ -11,5 +11,5 @@ from grpo_mega.rollout.sglang.server import Server
 model, folder, tp = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 with running(Server(make_settings(model, folder, tp=tp))) as server:
     server.wait_until_healthy()
-    print(server.url, flush=True)
+    print(server.url, server.key, flush=True)
     time.sleep(600)

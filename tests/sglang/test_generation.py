@@ -31,6 +31,7 @@ from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import ShardLayout
 
 pytestmark = pytest.mark.sglang
@@ -146,7 +147,8 @@ def enough(wanted: int) -> StopCondition:
 
 def load_of(server: Server) -> tuple[int, int]:
     """Requests that the server runs, and that wait."""
-    with urllib.request.urlopen(f"{server.url}/v1/loads", timeout=30) as answer:
+    request = urllib.request.Request(f"{server.url}/v1/loads", headers=server.headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
         [load] = json.load(answer)["loads"]
     return load["num_running_reqs"], load["num_waiting_reqs"]
 
@@ -249,3 +251,27 @@ def test_a_prompt_that_leaves_no_room_for_its_response_is_refused_before_anythin
     too_long = replace(fits, token_ids=(*fits.token_ids, 5))
     with pytest.raises(EngineError, match=r"prompt 100 of 497 tokens and a response of 16 exceed the engine's 512; lower data"):
         engine.generate({0: fits, 1: too_long}, SAMPLING, step=0, on_sample=lambda _: None)
+
+
+def test_a_buffer_is_opened_once_and_again_only_by_a_new_server_or_where_it_has_grown(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(make_settings(model, tmp_path, tp=2), rank=1, world_size=2, prove=False)  # starts no server
+    rendezvous: Any = None
+    engine = SGLangEngine(settings, ShardLayout(((), ())), rendezvous, HostBuckets())
+    opened: list[tuple[int, bool]] = []
+
+    def post(request: dict[str, Any], handle: torch.Tensor) -> tuple[int, None]:
+        assert ("file" in request) == request["opens"]
+        opened.append((request["slot"], request["opens"]))
+        return 1, None
+
+    monkeypatch.setattr(engine, "_post", post)
+    monkeypatch.setattr(engine, "_wait_until_loaded", lambda index: None)
+    for index, num_bytes in ((0, 300), (1, 70), (2, 300), (3, 71), (4, 10)):
+        engine.load(Bucket(index, engine.allocate(index, num_bytes), (), 0, torch.float32))
+    assert opened == [(0, True), (1, True), (0, False), (1, True), (0, False)]
+    engine.restart([0])
+    engine.load(Bucket(5, engine.allocate(5, 10), (), 0, torch.float32))
+    assert opened[-1] == (1, True)
+    engine.close()

@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForS
 from grpo_mega.distributed.launch import free_ports
 from grpo_mega.rewards import NoScore, Score, Step
 from grpo_mega.rewards.reward_model import reward_model
+from grpo_mega.rollout.sglang import leftovers
 from grpo_mega.rollout.sglang.server import server_environment
 
 pytestmark = pytest.mark.sglang
@@ -77,13 +78,17 @@ def serving(folder: Path, *arguments: str) -> Iterator[str]:
     words = ["--model-path", str(folder), "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
     words += ["--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(nccl_port), "--context-length", "512"]
     words += ["--max-total-tokens", "8192", "--max-running-requests", "16", "--log-level", "warning", "--sleep-on-idle"]
+    temporary, lock = leftovers.make_folder()
+    owner = [str(os.getpid()), str(temporary), str(lock)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "grpo_mega.rollout.sglang.server_main", str(os.getpid()), *words, *arguments],
+        [sys.executable, "-m", "grpo_mega.rollout.sglang.server_main", *owner, *words, *arguments],
         env=server_environment(os.environ, make_settings(folder, folder)),
+        pass_fds=(lock,),
         stdout=(folder / "server.log").open("wb"),
         stderr=subprocess.STDOUT,
         process_group=0,
     )
+    os.close(lock)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

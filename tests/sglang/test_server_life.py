@@ -58,7 +58,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 def test_a_started_server_generates_token_ids_with_logprobs(server: Server) -> None:
     assert server.is_alive()
-    answers = generate(server.url, num_tokens=8, num_samples=3)
+    answers = generate(server, num_tokens=8, num_samples=3)
     assert len(answers) == 3
     for answer in answers:
         logprobs = answer["meta_info"]["output_token_logprobs"]
@@ -115,7 +115,7 @@ def test_another_port_is_taken_if_one_is_in_use_and_an_exception_ends_the_server
         assert other.url != server.url
         lines = capsys.readouterr().out.splitlines()
         assert lines and all(re.fullmatch(r"waiting for the SGLang server: \d+ s", line) for line in lines)
-        generate(other.url)
+        generate(other)
         tree = Tree.of(other)
         assert len(tree.pids) == 4  # guardian, SGLang, scheduler, detokenizer
         began = time.monotonic()
@@ -123,14 +123,15 @@ def test_another_port_is_taken_if_one_is_in_use_and_an_exception_ends_the_server
     assert time.monotonic() - began < 5
     check_gone(tree, empty, seconds=0)
     assert server.is_alive()
-    generate(server.url)
+    generate(server)
 
 
 def test_a_server_over_two_processes_goes_with_its_owner_by_kill_9(model: Path, tmp_path: Path, empty: Path) -> None:
     owner = start_owner(model, tmp_path, tp=2)
     assert owner.stdout is not None
-    url = owner.stdout.readline().strip()
-    assert len(generate(url, num_samples=4)) == 4
+    reachable = Server(make_settings(model, tmp_path))
+    reachable.url, reachable.key = owner.stdout.readline().split()
+    assert len(generate(reachable, num_samples=4)) == 4
     tree = Tree.below(owner.pid)
     assert len(tree.named("sglang::scheduler")) == 2
     assert len(tree.shared_memory) >= 2

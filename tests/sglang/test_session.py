@@ -6,7 +6,10 @@ The last test kills the server that all files of this folder share; those that c
 import asyncio
 import json
 import os
+import shutil
 import signal
+import subprocess
+import tempfile
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -21,6 +24,7 @@ from servers import LOADER, Tree, changed, check_gone, generate, is_true_within,
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sglang import engine as engine_module
+from grpo_mega.rollout.sglang import loader
 from grpo_mega.rollout.sglang.buckets import payload
 from grpo_mega.rollout.sglang.client import Client
 from grpo_mega.rollout.sglang.engine import SGLangEngine
@@ -29,16 +33,21 @@ from grpo_mega.rollout.sglang.session import Session
 from grpo_mega.types import Prompt
 
 T = TypeVar("T")
+STRANGERS_ID = 65534  # of a user without any rights
 
 pytestmark = pytest.mark.sglang
 
 
-def call(url: str, use: Callable[[Session], Coroutine[Any, Any, T]], deadline_s: float = 30) -> T:
-    session = Session(url, deadline_s=deadline_s)
+def call(server: Server, use: Callable[[Session], Coroutine[Any, Any, T]], deadline_s: float = 30) -> T:
+    session = Session(server.url, server.headers, deadline_s=deadline_s)
     try:
         return session.run(use(session))
     finally:
         session.close()
+
+
+def keyless(url: str) -> Any:
+    return SimpleNamespace(url=url, headers={})
 
 
 def load(path: Path | str, version: str | None = None) -> tuple[str, dict[str, Any]]:
@@ -55,10 +64,10 @@ def test_an_update_goes_to_the_loader_and_sets_the_version(server: Server, tmp_p
         await session.post(*load(tmp_path / "second", "7"))
         await session.post("/end_weight_update")
 
-    call(server.url, update)
+    call(server, update)
     for name in ("first", "second"):
         assert "model.layers.1.self_attn.qkv_proj.weight" in json.loads((tmp_path / name).read_text())
-    assert generate(server.url)[0]["meta_info"]["weight_version"] == "7"
+    assert generate(server)[0]["meta_info"]["weight_version"] == "7"
 
 
 def test_what_the_server_refuses_is_said_in_its_words(server: Server, tmp_path: Path) -> None:
@@ -66,13 +75,63 @@ def test_what_the_server_refuses_is_said_in_its_words(server: Server, tmp_path: 
         await session.post("/end_weight_update")
 
     with pytest.raises(EngineError, match=r"/end_weight_update was refused \(400\): no weight-update session is open"):
-        call(server.url, end_without_beginning)
+        call(server, end_without_beginning)
 
     async def load_without_beginning(session: Session) -> None:
         await session.post(*load(tmp_path / "x"))
 
     with pytest.raises(EngineError, match="must run between begin_weight_update"):
-        call(server.url, load_without_beginning)
+        call(server, load_without_beginning)
+
+
+# Run as another user: calls the server, and tries to read what is its owner's.
+STRANGER = """
+import json, os, sys, urllib.error, urllib.request
+url, folder, pid, written = sys.argv[1:]
+update = json.loads(sys.stdin.read())
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+answers = []
+for path, body in (("/v1/models", None), ("/generate", {"input_ids": [1]}), ("/update_weights_from_tensor", update)):
+    for key in ({}, {"Authorization": "Bearer x"}):
+        data, headers = body and json.dumps(body).encode(), {"Content-Type": "application/json"} | key
+        try:
+            answers.append(opener.open(urllib.request.Request(url + path, data, headers), timeout=20).status)
+        except urllib.error.HTTPError as error:
+            answers.append(error.code)
+secrets = []
+for read in (lambda: os.listdir(folder), lambda: open(f"/proc/{pid}/environ").read()):
+    try:
+        secrets.append(bool(read()))
+    except PermissionError:
+        secrets.append(False)
+print(json.dumps([os.getuid(), answers, secrets, open(f"/proc/{pid}/cmdline").read()]))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to become another user (run as root)")
+def test_another_user_can_neither_call_a_server_nor_look_into_its_folder(server: Server, tmp_path: Path) -> None:
+    _, update = load(tmp_path / "evil")
+    python = shutil.which("python3", path="/usr/bin:/bin")
+    if python is None:
+        pytest.skip("needs a python3 in /usr/bin, which another user can start")
+    command = [python, "-I", "-c", STRANGER, server.url, str(server.private_folder), str(server.pid), str(tmp_path / "evil")]
+    ids = {"user": STRANGERS_ID, "group": STRANGERS_ID}
+    found = subprocess.run(command, input=json.dumps(update), capture_output=True, text=True, cwd="/", **ids)
+    assert found.returncode == 0, found.stderr
+    uid, answers, secrets, words = json.loads(found.stdout)
+    assert uid == STRANGERS_ID and answers == [401] * 6 and secrets == [False, False]
+    assert server.key not in words and not (tmp_path / "evil").exists()
+    assert server.private_folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_loader_writes_into_the_servers_own_folder_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    outside = tmp_path.with_name("outside.json")
+    request = {"action": "check", "parameters": {}, "padded": [], "number": 5, "tp_rank": 1, "report": str(outside)}
+    loader.load(torch.nn.Linear(3, 2), [(json.dumps(request), torch.empty(0))])
+    assert [path.name for path in tmp_path.iterdir()] == ["loader_1_2.json"] and not outside.exists()
+    with pytest.raises(ValueError, match="invalid literal"):
+        loader.load(torch.nn.Linear(3, 2), [(json.dumps(request | {"tp_rank": "../../outside"}), torch.empty(0))])
 
 
 def test_memory_is_given_back_and_taken_again_while_the_server_stays_healthy(server: Server) -> None:
@@ -84,13 +143,13 @@ def test_memory_is_given_back_and_taken_again_while_the_server_stays_healthy(ser
         await session.post("/flush_cache")
         return [*health, await session.is_healthy(10)]
 
-    assert call(server.url, sleep_and_wake) == [True, True]
-    assert len(generate(server.url, num_tokens=4)[0]["output_ids"]) == 4
+    assert call(server, sleep_and_wake) == [True, True]
+    assert len(generate(server, num_tokens=4)[0]["output_ids"]) == 4
 
 
 def test_a_server_in_the_midst_of_a_long_batch_is_healthy_and_can_be_told_to_stop(server: Server) -> None:
     async def interrupt(session: Session) -> tuple[bool, list[dict[str, Any]]]:
-        batch = asyncio.create_task(asyncio.to_thread(generate, server.url, 450, 32))
+        batch = asyncio.create_task(asyncio.to_thread(generate, server, 450, 32))
         await asyncio.sleep(1.5)
         is_healthy = await session.is_healthy(10)
         assert not batch.done()
@@ -99,7 +158,7 @@ def test_a_server_in_the_midst_of_a_long_batch_is_healthy_and_can_be_told_to_sto
         await session.post("/abort_request", {"abort_all": True})
         return is_healthy, await batch
 
-    is_healthy, answers = call(server.url, interrupt)
+    is_healthy, answers = call(server, interrupt)
     assert is_healthy
     assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"abort"}
     assert all(0 < len(answer["output_ids"]) < 450 for answer in answers)
@@ -108,33 +167,33 @@ def test_a_server_in_the_midst_of_a_long_batch_is_healthy_and_can_be_told_to_sto
 def test_a_paused_server_is_healthy_and_samples_once_it_may(server: Server) -> None:
     async def pause(session: Session) -> tuple[bool, bool]:
         await session.post("/pause_generation", {"mode": "abort"})
-        sample = asyncio.create_task(asyncio.to_thread(generate, server.url))
+        sample = asyncio.create_task(asyncio.to_thread(generate, server))
         await asyncio.sleep(0.5)
         was_done, is_healthy = sample.done(), await session.is_healthy(10)
         await session.post("/continue_generation")
         await sample
         return was_done, is_healthy
 
-    assert call(server.url, pause) == (False, True)
+    assert call(server, pause) == (False, True)
 
 
 def test_a_server_whose_scheduler_is_stopped_is_not_healthy(server: Server) -> None:
     (scheduler,) = Tree.of(server).named("sglang::scheduler")
     os.kill(scheduler, signal.SIGSTOP)
     try:
-        assert not call(server.url, lambda session: session.is_healthy(1))
+        assert not call(server, lambda session: session.is_healthy(1))
         with pytest.raises(EngineError, match="/flush_cache gave no answer for 1 s"):
-            call(server.url, lambda session: session.post("/flush_cache"), deadline_s=1)
+            call(server, lambda session: session.post("/flush_cache"), deadline_s=1)
     finally:
         os.kill(scheduler, signal.SIGCONT)
-    assert call(server.url, lambda session: session.is_healthy(10))
+    assert call(server, lambda session: session.is_healthy(10))
 
 
 def test_a_server_that_is_gone_is_an_error_and_not_healthy() -> None:
     url = "http://127.0.0.1:9"
-    assert not call(url, lambda session: session.is_healthy(5))
+    assert not call(keyless(url), lambda session: session.is_healthy(5))
     with pytest.raises(EngineError, match="flush_cache cannot be reached"):
-        call(url, lambda session: session.post("/flush_cache"))
+        call(keyless(url), lambda session: session.post("/flush_cache"))
 
 
 def with_fake_server(routes: list[web.RouteDef], act: Callable[[str], T]) -> T:
@@ -167,7 +226,7 @@ def test_a_version_without_beginning_and_end_of_an_update_is_not_asked_for_them(
         await session.post("/end_weight_update")
 
     routes = [web.get("/openapi.json", answer), web.post("/update_weights_from_tensor", answer)]
-    with_fake_server(routes, lambda url: call(url, update))
+    with_fake_server(routes, lambda url: call(keyless(url), update))
     assert seen == ["/openapi.json", "/update_weights_from_tensor"]
 
 
@@ -183,7 +242,12 @@ def test_a_server_is_asked_to_sleep_only_once_it_is_idle(tmp_path: Path, monkeyp
 
     def act(url: str) -> None:
         server = SimpleNamespace(
-            url=url, wait_until_healthy=lambda: None, is_alive=lambda: True, stop=lambda: None, tail=lambda: "(no log)"
+            headers={},
+            url=url,
+            wait_until_healthy=lambda: None,
+            is_alive=lambda: True,
+            stop=lambda: None,
+            tail=lambda: "(no log)",
         )
         monkeypatch.setattr(engine_module, "Client", partial(Client, server=server))
         settings = changed(make_settings(tmp_path, tmp_path), {}, device_type="cuda", cores=())
@@ -223,7 +287,7 @@ def test_samples_of_any_length_are_read_and_after_a_broken_stream_the_missing_on
         return response
 
     def samples(url: str) -> list[Any]:
-        session = Session(url)
+        session = Session(url, {})
         try:
             session.generate(7, prompt, sampling, step=0)
             return [session.events.get(timeout=60) for _ in range(sampling.group_size)]

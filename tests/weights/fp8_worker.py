@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -226,10 +227,11 @@ def names_a_flipped_byte(rank: int, folder: Path) -> None:
 
 def goes_through_the_servers_loader(rank: int, folder: Path) -> None:
     """Do what a server's process does with the requests, in a model with SGLang's names, and with experts in one parameter."""
+    tempfile.tempdir = str(folder)  # where the loader reports
     for name in ("dense tp4 to tp2", "experts dp4 ep2 to tp2"):
         case = dict(all_cases())[name]
         trainer, targets, _, policy = parts_of(case, rank)
-        engine = ServedEngine(targets, rank, case.dtype, folder / f"report{rank}.json")
+        engine = ServedEngine(targets, rank, case.dtype)
         sync = WeightSync(plan_transfers(trainer, targets, ranks_per_node=2), case.dtype, BUCKETS[0], meet)
         sync.sync_weights(policy, engine, version=6)
         plain = Engine(targets, rank, case.dtype, keeps_blocks=True)
@@ -243,9 +245,9 @@ def goes_through_the_servers_loader(rank: int, folder: Path) -> None:
 class ServedEngine(Engine):
     """A module with the parameters of a server on a GPU, filled by the server's own loader."""
 
-    def __init__(self, side: ShardLayout, rank: int, dtype: torch.dtype, report: Path) -> None:
+    def __init__(self, side: ShardLayout, rank: int, dtype: torch.dtype) -> None:
         super().__init__(side, rank, dtype, keeps_blocks=True)
-        self.model, self._report = torch.nn.Module(), report
+        self.model, self._rank = torch.nn.Module(), rank
         self._wanted = parameters(self.holding, self.quantised, dtype)
         for name, (shape, kind) in self._wanted.items():
             *path, leaf = name.split(".")
@@ -259,9 +261,9 @@ class ServedEngine(Engine):
         self.parameters = dict(self.model.named_parameters())
 
     def ask(self, values: torch.Tensor, **request: Any) -> list[str]:
-        text = json.dumps(request | {"id": "1", "report": str(self._report)})
+        text = json.dumps(request | {"number": 1, "tp_rank": self._rank})
         loader.load(self.model, [(text, values)])
-        report = json.loads(self._report.read_text())
+        report = json.loads(loader.report_path(Path(tempfile.gettempdir()), 1, self._rank).read_text())
         assert not report["has_failed"], report
         found: list[str] = report["problems"]
         return found
@@ -282,7 +284,7 @@ class ServedEngine(Engine):
                 self.flip = None
         size, dtype = bucket.values.numel(), str(bucket.dtype)
         self._problems += self.ask(
-            bucket.values, action="fill", entries=bucket.entries, used_bytes=size, dtype=dtype, prove=True
+            bucket.values, action="fill", slot=0, opens=True, entries=bucket.entries, used_bytes=size, dtype=dtype, prove=True
         )
         self._entries += [entry for entry in bucket.entries if not entry.is_quantised]
 

@@ -16,7 +16,7 @@ import torch
 import torch.multiprocessing  # teaches ForkingPickler tensors
 from torch import Tensor
 
-NUM_BUFFERS = 2  # one is loaded while the other is filled
+from grpo_mega.rollout.sglang.loader import NUM_BUFFERS
 
 
 class HostBuckets:
@@ -34,11 +34,11 @@ class HostBuckets:
             self._buffers[slot] = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=num_bytes, dtype=torch.uint8)
         return self._buffers[slot][:num_bytes]
 
-    def describe(self, index: int) -> tuple[dict[str, Any], Tensor]:
-        """Return how the server finds the buffer of round `index`, and a tensor to send: empty, since it opens the file."""
-        slot = index % NUM_BUFFERS
+    def finish(self, slot: int) -> tuple[Tensor, dict[str, Any], Tensor]:
+        """Let the server read what was written. Return the slot's buffer, how the server opens it, and a tensor to send for
+        that: empty, since it opens a file. The buffer stays the same object as long as the server need not open it again."""
         file = f"/proc/{os.getpid()}/fd/{self._files[slot]}"
-        return {"file": file, "num_bytes": self._buffers[slot].numel()}, torch.empty(0)
+        return self._buffers[slot], {"file": file, "num_bytes": self._buffers[slot].numel()}, torch.empty(0)
 
     def close(self) -> None:
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * NUM_BUFFERS
@@ -74,9 +74,9 @@ class DeviceBuckets:
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         return buffer
 
-    def describe(self, index: int) -> tuple[dict[str, Any], Tensor]:
+    def finish(self, slot: int) -> tuple[Tensor, dict[str, Any], Tensor]:
         torch.cuda.current_stream().synchronize()  # the server reads on another stream
-        return {}, self._buffers[index % NUM_BUFFERS]
+        return self._buffers[slot], {}, self._buffers[slot]
 
     def close(self) -> None:
         self._buffers = []

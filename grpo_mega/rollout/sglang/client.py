@@ -43,8 +43,12 @@ class Client:
         """Raise EngineError if the server does not come up. A second call does nothing."""
         if self._session is None:
             self.server.wait_until_healthy()
-            num_connections, is_seeded = self._rollout.max_concurrent, self._settings.is_seeded
-            self._session = Session(self.server.url, num_connections=num_connections, is_seeded=is_seeded)
+            self._session = Session(
+                self.server.url,
+                self.server.headers,
+                num_connections=self._rollout.max_concurrent,
+                is_seeded=self._settings.is_seeded,
+            )
 
     def restart(self) -> None:
         """Replace the failed server by a new one; set `failure` if it does not come up."""

@@ -2,7 +2,7 @@
 
 The first of these ranks, the leader, starts the server, calls it and stops it; the others give their memory and their buckets
 of a sync. A failure of the server is noted in `failure` and never raised inside a collective of other ranks; they learn of it
-at the next rendezvous.
+at the next rendezvous. The job's store is asked for the next prompt only: these ranks have a group of their own (peers.py).
 
 In a sync each rank describes the bucket that it has filled for its own device; the leader gathers these descriptions and posts
 them as one request, and a bucket is filled again once its request was acknowledged. With two buffers one bucket is loaded while
@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +25,10 @@ from torch import Tensor
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import Engine, OnSample, Sampling
-from grpo_mega.rollout.sglang.buckets import NUM_BUFFERS, DeviceBuckets, HostBuckets, payload
+from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets, payload
 from grpo_mega.rollout.sglang.client import Client
+from grpo_mega.rollout.sglang.loader import NUM_BUFFERS, report_path
+from grpo_mega.rollout.sglang.peers import Peers
 from grpo_mega.rollout.sglang.settings import EngineSettings
 from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt
@@ -50,8 +51,10 @@ class SGLangEngine(Engine):
     ) -> None:
         """Begin to start the server, where this rank leads; `wait_until_ready` finishes that."""
         self._settings, self._side, self._rendezvous, self._buckets = settings, side, rendezvous, buckets
+        self._peers = Peers(settings.leader, settings.rollout.tp, settings.leader_deadline_s)
         self._has_weights = False
-        self._num_phases = self._num_switches = self._num_requests = 0
+        self._num_phases = self._num_requests = 0
+        self._opened: dict[int, object] = {}  # by slot, the buffer that the server has opened
         # Of the sync under way:
         self._posted: list[Posted] = []  # by bucket
         self._num_loaded = 0
@@ -71,6 +74,7 @@ class SGLangEngine(Engine):
     def restart(self, failed: Collection[int]) -> None:
         if self._settings.leader in failed:
             self.version, self._has_weights = -1, False
+            self._opened.clear()
             if self._client:
                 self._client.restart()
 
@@ -94,6 +98,8 @@ class SGLangEngine(Engine):
         if self._client is None:
             return {}
         counter = f"prompts/{self._num_phases}"
+        if self._settings.rank == 0:  # no rank asks for prompts of the phase before
+            self._rendezvous.delete(f"prompts/{self._num_phases - 1}")
         equal_share = math.ceil(len(prompts) / self._settings.num_engines)
         return self._client.generate(
             prompts,
@@ -140,20 +146,12 @@ class SGLangEngine(Engine):
 
     def _switch(self, phase: str, act: Callable[[Client], None]) -> None:
         """Let the leader `act`, while the other ranks of the engine wait; do nothing without a memory saver."""
-        if not self._settings.has_memory_saver:
-            return
-        self._num_switches += 1
-        key = f"switch/{self._num_switches}/{self._settings.engine}"
-        self._lead(phase, key, act)
+        if self._settings.has_memory_saver:
+            self._lead(phase, act)
 
-    def _lead(self, phase: str, key: str, act: Callable[[Client], str | None]) -> str:
+    def _lead(self, phase: str, act: Callable[[Client], str | None]) -> str:
         """Return the result of `act`, for which the other ranks of the engine wait while the leader does it."""
-        if self._client is None:
-            return self._rendezvous.get(key, f"the leader of its engine, {phase}", self._settings.leader_deadline_s)
-        text = act(self._client) or ""
-        if self._settings.rollout.tp > 1:
-            self._rendezvous.set(key, text)
-        return text
+        return self._peers.broadcast(phase, (self._client and act(self._client)) or "")
 
     def shard_layout(self) -> ShardLayout:
         return self._side
@@ -178,15 +176,20 @@ class SGLangEngine(Engine):
     def load(self, bucket: Bucket) -> None:
         if self._settings.prove:
             self._checksums += [entry for entry in bucket.entries if not entry.is_quantised]
-        place, handle = self._buckets.describe(bucket.index)
-        request = place | {
+        slot = bucket.index % NUM_BUFFERS
+        buffer, description, handle = self._buckets.finish(slot)
+        is_opened = self._opened.get(slot) is buffer
+        self._opened[slot] = buffer
+        request = (description if not is_opened else {}) | {
             "action": "fill",
+            "slot": slot,
+            "opens": not is_opened,
             "entries": bucket.entries,
             "used_bytes": bucket.values.nbytes,
             "dtype": str(bucket.dtype),
             "prove": self._settings.prove,
         }
-        self._posted.append(self._post(request, handle))
+        self._posted.append(self._post(request, torch.empty(0) if is_opened else handle))
 
     def end_update(self, version: int) -> list[str]:
         """Wait for all buckets and verify them; return the tensors that differ, with their tensor-parallel rank."""
@@ -202,7 +205,7 @@ class SGLangEngine(Engine):
         """Return when the server has read bucket `index` of the sync and all before it."""
         while self._num_loaded <= index:
             posted = self._posted[self._num_loaded]
-            self._lead("loading a bucket", f"{self._key(posted[0])}/loaded", partial(self._await_bucket, posted))
+            self._lead("loading a bucket", partial(self._await_bucket, posted))
             self._num_loaded += 1
 
     def _await_bucket(self, posted: Posted, client: Client) -> None:
@@ -220,7 +223,7 @@ class SGLangEngine(Engine):
             problems, _ = self._reports(client, phase, posted)
             return json.dumps([] if client.failure else self._differing + problems)
 
-        problems: list[str] = json.loads(self._lead(phase, f"{self._key(posted[0])}/problems", await_problems))
+        problems: list[str] = json.loads(self._lead(phase, await_problems))
         return problems
 
     def _post(self, request: dict[str, Any], handle: Tensor, version: str | None = None) -> Posted:
@@ -229,16 +232,11 @@ class SGLangEngine(Engine):
         With `version` the server reports that version with its samples from then on, and forgets cached prefixes.
         """
         self._num_requests += 1
-        number, rank = self._num_requests, self._settings.rank
-        request |= {"id": self._key(number), "report": str(self._report_path(number, self._settings.tp_rank))}
-        payloads = [payload(json.dumps(request), handle)]
+        number = self._num_requests
+        request |= {"number": number, "tp_rank": self._settings.tp_rank}
+        payloads = self._peers.gather("gathering a bucket", payload(json.dumps(request), handle))
         if self._client is None:
-            self._rendezvous.set(f"{self._key(number)}/payload/{rank}", payloads[0])
             return number, None
-        for other in range(rank + 1, rank + self._settings.rollout.tp):
-            key = f"{self._key(number)}/payload/{other}"
-            payloads.append(self._rendezvous.get(key, f"rank {other}'s bucket", self._settings.leader_deadline_s))
-            self._rendezvous.delete(key)
         body: dict[str, Any] = {"serialized_named_tensors": payloads, "load_format": self._settings.weight_loader}
         body |= {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": version}
         return number, self._client.begin_post("/update_weights_from_tensor", body)
@@ -249,18 +247,11 @@ class SGLangEngine(Engine):
         client.await_response(phase, response)
         problems, has_failed = list[str](), False
         for tp_rank in range(self._settings.rollout.tp if client.failure is None else 0):
-            report = json.loads(self._report_path(number, tp_rank).read_text())
-            assert report["id"] == self._key(number), "a report of another request"
+            report = json.loads(report_path(client.server.private_folder, number, tp_rank).read_text())
+            assert report["number"] == number, "a report of another request"
             problems += [f"{problem} (tensor-parallel rank {tp_rank})" for problem in report["problems"]]
             has_failed = has_failed or report["has_failed"]
         return problems, has_failed
-
-    def _key(self, number: int) -> str:
-        return f"update/{self._settings.engine}/{number}"
-
-    def _report_path(self, number: int, tp_rank: int) -> Path:
-        """A report is read before the request after the next is posted."""
-        return self._settings.folder / f"loader_{tp_rank}_{number % (NUM_BUFFERS + 1)}.json"
 
 
 def parameters(shards: RankShards, blocks: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Index, str]]:

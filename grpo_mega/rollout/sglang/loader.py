@@ -1,16 +1,18 @@
 """Load buckets into the parameters and verify them; runs inside the server, in each of its tensor-parallel processes.
 
 SGLang calls `load` (--custom-weight-loader) with one named tensor, whose name is a request in JSON and whose value is the
-bucket where that comes by CUDA IPC. An exception here would end the server, so problems are written to a file that the request
-names and the trainer reads. Differences in FP8 blocks are reported with the bucket that brought them; the trainer keeps them
-until the update ends.
+buffer of buckets where that comes by CUDA IPC. A buffer comes once and stays open. An exception here would end the server, so
+problems are written to a file in the server's own folder, which the trainer reads. Differences in FP8 blocks are reported with
+the bucket that brought them; the trainer keeps them until the update ends.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from grpo_mega.weights.receive import Entry, mismatched_blocks, mismatched_tenso
 
 Request = dict[str, Any]
 MAX_NAMED = 20  # problems in a report
+NUM_BUFFERS = 2  # of buckets: one is loaded while the other is filled
+_buffers: dict[int, Tensor] = {}  # that the trainer fills, by slot: SGLang hands no state from one call to the next
 
 
 @torch.no_grad()
@@ -55,9 +59,11 @@ def _check(model: torch.nn.Module, request: Request, values: Tensor) -> list[str
 
 def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
     """Copy a bucket's pieces to their places; return the names of tensors whose FP8 blocks are not the trainer's."""
-    if "file" in request:
-        values = torch.from_file(request["file"], shared=True, size=request["num_bytes"], dtype=torch.uint8)
-    used, entries, parameters = values[: request["used_bytes"]], _entries(request), _parameters(model)
+    if request["opens"]:
+        if "file" in request:
+            values = torch.from_file(request["file"], shared=True, size=request["num_bytes"], dtype=torch.uint8)
+        _buffers[request["slot"]] = values
+    used, entries, parameters = _buffers[request["slot"]][: request["used_bytes"]], _entries(request), _parameters(model)
     write_entries(entries, used, parameters, getattr(torch, request["dtype"].removeprefix("torch.")))
     problems = mismatched_blocks(entries, used, parameters) if request["prove"] else []
     if used.is_cuda:
@@ -86,8 +92,14 @@ def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if not blocks.is_cache_scale(name)}
 
 
+def report_path(folder: Path, number: int, tp_rank: int) -> Path:
+    """Return where a process of the server reports on request `number`: the trainer reads it before it posts the one after
+    the next. `folder` is the server's own, closed to other users."""
+    return folder / f"loader_{tp_rank}_{number % (NUM_BUFFERS + 1)}.json"
+
+
 def _report(request: Request, problems: list[str], *, has_failed: bool) -> None:
-    path = request["report"]
-    with open(f"{path}.part", "w", encoding="utf-8") as file:
-        json.dump({"id": request["id"], "problems": problems[:MAX_NAMED], "has_failed": has_failed}, file)
-    os.replace(f"{path}.part", path)
+    path = report_path(Path(tempfile.gettempdir()), int(request["number"]), int(request["tp_rank"]))
+    report = {"number": request["number"], "problems": problems[:MAX_NAMED], "has_failed": has_failed}
+    path.with_suffix(".part").write_text(json.dumps(report), encoding="utf-8")
+    os.replace(path.with_suffix(".part"), path)

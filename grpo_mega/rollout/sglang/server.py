@@ -18,6 +18,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from grpo_mega.distributed.launch import LINES_OF_LOG, free_ports, log_lines, log_tail
@@ -25,7 +26,7 @@ from grpo_mega.errors import EngineError
 from grpo_mega.hardware.environment import server_cache
 from grpo_mega.observe.progress import SECONDS_BETWEEN_LINES
 from grpo_mega.processes import SECONDS_TO_DIE, living
-from grpo_mega.rollout.sglang import leftovers
+from grpo_mega.rollout.sglang import leftovers, server_main
 from grpo_mega.rollout.sglang.settings import EngineSettings
 
 SECONDS_BETWEEN_LOOKS = 0.1
@@ -57,6 +58,8 @@ class Server:
         self._num_starts = 0
         self._name = ""  # no other server has it
         self.url = ""
+        self.key = secrets.token_urlsafe(32)  # without it the server refuses other users of this machine
+        self.private_folder = Path()  # of the server's processes, closed to other users
 
     def start(self) -> None:
         """Begin the start and return at once; may be called from any thread."""
@@ -67,16 +70,20 @@ class Server:
         self._name = f"policy-{secrets.token_hex(8)}"
         self._num_starts += 1
         arguments = server_arguments(self._settings, self._name, port, nccl_port)
+        self.private_folder, lock = leftovers.make_folder()
+        owner = [str(os.getpid()), str(self.private_folder), str(lock)]
         with self._log.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "grpo_mega.rollout.sglang.server_main", str(os.getpid()), *arguments],
-                env=server_environment(os.environ, self._settings),
+                [sys.executable, "-m", "grpo_mega.rollout.sglang.server_main", *owner, *arguments],
+                env=server_environment(os.environ, self._settings) | {server_main.KEY_VARIABLE: self.key},
+                pass_fds=(lock,),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 process_group=0,  # a Ctrl-C must reach the trainer only, which stops the server when it is done
             )
+        os.close(lock)  # the server's processes hold it
 
     def wait_until_healthy(self) -> None:
         """Return once the server has generated a token.
@@ -103,6 +110,11 @@ class Server:
                 shown = time.monotonic()
                 print(f"waiting for the SGLang server: {seconds:.0f} s", flush=True)
             time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Return the HTTP headers without which the server refuses a request."""
+        return {"Authorization": f"Bearer {self.key}"}
 
     @property
     def pid(self) -> int | None:
@@ -164,7 +176,7 @@ class Server:
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> str | None:
         """Return the answer, or None if there is none or a refusal; without a body by GET."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **self.headers})
         try:
             with _without_proxies.open(request, timeout=SECONDS_FOR_A_TOKEN) as response:
                 return str(response.read().decode())

@@ -1,4 +1,7 @@
-"""Run one SGLang server below a guardian: `python -m grpo_mega.rollout.sglang.server_main OWNER_PID ARGUMENTS-OF-SGLANG`.
+"""Run one SGLang server below a guardian: `python -m grpo_mega.rollout.sglang.server_main PID FOLDER LOCK SGLANG-ARGUMENT ...`.
+
+PID is the process that owns the server, FOLDER a temporary folder for it, and LOCK the descriptor that locks the folder for
+all processes that inherit it. The server's key is in the environment.
 
 The process forks. The child is SGLang. The parent, the guardian, imports nothing heavy and adopts every orphan below it; once
 SGLang has ended, the owner is gone or a signal has come, it kills all processes below it, removes their files and exits: with
@@ -20,24 +23,25 @@ from typing import NoReturn
 from grpo_mega.processes import adopt_orphans, die_with_parent, kill_descendants
 from grpo_mega.rollout.sglang import compat, leftovers
 
+KEY_VARIABLE = "GRPO_MEGA_SERVER_KEY"  # not an argument: all users see the arguments of a process
 SECONDS_BETWEEN_LOOKS = 0.2
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def main(owner: int, arguments: Sequence[str]) -> int:
+def main(owner: int, folder: str, lock: int, arguments: Sequence[str]) -> int:
     watched = {*_STOP_SIGNALS, signal.SIGCHLD}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # pending until sigtimedwait takes them
     adopt_orphans()
     leftovers.remove_unused()
-    folder, lock = leftovers.make_folder()
+    key = os.environ.pop(KEY_VARIABLE, None)
     guardian = os.getpid()
     server = os.fork()
     if server == 0:
         die_with_parent(guardian)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
-        _serve_and_exit(arguments)
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        _serve_and_exit([*arguments, "--api-key", key] if key else arguments)
     code = _wait_for_end(server, owner, watched)
     kill_descendants()
     os.close(lock)
@@ -102,7 +106,7 @@ def _wait_for_end(server: int, owner: int, watched: set[signal.Signals]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:]))
 if __name__ == "__mp_main__":  # in a process that SGLang spawned, seconds before SGLang itself asks the kernel
     die_with_parent(os.getppid())
     prepare()

@@ -15,7 +15,7 @@ import hashlib
 import json
 import queue
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -56,7 +56,15 @@ class Event:
 
 
 class Session:
-    def __init__(self, url: str, *, num_connections: int = 1, is_seeded: bool = False, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        *,
+        num_connections: int = 1,
+        is_seeded: bool = False,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
         """`num_connections`: groups under way at once. `is_seeded`: the server samples from a seed per sample, for which a
         request must contain all of them."""
         self.url = url
@@ -67,12 +75,12 @@ class Session:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-session", daemon=True)
         self._thread.start()
-        self._http = self.run(self._open(num_connections))
+        self._http = self.run(self._open(num_connections, headers))
 
-    async def _open(self, num_connections: int) -> aiohttp.ClientSession:
+    async def _open(self, num_connections: int, headers: Mapping[str, str]) -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S)
         connector = aiohttp.TCPConnector(limit=num_connections + SPARE_CONNECTIONS)
-        return aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE)
+        return aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout, read_bufsize=LONGEST_LINE)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the session's loop."""
