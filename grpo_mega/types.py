@@ -6,6 +6,7 @@ tensors (reward workers, the command line) stay light.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,13 +39,13 @@ class Sample:
 
     `response_ids` ends with the end-of-sequence token if the model stopped by itself (finish_reason "stop"); that token is
     part of the response and of the loss. `rollout_logprobs` has one entry per response token, temperature-scaled, before
-    top-p and top-k.
+    top-p and top-k. Both are lists where the sample was generated, and arrays once all ranks share it.
     """
 
     prompt: Prompt
     index: int  # 0 .. group_size - 1
-    response_ids: list[int]
-    rollout_logprobs: list[float]
+    response_ids: Sequence[int]
+    rollout_logprobs: Sequence[float]
     finish_reason: FinishReason
     policy_version: int
     scores: dict[str, float | None] = field(default_factory=dict)  # by reward function

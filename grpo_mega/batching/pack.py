@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from grpo_mega.batching.balance import balance
@@ -90,14 +91,15 @@ def _pack_one(
         end = begin + sample.total_len
         assert len(sample.rollout_logprobs) == sample.response_len, f"sample {offset + member} lacks rollout_logprobs"
         assert sample.advantages is not None, f"sample {offset + member} has no advantages; assign them before packing"
-        tokens[begin:end] = torch.tensor([*sample.prompt.token_ids, *sample.response_ids])
+        tokens[begin : end - sample.response_len] = torch.tensor(sample.prompt.token_ids)
+        tokens[end - sample.response_len : end] = torch.from_numpy(np.asarray(sample.response_ids, dtype=np.int64))
         targets[begin : end - 1] = tokens[begin + 1 : end]
         position_ids[begin:end] = torch.arange(sample.total_len)
         response = response_slice(begin, sample)
         loss_mask[response] = float(weights[member] != 0)
         loss_weights[response] = weights[member]
         advantages[response] = sample.advantages
-        rollout_logprobs[response] = torch.tensor(sample.rollout_logprobs)
+        rollout_logprobs[response] = torch.from_numpy(np.asarray(sample.rollout_logprobs, dtype=np.float32))
         boundaries.append(end)
     if boundaries[-1] < num_tokens:
         position_ids[boundaries[-1] :] = torch.arange(num_tokens - boundaries[-1])

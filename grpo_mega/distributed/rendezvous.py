@@ -1,40 +1,48 @@
 """Exchange small values between ranks over the job's store, with no collective outstanding.
 
-A generation phase may last longer than the watchdogs of NCCL and gloo allow, so ranks wait for each other here: each sets keys
-and polls for those that it needs. Every wait has a deadline, past which EngineError names the rank and the phase.
+A generation phase may last longer than the watchdogs of NCCL and gloo allow, so ranks wait for each other here. Each rank
+makes four requests per exchange, however many ranks there are, and waits in the store instead of asking again and again. Every
+wait has a deadline, past which EngineError names the ranks that are missing and the phase.
 """
 
 from __future__ import annotations
 
 import json
-import time
+from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store
+from torch.distributed import DistStoreError, Store
 
 from grpo_mega.errors import EngineError
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
+_MAX_NAMED = 8  # missing ranks in an error
 
 
 class Rendezvous:
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        self._store = store
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # a connection that waits serves nothing else meanwhile
         self.rank, self.world_size = rank, world_size
         self._num_gathers = self._num_keys = 0
 
     def all_gather(self, phase: str, value: Any, deadline_s: float) -> list[Any]:
         """Return every rank's value, once all ranks have called; values are JSON. All ranks call equally often."""
         self._num_gathers += 1
-        prefix, until = f"gather/{self._num_gathers}", time.monotonic() + deadline_s
-        self.set(f"{prefix}/{self.rank}", json.dumps(value))
-        values = [
-            json.loads(self.get(f"{prefix}/{rank}", f"rank {rank} in {phase}", until - time.monotonic()))
-            for rank in range(self.world_size)
-        ]
-        # A rank that calls this has read all values of the call before.
-        self.delete(f"gather/{self._num_gathers - 1}/{self.rank}")
-        return values
+        prefix = f"gather/{self._num_gathers}"
+        values, count, done = f"{prefix}/values", f"{prefix}/count", f"{prefix}/done"
+        self._store.append(values, f"{json.dumps([self.rank, value])}\n")  # type: ignore[attr-defined]
+        if self._store.add(count, 1) == self.world_size:
+            self._store.set(done, "")
+            for name in ("values", "count", "done"):  # all ranks have ended the call before, since they have made this one
+                self._store.delete_key(f"gather/{self._num_gathers - 1}/{name}")
+        elif not self._is_set(done, deadline_s):
+            missing = sorted(set(range(self.world_size)) - self._read(values).keys())
+            more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+            names = f"rank{'s'[: len(missing) - 1]} {', '.join(map(str, missing[:_MAX_NAMED]))}{more}"
+            raise EngineError(
+                f"rank {self.rank} waited {deadline_s:.0f} s in vain for {names} in {phase}; see their logs in RUN_DIR/logs"
+            )
+        by_rank = self._read(values)
+        return [by_rank[rank] for rank in range(self.world_size)]
 
     def unique_key(self, kind: str) -> str:
         """Return a key that was not given before. All ranks call equally often and get the same key."""
@@ -48,21 +56,21 @@ class Rendezvous:
     def set(self, key: str, text: str) -> None:
         self._store.set(key, text)
 
-    def get(self, key: str, awaited: str, deadline_s: float) -> str:
-        """Return the text of a key, once it is set. Raise EngineError, naming what was `awaited`, after the deadline."""
-        until, pause = time.monotonic() + deadline_s, _FIRST_PAUSE_S
-        while not self._store.check([key]):
-            if time.monotonic() > until:
-                raise EngineError(
-                    f"rank {self.rank} waited {deadline_s:.0f} s in vain for {awaited}; see that rank's log in RUN_DIR/logs"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-        return self._store.get(key).decode()
-
     def try_get(self, key: str) -> str | None:
         """Return the text of a key, or None if it is not set."""
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def delete(self, key: str) -> None:
         self._store.delete_key(key)
+
+    def _read(self, key: str) -> dict[int, Any]:
+        """Return the values that ranks have appended to a key so far."""
+        return dict(json.loads(line) for line in self._store.get(key).decode().splitlines())
+
+    def _is_set(self, key: str, deadline_s: float) -> bool:
+        """Wait until a key is set; return False after the deadline. Signals are handled when it returns."""
+        try:
+            self._store.wait([key], timedelta(seconds=deadline_s))
+        except DistStoreError:
+            return False
+        return True

@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_mega.types import Group, Sample
 
-Decode = Callable[[list[int]], str]
+Decode = Callable[[Sequence[int]], str]
 
 _LOGPROB_DIGITS = 5  # after the point
 _REPLACEMENT = "\ufffd"  # how a part of a character is decoded
@@ -67,7 +67,7 @@ class SampleRows:
             row["mismatch"] = [_short(old - rollout) for old, rollout in pairs]
         return row
 
-    def _token_ends(self, token_ids: list[int], text: str, decode: Decode) -> list[int] | None:
+    def _token_ends(self, token_ids: Sequence[int], text: str, decode: Decode) -> list[int] | None:
         texts = []
         for token in token_ids:
             if token not in self._texts:
@@ -76,7 +76,7 @@ class SampleRows:
         return _ends(texts) if "".join(texts) == text else token_ends(token_ids, text, decode)
 
 
-def token_ends(token_ids: list[int], text: str, decode: Decode) -> list[int] | None:
+def token_ends(token_ids: Sequence[int], text: str, decode: Decode) -> list[int] | None:
     """For tokenizers whose tokens' texts depend on their neighbours: by decoding each with the few before it.
 
     A character made of several tokens belongs to the last of them. None if the pieces do not make up `text`.

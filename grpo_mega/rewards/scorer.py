@@ -38,7 +38,7 @@ VERDICTS = (
 class Scorer:
     """One rank's samples, scored in a pool of worker processes."""
 
-    def __init__(self, pool: RewardPool, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, pool: RewardPool, decode: Callable[[Sequence[int]], str]) -> None:
         self._pool = pool
         self._decode = decode
         self._samples: dict[int, Sample] = {}

@@ -25,7 +25,7 @@ _REPLACEMENT = "\ufffd"  # a part of a character, decoded
 _INK = re.compile(r"\S")
 
 Splitter = Callable[[str], list[int]]
-Decode = Callable[[list[int]], str]
+Decode = Callable[[Sequence[int]], str]
 
 
 @lru_cache(maxsize=32)
