@@ -150,8 +150,10 @@ def opo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
     """OPO (arXiv 2505.23585): return r_i - sum_j l_j r_j / sum_j l_j, l the responses' lengths: the baseline of least variance
     if a response's squared gradient grows with its length."""
     lengths_G = torch.tensor([s.response_len for s in g.samples], dtype=torch.float64)
-    centered_G = _centered(g.rewards_G)
-    return _on_all_tokens(g, centered_G - (lengths_G * centered_G).sum() / lengths_G.sum().clamp(min=1.0))
+    if not lengths_G.any():
+        return _on_all_tokens(g, lengths_G)
+    rewards_G = g.rewards_G - g.rewards_G[lengths_G.argmax()]  # so that equal ones give exactly 0
+    return _on_all_tokens(g, rewards_G - (lengths_G * rewards_G).sum() / lengths_G.sum())
 
 
 def pass_at_k(g: Scored, a: AlgorithmConfig) -> list[Tensor]:

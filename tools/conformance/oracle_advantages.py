@@ -241,10 +241,9 @@ def leave_one_out_zscores(rewards: Sequence[float], lengths: Sequence[int], sett
 
 def less_weighted_mean(rewards: Sequence[float], lengths: Sequence[int], settings: AdvantageSettings) -> list[float]:
     """Return r_i less the mean weighted by length (OPO, arXiv 2505.23585)."""
-    if len(set(rewards)) < 2:
-        return [0.0 for _ in rewards]
-    if sum(lengths) == 0:
-        return [reward - math.fsum(rewards) / len(rewards) for reward in rewards]  # no token asks for it
+    with_tokens = {reward for reward, length in zip(rewards, lengths, strict=True) if length}
+    if len(with_tokens) < 2:
+        return [0.0 for _ in rewards]  # those of no tokens are asked by none
     baseline = math.fsum(reward * length for reward, length in zip(rewards, lengths, strict=True)) / sum(lengths)
     return [reward - baseline for reward in rewards]
 
