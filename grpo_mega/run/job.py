@@ -80,6 +80,7 @@ class Job:
             self.draws = manifest.step if manifest.draws is None else manifest.draws
             if self.config.algorithm.kl_target is not None and manifest.kl_beta is not None:
                 self.policy.restore_kl_beta(manifest.kl_beta)
+                self.log.message(f"algorithm.kl_beta goes on at {manifest.kl_beta:.4g}, as algorithm.kl_target has adapted it")
             self.log.message(f"resumed after step {manifest.step} from {checkpoint}")
         self.timers.lap()
         return self.steps_done

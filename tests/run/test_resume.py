@@ -106,7 +106,7 @@ def test_a_run_stopped_by_its_file_goes_on_as_if_nothing_had_happened(inputs: Pa
     assert not (tmp_path / "run" / "stop").exists()
     assert not (tmp_path / "run" / "hf").exists()
     code, output = run(inputs, tmp_path / "run", "--resume")
-    assert code == 0 and "resumed after step" in output
+    assert code == 0 and "resumed after step" in output and "algorithm.kl_beta goes on at 0.00" in output
     assert read_end(tmp_path / "run") == whole
     betas = [row["kl/beta"] for row in metrics(tmp_path / "run") if "kl/beta" in row]
     assert betas == pytest.approx([0.01 * 0.92**step for step in range(len(betas))]) and len(betas) > 6
