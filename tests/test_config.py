@@ -126,9 +126,10 @@ def test_clip_bounds_default_to_ratio_clip_eps(tmp_path: Path) -> None:
         ("seed=-1", "seed=-1: input should be greater than or equal to 0"),
         ("algorithm.group_size=1", "algorithm.group_size=1: input should be greater than or equal to 2"),
         (
-            "algorithm.kl_penalty_type=k3",
-            "algorithm.kl_penalty_type='k3': input should be 'low_var_kl', 'low_var_kl_weighted', 'kl', 'abs' or 'mse'",
+            "algorithm.kl_penalty_type=full",
+            "algorithm.kl_penalty_type='full': input should be 'low_var_kl', 'low_var_kl_weighted', 'kl', 'abs' or 'mse'",
         ),
+        ("algorithm.n_minibatches=4", "algorithm.n_minibatches=4: is RLinf's name; set batch.mini_batches instead"),
         ("algorithm.loss_agg_func=mean", "algorithm.loss_agg_func='mean': input should be 'token-mean'"),
         ("algorithm.ratio_clip_eps=1.5", "algorithm.ratio_clip_eps=1.5: input should be less than or equal to 1"),
         ("algorithm.kl_beta=-0.1", "algorithm.kl_beta=-0.1: input should be greater than or equal to 0"),

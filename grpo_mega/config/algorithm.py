@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from grpo_mega.config import rlinf
 from grpo_mega.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, Section
 
 Recipe = Literal[
@@ -25,6 +26,10 @@ Recipe = Literal[
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "process_supervision",
+    "rlinf",
+    "deepseekmath",
+    "open_r1",
+    "ms_swift",
 ]
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
@@ -59,6 +64,11 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "kl_penalty_type": "mse",
     },
     "process_supervision": {"adv_type": "grpo_process"},
+    # Defaults of GRPO's implementations, and of its paper.
+    "rlinf": {"loss_agg_func": "token-mean", "normalize_advantages": True, "early_stop_imp_ratio": 5.0},
+    "deepseekmath": {"group_size": 64, "kl_beta": 0.04, "kl_clamp": None, "std_eps": 0.0},
+    "open_r1": {"loss_agg_func": "token-mean", "kl_beta": 0.04, "kl_clamp": None, "std_eps": 1e-4},
+    "ms_swift": {"group_size": 8, "kl_beta": 0.04, "std_eps": 1e-8},
 }
 
 
@@ -145,10 +155,11 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_recipe(cls, value: Any) -> Any:
-        """Fill in the recipe's keys that are not given. An unknown recipe is left to the field's own check."""
-        if not isinstance(value, dict) or not isinstance(value.get("recipe"), str):
+        """Fill in the recipe's keys that are not given, by any name. An unknown recipe is left to the field's own check."""
+        if not isinstance(value, dict):
             return value
-        return {**RECIPES.get(value["recipe"], {}), **value}
+        recipe = value.get("recipe")
+        return {**RECIPES.get(recipe if isinstance(recipe, str) else "", {}), **rlinf.to_ours(value)}
 
     @model_validator(mode="after")
     def _check(self) -> AlgorithmConfig:
