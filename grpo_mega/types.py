@@ -30,6 +30,9 @@ class Prompt:
     answer: str
     prefill: str = ""
     extras: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(
+        default_factory=dict
+    )  # the row's prompt, as "prompts", and its answer, under its column's name
 
 
 @dataclass
