@@ -18,14 +18,8 @@ STEP_SPLITTERS = {  # see rewards/steps.py
     "step-k": r"(?im)(?=^[ \t]{0,8}(?:[#>*_-]{1,6}[ \t]{0,4}){0,3}step[ \t]{0,4}\d{1,4}\b)",
 }
 STEP_REGEX = "regex:"
-# The names that open-r1 gives its functions and their registry, and what they are called here.
-ALIASES = {
-    f"{name}_reward": name for name in ("accuracy", "format", "reasoning_steps", "len", "repetition_penalty", "tag_count")
-} | {
-    "length": "len",
-    "cosine_scaled_reward": "cosine",
-    "soft_format_reward": "soft_format",
-}
+_OPEN_R1 = ("accuracy", "format", "soft_format", "tag_count", "reasoning_steps", "len", "repetition_penalty")
+ALIASES = {f"{name}_reward": name for name in _OPEN_R1} | {"length": "len", "cosine_scaled_reward": "cosine"}
 
 
 class RewardFunctionConfig(Section):

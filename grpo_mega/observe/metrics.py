@@ -64,10 +64,7 @@ def heldout_metrics(groups: Sequence[Group]) -> StepMetrics:
 
 
 def has_full_marks(sample: Sample) -> bool:
-    """Return True if every reward function that applies gave at least 1, and there is one that applies.
-
-    The built-in functions that shape a response are no tests that it could pass.
-    """
+    """Return True if every reward function that applies gave at least 1, and there is one; those that shape do not count."""
     marks = [value for name, value in sample.scores.items() if value is not None and name not in SHAPING]
     return bool(marks) and min(marks) >= 1.0
 

@@ -34,17 +34,16 @@ def call(
 ) -> list[Any]:
     """Return what the function gives each sample.
 
-    `given` holds the row's prompt, as "prompts", and its gold answer under its column's name; `form` is the key `completions`
-    of rewards.functions. Raises ValueError unless there is one reward per sample, and whatever the function raises.
+    `given` is Prompt.given, `form` the function's key `completions`. Raises ValueError unless there is one reward per sample.
     """
     text, _, answer, extras = samples[0]
     prompt = given.get("prompts", text)
     completions: list[Any] = [response for _, response, _, _ in samples]
-    is_text = form == "text" or (form == "as_data" and isinstance(prompt, str))
-    if is_text:
-        prompt = prompt if isinstance(prompt, str) else text
-    else:
-        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    has_text = isinstance(prompt, str)
+    is_text = has_text if form == "as_data" else form == "text"
+    if is_text != has_text:
+        prompt = text if is_text else [{"role": "user", "content": prompt}]
+    if not is_text:
         completions = [[{"role": "assistant", "content": response}] for response in completions]
     columns = {**dict.fromkeys(GOLD, answer), **extras, **given, "prompts": prompt}
     values = {name: [value] * len(samples) for name, value in columns.items()}
@@ -59,9 +58,7 @@ def call(
             returned = asyncio.run(returned)
     except TypeError as error:
         if is_text and "string indices" in str(error):
-            error.args = (
-                f"{error}; completions are texts, as the data's prompts are: set the function's completions: messages",
-            )
+            error.args = (f"{error}; completions are texts, as prompts are: set the function's key completions: messages",)
         raise
     rewards = list(returned)
     if len(rewards) != len(samples):

@@ -1,7 +1,5 @@
 """Find reward functions by name: one of BUILT_IN, or the dotted path of the user's own, `package.module.function`.
 
-A class in a function's place is made without arguments, and its object called.
-
 `check` imports nothing of the user's, so that a misspelt name or option is refused before anything starts; `bind` imports the
 function's module, which for a dotted path is the user's code and is therefore done in the worker processes only. Options are
 the keyword arguments that a function takes after (prompt, response, answer, extras), or beside those that groups.py gives one
@@ -37,9 +35,6 @@ BUILT_IN = {  # dotted paths, and for an example's function its file in the repo
     "tag_count": "grpo_mega.rewards.format.tag_count",
 }
 OF_GROUPS = frozenset({"len"})  # of these, the ones that are called once for all samples of a prompt
-ELSEWHERE = dict.fromkeys(
-    ("soft_overlong_punishment", "soft_overlong"), "set algorithm.overlong_buffer, and algorithm.overlong_penalty to its weight"
-)
 _NUM_ARGUMENTS = 4  # prompt, response, answer, extras
 
 
@@ -47,8 +42,8 @@ def check_name(name: str) -> None:
     """Raise ConfigError unless `name` is built in or has the form of a dotted path."""
     if name in BUILT_IN or ("." in name and all(part.isidentifier() for part in name.split("."))):
         return
-    if name in ELSEWHERE:
-        raise ConfigError(f"reward function {name!r}: is no function here; {ELSEWHERE[name]}")
+    if name.startswith("soft_overlong"):
+        raise ConfigError(f"reward function {name!r}: is no function here; set algorithm.overlong_buffer and overlong_penalty")
     nearest = difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     raise ConfigError(
@@ -118,7 +113,7 @@ def resolve(name: str) -> RewardFunction:
         ) from error
     if not callable(function):
         raise ConfigError(f"reward function {name!r}: {module_name} has no function {function_name}; check the name")
-    return function() if isinstance(function, type) else function
+    return function() if isinstance(function, type) else function  # ms-swift's are classes
 
 
 @lru_cache(maxsize=8)

@@ -19,16 +19,10 @@ SHAPING = frozenset({"reasoning_steps", "len", "cosine", "repetition_penalty", "
 _SIGN_OF_STEP = re.compile(r"Step \d+:|\A\d+\.|\n[-*]|(?:First|Second|Next|Finally),")
 _SIGNS_WANTED = 3
 
-_LATIN, _HAN, _KANA, _HANGUL = "A-Za-z\u00c0-\u024f", "\u3400-\u4dbf\u4e00-\u9fff", "\u3040-\u30ff", "\uac00-\ud7af"
-_LETTERS = dict.fromkeys(("en", "de", "es", "fr", "it", "pt"), _LATIN) | {
-    "zh": _HAN,
-    "ja": _HAN + _KANA,
-    "ko": _HANGUL,
-    "ru": "\u0400-\u04ff",
-    "el": "\u0370-\u03ff",
-    "ar": "\u0600-\u06ff",
-    "he": "\u0590-\u05ff",
-}
+_HAN, _KANA = "\u3400-\u4dbf\u4e00-\u9fff", "\u3040-\u30ff"
+_LETTERS = dict.fromkeys(("en", "de", "es", "fr", "it", "pt"), "A-Za-z\u00c0-\u024f")
+_LETTERS |= {"zh": _HAN, "ja": _HAN + _KANA, "ko": "\uac00-\ud7af", "ru": "\u0400-\u04ff", "el": "\u0370-\u03ff"}
+_LETTERS |= {"ar": "\u0600-\u06ff", "he": "\u0590-\u05ff"}
 _WORD = re.compile(rf"[{_HAN}{_KANA}]|(?:(?![{_HAN}{_KANA}])[^\W\d_])+")
 _NO_PROSE = re.compile(r"\\[A-Za-z]+|\b[A-Za-z]\b|<[^<>\s]*>")  # commands of LaTeX, variables, tags
 
@@ -95,8 +89,7 @@ def repetition_penalty(
     """
     _require("ngram_size", ngram_size, ngram_size >= 1, "be at least 1")
     _require("max_penalty", max_penalty, max_penalty <= 0, "be at most 0")
-    if unit not in ("words", "characters"):
-        raise ValueError(f"unit={unit!r}: must be words or characters")
+    _require("unit", unit, unit in ("words", "characters"), "be words or characters")
     units = response.lower().split()
     if unit == "characters":
         units = list("".join(units))
@@ -110,8 +103,7 @@ def language_consistency(prompt: str, response: str, answer: str, extras: dict[s
     The thought is the text between <think> and </think>, or all of a response without one. A Chinese or Japanese character is a
     word; commands of LaTeX and single Latin letters are none. Languages that share a script cannot be told apart.
     """
-    if language not in _LETTERS:
-        raise ValueError(f"language={language!r}: must be one of {', '.join(_LETTERS)}")
+    _require("language", language, language in _LETTERS, f"be one of {', '.join(_LETTERS)}")
     turn = whole_turn(response, extras)
     thought = turn.partition("<think>")[2].partition("</think>")[0] if "<think>" in turn else turn
     words = _WORD.findall(_NO_PROSE.sub(" ", thought))

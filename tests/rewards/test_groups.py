@@ -119,7 +119,7 @@ def test_a_function_that_wants_messages_and_gets_texts_says_which_key_to_set() -
     with pool_of({"name": "trl_functions.format_reward"}) as pool:
         (results,) = scored(pool, ["a", "b"], prompt="9+9=?")
     error = results[1].errors["trl_functions.format_reward"]
-    assert "string indices" in error and "set the function's completions: messages (in " in error
+    assert "string indices" in error and "set the function's key completions: messages (in " in error
 
 
 def test_the_scorer_hands_over_whole_groups_in_the_order_of_their_samples() -> None:

@@ -36,10 +36,12 @@ FLAGS = (
 )
 OWN_NAME = "my_package.my_rewards.share_of_digits"
 OWN_REWARD = """
-def share_of_digits(prompt, response, answer, extras):
-    if int(answer) % 2:
-        return None
-    return sum(c.isdigit() for c in response) / max(1, len(response))
+def share_of_digits(completions, question, solution, prompts, completion_ids, **kwargs):
+    assert len(completions) in (1, 4), "one call for each group, in training and in evaluation"
+    assert len(completions) == len(completion_ids) and len(set(map(str, prompts))) == 1 and prompts == question
+    if int(solution[0]) % 2:
+        return [None] * len(completions)
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 """
 
 
@@ -114,6 +116,7 @@ def test_it_trains_on_all_rewards_and_evaluates_on_the_test_split(output_dir: Pa
     assert [row["step"] for row in rows[:3]] == [1, 2, 3]
     assert {"reward/accuracy", "reward/format", f"reward/{OWN_NAME}"} <= rows[0].keys()
     assert all(row["grad_norm"] > 0 for row in rows)
+    assert not any("error" in name for row in rows for name in row), "its function got what it asserts"
     assert (output_dir / "heldout-000003.jsonl").read_text().count("\n") == 8
 
 

@@ -123,10 +123,7 @@ class Worker:
         os.close(self._status_fd)
 
     def _ready(self) -> frozenset[str] | str:
-        """Wait until it has imported its functions; return those that take groups, or why it could not import them.
-
-        Raises EOFError where the server has ended.
-        """
+        """Wait until it has imported its functions; return those that take groups, or a problem. EOFError: it has ended."""
         try:
             return self._connection.recv() if self._has_message(START_LIMIT_S) else _TOO_SLOW
         except (EOFError, OSError):
