@@ -24,7 +24,6 @@ pytestmark = pytest.mark.distributed
 TEMPERATURE, KL_BETA, ENTROPY_BONUS, CLIP_EPS = 0.9, 0.3, 0.02, 0.2
 MINI_BATCHES, EPOCHS, PROMPTS, GROUP_SIZE = 2, 3, 4, 3
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP_GRAD = 4e-3, (0.8, 0.97), 1e-4, 3.0, 0.25
-MOST_RATIO = 1.01  # of the early stop
 SIZES = {
     "num_hidden_layers": 5,
     "hidden_size": 44,
@@ -85,19 +84,14 @@ class Replay:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
-    """The steps of the replay, and those with an early stop."""
+def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Outcome, Replay]:
     folder = tmp_path_factory.mktemp("replay")
-    save_checkpoint(make_start_model(), folder / "model")
-    torch.save(make_groups(), folder / "groups.pt")
-    stopped = make_config(folder / "model", early_stop_imp_ratio=MOST_RATIO)
-    return run_cases([Case("replay", make_config(folder / "model")), Case("early stop", stopped)], folder)
-
-
-@pytest.fixture(scope="module")
-def played(outcomes: list[Outcome]) -> tuple[Any, Outcome, Replay]:
-    model = make_start_model()
-    return model, outcomes[0], Replay(model, make_groups())
+    model = make_model("qwen2", seed=3, tied=True, **SIZES)
+    save_checkpoint(model, folder / "model")
+    groups = make_groups()
+    torch.save(groups, folder / "groups.pt")
+    [outcome] = run_cases([Case("replay", make_config(folder / "model"))], folder)
+    return model, outcome, Replay(model, groups)
 
 
 def test_metrics_of_every_step_are_those_of_the_replay(played: tuple[Any, Outcome, Replay]) -> None:
@@ -121,23 +115,7 @@ def test_weights_after_several_steps_are_those_of_the_replay(played: tuple[Any, 
         assert error < 2e-4, (name, float(error))
 
 
-def test_a_mini_batch_past_the_early_stop_takes_no_optimizer_step(outcomes: list[Outcome]) -> None:
-    """Up to the first one all is as without the early stop; what is dropped leaves the weights, so it is dropped again."""
-    whole, stopped = (outcome.updates for outcome in outcomes)
-    dropped = [metrics["dropped_mini_batches"] for metrics in stopped]
-    assert dropped == [float(metrics["ratio/mean"] > MOST_RATIO) for metrics in stopped]
-    first = dropped.index(1.0)
-    assert 0 < first < len(stopped) - MINI_BATCHES
-    for before, without in zip(stopped[: first + 1], whole[: first + 1], strict=True):
-        assert before["ratio/mean"] == pytest.approx(without["ratio/mean"], rel=1e-6)
-    assert not any("grad_norm" in metrics for metrics, is_dropped in zip(stopped, dropped, strict=True) if is_dropped)
-
-
-def make_start_model() -> Any:
-    return make_model("qwen2", seed=3, tied=True, **SIZES)
-
-
-def make_config(model: Path, **algorithm: float) -> configs.Config:
+def make_config(model: Path) -> configs.Config:
     return configs.validate(
         {
             "run_dir": "unused",
@@ -152,7 +130,6 @@ def make_config(model: Path, **algorithm: float) -> configs.Config:
                 "entropy_bonus": ENTROPY_BONUS,
                 "ratio_clip_eps": CLIP_EPS,
                 "kl_clamp": None,
-                **algorithm,
             },
             "batch": {
                 "prompts_per_step": PROMPTS,

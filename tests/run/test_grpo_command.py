@@ -133,10 +133,17 @@ def test_transformers_loads_what_it_trained(output_dir: Path) -> None:
     assert not torch.equal(trained["lm_head.weight"], before["lm_head.weight"])
 
 
-def test_it_resumes_with_another_number_of_steps(output_dir: Path) -> None:
+def test_it_resumes_with_another_number_of_steps_and_an_early_stop_leaves_the_weights(output_dir: Path) -> None:
+    """The ratio of the one mini-batch is 1, past the limit: nothing of it reaches the optimizer."""
     command = SEED.replace("accuracy format", f"accuracy format {OWN_NAME}")
-    run(output_dir.parents[1], f"grpo_mega.grpo {command} {FLAGS.replace('--max_steps 3', '--max_steps 4')} --resume")
-    assert [row["step"] for row in steps(output_dir)] == [1, 2, 3, 4]
+    before = AutoModelForCausalLM.from_pretrained(output_dir / "hf").state_dict()
+    more = "--resume --set algorithm.early_stop_imp_ratio=0.9"
+    run(output_dir.parents[1], f"grpo_mega.grpo {command} {FLAGS.replace('--max_steps 3', '--max_steps 4')} {more}")
+    rows = steps(output_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["dropped_mini_batches"] for row in rows] == [0, 0, 0, 1] and "grad_norm" not in rows[3]
+    after = AutoModelForCausalLM.from_pretrained(output_dir / "hf").state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_train_takes_reward_functions_and_weights_from_the_command_line(tmp_path: Path) -> None:
