@@ -15,6 +15,10 @@ from grpo_mega.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloa
 
 Recipe = Literal[
     "grpo",
+    "rlinf",
+    "deepseekmath",
+    "open_r1",
+    "ms_swift",
     "dr_grpo",
     "dapo",
     "gspo",
@@ -26,10 +30,6 @@ Recipe = Literal[
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "process_supervision",
-    "rlinf",
-    "deepseekmath",
-    "open_r1",
-    "ms_swift",
 ]
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
@@ -39,6 +39,10 @@ KL_CLAMP = 10.0  # as in verl and RLinf: one token far from the reference must n
 # Values of the papers, which algorithm/README.md lists; grpo is the section's own defaults.
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "grpo": {},
+    "rlinf": {"loss_agg_func": "token-mean", "normalize_advantages": True, "early_stop_imp_ratio": 5.0},
+    "deepseekmath": {"group_size": 64, "kl_beta": 0.04, "kl_clamp": None, "std_eps": 0.0},
+    "open_r1": {"loss_agg_func": "token-mean", "kl_beta": 0.04, "kl_clamp": None, "std_eps": 1e-4},
+    "ms_swift": {"group_size": 8, "kl_beta": 0.04, "std_eps": 1e-8},
     "dr_grpo": {"normalize_by_std": False, "loss_agg_func": "seq-mean-token-sum-norm"},
     "dapo": {
         "loss_agg_func": "token-mean",
@@ -64,11 +68,6 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "kl_penalty_type": "mse",
     },
     "process_supervision": {"adv_type": "grpo_process"},
-    # Defaults of GRPO's implementations, and of its paper.
-    "rlinf": {"loss_agg_func": "token-mean", "normalize_advantages": True, "early_stop_imp_ratio": 5.0},
-    "deepseekmath": {"group_size": 64, "kl_beta": 0.04, "kl_clamp": None, "std_eps": 0.0},
-    "open_r1": {"loss_agg_func": "token-mean", "kl_beta": 0.04, "kl_clamp": None, "std_eps": 1e-4},
-    "ms_swift": {"group_size": 8, "kl_beta": 0.04, "std_eps": 1e-8},
 }
 
 
