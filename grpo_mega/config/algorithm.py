@@ -155,10 +155,11 @@ class AlgorithmConfig(Section):
     @classmethod
     def _fill_recipe(cls, value: Any) -> Any:
         """Fill in the recipe's keys that are not given, by any name. An unknown recipe is left to the field's own check."""
-        if not isinstance(value, dict):
+        if isinstance(value, dict):
+            value = rlinf.to_ours(value)
+        if not isinstance(value, dict) or not isinstance(value.get("recipe"), str):
             return value
-        recipe = value.get("recipe")
-        return {**RECIPES.get(recipe if isinstance(recipe, str) else "", {}), **rlinf.to_ours(value)}
+        return {**RECIPES.get(value["recipe"], {}), **value}
 
     @model_validator(mode="after")
     def _check(self) -> AlgorithmConfig:
