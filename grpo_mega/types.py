@@ -30,6 +30,7 @@ class Prompt:
     answer: str
     prefill: str = ""
     extras: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)  # the row's prompt, also as "prompts", and answer, by their columns
 
 
 @dataclass

@@ -120,6 +120,8 @@ def test_a_recipes_section_keeps_the_keys_that_are_not_given(tmp_path: Path) -> 
 def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gdpo normalises several rewards, but"):
         load(tmp_path, ["algorithm.recipe=gdpo", "rewards.functions=[{name: accuracy}]"])
+    with pytest.raises(ConfigError, match="gdpo adds rewards up, but 'format' multiplies them; leave multiplies out"):
+        load(tmp_path, ["algorithm.recipe=gdpo", "rewards.functions=[{name: accuracy}, {name: format, multiplies: true}]"])
     assert load(tmp_path, ["algorithm.recipe=gdpo"]).algorithm.adv_type == "gdpo"
 
 
@@ -137,9 +139,10 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("seed=-1", "seed=-1: input should be greater than or equal to 0"),
         ("algorithm.group_size=1", "algorithm.group_size=1: input should be greater than or equal to 2"),
         (
-            "algorithm.kl_penalty_type=k3",
-            "algorithm.kl_penalty_type='k3': input should be 'low_var_kl', 'low_var_kl_weighted', 'low_var_kl+', 'kl', 'abs'",
+            "algorithm.kl_penalty_type=full",
+            "algorithm.kl_penalty_type='full': input should be 'low_var_kl', 'low_var_kl_weighted', 'low_var_kl+', ",
         ),
+        ("algorithm.n_minibatches=4", "algorithm.n_minibatches=4: is RLinf's name; set batch.mini_batches instead"),
         ("algorithm.loss_agg_func=mean", "algorithm.loss_agg_func='mean': input should be 'token-mean'"),
         ("algorithm.ratio_clip_eps=1.5", "algorithm.ratio_clip_eps=1.5: input should be less than or equal to 1"),
         ("algorithm.kl_beta=-0.1", "algorithm.kl_beta=-0.1: input should be greater than or equal to 0"),

@@ -10,10 +10,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from grpo_mega.config import rlinf
 from grpo_mega.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, Section
 
 Recipe = Literal[
     "grpo",
+    "rlinf",
+    "deepseekmath",
+    "open_r1",
+    "ms_swift",
     "dr_grpo",
     "dapo",
     "gspo",
@@ -45,6 +50,10 @@ KL_CLAMP = 10.0  # as in verl and RLinf: one token far from the reference must n
 # Values of the papers, which algorithm/README.md lists; grpo is the section's own defaults.
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "grpo": {},
+    "rlinf": {"loss_agg_func": "token-mean", "normalize_advantages": True, "early_stop_imp_ratio": 5.0},
+    "deepseekmath": {"group_size": 64, "kl_beta": 0.04, "kl_clamp": None, "std_eps": 0.0},
+    "open_r1": {"loss_agg_func": "token-mean", "kl_beta": 0.04, "kl_clamp": None, "std_eps": 1e-4},
+    "ms_swift": {"group_size": 8, "kl_beta": 0.04, "std_eps": 1e-8},
     "dr_grpo": {"normalize_by_std": False, "loss_agg_func": "seq-mean-token-sum-norm"},
     "dapo": {
         "loss_agg_func": "token-mean",
@@ -217,7 +226,9 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_recipe(cls, value: Any) -> Any:
-        """Fill in the recipe's keys that are not given. An unknown recipe is left to the field's own check."""
+        """Fill in the recipe's keys that are not given, by any name. An unknown recipe is left to the field's own check."""
+        if isinstance(value, dict):
+            value = rlinf.to_ours(value)
         if not isinstance(value, dict) or not isinstance(value.get("recipe"), str):
             return value
         recipe = RECIPES.get(value["recipe"], {})
