@@ -56,7 +56,7 @@ def train_step(job: Job, step: int) -> None:
         if len(groups) >= job.config.batch.mini_batches:
             with job.timers("pack"):
                 batches = pack(job.config, groups, job.policy)
-            batches = attach_logprobs(job.config, groups, batches, job.policy, job.runtime, job.timers)
+            batches = attach_logprobs(job.config, groups, batches, job.policy, job.runtime, job.timers, step)
             metrics |= update(job, step, groups, batches)
         job.steps_done, job.draws = step + 1, job.draws + num_draws
         job.save_if_due(step + 1)
@@ -110,6 +110,9 @@ def update(job: Job, step: int, groups: Sequence[Group], batches: Sequence[Seque
         recorder().heard(bar.advance),
     ):
         metrics = mean_over_updates(job.policy.update(batches))
+    if job.config.algorithm.kl_target is not None:
+        metrics["kl/beta"] = job.policy.algorithm.kl_beta
+        job.policy.adapt_kl(metrics["kl/mean"], len(samples))
     with job.timers("exchange"):
         attach_old_logprobs(batches, samples, job.runtime, num_logged(groups, job.config.log.samples_per_step))
     blamed = [samples[i] for i in sorted(job.policy.nonfinite_samples)]

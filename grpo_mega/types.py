@@ -31,6 +31,7 @@ class Prompt:
     answer: str
     prefill: str = ""
     extras: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)  # the row's prompt, also as "prompts", and answer, by their columns
 
 
 @dataclass
@@ -97,6 +98,10 @@ class PackedBatch:
     sample_indices: list[int]  # index in the step of each segment's sample, without padding
     old_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
     ref_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
+    # What some methods take from the whole mini-batch, see LossInputs.
+    nll_weights: Tensor | None = None  # [T] float32
+    is_chosen: Tensor | None = None  # [T] float32
+    importance_mean: float = 1.0
 
     @property
     def num_tokens(self) -> int:

@@ -112,6 +112,19 @@ def test_clip_bounds_default_to_ratio_clip_eps(tmp_path: Path) -> None:
     assert (algorithm.clip_low, algorithm.clip_high) == (0.1, 0.28)
 
 
+def test_a_recipes_section_keeps_the_keys_that_are_not_given(tmp_path: Path) -> None:
+    correction = load(tmp_path, ["algorithm={recipe: decoupled_ppo, correction: {mask_high: 2}}"]).algorithm.correction
+    assert (correction.importance, correction.mask_low, correction.mask_high) == ("icepop", 0.0, 2.0)
+
+
+def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gdpo normalises several rewards, but"):
+        load(tmp_path, ["algorithm.recipe=gdpo", "rewards.functions=[{name: accuracy}]"])
+    with pytest.raises(ConfigError, match="gdpo adds rewards up, but 'format' multiplies them; leave multiplies out"):
+        load(tmp_path, ["algorithm.recipe=gdpo", "rewards.functions=[{name: accuracy}, {name: format, multiplies: true}]"])
+    assert load(tmp_path, ["algorithm.recipe=gdpo"]).algorithm.adv_type == "gdpo"
+
+
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
@@ -126,9 +139,10 @@ def test_clip_bounds_default_to_ratio_clip_eps(tmp_path: Path) -> None:
         ("seed=-1", "seed=-1: input should be greater than or equal to 0"),
         ("algorithm.group_size=1", "algorithm.group_size=1: input should be greater than or equal to 2"),
         (
-            "algorithm.kl_penalty_type=k3",
-            "algorithm.kl_penalty_type='k3': input should be 'low_var_kl', 'low_var_kl_weighted', 'kl', 'abs' or 'mse'",
+            "algorithm.kl_penalty_type=full",
+            "algorithm.kl_penalty_type='full': input should be 'low_var_kl', 'low_var_kl_weighted', 'low_var_kl+', ",
         ),
+        ("algorithm.n_minibatches=4", "algorithm.n_minibatches=4: is RLinf's name; set batch.mini_batches instead"),
         ("algorithm.loss_agg_func=mean", "algorithm.loss_agg_func='mean': input should be 'token-mean'"),
         ("algorithm.ratio_clip_eps=1.5", "algorithm.ratio_clip_eps=1.5: input should be less than or equal to 1"),
         ("algorithm.kl_beta=-0.1", "algorithm.kl_beta=-0.1: input should be greater than or equal to 0"),
@@ -161,6 +175,46 @@ def test_clip_bounds_default_to_ratio_clip_eps(tmp_path: Path) -> None:
             "algorithm.correction={importance: icepop, max_importance: 5}",
             "algorithm.correction.max_importance=5.0: must not be set with algorithm.correction.importance='icepop'",
         ),
+        (
+            "algorithm.correction={min_importance: 0.5}",
+            "algorithm.correction.min_importance=0.5 needs importance='token' or 'sequence'; set it, or leave it out",
+        ),
+        (
+            "algorithm.correction={importance: token, min_importance: 3}",
+            "algorithm.correction.min_importance=3.0 is above max_importance=2.0; lower it",
+        ),
+        ("algorithm.correction={batch_normalize: true}", "algorithm.correction.batch_normalize=true needs an importance other"),
+        (
+            "algorithm.correction={reject: token_k2}",
+            "algorithm.correction.reject='token_k2' needs algorithm.correction.reject_above, its bound; set it",
+        ),
+        ("algorithm.correction={reject_above: 1}", "algorithm.correction.reject_above=1.0 needs algorithm.correction.reject;"),
+        (
+            "algorithm.correction={reject: token_k1}",
+            "algorithm.correction.reject='token_k1': input should be 'none'",
+        ),
+        ("algorithm={kl_in: reward, adv_type: gdpo}", "algorithm.kl_in=reward: must be loss with algorithm.adv_type=gdpo; use"),
+        ("algorithm.kl_target=0.1", "algorithm.kl_target=0.1 needs algorithm.kl_beta > 0, the weight to begin with; set both"),
+        ("algorithm={adv_type: rloo, std_over: batch}", "algorithm.std_over=batch needs algorithm.adv_type=grpo and"),
+        (
+            "algorithm={adv_type: grpo_leave_one_out, group_size: 2}",
+            "algorithm.group_size=2: must be at least 3 with algorithm.adv_type=grpo_leave_one_out",
+        ),
+        (
+            "algorithm={adv_type: gdpo, overlong_buffer: 0.1}",
+            "algorithm.overlong_buffer=0.1: must be 0 with",
+        ),
+        ("algorithm.pass_k=2", "algorithm.pass_k=2 needs algorithm.adv_type=pass_at_k; set it, or leave pass_k out"),
+        ("algorithm={adv_type: pass_at_k, pass_k: 17}", "algorithm.pass_k=17 is above algorithm.group_size=16; lower it"),
+        ("algorithm.cov_share=0.1", "algorithm.cov_share=0.1 needs algorithm.loss_type=clip_cov or kl_cov; set it"),
+        (
+            "algorithm={loss_type: kl_cov, cov_low: 2}",
+            "algorithm.cov_low and cov_high need algorithm.loss_type=clip_cov",
+        ),
+        ("algorithm={loss_type: clip_cov, cov_kl: 2}", "algorithm.cov_kl=2.0 needs algorithm.loss_type=kl_cov; set it"),
+        ("algorithm={loss_type: clip_cov, cov_low: 7}", "algorithm.cov_low=7.0 is not below algorithm.cov_high=5.0; lower it"),
+        ("algorithm.positive_above=0.5", "algorithm.positive_above=0.5 needs algorithm.positive_nll > 0; set it"),
+        ("algorithm.recipe=kl_cov", "algorithm.loss_type=kl_cov has a penalty of 0 in the first optimizer step of a rollout"),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 is above optimizer.lr=1e-06; lower it"),
         ("data.heldout_fraction=1.0", "data.heldout_fraction=1.0: input should be less than 1"),
         ("data={train: a, heldout: b, heldout_size: 3}", "data.heldout=b and data.heldout_size=3 are set; give one of them"),

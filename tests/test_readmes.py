@@ -38,5 +38,14 @@ def test_every_test_that_is_listed_against_a_silent_failure_is_there() -> None:
             assert not test or f"def {test}(" in text, f"tests/README.md lists {file}::{test}"
 
 
+def test_every_test_that_holds_an_element_of_a_text_is_there() -> None:
+    section = (ROOT / "grpo_mega/algorithm/README.md").read_text(encoding="utf-8").partition("## What texts on GRPO have")[2]
+    named = re.findall(r"`([\w/]+\.py)(?:::(\w+)(\.\.\.)?)?`", section.partition("\n## ")[0])
+    assert len(named) > 20
+    for file, test, cut in named:
+        path = ROOT / "tests" / ("" if "/" in file else "algorithm") / file
+        assert re.search(rf"def {test}{'' if cut or not test else r'[(]'}", path.read_text(encoding="utf-8")), (file, test)
+
+
 def test_the_front_page_has_at_most_160_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 160

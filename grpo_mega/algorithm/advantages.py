@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -18,93 +20,177 @@ from grpo_mega.errors import RewardError
 from grpo_mega.types import Group, Sample
 
 
+@dataclass(frozen=True)
+class Scored:
+    """The samples of a group that have a reward, for an estimator."""
+
+    samples: Sequence[Sample]
+    outcomes_G: Tensor  # float64, rewards with the overlong penalty
+    kls: Sequence[Tensor]  # kl_beta * KL of each sample's tokens, float64
+    reward_weights: Mapping[str, float]  # by reward function
+
+    @property
+    def rewards_G(self) -> Tensor:
+        """Return the outcomes less the sum of each response's penalties."""
+        return self.outcomes_G - torch.tensor([float(kl.sum()) for kl in self.kls], dtype=torch.float64)
+
+
 def assign_advantages(
     groups: Iterable[Group],
     a: AlgorithmConfig,
     *,
     max_response_length: int,
     kl_penalties: Sequence[Tensor] | None = None,
+    reward_weights: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Sample]:
     """Set the advantages of every sample by a.adv_type, and return the samples, flat and in order.
 
     Samples without a reward get zeros and are in no mean. `kl_penalties` ([response_len] per sample, in the order of the
     samples) are subtracted from the reward, times kl_beta, where a.kl_in is "reward"; None: there is no penalty (yet).
-    `groups` must be all groups of the step, on every rank. Raises RewardError for a reward that is not finite.
+    `reward_weights` are those of the reward functions, for gdpo. `groups` must be all groups of the step, on every rank. Raises
+    RewardError for a reward that is not finite.
     """
     samples: list[Sample] = []
+    rewards: list[Tensor] = []
     beta = a.kl_beta if a.has_kl_reward else 0.0
     for group in groups:
         kls = kl_penalties[len(samples) :] if kl_penalties is not None else [torch.zeros(s.response_len) for s in group.samples]
-        scored = [(s, beta * kl.double()) for s, kl in zip(group.samples, kls, strict=False) if _is_scored(s, a)]
+        pairs = [(s, beta * kl.double()) for s, kl in zip(group.samples, kls, strict=False) if _is_scored(s, a)]
         for sample in group.samples:
             sample.advantages = torch.zeros(sample.response_len, dtype=torch.float64)
-        members, penalties = [s for s, _ in scored], [kl for _, kl in scored]
-        values = ADVANTAGES[a.adv_type](members, _outcomes(members, a, max_response_length), penalties, a)
-        for sample, values_R in zip(members, values, strict=True):
+        members = [s for s, _ in pairs]
+        scored = Scored(members, _outcomes(members, a, max_response_length), [kl for _, kl in pairs], reward_weights)
+        for sample, values_R in zip(members, ADVANTAGES[a.adv_type](scored, a), strict=True):
             sample.advantages = values_R.contiguous()
         samples.extend(group.samples)
+        rewards.append(scored.rewards_G)
+    counted = [sample for sample in samples if _is_scored(sample, a)]
+    if a.std_over == "batch":
+        _scale(counted, torch.cat(rewards), a, shift=0.0)
+    elif a.adv_type == "gdpo":
+        sums = [float(s.advantages[0]) for s in counted if s.advantages is not None and s.response_len]
+        _scale(counted, torch.tensor(sums, dtype=torch.float64), a, shift=sum(sums) / max(len(sums), 1))
     if a.normalize_advantages or a.adv_type in _WHITENED:
-        whiten([sample for sample in samples if _is_scored(sample, a)])
+        whiten(counted)
     for sample in samples:  # not before: whitening advantages that differ by little would amplify the rounding of float32
         assert sample.advantages is not None
         sample.advantages = sample.advantages.float()
     return samples
 
 
-# Estimators: (scored samples of a group, their outcomes [G], kl_beta * KL of their tokens, config) -> float64 advantages of
-# their tokens. An outcome is the reward with the overlong penalty.
+# Estimators: (scored samples of a group, config) -> float64 advantages of their tokens.
 
 
-def grpo(samples: Sequence[Sample], outcomes_G: Tensor, kls: Sequence[Tensor], a: AlgorithmConfig) -> list[Tensor]:
-    """Outcome supervision, DeepSeekMath (arXiv 2402.03300) 4.1.2: give every token its response's z-score in the group."""
-    return _on_all_tokens(samples, group_zscore(_less_kl(outcomes_G, kls), a))
+def grpo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+    """Outcome supervision, DeepSeekMath (arXiv 2402.03300) 4.1.2: give every token its response's z-score in the group.
+
+    With std_over=batch the deviation is that of all rewards of the step, which comes later (Lite PPO, arXiv 2508.08221).
+    """
+    return _on_all_tokens(g, group_zscore(g.rewards_G, a))
 
 
-def grpo_process(samples: Sequence[Sample], outcomes_G: Tensor, kls: Sequence[Tensor], a: AlgorithmConfig) -> list[Tensor]:
+def grpo_process(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
     """Process supervision, DeepSeekMath (arXiv 2402.03300) 4.1.3: normalise step rewards over all steps of the group; the
     advantage of a token is the sum over the steps that end at or after it, 0 after the last step.
 
     Rewards for whole responses add their z-score (as in `grpo`) on all tokens. In a group without any, the overlong penalty
     alone is the outcome.
     """
-    steps = group_zscore(torch.tensor([r for s in samples for r in s.step_rewards], dtype=torch.float64), a)
-    of_samples = steps.split([len(s.step_rewards) for s in samples]) if samples else []
-    has_outcome = any(s.reward is not None for s in samples)
-    whole = [i for i, s in enumerate(samples) if s.reward is not None or not has_outcome]
-    zscores = group_zscore(_less_kl(outcomes_G[whole], [kls[i] for i in whole]), a)
-    result = [_sum_of_later(s.step_ends, values, s.response_len) for s, values in zip(samples, of_samples, strict=True)]
-    for i, zscore in zip(whole, zscores, strict=True):
-        result[i] = result[i] + zscore
-    return result
+    steps = group_zscore(torch.tensor([r for s in g.samples for r in s.step_rewards], dtype=torch.float64), a)
+    return _of_steps(g, a, steps.split([len(s.step_rewards) for s in g.samples]) if g.samples else [])
 
 
-def rloo(samples: Sequence[Sample], outcomes_G: Tensor, kls: Sequence[Tensor], a: AlgorithmConfig) -> list[Tensor]:
+def grpo_turn(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+    """Turn-level supervision, MT-GRPO (arXiv 2505.11821): as `grpo_process`, but a step's reward is normalised over the
+    rewards that the group's samples have for the same turn, the k-th step of each."""
+    of_samples = [torch.zeros(len(s.step_rewards), dtype=torch.float64) for s in g.samples]
+    for turn in range(max(map(len, of_samples), default=0)):
+        members = [i for i, values in enumerate(of_samples) if len(values) > turn]
+        rewards = torch.tensor([g.samples[i].step_rewards[turn] for i in members], dtype=torch.float64)
+        for i, zscore in zip(members, group_zscore(rewards, a), strict=True):
+            of_samples[i][turn] = zscore
+    return _of_steps(g, a, of_samples)
+
+
+def grpo_leave_one_out(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+    """Return (r_i - mean) / (std + std_eps), mean and std of the group's other rewards: RLOO's baseline (arXiv 2402.14740) with
+    GRPO's scale, NeMo-RL's default. Where the others are all equal, return r_i - mean."""
+    rewards_G = g.rewards_G
+    num = len(rewards_G)
+    if num < 2 or not bool(_centered(rewards_G).any()):
+        return _on_all_tokens(g, torch.zeros_like(rewards_G))
+    others_GO = rewards_G.expand(num, num)[~torch.eye(num, dtype=torch.bool)].view(num, num - 1)
+    centered_G = rewards_G - others_GO.mean(dim=1)
+    if not a.normalize_by_std:
+        return _on_all_tokens(g, centered_G)
+    std_G = torch.stack([_deviation(others, a) for others in others_GO])
+    return _on_all_tokens(g, centered_G / torch.where(std_G > 0, std_G + a.std_eps, 1.0))
+
+
+def rloo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
     """Return r_i less the mean of the group's other rewards (Kool et al. 2019; RLOO, arXiv 2402.14740, eq. 8)."""
-    rewards = _less_kl(outcomes_G, kls)
-    return _on_all_tokens(samples, _centered(rewards) * (len(rewards) / max(len(rewards) - 1, 1)))
+    rewards_G = g.rewards_G
+    return _on_all_tokens(g, _centered(rewards_G) * (len(rewards_G) / max(len(rewards_G) - 1, 1)))
 
 
-def reinforce_plus_plus(
-    samples: Sequence[Sample], outcomes_G: Tensor, kls: Sequence[Tensor], a: AlgorithmConfig
-) -> list[Tensor]:
+def reinforce_plus_plus(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
     """REINFORCE++ (arXiv 2501.03262, eqs. 5 and 6): return r less the KL penalties of the token and of later ones.
 
     There is no group baseline; the tokens of the step are whitened together afterwards.
     """
-    return [r - kl.flip(0).cumsum(0).flip(0) for r, kl in zip(outcomes_G, kls, strict=True)]
+    return [r - kl.flip(0).cumsum(0).flip(0) for r, kl in zip(g.outcomes_G, g.kls, strict=True)]
 
 
-def reinforce_plus_plus_baseline(
-    samples: Sequence[Sample], outcomes_G: Tensor, kls: Sequence[Tensor], a: AlgorithmConfig
-) -> list[Tensor]:
+def reinforce_plus_plus_baseline(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
     """REINFORCE++ with baseline (arXiv 2501.03262, eq. 7): return r less the group's mean; tokens are whitened later."""
-    return _on_all_tokens(samples, _centered(_less_kl(outcomes_G, kls)))
+    return _on_all_tokens(g, _centered(g.rewards_G))
+
+
+def opo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+    """OPO (arXiv 2505.23585): return r_i - sum_j l_j r_j / sum_j l_j, l the responses' lengths: the baseline of least variance
+    if a response's squared gradient grows with its length."""
+    lengths_G = torch.tensor([s.response_len for s in g.samples], dtype=torch.float64)
+    if not lengths_G.any():
+        return _on_all_tokens(g, lengths_G)
+    rewards_G = g.rewards_G - g.rewards_G[lengths_G.argmax()]  # so that equal ones give exactly 0
+    return _on_all_tokens(g, rewards_G - (lengths_G * rewards_G).sum() / lengths_G.sum())
+
+
+def pass_at_k(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+    """Return what r_i adds to the best of k: the mean over all sets of k - 1 others of max(0, r_i - the best of the set).
+
+    This is PKPO's leave-one-out estimator of max@k (arXiv 2505.15201), on the scale on which, for k = G, the best sample gets
+    its lead over the second and all others 0 (arXiv 2503.19595). With normalize_by_std it is divided by the group's deviation.
+    """
+    rewards_G = g.rewards_G
+    num = len(rewards_G)
+    k = min(a.pass_k or num, num)
+    if k < 2:
+        return _on_all_tokens(g, torch.zeros_like(rewards_G))
+    sorted_G, order_G = rewards_G.sort()
+    # How often, of all sets, the j-th of the others in ascending order is the best of its set.
+    share_G = torch.tensor([math.comb(j, k - 2) / math.comb(num - 1, k - 1) for j in range(num)], dtype=torch.float64)
+    values_G = torch.zeros_like(rewards_G)
+    values_G[order_G] = (sorted_G[:, None] - sorted_G).tril(-1) @ share_G
+    is_divided = a.normalize_by_std and bool(values_G.any())
+    return _on_all_tokens(g, values_G / (_deviation(rewards_G, a) + a.std_eps) if is_divided else values_G)
+
+
+def gdpo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+    """GDPO (arXiv 2601.05242): return sum_k w_k times the z-score in the group of the k-th reward function's scores, w_k its
+    weight. The sums are normalised over all samples of the step afterwards."""
+    total_G = torch.zeros(len(g.samples), dtype=torch.float64)
+    for name, weight in g.reward_weights.items():
+        found = [i for i, sample in enumerate(g.samples) if sample.scores.get(name) is not None]
+        scores = torch.tensor([g.samples[i].scores[name] for i in found], dtype=torch.float64)
+        total_G[found] += weight * group_zscore(scores, a)
+    return _on_all_tokens(g, total_G)
 
 
 # By the names that a config uses (algorithm.adv_type).
-ADVANTAGES: Mapping[str, Callable[[Sequence[Sample], Tensor, Sequence[Tensor], AlgorithmConfig], list[Tensor]]] = {
-    f.__name__: f for f in (grpo, grpo_process, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline)
-}
+ADVANTAGES: Mapping[str, Callable[[Scored, AlgorithmConfig], list[Tensor]]] = {
+    f.__name__: f for f in (grpo, grpo_process, grpo_turn, grpo_leave_one_out, rloo, opo, pass_at_k, gdpo)
+} | {f.__name__: f for f in (reinforce_plus_plus, reinforce_plus_plus_baseline)}
 _WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 
 
@@ -115,10 +201,9 @@ def group_zscore(rewards_G: Tensor, a: AlgorithmConfig) -> Tensor:
     gives easy and hard prompts no more weight than others (Dr. GRPO, arXiv 2503.20783, section 3.1).
     """
     centered = _centered(rewards_G)
-    if not a.normalize_by_std or not bool(centered.any()):
+    if not a.normalize_by_std or a.std_over == "batch" or not bool(centered.any()):
         return centered
-    std = (centered.square().sum() / (rewards_G.numel() - a.std_ddof)).sqrt()
-    return centered / (std + a.std_eps)
+    return centered / (_deviation(rewards_G, a) + a.std_eps)
 
 
 def whiten(samples: Sequence[Sample], eps: float = 1e-8) -> None:
@@ -153,8 +238,18 @@ def _outcomes(samples: Sequence[Sample], a: AlgorithmConfig, max_response_length
     return torch.tensor(outcomes, dtype=torch.float64)
 
 
-def _less_kl(outcomes_G: Tensor, kls: Sequence[Tensor]) -> Tensor:
-    return outcomes_G - torch.tensor([float(kl.sum()) for kl in kls], dtype=torch.float64)
+def _deviation(values: Tensor, a: AlgorithmConfig) -> Tensor:
+    """Return the standard deviation, over the number of values less std_ddof; 0 where all are equal."""
+    return (_centered(values).square().sum() / max(len(values) - a.std_ddof, 1)).sqrt()
+
+
+def _scale(samples: Sequence[Sample], values: Tensor, a: AlgorithmConfig, *, shift: float) -> None:
+    """Subtract `shift` from the advantages and divide by the deviation of `values`, in place; 0 if these are all equal."""
+    deviation = _deviation(values, a)
+    for sample in samples:
+        assert sample.advantages is not None
+        scaled_R = (sample.advantages - shift) / (deviation + a.std_eps)
+        sample.advantages = scaled_R if deviation > 0 else torch.zeros_like(sample.advantages)
 
 
 def _centered(rewards: Tensor) -> Tensor:
@@ -164,8 +259,18 @@ def _centered(rewards: Tensor) -> Tensor:
     return rewards - rewards.mean()
 
 
-def _on_all_tokens(samples: Sequence[Sample], values: Tensor) -> list[Tensor]:
-    return [value.expand(s.response_len) for s, value in zip(samples, values, strict=True)]
+def _on_all_tokens(g: Scored, values_G: Tensor) -> list[Tensor]:
+    return [value.expand(s.response_len) for s, value in zip(g.samples, values_G, strict=True)]
+
+
+def _of_steps(g: Scored, a: AlgorithmConfig, of_samples: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sums of the steps' values that end at or after each token, and add the z-scores of whole responses."""
+    has_outcome = any(s.reward is not None for s in g.samples)
+    whole = [i for i, s in enumerate(g.samples) if s.reward is not None or not has_outcome]
+    result = [_sum_of_later(s.step_ends, values, s.response_len) for s, values in zip(g.samples, of_samples, strict=True)]
+    for i, zscore in zip(whole, group_zscore(g.rewards_G[whole], a), strict=True):
+        result[i] = result[i] + zscore
+    return result
 
 
 def _sum_of_later(ends: Sequence[int], values: Tensor, length: int) -> Tensor:
@@ -181,4 +286,4 @@ def _is_scored(sample: Sample, a: AlgorithmConfig) -> bool:
             f"sample {sample.index} of prompt {sample.prompt.id} has reward {sample.reward} and step rewards "
             f"{sample.step_rewards} from scores {sample.scores}; a reward function must return finite numbers, or None for none"
         )
-    return sample.is_scored if a.adv_type == "grpo_process" else sample.reward is not None
+    return sample.is_scored if a.adv_type in ("grpo_process", "grpo_turn") else sample.reward is not None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_mega.algorithm.inputs import MAX_LOG_RATIO, LossInputs
+from grpo_mega.algorithm.kl import k3
 from grpo_mega.config.algorithm import CorrectionConfig
 
 
@@ -29,10 +30,15 @@ def correct(x: LossInputs, c: CorrectionConfig) -> Correction:
 
     c.importance, the weight c_t of the policy's term of a token; KL and entropy keep the weight 1:
 
-    token      min(m_t, max_importance): truncated importance sampling (Ionides 2008; Yao et al., "Your efficient RL framework
-               secretly brings you off-policy RL training", 2025)
-    sequence   min(prod_t m_t, max_importance) for every token of the response
+    token      clip(m_t, min_importance, max_importance): truncated importance sampling (Ionides 2008; Yao et al., "Your
+               efficient RL framework secretly brings you off-policy RL training", 2025). Together with the objective's ratio to
+               old_logprobs this is decoupled PPO (AReaL, arXiv 2505.24298, eq. 5)
+    sequence   clip(prod_t m_t, min_importance, max_importance) for every token of the response
     icepop     m_t where mask_low <= m_t <= mask_high, else 0: IcePop (Ring-1T report, arXiv 2510.18855)
+
+    c.batch_normalize divides these by their mean over the mini-batch (x.importance_mean): self-normalised importance sampling.
+    c.off_policy_threshold then sets c_t = 0 where A_t < 0 and mean_u (rollout_logprobs_u - logprobs_u) of the response is above
+    it: off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
 
     c.mask, which tokens are kept; the others lose all their terms, KL and entropy too:
 
@@ -40,32 +46,63 @@ def correct(x: LossInputs, c: CorrectionConfig) -> Correction:
     sequence   responses with mask_low <= prod_t m_t <= mask_high
     geometric  responses with mask_low <= exp(mean_t log m_t) <= mask_high
 
+    c.reject drops tokens (token_) or responses with k2 = log^2 m_t / 2 or k3 = m_t - 1 - log m_t, or with their sum, mean or
+    maximum over the response (seq_sum_, seq_mean_, seq_max_), above reject_above (rejection sampling, as verl has it).
     c.veto_below drops responses that have a token with m_t < veto_below.
     """
     log_T = x.log_mismatch()
-    ones_T = torch.ones_like(log_T)
-    metrics: dict[str, Tensor] = {}
-    importance_T = ones_T
-    if c.importance == "icepop":
-        ratio_T = log_T.exp()
-        is_inside_T = (ratio_T >= c.mask_low) & (ratio_T <= c.mask_high)
-        importance_T = ratio_T * is_inside_T
-        metrics |= {"importance": importance_T, "masked": ~is_inside_T}
-    elif c.importance != "none":
-        full_T = _over(x, log_T, c.importance).exp()
-        importance_T = full_T.clamp(max=c.max_importance)
-        metrics |= {"importance": importance_T, "truncated": full_T > c.max_importance}
-    keep_T = ones_T
+    keep_T = torch.ones_like(log_T)
+    importance_T, metrics = _importance(x, c)
+    importance_T = importance_T / x.importance_mean
+    if c.off_policy_threshold is not None:
+        drift_T = (x.rollout_logprobs - x.logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        is_off_T = (x.advantages < 0) & (x.sequence_mean(drift_T) > c.off_policy_threshold)
+        importance_T = importance_T * ~is_off_T
+        metrics["off_policy"] = is_off_T
     if c.mask != "none":
         ratio_T = _over(x, log_T, c.mask).exp()
         is_inside_T = (ratio_T >= c.mask_low) & (ratio_T <= c.mask_high)
         keep_T = keep_T * is_inside_T
         metrics["masked"] = ~is_inside_T
+    if c.reject != "none":
+        assert c.reject_above is not None
+        level, _, estimator = c.reject.rpartition("_")
+        divergence_T = k3(log_T) if estimator == "k3" else 0.5 * log_T.square()
+        over_response = {"seq_sum": x.sequence_sum, "seq_mean": x.sequence_mean, "seq_max": x.sequence_max}
+        is_rejected_T = (divergence_T if level == "token" else over_response[level](divergence_T)) > c.reject_above
+        keep_T = keep_T * ~is_rejected_T
+        metrics["rejected"] = is_rejected_T
     if c.veto_below is not None:
         is_vetoed_T = x.sequence_sum((log_T.exp() < c.veto_below).to(log_T.dtype)) > 0
         keep_T = keep_T * ~is_vetoed_T
         metrics["vetoed"] = is_vetoed_T
     return Correction(importance_T, keep_T, metrics)
+
+
+@torch.no_grad()
+def mean_importance(x: LossInputs, c: CorrectionConfig) -> float:
+    """Return the mean weight over the tokens of a mini-batch, or over its responses for c.importance "sequence"; 1 for 0."""
+    x = x.without_masked()
+    importance_T, _ = _importance(x, c)
+    weights_T = x.loss_mask
+    if c.importance == "sequence":
+        weights_T = weights_T / x.sequence_sum(x.loss_mask).clamp(min=1.0)
+    mean = float((weights_T * importance_T).sum() / weights_T.sum().clamp(min=1.0))
+    return mean if mean > 1e-8 else 1.0
+
+
+def _importance(x: LossInputs, c: CorrectionConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the weights before c.batch_normalize, and their metrics."""
+    log_T = x.log_mismatch()
+    if c.importance == "none":
+        return torch.ones_like(log_T), {}
+    if c.importance == "icepop":
+        ratio_T = log_T.exp()
+        is_inside_T = (ratio_T >= c.mask_low) & (ratio_T <= c.mask_high)
+        return ratio_T * is_inside_T, {"importance": ratio_T * is_inside_T, "masked": ~is_inside_T}
+    full_T = _over(x, log_T, c.importance).exp()
+    importance_T = full_T.clamp(c.min_importance, c.max_importance)
+    return importance_T, {"importance": importance_T, "truncated": full_T != importance_T}
 
 
 def _over(x: LossInputs, log_T: Tensor, level: str) -> Tensor:

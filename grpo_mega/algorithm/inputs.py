@@ -29,13 +29,18 @@ class LossInputs:
     segments: Tensor  # int64, the index of each token's sequence in the micro-batch
     num_segments: int
     entropy: Tensor | None = None  # with gradient if there is an entropy bonus
+    # From all tokens of the mini-batch, before the update; None or 1 where no method asks for it.
+    nll_weights: Tensor | None = None  # of the negative log-likelihood, from token_weights.py
+    is_chosen: Tensor | None = None  # 1 on the tokens that covariance.py chooses
+    importance_mean: float = 1.0  # by which the correction divides its weights
 
     @classmethod
     def of_masked_token(cls, *, has_reference: bool, has_entropy: bool) -> LossInputs:
         """Return one masked token: its loss and metrics are 0, under the names that all micro-batches of a run have."""
         zero = torch.zeros(1)
         ref, entropy = (zero if has_it else None for has_it in (has_reference, has_entropy))
-        return cls(zero, zero, ref, zero, zero, zero, zero, torch.zeros(1, dtype=torch.int64), 1, entropy)
+        segment = torch.zeros(1, dtype=torch.int64)
+        return cls(zero, zero, ref, zero, zero, zero, zero, segment, 1, entropy, nll_weights=zero, is_chosen=zero)
 
     def without_masked(self) -> LossInputs:
         """Return the inputs with 0 on masked tokens: before any arithmetic, so that no NaN of theirs reaches a gradient."""
@@ -44,16 +49,21 @@ class LossInputs:
         def clean(values_T: Tensor) -> Tensor:
             return torch.where(is_unmasked_T, values_T, 0.0)
 
+        def clean_any(values_T: Tensor | None) -> Tensor | None:
+            return None if values_T is None else clean(values_T)
+
         return replace(
             self,
             logprobs=clean(self.logprobs),
             old_logprobs=clean(self.old_logprobs),
-            ref_logprobs=None if self.ref_logprobs is None else clean(self.ref_logprobs),
+            ref_logprobs=clean_any(self.ref_logprobs),
             rollout_logprobs=clean(self.rollout_logprobs),
             advantages=clean(self.advantages),
             loss_mask=is_unmasked_T.to(self.loss_mask.dtype),
             loss_weights=clean(self.loss_weights),
-            entropy=None if self.entropy is None else clean(self.entropy),
+            entropy=clean_any(self.entropy),
+            nll_weights=clean_any(self.nll_weights),
+            is_chosen=clean_any(self.is_chosen),
         )
 
     def log_ratio(self) -> Tensor:
@@ -74,3 +84,8 @@ class LossInputs:
     def sequence_mean(self, values_T: Tensor) -> Tensor:
         """Return [T]: for each token the mean of `values_T` over the unmasked tokens of its sequence, or 0 without any."""
         return self.sequence_sum(values_T) / self.sequence_sum(torch.ones_like(values_T)).clamp(min=1.0)
+
+    def sequence_max(self, values_T: Tensor) -> Tensor:
+        """Return [T]: for each token the largest of `values_T` over the unmasked tokens of its sequence, at least 0."""
+        maxima_S = torch.zeros(self.num_segments, dtype=values_T.dtype, device=values_T.device)
+        return maxima_S.scatter_reduce(0, self.segments, values_T * self.loss_mask, "amax")[self.segments]

@@ -1,15 +1,18 @@
 """Per-token estimates of KL(policy || reference) from the log-probabilities of sampled tokens; pure and differentiable.
 
-In: logprobs and ref_logprobs of the same shape. Out: a penalty of that shape, 0 where both agree.
+In: logprobs and ref_logprobs of the same shape. Out: a penalty of that shape, 0 where both agree. `adapted_beta` adapts the
+penalty's weight between steps.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from grpo_mega.algorithm.inputs import MAX_LOG_RATIO
-from grpo_mega.config.algorithm import KL_CLAMP, KLPenalty
+from grpo_mega.config.algorithm import KL_CLAMP, AlgorithmConfig, KLPenalty
 
 
 def kl_penalty(
@@ -29,6 +32,8 @@ def kl_penalty(
     low_var_kl_weighted  r k3 with r = e^(logprobs - old_logprobs), DeepSeek-V3.2's unbiased estimate (arXiv 2512.02556): over
                 samples of the policy before the update its mean is the policy's KL now, and its gradient that KL's. The ratio
                 carries gradient; d and log r are clamped to +-20, the product to at most kl_clamp
+    low_var_kl+  the value of low_var_kl with the gradient of mse, d: straight-through, as verl has it. The mean of k3 is the KL
+                with little variance, and on-policy the mean gradient of k2 is that of the KL; each has only one of the two
 
     The gradient of every penalty is 0 or points towards the reference. For r k3 it is r d; a clamp on k3 alone would leave the
     ratio's own gradient, which lowers log-probs that are below the reference already.
@@ -42,6 +47,9 @@ def kl_penalty(
         return 0.5 * (logprobs - ref_logprobs).square()
     distance = ref_logprobs - logprobs
     penalty = k3(distance)
+    if kind == "low_var_kl+":
+        square = 0.5 * distance.square()
+        return penalty.detach().clamp(max=math.inf if kl_clamp is None else kl_clamp) + square - square.detach()
     if kind == "low_var_kl_weighted":
         assert old_logprobs is not None, kind
         ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -58,3 +66,14 @@ def k3(log_ratio: Tensor) -> Tensor:
     """
     d = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(d) - d
+
+
+def adapted_beta(beta: float, kl: float, num_samples: int, a: AlgorithmConfig) -> float:
+    """Return the weight of the KL penalty after a step with this mean KL (Ziegler et al., arXiv 1909.08593, section 2.2):
+
+    beta (1 + clip(kl / kl_target - 1, -0.2, 0.2) num_samples / kl_horizon), or beta where kl is not finite
+    """
+    if a.kl_target is None or not math.isfinite(kl):
+        return beta
+    error = min(max(kl / a.kl_target - 1.0, -0.2), 0.2)
+    return beta * (1.0 + error * num_samples / a.kl_horizon)

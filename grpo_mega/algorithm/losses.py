@@ -34,30 +34,36 @@ def policy_loss(inputs: LossInputs, a: AlgorithmConfig) -> LossOutputs:
     """Return one micro-batch's part of sum_t loss_weights_t keep_t (c_t l_t + kl_beta KL_t - entropy_bonus H_t).
 
     l_t is the objective's loss of a token (objectives.py), c_t and keep_t are the off-policy correction's weight and mask
-    (correction.py), both 1 without one. A KL penalty in the reward (a.kl_in) adds nothing to the loss.
+    (correction.py), both 1 without one. a.positive_nll adds positive_nll sum_t nll_weights_t keep_t (-logprobs_t), VAPO's
+    imitation of right answers (arXiv 2504.05118, eqs. 9 and 10). A KL penalty in the reward (a.kl_in) adds nothing to the loss.
     """
     x = inputs.without_masked()
     correction = correct(x, a.correction)
     # A dropped token is not in its response's mean ratio either, or it would still get a gradient through that.
     objective = OBJECTIVES[a.loss_type](replace(x, loss_mask=x.loss_mask * correction.keep), a)
-    terms = {"loss/policy": correction.importance * objective.loss}
+    weights_T = x.loss_weights * correction.keep
+    terms = {"loss/policy": weights_T * correction.importance * objective.loss}
     if a.has_kl_loss:
         assert x.ref_logprobs is not None, "a KL penalty needs ref_logprobs"
         penalty_T = kl_penalty(x.logprobs, x.ref_logprobs, a.kl_penalty_type, old_logprobs=x.old_logprobs, kl_clamp=a.kl_clamp)
-        terms["loss/kl"] = a.kl_beta * penalty_T
+        terms["loss/kl"] = a.kl_beta * weights_T * penalty_T
     if a.entropy_bonus != 0.0:
         assert x.entropy is not None, "an entropy bonus needs the entropy"
-        terms["loss/entropy"] = -a.entropy_bonus * x.entropy
-    weights_T = x.loss_weights * correction.keep
+        terms["loss/entropy"] = -a.entropy_bonus * weights_T * x.entropy
+    if a.positive_nll > 0:
+        assert x.nll_weights is not None, "a likelihood of right answers needs nll_weights"
+        terms["loss/nll"] = -a.positive_nll * x.nll_weights * correction.keep * x.logprobs
     loss_T = sum(terms.values(), start=torch.zeros_like(objective.loss))
     with torch.no_grad():
-        sums = {"num_tokens": _sum(x.loss_mask), "loss/total": _sum(weights_T * loss_T)}
-        sums |= {name: _sum(weights_T * term_T) for name, term_T in terms.items()}
+        sums = {"num_tokens": _sum(x.loss_mask), "loss/total": _sum(loss_T)}
+        sums |= {name: _sum(term_T) for name, term_T in terms.items()}
         diagnostics, maxima = _diagnostics(x, objective)
         sums |= diagnostics | {
             f"correction/{name}": _sum(x.loss_mask * values_T) for name, values_T in correction.metrics.items()
         }
-    return LossOutputs(loss=(weights_T * loss_T).sum(), sums=sums, maxima=maxima)
+        if a.is_by_covariance and x.is_chosen is not None:
+            sums["clip/chosen"] = _sum(x.is_chosen)
+    return LossOutputs(loss=loss_T.sum(), sums=sums, maxima=maxima)
 
 
 def accumulate(outputs: Iterable[LossOutputs]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -105,9 +105,31 @@ def reinforce(x: LossInputs, a: AlgorithmConfig) -> Objective:
     return Objective(-x.advantages * x.logprobs, none_T, none_T)
 
 
+def clip_cov(x: LossInputs, a: AlgorithmConfig) -> Objective:
+    """Return Clip-Cov (arXiv 2505.22617, section 4.2): `actor`, but l_t = 0 on the tokens that covariance.py chooses.
+
+    A chosen token that the clip holds already keeps its l_t, which has no gradient.
+    """
+    inner = _clipped(x.log_ratio().exp(), x.advantages, a)
+    assert x.is_chosen is not None
+    is_cut_T = (x.is_chosen > 0) & ~inner.is_low & ~inner.is_high
+    return Objective(inner.loss.masked_fill(is_cut_T, 0.0), inner.is_low, inner.is_high)
+
+
+def kl_cov(x: LossInputs, a: AlgorithmConfig) -> Objective:
+    """Return KL-Cov (arXiv 2505.22617, section 4.2), without a clip:
+
+    l_t = -r_t A_t, and cov_kl |log r_t| more on the tokens that covariance.py chooses, the KL as the authors' code has it
+    """
+    log_T = x.log_ratio()
+    assert x.is_chosen is not None
+    none_T = torch.zeros_like(x.advantages, dtype=torch.bool)
+    return Objective(a.cov_kl * x.is_chosen * log_T.abs() - log_T.exp() * x.advantages, none_T, none_T)
+
+
 # By the names that a config uses (algorithm.loss_type); "actor" is RLinf's name of the clipped objective.
 OBJECTIVES: Mapping[str, Callable[[LossInputs, AlgorithmConfig], Objective]] = {
-    f.__name__: f for f in (actor, dual_clip, gspo, gspo_token, cispo, sapo, gmpo, reinforce)
+    f.__name__: f for f in (actor, dual_clip, gspo, gspo_token, cispo, sapo, gmpo, reinforce, clip_cov, kl_cov)
 }
 
 

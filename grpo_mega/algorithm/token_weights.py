@@ -42,6 +42,14 @@ def contributes_to_loss(sample: Sample, a: AlgorithmConfig) -> bool:
     return sample.is_scored and not (a.overlong_filter and sample.finish_reason == "length")
 
 
+def positive_weights(mini_batch: Sequence[Sample], a: AlgorithmConfig) -> list[float]:
+    """Return, for each sample, the weight of each of its tokens in the negative log-likelihood of right answers: 1 / the tokens
+    of all of them, responses in the loss with a reward above positive_above (VAPO, arXiv 2504.05118, eq. 9); 0 for others."""
+    is_right = [contributes_to_loss(s, a) and s.reward is not None and s.reward > a.positive_above for s in mini_batch]
+    num_tokens = sum(s.response_len for s, it_is in zip(mini_batch, is_right, strict=True) if it_is)
+    return [1.0 / num_tokens if it_is and num_tokens else 0.0 for it_is in is_right]
+
+
 def token_weights(
     response_lens: Sequence[int],
     kind: Aggregation,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grpo_mega.batching.balance import balance
 from grpo_mega.batching.layout import from_samples, response_slice
@@ -70,11 +71,16 @@ def pack(
 
 def attach_advantages(batches: Sequence[PackedBatch], samples: Sequence[Sample]) -> None:
     """Replace the advantages in the batches by those of the samples; `samples` are all of the step's."""
+    rows = [s.advantages for s in samples if s.advantages is not None]
+    assert len(rows) == len(samples), "a sample has no advantages"
+    attach(batches, "advantages", rows, samples)
+
+
+def attach(batches: Sequence[PackedBatch], name: str, rows: Sequence[Tensor], samples: Sequence[Sample]) -> None:
+    """Set the batches' field `name` from a row [response_len] for each of the step's samples; 0 elsewhere."""
     for batch in batches:
-        values = [samples[i].advantages for i in batch.sample_indices]
-        present = [v.to(batch.tokens.device) for v in values if v is not None]
-        assert len(present) == len(values), "a sample has no advantages"
-        batch.advantages = from_samples(present, batch, samples)
+        present = [rows[i].to(batch.tokens.device, batch.loss_mask.dtype) for i in batch.sample_indices]
+        setattr(batch, name, from_samples(present, batch, samples))
 
 
 def _pack_one(

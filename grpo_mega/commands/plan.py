@@ -55,7 +55,7 @@ def run(options: PlanOptions) -> int:
 
 def _rehearse(setup: Setup, options: PlanOptions) -> list[rehearsal.Comparison]:
     fields = read_model(setup.config, options.model_config, options.model).fields
-    return rehearsal.rehearse([(setup, options.ranks or rehearsal.default_ranks(setup))], fields)[0]
+    return rehearsal.rehearse([(setup, options.ranks or rehearsal.default_ranks(setup), fields)])[0]
 
 
 def prepare(options: PlanOptions) -> tuple[Setup | None, Findings]:

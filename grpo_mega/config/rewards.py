@@ -6,6 +6,7 @@ validation/ checks the names and options of functions; workers check those of th
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -17,12 +18,22 @@ STEP_SPLITTERS = {  # see rewards/steps.py
     "step-k": r"(?im)(?=^[ \t]{0,8}(?:[#>*_-]{1,6}[ \t]{0,4}){0,3}step[ \t]{0,4}\d{1,4}\b)",
 }
 STEP_REGEX = "regex:"
+_OPEN_R1 = ("accuracy", "format", "soft_format", "tag_count", "reasoning_steps", "len", "repetition_penalty")
+ALIASES = {f"{name}_reward": name for name in _OPEN_R1} | {"length": "len", "cosine_scaled_reward": "cosine"}
 
 
 class RewardFunctionConfig(Section):
     name: str
     weight: float = 1.0
+    multiplies: bool = False  # the weighted sum of the others is multiplied by weight * value; steps keep their rewards
     options: dict[str, str | int | float | bool] = Field(default={})  # keyword arguments of the function
+    # For functions of TRL's signature: completions as texts or as messages; as_data: as the data's prompts are.
+    completions: Literal["as_data", "text", "messages"] = "as_data"
+
+    @field_validator("name")
+    @classmethod
+    def _known_as(cls, value: str) -> str:
+        return ALIASES.get(value, value)
 
 
 class RewardsConfig(Section):
@@ -31,7 +42,7 @@ class RewardsConfig(Section):
         RewardFunctionConfig(name="format", weight=0.5),
     )
     num_workers: PositiveInt = 2  # worker processes per engine (embedded: per rank)
-    deadline_s: PositiveFloat = 5.0  # of one call; then the worker is killed and the verdict is "timeout"
+    deadline_s: PositiveFloat = 5.0  # of one call (TRL's signature: on a group); then the worker is killed: "timeout"
     step_splitter: str = "blank-lines"  # for functions that score steps; see rewards/steps.py
 
     @field_validator("functions")

@@ -288,7 +288,7 @@ class Config(Section):
     @property
     def needs_old_logprobs(self) -> bool:
         """True if old_logprobs are computed before the update; with one optimizer step they equal the update's own."""
-        return self.batch.optimizer_steps > 1 or self.algorithm.has_kl_reward
+        return self.batch.optimizer_steps > 1 or self.algorithm.has_kl_reward or self.algorithm.needs_mini_batch
 
     @property
     def deadline_of_phase(self) -> dict[str, float]:
@@ -305,6 +305,16 @@ class Config(Section):
             raise ValueError(f"precision.fp8={self.precision.fp8!r} needs model.dtype=bfloat16, not {self.model.dtype}; set it")
         if self.optimizer.moments_dtype == "bfloat16" and self.model.dtype != "bfloat16":
             raise ValueError(f"optimizer.moments_dtype=bfloat16 needs model.dtype=bfloat16, not {self.model.dtype}; set it")
+        if self.algorithm.adv_type == "gdpo" and len(self.rewards.functions) < 2:
+            raise ValueError("algorithm.adv_type=gdpo normalises several rewards, but rewards.functions has one; use grpo")
+        factors = [function.name for function in self.rewards.functions if function.multiplies]
+        if self.algorithm.adv_type == "gdpo" and factors:
+            raise ValueError(f"algorithm.adv_type=gdpo adds rewards up, but {factors[0]!r} multiplies them; leave multiplies out")
+        if self.algorithm.loss_type == "kl_cov" and self.batch.optimizer_steps == 1:
+            raise ValueError(
+                "algorithm.loss_type=kl_cov has a penalty of 0 in the first optimizer step of a rollout; raise "
+                "batch.mini_batches or batch.epochs above 1"
+            )
         longest = self.data.max_prompt_length + self.rollout.max_response_length
         if longest > self.batch.tokens_per_micro_batch:
             raise ValueError(

@@ -99,6 +99,7 @@ def load_prompts(source: DataSource, config: DataConfig, tokenizer: Any, *, firs
             answer=one.answer,
             prefill=prefill if text.endswith(prefill) else "",
             extras=one.extras,
+            given=one.given,
         )
         for one, text, token_ids in zip(conversations, texts, all_token_ids, strict=True)
         if len(token_ids) <= config.max_prompt_length

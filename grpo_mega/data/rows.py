@@ -25,6 +25,7 @@ class Conversation:
     messages: list[Message]
     answer: str
     extras: dict[str, Any]  # the row's other columns
+    given: dict[str, Any]  # see types.Prompt
 
 
 def read_conversations(source: DataSource, config: DataConfig) -> list[Conversation]:
@@ -34,16 +35,15 @@ def read_conversations(source: DataSource, config: DataConfig) -> list[Conversat
         raise ConfigError(f"data set {source.path} is empty; it needs one row per prompt")
     prompt_column = source.prompt_column or config.prompt_column
     answer_column = find_answer_column(rows[0], source.answer_column or config.answer_column)
-    return [
-        Conversation(
-            row.index,
-            row.place,
-            messages_of(row, prompt_column, config.system_prompt),
-            answer_of(row, answer_column),
-            {column: value for column, value in row.values.items() if column not in (prompt_column, answer_column)},
-        )
-        for row in rows
-    ]
+    return [_conversation(row, prompt_column, answer_column, config.system_prompt) for row in rows]
+
+
+def _conversation(row: Row, prompt_column: str, answer_column: str, system_prompt: str | None) -> Conversation:
+    messages, answer = messages_of(row, prompt_column, system_prompt), answer_of(row, answer_column)
+    extras = {column: value for column, value in row.values.items() if column not in (prompt_column, answer_column)}
+    given = {column: row.values[column] for column in (prompt_column, answer_column)}
+    given["prompts"] = given[prompt_column] if system_prompt is None else messages
+    return Conversation(row.index, row.place, messages, answer, extras, given)
 
 
 def find_answer_column(first: Row, given: str | None) -> str:

@@ -56,7 +56,7 @@ class Assumptions:
     fp8_matmul_share: float = _assume(0.45, "of the fp8 peak, casts and scales included")
     attention_share: float = _assume(0.40, "of the bf16 peak, in packed causal flash attention")
     logprob_share: float = _assume(0.50, "of the bf16 peak, in tiles of logits")
-    hbm_share: float = _assume(0.75, "of the memory's rate, while decoding")
+    hbm_share: float = _assume(0.75, "of the memory's rate, in optimizer steps")
     nvlink_share: float = _assume(0.70, "of NVLink's rate, in large collectives")
     network_share: float = _assume(0.80, "of the network's rate, in large collectives")
     host_share: float = _assume(0.80, "of the link to pinned host memory; all GPUs of a node at once")
@@ -76,12 +76,13 @@ class Assumptions:
     rank_host_gib: float = _assume(4.0, "host memory of a trainer's rank besides what is listed")
     engine_host_gib: float = _assume(5.0, "host memory of an engine's process on a rank")
     worker_host_gib: float = _assume(0.4, "host memory of a reward worker")
-    # Decoding.
-    decode_step_s: float = _assume(2e-3, "scheduling and sampling of a decoding step, not hidden")
-    decode_layer_s: float = _assume(12e-6, "a layer's kernels beyond what they read, in a CUDA graph")
-    all_reduce_s: float = _assume(12e-6, "latency of one all-reduce within a node")
+    # Decoding: fitted to published figures of SGLang on H100s (tests/planner/test_decoding.py).
+    decode_step_s: float = _assume(2.5e-3, "scheduling and sampling of a decoding step, not hidden")
+    decode_layer_s: float = _assume(65e-6, "a layer's kernels beyond what they read and multiply, in a CUDA graph")
+    decode_hbm_share: float = _assume(0.95, "of the memory's rate, while weights and cache are read")
+    all_reduce_s: float = _assume(8e-6, "latency of one all-reduce within a node")
     embedded_layer_s: float = _assume(6e-4, "a layer in transformers' own model, without CUDA graphs")
-    prefill_share: float = _assume(0.45, "of the bf16 peak, in prefill")
+    prefill_share: float = _assume(0.50, "of the peak of the engine's precision, in prefill and decoding")
     step_overhead_s: float = _assume(2.0, "a step's remainder: rewards still under way, packing, logs, sleeping and waking")
 
     def rows(self) -> Iterator[tuple[str, float, str]]:

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mega.algorithm.inputs import LossInputs
+from grpo_mega.algorithm.kl import adapted_beta
 from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 from grpo_mega.algorithm.losses import LossOutputs, accumulate, finalize, policy_loss
 from grpo_mega.batching.layout import segments, to_device
-from grpo_mega.config import Config
+from grpo_mega.config import AlgorithmConfig, Config
 from grpo_mega.hardware.fp8 import length_multiple
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import state as checkpoint
@@ -53,6 +54,7 @@ class Policy:
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision)
         self.pipeline = Pipeline(self.chunks, uses_te=uses_te)
         self._optimizer: Any = None
+        self.algorithm: AlgorithmConfig = config.algorithm  # with the kl_beta of now, which algorithm.kl_target adapts
         self.optimizer_step = 0  # optimizer steps taken so far, without dropped mini-batches
         self.num_pushed = 0  # steps of this process that must change weights: past warm-up, with a gradient above 0
         self.memory = PolicyMemory(
@@ -193,6 +195,13 @@ class Policy:
         set_level(self.models[0].config, self._config.precision, self.guard.level)
         return messages
 
+    def adapt_kl(self, kl: float, num_samples: int) -> None:
+        """Set the weight of the KL penalty for the next step, after one with this kl/mean."""
+        self.restore_kl_beta(adapted_beta(self.algorithm.kl_beta, kl, num_samples, self.algorithm))
+
+    def restore_kl_beta(self, kl_beta: float) -> None:
+        self.algorithm = self.algorithm.model_copy(update={"kl_beta": kl_beta})
+
     def _optimizer_update(self, *totals: float) -> StepMetrics:
         """Take one optimizer step; drop the mini-batch instead if one of `totals` or the gradient is not finite."""
         self._optimizer.prepare_grads()
@@ -266,13 +275,16 @@ class Policy:
                 segments=segments(batch),
                 num_segments=batch.num_segments,
                 entropy=entropy,
+                nll_weights=batch.nll_weights,
+                is_chosen=batch.is_chosen,
+                importance_mean=batch.importance_mean,
             ),
-            self._config.algorithm,
+            self.algorithm,
         )
 
     def _reduced(self, outputs: list[LossOutputs]) -> StepMetrics:
         """Return the metrics of a mini-batch, the same on all ranks; of each tensor-parallel group one rank contributes."""
-        device, algorithm = self._runtime.device.torch_device, self._config.algorithm
+        device, algorithm = self._runtime.device.torch_device, self.algorithm
         # Ranks that compute no loss learn the names of the metrics from a masked token, which adds 0 to each.
         masked = LossInputs.of_masked_token(has_reference=bool(self._reference), has_entropy=algorithm.calculate_entropy)
         sums, maxima = accumulate([policy_loss(masked, algorithm), *(outputs if self._runtime.tp_rank == 0 else [])])

@@ -4,7 +4,8 @@
 config.json), rank, world_size, num_batches, num_tokens (per micro-batch) and segment (tokens per sample). For each it prints a
 line of JSON with its counts: parameters, the bytes that this rank sends by group and kind, and the most bytes that autograd
 keeps for the backward pass. No memory is allocated for tensors and nothing is computed, so a rank of a 70B model takes
-seconds. It needs a process of its own, since it replaces functions of torch.distributed for good.
+seconds; tokens of an MoE model, which have no values to go by, are spread evenly over the experts. It needs a process of its
+own, since it replaces functions of torch.distributed for good.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
@@ -52,6 +54,7 @@ class Counted:
             ("_all_gather_base", lambda n, output, given: _bytes(given) * (n - 1)),
             ("reduce_scatter_tensor", lambda n, output, given: _bytes(given) * (n - 1) / n),
             ("_reduce_scatter_base", lambda n, output, given: _bytes(given) * (n - 1) / n),
+            ("reduce_scatter", lambda n, output: _bytes(output) * (n - 1)),  # of a list, which is not among the tensors
             ("all_to_all_single", lambda n, output, given, *sizes: _bytes(given) * (n - 1) / n),
         ):
             setattr(dist, name, self._collective(name, share))
@@ -158,7 +161,8 @@ def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x):
             if request["num_batches"]:  # 0: the request is only to build the model
                 policy.pipeline.forward_backward([batch] * request["num_batches"], _sum_of_hidden)
-        optimizers.gather_parameters(policy.chunks)  # as after an optimizer step
+        if not config.layout.overlap_param_gather:  # else the first pass has gathered them
+            optimizers.gather_parameters(policy.chunks)  # as after an optimizer step
     buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return {
         "num_parameters": sum(p.numel() for p in policy.parameters.values()),
@@ -171,18 +175,60 @@ def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _patched_for_fake_tensors() -> Iterator[None]:
-    """Patch moves and random states: fake tensors have neither, and are made on the right device in the right dtype."""
+    """Patch moves and random states, which fake tensors do not have, and what depends on values: where tokens of experts go.
+
+    Fake tensors are made on the right device in the right dtype.
+    """
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 
     module: Any = torch.nn.Module
-    before = module.to, module.bfloat16, torch.set_rng_state
+    tensor: Any = Tensor
+    before = module.to, module.bfloat16, torch.set_rng_state, tensor.masked_select, Dispatcher.preprocess
     CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
     module.to = module.bfloat16 = lambda self, *args, **kwargs: self
     torch.set_rng_state = lambda new_state: None
+    Dispatcher.preprocess = _spread_evenly
     try:
         yield
     finally:
-        module.to, module.bfloat16, torch.set_rng_state = before
+        module.to, module.bfloat16, torch.set_rng_state, tensor.masked_select, Dispatcher.preprocess = before
+
+
+def _spread_evenly(dispatcher: Any, routing_map_TE: Tensor) -> np.ndarray:
+    """Take the place of the dispatcher's counts: every expert gets as many tokens from every rank, as numbers of the host."""
+    (num_tokens, num_experts), num_local = routing_map_TE.shape, dispatcher.num_local_experts
+    num_chosen = num_tokens * dispatcher.config.moe_router_topk
+    counts = np.full(num_experts, num_chosen // num_experts)
+    counts[: num_chosen % num_experts] += 1
+    mine = counts[dispatcher.local_expert_indices]
+    ep, tp = dispatcher.ep_size, dispatcher.tp_size
+    dispatcher.num_out_tokens = num_chosen
+    dispatcher.input_splits = counts.reshape(ep, num_local).sum(axis=1).tolist()
+    dispatcher.output_splits = [int(mine.sum())] * ep
+    dispatcher.output_splits_tp = np.full(tp, ep * mine.sum())
+    dispatcher.num_global_tokens_per_local_expert = np.tile(mine, (tp * ep, 1))
+    places = np.arange(num_experts * tp)
+    dispatcher.sort_input_by_local_experts = places.reshape(-1, num_local).T.ravel()
+    dispatcher.restore_output_by_local_experts = places.reshape(num_local, -1).T.ravel()
+    # The dispatcher selects the chosen tokens and their weights by the map, whose values alone say how many there are.
+    select: Any = _Select.apply
+    tensor: Any = Tensor
+    tensor.masked_select = lambda values, mask: select(values, mask, num_chosen)
+    return tp * ep * mine
+
+
+class _Select(torch.autograd.Function):
+    """Select a given number of elements. Like Tensor.masked_select it keeps values and mask for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mask: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(values, mask)
+        return values.new_empty(size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return torch.empty_like(ctx.saved_tensors[0]), None, None
 
 
 def _sum_of_hidden(hidden_TH: Tensor, batch: Any) -> Any:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import stdev
 
+from grpo_mega.rewards.shaping import SHAPING
 from grpo_mega.types import Group, Sample, StepMetrics
 
 COUNTS = ("num_tokens", "dropped_mini_batches", "nonfinite_mini_batches")
@@ -63,8 +64,8 @@ def heldout_metrics(groups: Sequence[Group]) -> StepMetrics:
 
 
 def has_full_marks(sample: Sample) -> bool:
-    """Return True if every reward function that applies gave at least 1, and there is one that applies."""
-    marks = [value for value in sample.scores.values() if value is not None]
+    """Return True if every reward function that applies gave at least 1, and there is one; those that shape do not count."""
+    marks = [value for name, value in sample.scores.items() if value is not None and name not in SHAPING]
     return bool(marks) and min(marks) >= 1.0
 
 

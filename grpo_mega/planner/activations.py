@@ -1,9 +1,9 @@
 """A rank's activations: what a layer keeps for its backward pass, how many layers wait, and what the work needs besides.
 
 There are two sets of formulas: for Megatron's local layers with megatron/attention.py's parts, and for Transformer Engine's
-(te_layers.py, where the inputs' names are explained). Tests compare both with what autograd saves, except for MoE models and
-MXFP8 ("unproven"). Elements are counted for one micro-batch of `tokens` tokens; with sequence parallelism what lies between the
-layers is cut into tp parts.
+(te_layers.py, where the inputs' names are explained). Tests compare both with what autograd saves, except for MXFP8
+("unproven"). Elements are counted for one micro-batch of `tokens` tokens; with sequence parallelism what lies between the
+layers is cut into tp parts. Tokens on a rank's experts are those of balanced routing, times an assumed imbalance.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def activations(setup: Setup, pp_rank: int, padding: float = PADDING) -> Activat
     shape, tp = setup.shape, setup.layout.tp
     h, b, s, tokens = shape.hidden, setup.itemsize, setup.sequence_parts, setup.micro_batch_tokens
     f, q = (shape.moe_ffn or shape.ffn) // tp, shape.q // tp
-    is_proven = not shape.num_experts and (not setup.uses_te or te_layers.is_measured(setup.config.precision))
+    is_proven = not setup.uses_te or te_layers.is_measured(setup.config.precision)
     trust: Trust = "estimate" if is_proven else "unproven"
     parts, unrecomputed, selective = _layer(setup, pp_rank, padding)
     recompute, layers = setup.config.model.recompute, layers_in_flight(setup, pp_rank)
@@ -56,16 +56,19 @@ def activations(setup: Setup, pp_rank: int, padding: float = PADDING) -> Activat
     if pp_rank == setup.layout.pp - 1:
         final = 2.0 if setup.uses_te else 8 / b  # the final norm's; its output is among the log-probs' memory
     wide = max(experts_share(setup), 1)  # the MLP's tokens, to those of the micro-batch
+    # The experts' outputs, and with tensor parallelism a copy in fp32, in which their sums are scattered.
+    combined = experts_share(setup) * (1 + (4 / b if tp > 1 else 0)) * h
     layer, whole = kept_layer.value, unrecomputed.value
     kept = 0 if recompute == "full" else layer
     shown = [*parts, unrecomputed] if kept_layer is unrecomputed else [*parts, unrecomputed, kept_layer]
     return Activations(
         saved=figure("activations saved", "B", lambda: tokens * b * (layers * layer + final * h / s), trust),
-        recomputed=figure("activations recomputed", "B", lambda: tokens * b * (whole - kept), trust),
+        # The backward pass is past the final norm before a layer is recomputed.
+        recomputed=figure("activations recomputed", "B", lambda: tokens * b * max(0, whole - kept - final * h / s), trust),
         # Gradients of the widest tensors, and the gathered sequence.
-        work=figure("a layer at work", "B", lambda: tokens * b * (2 * f * wide + 2 * q + 3 * h), trust),
+        work=figure("a layer at work", "B", lambda: tokens * b * (2 * f * wide + 2 * q + 3 * h + combined), trust),
         logprobs=_logprobs(setup, pp_rank),
-        forward_only=figure("a layer at work", "B", lambda: tokens * b * (3 * f * wide + 3 * q + 4 * h)),
+        forward_only=figure("a layer at work", "B", lambda: tokens * b * (3 * f * wide + 3 * q + 4 * h + combined)),
         layer=[part.trusted(trust) for part in shown],
     )
 
@@ -81,7 +84,7 @@ def _layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Fi
     shape, tp = setup.shape, setup.layout.tp
     h, b, s, d = shape.hidden, setup.itemsize, setup.sequence_parts, shape.head_dim
     q, kv, f = shape.q // tp, max(shape.kv // tp, d), (shape.moe_ffn or shape.ffn) // tp
-    r, k, has_qk = experts_share(setup), setup.experts_per_token, int(setup.family.qk_norm)
+    r, router, has_qk = experts_share(setup), te_layers.router_elements(setup), int(setup.family.qk_norm)
     if setup.uses_te:
         return te_layers.layer(setup, q, kv, f, r, _share_in_fp8(setup, pp_rank))
     # What Megatron's local layers keep, in elements per token. Norms are torch's own on a CPU: input and normalised input in
@@ -91,7 +94,7 @@ def _layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Fi
     norms, qk = both_norms.value, qk_norms.value
     label = "a layer keeps without recompute, per token"
     dense = figure(label, "", lambda: norms + qk + q + 2 * padding * (q + kv) + 4 * d + 5 * f)
-    moe = figure(label, "", lambda: norms + qk + q + 2 * padding * (q + kv) + 4 * d + r * (2 * h + 5 * f) + k * h / s)
+    moe = figure(label, "", lambda: norms + qk + q + 2 * padding * (q + kv) + 4 * d + r * (h + 6 * f + 4 / b) + router)
     selective = figure("a layer keeps with selective recompute, per token", "", lambda: norms + qk + 3 * q + 3 * kv + 4 * d)
     return [both_norms, qk_norms], moe if shape.num_experts else dense, selective
 

@@ -58,14 +58,17 @@ def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
     if tp > 1:
         # A layer gathers the sequence before either block and scatters the sums behind it (without sequence parallelism an
         # all-reduce does both): 4 forward; backward the same, and with sequence parallelism each gather again for the weights.
-        backward = 6 if config.layout.sequence_parallel else 4
-        again = {"none": 0, "selective": 2, "full": 4}[config.model.recompute]
+        # Experts gather each token once for each expert that it chose, and keep it; their sums are scattered in fp32.
+        mlp, gathers = (setup.experts_per_token * (1 + 4 / b), 1) if setup.experts_per_token else (2, 2)
+        forward = 2 + mlp
+        backward = forward + (gathers if config.layout.sequence_parallel else 0)
+        again = {"none": 0, "selective": mlp, "full": forward}[config.model.recompute]
         ends = 2 if layout.pp == 1 else 1  # the embedding's sums, the last hidden states
         sent = figure(
             "tensor parallel",
             "B",
             lambda: (
-                (layers * (updates * (4 + backward + again) + 4 * forwards) + ends * (2 * updates + forwards))
+                (layers * (updates * (forward + backward + again) + forward * forwards) + ends * (2 * updates + forwards))
                 * (tokens * hidden * b * (tp - 1) / tp)
             ),
         )
@@ -74,19 +77,24 @@ def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
         sent = figure("pipeline", "B", lambda: vpp * tokens * hidden * b / cut * (2 * updates + forwards))
         links.append(_link(setup, sent, groups(layout, "pp")))
     if ep > 1:
-        chosen = setup.experts_per_token
+        chosen, passes = setup.experts_per_token, 4 if config.model.recompute == "none" else 6
         sent = figure(
             "experts",
             "B",
-            lambda: layers * tokens / cut * chosen * hidden * b * (ep - 1) / ep * (4 * updates + 2 * forwards),
+            lambda: layers * tokens / cut * chosen * hidden * b * (ep - 1) / ep * (passes * updates + 2 * forwards),
         )
         links.append(_link(setup, sent, groups(layout, "ep")))
     if dp > 1:
         optimizer_steps, elements, fp8_elements = config.batch.optimizer_steps, state.elements, state.fp8_elements
+        spread = state.spread_elements / (elements + fp8_elements)  # share of experts, which fewer ranks have in common
         sent = figure(
             "gradients and weights",
             "B",
-            lambda: optimizer_steps * (4 * (elements + fp8_elements) + b * elements + fp8_elements) * (dp - 1) / dp,
+            lambda: (
+                optimizer_steps
+                * (4 * (elements + fp8_elements) + b * elements + fp8_elements)
+                * (1 - (1 - spread) / dp - spread * ep / dp)
+            ),
         )
         links.append(_link(setup, sent, groups(layout, "dp")))
     if setup.world_size > 1:

@@ -45,12 +45,12 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
     state = state_of(setup, pp_rank)
     acts = activations(setup, pp_rank)
     fixed = _fixed(setup, engine)
-    workspace = product("workspaces", "B", workspace=setup.assumed.workspace_gib * GIB)
-    trainer = [*state_figures(setup, state), *_fp8_copies_of(setup, state, pp_rank), workspace]
+    trainer = [*state_figures(setup, state), *_fp8_copies_of(setup, state, pp_rank)]
     dp, elements = setup.layout.dp, state.elements + state.fp8_elements
     # A save gathers each part of the optimizer's state over data-parallel ranks, fp32, one part at a time.
     gathered = figure("gathered for a save", "B", lambda: (1 + 1 / dp) * elements * 4)
-    buckets = product("sync buckets", "B", count=3, bucket=setup.config.sync.bucket_mib * 2**20)  # two received, one sent
+    bucket = setup.config.sync.bucket_mib * 2**20
+    moving = product("sync buckets in flight", "B", count=1 if setup.is_served else 3, bucket=bucket)
     awake = [engine.weights, engine.cache, engine.extra]
     resident = [] if setup.takes_turns else awake[:2] if setup.is_served else awake[:1]
     stays = [] if setup.keeps_host_copies else trainer[:3]
@@ -59,10 +59,10 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
         "log-probs": [*fixed, *trainer, *resident, *_with_slack(setup, [acts.forward_only, acts.logprobs])],
         "update": [*fixed, *trainer, *resident, *_with_slack(setup, acts.training)],
         "checkpoint": [*fixed, *trainer, *resident, *_with_slack(setup, [gathered])],
-        "sync": [*fixed, *(trainer[:1] if setup.keeps_host_copies else stays), *awake[:1], *resident[1:], buckets],
+        "sync": [*fixed, *(trainer[:1] if setup.keeps_host_copies else stays), *awake[:1], *resident[1:], moving],
     }
     if setup.is_served and not setup.takes_turns:
-        phases["sync"] = [*fixed, *trainer[:3], *resident, buckets]
+        phases["sync"] = [*fixed, *trainer[:3], *resident, moving]
     totals = {phase: total(phase, "B", parts) for phase, parts in phases.items()}
     return StageMemory(pp_rank, state, phases, totals, acts.layer)
 
@@ -88,10 +88,13 @@ def state_figures(setup: Setup, state: State) -> list[Figure]:
 def _fixed(setup: Setup, engine: EngineMemory) -> list[Figure]:
     """Return what is on the device in every phase."""
     trainer, communicator = len(communicators(setup)), setup.assumed.communicator_gib * GIB
+    bucket = setup.config.sync.bucket_mib * 2**20
     served = 1 if setup.is_served and setup.config.rollout.tp > 1 else 0  # the engine's communicators
     return [
         product("CUDA contexts", "B", count=2 if setup.is_served else 1, context=setup.assumed.context_gib * GIB),
         figure("NCCL buffers", "B", lambda: (trainer + served) * communicator),
+        product("workspaces", "B", workspace=setup.assumed.workspace_gib * GIB),
+        product("sync buckets", "B", count=2 if setup.is_served else 0, bucket=bucket),  # kept, so that handles stay valid
         engine.asleep,
     ]
 

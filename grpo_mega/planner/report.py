@@ -96,7 +96,7 @@ def sections(plan: Plan) -> Iterator[tuple[str, list[Figure]]]:
     yield "checkpoint", [plan.checkpoint]
     yield "communication", [figure for link in plan.links for figure in (link.sent, link.seconds)]
     timing = plan.timing
-    yield "time", [*timing.phases, timing.step, timing.tokens_per_second_per_gpu, timing.model_flops_share]
+    yield "time", [timing.decoding, *timing.phases, timing.step, timing.tokens_per_second_per_gpu, timing.model_flops_share]
 
 
 def _option(option: Option) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_mega.config import Config
 from grpo_mega.formats.dtypes import item_bytes
@@ -88,6 +88,7 @@ class Buffer:
     size: int  # elements, padding included
     shares: tuple[int, ...]  # elements that each data-parallel rank's optimizer holds
     is_fp8: bool = False
+    is_spread: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class State:
     num_parameters: int  # without padding
     elements: int  # with padding, less those in FP8
     fp8_elements: int  # with padding
+    spread_elements: int  # of both, those of experts over expert-parallel ranks
     optimizer_elements: tuple[int, ...]  # by data-parallel rank
     storage: Storage
 
@@ -140,6 +142,7 @@ def stage_state(
         num_parameters=sum(p.size for chunk in chunks for p in chunk),
         elements=sum(b.size for b in buffers if not b.is_fp8),
         fp8_elements=sum(b.size for b in buffers if b.is_fp8),
+        spread_elements=sum(b.size for b in buffers if b.is_spread),
         optimizer_elements=tuple(shares),
         storage=storage,
     )
@@ -158,7 +161,7 @@ def chunk_parameters(
     return [[parameter for _, parameter in sorted(chunk, key=lambda pair: pair[0])] for chunk in chunks]
 
 
-def buffer_of(parameters: Sequence[Parameter], dp_size: int, bucket_size: int | None, *, is_fp8: bool = False) -> Buffer:
+def buffer_of(parameters: Sequence[Parameter], dp_size: int, bucket_size: int | None) -> Buffer:
     """Lay out one buffer as Megatron does (_ParamAndGradBuffer), with what each rank's optimizer holds of it."""
     end_multiple = math.lcm(dp_size, END_MULTIPLE)
     shares = [0] * dp_size
@@ -186,7 +189,7 @@ def buffer_of(parameters: Sequence[Parameter], dp_size: int, bucket_size: int | 
             close()
     if spans:
         close()
-    return Buffer(position, tuple(shares), is_fp8)
+    return Buffer(position, tuple(shares))
 
 
 def _buffers(
@@ -199,7 +202,7 @@ def _buffers(
             chosen = [p for p in parameters if p.is_spread == is_spread and _is_fp8(p, storage) == is_fp8]
             if chosen:
                 dp_size = layout.dp // layout.ep if is_spread else layout.dp
-                yield buffer_of(chosen, dp_size, bucket_size, is_fp8=is_fp8)
+                yield replace(buffer_of(chosen, dp_size, bucket_size), is_fp8=is_fp8, is_spread=is_spread)
 
 
 def _is_fp8(parameter: Parameter, storage: Storage) -> bool:

@@ -13,7 +13,7 @@ from grpo_mega.batching import flops as model_flops
 from grpo_mega.planner.batch import Batch
 from grpo_mega.planner.communication import Link, largest_stage, num_passes, tokens_per_dp_rank
 from grpo_mega.planner.engine import EngineMemory, cache_bytes_per_token, sequences_per_engine
-from grpo_mega.planner.figures import Figure, figure, product, total
+from grpo_mega.planner.figures import Figure, Number, figure, product, total
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.state import State
 
@@ -22,6 +22,7 @@ from grpo_mega.planner.state import State
 class Timing:
     phases: list[Figure]  # seconds, in the order of a step
     step: Figure
+    decoding: Figure  # of one step of an engine with all its sequences
     tokens_per_second_per_gpu: Figure
     model_flops_share: Figure  # of the bf16 peak, in updates
 
@@ -29,8 +30,10 @@ class Timing:
 def timing(setup: Setup, batch: Batch, links: list[Link], state: State, engine: EngineMemory) -> Timing:
     by_kind = {link.kind: link.seconds.value for link in links}
     logprobs, policy_update = _passes(setup, batch, by_kind, state)
+    context = setup.mean_prompt + setup.mean_response / 2
+    decoding = decoding_step(setup, engine.weights.value, engine.concurrent.value, context)
     phases = [
-        _generation(setup, engine),
+        _generation(setup, engine, decoding),
         logprobs,
         policy_update,
         _offload(setup, state),
@@ -44,15 +47,16 @@ def timing(setup: Setup, batch: Batch, links: list[Link], state: State, engine: 
     flops_share = figure(
         "model FLOPs of the update, of the bf16 peak", "", lambda: 3 * flops * updates / (update * gpus * peak)
     )
-    return Timing(phases, whole, rate, flops_share)
+    return Timing(phases, whole, decoding, rate, flops_share)
 
 
 def _passes(setup: Setup, batch: Batch, by_kind: dict[str, float], state: State) -> tuple[Figure, Figure]:
     """Return the times of the log-probs and of the update."""
-    layout, config = setup.layout, setup.config
-    layers, output = _layers_seconds(setup, batch), _output_seconds(setup, batch)
+    layout, config, in_fp8 = setup.layout, setup.config, len(setup.layers_in_fp8)
+    layers, output = _layers_seconds(setup, batch, in_fp8), _output_seconds(setup, batch)
+    reference_layers = layers if config.precision.fp8_reference else _layers_seconds(setup, batch, 0)
     within = by_kind.get("tensor parallel", 0.0) + by_kind.get("experts", 0.0)
-    updates, forwards = num_passes(setup)
+    (updates, forwards), reference = num_passes(setup), int(setup.has_reference)
     again = {"none": 0.0, "selective": 0.5, "full": 1.0}[config.model.recompute]
     # Interleaved stages overlap their sends; otherwise they are waited for.
     pipeline = 0.0 if layout.vpp > 1 else by_kind.get("pipeline", 0.0)
@@ -65,7 +69,14 @@ def _passes(setup: Setup, batch: Batch, by_kind: dict[str, float], state: State)
     logprobs = figure(
         "log-probs",
         "s",
-        lambda: forwards * max(layers, last * layers + output) / (1 - bubble) + (within + pipeline) * share,
+        lambda: (
+            (
+                (forwards - reference) * max(layers, last * layers + output)
+                + reference * max(reference_layers, last * reference_layers + output)
+            )
+            / (1 - bubble)
+            + (within + pipeline) * share
+        ),
     )
     update = figure(
         "update",
@@ -87,9 +98,9 @@ def _forward_flops(setup: Setup, batch: Batch) -> float:
     return model_flops.of_totals(setup.shape, tokens, pairs, outputs, experts_per_token=setup.experts_per_token).forward
 
 
-def _layers_seconds(setup: Setup, batch: Batch) -> float:
+def _layers_seconds(setup: Setup, batch: Batch, num_in_fp8: int) -> float:
     """Return the time of one forward pass of a step's tokens through the layers of the fullest stage."""
-    card, assumed, in_fp8 = setup.card, setup.assumed, len(setup.layers_in_fp8) / setup.shape.num_layers
+    card, assumed, in_fp8 = setup.card, setup.assumed, num_in_fp8 / setup.shape.num_layers
     weights = model_flops.layer_weights(setup.shape, setup.experts_per_token)
     imbalance = assumed.expert_imbalance if setup.layout.ep > 1 else 1.0
     bf16_rate = card.bf16_flops * assumed.matmul_share
@@ -112,30 +123,49 @@ def _adam_seconds(setup: Setup, state: State) -> float:
     return setup.config.batch.optimizer_steps * (state.largest_share * touched + state.gradients) / rate
 
 
-def _generation(setup: Setup, engine: EngineMemory) -> Figure:
+def _generation(setup: Setup, engine: EngineMemory, step: Figure) -> Figure:
     """Return the time of full batches until the sequences are used up, then of a tail in which the longest responses end."""
-    shape, assumed = setup.shape, setup.assumed
-    tp = setup.config.rollout.tp if setup.is_served else 1
-    layer = assumed.decode_layer_s + (2 * assumed.all_reduce_s if tp > 1 else 0.0)
-    overhead = assumed.decode_step_s + shape.num_layers * (layer if setup.is_served else assumed.embedded_layer_s)
-    layer_weights = model_flops.layer_weights(shape, setup.experts_per_token)
-    flops = 2 * shape.num_layers * layer_weights + 2 * shape.hidden * shape.vocab
-    peak, hbm = setup.card.bf16_flops * assumed.prefill_share, setup.card.hbm_bytes * assumed.hbm_share
     sequences, concurrent = sequences_per_engine(setup), engine.concurrent.value
-    prefill = sequences / setup.config.algorithm.group_size * setup.mean_prompt * flops / (tp * peak)
+    prefill = sequences / setup.config.algorithm.group_size * setup.mean_prompt * token_seconds(setup)
     response, longest = setup.mean_response, setup.config.rollout.max_response_length
-    weights, per_token, context = engine.weights.value, cache_bytes_per_token(setup), setup.mean_prompt + response / 2
+    full, last = step.value, step.at(concurrent=1)
     return figure(
         "sampling",
         "s",
+        lambda: prefill + ceil(sequences / concurrent) * response * full + (longest - response) * last,
+    )
+
+
+def decoding_step(setup: Setup, weights: Number, concurrent: Number, context: float) -> Figure:
+    """Return the time in which an engine decodes one token of each sequence, `context` tokens long on average.
+
+    To read the weights and to multiply by them take their times one after the other: so do published figures of large batches.
+    """
+    shape, assumed, per_token = setup.shape, setup.assumed, cache_bytes_per_token(setup)
+    tp, layers, hidden, b = setup.config.rollout.tp if setup.is_served else 1, shape.num_layers, shape.hidden, setup.itemsize
+    num_reduced, nvlink = 2 if tp > 1 else 0, setup.card.nvlink_bytes * assumed.nvlink_share  # by a layer
+    once, latency, products = assumed.decode_step_s, assumed.all_reduce_s, token_seconds(setup)
+    kernels = assumed.decode_layer_s if setup.is_served else assumed.embedded_layer_s
+    hbm = setup.card.hbm_bytes * assumed.decode_hbm_share
+    return figure(
+        "a decoding step",
+        "s",
         lambda: (
-            prefill
-            + ceil(sequences / concurrent)
-            * response
-            * (overhead + max((weights + concurrent * context * per_token) / hbm, concurrent * flops / tp / peak))
-            + (longest - response) * (overhead + weights / hbm)
+            once
+            + layers * (kernels + num_reduced * (latency + 2 * concurrent * hidden * b * (tp - 1) / tp / nvlink))
+            + (weights + concurrent * context * per_token) / hbm
+            + concurrent * products
         ),
     )
+
+
+def token_seconds(setup: Setup) -> float:
+    """Return the time of an engine's products for one token."""
+    shape, card, is_served = setup.shape, setup.card, setup.is_served
+    weights = shape.num_layers * model_flops.layer_weights(shape, setup.experts_per_token) + shape.hidden * shape.vocab
+    in_fp8 = is_served and setup.config.rollout.quantization is not None
+    peak = (card.fp8_flops if in_fp8 else 0) or card.bf16_flops
+    return 2 * weights / ((setup.config.rollout.tp if is_served else 1) * peak * setup.assumed.prefill_share)
 
 
 def _offload(setup: Setup, state: State) -> Figure:

@@ -3,12 +3,13 @@
 A reward function is `(prompt, response, answer, extras, **options) -> float | None | Score`. None, as the result or as a
 Score's value, means "does not apply here": the function then adds nothing to the sample's reward. A Score may also have
 rewards for the steps of the response (DeepSeekMath, arXiv 2402.03300, section 4.1.3), beside a value or in its place. All
-numbers must be finite, since one NaN would reach every gradient of its group.
+numbers must be finite, since one NaN would reach every gradient of its group. A function of TRL's signature (groups.py) returns
+a list of these, one per sample.
 """
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,9 +78,9 @@ def as_score(returned: Any, response: str) -> Score:
 class RewardResult:
     """The outcome of one sample.
 
-    `total` is the weighted sum over the functions that gave a value; None if none did. `scores` are those values, and for a
-    function that rewarded steps alone the mean over them. `steps` are weighted, by ascending end; those of two functions may
-    end at the same place. A function of weight 0 is only watched: its steps are not among them.
+    `total` is the weighted sum over the functions that gave a value, times those that multiply; None if nothing is summed.
+    `scores` are the values, and for a function that rewarded steps alone the mean over them. `steps` are weighted, by ascending
+    end; those of two functions may end at the same place. A function of weight 0 is only watched: its steps are not among them.
     """
 
     total: float | None
@@ -89,12 +90,21 @@ class RewardResult:
     errors: Mapping[str, str] = field(default_factory=dict)  # the exceptions that were raised, by function
 
 
-def result_of(weights: Mapping[str, float], outcomes: Mapping[str, Score], errors: Mapping[str, str]) -> RewardResult:
-    """Combine the Scores of all functions in `weights`, which gives the order."""
-    weighted = [weight * score.value for name, weight in weights.items() if (score := outcomes[name]).value is not None]
+def result_of(
+    weights: Mapping[str, float], outcomes: Mapping[str, Score], errors: Mapping[str, str], factors: Collection[str] = ()
+) -> RewardResult:
+    """Combine the Scores of all functions in `weights`, which gives the order.
+
+    Those of `factors` multiply the sum of the others; the sum is 1 where there are no others.
+    """
+    weighted = {name: w * score.value for name, w in weights.items() if (score := outcomes[name]).value is not None}
+    terms = [value for name, value in weighted.items() if name not in factors]
+    multiplied = [value for name, value in weighted.items() if name in factors and weights[name]]
+    if factors and all(name in factors or not weight for name, weight in weights.items()):
+        terms = [1.0] if multiplied else []
     counted = [(weight, step) for name, weight in weights.items() if weight for step in outcomes[name].steps]
     return RewardResult(
-        sum(weighted) if weighted else None,
+        math.prod(multiplied, start=sum(terms)) if terms else None,
         {name: outcomes[name].metric for name in weights},
         {name: outcomes[name].verdict for name in weights},
         tuple(sorted((Step(step.end, weight * step.value) for weight, step in counted), key=lambda step: step.end)),

@@ -3,13 +3,19 @@
 Exactly one of each tag, in this order; thought and answer may span lines and may be empty; between and after them only
 white space. 1.0 with the verdict "well_formed", else 0.0 with "malformed". Where the chat template has already opened
 the assistant's turn, extras["prefill"] is that text (for example "<think>\\n"), and prefill + response is what is scored.
+
+soft_format and tag_count are the lenient ones, for a model that has to find the format first.
 """
 
+import re
 from typing import Any
 
 from grpo_mega.rewards.api import Score
+from grpo_mega.rewards.math.answer import whole_turn
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_ON_OWN_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
+_ANSWER_AFTER_THOUGHT = re.compile(r"</think>\s*<answer>")
 
 
 def format_reward(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
@@ -18,6 +24,20 @@ def format_reward(prompt: str, response: str, answer: str, extras: dict[str, Any
     if is_well_formed(prefill + response):
         return Score(1.0, "well_formed")
     return Score(0.0, "malformed")
+
+
+def soft_format(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
+    """Return 1 if a thought ends, with nothing but white space before an answer that ends too; anything may stand around it."""
+    turn = whole_turn(response, extras)
+    found = _ANSWER_AFTER_THOUGHT.search(turn)
+    is_there = found is not None and "</answer>" in turn[found.end() :]
+    return Score(1.0, "well_formed") if is_there else Score(0.0, "malformed")
+
+
+def tag_count(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float:
+    """Return a quarter for each of the four tags that is there once, on a line of its own, as open-r1's function does."""
+    turn = whole_turn(response, extras)
+    return sum(turn.count(tag) == 1 for tag in _ON_OWN_LINES) / len(_ON_OWN_LINES)
 
 
 def is_well_formed(text: str) -> bool:

@@ -2,14 +2,13 @@
 
 `check` imports nothing of the user's, so that a misspelt name or option is refused before anything starts; `bind` imports the
 function's module, which for a dotted path is the user's code and is therefore done in the worker processes only. Options are
-the keyword arguments that a function takes after (prompt, response, answer, extras); one that takes `step_splitter` is given
-rewards.step_splitter unless its options say otherwise.
+the keyword arguments that a function takes after (prompt, response, answer, extras), or beside those that groups.py gives one
+of TRL's signature; one that takes `step_splitter` is given rewards.step_splitter unless its options say otherwise.
 """
 
 import difflib
 import importlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Mapping
 from functools import lru_cache, partial
@@ -19,14 +18,23 @@ from typing import Any
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards.api import RewardFunction
+from grpo_mega.rewards.groups import GIVEN, parameters_of, takes_groups
 from grpo_mega.rewards.steps import splitter
 
 BUILT_IN = {  # dotted paths, and for an example's function its file in the repository
     "accuracy": "grpo_mega.rewards.math.accuracy.accuracy",
     "arithmetic_steps": "examples/process_supervision/arithmetic_steps.py",
+    "cosine": "grpo_mega.rewards.shaping.cosine",
     "format": "grpo_mega.rewards.format.format_reward",
+    "language_consistency": "grpo_mega.rewards.shaping.language_consistency",
+    "len": "grpo_mega.rewards.shaping.len_reward",
+    "reasoning_steps": "grpo_mega.rewards.shaping.reasoning_steps",
+    "repetition_penalty": "grpo_mega.rewards.shaping.repetition_penalty",
     "reward_model": "grpo_mega.rewards.reward_model.reward_model",
+    "soft_format": "grpo_mega.rewards.format.soft_format",
+    "tag_count": "grpo_mega.rewards.format.tag_count",
 }
+OF_GROUPS = frozenset({"len"})  # of these, the ones that are called once for all samples of a prompt
 _NUM_ARGUMENTS = 4  # prompt, response, answer, extras
 
 
@@ -34,6 +42,8 @@ def check_name(name: str) -> None:
     """Raise ConfigError unless `name` is built in or has the form of a dotted path."""
     if name in BUILT_IN or ("." in name and all(part.isidentifier() for part in name.split("."))):
         return
+    if name.startswith("soft_overlong"):
+        raise ConfigError(f"reward function {name!r}: is no function here; set algorithm.overlong_buffer and overlong_penalty")
     nearest = difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     raise ConfigError(
@@ -47,7 +57,12 @@ def check(name: str, options: Mapping[str, Any], step_splitter: str, deadline_s:
     check_name(name)
     if name not in BUILT_IN:
         return
-    bind(name, options, step_splitter)
+    function = bind(name, options, step_splitter)
+    if ".shaping." in BUILT_IN[name] and name not in OF_GROUPS:
+        try:
+            function("", "", "0", {})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"reward function {name!r} with options {dict(options)}: {error}") from None
     if name == "reward_model":
         from grpo_mega.rewards.reward_model import check_deadline  # not for others: its imports take time
 
@@ -98,7 +113,7 @@ def resolve(name: str) -> RewardFunction:
         ) from error
     if not callable(function):
         raise ConfigError(f"reward function {name!r}: {module_name} has no function {function_name}; check the name")
-    return function
+    return function() if isinstance(function, type) else function  # ms-swift's are classes
 
 
 @lru_cache(maxsize=8)
@@ -119,12 +134,11 @@ def _example(name: str, path: str) -> ModuleType:
 
 def _options_of(function: RewardFunction) -> dict[str, bool] | None:
     """Return the options that a function takes, and whether each is required; None where it takes any, or one cannot tell."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
+    parameters = list(parameters_of(function).values())
+    if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
+    if takes_groups(function):
+        return {p.name: False for p in parameters if p.name not in GIVEN}  # any of them may be a column of the data
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     taken = positional[:_NUM_ARGUMENTS]
     named = [p for p in parameters if p not in taken and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -1,8 +1,8 @@
 """Score a rollout: samples go to the pool as they end, and their scores come back into them.
 
-`submit` is called by the engine for every sample that ends; `finish` waits for the rest and fills in scores, verdicts, reward
-and the rewards of steps. Training then calls `check`; evaluation only warns of `first_error`. `drop_unusable`
-removes the groups whose gold answer does not parse: they would train on format alone.
+`submit` is called for every sample that ends, `submit_group` once all of a group have; `finish` waits for the rest and fills in
+scores, verdicts, reward and the rewards of steps. Training then calls `check`; evaluation only warns of `first_error`.
+`drop_unusable` removes the groups whose gold answer does not parse: they would train on format alone.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Scorer:
         self._pool = pool
         self._decode = decode
         self._samples: dict[int, Sample] = {}
+        self._key_of: dict[int, int] = {}  # by id() of a sample in _samples
         self._scored: list[tuple[Sample, RewardResult]] = []  # of the last rollout
         self._failures = Failures()
         self.has_warned = False  # the log says that a function failed
@@ -51,9 +52,16 @@ class Scorer:
         """Hand a sample to the workers, without waiting. The response is scored as text without special tokens."""
         key = next(self._keys)
         self._samples[key] = sample
+        self._key_of[id(sample)] = key
         prompt = sample.prompt
         extras = {**prompt.extras, "prefill": prompt.prefill}
         self._pool.submit(key, prompt.text, self._decode(sample.response_ids), prompt.answer, extras)
+
+    def submit_group(self, samples: Iterable[Sample]) -> None:
+        """Hand the samples of a group, which have been submitted, to the functions that are called once per group."""
+        ordered = sorted(samples, key=lambda sample: sample.index)
+        keys, token_ids = [self._key_of[id(sample)] for sample in ordered], [sample.response_ids for sample in ordered]
+        self._pool.submit_group(keys, ordered[0].prompt.given, token_ids)
 
     def keep(self, groups: Iterable[Group]) -> None:
         """Keep the samples of these groups; the others that were submitted are not scored any further."""
@@ -61,7 +69,7 @@ class Scorer:
         dropped = [key for key, sample in self._samples.items() if id(sample) not in kept]
         self._pool.discard(dropped)
         for key in dropped:
-            del self._samples[key]
+            del self._key_of[id(self._samples.pop(key))]
 
     def finish(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """Wait until everything submitted is scored; call `on_progress()` as checks finish."""
@@ -71,7 +79,7 @@ class Scorer:
             sample.scores, sample.verdicts, sample.reward = dict(result.scores), dict(result.verdicts), result.total
             sample.step_ends, sample.step_rewards = self._at_tokens(sample, result.steps)
         self._scored = [(sample, results[key]) for key, sample in self._samples.items()]
-        self._samples = {}
+        self._samples, self._key_of = {}, {}
 
     def check(self) -> None:
         """Raise RewardError for a function that is broken, as the samples of this rollout and those before show it."""

@@ -34,7 +34,7 @@ class Sampling:
     seed: int = 0
 
 
-OnSample = Callable[[Sample], None]
+OnSample = Callable[[Sample, Group], None]  # the sample that has ended, and its group so far, it included
 
 
 class Engine(ABC):
@@ -61,7 +61,8 @@ class Engine(ABC):
         on_sample: OnSample,
         stop: StopCondition | None = None,
     ) -> dict[int, Group]:
-        """Return this rank's share of the groups, by the keys of their prompts; call `on_sample` as each sample ends.
+        """Return this rank's share of the groups, by the keys of their prompts; call `on_sample(sample, group)` as each
+        sample ends.
 
         With `stop` these are the groups that were done before it was met; then nothing is under way any more, and the engine
         is as after a whole phase. Prompts are begun in their order.

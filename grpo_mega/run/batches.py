@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
+from grpo_mega.algorithm import covariance
 from grpo_mega.algorithm.advantages import assign_advantages
+from grpo_mega.algorithm.correction import mean_importance
+from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.kl import kl_penalty
-from grpo_mega.algorithm.token_weights import contributes_to_loss, mini_batch_weights
+from grpo_mega.algorithm.token_weights import contributes_to_loss, mini_batch_weights, positive_weights
 from grpo_mega.batching import pack as packing
 from grpo_mega.config import AlgorithmConfig, Config
 from grpo_mega.megatron.gather import gather_responses
@@ -25,7 +29,7 @@ from grpo_mega.types import Group, PackedBatch, Sample
 def pack(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[PackedBatch]]:
     """Set the samples' advantages; return this data-parallel rank's micro-batches of each mini-batch. `groups` are all of the
     step."""
-    _assign_advantages(config, groups)
+    _assign_advantages(config, config.algorithm, groups)
     return make_batches(config, groups, policy)
 
 
@@ -36,21 +40,31 @@ def attach_logprobs(
     policy: Policy,
     runtime: Runtime,
     timers: Timers,
+    step: int = 0,
 ) -> list[list[PackedBatch]]:
-    """Return the batches with old_logprobs and ref_logprobs.
+    """Return the batches with old_logprobs and ref_logprobs, and with what the loss takes from whole mini-batches.
 
     A KL penalty in the reward needs log-probs before there are advantages: those with which the batches were packed are then
     replaced by advantages that include the penalty.
     """
     with timers("logprobs"):
         batches = policy.attach_logprobs(batches, timers)
-    if config.algorithm.has_kl_reward:
-        with timers("pack"):
-            samples = [sample for group in groups for sample in group.samples]
-            penalties = gather_responses(lambda batch: _penalty(config.algorithm, batch), batches, samples, runtime)
-            _assign_advantages(config, groups, penalties)
+    a, samples = policy.algorithm, [sample for group in groups for sample in group.samples]
+    with timers("pack"):
+        if a.has_kl_reward:
+            penalties = gather_responses(lambda batch: _penalty(a, batch), batches, samples, runtime)
+            _assign_advantages(config, a, groups, penalties)
             for mini_batch in batches:
                 packing.attach_advantages(mini_batch, samples)
+        if a.positive_nll > 0:
+            weights = [w for mini in packing.split(groups, len(batches)) for w in positive_weights(mini, a)]
+            rows = [torch.full((s.response_len,), w) for s, w in zip(samples, weights, strict=True)]
+            for mini_batch in batches:
+                packing.attach(mini_batch, "nll_weights", rows, samples)
+        if a.needs_mini_batch:
+            old_logprobs = gather_responses(lambda batch: batch.old_logprobs, batches, samples, runtime)
+            random = torch.Generator().manual_seed(config.seed * 2**31 + step)
+            _attach_from_whole(a, groups, batches, old_logprobs, random)
     return batches
 
 
@@ -71,13 +85,58 @@ def is_zero_variance(config: Config, group: Group) -> bool:
     Judged as if the group were the whole step, and without a KL penalty in the reward, whose log-probs are not known yet.
     """
     alone = Group(group.prompt, [replace(sample) for sample in group.samples])
-    counted = [s for s in _assign_advantages(config, [alone]) if contributes_to_loss(s, config.algorithm)]
+    counted = [s for s in _assign_advantages(config, config.algorithm, [alone]) if contributes_to_loss(s, config.algorithm)]
     return not any(bool(sample.advantages.any()) for sample in counted if sample.advantages is not None)
 
 
-def _assign_advantages(config: Config, groups: Sequence[Group], kl_penalties: Sequence[Tensor] | None = None) -> list[Sample]:
-    longest = config.rollout.max_response_length
-    return assign_advantages(groups, config.algorithm, max_response_length=longest, kl_penalties=kl_penalties)
+def _assign_advantages(
+    config: Config, a: AlgorithmConfig, groups: Sequence[Group], kl_penalties: Sequence[Tensor] | None = None
+) -> list[Sample]:
+    longest, weights = config.rollout.max_response_length, {f.name: f.weight for f in config.rewards.functions}
+    return assign_advantages(groups, a, max_response_length=longest, kl_penalties=kl_penalties, reward_weights=weights)
+
+
+def _attach_from_whole(
+    a: AlgorithmConfig,
+    groups: Sequence[Group],
+    batches: Sequence[Sequence[PackedBatch]],
+    old_logprobs: Sequence[Tensor],
+    random: torch.Generator,
+) -> None:
+    """Set the tokens chosen by covariance and the mean importance weight in the batches, from all samples of each mini-batch,
+    the same on every rank. `old_logprobs` has a row for each of the step's samples."""
+    samples = [sample for group in groups for sample in group.samples]
+    rows = [torch.zeros_like(row) for row in old_logprobs]
+    begin = 0
+    for members, mini_batch in zip(packing.split(groups, len(batches)), batches, strict=True):
+        end = begin + len(members)
+        whole = _as_inputs(members, old_logprobs[begin:end], a)
+        if a.correction.batch_normalize:
+            mean = mean_importance(whole, a.correction)
+            for batch in mini_batch:
+                batch.importance_mean = mean
+        if a.is_by_covariance:
+            rows[begin:end] = covariance.choose(whole, a, random).split([s.response_len for s in members])
+            packing.attach(mini_batch, "is_chosen", rows, samples)
+        begin = end
+
+
+def _as_inputs(samples: Sequence[Sample], old_logprobs: Sequence[Tensor], a: AlgorithmConfig) -> LossInputs:
+    """Return the tokens of these samples before the update, end to end."""
+    lengths = torch.tensor([s.response_len for s in samples])
+    mask_T = torch.tensor([float(contributes_to_loss(s, a)) for s in samples]).repeat_interleave(lengths)
+    old_T = torch.cat(list(old_logprobs))
+    return LossInputs(
+        logprobs=old_T,
+        old_logprobs=old_T,
+        ref_logprobs=None,
+        rollout_logprobs=torch.tensor([value for s in samples for value in s.rollout_logprobs]),
+        advantages=torch.cat([s.advantages for s in samples if s.advantages is not None]),
+        loss_mask=mask_T,
+        loss_weights=mask_T,
+        segments=torch.arange(len(samples)).repeat_interleave(lengths),
+        num_segments=len(samples),
+    )
 
 
 def _penalty(a: AlgorithmConfig, batch: PackedBatch) -> Tensor | None:

@@ -58,6 +58,7 @@ FREE_ON_RESUME |= {f"rollout.{name}" for name in ("mismatch_warn", "mismatch_sto
 FREE_ON_RESUME |= {"precision.guard", "hang_deadline_s", "model.recompute", "batch.tokens_per_micro_batch"}
 FREE_ON_RESUME |= {f"optimizer.{name}" for name in ("lr", "min_lr", "schedule", "warmup_steps", "weight_decay", "clip_grad")}
 FREE_ON_RESUME |= {f"algorithm.{name}" for name in ("kl_beta", "kl_clamp", "entropy_bonus", "calculate_entropy", "correction")}
+FREE_ON_RESUME |= {f"algorithm.{name}" for name in ("kl_target", "kl_horizon", "positive_nll")}
 FREE_ON_RESUME |= {f"algorithm.ratio_clip_{name}" for name in ("eps", "eps_low", "eps_high", "c")}
 FREE_ON_RESUME |= {"algorithm.early_stop_imp_ratio"}
 

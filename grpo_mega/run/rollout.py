@@ -55,9 +55,11 @@ class Rollouts:
         with self.timers("sample"), progress(len(prompts) * sampling.group_size, description, is_shown) as bar:
             num_shown = tokens_shown = 0
 
-            def on_sample(sample: Sample) -> None:
+            def on_sample(sample: Sample, group: Group) -> None:
                 nonlocal num_shown, tokens_shown
                 self.scorer.submit(sample)
+                if len(group.samples) == sampling.group_size:
+                    self.scorer.submit_group(group.samples)
                 # Counted over all ranks. One number holds both counts, since each request to the store takes time.
                 added = _MANY * sample.response_len + 1
                 before = self.rendezvous.fetch_add(f"{description} of step {step}", added)

@@ -43,9 +43,16 @@ def test_advantages_equal_the_oracles_for_any_groups_and_settings(adv_type):
     for seed, choice in enumerate(itertools.product(*OPTIONS.values())):
         settings = cases.ADVANTAGE_SETTINGS | dict(zip(OPTIONS, choice, strict=True)) | {"adv_type": adv_type}
         settings |= {"kl_beta": 0.2, "kl_penalty_type": cases.PENALTIES[seed % 5]}
-        if adv_type == "grpo_process":  # no config has a KL penalty in the reward of steps
+        if adv_type in ("grpo_process", "grpo_turn", "gdpo"):  # no config has a KL penalty in the reward of these
             settings |= {"kl_in": "loss"}
+        if adv_type == "gdpo":
+            settings |= {"overlong_buffer": 0.0, "reward_weights": {"accuracy": 0.7, "format": -0.3}}
+        if adv_type == "pass_at_k":
+            settings |= {"pass_k": (None, 2, 3)[seed % 3]}
+        if adv_type == "grpo" and settings["normalize_by_std"] and seed % 3 == 0:
+            settings |= {"std_over": "batch"}
         groups = random_groups(seed)
+        groups = cases.with_scores(groups) if adv_type == "gdpo" else groups
         expected = adapter.expected("advantages", {"groups": groups}, settings)
         actual = adapter.ours("advantages", {"groups": groups}, settings)
         assert adapter.differences(expected, actual, 1e-6) == []

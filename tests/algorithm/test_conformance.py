@@ -72,7 +72,7 @@ def test_the_tool_runs_from_any_folder_and_finds_modules_there(tmp_path):
     (tmp_path / "other_trainer.py").write_text(TRAINER)
     command = [sys.executable, ROOT / "tools/conformance/check.py", "--implementation", "other_trainer:plain", "--only", "kl: "]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "7 of 7 agree\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "9 of 9 agree\n"), done.stderr
 
 
 def test_the_committed_file_is_what_write_gives(tmp_path):
@@ -145,7 +145,7 @@ def test_what_cannot_be_checked_is_one_line_and_exit_code_2(capsys, options, tex
 
 def test_the_file_is_small_and_strict_json_and_covers_every_name_that_a_config_can_ask_for():
     text = check.FILE.read_text()
-    assert len(text) < 300_000 and "NaN" not in text and "Infinity" not in text
+    assert len(text) < 450_000 and "NaN" not in text and "Infinity" not in text
     names = [case["name"] for case in CASES]
     assert len(set(names)) == len(names)
     used = [case["settings"] for case in CASES]

@@ -37,7 +37,8 @@ def ours(responses, settings, num_parts=1, seed=0):
     for members in [order[part::num_parts] for part in range(num_parts)]:
         where = torch.cat([(whole.segments == member).nonzero()[:, 0] for member in members])
         numbers = torch.tensor([members.index(member) for member in whole.segments[where].tolist()])
-        vectors = {name: getattr(whole, name)[where] for name in (*VECTORS, "loss_mask", "loss_weights")}
+        present = [name for name in ("is_chosen", "nll_weights") if getattr(whole, name) is not None]
+        vectors = {name: getattr(whole, name)[where] for name in (*VECTORS, "loss_mask", "loss_weights", *present)}
         part = replace(whole, **vectors, segments=numbers, num_segments=len(members))
         total = total + policy_loss(part, adapter.algorithm_config(settings)).loss
     gradients = torch.autograd.grad(total, [whole.logprobs, whole.entropy], allow_unused=True)
@@ -76,6 +77,7 @@ def test_loss_and_gradients_equal_the_oracles_in_any_micro_batches_and_under_any
             "kl_penalty_type": kind,
             "entropy_bonus": 0.1,
             "correction": correction,
+            **(cases.OWN_SETTINGS[loss_type] if loss_type in ("clip_cov", "kl_cov") else {}),
         }
         responses = random_responses(seed, by_token=seed % 2 == 1)
         expected = by_oracle(responses, settings)
@@ -100,7 +102,7 @@ def test_the_random_batches_reach_both_sides_of_every_limit():
     for correction in cases.CORRECTIONS.values():
         rows = adapter.expected("correction", {"responses": responses}, {"correction": correction})["kept"]
         kept = {value for row, item in zip(rows, responses, strict=True) for value in used(row, item)}
-        assert kept == ({0.0, 1.0} if correction.keys() & {"mask", "veto_below"} else {1.0})
+        assert kept == ({0.0, 1.0} if correction.keys() & {"mask", "reject", "veto_below"} else {1.0})
 
 
 def used(row, item):

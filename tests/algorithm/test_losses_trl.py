@@ -56,13 +56,13 @@ def make_batch(seed, dtype):
     )
 
 
-def trl_loss(batch, loss_type, level="token", *, is_kl_weighted=False, engine_ratio=None):
+def trl_loss(batch, loss_type, level="token", *, is_kl_weighted=False, engine_ratio=None, off_policy=None):
     """TRL's own code on a trainer that has only what that code reads. Returns (loss, TRL's metrics)."""
     trainer = GRPOTrainer.__new__(GRPOTrainer)
     trainer.__dict__.update(
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=None if off_policy is None else off_policy[0],
         importance_sampling_level=level,
         beta=KL_BETA,
         loss_type=loss_type,
@@ -97,6 +97,8 @@ def trl_loss(batch, loss_type, level="token", *, is_kl_weighted=False, engine_ra
         "num_items_in_batch": batch.mask.sum(),
         "importance_sampling_ratio": engine_ratio,
     }
+    if off_policy is not None:
+        inputs["sampling_per_token_logps"] = off_policy[1]
     loss = trainer._compute_loss(trainer.model, inputs)
     return loss, {name: values[0] for name, values in trainer._metrics["train"].items()}
 
@@ -174,6 +176,17 @@ def test_importance_weighs_the_policys_term_as_trls_does(loss_type, level, impor
     expected, _ = trl_loss(batch, loss_type, level, engine_ratio=engine_ratio)
     options = {"rollout_logprobs": rollout_logprobs, "correction": correction}
     assert_same(batch, our_outputs(batch, *OURS[loss_type, level], **options).loss, expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_off_policy_masking_is_trls(seed):
+    batch = make_batch(seed, torch.float64)
+    rollout_logprobs = batch.old_logprobs + 0.3 * torch.sin(torch.arange(6 * MAX_LENGTH).double()).view(6, MAX_LENGTH)
+    without, _ = trl_loss(batch, "grpo")
+    expected, _ = trl_loss(batch, "grpo", off_policy=(0.03, rollout_logprobs))
+    assert (expected - without).abs() > 1e-3
+    options = {"rollout_logprobs": rollout_logprobs, "correction": {"off_policy_threshold": 0.03}}
+    assert_same(batch, our_outputs(batch, *OURS["grpo", "token"], **options).loss, expected)
 
 
 def assert_same(batch, actual, expected, tolerance=1e-12):

@@ -70,6 +70,7 @@ class Policy:
             segments=segments(batch),
             num_segments=batch.num_segments,
             entropy=packed(self.entropy),
+            is_chosen=packed([(old > -1.5).double() for old in self.old]),
         )
 
 
@@ -113,6 +114,7 @@ CORRECTIONS = [
     {"importance": "sequence", "max_importance": 5.0, "veto_below": 0.6},
     {"mask": "token", "mask_low": 0.7, "mask_high": 1.5},
     {"mask": "sequence", "mask_low": 0.5, "mask_high": 2.0},
+    {"reject": "seq_max_k3", "reject_above": 0.2, "off_policy_threshold": 0.01},
 ]
 
 

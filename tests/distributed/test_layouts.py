@@ -114,10 +114,19 @@ METHODS = {
     "reinforce_plus_plus": ("algorithm.recipe=reinforce_plus_plus", "algorithm.kl_beta=0.1"),
     "reinforce_plus_plus_baseline": ("algorithm.recipe=reinforce_plus_plus_baseline", "algorithm.overlong_buffer=0.3"),
     "process_supervision": ("algorithm.recipe=process_supervision", "algorithm.overlong_filter=true"),
+    "clip_cov": (
+        "algorithm={recipe: clip_cov, adv_type: grpo_turn, group_size: 4, cov_share: 1.0, cov_low: 0.02, cov_high: 0.5}",
+        "algorithm.correction={importance: token, batch_normalize: true, reject: seq_max_k3, reject_above: 2.0}",
+    ),
+    "kl_cov": (
+        "algorithm={recipe: kl_cov, adv_type: opo, group_size: 4, cov_share: 0.2, positive_nll: 0.1, positive_above: 0.5}",
+        "algorithm.correction={importance: sequence, batch_normalize: true, off_policy_threshold: 0.01}",
+    ),
 }
 METHODS_LAYOUTS = ("tp=1", "tp=2,dp=2 batch.tokens_per_micro_batch=40 reversed")
 ALL_UPDATES = UPDATES | {f"short+{method}": METHODS_LAYOUTS for method in METHODS}
-ALL_UPDATES["short+reinforce_plus_plus"] += ("tp=2,pp=2",)  # whose advantages need log-probs of the last stage
+for _method in ("reinforce_plus_plus", "clip_cov"):  # they need log-probs of the last stage before the update
+    ALL_UPDATES[f"short+{_method}"] += ("tp=2,pp=2",)
 LOGITS = {name: MIXTURES_LAYOUTS if name in MIXTURES else LOGITS_LAYOUTS for name in MODELS | MIXTURES if name != "short"}
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
 # Those that every model keeps without --all; qwen2 and qwen3_moe keep all.
@@ -231,9 +240,11 @@ def test_the_updates_compared_are_real_ones(matrix: Matrix) -> None:
 def test_the_methods_compared_do_what_they_are_for(matrix: Matrix, method: str) -> None:
     metrics = matrix.updates[f"short+{method}:tp=1"].updates[-1]
     assert metrics["grad_norm"] > 0 and metrics["loss/policy"] != 0
-    dropped = [metrics[name] for name in ("correction/masked", "correction/vetoed") if name in metrics]
+    names = [f"correction/{name}" for name in ("masked", "vetoed", "rejected", "off_policy")] + ["clip/chosen"]
+    dropped = [metrics[name] for name in names if name in metrics]
     assert all(0 < share < 1 for share in dropped), dropped
-    assert len(dropped) == ("mask" in str(METHODS[method]) or "veto" in str(METHODS[method]))
+    words = ("mask", "veto", "reject", "off_policy", "cov_share")
+    assert len(dropped) == sum(word in str(METHODS[method]) for word in words), metrics
 
 
 def _is_rounding(d: Difference) -> bool:

@@ -1,11 +1,13 @@
 """Several optimizer steps on one rank against a replay in float64: transformers' model, the loss written out, torch's AdamW.
 
-Nothing of the trainer has a part in the replay.
+GRPO's loss stands here; those of the other recipes are the oracles of tools/conformance. Nothing of the trainer has a part in a
+replay.
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from grpo_mega import config as configs
 from grpo_mega.commands.check import Case, Outcome, run_cases
 from grpo_mega.types import Group, Prompt, Sample
+from tools.conformance import oracle_advantages, oracle_losses
 
 pytestmark = pytest.mark.distributed
 
@@ -31,6 +34,42 @@ SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "vocab_size": 111,
+}
+# By recipe, what reaches both sides of its limits on these few tokens; clip_cov must draw no lots.
+RECIPES: dict[str, dict[str, Any]] = {
+    "dr_grpo": {},
+    "dapo": {"overlong_buffer": 0.4},
+    "gspo": {"ratio_clip_eps_low": 0.02, "ratio_clip_eps_high": 0.03},
+    "gspo_token": {"ratio_clip_eps_low": 0.02, "ratio_clip_eps_high": 0.03},
+    "cispo": {"ratio_clip_eps_high": 0.2},
+    "sapo": {},
+    "gmpo": {"ratio_clip_eps": 0.1},
+    "rloo": {},
+    "reinforce_plus_plus": {},
+    "reinforce_plus_plus_baseline": {},
+    "process_supervision": {},
+    "mt_grpo": {},
+    "opo": {},
+    "pass_at_k": {"pass_k": 2},
+    "gdpo": {},
+    "lite_ppo": {},
+    "clip_cov": {"ratio_clip_eps": 0.2, "cov_share": 1.0, "cov_low": 0.05, "cov_high": 0.3},
+    "kl_cov": {"cov_share": 0.2},
+    "decoupled_ppo": {"correction": {"mask_high": 1.3, "batch_normalize": True}},
+    "grpo": {
+        "kl_penalty_type": "low_var_kl+",
+        "positive_nll": 0.1,
+        "positive_above": 0.4,
+        "correction": {
+            "importance": "sequence",
+            "min_importance": 0.7,
+            "max_importance": 1.4,
+            "batch_normalize": True,
+            "reject": "seq_max_k3",
+            "reject_above": 0.06,
+            "off_policy_threshold": 0.05,
+        },
+    },
 }
 
 
@@ -75,6 +114,13 @@ class Replay:
         self.clipped.append(num_clipped / num_tokens)
         self.adam.step()
 
+    def take(self, loss: Tensor) -> None:
+        """Take an optimizer step down the gradient of `loss`."""
+        self.adam.zero_grad()
+        loss.backward()
+        self.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_GRAD)))
+        self.adam.step()
+
     def logprobs(self, sample: Sample) -> tuple[Tensor, Tensor]:
         """Return the log-probs of the response's tokens, and the entropies there."""
         tokens = torch.tensor([*sample.prompt.token_ids, *sample.response_ids])
@@ -83,53 +129,132 @@ class Replay:
         return table.gather(1, tokens[len(sample.prompt.token_ids) :, None])[:, 0], -(table.exp() * table).sum(-1)
 
 
+class RecipeReplay(Replay):
+    """The steps with the advantages and the loss of any recipe, by the oracles."""
+
+    def __init__(self, model: Any, groups: list[Group], config: configs.Config) -> None:
+        flat = config.algorithm.model_dump()
+        flat |= flat["correction"] | {"max_response_length": config.rollout.max_response_length}
+        flat |= {name: flat[name] or flat["ratio_clip_eps"] for name in ("ratio_clip_eps_low", "ratio_clip_eps_high")}
+        flat["reward_weights"] = {function.name: function.weight for function in config.rewards.functions}
+        a, b = (
+            {f.name: flat[f.name] for f in fields(c)} for c in (oracle_losses.Settings, oracle_advantages.AdvantageSettings)
+        )
+        self.settings = oracle_losses.Settings(**a | ({"kl_beta": 0.0} if flat["kl_in"] == "reward" else {}))
+        make = oracle_advantages.Scored
+        scored = [
+            [make(s.response_len, s.reward, s.step_rewards, s.step_ends, scores=s.scores) for s in g.samples] for g in groups
+        ]
+        for one in (s for g in scored for s in g):  # at the start the policy is the reference
+            one.logprobs = one.ref_logprobs = [0.0] * one.length
+        rows = oracle_advantages.advantages(scored, oracle_advantages.AdvantageSettings(**b))
+        self.advantages = {
+            id(s): row for g, of_group in zip(groups, rows, strict=True) for s, row in zip(g.samples, of_group, strict=True)
+        }
+        super().__init__(model, groups)
+
+    def step(self, groups: list[Group]) -> None:
+        responses = []
+        for sample in (s for g in groups for s in g.samples if s.is_scored):
+            logprobs, entropy = self.logprobs(sample)
+            old = self.old[id(sample)].tolist()
+            responses.append(
+                oracle_losses.Response(
+                    [*logprobs],
+                    old,
+                    sample.rollout_logprobs,
+                    self.advantages[id(sample)],
+                    [1] * len(old),
+                    old,
+                    [*entropy],
+                    sample.reward,
+                )
+            )
+        self.take(oracle_losses.minibatch_loss(responses, self.settings))
+
+
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Outcome, Replay]:
+def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, tuple[Outcome, Replay]]]:
+    """The start model; by case the trainer's outcome and its replay."""
     folder = tmp_path_factory.mktemp("replay")
     model = make_model("qwen2", seed=3, tied=True, **SIZES)
     save_checkpoint(model, folder / "model")
-    groups = make_groups()
+    groups = make_groups(model)
     torch.save(groups, folder / "groups.pt")
-    [outcome] = run_cases([Case("replay", make_config(folder / "model"))], folder)
-    return model, outcome, Replay(model, groups)
+    all_configs = {"written out": make_config(folder / "model")}
+    all_configs |= {recipe: make_config(folder / "model", recipe=recipe, **own) for recipe, own in RECIPES.items()}
+    outcomes = run_cases([Case(name, config) for name, config in all_configs.items()], folder)
+    replays = [Replay(model, groups), *(RecipeReplay(model, groups, all_configs[recipe]) for recipe in RECIPES)]
+    return model, dict(zip(all_configs, zip(outcomes, replays, strict=True), strict=True))
 
 
-def test_metrics_of_every_step_are_those_of_the_replay(played: tuple[Any, Outcome, Replay]) -> None:
-    _, outcome, replay = played
-    assert len(outcome.updates) == MINI_BATCHES * EPOCHS
-    assert [m["grad_norm"] for m in outcome.updates] == pytest.approx(replay.grad_norms, rel=2e-5)
+def test_metrics_of_every_step_are_those_of_the_replay(played: Any) -> None:
+    _, cases = played
+    outcome, replay = cases["written out"]
     assert all(norm > 1.2 * CLIP_GRAD for norm in replay.grad_norms), replay.grad_norms
     assert replay.clipped[-1] > 0.05, replay.clipped
+    for name, (outcome, replay) in cases.items():
+        assert len(outcome.updates) == MINI_BATCHES * EPOCHS
+        assert [m["grad_norm"] for m in outcome.updates] == pytest.approx(replay.grad_norms, rel=2e-5), name
 
 
-def test_weights_after_several_steps_are_those_of_the_replay(played: tuple[Any, Outcome, Replay]) -> None:
+def test_weights_after_several_steps_are_those_of_the_replay(played: Any) -> None:
     """How far each tensor moved; norms and biases move too, but do not decay."""
-    model, outcome, replay = played
-    found = AutoModelForCausalLM.from_pretrained(outcome.checkpoint, dtype=torch.float32).state_dict()
-    start, end = model.state_dict(), replay.model.state_dict()
+    model, cases = played
+    outcome, replay = cases["written out"]
+    found, end = weights_of(outcome), replay.model.state_dict()
     assert found.keys() == end.keys()
     for name, values in end.items():
-        moved = values - start[name].double()
+        moved = values - model.state_dict()[name].double()
         assert moved.abs().max() > LR, name
         error = (found[name].double() - values).norm() / moved.norm()
         assert error < 2e-4, (name, float(error))
 
 
-def make_config(model: Path) -> configs.Config:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_moves_the_weights_as_its_replay_does(played: Any, recipe: str) -> None:
+    model, cases = played
+    outcome, replay = cases[recipe]
+    found, start, end = weights_of(outcome), model.state_dict(), replay.model.state_dict()
+    moved = torch.cat([(values - start[name]).flatten() for name, values in end.items()])
+    error = torch.cat([(values - found[name]).flatten() for name, values in end.items()])
+    assert error.norm() < 1e-5 * moved.norm(), float(error.norm() / moved.norm())
+
+
+def test_the_replayed_recipes_reach_both_sides_of_their_limits(played: Any) -> None:
+    shares = {
+        "grpo": ("correction/truncated", "correction/rejected", "correction/off_policy"),
+        "decoupled_ppo": ("correction/masked",),
+        "clip_cov": ("clip/chosen", "clip/fraction_low", "clip/fraction_high"),
+        "kl_cov": ("clip/chosen",),
+        **dict.fromkeys(("dapo", "gspo", "cispo", "gmpo", "rloo"), ("clip/fraction",)),
+    }
+    for recipe, names in shares.items():
+        outcome, _ = played[1][recipe]
+        for name in names:
+            assert any(0.01 < metrics[name] < 0.9 for metrics in outcome.updates), (recipe, name, outcome.updates)
+    assert all(metrics["loss/nll"] > 0.01 for metrics in played[1]["grpo"][0].updates)
+
+
+def weights_of(outcome: Outcome) -> dict[str, Tensor]:
+    return AutoModelForCausalLM.from_pretrained(outcome.checkpoint, dtype=torch.float32).state_dict()
+
+
+def make_config(model: Path, **algorithm: Any) -> configs.Config:
     return configs.validate(
         {
             "run_dir": "unused",
             "steps": 1,
             "model": {"path": str(model), "dtype": "float32"},
             "data": {"train": "unused", "max_prompt_length": 12},
-            "rollout": {"max_response_length": 24, "temperature": TEMPERATURE},
+            "rollout": {"max_response_length": 20, "temperature": TEMPERATURE},
             "algorithm": {
                 "group_size": GROUP_SIZE,
                 "kl_beta": KL_BETA,
                 "calculate_entropy": True,
                 "entropy_bonus": ENTROPY_BONUS,
-                "ratio_clip_eps": CLIP_EPS,
                 "kl_clamp": None,
+                **(algorithm or {"ratio_clip_eps": CLIP_EPS}),
             },
             "batch": {
                 "prompts_per_step": PROMPTS,
@@ -148,8 +273,8 @@ def make_config(model: Path) -> configs.Config:
     )
 
 
-def make_groups() -> list[Group]:
-    """Ragged random responses; one sample has no reward."""
+def make_groups(model: Any) -> list[Group]:
+    """Ragged random responses, which an engine near the model sampled; one sample has no reward."""
     generator = torch.Generator().manual_seed(11)
 
     def ints(n: int) -> list[int]:
@@ -161,8 +286,15 @@ def make_groups() -> list[Group]:
         samples = []
         for i in range(GROUP_SIZE):
             tokens = ints(5 + 4 * i + g)
-            reward = float(torch.rand(1, generator=generator))
-            samples.append(Sample(prompt, i, tokens, [-4.0] * len(tokens), "stop", 0, reward=reward))
+            reward, score, *steps = torch.rand(4, generator=generator).tolist()
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt.token_ids, *tokens]])).logits[0, len(prompt.token_ids) - 1 : -1]
+            logprobs = (logits / TEMPERATURE).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            logprobs += 0.15 * torch.randn(len(tokens), generator=generator)
+            scores: dict[str, float | None] = {"accuracy": float(reward > 0.5), "format": score}
+            sample = Sample(prompt, i, tokens, logprobs.tolist(), "stop", 0, scores, reward=reward)
+            sample.step_rewards, sample.step_ends = steps[: 1 + i % 2], [2, 4][: 1 + i % 2]
+            samples.append(sample)
         groups.append(Group(prompt, samples))
-    groups[2].samples[0].reward = None
+    groups[2].samples[0].reward, groups[2].samples[0].step_rewards, groups[2].samples[0].step_ends = None, [], []
     return groups

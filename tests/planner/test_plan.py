@@ -330,6 +330,27 @@ def test_an_engine_that_never_sleeps_takes_its_memory_from_the_trainer(make_conf
     assert never.host.pinned[1].value == 0
 
 
+def test_what_the_trainer_keeps_on_the_device_is_counted_in_every_phase(make_config: MakeConfig) -> None:
+    """Its context, workspaces and the two buckets that the engine has opened; in a sync there is a third bucket."""
+    plan = plan_of(make_config(**{"sync.bucket_mib": 384}))
+    for phase in PHASES:
+        found = {figure.label: figure.value for figure in plan.worst.phases[phase]}
+        assert (found["workspaces"], found["sync buckets"]) == (0.5 * 2**30, 2 * 384 * 2**20)
+        assert found.get("sync buckets in flight") == (384 * 2**20 if phase == "sync" else None)
+
+
+def test_a_reference_in_bf16_costs_what_it_costs_without_fp8(make_config: MakeConfig) -> None:
+    def logprobs(**changes: Any) -> float:
+        return next(p.value for p in plan_of(make_config(**changes)).timing.phases if p.label == "log-probs")
+
+    layout = {"layout.pp": 8, "layout.dp": 2, "batch.mini_batches": 1}  # one optimizer step: only the reference has a pass
+    in_fp8 = layout | {"precision.fp8": "hybrid", "precision.fp8_recipe": "tensorwise"}
+    assert logprobs(**in_fp8) == logprobs(**layout) > logprobs(**in_fp8, **{"precision.fp8_reference": True})
+    two, both = {"batch.mini_batches": 2}, {"precision.fp8_reference": True}
+    mixed, neither = logprobs(**in_fp8 | two), logprobs(**layout | two)
+    assert mixed == pytest.approx((logprobs(**in_fp8 | two | both) + neither) / 2)
+
+
 def test_twice_the_gpus_do_not_halve_the_step_but_nearly(make_config: MakeConfig) -> None:
     one = plan_of(make_config())
     two = plan_of(make_config(**{"layout.dp": 8}))

@@ -19,7 +19,7 @@ from shapes import LLAMA_70B
 from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare
-from grpo_mega.hardware.cards import card_of
+from grpo_mega.hardware.cards import ASSUMED, card_of
 from grpo_mega.planner import te_layers
 from grpo_mega.planner.activations import activations
 from grpo_mega.planner.rehearsal import default_ranks, request_of
@@ -47,6 +47,8 @@ SMALL: dict[str, Any] = {
     "rope_theta": 1e6,
 }
 QWEN2, QWEN3 = SMALL | {"model_type": "qwen2"}, SMALL | {"model_type": "qwen3"}
+EXPERTS = {"moe_intermediate_size": 352, "num_experts": 6, "num_experts_per_tok": 3, "mlp_only_layers": []}
+QWEN3_MOE = SMALL | EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": True, "decoder_sparse_step": 1}
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Layer:
             "batch": {"tokens_per_micro_batch": self.tokens},
         }
         config, shape = configs.validate(raw), ModelShape.from_hf_config(self.fields | {"num_hidden_layers": num_layers})
-        return Setup(config, shape, 0, card_of("h100"), config.layout.world_size, 8, 64.0, 256.0)
+        chosen, assumed = self.fields.get("num_experts_per_tok", 0), replace(ASSUMED, expert_imbalance=1.0)
+        return Setup(config, shape, chosen, card_of("h100"), config.layout.world_size, 8, 64.0, 256.0, assumed=assumed)
 
     def request(self, num_layers: int) -> dict[str, Any]:
         return request_of(self.setup(num_layers), 0, self.fields | {"num_hidden_layers": num_layers}) | {"num_batches": 1}
@@ -93,6 +96,7 @@ OTHERS = [
         ("qwen3 TP2+SP", QWEN3, {"tp": 2, "dp": 1, "sequence_parallel": True}, ("bf16", "delayed")),
         ("qwen3 TP2", QWEN3, {"tp": 2, "dp": 1}, ("tensorwise",)),
         ("qwen2 TP1", QWEN2, {"tp": 1, "dp": 1}, ("blockwise",)),
+        ("qwen3_moe TP2+SP EP2", QWEN3_MOE, {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}, ("bf16", "tensorwise")),
     )
     for recipe in recipes
     for recompute in ("none", "selective")
@@ -170,7 +174,7 @@ def test_a_whole_rank_of_the_70b_layout_keeps_what_the_plan_says(measured: Measu
         assert planned == pytest.approx(kept, rel=0.02), case
 
 
-def test_mxfp8_and_mixtures_alone_are_unproven() -> None:
+def test_mxfp8_alone_is_unproven() -> None:
     tensorwise = next(layer for layer in TABLE if layer.recipe == "tensorwise").setup(2)
     assert activations(tensorwise, 0).saved.trust == "estimate"
     mxfp8 = tensorwise.config.precision.model_copy(update={"fp8": "e4m3", "fp8_recipe": "mxfp8"})

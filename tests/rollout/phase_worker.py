@@ -17,7 +17,7 @@ from grpo_mega.hardware.device import Device
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.phase import Generator, Phase
-from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.types import Group, Prompt
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import region
 from grpo_mega.weights.families import family_of
@@ -59,7 +59,7 @@ class Ranks:
         self.generator = Generator(self.engine, self.rendezvous, lambda version: None, phase_deadline_s=60)
 
     def generate(self, wanted: int, *, slow_rank: int | None = None) -> Phase:
-        def on_sample(_: Sample) -> None:
+        def on_sample(*_: object) -> None:
             if self.rank == slow_rank:
                 time.sleep(0.02)
 

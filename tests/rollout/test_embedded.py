@@ -45,7 +45,7 @@ def generate(
     engine: EmbeddedEngine, prompts: list[Prompt], sampling: Sampling, *, step: int, on_sample: Any = None
 ) -> list[Group]:
     """The groups in the order of the prompts."""
-    found = engine.generate(dict(enumerate(prompts)), sampling, step=step, on_sample=on_sample or (lambda s: None))
+    found = engine.generate(dict(enumerate(prompts)), sampling, step=step, on_sample=on_sample or (lambda *_: None))
     return [found[i] for i in range(len(prompts))]
 
 
@@ -199,7 +199,15 @@ def test_a_sample_does_not_depend_on_the_group_size_but_on_seed_step_and_prompt_
 
 def test_on_sample_is_called_once_for_each_sample_as_soon_as_it_has_ended(model: Any) -> None:
     heard: list[Sample] = []
-    groups = generate(make_engine(model), make_prompts(), SAMPLING, step=2, on_sample=heard.append)
+
+    def hear(sample: Sample, group: Group) -> None:
+        assert group.samples[-1] is sample
+        whole.extend([group] * (len(group.samples) == SAMPLING.group_size))
+        heard.append(sample)
+
+    whole: list[Group] = []
+    groups = generate(make_engine(model), make_prompts(), SAMPLING, step=2, on_sample=hear)
+    assert sorted(map(id, whole)) == sorted(map(id, groups))
     assert sorted(map(id, heard)) == sorted(map(id, samples_of(groups)))
     lengths = [s.response_len for s in heard]
     assert lengths == sorted(lengths)  # in one batch the shortest response ends first

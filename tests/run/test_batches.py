@@ -117,7 +117,10 @@ def oracle_is_zero_variance(settings: configs.Config, group: Group) -> bool:
         "overlong_penalty",
     )
     values = {name: getattr(a, name) for name in names} | {"max_response_length": MAX_LENGTH}
-    scored = [oracle_advantages.Scored(s.response_len, s.reward, s.step_rewards, s.step_ends) for s in group.samples]
+    values |= {"reward_weights": {"accuracy": 1.0, "format": 0.5}}  # those of the config
+    scored = [
+        oracle_advantages.Scored(s.response_len, s.reward, s.step_rewards, s.step_ends, scores=s.scores) for s in group.samples
+    ]
     (rows,) = oracle_advantages.advantages([scored], oracle_advantages.AdvantageSettings(**values))
     is_cut = [a.overlong_filter and sample.finish_reason == "length" for sample in group.samples]
     return not any(any(row) for row, cut in zip(rows, is_cut, strict=True) if not cut)
@@ -131,11 +134,14 @@ def test_a_group_has_zero_variance_where_its_advantages_are_all_zero(adv_type: s
     for number in range(400):
         algorithm: dict[str, Any] = {
             "adv_type": adv_type,
-            "overlong_buffer": 0.3 * (number % 2),
+            "group_size": 3,
+            "overlong_buffer": 0.3 * (number % 2) if adv_type != "gdpo" else 0.0,
             "overlong_filter": number % 3 == 0,
         }
         algorithm |= {"normalize_by_std": number % 5 > 0, "normalize_advantages": number % 7 == 0}
         settings, group = config(**algorithm), sampled_group(rng)
+        for sample in group.samples:
+            sample.scores = {"accuracy": sample.reward, "format": rng.choice([None, 0.0, 0.0, 1.0])}
         before = [copy.copy(sample) for sample in group.samples]
         expected = oracle_is_zero_variance(settings, group)
         assert is_zero_variance(settings, group) == expected, (algorithm, group.samples)

@@ -36,10 +36,12 @@ FLAGS = (
 )
 OWN_NAME = "my_package.my_rewards.share_of_digits"
 OWN_REWARD = """
-def share_of_digits(prompt, response, answer, extras):
-    if int(answer) % 2:
-        return None
-    return sum(c.isdigit() for c in response) / max(1, len(response))
+def share_of_digits(completions, question, solution, prompts, completion_ids, **kwargs):
+    assert len(completions) in (1, 4), "one call for each group, in training and in evaluation"
+    assert len(completions) == len(completion_ids) and len(set(map(str, prompts))) == 1 and prompts == question
+    if int(solution[0]) % 2:
+        return [None] * len(completions)
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 """
 
 
@@ -114,6 +116,7 @@ def test_it_trains_on_all_rewards_and_evaluates_on_the_test_split(output_dir: Pa
     assert [row["step"] for row in rows[:3]] == [1, 2, 3]
     assert {"reward/accuracy", "reward/format", f"reward/{OWN_NAME}"} <= rows[0].keys()
     assert all(row["grad_norm"] > 0 for row in rows)
+    assert not any("error" in name for row in rows for name in row), "its function got what it asserts"
     assert (output_dir / "heldout-000003.jsonl").read_text().count("\n") == 8
 
 
@@ -130,10 +133,17 @@ def test_transformers_loads_what_it_trained(output_dir: Path) -> None:
     assert not torch.equal(trained["lm_head.weight"], before["lm_head.weight"])
 
 
-def test_it_resumes_with_another_number_of_steps(output_dir: Path) -> None:
+def test_it_resumes_with_another_number_of_steps_and_an_early_stop_leaves_the_weights(output_dir: Path) -> None:
+    """The ratio of the one mini-batch is 1, past the limit: nothing of it reaches the optimizer."""
     command = SEED.replace("accuracy format", f"accuracy format {OWN_NAME}")
-    run(output_dir.parents[1], f"grpo_mega.grpo {command} {FLAGS.replace('--max_steps 3', '--max_steps 4')} --resume")
-    assert [row["step"] for row in steps(output_dir)] == [1, 2, 3, 4]
+    before = AutoModelForCausalLM.from_pretrained(output_dir / "hf").state_dict()
+    more = "--resume --set algorithm.early_stop_imp_ratio=0.9"
+    run(output_dir.parents[1], f"grpo_mega.grpo {command} {FLAGS.replace('--max_steps 3', '--max_steps 4')} {more}")
+    rows = steps(output_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["dropped_mini_batches"] for row in rows] == [0, 0, 0, 1] and "grad_norm" not in rows[3]
+    after = AutoModelForCausalLM.from_pretrained(output_dir / "hf").state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_train_takes_reward_functions_and_weights_from_the_command_line(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8-sig")
     config = json.loads(path.read_text())
     config["rewards"]["functions"] = [{"name": "tests.helpers.hostile_text.share_of_vowels"}]
+    config["algorithm"] |= {"kl_target": 1.0, "kl_horizon": 40.0}  # kl_beta moves in every step, by 8%
     path.write_text(json.dumps(config), encoding="utf-8-sig")
     return path
 
@@ -105,8 +106,10 @@ def test_a_run_stopped_by_its_file_goes_on_as_if_nothing_had_happened(inputs: Pa
     assert not (tmp_path / "run" / "stop").exists()
     assert not (tmp_path / "run" / "hf").exists()
     code, output = run(inputs, tmp_path / "run", "--resume")
-    assert code == 0 and "resumed after step" in output
+    assert code == 0 and "resumed after step" in output and "algorithm.kl_beta goes on at 0.00" in output
     assert read_end(tmp_path / "run") == whole
+    betas = [row["kl/beta"] for row in metrics(tmp_path / "run") if "kl/beta" in row]
+    assert betas == pytest.approx([0.01 * 0.92**step for step in range(len(betas))]) and len(betas) > 6
 
 
 def test_a_run_that_aborts_stragglers_aborts_the_same_ones_again(inputs: Path, tmp_path: Path) -> None:

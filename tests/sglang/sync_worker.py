@@ -177,7 +177,7 @@ def sync_layout(
         WeightSync(plan, torch.float32, BUCKET_BYTES, all_gather).sync_weights(policy, engine, version=version)
         if runtime.rank == 0:
             assert isinstance(engine, SGLangEngine)
-            found = engine.generate(dict(enumerate(PROMPTS)), SAMPLING, step=version, on_sample=lambda s: None)
+            found = engine.generate(dict(enumerate(PROMPTS)), SAMPLING, step=version, on_sample=lambda *_: None)
             assert engine.failure is None, engine.failure
             samples = [sample for i in range(len(PROMPTS)) for sample in found[i].samples]
             assert len(samples) == len(PROMPTS) * SAMPLING.group_size

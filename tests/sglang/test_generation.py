@@ -65,7 +65,7 @@ def generate(
     *,
     next_number: Callable[[], int] | None = None,
     max_groups: int = 12,
-    on_sample: OnSample = lambda _: None,
+    on_sample: OnSample = lambda *_: None,
     stop: StopCondition | None = None,
 ) -> dict[int, Group]:
     next_number = next_number or itertools.count().__next__
@@ -98,7 +98,7 @@ def test_two_replicas_share_one_counter_and_a_slow_one_leaves_most_of_the_work_t
             return next(counter)
 
     def replica(name: str, seconds_a_sample: float) -> None:
-        def on_sample(sample: Sample) -> None:
+        def on_sample(sample: Sample, _: Group) -> None:
             heard.append(sample)
             time.sleep(seconds_a_sample)
 
@@ -162,7 +162,7 @@ def test_stragglers_are_aborted_and_the_server_is_idle_and_takes_new_weights_and
         sampling = replace(endless, stop_token_ids=frozenset(range(1, 256, spacing)))
         stop = enough(wanted)
         heard: list[Sample] = []
-        groups = generate(client, sampling=sampling, on_sample=heard.append, stop=stop)
+        groups = generate(client, sampling=sampling, on_sample=lambda sample, _, heard=heard: heard.append(sample), stop=stop)
         assert client.failure is None, client.failure
         assert load_of(server) == (0, 0)
         assert wanted <= len(groups) < len(PROMPTS)
@@ -247,10 +247,10 @@ def test_a_prompt_that_leaves_no_room_for_its_response_is_refused_before_anythin
     rendezvous: Any = None
     engine = SGLangEngine(settings, ShardLayout(((), ())), rendezvous, HostBuckets())
     fits = replace(PROMPTS[0], token_ids=(5,) * (512 - SAMPLING.max_response_length))
-    assert engine.generate({0: fits}, SAMPLING, step=0, on_sample=lambda _: None) == {}
+    assert engine.generate({0: fits}, SAMPLING, step=0, on_sample=lambda *_: None) == {}
     too_long = replace(fits, token_ids=(*fits.token_ids, 5))
     with pytest.raises(EngineError, match=r"prompt 100 of 497 tokens and a response of 16 exceed the engine's 512; lower data"):
-        engine.generate({0: fits, 1: too_long}, SAMPLING, step=0, on_sample=lambda _: None)
+        engine.generate({0: fits, 1: too_long}, SAMPLING, step=0, on_sample=lambda *_: None)
 
 
 def test_a_buffer_is_opened_once_and_again_only_by_a_new_server_or_where_it_has_grown(

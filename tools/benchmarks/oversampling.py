@@ -140,7 +140,7 @@ class Bench:
 
     def phase(self, step: int, num_begun: int, wanted: int) -> Phase:
         return self.generator.generate(
-            self.prompts[:num_begun], self.sampling, step=step, on_sample=lambda _: None, wanted=wanted
+            self.prompts[:num_begun], self.sampling, step=step, on_sample=lambda *_: None, wanted=wanted
         )
 
     def check(self, _: int) -> None:

@@ -7,23 +7,27 @@ kind        inputs                                                    result
 kl          logprobs, old_logprobs, ref_logprobs: lists               values, gradients: lists, d value_t / d logprobs_t
 correction  responses: of old_logprobs, rollout_logprobs, mask        importance, kept: a list for each response, 0 where masked
 loss        responses: of logprobs, old_logprobs, ref_logprobs,       loss; gradients: a list for each response,
-            rollout_logprobs, entropy, advantages, mask                     d loss / d logprobs_t
+            rollout_logprobs, entropy, advantages, mask, and                d loss / d logprobs_t
+            for positive_nll a reward
 advantages  groups: lists of samples of length, reward (None: not     advantages: for each group, for each sample, a list of
-            scored), step_rewards, step_ends, logprobs, ref_logprobs        `length` numbers
+            scored), step_rewards, step_ends, logprobs, ref_logprobs,       `length` numbers
+            and for gdpo scores by reward function
+beta        kl, num_samples: of the steps that follow                 betas: kl_beta after each step
 
-`settings` holds keys of the config's section `algorithm`, and `max_response_length`. Tokens with mask 0 may hold NaN and must
-not be read.
+`settings` holds keys of the config's section `algorithm`, `max_response_length`, and for gdpo `reward_weights` by function.
+Tokens with mask 0 may hold NaN and must not be read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_mega.algorithm import correction, kl, losses, token_weights
+from grpo_mega.algorithm import correction, covariance, kl, losses, token_weights
 from grpo_mega.algorithm.advantages import assign_advantages
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.config import AlgorithmConfig
@@ -71,12 +75,17 @@ def _expected_kl(inputs: Json, settings: Json) -> Json:
 
 def _expected_correction(inputs: Json, settings: Json) -> Json:
     result: Json = {"importance": [], "kept": []}
+    responses = []
     for item in inputs["responses"]:
         tokens = range(len(item["mask"]))
         response = oracle_losses.Response([], item["old_logprobs"], item["rollout_logprobs"], [], item["mask"])
         importance, kept = oracle_losses.correct(response, oracle_settings(settings))
         result["importance"].append([importance.get(t, 0.0) for t in tokens])
         result["kept"].append([float(t in kept) for t in tokens])
+        responses.append(response)
+    if oracle_settings(settings).batch_normalize:
+        mean = oracle_losses.mean_importance(responses, oracle_settings(settings))
+        result["importance"] = [[value / mean for value in row] for row in result["importance"]]
     return result
 
 
@@ -92,6 +101,16 @@ def _expected_loss(inputs: Json, settings: Json) -> Json:
 def _expected_advantages(inputs: Json, settings: Json) -> Json:
     groups = [[oracle_advantages.Scored(**sample) for sample in group] for group in inputs["groups"]]
     return {"advantages": oracle_advantages.advantages(groups, oracle_advantages.AdvantageSettings(**settings))}
+
+
+def _expected_beta(inputs: Json, settings: Json) -> Json:
+    """Ziegler et al., arXiv 1909.08593, section 2.2, with a horizon in samples."""
+    betas, beta = [], settings["kl_beta"]
+    for value, num in zip(inputs["kl"], inputs["num_samples"], strict=True):
+        error = (value - settings["kl_target"]) / settings["kl_target"]
+        beta += beta * min(0.2, max(-0.2, error)) * num / settings["kl_horizon"]
+        betas.append(beta)
+    return {"betas": betas}
 
 
 def oracle_settings(settings: Json) -> oracle_losses.Settings:
@@ -117,6 +136,7 @@ EXPECTED: Mapping[str, Callable[[Json, Json], Json]] = {
     "correction": _expected_correction,
     "loss": _expected_loss,
     "advantages": _expected_advantages,
+    "beta": _expected_beta,
 }
 
 
@@ -162,10 +182,19 @@ def _our_advantages(inputs: Json, settings: Json) -> Json:
         items = [item for group in inputs["groups"] for item in group]
         pairs = [(_vector(item["logprobs"]), _vector(item["ref_logprobs"])) for item in items]
         penalties = [kl.kl_penalty(own, ref, kind, old_logprobs=own, kl_clamp=most) for own, ref in pairs]
-    longest = settings["max_response_length"]
-    samples = iter(assign_advantages(groups, algorithm_config(settings), max_response_length=longest, kl_penalties=penalties))
+    longest, weights = settings["max_response_length"], settings.get("reward_weights", {})
+    a = algorithm_config(settings)
+    samples = iter(assign_advantages(groups, a, max_response_length=longest, kl_penalties=penalties, reward_weights=weights))
     rows = [[next(samples).advantages for _ in group] for group in inputs["groups"]]
     return {"advantages": [[[] if row is None else row.tolist() for row in group] for group in rows]}
+
+
+def _our_beta(inputs: Json, settings: Json) -> Json:
+    betas, beta = [], settings["kl_beta"]
+    for value, num in zip(inputs["kl"], inputs["num_samples"], strict=True):
+        beta = kl.adapted_beta(beta, value, num, algorithm_config(settings))
+        betas.append(beta)
+    return {"betas": betas}
 
 
 def pack(responses: Sequence[Json], settings: Json) -> LossInputs:
@@ -181,13 +210,24 @@ def pack(responses: Sequence[Json], settings: Json) -> LossInputs:
     )
     lengths = torch.tensor([len(item["mask"]) + 1 for item in responses])
     vectors["logprobs"].requires_grad_()
-    return LossInputs(
+    packed = LossInputs(
         **vectors,
         loss_mask=_vector([x for item in responses for x in [*item["mask"], 0]]),
         loss_weights=_vector(weights).repeat_interleave(lengths),
         segments=torch.arange(len(responses)).repeat_interleave(lengths),
         num_segments=len(responses),
     )
+    a = algorithm_config(settings)
+    if a.positive_nll > 0:
+        prompt = Prompt(id=0, text="", token_ids=(), answer="")
+        scored = [_sample(prompt, i, {"length": sum(item["mask"]), **item}) for i, item in enumerate(responses)]
+        rows = torch.tensor(token_weights.positive_weights(scored, a), dtype=torch.float64).repeat_interleave(lengths)
+        packed = replace(packed, nll_weights=rows)
+    if a.is_by_covariance:
+        packed = replace(packed, is_chosen=covariance.choose(packed, a, torch.Generator().manual_seed(0)))
+    if a.correction.batch_normalize:
+        packed = replace(packed, importance_mean=correction.mean_importance(packed, a.correction))
+    return packed
 
 
 def _unpack(values_T: Tensor, responses: Sequence[Json]) -> list[list[float]]:
@@ -197,14 +237,15 @@ def _unpack(values_T: Tensor, responses: Sequence[Json]) -> list[list[float]]:
 
 def algorithm_config(settings: Json) -> AlgorithmConfig:
     """Return the config's section `algorithm` with the settings of a case."""
-    own = {name: value for name, value in settings.items() if name != "max_response_length"}
+    own = {name: value for name, value in settings.items() if name not in ("max_response_length", "reward_weights")}
     return AlgorithmConfig(**own, calculate_entropy=True)
 
 
 def _sample(prompt: Prompt, index: int, item: Json) -> Sample:
     length = item["length"]
-    sample = Sample(prompt, index, [0] * length, [0.0] * length, "stop", policy_version=0, reward=item["reward"])
-    sample.step_rewards, sample.step_ends = item["step_rewards"], item["step_ends"]
+    sample = Sample(prompt, index, [0] * length, [0.0] * length, "stop", policy_version=0, reward=item.get("reward"))
+    sample.step_rewards, sample.step_ends = item.get("step_rewards", []), item.get("step_ends", [])
+    sample.scores = item.get("scores", {})
     return sample
 
 
@@ -217,6 +258,7 @@ OURS: Mapping[str, Callable[[Json, Json], Json]] = {
     "correction": _our_correction,
     "loss": _our_loss,
     "advantages": _our_advantages,
+    "beta": _our_beta,
 }
 
 

@@ -9,13 +9,17 @@ under test is this trainer's, or another's: `--implementation package.module:fun
   kind "correction"  inputs {responses}: a list of {old_logprobs, rollout_logprobs, mask}
                      result {importance, kept}: a list per response; both 0 on masked tokens
   kind "loss"        inputs {responses}: a list of {logprobs, old_logprobs, ref_logprobs, rollout_logprobs, entropy,
-                     advantages, mask}, all the responses of one mini-batch
+                     advantages, mask}, all the responses of one mini-batch; for positive_nll also a reward
                      result {loss, gradients}: a number; for each response the loss's derivatives by its log-probs
   kind "advantages"  inputs {groups}: a list of groups, each a list of {length, reward, step_rewards, step_ends, logprobs,
-                     ref_logprobs}; reward None: the sample has no reward. Log-probs are those before the update
+                     ref_logprobs}; reward None: the sample has no reward. Log-probs are those before the update. For
+                     gdpo also scores, by reward function
                      result {advantages}: for each group and sample a list of `length` numbers
+  kind "beta"        inputs {kl, num_samples}: of the steps that follow one another
+                     result {betas}: kl_beta after each step
 
-`settings` has keys of the config's section `algorithm`, explained in grpo_mega/config/algorithm.py, and max_response_length.
+`settings` has keys of the config's section `algorithm`, explained in grpo_mega/config/algorithm.py, and max_response_length;
+for gdpo also reward_weights, by reward function.
 Tokens with mask 0 may hold NaN (null in the file) and must not be read. A number may be off by --tolerance times the
 largest number of its case. A function raises NotImplementedError for a case that it does not support: its name is printed, and
 it does not count as agreed. Exit code 2 and one line: nothing could be checked.
@@ -42,7 +46,7 @@ from tools.conformance.cases import all_cases
 FILE = Path(__file__).with_name("vectors.json")
 OURS = "tools.conformance.adapter:ours"
 # This trainer keeps advantages in float32.
-TOLERANCES = {"kl": 1e-9, "correction": 1e-9, "loss": 1e-9, "advantages": 1e-6}
+TOLERANCES = {"kl": 1e-9, "correction": 1e-9, "loss": 1e-9, "advantages": 1e-6, "beta": 1e-12}
 DIGITS = 12  # of the expected numbers in the file, so that another machine's rounding writes the same
 
 

@@ -6,8 +6,9 @@ token. This module shares no code with the vectorised advantages. A sample witho
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,6 +28,7 @@ class Scored:
     step_ends: list[int] = field(default_factory=list)  # index of the token at which each step ends
     logprobs: list[float] = field(default_factory=list)  # of the policy before the update; for a KL in the reward
     ref_logprobs: list[float] = field(default_factory=list)
+    scores: dict[str, float | None] = field(default_factory=dict)  # by reward function; for gdpo
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class AdvantageSettings:
 
     adv_type: str = "grpo"
     normalize_by_std: bool = True
+    std_over: str = "group"
     std_ddof: int = 1
     std_eps: float = 1e-6
     normalize_advantages: bool = False
@@ -45,15 +48,21 @@ class AdvantageSettings:
     overlong_buffer: float = 0.0
     overlong_penalty: float = 1.0
     max_response_length: int = 1
+    pass_k: int | None = None
+    reward_weights: dict[str, float] = field(default_factory=dict)
 
 
 Groups = Sequence[Sequence[Scored]]
 Advantages = list[list[list[float]]]  # [group][sample][token]
+Score = Callable[[Sequence[float], Sequence[int], "AdvantageSettings"], list[float]]  # rewards and lengths of a group -> values
 
 
 def advantages(groups: Groups, settings: AdvantageSettings) -> Advantages:
     """Return the advantages of all tokens by the estimator settings.adv_type."""
-    if settings.adv_type == "grpo":
+    values: Advantages
+    if settings.adv_type == "grpo" and settings.std_over == "batch":
+        values = _over_batch_deviation(groups, settings)
+    elif settings.adv_type == "grpo":
         values = _of_group_scores(groups, settings, is_leave_one_out=False)
     elif settings.adv_type == "rloo":
         values = _of_group_scores(groups, settings, is_leave_one_out=True)
@@ -63,6 +72,12 @@ def advantages(groups: Groups, settings: AdvantageSettings) -> Advantages:
         values = _reinforce_plus_plus(groups, settings)
     elif settings.adv_type == "reinforce_plus_plus_baseline":
         values = _less_group_mean(groups, settings)
+    elif settings.adv_type == "grpo_turn":
+        values = _grpo_turn(groups, settings)
+    elif settings.adv_type in SCORES:
+        values = _of_group(groups, settings, SCORES[settings.adv_type])
+    elif settings.adv_type == "gdpo":
+        values = _gdpo(groups, settings)
     else:
         raise ValueError(settings.adv_type)
     is_global = settings.adv_type in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -123,7 +138,8 @@ def outcome(sample: Scored, settings: AdvantageSettings) -> float:
 
 def counts(sample: Scored, settings: AdvantageSettings) -> bool:
     """Return True if the sample has a reward that settings.adv_type uses."""
-    return sample.reward is not None or (settings.adv_type == "grpo_process" and len(sample.step_rewards) > 0)
+    has_steps = settings.adv_type in ("grpo_process", "grpo_turn") and len(sample.step_rewards) > 0
+    return sample.reward is not None or has_steps
 
 
 def whitened(groups: Groups, values: Advantages, settings: AdvantageSettings) -> Advantages:
@@ -164,21 +180,131 @@ def _grpo_process(groups: Groups, settings: AdvantageSettings) -> Advantages:
     Step rewards are normalised over all steps of the group. The outcome advantage is added if there are outcome rewards; in a
     group without any, the overlong penalty is the outcome.
     """
+    result = _of_outcomes_if_any(groups, settings)
+    for group, rows in zip(groups, result, strict=True):
+        scores = iter(_zscores([reward for sample in group for reward in sample.step_rewards], settings))
+        _add_steps(group, rows, [[next(scores) for _ in sample.step_rewards] for sample in group])
+    return result
+
+
+def _grpo_turn(groups: Groups, settings: AdvantageSettings) -> Advantages:
+    """As above, but a reward is normalised over those of the same turn in the group (MT-GRPO, arXiv 2505.11821)."""
+    result = _of_outcomes_if_any(groups, settings)
+    for group, rows in zip(groups, result, strict=True):
+        own: list[list[float]] = [[] for _ in group]
+        for turn in itertools.count():
+            members = [i for i, sample in enumerate(group) if len(sample.step_rewards) > turn]
+            if not members:
+                break
+            scores = _zscores([group[i].step_rewards[turn] for i in members], settings)
+            for i, score in zip(members, scores, strict=True):
+                own[i].append(score)
+        _add_steps(group, rows, own)
+    return result
+
+
+def _add_steps(group: Sequence[Scored], rows: list[list[float]], own: Sequence[Sequence[float]]) -> None:
+    for sample, row, scores in zip(group, rows, own, strict=True):
+        for t in range(sample.length):
+            row[t] += math.fsum(score for score, end in zip(scores, sample.step_ends, strict=True) if end >= t)
+
+
+def _of_outcomes_if_any(groups: Groups, settings: AdvantageSettings) -> Advantages:
     with_outcomes = []
     for group in groups:
         if all(sample.reward is None for sample in group):
             with_outcomes.append([replace(s, reward=0.0) if counts(s, settings) else s for s in group])
         else:
             with_outcomes.append(list(group))
-    result = _of_group_scores(with_outcomes, settings, is_leave_one_out=False)
-    for group, rows in zip(groups, result, strict=True):
-        steps = [reward for sample in group for reward in sample.step_rewards]
-        ddof, eps = settings.std_ddof, settings.std_eps
-        scores = iter(zscores(steps, by_std=settings.normalize_by_std, ddof=ddof, eps=eps))
-        for sample, row in zip(group, rows, strict=True):
-            own = [next(scores) for _ in sample.step_rewards]
-            for t in range(sample.length):
-                row[t] += math.fsum(score for score, end in zip(own, sample.step_ends, strict=True) if end >= t)
+    return _of_group_scores(with_outcomes, settings, is_leave_one_out=False)
+
+
+def _zscores(values: Sequence[float], settings: AdvantageSettings) -> list[float]:
+    return zscores(values, by_std=settings.normalize_by_std, ddof=settings.std_ddof, eps=settings.std_eps)
+
+
+def deviation(values: Sequence[float], ddof: int) -> float:
+    if not values or max(values) == min(values):
+        return 0.0
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(len(values) - ddof, 1))
+
+
+def leave_one_out_zscores(rewards: Sequence[float], lengths: Sequence[int], settings: AdvantageSettings) -> list[float]:
+    """Return (r_i - mean) / (std + eps) with mean and std of the others; r_i - mean where these are equal."""
+    result = []
+    for i, centered in enumerate(leave_one_out(rewards)):
+        std = deviation([reward for j, reward in enumerate(rewards) if j != i], settings.std_ddof)
+        result.append(centered / (std + settings.std_eps) if settings.normalize_by_std and std > 0 else centered)
+    return result
+
+
+def less_weighted_mean(rewards: Sequence[float], lengths: Sequence[int], settings: AdvantageSettings) -> list[float]:
+    """Return r_i less the mean weighted by length (OPO, arXiv 2505.23585)."""
+    with_tokens = {reward for reward, length in zip(rewards, lengths, strict=True) if length}
+    if len(with_tokens) < 2:
+        return [0.0 for _ in rewards]  # those of no tokens are asked by none
+    baseline = math.fsum(reward * length for reward, length in zip(rewards, lengths, strict=True)) / sum(lengths)
+    return [reward - baseline for reward in rewards]
+
+
+def best_of_k(rewards: Sequence[float], lengths: Sequence[int], settings: AdvantageSettings) -> list[float]:
+    """Return the mean over all sets of k with i of what the best of the set loses without i (PKPO, arXiv 2505.15201)."""
+    k = min(settings.pass_k or len(rewards), len(rewards))
+    if k < 2 or max(rewards) == min(rewards):
+        return [0.0 for _ in rewards]
+    result = []
+    for i, reward in enumerate(rewards):
+        others = [other for j, other in enumerate(rewards) if j != i]
+        gains = [max(reward, *rest) - max(rest) for rest in itertools.combinations(others, k - 1)]
+        result.append(math.fsum(gains) / len(gains))
+    scale = deviation(rewards, settings.std_ddof) + settings.std_eps if settings.normalize_by_std else 1.0
+    return [value / scale for value in result]
+
+
+SCORES = {"grpo_leave_one_out": leave_one_out_zscores, "opo": less_weighted_mean, "pass_at_k": best_of_k}
+
+
+def _of_group(groups: Groups, settings: AdvantageSettings, score: Score) -> Advantages:
+    result: Advantages = []
+    for group in groups:
+        members = [sample for sample in group if sample.reward is not None]
+        values = iter(score([outcome(s, settings) for s in members], [s.length for s in members], settings))
+        result.append([[next(values) if sample.reward is not None else 0.0] * sample.length for sample in group])
+    return result
+
+
+def _over_batch_deviation(groups: Groups, settings: AdvantageSettings) -> Advantages:
+    """Return r less its group's mean, over the deviation of all rewards of the step (Lite PPO, arXiv 2508.08221)."""
+    rewards = [outcome(sample, settings) for group in groups for sample in group if sample.reward is not None]
+    scale = deviation(rewards, settings.std_ddof) + settings.std_eps
+    centered = _of_group_scores(groups, replace(settings, normalize_by_std=False), is_leave_one_out=False)
+    return [[[value / scale if value else 0.0 for value in row] for row in rows] for rows in centered]
+
+
+def _gdpo(groups: Groups, settings: AdvantageSettings) -> Advantages:
+    """Return the weighted sum of z-scores, one per reward function, normalised over all responses (GDPO, arXiv 2601.05242)."""
+    sums: list[list[float]] = []
+    for group in groups:
+        totals = [0.0 for _ in group]
+        for name, weight in settings.reward_weights.items():
+            found = [i for i, s in enumerate(group) if s.reward is not None and s.scores.get(name) is not None]
+            for i, score in zip(found, _zscores([group[i].scores[name] or 0.0 for i in found], settings), strict=True):
+                totals[i] += weight * score
+        sums.append(totals)
+    counted = [
+        total
+        for group, totals in zip(groups, sums, strict=True)
+        for sample, total in zip(group, totals, strict=True)
+        if sample.reward is not None and sample.length
+    ]
+    mean, std = math.fsum(counted) / max(len(counted), 1), deviation(counted, settings.std_ddof)
+    result: Advantages = []
+    for group, totals in zip(groups, sums, strict=True):
+        result.append([])
+        for sample, total in zip(group, totals, strict=True):
+            value = (total - mean) / (std + settings.std_eps) if sample.reward is not None and std > 0 else 0.0
+            result[-1].append([value] * sample.length)
     return result
 
 

@@ -33,6 +33,7 @@ class Response:
     mask: list[int]  # 1: the token is included in the loss
     ref_logprobs: list[float] | None = None
     entropy: list[Tensor] | None = None  # 0-dimensional float64, with gradient
+    reward: float | None = None  # of the whole response; only positive_nll asks for it
 
 
 @dataclass(frozen=True)
@@ -51,22 +52,44 @@ class Settings:
     kl_penalty_type: str = "low_var_kl"
     kl_clamp: float | None = 10.0
     entropy_bonus: float = 0.0
+    cov_share: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    cov_kl: float = 1.0
+    positive_nll: float = 0.0
+    positive_above: float = 0.0
     importance: str = "none"
+    min_importance: float = 0.0
     max_importance: float = 2.0
+    batch_normalize: bool = False
     mask: str = "none"
     mask_low: float = 0.5
     mask_high: float = 5.0
+    reject: str = "none"
+    reject_above: float | None = None
     veto_below: float | None = None
+    off_policy_threshold: float | None = None
 
 
 def minibatch_loss(responses: Sequence[Response], settings: Settings) -> Tensor:
-    """Return sum_i sum_t weight_i (importance_t policy_t + kl_beta KL_t - entropy_bonus H_t) over the kept tokens."""
+    """Return sum_i sum_t weight_i (importance_t policy_t + kl_beta KL_t - entropy_bonus H_t) over the kept tokens, and
+    positive_nll times the mean of -log pi over all tokens of right answers (VAPO, arXiv 2504.05118, eqs. 9 and 10)."""
     total = torch.zeros((), dtype=torch.float64)
-    for response, weight in zip(responses, token_weights(responses, settings), strict=True):
+    scale = 1 / mean_importance(responses, settings) if settings.batch_normalize else 1.0
+    chosen = chosen_tokens(responses, settings) if settings.loss_type in ("clip_cov", "kl_cov") else set()
+    right = [r.reward is not None and r.reward > settings.positive_above for r in responses]
+    num_right = sum(sum(response.mask) for response, is_right in zip(responses, right, strict=True) if is_right)
+    for i, (response, weight) in enumerate(zip(responses, token_weights(responses, settings), strict=True)):
         importance, kept = correct(response, settings)
-        policy = POLICY_TERMS[settings.loss_type](response, kept, settings)
+        if settings.loss_type in ("clip_cov", "kl_cov"):
+            policy = by_covariance(response, kept, settings, {t for j, t in chosen if j == i})
+        else:
+            policy = POLICY_TERMS[settings.loss_type](response, kept, settings)
+        off_policy = off_policy_tokens(response, settings)
         for t in kept:
-            token = importance[t] * policy[t]
+            token = (0.0 if t in off_policy else importance[t] * scale) * policy[t]
+            if settings.positive_nll > 0 and right[i]:
+                total = total - settings.positive_nll * response.logprobs[t] / num_right
             if settings.kl_beta > 0:
                 assert response.ref_logprobs is not None
                 ref, old = response.ref_logprobs[t], response.old_logprobs[t]
@@ -113,6 +136,10 @@ def kl_penalty(logprob: Tensor, ref: float, kind: str, *, old: float | None = No
     # DeepSeekMath eq. 4: pi_ref / pi - log(pi_ref / pi) - 1
     log_ratio = clamp(ref - logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     value = log_ratio.exp() - log_ratio - 1
+    if kind == "low_var_kl+":  # a straight line through k3's value with the slope of k2
+        height = float(value.detach()) if kl_clamp is None else min(float(value.detach()), kl_clamp)
+        slope = float(logprob.detach()) - ref
+        return height + slope * (logprob - logprob.detach())
     if (
         kind == "low_var_kl_weighted"
     ):  # DeepSeek-V3.2, arXiv 2512.02556: times pi / pi_old, which has no gradient where k3 is clamped
@@ -209,6 +236,48 @@ def reinforce(response: Response, kept: Sequence[int], settings: Settings) -> di
     return {t: -response.advantages[t] * response.logprobs[t] for t in kept}
 
 
+def by_covariance(response: Response, kept: Sequence[int], settings: Settings, chosen: set[int]) -> dict[int, Tensor]:
+    """arXiv 2505.22617, 4.2: clip_cov takes the chosen tokens out, unless the clip binds; kl_cov adds |log r| to them."""
+    terms = {}
+    for t in kept:
+        ratio, advantage = token_ratio(response.logprobs[t], response.old_logprobs[t]), response.advantages[t]
+        if settings.loss_type == "kl_cov":
+            terms[t] = -ratio * advantage
+            if t in chosen:
+                gap = clamp(response.logprobs[t] - response.old_logprobs[t], -MAX_LOG_RATIO, MAX_LOG_RATIO)
+                terms[t] = terms[t] + settings.cov_kl * gap.abs()
+            continue
+        number = float(ratio.detach())
+        is_high = advantage > 0 and number > 1 + settings.ratio_clip_eps_high
+        is_low = advantage < 0 and number < 1 - settings.ratio_clip_eps_low
+        terms[t] = -clipped_objective(ratio, advantage, settings)
+        if t in chosen and not is_high and not is_low:
+            terms[t] = torch.zeros((), dtype=torch.float64)
+    return terms
+
+
+def chosen_tokens(responses: Sequence[Response], settings: Settings) -> set[tuple[int, int]]:
+    """Return (response, token) of those that clip_cov or kl_cov treats apart, by the covariance of log-prob and advantage.
+
+    The means and the share are those of the mini-batch, the log-probs those before its update. clip_cov draws lots where there
+    are more candidates than its share: no case here has so many.
+    """
+    tokens = [(i, t) for i, response in enumerate(responses) for t in range(len(response.mask)) if response.mask[t]]
+    if not tokens:
+        return set()
+    mean_logprob = math.fsum(responses[i].old_logprobs[t] for i, t in tokens) / len(tokens)
+    mean_advantage = math.fsum(responses[i].advantages[t] for i, t in tokens) / len(tokens)
+    covs = {
+        (i, t): (responses[i].old_logprobs[t] - mean_logprob) * (responses[i].advantages[t] - mean_advantage) for i, t in tokens
+    }
+    num = max(1, int(settings.cov_share * len(tokens)))
+    if settings.loss_type == "kl_cov":
+        return set(sorted(tokens, key=lambda token: -covs[token])[:num])
+    candidates = {token for token in tokens if settings.cov_low < covs[token] < settings.cov_high}
+    assert len(candidates) <= num, "lots would be drawn"
+    return candidates
+
+
 POLICY_TERMS: Mapping[str, Callable[[Response, Sequence[int], Settings], dict[int, Tensor]]] = {
     "actor": actor,
     "dual_clip": dual_clip,
@@ -227,10 +296,11 @@ POLICY_TERMS: Mapping[str, Callable[[Response, Sequence[int], Settings], dict[in
 def correct(response: Response, settings: Settings) -> tuple[dict[int, float], list[int]]:
     """Return the factor of the policy's term of each token, and the tokens that are kept.
 
-    m_t = exp(old_logprobs_t - rollout_logprobs_t). Importance is m_t (token) or the product of all m_t (sequence), at most
-    max_importance; or, with IcePop (arXiv 2510.18855), m_t within mask_low .. mask_high and 0 outside. The mask drops tokens
-    with m_t outside mask_low .. mask_high, or a whole response if the product of its m_t (sequence) or their geometric mean
-    (geometric) is outside. veto_below drops a response if any of its m_t is smaller.
+    m_t = exp(old_logprobs_t - rollout_logprobs_t). Importance is m_t (token) or the product of all m_t (sequence), within
+    min_importance .. max_importance; or, with IcePop (arXiv 2510.18855), m_t within mask_low .. mask_high and 0 outside. The
+    mask drops tokens with m_t outside mask_low .. mask_high, or a whole response if the product of its m_t (sequence) or their
+    geometric mean (geometric) is outside. reject drops tokens, or responses by the sum, mean or maximum over their tokens, with
+    k2 = log^2 m / 2 or k3 = m - 1 - log m above reject_above. veto_below drops a response if any of its m_t is smaller.
     """
     unmasked = [t for t in range(len(response.mask)) if response.mask[t]]
     if not unmasked:
@@ -245,9 +315,9 @@ def correct(response: Response, settings: Settings) -> tuple[dict[int, float], l
     importance = dict.fromkeys(unmasked, 1.0)
     for t in unmasked:
         if settings.importance == "token":
-            importance[t] = min(math.exp(logs[t]), settings.max_importance)
+            importance[t] = min(max(math.exp(logs[t]), settings.min_importance), settings.max_importance)
         elif settings.importance == "sequence":
-            importance[t] = min(product, settings.max_importance)
+            importance[t] = min(max(product, settings.min_importance), settings.max_importance)
         elif settings.importance == "icepop":
             ratio = math.exp(logs[t])
             importance[t] = ratio if settings.mask_low <= ratio <= settings.mask_high else 0.0
@@ -257,9 +327,36 @@ def correct(response: Response, settings: Settings) -> tuple[dict[int, float], l
         measured = {"none": None, "token": math.exp(logs[t]), "sequence": product, "geometric": geometric}[settings.mask]
         if measured is None or settings.mask_low <= measured <= settings.mask_high:
             kept.append(t)
+    if settings.reject != "none":
+        assert settings.reject_above is not None
+        level, estimator = settings.reject.rsplit("_", 1)
+        parts = {t: log**2 / 2 if estimator == "k2" else math.exp(log) - 1 - log for t, log in logs.items()}
+        whole = {"seq_sum": math.fsum(parts.values()), "seq_mean": math.fsum(parts.values()) / len(parts)}
+        whole["seq_max"] = max(parts.values())
+        kept = [t for t in kept if whole.get(level, parts[t]) <= settings.reject_above]
     if settings.veto_below is not None and any(math.exp(log) < settings.veto_below for log in logs.values()):
         kept = []
     return importance, kept
+
+
+def mean_importance(responses: Sequence[Response], settings: Settings) -> float:
+    """Return the mean weight over all unmasked tokens, or over the responses that have some if they share one; 1 if it is 0."""
+    weights = [list(correct(response, settings)[0].values()) for response in responses]
+    if settings.importance == "sequence":
+        weights = [row[:1] for row in weights]
+    flat = [weight for row in weights for weight in row]
+    return math.fsum(flat) / len(flat) if flat and math.fsum(flat) > 0 else 1.0
+
+
+def off_policy_tokens(response: Response, settings: Settings) -> set[int]:
+    """Return the tokens without a policy term (DeepSeek-V3.2, arXiv 2512.02556, 3.1): with A < 0, where the mean of
+    log(pi_sampler / pi) over the response is above off_policy_threshold."""
+    unmasked = [t for t in range(len(response.mask)) if response.mask[t]]
+    if settings.off_policy_threshold is None or not unmasked:
+        return set()
+    drifts = [response.rollout_logprobs[t] - float(response.logprobs[t].detach()) for t in unmasked]
+    mean = math.fsum(min(max(drift, -MAX_LOG_RATIO), MAX_LOG_RATIO) for drift in drifts) / len(drifts)
+    return {t for t in unmasked if response.advantages[t] < 0} if mean > settings.off_policy_threshold else set()
 
 
 # Arithmetic

@@ -44,7 +44,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "rewards": (
         Flag("reward_funcs", LIST, None, "accuracy, format, ..., or dotted paths of your own functions"),
         Flag("reward_weights", LIST, None, "one for each function; default: 1"),
-        Flag("scale_rewards", TEXT, None, "group: divide by the group's standard deviation; none: do not (Dr. GRPO)"),
+        Flag("scale_rewards", TEXT, None, "divide by the deviation of the group or the batch; none: do not (Dr. GRPO)"),
+        Flag("multi_objective_aggregation", TEXT, None, "sum_then_normalize, or normalize_then_sum (GDPO)"),
     ),
     "sampling": (
         Flag("num_generations", WHOLE, "algorithm.group_size", "samples per prompt"),
@@ -69,6 +70,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag("use_bias_correction_kl", FLAG, None, "weigh the KL penalty by the importance ratio"),
         Flag("epsilon", NUMBER, "algorithm.ratio_clip_eps", "clip range of the importance ratio around 1"),
         Flag("epsilon_high", NUMBER, None, "the same upwards; for cispo the largest ratio itself"),
+        Flag("off_policy_mask_threshold", NUMBER, "algorithm.correction.off_policy_threshold", "nats; off-policy masking"),
         Flag("delta", NUMBER, None, "largest ratio for negative advantages"),
         Flag("sapo_temperature_pos", NUMBER, "algorithm.sapo_tau_positive", ""),
         Flag("sapo_temperature_neg", NUMBER, "algorithm.sapo_tau_negative", ""),

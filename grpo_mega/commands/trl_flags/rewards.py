@@ -30,8 +30,10 @@ def overrides_of(options: argparse.Namespace) -> list[str]:
     known: dict[str, Mapping[str, Any]] = {}
     if options.reward_funcs is not None:
         from grpo_mega import config as configs
+        from grpo_mega.config.rewards import ALIASES
 
         known = {f.name: f.options for f in configs.load(options.config, options.overrides).rewards.functions}
+        known |= {alias: known[name] for alias, name in ALIASES.items() if name in known}
     return [*options.overrides, *reward_override(options.reward_funcs, options.reward_weights, known)]
 
 

@@ -100,8 +100,11 @@ def _algorithm(values: Values) -> Raw:
             )
         raw |= {"loss_type": "dual_clip", "ratio_clip_c": values["delta"]}
     if "scale_rewards" in values:
-        scale = _one_of(values, "scale_rewards", ("group", "none", "true", "false"), "group")
-        raw["normalize_by_std"] = scale in ("group", "true")
+        scale = _one_of(values, "scale_rewards", ("group", "batch", "none", "true", "false"), "group")
+        raw |= {"normalize_by_std": scale in ("group", "batch", "true"), "std_over": "batch" if scale == "batch" else "group"}
+    sums = ("sum_then_normalize", "normalize_then_sum")
+    if _one_of(values, "multi_objective_aggregation", sums, sums[0]) == sums[1]:
+        raw["adv_type"] = "gdpo"
     if values.get("entropy_coef"):
         raw |= {"entropy_bonus": values["entropy_coef"], "calculate_entropy": True}
     if "use_bias_correction_kl" in values:

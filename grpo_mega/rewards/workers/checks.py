@@ -17,11 +17,13 @@ Texts = tuple[str, str]  # the normalized gold answer and answer, on which alone
 
 @dataclass(eq=False)
 class Check:
-    """One function on the samples that must get the same score: one, unless `texts` are those on which it depends."""
+    """One function on the samples that must get the same score: one, unless `texts` are those on which it depends. With a
+    `group`, one call on all its samples, which each get a score of their own."""
 
     name: str
     keys: list[Hashable]
     texts: Texts | None = None
+    group: bytes | None = None  # what the call needs beside the samples, pickled
 
 
 class Checks:

@@ -8,6 +8,9 @@ methods only touch queues.
 The accuracy reward's verdict depends on two short texts alone, the normalized answers, and often needs no math-verify. So
 `submit` looks for it by `quick` and among the verdicts so far, and samples with the same texts wait for one check. Only a
 score is shared: where that check hangs or crashes, the next of the samples is checked by itself.
+
+A function of TRL's signature is called once per group, which `submit_group` tells. Only the workers know which of the user's
+functions are of it: both kinds of checks are queued for these, and a worker passes over those that are not for it.
 """
 
 import contextlib
@@ -15,7 +18,7 @@ import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -25,9 +28,10 @@ from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult, Score, result_of
 from grpo_mega.rewards.math.accuracy import quick
 from grpo_mega.rewards.math.answer import whole_turn
+from grpo_mega.rewards.registry import BUILT_IN, OF_GROUPS
 from grpo_mega.rewards.workers.checks import Check, Checks
 from grpo_mega.rewards.workers.process import ForkServer, Worker, WorkerEnded
-from grpo_mega.rewards.workers.worker import Job
+from grpo_mega.rewards.workers.worker import USES_MATH_VERIFY, Job, Outcome, Request
 
 ACCURACY = "accuracy"
 SECONDS_BETWEEN_LOOKS = 1.0  # at the progress while results are waited for, and at whether an idle worker is still alive
@@ -37,6 +41,7 @@ _MAX_STARTS, _PAUSE_S = 5, 0.2  # of one worker while the fork server ends each 
 @dataclass
 class _Pending:
     payload: bytes
+    is_grouped: bool = False
     outcomes: dict[str, Score] = field(default_factory=dict)  # by function
     errors: dict[str, str] = field(default_factory=dict)  # the exceptions that were raised, by function
 
@@ -54,6 +59,8 @@ class RewardPool:
     def __init__(self, rewards: RewardsConfig, *, has_workers: bool = True) -> None:
         self._rewards = rewards
         self._weights = {function.name: function.weight for function in rewards.functions}
+        self._factors = frozenset(function.name for function in rewards.functions if function.multiplies)
+        self._maybe_of_groups = frozenset(name for name in self._weights if name in OF_GROUPS or name not in BUILT_IN)
 
         self._lock = threading.Lock()  # guards everything up to the blank line
         self._changed = threading.Condition(self._lock)  # for those who wait for results or for a worker
@@ -67,7 +74,7 @@ class RewardPool:
         self._is_ready = not has_workers  # a worker has imported all functions
         self._pids: list[int] = []
 
-        self._server = ForkServer(imports_math_verify=ACCURACY in self._weights)
+        self._server = ForkServer(imports_math_verify=not USES_MATH_VERIFY.isdisjoint(self._weights))
         num_workers = rewards.num_workers if has_workers else 0
         self._threads = [threading.Thread(target=self._serve, name="rewards", daemon=True) for _ in range(num_workers)]
         for thread in self._threads:
@@ -121,9 +128,24 @@ class RewardPool:
             for name in self._weights:
                 if name == ACCURACY and score is not None:
                     self._record(key, name, score)
-                else:
+                elif name not in OF_GROUPS:
                     self._checks.add(Check(name, [key], texts if name == ACCURACY else None))
                     self._has_work.notify()
+
+    def submit_group(self, keys: Sequence[Hashable], given: Mapping[str, Any], token_ids: Sequence[list[int]]) -> None:
+        """Queue the functions that take a whole group, whose samples have all been submitted; `given` is that of groups.call.
+
+        A sample that is in no group when results are collected is a group by itself.
+        """
+        if not self._maybe_of_groups:
+            return
+        group = pickle.dumps((given, token_ids))
+        with self._lock:
+            for key in keys:
+                self._pending[key].is_grouped = True
+            for name in self._maybe_of_groups:
+                self._checks.add(Check(name, list(keys), group=group))
+                self._has_work.notify()
 
     def discard(self, keys: Collection[Hashable]) -> None:
         """Forget samples submitted since the last collect. A check of theirs that has begun ends, and counts for nothing; so
@@ -141,6 +163,8 @@ class RewardPool:
         Raises:
             RewardError: the workers cannot start.
         """
+        for key in [key for key, sample in self._pending.items() if not sample.is_grouped]:
+            self.submit_group([key], {}, [[]])
         with self._lock:
             while (before := self._unfinished) and self._failure is None:
                 self._changed.wait(SECONDS_BETWEEN_LOOKS)
@@ -148,7 +172,7 @@ class RewardPool:
                     on_progress()
             self._raise_failure()
             pending, self._pending = self._pending, {}
-        return {key: result_of(self._weights, sample.outcomes, sample.errors) for key, sample in pending.items()}
+        return {key: result_of(self._weights, one.outcomes, one.errors, self._factors) for key, one in pending.items()}
 
     def close(self) -> None:
         """End all workers, busy or not, and wait for their end; may be called twice."""
@@ -208,6 +232,7 @@ class RewardPool:
                 with self._lock:
                     self._pids.append(worker.pid)
                     self._is_ready = True
+                    self._maybe_of_groups = worker.of_groups
                     self._changed.notify_all()
                 return worker
             time.sleep(_PAUSE_S)  # the fork server has ended; the next worker starts it again
@@ -216,36 +241,43 @@ class RewardPool:
     def _run_checks(self, worker: Worker) -> None:
         """Give the worker checks until it has ended or the pool has."""
         while (next_check := self._next_check(worker)) is not None:
-            check, payload = next_check
+            check, request = next_check
+            num_samples = len(request[1])
             try:
-                reply = worker.run(check.name, payload, self._rewards.deadline_s)
+                outcomes = worker.run(request, self._rewards.deadline_s)
             except WorkerEnded as ended:
                 with self._lock:
                     self._first_error = self._first_error or f"{check.name}: the worker process ended with {ended}"
-                self._finish(check, Score(0.0, "error"))
+                self._finish(check, [(Score(0.0, "error"), None)] * num_samples, is_own=False)
                 return
-            if reply is None:
+            if outcomes is None:
                 with self._lock:
                     self._counters["killed_workers"] += 1
-                self._finish(check, Score(0.0, "timeout"))
+                self._finish(check, [(Score(0.0, "timeout"), None)] * num_samples, is_own=False)
                 return
-            score, error = reply
-            self._finish(check, score, is_own=error is None, error=error)
+            self._finish(check, outcomes, is_own=outcomes[0][1] is None)
 
-    def _next_check(self, worker: Worker) -> tuple[Check, bytes] | None:
-        """Wait for a check, and return it with its sample; None if the worker has ended or the pool has."""
+    def _next_check(self, worker: Worker) -> tuple[Check, Request] | None:
+        """Wait for a check, and return it with its samples; None if the worker has ended or the pool has."""
         with self._lock:
             while self._failure is None:
-                if (check := self._checks.next()) is not None:
-                    return check, self._pending[check.keys[0]].payload
-                self._has_work.wait(SECONDS_BETWEEN_LOOKS)
+                if (check := self._checks.next()) is None:
+                    self._has_work.wait(SECONDS_BETWEEN_LOOKS)
+                elif (check.group is not None) == (check.name in worker.of_groups):
+                    keys = check.keys if check.group is not None else check.keys[:1]
+                    return check, (check.name, [self._pending[key].payload for key in keys], check.group)
                 if worker.has_ended:
                     break
         return None
 
-    def _finish(self, check: Check, score: Score, is_own: bool = False, error: str | None = None) -> None:
-        """Record the outcome of a check; `is_own` if the function gave the score."""
+    def _finish(self, check: Check, outcomes: list[Outcome], is_own: bool) -> None:
+        """Record the outcomes of a check; `is_own` if the function gave the score of a check without a group."""
         with self._lock:
-            for key in self._checks.finish(check, score if is_own else None):
+            if check.group is None:
+                done = self._checks.finish(check, outcomes[0][0] if is_own else None)
+                outcomes = outcomes * len(done)
+            else:
+                done = check.keys
+            for key, (score, error) in zip(done, outcomes, strict=True):
                 self._record(key, check.name, score, error)
             self._has_work.notify()  # the other samples of a failed check wait again

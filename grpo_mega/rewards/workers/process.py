@@ -15,8 +15,7 @@ from multiprocessing import Pipe, connection, forkserver
 
 from grpo_mega.errors import RewardError
 from grpo_mega.processes import descendants
-from grpo_mega.rewards.api import Score
-from grpo_mega.rewards.workers.worker import GUARDIAN, WARM, Job
+from grpo_mega.rewards.workers.worker import GUARDIAN, WARM, Job, Outcome, Request
 
 START_LIMIT_S = 300.0  # for a worker's imports; generous, since network file systems are slow
 _END_LIMIT_S = 60.0  # for the end of a killed process, which takes long where it has filled gigabytes
@@ -78,22 +77,23 @@ class Worker:
                 pickle.dump(job, stream)
             self.pid = forkserver.read_signed(self._status_fd)
             undo.callback(self.kill)
-            problem = self._problem()
-            if problem is not None:
-                raise RewardError(problem)
+            ready = self._ready()
+            if isinstance(ready, str):
+                raise RewardError(ready)
+            self.of_groups = ready
             undo.pop_all()
 
     @property
     def has_ended(self) -> bool:
         return bool(connection.wait([self._status_fd], 0))
 
-    def run(self, function: str, sample: bytes, deadline_s: float) -> tuple[Score, str | None] | None:
-        """Return the score and the text of the exception, if any; None past the deadline, when the worker is killed.
+    def run(self, request: Request, deadline_s: float) -> list[Outcome] | None:
+        """Return the outcome of each sample; None past the deadline, when the worker is killed.
 
         Raises WorkerEnded.
         """
         try:
-            self._connection.send((function, sample))
+            self._connection.send(request)
             if self._has_message(deadline_s):
                 return self._connection.recv()
         except (EOFError, OSError):
@@ -122,8 +122,8 @@ class Worker:
         self._connection.close()
         os.close(self._status_fd)
 
-    def _problem(self) -> str | None:
-        """Wait until it has imported its functions; return why it could not. Raises EOFError where the server has ended."""
+    def _ready(self) -> frozenset[str] | str:
+        """Wait until it has imported its functions; return those that take groups, or a problem. EOFError: it has ended."""
         try:
             return self._connection.recv() if self._has_message(START_LIMIT_S) else _TOO_SLOW
         except (EOFError, OSError):

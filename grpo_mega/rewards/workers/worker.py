@@ -1,8 +1,8 @@
 """One reward worker: a process that the fork server forks, and that runs one check at a time. Never imports torch by itself.
 
-Over its connection it sends None once it has imported all functions, or a text that says why it cannot; then, for each
-(function's name, pickled sample), the Score and the text of the exception that was raised, if any. It ends with the connection
-and with the fork server, even if a check hangs.
+Over its connection it sends the names of the functions that take groups once it has imported all, or a text that says why it
+cannot; then, for each (function's name, pickled samples, pickled rest of a group or None), the outcome of every sample. It ends
+with the connection and with the fork server, even if a check hangs.
 """
 
 import contextlib
@@ -19,14 +19,18 @@ from multiprocessing.connection import Connection
 
 from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.processes import die_with_parent
-from grpo_mega.rewards import registry
+from grpo_mega.rewards import groups, registry
 from grpo_mega.rewards.api import NoScore, RewardFunction, Score, as_score
 from grpo_mega.text import well_formed
 
+USES_MATH_VERIFY = frozenset({"accuracy", "len", "cosine"})
 GUARDIAN, WARM = "grpo_mega.rewards.workers.guardian", "grpo_mega.rewards.workers.warm"  # what the fork server imports
 MEMORY_LIMIT_BYTES = 4 << 30  # address space of one worker
 _MAX_ERROR_CHARS = 2000
 _OUT_OF_MEMORY_STATUS = 71
+
+Outcome = tuple[Score, str | None]  # and the text of the exception that was raised, if any
+Request = tuple[str, list[bytes], bytes | None]
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,11 @@ class Job:
         except BaseException as error:
             connection.send(describe(error))
             return
-        connection.send(None)
+        connection.send(frozenset(name for name, function in functions.items() if groups.takes_groups(function)))
+        forms = {f.name: "text" if f.name in registry.BUILT_IN else f.completions for f in self.rewards.functions}
         while True:
-            name, sample = connection.recv()
-            connection.send(_run(functions[name], sample))
+            name, samples, group = connection.recv()
+            connection.send(_run(functions[name], samples, group, forms[name]))
 
     def _import(self) -> dict[str, RewardFunction]:
         if GUARDIAN not in sys.modules:  # a fork server passes over modules that it cannot import
@@ -70,7 +75,7 @@ class Job:
         functions: dict[str, RewardFunction] = {}
         for name, options in ((function.name, function.options) for function in self.rewards.functions):
             functions[name] = registry.bind(name, options, self.rewards.step_splitter)
-            if name == "accuracy":
+            if name in USES_MATH_VERIFY:
                 importlib.import_module(WARM)
             elif name == "reward_model" and not self.is_replacement:  # a server that restarts must not end the run
                 from grpo_mega.rewards.reward_model import check_reachable
@@ -79,14 +84,30 @@ class Job:
         return functions
 
 
-def _run(function: RewardFunction, sample: bytes) -> tuple[Score, str | None]:
+def _run(function: RewardFunction, pickled: list[bytes], group: bytes | None, form: str) -> list[Outcome]:
     try:
-        prompt, response, answer, extras = pickle.loads(sample)
-        return as_score(function(prompt, response, answer, extras), response), None
+        samples = [pickle.loads(sample) for sample in pickled]
+        if group is None:
+            returned = [function(*samples[0])]
+        else:
+            given, token_ids = pickle.loads(group)
+            returned = groups.call(function, samples, given, token_ids, form)
+        return [_outcome(value, response) for value, (_, response, _, _) in zip(returned, samples, strict=True)]
     except MemoryError:
         os._exit(_OUT_OF_MEMORY_STATUS)  # the heap is full of what did not fit; only a fresh process can go on
     except BaseException as error:  # SystemExit and its like end the check, not the worker
-        return Score(None if isinstance(error, NoScore) else 0.0, "error"), describe(error)
+        return [_failed(error)] * len(pickled)
+
+
+def _outcome(returned: object, response: str) -> Outcome:
+    try:
+        return as_score(returned, response), None
+    except Exception as error:
+        return _failed(error)
+
+
+def _failed(error: BaseException) -> Outcome:
+    return Score(None if isinstance(error, NoScore) else 0.0, "error"), describe(error)
 
 
 def describe(error: BaseException) -> str:

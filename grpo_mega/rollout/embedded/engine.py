@@ -154,7 +154,7 @@ class EmbeddedEngine(Engine):
                     policy_version=self.version,
                 )
                 group.samples.append(sample)
-                on_sample(sample)
+                on_sample(sample, group)
                 if stop is not None and len(group.samples) == n:
                     stop.done(keys[row // n], clock)
             state.is_live &= ~ended

@@ -153,7 +153,7 @@ class Client:
                 break
             group = under_way[event.key]
             group.samples.append(event.sample)
-            on_sample(event.sample)
+            on_sample(event.sample, group)
             if len(group.samples) == sampling.group_size:
                 group.samples.sort(key=lambda s: s.index)
                 finished[event.key] = under_way.pop(event.key)

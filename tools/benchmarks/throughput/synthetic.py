@@ -99,9 +99,10 @@ class SyntheticEngine:
         found: dict[int, Group] = {}
         for key in list(prompts)[self._rank :: self._world_size]:
             prompt = prompts[key]
-            group = Group(prompt, [self._sample(prompt, i, sampling, step) for i in range(sampling.group_size)])
-            for sample in group.samples:
-                on_sample(sample)
+            group = Group(prompt, [])
+            for index in range(sampling.group_size):
+                group.samples.append(self._sample(prompt, index, sampling, step))
+                on_sample(group.samples[-1], group)
             if stop is not None:
                 stop.done(key, max(s.response_len for s in group.samples))
             found[key] = group
@@ -128,6 +129,9 @@ class RandomRewards:
         self.has_warned = True  # there are no failures to tell
 
     def submit(self, sample: Sample) -> None:
+        pass
+
+    def submit_group(self, samples: Iterable[Sample]) -> None:
         pass
 
     def keep(self, groups: Iterable[Group]) -> None:

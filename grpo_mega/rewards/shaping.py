@@ -1,0 +1,116 @@
+"""Rewards that shape a response beside its answer: signs of steps, length, repetition, language.
+
+reasoning_steps, len, cosine and repetition_penalty give the values of open-r1's functions of these names, with two differences:
+a gold answer that cannot be read gives no value (open-r1 takes every answer to it for right), and past max_len cosine stays at
+its last value (open-r1's turns back). Lengths are in characters. Options that cannot be are a ValueError, on any response.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_mega.rewards.api import Score
+from grpo_mega.rewards.math.accuracy import accuracy
+from grpo_mega.rewards.math.answer import whole_turn
+
+SHAPING = frozenset({"reasoning_steps", "len", "cosine", "repetition_penalty", "language_consistency"})  # no marks of a test
+
+_SIGN_OF_STEP = re.compile(r"Step \d+:|\A\d+\.|\n[-*]|(?:First|Second|Next|Finally),")
+_SIGNS_WANTED = 3
+
+_HAN, _KANA = "\u3400-\u4dbf\u4e00-\u9fff", "\u3040-\u30ff"
+_LETTERS = dict.fromkeys(("en", "de", "es", "fr", "it", "pt"), "A-Za-z\u00c0-\u024f")
+_LETTERS |= {"zh": _HAN, "ja": _HAN + _KANA, "ko": "\uac00-\ud7af", "ru": "\u0400-\u04ff", "el": "\u0370-\u03ff"}
+_LETTERS |= {"ar": "\u0600-\u06ff", "he": "\u0590-\u05ff"}
+_WORD = re.compile(rf"[{_HAN}{_KANA}]|(?:(?![{_HAN}{_KANA}])[^\W\d_])+")
+_NO_PROSE = re.compile(r"\\[A-Za-z]+|\b[A-Za-z]\b|<[^<>\s]*>")  # commands of LaTeX, variables, tags
+
+
+def reasoning_steps(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float:
+    """Return a third per sign of a step, at most 1: "Step 2:", a bullet, "First," or "1." where the text begins."""
+    return min(1.0, sum(1 for _ in _SIGN_OF_STEP.finditer(response)) / _SIGNS_WANTED)
+
+
+def len_reward(completions: Sequence[str], solution: Sequence[str], prefill: Sequence[str] = ()) -> list[Score]:
+    """Return Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3) for the responses of one prompt:
+
+    0.5 - (length - shortest) / (longest - shortest); for a wrong answer at most 0; 0 where all are equally long
+    """
+    rows = zip(completions, solution, prefill or [""] * len(completions), strict=True)
+    judged = [accuracy("", text, gold, {"prefill": opening}) for text, gold, opening in rows]
+    lengths = [len(text) for text in completions]
+    spread = max(lengths) - min(lengths)
+    values = [0.5 - (length - min(lengths)) / spread if spread else 0.0 for length in lengths]
+    return [
+        Score(None if score.value is None else value if score.value else min(value, 0.0), score.verdict)
+        for score, value in zip(judged, values, strict=True)
+    ]
+
+
+def cosine(
+    prompt: str,
+    response: str,
+    answer: str,
+    extras: dict[str, Any],
+    *,
+    min_value_wrong: float = -1.0,
+    max_value_wrong: float = -0.5,
+    min_value_correct: float = 0.5,
+    max_value_correct: float = 1.0,
+    max_len: float = 1000,
+) -> Score:
+    """Return the cosine reward (arXiv 2502.03373, section 4): half a period of a cosine over the length, up to max_len.
+
+    A right answer falls from max_value_correct to min_value_correct, a wrong one rises from min_value_wrong to max_value_wrong.
+    """
+    _require("max_len", max_len, max_len > 0, "be above 0")
+    judged = accuracy(prompt, response, answer, extras)
+    if judged.value is None:
+        return judged
+    short, long = (max_value_correct, min_value_correct) if judged.value else (min_value_wrong, max_value_wrong)
+    share = min(len(response) / max_len, 1.0)
+    return Score(long + (short - long) * (1.0 + math.cos(math.pi * share)) / 2, judged.verdict)
+
+
+def repetition_penalty(
+    prompt: str,
+    response: str,
+    answer: str,
+    extras: dict[str, Any],
+    *,
+    ngram_size: int = 3,
+    max_penalty: float = -1.0,
+    unit: str = "words",
+) -> float:
+    """Return max_penalty times the share of the response's n-grams that are repetitions (arXiv 2502.03373, appendix C.2).
+
+    Words are separated by white space, and upper and lower case are the same; `unit: characters` is for scripts without spaces.
+    """
+    _require("ngram_size", ngram_size, ngram_size >= 1, "be at least 1")
+    _require("max_penalty", max_penalty, max_penalty <= 0, "be at most 0")
+    _require("unit", unit, unit in ("words", "characters"), "be words or characters")
+    units = response.lower().split()
+    if unit == "characters":
+        units = list("".join(units))
+    ngrams = [tuple(units[i : i + ngram_size]) for i in range(len(units) - ngram_size + 1)]
+    return max_penalty * (1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0
+
+
+def language_consistency(prompt: str, response: str, answer: str, extras: dict[str, Any], *, language: str = "en") -> float:
+    """Return the share of the thought's words that are in the language's script (DeepSeek-R1, arXiv 2501.12948, 2.3.2).
+
+    The thought is the text between <think> and </think>, or all of a response without one. A Chinese or Japanese character is a
+    word; commands of LaTeX and single Latin letters are none. Languages that share a script cannot be told apart.
+    """
+    _require("language", language, language in _LETTERS, f"be one of {', '.join(_LETTERS)}")
+    turn = whole_turn(response, extras)
+    thought = turn.partition("<think>")[2].partition("</think>")[0] if "<think>" in turn else turn
+    words = _WORD.findall(_NO_PROSE.sub(" ", thought))
+    own = re.compile(f"[{_LETTERS[language]}]+")
+    return sum(own.fullmatch(word) is not None for word in words) / len(words) if words else 0.0
+
+
+def _require(name: str, value: Any, is_right: bool, what: str) -> None:
+    if not is_right:
+        raise ValueError(f"{name}={value!r}: must {what}")

@@ -1,0 +1,79 @@
+"""The plan's decoding steps, beside published figures of servers on H100s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from shapes import LLAMA_70B
+
+from grpo_mega import config as configs
+from grpo_mega.formats.known_models import KNOWN_MODELS
+from grpo_mega.hardware.cards import card_of
+from grpo_mega.planner.engine import engine_memory
+from grpo_mega.planner.setup import Setup
+from grpo_mega.planner.timing import decoding_step, token_seconds
+from grpo_mega.weights.spec import ModelShape
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA_405B = dict(KNOWN_MODELS["llama-3.1-405b"].fields)
+CLOSE = 0.15  # of the published figure
+
+
+def setup_of(fields: dict[str, Any], tp: int, quantization: str | None = None) -> Setup:
+    raw = {
+        "run_dir": "unused",
+        "steps": 1,
+        "model": {"path": "unused", "dtype": "bfloat16"},
+        "layout": {"tp": tp},
+        "data": {"train": "unused"},
+        "rollout": {"engine": "sglang", "tp": tp, "quantization": quantization},
+    }
+    return Setup(configs.validate(raw), ModelShape.from_hf_config(fields), 0, card_of("h100"), tp, 8, 64.0, 256.0)
+
+
+def step(setup: Setup, concurrent: float, context: float) -> float:
+    return float(decoding_step(setup, engine_memory(setup).weights.value, concurrent, context).value)
+
+
+@pytest.mark.parametrize(("tp", "batch", "published"), [(1, 1, 7.37e-3), (1, 128, 11.84e-3), (8, 1, 3.35e-3)])
+def test_a_step_of_llama_3_8b_takes_as_long_as_sglang_published(tp: int, batch: int, published: float) -> None:
+    """github.com/sgl-project/sglang/issues/1008, 9 August 2024: Llama-3-8B in bf16 with CUDA graphs, 128 tokens in, 8 out;
+    median latency of decoding by bench_latency, which calls the model without the scheduler. What was read of it does not
+    name the card: an A100 would need all of its memory's rate to read 15 GB in 7.37 ms."""
+    setup = setup_of(LLAMA_8B, tp)
+    assert step(setup, batch, 132) - setup.assumed.decode_step_s == pytest.approx(published, rel=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rate", "published", "close"),
+    [(LLAMA_70B, 1, 7.78, CLOSE), (LLAMA_70B, 2, 8.82, CLOSE), (LLAMA_70B, 4, 9.65, CLOSE), (LLAMA_405B, 1, 20.9, 0.25)],
+    ids=["70b-1", "70b-2", "70b-4", "405b-1"],
+)
+def test_a_request_to_a_server_at_tp8_takes_as_long_as_sglang_published(
+    fields: dict[str, Any], rate: float, published: float, close: float
+) -> None:
+    """lmsys.org/blog/2024-07-25-sglang-llama3 (SGLang v0.2): Llama-3-70B and Llama-3.1-405B in FP8 on 8 H100s 80GB SXM at TP8,
+    prompts of 512 to 4,096 tokens and responses of 128 to 1,024, `rate` requests per second; median end-to-end latency in
+    seconds, read off the curves of the figures. So many requests are under way as arrive in that time, and each waits while
+    others' prompts are processed."""
+    prompt, response, setup = 2304, 576, setup_of(fields, 8, "fp8")
+    prefill = prompt * token_seconds(setup)
+    decoding = response * step(setup, rate * published, prompt + response / 2)
+    assert prefill + decoding / (1 - rate * prefill) == pytest.approx(published, rel=close)
+
+
+@pytest.mark.parametrize(("context", "published"), [(5250, 18.58e-3), (1500, 18.91e-3)])
+def test_a_step_of_llama_3_3_70b_at_tp2_takes_as_long_as_nvidia_published(context: float, published: float) -> None:
+    """docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance, read in November 2026: Llama-3.3-70B in FP8 by NIM 1.8.0 on 2
+    H100s 80G at TP2, one request at a time of 5,000 tokens in and 500 out, or 500 in and 2,000 out; time between tokens."""
+    assert step(setup_of(LLAMA_70B, 2, "fp8"), 1, context) == pytest.approx(published, rel=CLOSE)
