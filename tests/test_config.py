@@ -120,7 +120,7 @@ def test_a_recipes_section_keeps_the_keys_that_are_not_given(tmp_path: Path) -> 
 def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gdpo normalises several rewards, but"):
         load(tmp_path, ["algorithm.recipe=gdpo", "rewards.functions=[{name: accuracy}]"])
-    with pytest.raises(ConfigError, match="gdpo adds rewards up, but 'format' multiplies them; leave multiplies out"):
+    with pytest.raises(ConfigError, match="gdpo adds rewards, but 'format' multiplies them; leave multiplies out"):
         load(tmp_path, ["algorithm.recipe=gdpo", "rewards.functions=[{name: accuracy}, {name: format, multiplies: true}]"])
     assert load(tmp_path, ["algorithm.recipe=gdpo"]).algorithm.adv_type == "gdpo"
 

@@ -309,7 +309,7 @@ class Config(Section):
             raise ValueError("algorithm.adv_type=gdpo normalises several rewards, but rewards.functions has one; use grpo")
         factors = [function.name for function in self.rewards.functions if function.multiplies]
         if self.algorithm.adv_type == "gdpo" and factors:
-            raise ValueError(f"algorithm.adv_type=gdpo adds rewards up, but {factors[0]!r} multiplies them; leave multiplies out")
+            raise ValueError(f"algorithm.adv_type=gdpo adds rewards, but {factors[0]!r} multiplies them; leave multiplies out")
         if self.algorithm.loss_type == "kl_cov" and self.batch.optimizer_steps == 1:
             raise ValueError(
                 "algorithm.loss_type=kl_cov has a penalty of 0 in the first optimizer step of a rollout; raise "

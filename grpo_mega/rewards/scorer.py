@@ -60,7 +60,7 @@ class Scorer:
     def submit_group(self, samples: Iterable[Sample]) -> None:
         """Hand the samples of a group, which have been submitted, to the functions that are called once per group."""
         ordered = sorted(samples, key=lambda sample: sample.index)
-        keys, token_ids = [self._key_of[id(sample)] for sample in ordered], [sample.response_ids for sample in ordered]
+        keys, token_ids = [self._key_of[id(sample)] for sample in ordered], [list(sample.response_ids) for sample in ordered]
         self._pool.submit_group(keys, ordered[0].prompt.given, token_ids)
 
     def keep(self, groups: Iterable[Group]) -> None:
