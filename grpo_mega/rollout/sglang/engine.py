@@ -2,7 +2,7 @@
 
 The first of these ranks, the leader, starts the server, calls it and stops it; the others give their memory and their buckets
 of a sync. A failure of the server is noted in `failure` and never raised inside a collective of other ranks; they learn of it
-at the next rendezvous. The job's store is asked for the next prompt only: these ranks have a group of their own (peers.py).
+at the next rendezvous. The job's store is asked for the next prompt only: these ranks have a group of their own (Peers).
 
 In a sync each rank describes the bucket that it has filled for its own device; the leader gathers these descriptions and posts
 them as one request, and a bucket is filled again once its request was acknowledged. With two buffers one bucket is loaded while
@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_mega.distributed.peers import Peers
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import Engine, OnSample, Sampling
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets, payload
 from grpo_mega.rollout.sglang.client import Client
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS, report_path
-from grpo_mega.rollout.sglang.peers import Peers
 from grpo_mega.rollout.sglang.settings import EngineSettings
 from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from grpo_mega.errors import EngineError
 
+PEERS = "peers"  # description of these groups, which outlive an arrangement of Megatron's
+
 
 class Peers:
     """Ranks leader, ..., leader + size - 1 of the job. All of them call every method together."""
@@ -24,7 +26,7 @@ class Peers:
     @cached_property
     def _group(self) -> dist.ProcessGroup:
         ranks, timeout = list(range(self._leader, self._leader + self._size)), timedelta(seconds=self._deadline_s)
-        return dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+        return dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc=PEERS)
 
     def gather(self, phase: str, text: str) -> list[str]:
         """Return the texts of all ranks, in their order, on the leader; an empty list on the others."""
