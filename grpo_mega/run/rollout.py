@@ -54,20 +54,25 @@ class Rollouts:
         is_shown = self.runtime.rank == 0 and self.config.log.progress
         with self.timers("sample"), progress(len(prompts) * sampling.group_size, description, is_shown) as bar:
             num_shown = tokens_shown = 0
+            counter = f"{description} of step {step}"
 
             def on_sample(sample: Sample, group: Group) -> None:
                 nonlocal num_shown, tokens_shown
                 self.scorer.submit(sample)
                 if len(group.samples) == sampling.group_size:
                     self.scorer.submit_group(group.samples)
+                if not self.config.log.progress:
+                    return
                 # Counted over all ranks. One number holds both counts, since each request to the store takes time.
                 added = _MANY * sample.response_len + 1
-                before = self.rendezvous.fetch_add(f"{description} of step {step}", added)
+                before = self.rendezvous.fetch_add(counter, added)
                 tokens, num_done = divmod(before + added, _MANY)
                 bar.advance(num_done - num_shown, tokens=tokens - tokens_shown)
                 num_shown, tokens_shown = num_done, tokens
 
             phase = self.generator.generate(prompts, sampling, step=step, on_sample=on_sample, wanted=wanted)
+            if self.runtime.rank == 0:  # no rank adds to it any more
+                self.rendezvous.delete(counter)
         self.scorer.keep(phase.mine.values())
         with self.timers("reward"), self.runtime.together():
             self.scorer.finish(recorder().beat)

@@ -3,7 +3,8 @@
 `python tools/benchmarks/host.py [--ranks 64 512 1024]` takes a 70B job's step with one prompt of 16 samples per rank, responses
 of 1,100 tokens on average and 3,072 at most, TP4, PP8, and engines of 8 ranks, and runs here what one of its ranks does:
  rendezvous  one thread and connection per rank, all at one store in a process of its own: the exchanges of a step, and each
-             engine's requests for prompts and counts of finished samples. CPU time of the clients per rank, and of the store
+             engine's requests for prompts, with log.progress off as in slurm/. CPU time of a rank
+ store       CPU time of the store for all of them
  exchange    the samples: packing a rank's own, unpacking those of all, and the all-reduce that carries them, whose CPU time is
              taken from two ranks on this machine and doubled, since in a large ring every byte passes a rank twice as often
  packing     advantages, token weights, and the micro-batches of one data-parallel rank
@@ -146,8 +147,6 @@ def exchange_once(parties: list[Rendezvous], *, first: bool = False) -> None:
         if party.rank % ENGINE_TP == 0 and not first:
             for _ in range(ENGINE_TP + 1):  # an engine's groups, and that there are no more
                 party.fetch_add("prompts/1")
-            for _ in range(ENGINE_TP * GROUP_SIZE):
-                party.fetch_add("sampling of step 7")
         for phase in PHASES:
             reports = [[party.rank + i, 0, GROUP_SIZE, GROUP_SIZE * MEAN_RESPONSE] for i in range(ENGINE_TP)]
             party.all_gather(phase, reports if phase == PHASES[0] and party.rank % ENGINE_TP == 0 else None, 120.0)
