@@ -83,7 +83,7 @@ settings() {
     export STATE RUN_DIR RANKS_PER_NODE NODE_SILENCE_SECONDS
     export START="$SLURM_JOB_ID.$RESTARTS"
     mkdir -p "$(dirname "$RUN_DIR")"
-    mkdir -p -m 700 "$RUN_DIR" # other users of the nodes may not look into it
+    [[ -d "$RUN_DIR" ]] || mkdir -m 700 "$RUN_DIR" # other users of the nodes may not look into it
     mkdir -p "$STATE/beats" "$STATE/failures"
     rm -f "$STATE"/beats/* "$STATE"/failures/*
     ((RESTARTS > 0)) || rm -f "$STATE/finished" # a new job may have a finished run go on to more steps

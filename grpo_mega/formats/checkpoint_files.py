@@ -44,6 +44,7 @@ class Manifest:
     draws: int | None = None  # of prompts from the data, one after the other; None: one per step
     inputs: dict[str, str] | None = None  # digests of model and data, see run/inputs.py
     kl_beta: float | None = None  # of the next step, where algorithm.kl_target adapts it
+    kl_beta_from: float | None = None  # the algorithm.kl_beta from which it was adapted
     written_at: float | None = None  # seconds since the epoch; None: as the manifest's file says
 
 

@@ -78,7 +78,8 @@ class Job:
             self.policy.restore(checkpoint / STATE)
             self.steps_done = self.checkpoints.saved_step = manifest.step
             self.draws = manifest.step if manifest.draws is None else manifest.draws
-            if self.config.algorithm.kl_target is not None and manifest.kl_beta is not None:
+            algorithm = self.config.algorithm  # another kl_beta than before is meant to be taken
+            if algorithm.kl_target is not None and manifest.kl_beta is not None and manifest.kl_beta_from == algorithm.kl_beta:
                 self.policy.restore_kl_beta(manifest.kl_beta)
                 self.log.message(f"algorithm.kl_beta goes on at {manifest.kl_beta:.4g}, as algorithm.kl_target has adapted it")
             self.log.message(f"resumed after step {manifest.step} from {checkpoint}")
@@ -110,6 +111,7 @@ class Job:
                 draws=self.draws,
                 inputs=self.inputs.digests(),
                 kl_beta=None if self.config.algorithm.kl_target is None else self.policy.algorithm.kl_beta,
+                kl_beta_from=None if self.config.algorithm.kl_target is None else self.config.algorithm.kl_beta,
             ),
         )
 

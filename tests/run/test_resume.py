@@ -307,7 +307,8 @@ def test_weights_that_do_not_move_though_steps_are_taken_are_an_error(inputs: Pa
 
 
 def test_a_run_without_a_reward_signal_yet_is_warned_of_and_goes_on(inputs: Path, tmp_path: Path) -> None:
-    settings = ("steps=3", "rewards.functions=[{name: accuracy}]", "algorithm.kl_beta=0", "optimizer.warmup_steps=0")
+    settings = ("steps=3", "rewards.functions=[{name: accuracy}]", "algorithm.kl_target=null")
+    settings = (*settings, "algorithm.kl_beta=0", "optimizer.warmup_steps=0")
     code, output = run(inputs, tmp_path / "run", *(part for setting in settings for part in ("--set", setting)))
     assert code == 0, output
     rows = [json.loads(line) for line in _read(tmp_path / "run" / "metrics.jsonl").split("\n") if line]
