@@ -1,7 +1,7 @@
 """The policy's state as a Megatron distributed checkpoint: weights, optimizer and counters, loadable in any layout.
 
-`save` and `load` are collective. The reference is not part of it: it is the model that the run started from. Weights and their
-fp32 masters are saved separately, and a load proves that they still belong together.
+`save` and `load` are collective. The reference is part of it only if it follows the policy; else it is the model that the run
+started from. Weights and their fp32 masters are saved separately, and a load proves that they still belong together.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -29,17 +30,31 @@ from grpo_mega.megatron import compat
 from grpo_mega.megatron.optimizer import parts, separate_steps
 from grpo_mega.megatron.precision import is_rounded_from
 
+Reference = dict[str, torch.Tensor]  # "chunk0.NAME" -> the reference's values of that parameter, on the host
 
-def save(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any]) -> None:
+
+def save(
+    folder: Path,
+    models: Sequence[Any],
+    optimizer: MegatronOptimizer,
+    counters: dict[str, Any],
+    reference: Reference | None = None,
+) -> None:
     """Write into `folder`, which exists on every node and is empty. `models` are the unwrapped chunks."""
     compat.save_optimizer_state_in_place()
     _make_states(optimizer)
-    state = _state(models, optimizer, counters, is_loading=False)
+    state = _state(models, optimizer, counters, reference, is_loading=False)
     dist_checkpointing.save(state, str(folder), sharded_strategy=InProcessSave("torch_dist", 1))
 
 
-def load(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any]) -> dict[str, Any]:
-    """Fill models and optimizer from `folder`; return its counters, named by `counters`.
+def load(
+    folder: Path,
+    models: Sequence[Any],
+    optimizer: MegatronOptimizer,
+    counters: dict[str, Any],
+    reference: Reference | None = None,
+) -> dict[str, Any]:
+    """Fill models, optimizer and `reference` from `folder`; return its counters, named by `counters`.
 
     Raises ResumeError if the checkpoint is of another model, and on all ranks if any weight is not its fp32 master in the
     model's dtype.
@@ -48,12 +63,14 @@ def load(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, coun
     compat.beat_per_loaded_tensor()
     _make_states(optimizer)
     try:
-        state = dist_checkpointing.load(_state(models, optimizer, counters, is_loading=True), str(folder))
+        state = dist_checkpointing.load(_state(models, optimizer, counters, reference, is_loading=True), str(folder))
     except (dist_checkpointing.core.CheckpointingException, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ResumeError(f"checkpoint {folder} does not fit this model ({reason}); give the run_dir of its own run") from None
     for index, model in enumerate(models):
         model.load_state_dict(state[f"model{index}"])
+    if reference is not None:
+        reference |= state["reference"]
     names = {p: name for model in models for name, p in model.named_parameters()}
     with _compared(optimizer) as differing:
         optimizer.load_state_dict(state["optimizer"])
@@ -128,7 +145,12 @@ class _SavePlanner(MCoreSavePlanner):
 
 
 def _state(
-    models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any], *, is_loading: bool
+    models: Sequence[Any],
+    optimizer: MegatronOptimizer,
+    counters: dict[str, Any],
+    reference: Reference | None,
+    *,
+    is_loading: bool,
 ) -> dict[str, Any]:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",  # the only one that loads in another layout without TE
@@ -140,8 +162,15 @@ def _state(
     return {
         **weights,
         "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata),
+        **({} if reference is None else {"reference": _sharded(reference, weights)}),
         **counters,
     }
+
+
+def _sharded(reference: Reference, weights: dict[str, Any]) -> dict[str, Any]:
+    """Return the reference's values with the places of the weights, under keys that begin with "reference."."""
+    places = {f"chunk{i}.{name}": place for i in range(len(weights)) for name, place in weights[f"model{i}"].items()}
+    return {name: make_sharded_optimizer_tensor(places[name], values, "reference") for name, values in reference.items()}
 
 
 def _make_states(optimizer: MegatronOptimizer) -> None:
