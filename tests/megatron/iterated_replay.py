@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,12 @@ from models import make_config, make_model
 from offload_worker import Trainee, make_config_of, make_groups
 from torch import Tensor
 
+from grpo_mega.formats.dcp_read import read_metadata
+from grpo_mega.formats.dtypes import ITEM_BYTES
 from grpo_mega.formats.reader import random_reader
+from grpo_mega.hardware.cards import CARDS
+from grpo_mega.planner.memory import checkpoint_bytes, host_memory
+from grpo_mega.planner.setup import Setup
 from grpo_mega.types import Group, Sample
 from grpo_mega.weights.boxes import Box, region
 from grpo_mega.weights.families import family_of
@@ -115,6 +121,21 @@ def check_all_steps(layout: str, rank: int, folder: Path) -> None:
         if rank == 0:
             torch.save((replay.metrics, start, end), folder / f"replay {alpha}.pt")
         compare(trainee, found, replay.metrics, start, end)
+        check_plan(trainee, folder / name)
+
+
+def check_plan(trainee: Trainee, state: Path) -> None:
+    """What is planned for a checkpoint and for the average are the bytes that are there."""
+    policy, config = trainee.policy, trainee.config
+    setup = Setup(config, policy._shape, 0, CARDS["h100"], 2, 1, 32.0, 32.0, uses_te=False)
+    is_saved = {name: t for name, t in read_metadata(state).items() if not name.endswith((".step", "_extra_state"))}
+    saved = {name: math.prod(t.shape) * ITEM_BYTES[t.dtype] for name, t in is_saved.items()}
+    assert sum(saved.values()) == checkpoint_bytes(setup).value, saved
+    averages = [figure.value for figure in host_memory(setup).other if figure.label == "reference's average"]
+    assert policy._reference is not None
+    held = torch.tensor(sum(t.nbytes for t in (policy._reference._average or {}).values()))
+    dist.all_reduce(held, dist.ReduceOp.MAX)
+    assert averages == ([int(held)] if config.algorithm.averages_reference else [])
 
 
 def check_going_on(layout: str, saved: str, rank: int, folder: Path) -> None:

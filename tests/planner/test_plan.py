@@ -107,6 +107,22 @@ def test_llama_70b_has_the_host_memory_and_the_checkpoint_that_arithmetic_by_han
     assert plan.host.pinned_total.gib == pytest.approx(by_hand, rel=0.05)  # the first stage holds the embedding besides
 
 
+@pytest.mark.parametrize(("alpha", "saved", "averaged"), [(1.0, 2, 0), (0.5, 4, 4)])
+def test_a_reference_that_follows_the_policy_is_in_checkpoints_and_its_average_in_host_memory(
+    make_config: MakeConfig, alpha: float, saved: int, averaged: int
+) -> None:
+    before = plan_of(make_config())
+    changes = {"algorithm.ref_model_sync_steps": 10, "algorithm.ref_model_mixup_alpha": alpha}
+    after = plan_of(make_config(**changes))
+    parameters = 70_553_706_496
+    assert after.checkpoint.value - before.checkpoint.value == saved * parameters
+    assert after.host.pinned_total == before.host.pinned_total
+    # Of 16 shares; 8 ranks on a node, where staged files lie in memory, and at alpha 1 a copy of the reference while saving.
+    on_node = 8 * parameters / 16
+    found = after.host.peak.value - before.host.peak.value
+    assert found == pytest.approx(on_node * (averaged + (saved if alpha == 1 else 0)) + saved * parameters / 8, rel=0.05)
+
+
 def test_it_does_not_fit_where_it_cannot(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
     """Without tensor parallelism an H100 has no room for the gradients of a quarter of 70B parameters."""
     path = make_config(**{"layout.tp": 1, "layout.sequence_parallel": False, "layout.dp": 16})

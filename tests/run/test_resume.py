@@ -164,7 +164,12 @@ def test_the_reward_model_is_refreshed_between_iterations(whole: End, inputs: Pa
         assert all(row["iteration"] == -(-row["step"] // SYNC_STEPS) <= number for row in rows)
         assert all(row["rewards"].keys() == {"tests.helpers.hostile_text.share_of_vowels"} for row in rows)
         assert len({(row["step"], row["prompt_id"], row["index"]) for row in rows}) == len(rows)
-    assert all(row["answer"].endswith(LINE_ENDS) and row["prompt"].startswith("Say ") for row in rows)
+    kept = {(row["step"], row["prompt_id"], row["index"]): row for row in rows}
+    logged = [json.loads(line) for line in _read(inputs.parent / "whole" / "samples.jsonl").split("\n") if line]
+    pairs = [(row, kept[key]) for row in logged if (key := (row["step"], row["prompt_id"], row["index"])) in kept]
+    assert len(pairs) >= 12
+    for name in ("prompt", "response", "answer", "finish_reason", "reward", "rewards"):
+        assert all(row[name] == mine[name] for row, mine in pairs), name
 
 
 def test_a_refresh_that_fails_ends_the_run_with_a_checkpoint_from_which_it_goes_on(
