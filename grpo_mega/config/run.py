@@ -307,19 +307,11 @@ class Config(Section):
         if self.optimizer.moments_dtype == "bfloat16" and self.model.dtype != "bfloat16":
             raise ValueError(f"optimizer.moments_dtype=bfloat16 needs model.dtype=bfloat16, not {self.model.dtype}; set it")
         if self.precision.fp8_parameters and self.algorithm.ref_model_sync_steps is not None:
-            raise ValueError(
-                f"algorithm.ref_model_sync_steps={self.algorithm.ref_model_sync_steps}: the reference cannot follow "
-                "weights that are kept in FP8; leave precision.fp8_parameters out"
-            )
+            raise ValueError("algorithm.ref_model_sync_steps: must not be set with precision.fp8_parameters; leave one out")
         if self.rewards.refresh_command is not None and self.algorithm.ref_model_sync_steps is None:
-            raise ValueError(
-                "rewards.refresh_command runs between iterations, and needs their length; set algorithm.ref_model_sync_steps"
-            )
+            raise ValueError("rewards.refresh_command needs iterations to run between; set algorithm.ref_model_sync_steps")
         if self.data.replay_fraction != 0.1 and self.rewards.refresh_command is None:
-            raise ValueError(
-                f"data.replay_fraction={self.data.replay_fraction} needs rewards.refresh_command, which reads the replay; "
-                "set it, or leave replay_fraction out"
-            )
+            raise ValueError(f"data.replay_fraction={self.data.replay_fraction} needs rewards.refresh_command; leave it out")
         if self.algorithm.adv_type == "gdpo" and len(self.rewards.functions) < 2:
             raise ValueError("algorithm.adv_type=gdpo normalises several rewards, but rewards.functions has one; use grpo")
         factors = [function.name for function in self.rewards.functions if function.multiplies]

@@ -203,8 +203,7 @@ class PolicyMemory:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Let the weights be overwritten inside the context; after it they are the policy's own again, bit for bit, from the
-        host memory for offloading."""
+        """Let the weights be overwritten inside the context; then they are the policy's again, bit for bit, from the host."""
         assert self.has_weights
         own = self._moved_weights.copy
         own.take(storages_of(self._weights()))

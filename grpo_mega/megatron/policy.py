@@ -132,8 +132,8 @@ class Policy:
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of this rank's share of a checkpoint, over its copies: weights with three fp32 numbers each, and the
-        reference if it follows the policy."""
+        """Return the bytes of this rank's share of a checkpoint: weights with three fp32 numbers each, and a reference that
+        follows them, over their copies."""
         dp, ep = self._runtime.layout.dp, self._runtime.layout.ep
         copies = {True: dp, False: dp // ep}  # by Megatron's mark: experts are not reduced over all data-parallel ranks
         of_reference = self._config.algorithm.saved_reference_bytes
@@ -216,9 +216,9 @@ class Policy:
         optimizers.wait_for_param_gather(self.chunks)
         self._reference.refresh()
 
-    def _saved_reference(self) -> dict[str, Tensor] | None:
-        """Return the reference as checkpoints have it; None if it stays the start model."""
-        return self._reference.tensors() if self._reference and self._config.algorithm.ref_model_sync_steps else None
+    def _saved_reference(self) -> dict[str, Tensor]:
+        """Return the reference as checkpoints have it; nothing if it stays the start model."""
+        return self._reference.tensors() if self._reference and self._config.algorithm.ref_model_sync_steps else {}
 
     def _optimizer_update(self, *totals: float) -> StepMetrics:
         """Take one optimizer step; drop the mini-batch instead if one of `totals` or the gradient is not finite."""

@@ -30,15 +30,11 @@ from grpo_mega.megatron import compat
 from grpo_mega.megatron.optimizer import parts, separate_steps
 from grpo_mega.megatron.precision import is_rounded_from
 
-Reference = dict[str, torch.Tensor]  # "chunk0.NAME" -> the reference's values of that parameter, on the host
+Values = dict[str, torch.Tensor]  # of a reference, on the host, by "chunk0.NAME"; empty: it is not saved
 
 
 def save(
-    folder: Path,
-    models: Sequence[Any],
-    optimizer: MegatronOptimizer,
-    counters: dict[str, Any],
-    reference: Reference | None = None,
+    folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any], reference: Values
 ) -> None:
     """Write into `folder`, which exists on every node and is empty. `models` are the unwrapped chunks."""
     compat.save_optimizer_state_in_place()
@@ -48,11 +44,7 @@ def save(
 
 
 def load(
-    folder: Path,
-    models: Sequence[Any],
-    optimizer: MegatronOptimizer,
-    counters: dict[str, Any],
-    reference: Reference | None = None,
+    folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any], reference: Values
 ) -> dict[str, Any]:
     """Fill models, optimizer and `reference` from `folder`; return its counters, named by `counters`.
 
@@ -69,8 +61,7 @@ def load(
         raise ResumeError(f"checkpoint {folder} does not fit this model ({reason}); give the run_dir of its own run") from None
     for index, model in enumerate(models):
         model.load_state_dict(state[f"model{index}"])
-    if reference is not None:
-        reference |= state["reference"]
+    reference |= state.get("reference", {})
     names = {p: name for model in models for name, p in model.named_parameters()}
     with _compared(optimizer) as differing:
         optimizer.load_state_dict(state["optimizer"])
@@ -145,12 +136,7 @@ class _SavePlanner(MCoreSavePlanner):
 
 
 def _state(
-    models: Sequence[Any],
-    optimizer: MegatronOptimizer,
-    counters: dict[str, Any],
-    reference: Reference | None,
-    *,
-    is_loading: bool,
+    models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any], reference: Values, *, is_loading: bool
 ) -> dict[str, Any]:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",  # the only one that loads in another layout without TE
@@ -162,12 +148,12 @@ def _state(
     return {
         **weights,
         "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata),
-        **({} if reference is None else {"reference": _sharded(reference, weights)}),
+        **({"reference": _sharded(reference, weights)} if reference else {}),
         **counters,
     }
 
 
-def _sharded(reference: Reference, weights: dict[str, Any]) -> dict[str, Any]:
+def _sharded(reference: Values, weights: dict[str, Any]) -> dict[str, Any]:
     """Return the reference's values with the places of the weights, under keys that begin with "reference."."""
     places = {f"chunk{i}.{name}": place for i in range(len(weights)) for name, place in weights[f"model{i}"].items()}
     return {name: make_sharded_optimizer_tensor(places[name], values, "reference") for name, values in reference.items()}

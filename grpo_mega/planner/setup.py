@@ -85,11 +85,6 @@ class Setup:
         return self.config.algorithm.kl_beta > 0
 
     @property
-    def saved_reference_bytes(self) -> int:
-        """Return the bytes in a checkpoint of an element of the reference."""
-        return self.config.algorithm.saved_reference_bytes(self.itemsize)
-
-    @property
     def layers_in_fp8(self) -> range:
         """Return the model's layers that compute in FP8."""
         precision = self.config.precision

@@ -1,14 +1,8 @@
 """Refresh the reward model between iterations, by a command of the user (DeepSeekMath, arXiv 2402.03300, algorithm 1).
 
 An iteration is algorithm.ref_model_sync_steps steps. Before the first step of the next one, rank 0 runs rewards.refresh_command
-and all ranks wait; then the servers of `reward_model` must answer, as at the start. The command finds in its environment
-
-    GRPO_MEGA_REPLAY      JSON lines to train on: all samples of the last iteration, and data.replay_fraction of those before
-    GRPO_MEGA_ITERATION   the number of the last iteration, from 1
-    GRPO_MEGA_STEP, GRPO_MEGA_RUN_DIR   the steps done; the run's folder
-
-A line has step, iteration, prompt_id, index, prompt, answer, response, finish_reason, reward and rewards (by function). A run
-that resumes between two iterations runs the command again.
+while all ranks wait; then the servers of `reward_model` must answer, as at the start. rewards/README.md has what the command
+finds. A run that resumes between two iterations runs it again.
 """
 
 from __future__ import annotations
@@ -27,8 +21,8 @@ from grpo_mega.rewards.reward_model import check_reachable
 from grpo_mega.run.job import Job
 from grpo_mega.types import Group
 
-_MEANT_FOR_RANKS = ("MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "SLURM_PROCID", "GRPO_MEGA_")
-_NAMES_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "OMP_NUM_THREADS")
+# The beginnings of variables that are meant for the ranks.
+_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "GRPO_MEGA_")
 
 
 def keep_rollout(job: Job, step: int, groups: Sequence[Group]) -> None:
@@ -76,13 +70,14 @@ def _agree(job: Job, problem: str | None) -> None:
 def _run_command(config: Config, command: str, step: int, iteration: int) -> str | None:
     """Return why the command failed; None if it did not."""
     write_replay(config, iteration)
+    folder, deadline_s = config.run_dir.resolve(), config.rewards.refresh_deadline_s
+    given = {"REPLAY": folder / REPLAY_FILE, "RUN_DIR": folder, "ITERATION": iteration, "STEP": step}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
+    environment |= {f"GRPO_MEGA_{name}": str(value) for name, value in given.items()}
     log = config.run_dir / LOGS / f"refresh-{step:06d}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(_MEANT_FOR_RANKS) and k not in _NAMES_OF_RANKS}
-    replay, run_dir = str((config.run_dir / REPLAY_FILE).resolve()), str(config.run_dir.resolve())
-    environment |= {"GRPO_MEGA_REPLAY": replay, "GRPO_MEGA_RUN_DIR": run_dir}
-    environment |= {"GRPO_MEGA_ITERATION": str(iteration), "GRPO_MEGA_STEP": str(step)}
     with log.open("ab") as output:
+        # In a session of its own: a Ctrl-C asks the trainer to stop, not the command.
         process = subprocess.Popen(
             command,
             shell=True,
@@ -90,20 +85,15 @@ def _run_command(config: Config, command: str, step: int, iteration: int) -> str
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a Ctrl-C asks the trainer to stop, not the command
+            start_new_session=True,
         )
     try:
-        code = process.wait(config.rewards.refresh_deadline_s)
+        code = process.wait(deadline_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return (
-            f"rewards.refresh_command was not done after {config.rewards.refresh_deadline_s:g} s; see {log}; "
-            "raise rewards.refresh_deadline_s and go on with --resume"
-        )
-    if code:
-        return f"rewards.refresh_command ended with code {code}; see {log}, correct it and go on with --resume"
-    return None
+        return f"rewards.refresh_command was not done after rewards.refresh_deadline_s={deadline_s:g}; see {log}, and raise it"
+    return f"rewards.refresh_command ended with code {code}; see {log}, correct it and go on with --resume" if code else None
 
 
 def write_replay(config: Config, iteration: int) -> None:

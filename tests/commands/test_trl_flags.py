@@ -236,6 +236,8 @@ BAD = {
     "--warmup_steps 3 --warmup_ratio 0.1": ("--warmup_steps and --warmup_ratio", "one of them"),
     "--report_to tensorboard": ("--report_to tensorboard", "wandb or none"),
     "--eval_strategy steps": ("--eval_strategy steps needs --eval_steps",),
+    "--ref_model_sync_steps 64": ("--ref_model_sync_steps 64 needs --sync_ref_model true", "leave ref_model_sync_steps out"),
+    "--sync_ref_model --beta 0": ("algorithm.ref_model_sync_steps=512 needs algorithm.kl_beta > 0",),
     "--dtype float16": ("model.dtype='float16'", "bfloat16"),
     "--bf16 --dtype float32": ("--bf16 true contradicts --dtype float32", "one of them"),
     "--reward_weights 1": ("--reward_weights 1 are 1", "accuracy format are 2", "one weight for each"),

@@ -125,7 +125,7 @@ def check_all_steps(layout: str, rank: int, folder: Path) -> None:
 
 
 def check_plan(trainee: Trainee, state: Path) -> None:
-    """What is planned for a checkpoint and for the average are the bytes that are there."""
+    """Compare the planned bytes of a checkpoint and of the average with those that are there."""
     policy, config = trainee.policy, trainee.config
     setup = Setup(config, policy._shape, 0, CARDS["h100"], 2, 1, 32.0, 32.0, uses_te=False)
     is_saved = {name: t for name, t in read_metadata(state).items() if not name.endswith((".step", "_extra_state"))}

@@ -74,7 +74,10 @@ def test_a_command_that_takes_too_long_is_killed_with_what_it_started(tmp_path: 
     config = make_config(
         tmp_path, "sleep 60 & echo $! > pid; wait".replace("pid", str(tmp_path / "pid")), refresh_deadline_s=0.5
     )
-    with pytest.raises(RefreshError, match=r"rewards.refresh_command was not done after 0.5 s; see .*refresh-000002.log"):
+    with pytest.raises(
+        RefreshError,
+        match=r"rewards.refresh_command was not done after rewards.refresh_deadline_s=0.5; see .*refresh-000002.log",
+    ):
         refresh(config, 2)
     status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
     until = time.monotonic() + 10
@@ -102,7 +105,10 @@ def test_a_server_that_is_gone_after_the_command_ends_the_run(tmp_path: Path) ->
     [
         ({"algorithm": {"ref_model_sync_steps": 4}}, "algorithm.ref_model_sync_steps=4 needs algorithm.kl_beta > 0"),
         ({"algorithm": {"ref_model_mixup_alpha": 0.5}}, "algorithm.ref_model_mixup_alpha=0.5 needs algorithm.ref_model_sync"),
-        ({"precision": {"fp8": "hybrid", "fp8_parameters": True, "fp8_reference": True}}, "leave precision.fp8_parameters out"),
+        (
+            {"precision": {"fp8": "hybrid", "fp8_parameters": True, "fp8_reference": True}},
+            "with precision.fp8_parameters; leave one out",
+        ),
         ({"algorithm": {}, "rewards": {"refresh_command": "true"}}, "set algorithm.ref_model_sync_steps"),
         ({"data": {"train": "t", "replay_fraction": 0.2}}, "data.replay_fraction=0.2 needs rewards.refresh_command"),
     ],
