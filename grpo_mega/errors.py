@@ -35,6 +35,10 @@ class RewardError(UserError):
     """A reward function that does not work on any sample."""
 
 
+class RefreshError(UserError):
+    """A refresh of the reward model that failed between two iterations."""
+
+
 class NonFiniteError(UserError):
     """Losses or gradients that stay infinite or NaN for several steps."""
 

@@ -23,6 +23,7 @@ from grpo_mega.run.build import open_job
 from grpo_mega.run.evaluation import evaluate_if_due
 from grpo_mega.run.job import Job
 from grpo_mega.run.model_files import export_policy
+from grpo_mega.run.refresh import keep_rollout, refresh_rewards_if_due
 from grpo_mega.types import Group, PackedBatch, StepMetrics
 
 
@@ -31,11 +32,12 @@ def run(config: Config) -> None:
 
     If asked to stop, end after the current step, with a checkpoint.
     """
-    with open_job(config) as job, job.saved_if_engine_fails():
+    with open_job(config) as job, job.saved_on_failure():
         first, tracer = job.resume(), Tracer(config, job.runtime.rank, job.runtime.device, job.timers, job.log)
         job.colocation.sync_weights(version=first)
         evaluate_if_due(job, first)
         for step in range(first, config.steps):
+            refresh_rewards_if_due(job, step)
             with tracer.step(step + 1):
                 train_step(job, step)
             if step == first:
@@ -59,8 +61,12 @@ def train_step(job: Job, step: int) -> None:
             batches = attach_logprobs(job.config, groups, batches, job.policy, job.runtime, job.timers, step)
             metrics |= update(job, step, groups, batches)
         job.steps_done, job.draws = step + 1, job.draws + num_draws
+        if job.config.algorithm.ends_iteration(step + 1):
+            with job.timers("reference"):
+                job.policy.refresh_reference()
         job.save_if_due(step + 1)
     job.log.log_samples(step + 1, groups, job.rollouts.decode)
+    keep_rollout(job, step + 1, groups)
     try:
         metrics |= job.colocation.sync_weights(version=step + 1)
     finally:

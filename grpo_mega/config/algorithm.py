@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from grpo_mega.config import rlinf
-from grpo_mega.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, Section
+from grpo_mega.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 Recipe = Literal[
     "grpo",
@@ -169,6 +169,9 @@ class AlgorithmConfig(Section):
     # Adapt kl_beta after each step so that kl/mean gets near this (nats per token), by at most 0.2 / kl_horizon per sample.
     kl_target: PositiveFloat | None = None
     kl_horizon: PositiveFloat = 10000.0
+    # Every so many steps the reference becomes alpha * policy + (1 - alpha) * reference, and an iteration ends; None: never.
+    ref_model_sync_steps: PositiveInt | None = None
+    ref_model_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: the policy itself
     normalize_by_std: bool = True  # divide by the group's standard deviation; Dr. GRPO does not
     std_over: Literal["group", "batch"] = "group"  # batch: the deviation of all rewards of the step
     std_ddof: Literal[0, 1] = 1  # the deviation divides by group_size - std_ddof
@@ -215,6 +218,19 @@ class AlgorithmConfig(Section):
         return self.kl_beta > 0 and self.kl_in == "reward"
 
     @property
+    def averages_reference(self) -> bool:
+        """True if the reference is a moving average of policies, kept in fp32."""
+        return self.ref_model_sync_steps is not None and self.ref_model_mixup_alpha < 1
+
+    def saved_reference_bytes(self, itemsize: int) -> int:
+        """Return the bytes in a checkpoint of an element of the reference, whose weights have `itemsize`; 0: not saved."""
+        return 0 if self.ref_model_sync_steps is None else 4 if self.averages_reference else itemsize
+
+    def ends_iteration(self, step: int) -> bool:
+        """Return True if the reference is refreshed after `step` steps."""
+        return self.ref_model_sync_steps is not None and step % self.ref_model_sync_steps == 0
+
+    @property
     def is_by_covariance(self) -> bool:
         return self.loss_type in ("clip_cov", "kl_cov")
 
@@ -251,6 +267,10 @@ class AlgorithmConfig(Section):
             yield f"kl_in=reward: must be loss with {adv_type}; use algorithm.kl_in=loss"
         if self.kl_target is not None and self.kl_beta == 0:
             yield f"kl_target={self.kl_target} needs algorithm.kl_beta > 0, the weight to begin with; set both or neither"
+        if self.ref_model_sync_steps is not None and self.kl_beta == 0:
+            yield f"ref_model_sync_steps={self.ref_model_sync_steps} needs algorithm.kl_beta > 0, or there is no reference"
+        if self.ref_model_mixup_alpha != 1 and self.ref_model_sync_steps is None:
+            yield f"ref_model_mixup_alpha={self.ref_model_mixup_alpha} needs algorithm.ref_model_sync_steps; set it"
         if self.std_over == "batch" and (self.adv_type != "grpo" or not self.normalize_by_std):
             yield "std_over=batch needs algorithm.adv_type=grpo and normalize_by_std=true; use group"
         if self.adv_type == "grpo_leave_one_out" and self.group_size < 3:

@@ -40,6 +40,7 @@ class DataConfig(Section):
     system_prompt: str | None = None
     max_prompt_length: PositiveInt = 1024  # tokens; longer prompts are dropped and counted
     shuffle: bool = True
+    replay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1  # of earlier iterations' samples, for rewards.refresh_command
     pass_rates: Path | None = None  # file from `grpo-mega eval --train-set --samples N --out FILE`
     min_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = None  # drop prompts of data.train with a lower pass rate
     max_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = None  # drop those with a higher one

@@ -43,6 +43,9 @@ class RewardsConfig(Section):
     )
     num_workers: PositiveInt = 2  # worker processes per engine (embedded: per rank)
     deadline_s: PositiveFloat = 5.0  # of one call (TRL's signature: on a group); then the worker is killed: "timeout"
+    # Run by the shell between iterations (algorithm.ref_model_sync_steps), to train the reward model on; see run/refresh.py.
+    refresh_command: str | None = None
+    refresh_deadline_s: PositiveFloat = 14400.0
     step_splitter: str = "blank-lines"  # for functions that score steps; see rewards/steps.py
 
     @field_validator("functions")

@@ -294,6 +294,7 @@ class Config(Section):
     def deadline_of_phase(self) -> dict[str, float]:
         """Longest time without progress, in seconds, of the phases that may take longer than `hang_deadline_s`."""
         longest = {"sample": self.rollout.phase_deadline_s, "reward": self.rewards.deadline_s}
+        longest["refresh"] = self.rewards.refresh_deadline_s
         longest |= dict.fromkeys(("wake", "sleep", "sync"), self.rollout.start_deadline_s)
         return {phase: seconds + self.hang_deadline_s for phase, seconds in longest.items()}
 
@@ -305,6 +306,12 @@ class Config(Section):
             raise ValueError(f"precision.fp8={self.precision.fp8!r} needs model.dtype=bfloat16, not {self.model.dtype}; set it")
         if self.optimizer.moments_dtype == "bfloat16" and self.model.dtype != "bfloat16":
             raise ValueError(f"optimizer.moments_dtype=bfloat16 needs model.dtype=bfloat16, not {self.model.dtype}; set it")
+        if self.precision.fp8_parameters and self.algorithm.ref_model_sync_steps is not None:
+            raise ValueError("algorithm.ref_model_sync_steps: must not be set with precision.fp8_parameters; leave one out")
+        if self.rewards.refresh_command is not None and self.algorithm.ref_model_sync_steps is None:
+            raise ValueError("rewards.refresh_command needs iterations to run between; set algorithm.ref_model_sync_steps")
+        if self.data.replay_fraction != 0.1 and self.rewards.refresh_command is None:
+            raise ValueError(f"data.replay_fraction={self.data.replay_fraction} needs rewards.refresh_command; leave it out")
         if self.algorithm.adv_type == "gdpo" and len(self.rewards.functions) < 2:
             raise ValueError("algorithm.adv_type=gdpo normalises several rewards, but rewards.functions has one; use grpo")
         factors = [function.name for function in self.rewards.functions if function.multiplies]

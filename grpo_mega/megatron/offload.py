@@ -187,21 +187,27 @@ class PolicyMemory:
             chunk.restore_grad_buffers(synchronize=False)
         self._moved_optimizer.begin_onload()
 
-    def copy_weights(self) -> HostCopy:
-        """Return a copy of the current weights, for `with_weights`."""
-        copy = HostCopy(self._stream, is_pinned=self._is_cuda)
+    def copy_weights(self, into: HostCopy | None = None) -> HostCopy:
+        """Return a copy of the current weights, for `with_weights`; in the host memory of `into`, if given."""
+        copy = into or HostCopy(self._stream, is_pinned=self._is_cuda)
         copy.take(storages_of(self._weights()))
         self._stream.synchronize()
         return copy
 
     @contextmanager
     def with_weights(self, copy: HostCopy) -> Iterator[None]:
-        """Use other weights inside the context, then the policy's own again, bit for bit, from the host memory for
-        offloading."""
+        """Use other weights inside the context."""
+        with self.borrowed():
+            torch.cuda.current_stream().wait_event(copy.put())
+            yield
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Let the weights be overwritten inside the context; then they are the policy's again, bit for bit, from the host."""
         assert self.has_weights
         own = self._moved_weights.copy
         own.take(storages_of(self._weights()))
-        torch.cuda.current_stream().wait_event(copy.put())
+        torch.cuda.current_stream().wait_stream(self._stream)
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""The policy: a Megatron model with its optimizer and, for a KL penalty, a frozen reference, on this rank.
+"""The policy: a Megatron model with its optimizer and, for a KL penalty, a reference, on this rank.
 
 The reference has the policy's layout; its weights stay in host memory and are swapped in while its log-probs are computed.
 Between updates `memory` can offload the policy itself to the host. Methods that need more than is on the device onload it,
@@ -30,9 +30,10 @@ from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import state as checkpoint
 from grpo_mega.megatron.guard import Guard, num_groups
 from grpo_mega.megatron.model import build_chunks, output_weight, uses_transformer_engine
-from grpo_mega.megatron.offload import HostCopy, PolicyMemory
+from grpo_mega.megatron.offload import PolicyMemory
 from grpo_mega.megatron.pipeline import Pipeline
 from grpo_mega.megatron.precision import PlainTensors, held, in_bf16, is_quantised, set_level, write_back
+from grpo_mega.megatron.reference import Reference
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.types import PackedBatch, StepMetrics
 from grpo_mega.weights.apply import load_shards
@@ -60,7 +61,7 @@ class Policy:
         self.memory = PolicyMemory(
             self.chunks, partial(held, self.parameters.values()), self._optimizer_state, is_cuda=runtime.device.is_cuda
         )
-        self._reference: HostCopy | None = None
+        self._reference: Reference | None = None
         self._seen: list[tuple[PackedBatch, Tensor]] = []  # micro-batches of the current mini-batch, with their log-probs
         self.guard = Guard(config.precision.guard, shape.num_layers, config.rollout.mismatch_warn)
         self._layer_norms: list[list[float]] = []  # gradient norms of each optimizer step of the last update, by guard group
@@ -97,7 +98,7 @@ class Policy:
         """Fill the weights from a checkpoint's slices, copy them as the reference if one is needed, and make the optimizer."""
         self.load_weights(read)
         if self._config.algorithm.kl_beta > 0:
-            self._reference = self.memory.copy_weights()
+            self._reference = Reference(self.memory, self.parameters, self._config.algorithm)
         # Only after the weights are filled: the optimizer copies them into its fp32 master shards.
         self._optimizer = optimizers.build(self.chunks, self._config.optimizer, self._config.layout, self._config.precision)
 
@@ -116,23 +117,29 @@ class Policy:
         self._onload_state()
         optimizers.wait_for_param_gather(self.chunks)
         counters = {"optimizer_step": self.optimizer_step, "guard": self.guard.state()}
-        checkpoint.save(folder, self.models, self._optimizer, counters)
+        checkpoint.save(folder, self.models, self._optimizer, counters, self._saved_reference())
 
     def restore(self, folder: Path) -> None:
         """Resume from a checkpoint of any layout, after `load`. Raises ResumeError."""
         self._onload_state()
-        counters = checkpoint.load(folder, self.models, self._optimizer, {"optimizer_step": 0, "guard": {}})
+        reference = self._saved_reference()
+        counters = checkpoint.load(folder, self.models, self._optimizer, {"optimizer_step": 0, "guard": {}}, reference)
+        if self._reference and reference:
+            self._reference.restore(reference)
         self.optimizer_step = counters["optimizer_step"]
         self.guard.restore(counters["guard"])
         set_level(self.models[0].config, self._config.precision, self.guard.level)
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of this rank's share of a checkpoint: weights with three fp32 numbers each, over their copies."""
+        """Return the bytes of this rank's share of a checkpoint: weights with three fp32 numbers each, and a reference that
+        follows them, over their copies."""
         dp, ep = self._runtime.layout.dp, self._runtime.layout.ep
         copies = {True: dp, False: dp // ep}  # by Megatron's mark: experts are not reduced over all data-parallel ranks
+        of_reference = self._config.algorithm.saved_reference_bytes
         return sum(
-            p.numel() * (p.element_size() + 12) // copies[getattr(p, "allreduce", True)] for p in self.parameters.values()
+            p.numel() * (p.element_size() + 12 + of_reference(p.element_size())) // copies[getattr(p, "allreduce", True)]
+            for p in self.parameters.values()
         )
 
     def fingerprint(self) -> str:
@@ -166,7 +173,7 @@ class Policy:
             optimizers.wait_for_param_gather(self.chunks)
             precision = self._config.precision
             in_dtype = in_bf16(self.models[0].config) if precision.fp8 and not precision.fp8_reference else nullcontext()
-            with timed("reference"), self.memory.with_weights(self._reference), in_dtype:
+            with timed("reference"), self.memory.with_weights(self._reference.weights), in_dtype:
                 for batch, values in self._evaluate(batches):
                     batch.ref_logprobs = values
         return batches
@@ -201,6 +208,17 @@ class Policy:
 
     def restore_kl_beta(self, kl_beta: float) -> None:
         self.algorithm = self.algorithm.model_copy(update={"kl_beta": kl_beta})
+
+    def refresh_reference(self) -> None:
+        """Make the reference the policy, or the average that algorithm.ref_model_mixup_alpha says."""
+        assert self._reference is not None, "there is no reference without algorithm.kl_beta"
+        self.memory.onload_weights()
+        optimizers.wait_for_param_gather(self.chunks)
+        self._reference.refresh()
+
+    def _saved_reference(self) -> dict[str, Tensor]:
+        """Return the reference as checkpoints have it; nothing if it stays the start model."""
+        return self._reference.tensors() if self._reference and self._config.algorithm.ref_model_sync_steps else {}
 
     def _optimizer_update(self, *totals: float) -> StepMetrics:
         """Take one optimizer step; drop the mini-batch instead if one of `totals` or the gradient is not finite."""

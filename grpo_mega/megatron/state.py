@@ -1,8 +1,8 @@
 """The policy's state as a Megatron distributed checkpoint: weights, optimizer and counters, loadable in any layout.
 
 `save` and `load` are collective. Data-parallel ranks share the work: each writes and reads a part, and a load then exchanges
-the parts. The reference is not part of it: it is the model that the run started from. Weights and their fp32 masters are saved
-separately, and a load proves that they still belong together.
+the parts. The reference is part of it only if it follows the policy; else it is the model that the run started from. Weights
+and their fp32 masters are saved separately, and a load proves that they still belong together.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -35,18 +36,24 @@ from grpo_mega.megatron import compat
 from grpo_mega.megatron.optimizer import parts, separate_steps
 from grpo_mega.megatron.precision import is_rounded_from
 
+Values = dict[str, torch.Tensor]  # of a reference, on the host, by "chunk0.NAME"; empty: it is not saved
 
-def save(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any]) -> None:
+
+def save(
+    folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any], reference: Values
+) -> None:
     """Write into `folder`, which exists on every node and is empty. `models` are the unwrapped chunks."""
     compat.save_optimizer_state_in_place()
     _make_states(optimizer)
-    state = _state(models, optimizer, counters, is_loading=False)
+    state = _state(models, optimizer, counters, reference, is_loading=False)
     strategy = FullyParallelSaveStrategyWrapper(InProcessSave("torch_dist", 1), _replicas())
     dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
 
 
-def load(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any]) -> dict[str, Any]:
-    """Fill models and optimizer from `folder`; return its counters, named by `counters`.
+def load(
+    folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any], reference: Values
+) -> dict[str, Any]:
+    """Fill models, optimizer and `reference` from `folder`; return its counters, named by `counters`.
 
     Raises ResumeError if the checkpoint is of another model, and on all ranks if any weight is not its fp32 master in the
     model's dtype.
@@ -56,12 +63,13 @@ def load(folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, coun
     _make_states(optimizer)
     try:
         strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
-        state = dist_checkpointing.load(_state(models, optimizer, counters, is_loading=True), str(folder), strategy)
+        state = dist_checkpointing.load(_state(models, optimizer, counters, reference, is_loading=True), str(folder), strategy)
     except (dist_checkpointing.core.CheckpointingException, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ResumeError(f"checkpoint {folder} does not fit this model ({reason}); give the run_dir of its own run") from None
     for index, model in enumerate(models):
         model.load_state_dict(state[f"model{index}"])
+    reference |= state.get("reference", {})
     names = {p: name for model in models for name, p in model.named_parameters()}
     with _compared(optimizer) as differing:
         optimizer.load_state_dict(state["optimizer"])
@@ -136,7 +144,7 @@ class _SavePlanner(MCoreSavePlanner):
 
 
 def _state(
-    models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any], *, is_loading: bool
+    models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any], reference: Values, *, is_loading: bool
 ) -> dict[str, Any]:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",  # the only one that loads in another layout without TE
@@ -148,6 +156,7 @@ def _state(
     return {
         **weights,
         "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata),
+        **({"reference": _sharded(reference, weights)} if reference else {}),
         **counters,
     }
 
@@ -155,6 +164,12 @@ def _state(
 def _replicas() -> dist.ProcessGroup:
     """Return the group of the ranks that hold the same weights, experts aside."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _sharded(reference: Values, weights: dict[str, Any]) -> dict[str, Any]:
+    """Return the reference's values with the places of the weights, under keys that begin with "reference."."""
+    places = {f"chunk{i}.{name}": place for i in range(len(weights)) for name, place in weights[f"model{i}"].items()}
+    return {name: make_sharded_optimizer_tensor(places[name], values, "reference") for name, values in reference.items()}
 
 
 def _make_states(optimizer: MegatronOptimizer) -> None:

@@ -172,13 +172,18 @@ def host_memory(setup: Setup) -> HostMemory:
         product("engines", "B", ranks=ranks if setup.is_served else 0, each=assumed.engine_host_gib * GIB),
         product("reward workers", "B", leaders=leaders, workers=workers, each=assumed.worker_host_gib * GIB),
     ]
+    elements, algorithm = sum(s.num_parameters for s in node), setup.config.algorithm
+    if algorithm.averages_reference:
+        other.append(product("reference's average", "B", "exact", bytes=FP32, elements=elements))
     staged = checkpoint_bytes(setup).value * ranks / layout.world_size
-    gathered, elements = 3 * FP32, sum(s.num_parameters for s in node)  # on every rank
+    copied = 0 if algorithm.averages_reference else algorithm.saved_reference_bytes(setup.itemsize)
+    gathered = 3 * FP32 + copied  # on every rank
     saving = figure("while saving", "B", lambda: gathered * elements + staged)
     return HostMemory(pinned, pinned_total, other, saving, total("host peak per node", "B", [pinned_total, *other, saving]))
 
 
 def checkpoint_bytes(setup: Setup) -> Figure:
-    """Return the bytes of weights, and of masters and moments in fp32."""
+    """Return the bytes of weights, of masters and moments in fp32, and of a reference that follows the policy."""
     parameters, b = elements_of(setup.family, setup.shape, None).total, setup.itemsize
-    return figure("a checkpoint", "B", lambda: parameters * (b + 12))
+    reference = setup.config.algorithm.saved_reference_bytes(b)
+    return figure("a checkpoint", "B", lambda: parameters * (b + 12 + reference))

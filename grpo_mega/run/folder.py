@@ -42,6 +42,7 @@ from grpo_mega.paths import (
     LOGS,
     MESSAGES_FILE,
     METRICS_FILE,
+    ROLLOUTS_FILE,
     RUN_FILE,
     SAMPLES_FILE,
     heldout_files,
@@ -60,7 +61,7 @@ FREE_ON_RESUME |= {f"optimizer.{name}" for name in ("lr", "min_lr", "schedule", 
 FREE_ON_RESUME |= {f"algorithm.{name}" for name in ("kl_beta", "kl_clamp", "entropy_bonus", "calculate_entropy", "correction")}
 FREE_ON_RESUME |= {f"algorithm.{name}" for name in ("kl_target", "kl_horizon", "positive_nll")}
 FREE_ON_RESUME |= {f"algorithm.ratio_clip_{name}" for name in ("eps", "eps_low", "eps_high", "c")}
-FREE_ON_RESUME |= {"algorithm.early_stop_imp_ratio"}
+FREE_ON_RESUME |= {"algorithm.early_stop_imp_ratio", "rewards.refresh_command", "rewards.refresh_deadline_s"}
 
 
 @contextmanager
@@ -112,7 +113,7 @@ def adopt(config: Config) -> list[str]:
 
 def trim(folder: Path, step: int) -> None:
     """Remove the log lines after `step`, whose steps a resumed run repeats."""
-    for name in (METRICS_FILE, SAMPLES_FILE, MESSAGES_FILE):
+    for name in (METRICS_FILE, SAMPLES_FILE, MESSAGES_FILE, ROLLOUTS_FILE):
         path = folder / name
         if path.exists():
             whole = [(line, row) for line, row in read_json_lines(path) if row and "step" in row and line.endswith(b"\n")]

@@ -12,7 +12,7 @@ from grpo_mega.config import Config
 from grpo_mega.data.load import RunData
 from grpo_mega.data.sampler import Sampler
 from grpo_mega.distributed.stop import StopRequest
-from grpo_mega.errors import EngineError
+from grpo_mega.errors import EngineError, RefreshError
 from grpo_mega.formats.checkpoint_files import STATE, Manifest, check_model, latest, read_manifest
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
@@ -116,15 +116,15 @@ class Job:
         )
 
     @contextmanager
-    def saved_if_engine_fails(self) -> Iterator[None]:
-        """Save a checkpoint of the finished steps if an engine fails for good."""
+    def saved_on_failure(self) -> Iterator[None]:
+        """Save a checkpoint of the finished steps if an engine fails for good, or a refresh of the reward model."""
         try:
             yield
-        except EngineError as error:
+        except (EngineError, RefreshError) as error:
             self.colocation.engine.close()  # the policy may need its memory
             self.save(self.steps_done)
             self.checkpoints.finish()
-            raise EngineError(f"{error}; a checkpoint of step {self.steps_done} is in {self.checkpoints.folder}") from None
+            raise type(error)(f"{error}; a checkpoint of step {self.steps_done} is in {self.checkpoints.folder}") from None
 
     def stops_after(self, step: int) -> bool:
         """Let the step's checkpoint become visible, now that the step is logged; return True if the run must stop here."""

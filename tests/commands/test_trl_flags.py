@@ -60,6 +60,7 @@ def test_dashes_and_equals_signs_are_as_good() -> None:
     assert request.config == read("--learning_rate 2e-6")
 
 
+TRLS = {field.name: field.default for field in fields(GRPOConfig)}
 CASES: dict[str, dict[str, Any]] = {
     "--learning_rate 2e-6 --beta 0.04 --seed 5": {"optimizer.lr": 2e-6, "algorithm.kl_beta": 0.04, "seed": 5},
     "--num_generations 4 --max_prompt_length 99 --max_completion_length 7": {
@@ -89,6 +90,15 @@ CASES: dict[str, dict[str, Any]] = {
     "--importance_sampling_level sequence": {"algorithm.loss_type": "gspo"},
     "--delta 4": {"algorithm.loss_type": "dual_clip", "algorithm.ratio_clip_c": 4.0},
     "--use_bias_correction_kl --beta 0.1": {"algorithm.kl_penalty_type": "low_var_kl_weighted"},
+    "--sync_ref_model --beta 0.1": {  # by TRL's defaults
+        "algorithm.ref_model_sync_steps": TRLS["ref_model_sync_steps"],
+        "algorithm.ref_model_mixup_alpha": TRLS["ref_model_mixup_alpha"],
+    },
+    "--sync_ref_model true --beta 0.1 --ref_model_sync_steps 7 --ref_model_mixup_alpha 1 --num_iterations 2": {
+        "algorithm.ref_model_sync_steps": 4,
+        "algorithm.ref_model_mixup_alpha": 1.0,
+    },
+    "--sync_ref_model false": {"algorithm.ref_model_sync_steps": None},
     "--entropy_coef 0.01": {"algorithm.entropy_bonus": 0.01, "algorithm.calculate_entropy": True},
     "--mask_truncated_completions": {"algorithm.overlong_filter": True},
     "--max_steps 12 --num_iterations 3 --save_steps 6 --save_total_limit 5": {
@@ -226,6 +236,8 @@ BAD = {
     "--warmup_steps 3 --warmup_ratio 0.1": ("--warmup_steps and --warmup_ratio", "one of them"),
     "--report_to tensorboard": ("--report_to tensorboard", "wandb or none"),
     "--eval_strategy steps": ("--eval_strategy steps needs --eval_steps",),
+    "--ref_model_sync_steps 64": ("--ref_model_sync_steps 64 needs --sync_ref_model true", "leave ref_model_sync_steps out"),
+    "--sync_ref_model --beta 0": ("algorithm.ref_model_sync_steps=512 needs algorithm.kl_beta > 0",),
     "--dtype float16": ("model.dtype='float16'", "bfloat16"),
     "--bf16 --dtype float32": ("--bf16 true contradicts --dtype float32", "one of them"),
     "--reward_weights 1": ("--reward_weights 1 are 1", "accuracy format are 2", "one weight for each"),

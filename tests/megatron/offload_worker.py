@@ -301,7 +301,21 @@ def make_config_of(text: str, *overrides: str) -> Config:
 
 
 def make_batches(policy: Policy, config: Config, step: int) -> list[list[PackedBatch]]:
-    """Two prompts with four ragged responses each, in the config's mini-batches."""
+    """The groups of a step, in the config's mini-batches."""
+    groups = make_groups(step)
+    assign_advantages(groups, config.algorithm, max_response_length=config.rollout.max_response_length)
+    size = len(groups) // config.batch.mini_batches
+    mini_batches = [[s for g in groups[i : i + size] for s in g.samples] for i in range(0, len(groups), size)]
+    return pack(
+        mini_batches,
+        [[1 / sum(s.response_len for s in samples)] * len(samples) for samples in mini_batches],
+        token_budget=config.batch.tokens_per_micro_batch,
+        **policy.packing,
+    )
+
+
+def make_groups(step: int) -> list[Group]:
+    """Two prompts with four ragged responses each."""
     generator = torch.Generator().manual_seed(step)
 
     def ints(n: int) -> list[int]:
@@ -317,15 +331,7 @@ def make_batches(policy: Policy, config: Config, step: int) -> list[list[PackedB
                 prompt, [Sample(prompt, i, r, [-3.0] * len(r), "stop", 0, reward=rewards[i]) for i, r in enumerate(responses)]
             )
         )
-    assign_advantages(groups, config.algorithm, max_response_length=config.rollout.max_response_length)
-    size = len(groups) // config.batch.mini_batches
-    mini_batches = [[s for g in groups[i : i + size] for s in g.samples] for i in range(0, len(groups), size)]
-    return pack(
-        mini_batches,
-        [[1 / sum(s.response_len for s in samples)] * len(samples) for samples in mini_batches],
-        token_budget=config.batch.tokens_per_micro_batch,
-        **policy.packing,
-    )
+    return groups
 
 
 def _storage_bytes(tensors: Any) -> int:

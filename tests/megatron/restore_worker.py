@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import iterated_replay
 import torch
 import torch.distributed as dist
 from models import make_config
@@ -207,7 +208,7 @@ def main() -> None:
         cases |= {f"{layout}: shares": partial(check_shares, layout) for layout in ("dp=4", "tp=2,dp=2")}
     for name, (_, _, _, layouts) in SAVED.items():
         cases |= {f"{name}: {text}": partial(check_restoring, name, text) for text in layouts.get(world_size, ())}
-    run_cases(cases)
+    run_cases(cases | iterated_replay.cases(world_size))
 
 
 if __name__ == "__main__":

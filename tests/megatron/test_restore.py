@@ -22,8 +22,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def test_a_restored_policy_goes_on_as_the_saved_one_in_any_layout(found: Results) -> None:
-    wrong = [line for case, lines in found.items() for line in lines if "shifted" not in case and "shares" not in case]
+    apart = ("iterated", "shifted", "shares")
+    wrong = [line for case, lines in found.items() for line in lines if not any(word in case for word in apart)]
     assert found and not wrong, "\n".join(wrong)
+
+
+def test_iterated_steps_are_those_of_their_replay_in_any_layout_and_after_a_restore(found: Results) -> None:
+    cases = {case: lines for case, lines in found.items() if case.startswith("iterated")}
+    assert len(cases) == 7 and not any(cases.values()), "\n".join(line for lines in cases.values() for line in lines)
 
 
 def test_optimizer_state_that_is_not_that_of_the_weights_is_refused_by_all_ranks(found: Results) -> None:

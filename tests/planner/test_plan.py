@@ -105,6 +105,9 @@ def test_llama_70b_has_the_host_memory_and_the_checkpoint_that_arithmetic_by_han
     by_hand = 8 * parameters / 16 * (2 + 2 + 12 / 4) / 2**30
     assert by_hand == pytest.approx(230, abs=1)
     assert plan.host.pinned_total.gib == pytest.approx(by_hand, rel=0.05)  # the first stage holds the embedding besides
+    iterated = plan_of(make_config(**{"algorithm.ref_model_sync_steps": 9, "algorithm.ref_model_mixup_alpha": 0.5}))
+    assert iterated.checkpoint.value == 18 * parameters  # with the average, which a node holds half of and stages an eighth of
+    assert iterated.host.peak.value - plan.host.peak.value == pytest.approx((4 / 2 + 4 / 8) * parameters, rel=0.05)
 
 
 def test_it_does_not_fit_where_it_cannot(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,10 @@ MODEL = {
 }
 
 
+SYNC_STEPS = 3
+KEEP = 'cp "$GRPO_MEGA_REPLAY" "$GRPO_MEGA_RUN_DIR/seen-$GRPO_MEGA_ITERATION-$GRPO_MEGA_STEP.jsonl"'
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In files with a byte order mark; prompts, answers and verdicts hold what splits lines, and surrogates where they may."""
@@ -53,6 +57,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads(path.read_text())
     config["rewards"]["functions"] = [{"name": "tests.helpers.hostile_text.share_of_vowels"}]
     config["algorithm"] |= {"kl_target": 1.0, "kl_horizon": 40.0}  # kl_beta moves in every step, by 8%
+    config["algorithm"] |= {"ref_model_sync_steps": SYNC_STEPS, "ref_model_mixup_alpha": 0.4}
+    config["rewards"]["refresh_command"] = KEEP
+    config["data"]["replay_fraction"] = 0.2
     path.write_text(json.dumps(config), encoding="utf-8-sig")
     return path
 
@@ -96,6 +103,11 @@ def losses(run_dir: Path) -> list[float]:
     return [row["loss/total"] for row in metrics(run_dir) if "loss/total" in row]
 
 
+def seen(run_dir: Path) -> dict[str, str]:
+    """The lines that the command that refreshes the reward model has read, by iteration and step."""
+    return {path.stem.removeprefix("seen-"): path.read_text() for path in run_dir.glob("seen-*.jsonl")}
+
+
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -108,6 +120,7 @@ def test_a_run_stopped_by_its_file_goes_on_as_if_nothing_had_happened(inputs: Pa
     code, output = run(inputs, tmp_path / "run", "--resume")
     assert code == 0 and "resumed after step" in output and "algorithm.kl_beta goes on at 0.00" in output
     assert read_end(tmp_path / "run") == whole
+    assert seen(tmp_path / "run") == seen(inputs.parent / "whole")
     betas = [row["kl/beta"] for row in metrics(tmp_path / "run") if "kl/beta" in row]
     assert betas == pytest.approx([0.01 * 0.92**step for step in range(len(betas))]) and len(betas) > 6
 
@@ -137,6 +150,39 @@ def test_a_run_goes_on_in_another_layout_with_the_same_losses(
     code, output = run(inputs, tmp_path / "run", "--resume", "--set", f"layout={then}")
     assert code == 0, output
     assert losses(tmp_path / "run") == pytest.approx(losses(inputs.parent / "whole"), abs=1e-5)
+
+
+def test_the_reward_model_is_refreshed_between_iterations(whole: End, inputs: Path) -> None:
+    """With every sample of the last iteration, and the share of those before it."""
+    found = seen(inputs.parent / "whole")
+    assert sorted(found) == ["1-3", "2-6", "3-9", "4-12", "5-15"]
+    for number, text in enumerate((found[name] for name in sorted(found)), 1):
+        rows = [json.loads(line) for line in text.split("\n") if line]
+        last = [row for row in rows if row["iteration"] == number]
+        assert len(last) == SYNC_STEPS * 16 and {row["step"] for row in last} == {3 * number - 2, 3 * number - 1, 3 * number}
+        assert len(rows) - len(last) == round(0.2 * 48 * (number - 1))
+        assert all(row["iteration"] == -(-row["step"] // SYNC_STEPS) <= number for row in rows)
+    kept = {(row["step"], row["prompt_id"], row["index"]): row for row in rows}
+    logged = [json.loads(line) for line in _read(inputs.parent / "whole" / "samples.jsonl").split("\n") if line]
+    pairs = [(row, kept[key]) for row in logged if (key := (row["step"], row["prompt_id"], row["index"])) in kept]
+    assert len(pairs) >= 12
+    for name in ("prompt", "response", "answer", "finish_reason", "reward", "rewards"):
+        assert all(row[name] == mine[name] for row, mine in pairs), name
+
+
+def test_a_refresh_that_fails_leaves_a_checkpoint_from_which_the_run_goes_on(inputs: Path, whole: End, tmp_path: Path) -> None:
+    settings = ("--set", "checkpoint.interval=0", "--set", "rewards.refresh_command=echo no reward model; exit 3")
+    code, output = run(inputs, tmp_path / "run", "--set", "layout={dp: 2}", *settings)
+    assert code == 2, output
+    (line,) = [text for text in output.splitlines() if "error:" in text]
+    log = tmp_path / "run" / "logs" / "refresh-000003.log"
+    assert f"rewards.refresh_command ended with code 3; see {log}, correct it and go on with --resume" in line
+    assert f"; a checkpoint of step 3 is in {tmp_path / 'run' / 'checkpoints'}" in line
+    assert log.read_text() == "no reward model\n"
+    code, output = run(inputs, tmp_path / "run", "--resume")
+    assert code == 0 and "from here on rewards.refresh_command=" in output, output
+    assert losses(tmp_path / "run") == pytest.approx(losses(inputs.parent / "whole"), abs=1e-5)
+    assert seen(tmp_path / "run").keys() == seen(inputs.parent / "whole").keys()
 
 
 @pytest.mark.parametrize("target", ["the launcher", "a rank"])
@@ -307,8 +353,8 @@ def test_weights_that_do_not_move_though_steps_are_taken_are_an_error(inputs: Pa
 
 
 def test_a_run_without_a_reward_signal_yet_is_warned_of_and_goes_on(inputs: Path, tmp_path: Path) -> None:
-    settings = ("steps=3", "rewards.functions=[{name: accuracy}]", "algorithm.kl_target=null")
-    settings = (*settings, "algorithm.kl_beta=0", "optimizer.warmup_steps=0")
+    settings = ("steps=3", "rewards={functions: [{name: accuracy}]}", "algorithm={group_size: 4}", "optimizer.warmup_steps=0")
+    settings += ("data.replay_fraction=0.1",)
     code, output = run(inputs, tmp_path / "run", *(part for setting in settings for part in ("--set", setting)))
     assert code == 0, output
     rows = [json.loads(line) for line in _read(tmp_path / "run" / "metrics.jsonl").split("\n") if line]

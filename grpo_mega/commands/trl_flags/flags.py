@@ -67,6 +67,9 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag("loss_type", TEXT, None, "grpo, dapo, dr_grpo, bnpo, cispo or sapo, as in TRL: the loss alone"),
         Flag("importance_sampling_level", TEXT, None, "token, or sequence (GSPO)"),
         Flag("beta", NUMBER, "algorithm.kl_beta", "weight of the KL penalty"),
+        Flag("sync_ref_model", FLAG, None, "refresh the reference from the policy during the run"),
+        Flag("ref_model_sync_steps", WHOLE, None, "optimizer steps between refreshes, in whole rollouts; default: 512"),
+        Flag("ref_model_mixup_alpha", NUMBER, None, "the policy's share in a refreshed reference; default: 0.6"),
         Flag("use_bias_correction_kl", FLAG, None, "weigh the KL penalty by the importance ratio"),
         Flag("epsilon", NUMBER, "algorithm.ratio_clip_eps", "clip range of the importance ratio around 1"),
         Flag("epsilon_high", NUMBER, None, "the same upwards; for cispo the largest ratio itself"),
@@ -136,7 +139,6 @@ REFUSED: Mapping[str, str] = {
     "config": "flags are not read from a file; write a config like examples/gsm8k.yaml for grpo-mega train, or give the flags",
     "min_p": "sampling has temperature, top_p and top_k; leave it out",
     "repetition_penalty": "the policy is trained on the distribution that it samples from; leave it out",
-    "sync_ref_model": "the reference stays the start model; leave it out",
     "top_entropy_quantile": "all tokens of a response contribute to the loss; leave it out",
     "trust_remote_code": "no code of a model is run; leave it out",
 }

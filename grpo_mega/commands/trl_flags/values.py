@@ -49,6 +49,7 @@ def to_raw(values: Values, dp_size: int, count_prompts: Callable[[], int]) -> Ra
     _model(values, raw)
     raw["algorithm"] = raw.get("algorithm", {}) | _algorithm(values)
     _batch(values, raw, dp_size)
+    _reference(values, raw)
     _length(values, raw, count_prompts)
     _optimizer(values, raw)
     _intervals(values, raw)
@@ -163,6 +164,17 @@ def _batch(values: Values, raw: Raw, dp_size: int) -> None:
 def longest_sample(raw: Raw) -> int:
     """Return the length of the longest possible sample, in tokens."""
     return int(_get(raw, "data.max_prompt_length") + _get(raw, "rollout.max_response_length"))
+
+
+def _reference(values: Values, raw: Raw) -> None:
+    """Set how the reference follows the policy, by TRL's defaults."""
+    if values.get("sync_ref_model"):
+        _put(raw, "algorithm.ref_model_sync_steps", -(-values.get("ref_model_sync_steps", 512) // optimizer_steps(raw)))
+        _put(raw, "algorithm.ref_model_mixup_alpha", values.get("ref_model_mixup_alpha", 0.6))
+        return
+    for name in ("ref_model_sync_steps", "ref_model_mixup_alpha"):
+        if name in values:
+            raise ConfigError(f"--{name} {values[name]:g} needs --sync_ref_model true; give it, or leave {name} out")
 
 
 def _length(values: Values, raw: Raw, count_prompts: Callable[[], int]) -> None:

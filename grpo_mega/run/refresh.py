@@ -1,0 +1,116 @@
+"""Refresh the reward model between iterations, by a command of the user (DeepSeekMath, arXiv 2402.03300, algorithm 1).
+
+An iteration is algorithm.ref_model_sync_steps steps. Before the first step of the next one, rank 0 runs rewards.refresh_command
+while all ranks wait; then the servers of `reward_model` must answer, as at the start. rewards/README.md has what the command
+finds. A run that resumes between two iterations runs it again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Sequence
+
+from grpo_mega.config import Config
+from grpo_mega.errors import ConfigError, RefreshError
+from grpo_mega.json_lines import json_line, read_json_lines
+from grpo_mega.paths import LOGS, REPLAY_FILE, ROLLOUTS_FILE, write_atomically
+from grpo_mega.rewards.reward_model import check_reachable
+from grpo_mega.run.job import Job
+from grpo_mega.types import Group
+
+# The beginnings of variables that are meant for the ranks.
+_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "GRPO_MEGA_")
+
+
+def keep_rollout(job: Job, step: int, groups: Sequence[Group]) -> None:
+    """Append all samples of a step to the run's folder, if there is a command that will want them."""
+    length = job.config.algorithm.ref_model_sync_steps
+    if job.config.rewards.refresh_command is None or length is None or not job.is_main:
+        return
+    with (job.config.run_dir / ROLLOUTS_FILE).open("a", encoding="utf-8") as file:
+        for sample in (sample for group in groups for sample in group.samples):
+            row = {
+                "step": step,
+                "iteration": -(-step // length),
+                "prompt_id": sample.prompt.id,
+                "index": sample.index,
+                "prompt": sample.prompt.text,
+                "answer": sample.prompt.answer,
+                "response": job.rollouts.decode(sample.response_ids),
+                "finish_reason": sample.finish_reason,
+                "reward": sample.reward,
+                "rewards": sample.scores,
+            }
+            file.write(json_line(row))
+
+
+def refresh_rewards_if_due(job: Job, step: int) -> None:
+    """Run the command if an iteration ended with `step`, the steps done. Raise RefreshError on all ranks if it fails, or if a
+    server does not answer after it."""
+    config, length = job.config, job.config.algorithm.ref_model_sync_steps
+    if config.rewards.refresh_command is None or length is None or step == 0 or not config.algorithm.ends_iteration(step):
+        return
+    with job.timers("refresh"):
+        job.log.message(f"iteration {step // length} has ended: running rewards.refresh_command")
+        _agree(job, _run_command(config, config.rewards.refresh_command, step, step // length) if job.is_main else None)
+        _agree(job, _find_silent_server(config))
+
+
+def _agree(job: Job, problem: str | None) -> None:
+    """Raise the first problem of any rank on all of them. Ranks wait in no collective, since the command may take hours."""
+    deadline_s = job.config.rewards.refresh_deadline_s + job.config.hang_deadline_s
+    for found in job.rollouts.rendezvous.all_gather("the refresh of the reward model", problem, deadline_s):
+        if found is not None:
+            raise RefreshError(found)
+
+
+def _run_command(config: Config, command: str, step: int, iteration: int) -> str | None:
+    """Return why the command failed; None if it did not."""
+    write_replay(config, iteration)
+    folder, deadline_s = config.run_dir.resolve(), config.rewards.refresh_deadline_s
+    given = {"REPLAY": folder / REPLAY_FILE, "RUN_DIR": folder, "ITERATION": iteration, "STEP": step}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
+    environment |= {f"GRPO_MEGA_{name}": str(value) for name, value in given.items()}
+    log = config.run_dir / LOGS / f"refresh-{step:06d}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        # In a session of its own: a Ctrl-C asks the trainer to stop, not the command.
+        process = subprocess.Popen(
+            command,
+            shell=True,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        code = process.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"rewards.refresh_command was not done after rewards.refresh_deadline_s={deadline_s:g}; see {log}, and raise it"
+    return f"rewards.refresh_command ended with code {code}; see {log}, correct it and go on with --resume" if code else None
+
+
+def write_replay(config: Config, iteration: int) -> None:
+    """Write what the command reads after this iteration, by draws of its own: the same ones whenever it is written."""
+    path = config.run_dir / ROLLOUTS_FILE
+    rows = [(line, row["iteration"]) for line, row in read_json_lines(path) if row] if path.exists() else []
+    earlier = [place for place, (_, number) in enumerate(rows) if number < iteration]
+    drawn = random.Random(f"{config.seed} {iteration}").sample(earlier, round(config.data.replay_fraction * len(earlier)))
+    chosen = {*drawn, *(place for place, (_, number) in enumerate(rows) if number == iteration)}
+    write_atomically(config.run_dir / REPLAY_FILE, b"".join(rows[place][0] for place in sorted(chosen)))
+
+
+def _find_silent_server(config: Config) -> str | None:
+    for function in config.rewards.functions:
+        if function.name == "reward_model":
+            try:
+                check_reachable(function.options)
+            except ConfigError as error:
+                return f"after rewards.refresh_command, {error}"
+    return None
