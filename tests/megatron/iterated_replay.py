@@ -201,5 +201,6 @@ def cases(world_size: int) -> dict[str, Any]:
         found: dict[str, Any] = {f"iterated: {layout}": partial(check_all_steps, layout) for layout in LAYOUTS}
         return found | {"iterated: average in fp32": check_average_is_kept_in_fp32}
     return {
-        f"iterated: on with {layout}": partial(check_going_on, layout, saved) for layout, saved in GOING_ON[world_size].items()
+        f"iterated: on with {layout}": partial(check_going_on, layout, saved)
+        for layout, saved in GOING_ON.get(world_size, {}).items()
     }
