@@ -97,6 +97,7 @@ class PackedBatch:
     sample_indices: list[int]  # index in the step of each segment's sample, without padding
     old_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
     ref_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
+    teacher_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
     # What some methods take from the whole mini-batch, see LossInputs.
     nll_weights: Tensor | None = None  # [T] float32
     is_chosen: Tensor | None = None  # [T] float32

@@ -6,6 +6,7 @@ A key's comment gives its meaning and unit, and the meaning of None or 0. Valida
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,6 +25,12 @@ class ModelConfig(Section):
     recompute: Literal["none", "selective", "full"] = (
         "none"  # activations in the backward pass; selective: of core attention and MLP
     )
+
+
+class TeacherConfig(Section):
+    """A model of the policy's tokenizer to distil from; it computes in model.dtype, in the policy's layout."""
+
+    path: Path  # folder of a Hugging Face or converted Megatron checkpoint
 
 
 class GuardConfig(Section):
@@ -270,6 +277,7 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     model: ModelConfig
+    teachers: dict[str, TeacherConfig] = Field(default={})  # by name; for algorithm.distill_beta
     precision: PrecisionConfig = PrecisionConfig()
     layout: LayoutConfig = LayoutConfig()
     data: DataConfig
@@ -309,12 +317,16 @@ class Config(Section):
             raise ValueError("algorithm.adv_type=gdpo normalises several rewards, but rewards.functions has one; use grpo")
         factors = [function.name for function in self.rewards.functions if function.multiplies]
         if self.algorithm.adv_type == "gdpo" and factors:
-            raise ValueError(f"algorithm.adv_type=gdpo adds rewards up, but {factors[0]!r} multiplies them; leave multiplies out")
+            raise ValueError(
+                f"algorithm.adv_type=gdpo adds rewards up, but {factors[0]!r} multiplies them; leave multiplies out"
+            )
         if self.algorithm.loss_type == "kl_cov" and self.batch.optimizer_steps == 1:
             raise ValueError(
                 "algorithm.loss_type=kl_cov has a penalty of 0 in the first optimizer step of a rollout; raise "
                 "batch.mini_batches or batch.epochs above 1"
             )
+        for problem in self._teacher_problems():
+            raise ValueError(problem)
         longest = self.data.max_prompt_length + self.rollout.max_response_length
         if longest > self.batch.tokens_per_micro_batch:
             raise ValueError(
@@ -322,6 +334,22 @@ class Config(Section):
                 f"data.max_prompt_length + rollout.max_response_length = {longest}; raise it to at least {longest}"
             )
         return self
+
+    def _teacher_problems(self) -> Iterator[str]:
+        beta, column, names = self.algorithm.distill_beta, self.data.teacher_column, ", ".join(self.teachers)
+        if self.algorithm.adv_type == "none":
+            if not beta:
+                yield "algorithm.adv_type=none: leaves nothing to learn without algorithm.distill_beta; set it, and teachers"
+            if self.algorithm.normalize_advantages or self.algorithm.has_kl_reward:
+                yield "algorithm.adv_type=none: must not be with normalize_advantages or kl_in=reward, which move rewards' part"
+        if beta and not self.teachers:
+            yield f"algorithm.distill_beta={beta} needs a teacher; set for example teachers.main.path to its folder"
+        if self.teachers and not beta:
+            yield f"teachers={names} needs algorithm.distill_beta > 0, or algorithm.recipe=opd; set one of them"
+        if len(self.teachers) > 1 and column is None:
+            yield f"teachers={names} needs data.teacher_column, the column that names each row's teacher; set it"
+        if column is not None and not self.teachers:
+            yield f"data.teacher_column={column} needs teachers, which its values name; set them, or leave it out"
 
 
 def _any_divisor(n: int) -> str:

@@ -54,9 +54,12 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
     awake = [engine.weights, engine.cache, engine.extra]
     resident = [] if setup.takes_turns else awake[:2] if setup.is_served else awake[:1]
     stays = [] if setup.keeps_host_copies else trainer[:3]
+    guests = [(teacher_weights(one, pp_rank), activations(one, pp_rank)) for one in setup.of_teachers()]
+    taught = product("teacher", "B", "exact", bytes=max((weights for weights, _ in guests), default=0.0))  # one at a time
+    forward = max([acts.forward_only, *(a.forward_only for _, a in guests)], key=lambda f: f.value)
     phases = {
         "sampling": [*fixed, *stays, *awake],
-        "log-probs": [*fixed, *trainer, *resident, *_with_slack(setup, [acts.forward_only, acts.logprobs])],
+        "log-probs": [*fixed, *trainer, *resident, taught, *_with_slack(setup, [forward, acts.logprobs])],
         "update": [*fixed, *trainer, *resident, *_with_slack(setup, acts.training)],
         "checkpoint": [*fixed, *trainer, *resident, *_with_slack(setup, [gathered])],
         "sync": [*fixed, *(trainer[:1] if setup.keeps_host_copies else stays), *awake[:1], *resident[1:], moving],
@@ -70,6 +73,11 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
 def state_of(setup: Setup, pp_rank: int) -> State:
     storage = Storage.of(setup.config, setup.shape)
     return stage_state(setup.family, setup.shape, setup.layout, pp_rank, storage, setup.uses_te)
+
+
+def teacher_weights(of_teacher: Setup, pp_rank: int) -> float:
+    """Return the bytes of a teacher's weights on a rank of a stage."""
+    return float(state_of(of_teacher, pp_rank).num_parameters * of_teacher.itemsize)
 
 
 def state_figures(setup: Setup, state: State) -> list[Figure]:
@@ -163,6 +171,7 @@ def host_memory(setup: Setup) -> HostMemory:
         product("weights", "B", needed=max(moves, has_reference), weights=weights),
         product("optimizer state", "B", needed=moves, optimizer=optimizer),
         product("reference", "B", needed=has_reference, weights=weights),
+        product("teachers", "B", ranks=ranks, weights=sum(_largest_teacher(one) for one in setup.of_teachers())),
     ]
     pinned_total = total("pinned per node", "B", pinned)
     workers = setup.config.rewards.num_workers
@@ -176,6 +185,10 @@ def host_memory(setup: Setup) -> HostMemory:
     gathered, elements = 3 * FP32, sum(s.num_parameters for s in node)  # on every rank
     saving = figure("while saving", "B", lambda: gathered * elements + staged)
     return HostMemory(pinned, pinned_total, other, saving, total("host peak per node", "B", [pinned_total, *other, saving]))
+
+
+def _largest_teacher(of_teacher: Setup) -> float:
+    return max(teacher_weights(of_teacher, pp_rank) for pp_rank in range(of_teacher.layout.pp))
 
 
 def checkpoint_bytes(setup: Setup) -> Figure:

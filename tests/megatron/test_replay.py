@@ -55,11 +55,13 @@ RECIPES: dict[str, dict[str, Any]] = {
     "lite_ppo": {},
     "clip_cov": {"ratio_clip_eps": 0.2, "cov_share": 1.0, "cov_low": 0.05, "cov_high": 0.3},
     "kl_cov": {"cov_share": 0.2},
+    "opd": {"distill_beta": 0.3},
     "decoupled_ppo": {"correction": {"mask_high": 1.3, "batch_normalize": True}},
     "grpo": {
         "kl_penalty_type": "low_var_kl+",
         "positive_nll": 0.1,
         "positive_above": 0.4,
+        "distill_beta": 0.1,
         "correction": {
             "importance": "sequence",
             "min_importance": 0.7,
@@ -151,11 +153,12 @@ class RecipeReplay(Replay):
         self.advantages = {
             id(s): row for g, of_group in zip(groups, rows, strict=True) for s, row in zip(g.samples, of_group, strict=True)
         }
+        self.teacher = {} if not config.teachers else taught_logprobs(groups, config)
         super().__init__(model, groups)
 
     def step(self, groups: list[Group]) -> None:
         responses = []
-        for sample in (s for g in groups for s in g.samples if s.is_scored):
+        for sample in (s for g in groups for s in g.samples if s.is_scored or self.teacher):
             logprobs, entropy = self.logprobs(sample)
             old = self.old[id(sample)].tolist()
             responses.append(
@@ -168,6 +171,7 @@ class RecipeReplay(Replay):
                     old,
                     [*entropy],
                     sample.reward,
+                    self.teacher.get(id(sample)),
                 )
             )
         self.take(oracle_losses.minibatch_loss(responses, self.settings))
@@ -179,6 +183,9 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, tup
     folder = tmp_path_factory.mktemp("replay")
     model = make_model("qwen2", seed=3, tied=True, **SIZES)
     save_checkpoint(model, folder / "model")
+    # Teachers of other families and sizes; one has more rows than the policy has tokens.
+    save_checkpoint(make_model("qwen3", seed=5, **SIZES | {"vocab_size": 123, "num_hidden_layers": 3}), folder / "big")
+    save_checkpoint(make_model("llama", seed=6, vocab_size=SIZES["vocab_size"]), folder / "small")
     groups = make_groups(model)
     torch.save(groups, folder / "groups.pt")
     all_configs = {"written out": make_config(folder / "model")}
@@ -236,17 +243,34 @@ def test_the_replayed_recipes_reach_both_sides_of_their_limits(played: Any) -> N
     assert all(metrics["loss/nll"] > 0.01 for metrics in played[1]["grpo"][0].updates)
 
 
+def taught_logprobs(groups: list[Group], config: configs.Config) -> dict[int, list[float]]:
+    """Return each sample's log-probs by its teacher, at the policy's temperature, over the policy's vocabulary."""
+    found = {}
+    for name, settings in config.teachers.items():
+        model = AutoModelForCausalLM.from_pretrained(settings.path, dtype=torch.float64)
+        for sample in (s for g in groups for s in g.samples):
+            if config.data.teacher_column is None or sample.prompt.extras["teacher"] == name:
+                tokens = torch.tensor([*sample.prompt.token_ids, *sample.response_ids])
+                with torch.no_grad():
+                    logits = model(tokens[None]).logits[0, len(sample.prompt.token_ids) - 1 : -1, : SIZES["vocab_size"]]
+                table = torch.log_softmax(logits / TEMPERATURE, -1)
+                found[id(sample)] = table.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0].tolist()
+    return found
+
+
 def weights_of(outcome: Outcome) -> dict[str, Tensor]:
     return AutoModelForCausalLM.from_pretrained(outcome.checkpoint, dtype=torch.float32).state_dict()
 
 
 def make_config(model: Path, **algorithm: Any) -> configs.Config:
+    teachers = {"opd": ["big"], "grpo": ["big", "small"]}.get(algorithm.get("recipe", ""), [])
     return configs.validate(
         {
             "run_dir": "unused",
             "steps": 1,
             "model": {"path": str(model), "dtype": "float32"},
-            "data": {"train": "unused", "max_prompt_length": 12},
+            "teachers": {name: {"path": str(model.parent / name)} for name in teachers},
+            "data": {"train": "unused", "max_prompt_length": 12, "teacher_column": "teacher" if len(teachers) > 1 else None},
             "rollout": {"max_response_length": 20, "temperature": TEMPERATURE},
             "algorithm": {
                 "group_size": GROUP_SIZE,
@@ -282,7 +306,7 @@ def make_groups(model: Any) -> list[Group]:
 
     groups = []
     for g in range(PROMPTS):
-        prompt = Prompt(g, "", tuple(ints(3 + g)), "")
+        prompt = Prompt(g, "", tuple(ints(3 + g)), "", extras={"teacher": "small" if g == 1 else "big"})
         samples = []
         for i in range(GROUP_SIZE):
             tokens = ints(5 + 4 * i + g)

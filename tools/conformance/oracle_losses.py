@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class Response:
     ref_logprobs: list[float] | None = None
     entropy: list[Tensor] | None = None  # 0-dimensional float64, with gradient
     reward: float | None = None  # of the whole response; only positive_nll asks for it
+    teacher_logprobs: list[float] | None = None  # of the model to distil from
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Settings:
     cov_low: float = 1.0
     cov_high: float = 5.0
     cov_kl: float = 1.0
+    distill_beta: float = 0.0
     positive_nll: float = 0.0
     positive_above: float = 0.0
     importance: str = "none"
@@ -75,6 +77,8 @@ def minibatch_loss(responses: Sequence[Response], settings: Settings) -> Tensor:
     """Return sum_i sum_t weight_i (importance_t policy_t + kl_beta KL_t - entropy_bonus H_t) over the kept tokens, and
     positive_nll times the mean of -log pi over all tokens of right answers (VAPO, arXiv 2504.05118, eqs. 9 and 10)."""
     total = torch.zeros((), dtype=torch.float64)
+    if settings.distill_beta > 0:
+        responses = [taught(response, settings) for response in responses]
     scale = 1 / mean_importance(responses, settings) if settings.batch_normalize else 1.0
     chosen = chosen_tokens(responses, settings) if settings.loss_type in ("clip_cov", "kl_cov") else set()
     right = [r.reward is not None and r.reward > settings.positive_above for r in responses]
@@ -100,6 +104,14 @@ def minibatch_loss(responses: Sequence[Response], settings: Settings) -> Tensor:
                 token = token - settings.entropy_bonus * response.entropy[t]
             total = total + weight * token
     return total
+
+
+def taught(response: Response, settings: Settings) -> Response:
+    """Return the response with -distill_beta (log p_old - log p_teacher) of each token added to its advantage."""
+    assert response.teacher_logprobs is not None
+    pairs = zip(response.advantages, response.old_logprobs, response.teacher_logprobs, strict=True)
+    advantages = [a - settings.distill_beta * min(max(old - its, -MAX_LOG_RATIO), MAX_LOG_RATIO) for a, old, its in pairs]
+    return replace(response, advantages=advantages)
 
 
 def token_weights(responses: Sequence[Response], settings: Settings) -> list[float]:
