@@ -108,7 +108,7 @@ def prepare(options: PlanOptions) -> tuple[Setup | None, Findings]:
 def _teachers(config: Config, findings: Findings) -> tuple[tuple[ModelShape, int], ...]:
     """Return the shapes of the teachers that are here or well known; note the others."""
     found: list[tuple[ModelShape, int]] = []
-    for name, teacher in config.teachers.items():
+    for name, teacher in [pair for pair in config.teachers.items() if pair[1].url is None]:
         own = config.model_copy(update={"model": config.model.model_copy(update={"path": teacher.path})})
         try:
             model = read_model(own)

@@ -30,7 +30,8 @@ class ModelConfig(Section):
 class TeacherConfig(Section):
     """A model of the policy's tokenizer to distil from; it computes in model.dtype, in the policy's layout."""
 
-    path: Path  # folder of a Hugging Face or converted Megatron checkpoint
+    path: Path  # folder of a Hugging Face or converted Megatron checkpoint; with a url its config and tokenizer are enough
+    url: Annotated[str, Field(pattern=r"^https?://[^/]+$")] | None = None  # of an SGLang server that has it, to ask instead
 
 
 class GuardConfig(Section):
@@ -348,6 +349,12 @@ class Config(Section):
             yield f"teachers={names} needs algorithm.distill_beta > 0, or algorithm.recipe=opd; set one of them"
         if len(self.teachers) > 1 and column is None:
             yield f"teachers={names} needs data.teacher_column, the column that names each row's teacher; set it"
+        urls = [teacher.url for teacher in self.teachers.values() if teacher.url is not None]
+        if urls and self.rollout.temperature != 1:
+            yield (
+                f"rollout.temperature={self.rollout.temperature}: must be 1 with a teacher's url={urls[0]}, since servers give "
+                "log-probs of given tokens at 1 alone; set it, or leave url out"
+            )
         if column is not None and not self.teachers:
             yield f"data.teacher_column={column} needs teachers, which its values name; set them, or leave it out"
 

@@ -53,7 +53,7 @@ def attach_logprobs(
     a, samples = policy.algorithm, [sample for group in groups for sample in group.samples]
     if config.teachers:
         with timers("teacher"):
-            attach_teacher_logprobs(config, samples, batches, policy.teachers)
+            attach_teacher_logprobs(config, samples, batches, policy.teachers, runtime)
     with timers("pack"):
         if a.has_kl_reward:
             penalties = gather_responses(lambda batch: _penalty(a, batch), batches, samples, runtime)

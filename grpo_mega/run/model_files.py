@@ -19,6 +19,7 @@ from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.megatron.teacher import Teacher
 from grpo_mega.rollout.engine import Sampling
+from grpo_mega.rollout.sglang.teacher import check_server
 from grpo_mega.text import well_formed
 from grpo_mega.validation import raise_first
 from grpo_mega.validation.model import architecture_problems
@@ -108,7 +109,11 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
             reader.check(tensors)
             policy.load(reader.read)
     for name, settings in config.teachers.items():
-        policy.teachers[name] = _build_teacher(config, _read(settings.path, config), runtime, model.shape.vocab)
+        if settings.url is None:
+            policy.teachers[name] = _build_teacher(config, _read(settings.path, config), runtime, model.shape.vocab)
+            continue
+        with runtime.together():
+            check_server(name, settings.url)
     return policy
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
+from grpo_mega.batching import pack as packing
 from grpo_mega.batching.layout import from_samples
 from grpo_mega.config import Config
+from grpo_mega.distributed.recorder import recorder
+from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.megatron.teacher import Teacher
+from grpo_mega.rollout.sglang.teacher import served_logprobs
 from grpo_mega.types import PackedBatch, Sample
 
 
@@ -17,16 +22,35 @@ def attach_teacher_logprobs(
     samples: Sequence[Sample],
     batches: Sequence[Sequence[PackedBatch]],
     teachers: Mapping[str, Teacher],
+    runtime: Runtime,
 ) -> None:
-    """Set the batches' teacher_logprobs, on the last stage. Every teacher sees all tokens; those of its samples are kept."""
+    """Set the batches' teacher_logprobs. A Megatron teacher sees all tokens, and those of its samples are kept; a server is
+    asked for its samples alone, each rank asking for a share of them."""
+    names = [_teacher_of(config, sample) for sample in samples]
+    if any(settings.url for settings in config.teachers.values()):
+        rows = _ask_servers(config, samples, names, runtime)
+        for mini_batch in batches:
+            packing.attach(mini_batch, "teacher_logprobs", rows, samples)
     for name, teacher in teachers.items():
         for batch, values in teacher.logprobs(batches):
-            mine = [samples[i] for i in batch.sample_indices]
-            is_of_T = from_samples(
-                [torch.full((s.response_len,), _teacher_of(config, s) == name) for s in mine], batch, samples
-            )
-            kept = values.where(is_of_T, 0.0)
+            is_of = [torch.full((samples[i].response_len,), names[i] == name) for i in batch.sample_indices]
+            kept = values.where(from_samples(is_of, batch, samples) > 0, 0.0)
             batch.teacher_logprobs = kept if batch.teacher_logprobs is None else batch.teacher_logprobs + kept
+
+
+def _ask_servers(config: Config, samples: Sequence[Sample], names: Sequence[str], runtime: Runtime) -> list[Tensor]:
+    """Return [response_len] of each sample, on every rank; 0 where its teacher is not on a server."""
+    lengths = [sample.response_len for sample in samples]
+    values_N = torch.zeros(sum(lengths), dtype=torch.float32)
+    rows = values_N.split(lengths)
+    with runtime.together():
+        for name, settings in config.teachers.items():
+            mine = [i for i in range(runtime.rank, len(samples), runtime.layout.world_size) if names[i] == name]
+            if settings.url is not None:
+                found = served_logprobs(settings.url, [samples[i] for i in mine], recorder().beat)
+                for i, values in zip(mine, found, strict=True):
+                    rows[i].copy_(torch.tensor(values))
+    return list(runtime.sum(values_N.to(runtime.device.torch_device)).cpu().split(lengths))
 
 
 def _teacher_of(config: Config, sample: Sample) -> str:

@@ -21,7 +21,7 @@ from grpo_mega.validation.model import Model, check_weights, position_problems, 
 from grpo_mega.validation.precision import card_problems, installed_problems
 from grpo_mega.validation.preflight import cut_problems
 from grpo_mega.validation.rewards import reward_problems
-from grpo_mega.validation.teachers import teacher_problems
+from grpo_mega.validation.teachers import row_problems, teacher_problems
 from grpo_mega.validation.tokenizer import check_tokenizer_files
 from grpo_mega.weights.spec import ModelShape
 
@@ -71,7 +71,7 @@ def find_all(
     findings.take(job_problems(config, found.shape if found else None, card, world_size, gpus_per_node))
     if found is not None:
         findings.take(position_problems(config, found.fields))
-        if found.is_here and all(_has_weights(teacher.path) for teacher in config.teachers.values()):
+        if found.is_here and all(teacher.url or _has_weights(teacher.path) for teacher in config.teachers.values()):
             findings.take(teacher_problems(config, found.shape))
         if found.is_here:
             _find_files(config, found.shape, findings)
@@ -99,6 +99,7 @@ def _find_data(config: Config, findings: Findings) -> None:
         findings.notes.append(f"data not on this machine, not checked: {', '.join(missing)}")
     else:
         findings.run(lambda: check_data(config.data, config.batch.prompts_per_step, config.rollout))
+        findings.take(row_problems(config))
 
 
 def _find_files(config: Config, shape: ModelShape, findings: Findings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_mega.config import Config, LayoutConfig, ModelConfig
+from grpo_mega.data.rows import read_conversations
 from grpo_mega.errors import UserError
 from grpo_mega.validation.layout import layout_problems
 from grpo_mega.validation.model import check_model, position_problems
@@ -17,7 +18,7 @@ def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     for name, settings in config.teachers.items():
         key = f"teachers.{name}.path"
         try:
-            theirs = check_model(ModelConfig(path=settings.path))
+            theirs = check_model(ModelConfig(path=settings.path, init="random" if settings.url else "checkpoint"))
             check_tokenizer_files(settings.path, theirs.vocab)
         except UserError as error:
             yield str(error).replace("model.path", key)
@@ -32,8 +33,21 @@ def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
                 f"{key}={settings.path}: must have the vocabulary of model.path={config.model.path}, but vocab_size is "
                 f"{theirs.vocab} there and {shape.vocab} here, so that it knows not every token; name a larger one"
             )
-        problems = [*position_problems(config, read_config(settings.path)), *layout_problems(_layout(config, theirs), theirs)]
+        problems = list(position_problems(config, read_config(settings.path)))
+        if settings.url is None:
+            problems += layout_problems(_layout(config, theirs), theirs)
         yield from (f"{key}={settings.path}: {problem}" for problem in problems)
+
+
+def row_problems(config: Config) -> Iterator[str]:
+    """Yield the first row of each training set that names no teacher, where rows choose."""
+    column = config.data.teacher_column
+    for source in config.data.train if column is not None else ():
+        for row in read_conversations(source, config.data):
+            if str(row.extras.get(str(column))) not in config.teachers:
+                value = repr(row.extras.get(str(column)))
+                yield f"{row.place}: {column}={value} names no teacher; use one of {', '.join(config.teachers)}"
+                break
 
 
 def _layout(config: Config, theirs: ModelShape) -> LayoutConfig:

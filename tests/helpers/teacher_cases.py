@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from models import make_model, save_checkpoint
-from spoil import Spoil, all_of, model, remove
+from spoil import Spoil, all_of, model, remove, rows
 
 
 def teacher(**fields: Any) -> Spoil:
@@ -74,5 +74,23 @@ TEACHER_CASES: list[tuple[Any, ...]] = [
         (*OTHER, "algorithm.normalize_advantages=true"),
     ),
     ("teacher with covariance", ("loss_type=clip_cov: must not", "use actor"), (*OTHER, "algorithm.loss_type=clip_cov")),
+    (
+        "teacher on a server at another temperature",
+        ("rollout.temperature=0.8: must be 1 with a teacher's url=http://127.0.0.1:9", "leave url out"),
+        (OPD, "teachers={a: {path: model, url: 'http://127.0.0.1:9'}}", "rollout.temperature=0.8"),
+    ),
+    (
+        "teacher on no server",
+        ("teachers.a.url=http://127.0.0.1:9: no SGLang server answers", "start it"),
+        (OPD, "teachers={a: {path: model, url: 'http://127.0.0.1:9'}}"),
+        None,
+        True,
+    ),
+    (
+        "a row of another teacher",
+        ("train.jsonl", "teacher='c' names no teacher", "use one of a, b"),
+        (OPD, "teachers={a: {path: model}, b: {path: model}}", "data.teacher_column=teacher"),
+        rows(*({"prompt": "1+1=?", "answer": "2", "teacher": name} for name in "abc")),
+    ),
     ("no advantages", ("algorithm.adv_type=none", "distill_beta; set it"), ("algorithm={adv_type: none, group_size: 2}",)),
 ]
