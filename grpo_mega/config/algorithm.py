@@ -191,6 +191,8 @@ class AlgorithmConfig(Section):
     positive_above: float = 0.0  # the reward above which a response is a right answer
     # A teacher's part of the advantage of a token, -distill_beta (log p_policy - log p_teacher); needs `teachers`.
     distill_beta: NonNegativeFloat = 0.0
+    # sampled: that; reverse, forward: in the loss, the KL(policy || teacher) or KL(teacher || policy) over the vocabulary.
+    distill_kl: Literal["sampled", "reverse", "forward"] = "sampled"
     calculate_entropy: bool = False
     entropy_bonus: float = 0.0
     normalize_advantages: bool = False  # whiten over all tokens of the rollout, after the group's normalisation
@@ -218,6 +220,10 @@ class AlgorithmConfig(Section):
     @property
     def has_kl_reward(self) -> bool:
         return self.kl_beta > 0 and self.kl_in == "reward"
+
+    @property
+    def has_vocab_kl(self) -> bool:
+        return self.distill_beta > 0 and self.distill_kl != "sampled"
 
     @property
     def is_by_covariance(self) -> bool:

@@ -350,6 +350,8 @@ class Config(Section):
         if len(self.teachers) > 1 and column is None:
             yield f"teachers={names} needs data.teacher_column, the column that names each row's teacher; set it"
         urls = [teacher.url for teacher in self.teachers.values() if teacher.url is not None]
+        if urls and self.algorithm.distill_kl != "sampled":
+            yield f"algorithm.distill_kl={self.algorithm.distill_kl}: must be sampled with a teacher's url; leave one out"
         if urls and self.rollout.temperature != 1:
             yield (
                 f"rollout.temperature={self.rollout.temperature}: must be 1 with a teacher's url={urls[0]}, since servers give "

@@ -23,6 +23,7 @@ from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.kl import adapted_beta
 from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 from grpo_mega.algorithm.losses import LossOutputs, accumulate, finalize, policy_loss
+from grpo_mega.algorithm.vocab_kl import vocab_parallel_kl
 from grpo_mega.batching.layout import segments, to_device
 from grpo_mega.config import AlgorithmConfig, Config
 from grpo_mega.hardware.fp8 import length_multiple
@@ -257,6 +258,28 @@ class Policy:
             weight_grad_VH=None if self._config.layout.overlap_grad_reduce else weight_VH.main_grad,
         )
 
+    def _teacher_kl(self, hidden_TH: Tensor, batch: PackedBatch) -> Tensor | None:
+        """Return the KL over the vocabulary of each token [T] and its teacher; None unless it is configured."""
+        if batch.teacher_hidden is None:
+            return None
+        weight_VH, of_teachers = output_weight(self.models[-1]), []
+        for name, (is_taught_T, teacher_hidden_NG) in batch.teacher_hidden.items():
+            of_teachers.append(
+                vocab_parallel_kl(
+                    hidden_TH,
+                    weight_VH,
+                    teacher_hidden_NG.to(hidden_TH.device),
+                    self.teachers[name].head_VG.to(hidden_TH.device),
+                    is_reverse=self.algorithm.distill_kl == "reverse",
+                    needed_T=is_taught_T,
+                    vocab_size=self._shape.vocab,
+                    temperature=self._config.rollout.temperature,
+                    tp_group=self._runtime.tp_group if self._runtime.layout.tp > 1 else None,
+                    weight_grad_VH=None if self._config.layout.overlap_grad_reduce else weight_VH.main_grad,
+                )
+            )
+        return torch.stack(of_teachers).sum(dim=0)
+
     def _loss(self, hidden_TH: Tensor, batch: PackedBatch) -> LossOutputs:
         logprobs, entropy = self._logprobs(hidden_TH, batch)
         self._seen.append((batch, logprobs.detach()))
@@ -274,6 +297,7 @@ class Policy:
                 segments=segments(batch),
                 num_segments=batch.num_segments,
                 teacher_logprobs=batch.teacher_logprobs,
+                teacher_kl=self._teacher_kl(hidden_TH, batch),
                 entropy=entropy,
                 nll_weights=batch.nll_weights,
                 is_chosen=batch.is_chosen,
@@ -289,7 +313,7 @@ class Policy:
         masked = LossInputs.of_masked_token(
             has_reference=bool(self._reference),
             has_entropy=algorithm.calculate_entropy,
-            has_teacher=algorithm.distill_beta > 0,
+            distill_kl=algorithm.distill_kl if algorithm.distill_beta > 0 else None,
         )
         sums, maxima = accumulate([policy_loss(masked, algorithm), *(outputs if self._runtime.tp_rank == 0 else [])])
         summed = self._runtime.sum(torch.stack([v.to(device) for v in sums.values()]))

@@ -25,7 +25,7 @@ from grpo_mega.types import PackedBatch
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.layout import megatron_shards
-from grpo_mega.weights.spec import Family, ModelShape
+from grpo_mega.weights.spec import Family, ModelShape, padded_vocab
 
 
 class Teacher:
@@ -43,12 +43,23 @@ class Teacher:
         self._holding = megatron_shards(family, shape, self._runtime.layout, fused_norms=uses_te).rank_shards(runtime.rank)
         self._parameters = parameters_of(self._models, self._holding)
         self._pipeline = Pipeline([Float16Module(m.config, m) if m.config.bf16 else m for m in self._models], uses_te=uses_te)
+        # The output layer's rows that the policy has on this rank, on the last stage: its own may be cut at others.
+        self.head_VG = torch.empty(0)
+        head = (family.embedding if shape.tied else family.output).hf[0]
+        width = padded_vocab(vocab_size, runtime.layout.tp) // runtime.layout.tp
+        begin, end = (min(width * (runtime.tp_rank + i), vocab_size) for i in (0, 1))
+        is_wanted = config.algorithm.has_vocab_kl and runtime.pp_rank == runtime.layout.pp - 1
+        self._head = Box(head, (begin, 0), (end, shape.hidden)) if is_wanted else None
+        self._head_size = (width, shape.hidden)
         self._host = HostCopy(torch.cuda.Stream(), is_pinned=runtime.device.is_cuda)
 
     def load(self, read: Callable[[Box], Tensor]) -> None:
         """Fill the weights from a checkpoint's slices, and move them to the host."""
         with self._runtime.together(), torch.no_grad():
             load_shards(self._holding, self._parameters, read)
+            if self._head is not None:
+                self.head_VG = torch.zeros(self._head_size, dtype=next(iter(self._parameters.values())).dtype)
+                self.head_VG[: self._head.shape[0]] = read(self._head)
         self._host.take(storages_of(self._parameters.values()))
         torch.cuda.current_stream().synchronize()
         self._drop()
@@ -58,6 +69,18 @@ class Teacher:
         nothing except on the last stage."""
         with self._on_device():
             return self._pipeline.evaluate(mini_batches, self._logprobs)
+
+    def hidden(
+        self, mini_batches: Sequence[Sequence[PackedBatch]], is_taught: Callable[[PackedBatch], Tensor]
+    ) -> list[tuple[PackedBatch, tuple[Tensor, Tensor]]]:
+        """Return each batch with `is_taught(batch)`, [T] bool, and the last hidden states of these tokens, on the host."""
+
+        def taught(hidden_TH: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+            is_taught_T = is_taught(batch)
+            return is_taught_T, hidden_TH[is_taught_T].cpu()
+
+        with self._on_device():
+            return self._pipeline.evaluate(mini_batches, taught)
 
     def _logprobs(self, hidden_TH: Tensor, batch: PackedBatch) -> Tensor:
         return vocab_parallel_logprobs(

@@ -56,11 +56,14 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
     stays = [] if setup.keeps_host_copies else trainer[:3]
     guests = [(teacher_weights(one, pp_rank), activations(one, pp_rank)) for one in setup.of_teachers()]
     taught = product("teacher", "B", "exact", bytes=max((weights for weights, _ in guests), default=0.0))  # one at a time
+    vocab = setup.shape.vocab if setup.config.algorithm.has_vocab_kl and pp_rank == setup.layout.pp - 1 else 0
+    hidden = max((shape.hidden for shape, _ in setup.teachers), default=0)
+    head = product("teacher's output layer", "B", vocab=vocab, hidden=hidden, bytes=setup.itemsize / setup.layout.tp)
     forward = max([acts.forward_only, *(a.forward_only for _, a in guests)], key=lambda f: f.value)
     phases = {
         "sampling": [*fixed, *stays, *awake],
         "log-probs": [*fixed, *trainer, *resident, taught, *_with_slack(setup, [forward, acts.logprobs])],
-        "update": [*fixed, *trainer, *resident, *_with_slack(setup, acts.training)],
+        "update": [*fixed, *trainer, *resident, head, *_with_slack(setup, acts.training)],
         "checkpoint": [*fixed, *trainer, *resident, *_with_slack(setup, [gathered])],
         "sync": [*fixed, *(trainer[:1] if setup.keeps_host_copies else stays), *awake[:1], *resident[1:], moving],
     }
@@ -167,11 +170,12 @@ def host_memory(setup: Setup) -> HostMemory:
     weights = sum(s.weights for s in node)
     optimizer = sum(s.largest_optimizer for s in node)
     moves, has_reference = int(setup.keeps_host_copies), int(setup.has_reference)
+    taught = sum(max(teacher_weights(one, pp_rank) for pp_rank in range(layout.pp)) for one in setup.of_teachers())
     pinned = [
         product("weights", "B", needed=max(moves, has_reference), weights=weights),
         product("optimizer state", "B", needed=moves, optimizer=optimizer),
         product("reference", "B", needed=has_reference, weights=weights),
-        product("teachers", "B", ranks=ranks, weights=sum(_largest_teacher(one) for one in setup.of_teachers())),
+        product("teachers", "B", ranks=ranks, weights=taught),
     ]
     pinned_total = total("pinned per node", "B", pinned)
     workers = setup.config.rewards.num_workers
@@ -185,10 +189,6 @@ def host_memory(setup: Setup) -> HostMemory:
     gathered, elements = 3 * FP32, sum(s.num_parameters for s in node)  # on every rank
     saving = figure("while saving", "B", lambda: gathered * elements + staged)
     return HostMemory(pinned, pinned_total, other, saving, total("host peak per node", "B", [pinned_total, *other, saving]))
-
-
-def _largest_teacher(of_teacher: Setup) -> float:
-    return max(teacher_weights(of_teacher, pp_rank) for pp_rank in range(of_teacher.layout.pp))
 
 
 def checkpoint_bytes(setup: Setup) -> Figure:

@@ -84,21 +84,12 @@ class Setup:
     def of_teachers(self) -> list[Setup]:
         """Return the setup of each teacher's own forward pass."""
         layout = {"layers_per_chunk": None, "dp": self.layout.dp}
-        return [
-            replace(
-                self,
-                shape=shape,
-                experts_per_token=experts,
-                teachers=(),
-                config=self.config.model_copy(
-                    update={
-                        "precision": PrecisionConfig(),
-                        "layout": self.config.layout.model_copy(update=layout | ({} if shape.num_experts else {"ep": 1})),
-                    }
-                ),
-            )
-            for shape, experts in self.teachers
-        ]
+        setups = []
+        for shape, experts in self.teachers:
+            own = self.config.layout.model_copy(update=layout | ({} if shape.num_experts else {"ep": 1}))
+            config = self.config.model_copy(update={"precision": PrecisionConfig(), "layout": own})
+            setups.append(replace(self, shape=shape, experts_per_token=experts, teachers=(), config=config))
+        return setups
 
     @property
     def has_reference(self) -> bool:

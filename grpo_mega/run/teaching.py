@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,10 +32,18 @@ def attach_teacher_logprobs(
         rows = _ask_servers(config, samples, names, runtime)
         for mini_batch in batches:
             packing.attach(mini_batch, "teacher_logprobs", rows, samples)
+
+    def is_taught(name: str, batch: PackedBatch) -> Tensor:
+        is_of = [torch.full((samples[i].response_len,), float(names[i] == name)) for i in batch.sample_indices]
+        return (from_samples(is_of, batch, samples) > 0) & (batch.loss_mask > 0)
+
     for name, teacher in teachers.items():
+        if config.algorithm.has_vocab_kl:
+            for batch, hidden in teacher.hidden(batches, partial(is_taught, name)):
+                batch.teacher_hidden = (batch.teacher_hidden or {}) | {name: hidden}
+            continue
         for batch, values in teacher.logprobs(batches):
-            is_of = [torch.full((samples[i].response_len,), names[i] == name) for i in batch.sample_indices]
-            kept = values.where(from_samples(is_of, batch, samples) > 0, 0.0)
+            kept = values.where(is_taught(name, batch), 0.0)
             batch.teacher_logprobs = kept if batch.teacher_logprobs is None else batch.teacher_logprobs + kept
 
 

@@ -43,6 +43,7 @@ MODELS = {
     "qwen2-tied": ("qwen2", {"tied": True}),
     "qwen3": ("qwen3", {}),
     "uneven": ("llama", {"num_hidden_layers": 6, "tied": True}),
+    "large": ("qwen3", {"num_hidden_layers": 4, "vocab_size": 111, "hidden_size": 40}),
 }
 MIXTURES = {
     "mixtral": ("mixtral", {"num_hidden_layers": 4}),
@@ -123,12 +124,20 @@ METHODS = {
         "algorithm.correction={importance: sequence, batch_normalize: true, off_policy_threshold: 0.01}",
     ),
     "opd": ("algorithm.recipe=opd", "teachers={main: {path: FOLDER/uneven}}"),
+    "opd_kl": (
+        "algorithm={recipe: opd, group_size: 4, adv_type: grpo, distill_kl: reverse}",
+        "teachers={main: {path: FOLDER/large}}",
+    ),
 }
 METHODS_LAYOUTS = ("tp=1", "tp=2,dp=2 batch.tokens_per_micro_batch=40 reversed")
 ALL_UPDATES = UPDATES | {f"short+{method}": METHODS_LAYOUTS for method in METHODS}
-for _method in ("reinforce_plus_plus", "clip_cov", "opd"):  # they need log-probs of the last stage before the update
+for _method in ("reinforce_plus_plus", "clip_cov", "opd", "opd_kl"):  # they need log-probs of the last stage before the update
     ALL_UPDATES[f"short+{_method}"] += ("tp=2,pp=2",)
-LOGITS = {name: MIXTURES_LAYOUTS if name in MIXTURES else LOGITS_LAYOUTS for name in MODELS | MIXTURES if name != "short"}
+LOGITS = {
+    name: MIXTURES_LAYOUTS if name in MIXTURES else LOGITS_LAYOUTS
+    for name in MODELS | MIXTURES
+    if name not in ("short", "large")
+}
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
 # Those that every model keeps without --all; qwen2 and qwen3_moe keep all.
 KEPT_LOGITS = ("tp=1", "tp=2,pp=2", "tp=2,ep=2,sequence_parallel=true")

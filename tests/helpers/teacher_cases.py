@@ -80,6 +80,11 @@ TEACHER_CASES: list[tuple[Any, ...]] = [
         (OPD, "teachers={a: {path: model, url: 'http://127.0.0.1:9'}}", "rollout.temperature=0.8"),
     ),
     (
+        "teacher on a server for the whole vocabulary",
+        ("algorithm.distill_kl=forward: must be sampled", "leave one out"),
+        (OPD, "teachers={a: {path: model, url: 'http://127.0.0.1:9'}}", "algorithm.distill_kl=forward"),
+    ),
+    (
         "teacher on no server",
         ("teachers.a.url=http://127.0.0.1:9: no SGLang server answers", "start it"),
         (OPD, "teachers={a: {path: model, url: 'http://127.0.0.1:9'}}"),

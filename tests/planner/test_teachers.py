@@ -13,6 +13,8 @@ from grpo_mega.planner.plan import make_plan
 from grpo_mega.planner.setup import Setup
 from grpo_mega.weights.spec import ModelShape
 
+EXACT = {"recipe": "opd", "distill_kl": "reverse"}
+
 
 def test_a_teachers_memory_is_what_arithmetic_by_hand_gives() -> None:
     """Eight layers of Llama 70B in bf16, over tp=4 and pp=4, are on the device for log-probs alone."""
@@ -33,6 +35,10 @@ def test_a_teachers_memory_is_what_arithmetic_by_hand_gives() -> None:
     (taught,) = [figure for figure in plan.stages[0].phases["log-probs"] if figure.label == "teacher"]
     assert taught.value == pytest.approx(2 * first, rel=1e-4)
     assert plan.host.pinned_total.value - alone.host.pinned_total.value == pytest.approx(8 * 2 * first, rel=1e-4)
+    exact = replace(setup, config=configs.validate(raw | {"teachers": {"a": {"path": "x"}}, "algorithm": EXACT}))
+    update = make_plan(replace(exact, teachers=((replace(shape, num_layers=8), 0),))).stages[3].phases["update"]
+    (head,) = [figure for figure in update if figure.label == "teacher's output layer"]
+    assert head.value == 2 * embedding / 4
     assert plan.stages[0].totals["update"].value == alone.stages[0].totals["update"].value
     seconds = [next(f.value for f in p.timing.phases if f.label == "log-probs") for p in (alone, plan)]
     assert seconds[0] == 0 and 0.3 < seconds[1] < 1
