@@ -51,7 +51,7 @@ def vocab_parallel_logprobs(
     returned in the weight's dtype or, with `weight_grad_VH` ([width, H]), added to that, the weight itself getting none.
     Tokens whose upstream gradients are 0 are left out of the backward.
     """
-    shard = Shard.of(weight_VH, vocab_size, temperature, tp_group, tile)
+    shard = shard_of(weight_VH, vocab_size, temperature, tp_group, tile)
     if needed_T is None:
         return _Logprobs.apply(hidden_TH, weight_VH, targets_T, weight_grad_VH, shard, tp_group, with_entropy)
     index_N = needed_T.nonzero().squeeze(1)
@@ -72,20 +72,6 @@ class Shard:
     inverse_temperature: float
     num_tile_tokens: int
     num_tile_columns: int
-
-    @classmethod
-    def of(
-        cls,
-        weight_VH: Tensor,
-        vocab_size: int,
-        temperature: float,
-        tp_group: dist.ProcessGroup | None,
-        tile: tuple[int, int] | None,
-    ) -> Shard:
-        width = weight_VH.shape[0]
-        start = width * (dist.get_rank(tp_group) if tp_group is not None else 0)
-        tile = tile or (_GPU_TILE if weight_VH.is_cuda else _CPU_TILE)
-        return cls(start, max(0, min(width, vocab_size - start)), 1 / temperature, *tile)
 
     def column_tiles(self) -> Iterator[slice]:
         return _slices(self.num_columns, self.num_tile_columns)
@@ -110,6 +96,15 @@ class Shard:
         column_n1 = (targets_n - (self.start + columns.start)).unsqueeze(1)
         is_here_n1 = (column_n1 >= 0) & (column_n1 < columns.stop - columns.start)
         return torch.where(is_here_n1, column_n1, 0), is_here_n1
+
+
+def shard_of(
+    weight_VH: Tensor, vocab_size: int, temperature: float, tp_group: dist.ProcessGroup | None, tile: tuple[int, int] | None
+) -> Shard:
+    width = weight_VH.shape[0]
+    start = width * (dist.get_rank(tp_group) if tp_group is not None else 0)
+    tile = tile or (_GPU_TILE if weight_VH.is_cuda else _CPU_TILE)
+    return Shard(start, max(0, min(width, vocab_size - start)), 1 / temperature, *tile)
 
 
 class _Logprobs(torch.autograd.Function):
@@ -213,21 +208,7 @@ def statistics(
     tp_group: dist.ProcessGroup | None,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the vocabulary's max_T, and rows of sums [k, T] as in `_of_shard`, the same on every rank."""
-    local_max_T, sums_kT = _of_shard(hidden_TH, weight_VH, targets_T, shard, with_entropy)
-    max_T = local_max_T.clone()
-    if tp_group is not None:
-        dist.all_reduce(max_T, dist.ReduceOp.MAX, group=tp_group)
-    _shift(sums_kT, local_max_T - max_T)
-    if tp_group is not None:
-        dist.all_reduce(sums_kT, group=tp_group)
-    return max_T, sums_kT
-
-
-def _of_shard(
-    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, shard: Shard, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the shard's max_T, and rows of sums [k, T]: target logit, sum e^y, and with entropy sum y e^y, with y = x -
+    """Return the vocabulary's max_T, and rows of sums [k, T]: target logit, sum e^y, and with entropy sum y e^y, with y = x -
     max."""
     dtype, num_tokens = _compute_dtype(weight_VH), hidden_TH.shape[0]
     # The least finite number stands for -inf, whose differences would be NaN.
@@ -252,6 +233,11 @@ def _of_shard(
                 exp_nv = torch.exp(y_nv.clamp_(min=LOG_ZERO), out=_tile_of(spare, *y_nv.shape))
                 sums_kT[1, tokens] += exp_nv.sum(dim=1)
                 sums_kT[2, tokens] += y_nv.mul_(exp_nv).sum(dim=1)
+    if tp_group is not None:
+        local_max_T = max_T.clone()
+        dist.all_reduce(max_T, dist.ReduceOp.MAX, group=tp_group)
+        _shift(sums_kT, local_max_T - max_T)
+        dist.all_reduce(sums_kT, group=tp_group)
     return max_T, sums_kT
 
 

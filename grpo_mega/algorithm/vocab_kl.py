@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from grpo_mega.algorithm.logprobs import LOG_ZERO, Shard, gradients, operand, statistics
+from grpo_mega.algorithm.logprobs import LOG_ZERO, Shard, gradients, operand, shard_of, statistics
 
 
 def vocab_parallel_kl(
@@ -35,7 +35,7 @@ def vocab_parallel_kl(
 
     teacher_hidden_NG holds the N tokens that are needed. All else is as in `vocab_parallel_logprobs`.
     """
-    shard, index_N = Shard.of(weight_VH, vocab_size, temperature, tp_group, tile), needed_T.nonzero().squeeze(1)
+    shard, index_N = shard_of(weight_VH, vocab_size, temperature, tp_group, tile), needed_T.nonzero().squeeze(1)
     teacher = (teacher_hidden_NG, teacher_weight_VG)
     kl_N = _VocabKL.apply(hidden_TH[index_N], weight_VH, *teacher, weight_grad_VH, shard, tp_group, is_reverse)
     return torch.zeros_like(needed_T, dtype=kl_N.dtype).index_copy(0, index_N, kl_N)

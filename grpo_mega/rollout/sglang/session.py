@@ -150,18 +150,14 @@ class Session:
             "return_logprob": True,
             "logprob_start_len": len(token_ids) - num_last - 1,
         }
-        pause = FIRST_PAUSE_S
-        for attempt in range(1, ATTEMPTS + 1):
+        for attempt in range(ATTEMPTS):
             try:
                 entries = json.loads(await self._call("POST", "/generate", body))["meta_info"]["input_token_logprobs"]
                 break
-            except RefusedError:
-                raise
-            except EngineError:
-                if attempt == ATTEMPTS:
+            except EngineError as error:
+                if isinstance(error, RefusedError) or attempt == ATTEMPTS - 1:
                     raise
-            await asyncio.sleep(pause)
-            pause *= 2
+            await asyncio.sleep(FIRST_PAUSE_S * 2**attempt)
         last = entries[len(entries) - num_last :]
         if [entry[1] for entry in last] != list(token_ids[len(token_ids) - num_last :]):
             raise EngineError(f"{self.url}/generate gave log-probs of other tokens than it was asked for")

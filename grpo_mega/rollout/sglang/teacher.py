@@ -11,7 +11,7 @@ from grpo_mega.rollout.sglang.session import Session
 from grpo_mega.types import Sample
 
 CONCURRENT = 64  # requests of a rank
-DEADLINE_S = 600.0  # of one
+DEADLINE_S = 300.0  # of one
 
 
 def served_logprobs(url: str, samples: Sequence[Sample], on_answer: Callable[[], None]) -> list[list[float]]:
