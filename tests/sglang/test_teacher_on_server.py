@@ -1,14 +1,15 @@
-"""A teacher on the server that all files here share, beside the same teacher in Megatron."""
+"""A teacher on a server of its own, beside the same teacher in Megatron."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from models import make_model
-from servers import MODEL
+from servers import MODEL, make_settings, trainers_environment
 
 from grpo_mega import config as configs
 from grpo_mega.commands.check import Case, run_cases
@@ -17,6 +18,19 @@ from grpo_mega.rollout.sglang.session import Session
 from grpo_mega.types import Group, Prompt, Sample
 
 pytestmark = pytest.mark.sglang
+
+
+@pytest.fixture
+def own_server(model: Path, temporary: Path, tmp_path: Path) -> Iterator[Server]:
+    """Not the one that the other files share, since it gets other weights."""
+    server = Server(make_settings(model, tmp_path / "engine"))
+    with trainers_environment(temporary):
+        server.start()
+    try:
+        server.wait_until_healthy()
+        yield server
+    finally:
+        server.stop()
 
 
 def make_config(model: Path, **teacher: str) -> configs.Config:
@@ -47,18 +61,18 @@ def make_groups() -> list[Group]:
     return groups
 
 
-def test_a_teacher_on_a_server_gives_what_it_gives_in_megatron(server: Server, tmp_path: Path) -> None:
+def test_a_teacher_on_a_server_gives_what_it_gives_in_megatron(own_server: Server, tmp_path: Path) -> None:
     sizes = {k: v for k, v in MODEL.items() if k not in ("architectures", "model_type", "dtype", "tie_word_embeddings")}
     for name, seed in (("student", 1), ("teacher", 2)):
         make_model("qwen2", seed=seed, **sizes).save_pretrained(tmp_path / name)
     body = {"model_path": str(tmp_path / "teacher"), "load_format": "auto"}
-    with closing(Session(server.url)) as session:
+    with closing(Session(own_server.url)) as session:
         session.run(session.post("/update_weights_from_disk", body))
     torch.save(make_groups(), tmp_path / "groups.pt")
     student, teacher = tmp_path / "student", str(tmp_path / "teacher")
     served, ours = run_cases(
         [
-            Case("server", make_config(student, path=teacher, url=server.url)),
+            Case("server", make_config(student, path=teacher, url=own_server.url)),
             Case("Megatron", make_config(student, path=teacher)),
         ],
         tmp_path,
