@@ -89,7 +89,9 @@ def generate(job: Job, step: int) -> tuple[list[Group], int, StepMetrics]:
         if not prompts:  # the data set is small, and all of it was drawn
             break
         description = "sampling" if attempt == 0 else f"sampling again ({attempt})"
-        drawn, num_dropped = drop_unusable(job.rollouts.generate(prompts, step, description, wanted=wanted))
+        drawn, num_dropped = job.rollouts.generate(prompts, step, description, wanted=wanted), 0
+        if not config.teachers:  # a teacher needs no gold answers
+            drawn, num_dropped = drop_unusable(drawn)
         useful = [g for g in drawn if not is_zero_variance(config, g)] if is_dynamic else drawn
         num_unusable += num_dropped
         num_equal += len(drawn) - len(useful)

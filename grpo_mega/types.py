@@ -98,6 +98,9 @@ class PackedBatch:
     sample_indices: list[int]  # index in the step of each segment's sample, without padding
     old_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
     ref_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
+    teacher_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
+    # By teacher, for a KL over the vocabulary: the tokens that it teaches [T] bool, and their last hidden states, on the host.
+    teacher_hidden: dict[str, tuple[Tensor, Tensor]] | None = None
     # What some methods take from the whole mini-batch, see LossInputs.
     nll_weights: Tensor | None = None  # [T] float32
     is_chosen: Tensor | None = None  # [T] float32

@@ -187,10 +187,15 @@ def gdpo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
     return _on_all_tokens(g, total_G)
 
 
+def none(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+    """Return 0: rewards are for the log alone, and a teacher's part is added in the loss."""
+    return _on_all_tokens(g, torch.zeros_like(g.outcomes_G))
+
+
 # By the names that a config uses (algorithm.adv_type).
 ADVANTAGES: Mapping[str, Callable[[Scored, AlgorithmConfig], list[Tensor]]] = {
     f.__name__: f for f in (grpo, grpo_process, grpo_turn, grpo_leave_one_out, rloo, opo, pass_at_k, gdpo)
-} | {f.__name__: f for f in (reinforce_plus_plus, reinforce_plus_plus_baseline)}
+} | {f.__name__: f for f in (reinforce_plus_plus, reinforce_plus_plus_baseline, none)}
 _WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 
 

@@ -28,6 +28,8 @@ class LossInputs:
     loss_weights: Tensor  # from token_weights.py
     segments: Tensor  # int64, the index of each token's sequence in the micro-batch
     num_segments: int
+    teacher_logprobs: Tensor | None = None  # of the model to distil from
+    teacher_kl: Tensor | None = None  # over the vocabulary, with gradient
     entropy: Tensor | None = None  # with gradient if there is an entropy bonus
     # From all tokens of the mini-batch, before the update; None or 1 where no method asks for it.
     nll_weights: Tensor | None = None  # of the negative log-likelihood, from token_weights.py
@@ -35,12 +37,14 @@ class LossInputs:
     importance_mean: float = 1.0  # by which the correction divides its weights
 
     @classmethod
-    def of_masked_token(cls, *, has_reference: bool, has_entropy: bool) -> LossInputs:
+    def of_masked_token(cls, *, has_reference: bool, has_entropy: bool, distill_kl: str | None = None) -> LossInputs:
         """Return one masked token: its loss and metrics are 0, under the names that all micro-batches of a run have."""
         zero = torch.zeros(1)
-        ref, entropy = (zero if has_it else None for has_it in (has_reference, has_entropy))
+        has = (has_reference, has_entropy, distill_kl == "sampled", distill_kl not in (None, "sampled"))
+        ref, entropy, teacher, teacher_kl = (zero if has_it else None for has_it in has)
         segment = torch.zeros(1, dtype=torch.int64)
-        return cls(zero, zero, ref, zero, zero, zero, zero, segment, 1, entropy, nll_weights=zero, is_chosen=zero)
+        masked = cls(zero, zero, ref, zero, zero, zero, zero, segment, 1, nll_weights=zero, is_chosen=zero)
+        return replace(masked, teacher_logprobs=teacher, teacher_kl=teacher_kl, entropy=entropy)
 
     def without_masked(self) -> LossInputs:
         """Return the inputs with 0 on masked tokens: before any arithmetic, so that no NaN of theirs reaches a gradient."""
@@ -61,6 +65,8 @@ class LossInputs:
             advantages=clean(self.advantages),
             loss_mask=is_unmasked_T.to(self.loss_mask.dtype),
             loss_weights=clean(self.loss_weights),
+            teacher_logprobs=clean_any(self.teacher_logprobs),
+            teacher_kl=clean_any(self.teacher_kl),
             entropy=clean_any(self.entropy),
             nll_weights=clean_any(self.nll_weights),
             is_chosen=clean_any(self.is_chosen),
@@ -73,6 +79,11 @@ class LossInputs:
     def log_mismatch(self) -> Tensor:
         """Return the logarithm [T] of the mismatch ratio, old_logprobs - rollout_logprobs, clamped to +-20."""
         return (self.old_logprobs - self.rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def log_lead(self) -> Tensor:
+        """Return the logarithm [T] of policy over teacher, old_logprobs - teacher_logprobs, clamped to +-20."""
+        assert self.teacher_logprobs is not None, "distillation needs teacher_logprobs"
+        return (self.old_logprobs - self.teacher_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def sequence_sum(self, values_T: Tensor) -> Tensor:
         """Return [T]: for each token the sum of `values_T` over the unmasked tokens of its sequence."""

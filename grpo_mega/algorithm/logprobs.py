@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # exp of it is 0 in float64 as in float32, yet it can be multiplied with anything finite: where p is 0, p * log p stays 0.
-_LOG_ZERO = -1e4
+LOG_ZERO = -1e4
 # Tokens and columns of a tile: on a CPU two of them stay in its cache, on a GPU each fills it with work.
 _CPU_TILE, _GPU_TILE = (1024, 4096), (4096, 8192)
 
@@ -51,10 +51,7 @@ def vocab_parallel_logprobs(
     returned in the weight's dtype or, with `weight_grad_VH` ([width, H]), added to that, the weight itself getting none.
     Tokens whose upstream gradients are 0 are left out of the backward.
     """
-    width = weight_VH.shape[0]
-    start = width * (dist.get_rank(tp_group) if tp_group is not None else 0)
-    tile = tile or (_GPU_TILE if weight_VH.is_cuda else _CPU_TILE)
-    shard = _Shard(start, max(0, min(width, vocab_size - start)), 1 / temperature, *tile)
+    shard = shard_of(weight_VH, vocab_size, temperature, tp_group, tile)
     if needed_T is None:
         return _Logprobs.apply(hidden_TH, weight_VH, targets_T, weight_grad_VH, shard, tp_group, with_entropy)
     index_N = needed_T.nonzero().squeeze(1)
@@ -67,7 +64,7 @@ def vocab_parallel_logprobs(
 
 
 @dataclass(frozen=True)
-class _Shard:
+class Shard:
     """The columns of the vocabulary on a rank, and the tiles of [T, V]."""
 
     start: int
@@ -101,6 +98,15 @@ class _Shard:
         return torch.where(is_here_n1, column_n1, 0), is_here_n1
 
 
+def shard_of(
+    weight_VH: Tensor, vocab_size: int, temperature: float, tp_group: dist.ProcessGroup | None, tile: tuple[int, int] | None
+) -> Shard:
+    width = weight_VH.shape[0]
+    start = width * (dist.get_rank(tp_group) if tp_group is not None else 0)
+    tile = tile or (_GPU_TILE if weight_VH.is_cuda else _CPU_TILE)
+    return Shard(start, max(0, min(width, vocab_size - start)), 1 / temperature, *tile)
+
+
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -109,17 +115,11 @@ class _Logprobs(torch.autograd.Function):
         weight_VH: Tensor,
         targets_T: Tensor,
         weight_grad_VH: Tensor | None,
-        shard: _Shard,
+        shard: Shard,
         tp_group: dist.ProcessGroup | None,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        local_max_T, sums_kT = _statistics(hidden_TH, weight_VH, targets_T, shard, with_entropy)
-        max_T = local_max_T.clone()
-        if tp_group is not None:
-            dist.all_reduce(max_T, dist.ReduceOp.MAX, group=tp_group)
-        _shift(sums_kT, local_max_T - max_T)
-        if tp_group is not None:
-            dist.all_reduce(sums_kT, group=tp_group)
+        max_T, sums_kT = statistics(hidden_TH, weight_VH, targets_T, shard, tp_group, with_entropy)
         target_T, sum_exp_T = sums_kT[0], sums_kT[1]
         log_sum_T = sum_exp_T.log()
         # Both terms of the entropy are >= 0, so that nothing cancels: log sum e^y - sum y e^y / sum e^y with y = x - max <= 0.
@@ -148,7 +148,7 @@ class _Logprobs(torch.autograd.Function):
             targets_T[index_N], max_T[index_N], sum_exp_T[index_N], grad_logprobs_T[index_N] * scale_N, slope_N, offset_N
         )
         hidden_NH = hidden_TH if len(index_N) == len(hidden_TH) else hidden_TH[index_N]
-        grad_hidden_NH, grad_weight_VH = _gradients(
+        grad_hidden_NH, grad_weight_VH = gradients(
             hidden_NH, weight_VH, upstream, ctx.shard, ctx.weight_grad_VH, needs=ctx.needs_input_grad[:2]
         )
         if grad_hidden_NH is not None:  # cast only here, where the tiles' memory is free again
@@ -156,6 +156,15 @@ class _Logprobs(torch.autograd.Function):
         if grad_hidden_NH is not None and hidden_NH is not hidden_TH:
             grad_hidden_NH = torch.zeros_like(hidden_TH).index_copy_(0, index_N, grad_hidden_NH)
         return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
+
+
+class Upstream(Protocol):
+    """Turn the logits of a tile into their gradient."""
+
+    @property
+    def has_spare(self) -> bool: ...
+
+    def to_logits(self, x_nv: Tensor, spare: Tensor, tokens: slice, columns: slice, shard: Shard) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -173,32 +182,42 @@ class _Upstream:
     slope_N: Tensor | None  # minus that of the entropy, over the same
     offset_N: Tensor | None  # slope times (entropy - log sum_exp)
 
-    def to_logits(self, x_nv: Tensor, spare: Tensor, tokens: slice, target_n1: Tensor, is_here_n1: Tensor) -> Tensor:
+    @property
+    def has_spare(self) -> bool:
+        return self.slope_N is not None
+
+    def to_logits(self, x_nv: Tensor, spare: Tensor, tokens: slice, columns: slice, shard: Shard) -> Tensor:
         """Replace a tile's logits by their gradient; `spare` is scratch."""
+        target_n1, is_here_n1 = shard.targets(self.targets_N[tokens], columns)
         y_nv = x_nv.sub_(self.max_N[tokens, None])
         grad_n1 = self.grad_N[tokens, None]
         if self.slope_N is None or self.offset_N is None:
             grad_nv = y_nv.exp_().mul_(-grad_n1)
         else:
-            exp_nv = torch.exp(y_nv.clamp_(min=_LOG_ZERO), out=_tile_of(spare, *y_nv.shape))
+            exp_nv = torch.exp(y_nv.clamp_(min=LOG_ZERO), out=_tile_of(spare, *y_nv.shape))
             grad_nv = torch.addcmul(self.offset_N[tokens, None] - grad_n1, y_nv, self.slope_N[tokens, None], out=y_nv)
             grad_nv.mul_(exp_nv)
         return grad_nv.scatter_add_(1, target_n1, grad_n1 * self.sum_exp_N[tokens, None] * is_here_n1)
 
 
-def _statistics(
-    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, shard: _Shard, with_entropy: bool
+def statistics(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    targets_T: Tensor,
+    shard: Shard,
+    tp_group: dist.ProcessGroup | None,
+    with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the shard's max_T, and rows of sums [k, T]: target logit, sum e^y, and with entropy sum y e^y, with y = x -
+    """Return the vocabulary's max_T, and rows of sums [k, T]: target logit, sum e^y, and with entropy sum y e^y, with y = x -
     max."""
     dtype, num_tokens = _compute_dtype(weight_VH), hidden_TH.shape[0]
     # The least finite number stands for -inf, whose differences would be NaN.
     max_T = torch.full((num_tokens,), torch.finfo(dtype).min, dtype=dtype, device=hidden_TH.device)
     sums_kT = torch.zeros((3 if with_entropy else 2, num_tokens), dtype=dtype, device=hidden_TH.device)
     scratch, spare = shard.scratch(hidden_TH), shard.scratch(hidden_TH) if with_entropy else None
-    hidden_TH = _operand(hidden_TH)
+    hidden_TH = operand(hidden_TH)
     for columns in shard.column_tiles():
-        weight_vH = _operand(weight_VH[columns])
+        weight_vH = operand(weight_VH[columns])
         for tokens in shard.token_tiles(num_tokens):
             x_nv = shard.logits(hidden_TH[tokens], weight_vH, scratch)
             column_n1, is_here_n1 = shard.targets(targets_T[tokens], columns)
@@ -211,17 +230,22 @@ def _statistics(
                 exp_nv = y_nv.exp_()
                 sums_kT[1, tokens] += exp_nv.sum(dim=1)
             else:
-                exp_nv = torch.exp(y_nv.clamp_(min=_LOG_ZERO), out=_tile_of(spare, *y_nv.shape))
+                exp_nv = torch.exp(y_nv.clamp_(min=LOG_ZERO), out=_tile_of(spare, *y_nv.shape))
                 sums_kT[1, tokens] += exp_nv.sum(dim=1)
                 sums_kT[2, tokens] += y_nv.mul_(exp_nv).sum(dim=1)
+    if tp_group is not None:
+        local_max_T = max_T.clone()
+        dist.all_reduce(max_T, dist.ReduceOp.MAX, group=tp_group)
+        _shift(sums_kT, local_max_T - max_T)
+        dist.all_reduce(sums_kT, group=tp_group)
     return max_T, sums_kT
 
 
-def _gradients(
+def gradients(
     hidden_NH: Tensor,
     weight_VH: Tensor,
-    upstream: _Upstream,
-    shard: _Shard,
+    upstream: Upstream,
+    shard: Shard,
     weight_grad_VH: Tensor | None,
     *,
     needs: tuple[bool, bool],
@@ -229,19 +253,18 @@ def _gradients(
     """Return the gradients of hidden states (in the dtype of computation) and weight, None if not needed; the weight's is added
     to `weight_grad_VH` if there is one."""
     needs_hidden, needs_weight = needs
-    dtype, operands_NH = _compute_dtype(weight_VH), _operand(hidden_NH)
+    dtype, operands_NH = _compute_dtype(weight_VH), operand(hidden_NH)
     grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=dtype) if needs_hidden else None
     grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight and weight_grad_VH is None else None
     sink_VH = grad_weight_VH if weight_grad_VH is None else weight_grad_VH
-    scratch, spare = shard.scratch(hidden_NH), shard.scratch(hidden_NH) if upstream.slope_N is not None else torch.empty(0)
+    scratch, spare = shard.scratch(hidden_NH), shard.scratch(hidden_NH) if upstream.has_spare else torch.empty(0)
     for columns in shard.column_tiles() if len(hidden_NH) else ():
-        weight_vH = _operand(weight_VH[columns])
+        weight_vH = operand(weight_VH[columns])
         sink_vH = None if sink_VH is None or not needs_weight else sink_VH[columns]
         sum_vH = sink_vH if sink_vH is None or sink_vH.dtype == dtype else torch.zeros_like(sink_vH, dtype=dtype)
         for tokens in shard.token_tiles(len(hidden_NH)):
             x_nv = shard.logits(operands_NH[tokens], weight_vH, scratch)
-            target = shard.targets(upstream.targets_N[tokens], columns)
-            grad_nv = upstream.to_logits(x_nv, spare, tokens, *target).to(weight_vH.dtype)
+            grad_nv = upstream.to_logits(x_nv, spare, tokens, columns, shard).to(weight_vH.dtype)
             if grad_hidden_NH is not None:
                 _add_product(grad_hidden_NH[tokens], grad_nv, weight_vH)
             if sum_vH is not None:
@@ -253,7 +276,7 @@ def _gradients(
 
 def _shift(sums_kT: Tensor, delta_T: Tensor) -> None:
     """Convert the sums over y = x - old max to a new max, in place; delta_T = old - new <= 0."""
-    delta_T = delta_T.clamp(min=_LOG_ZERO)
+    delta_T = delta_T.clamp(min=LOG_ZERO)
     if sums_kT.shape[0] == 3:
         sums_kT[2].add_(delta_T * sums_kT[1])
     sums_kT[1:].mul_(delta_T.exp())
@@ -267,7 +290,7 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha:
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
 
 
-def _operand(x: Tensor) -> Tensor:
+def operand(x: Tensor) -> Tensor:
     """Return the operand of matrix products: a GPU multiplies bfloat16 with float32 sums; on a CPU only float32 is fast."""
     return x if x.is_cuda else x.to(_compute_dtype(x))
 

@@ -36,8 +36,14 @@ def policy_loss(inputs: LossInputs, a: AlgorithmConfig) -> LossOutputs:
     l_t is the objective's loss of a token (objectives.py), c_t and keep_t are the off-policy correction's weight and mask
     (correction.py), both 1 without one. a.positive_nll adds positive_nll sum_t nll_weights_t keep_t (-logprobs_t), VAPO's
     imitation of right answers (arXiv 2504.05118, eqs. 9 and 10). A KL penalty in the reward (a.kl_in) adds nothing to the loss.
+    a.distill_beta adds -distill_beta (old_logprobs - teacher_logprobs) to the advantages: on-policy, the gradient of the sum is
+    that of KL(policy || teacher), one token at a time (as MiniLLM's single-step part, arXiv 2306.08543, section 2.2). Whatever
+    normalised the advantages of rewards is before that, so that the teacher's scale is distill_beta alone. With a.distill_kl
+    reverse or forward it adds distill_beta keep_t teacher_kl_t to the loss instead (GKD, arXiv 2306.13649, eq. 4).
     """
     x = inputs.without_masked()
+    if a.distill_beta > 0 and not a.has_vocab_kl:
+        x = replace(x, advantages=x.advantages - a.distill_beta * x.log_lead())
     correction = correct(x, a.correction)
     # A dropped token is not in its response's mean ratio either, or it would still get a gradient through that.
     objective = OBJECTIVES[a.loss_type](replace(x, loss_mask=x.loss_mask * correction.keep), a)
@@ -47,6 +53,9 @@ def policy_loss(inputs: LossInputs, a: AlgorithmConfig) -> LossOutputs:
         assert x.ref_logprobs is not None, "a KL penalty needs ref_logprobs"
         penalty_T = kl_penalty(x.logprobs, x.ref_logprobs, a.kl_penalty_type, old_logprobs=x.old_logprobs, kl_clamp=a.kl_clamp)
         terms["loss/kl"] = a.kl_beta * weights_T * penalty_T
+    if a.has_vocab_kl:
+        assert x.teacher_kl is not None, "distillation over the vocabulary needs teacher_kl"
+        terms["loss/distill"] = a.distill_beta * weights_T * x.teacher_kl
     if a.entropy_bonus != 0.0:
         assert x.entropy is not None, "an entropy bonus needs the entropy"
         terms["loss/entropy"] = -a.entropy_bonus * weights_T * x.entropy
@@ -103,6 +112,10 @@ def _diagnostics(x: LossInputs, objective: Objective) -> tuple[dict[str, Tensor]
     }
     if x.ref_logprobs is not None:
         means["kl/mean"] = kl_penalty(x.logprobs, x.ref_logprobs, "low_var_kl")
+    if x.teacher_logprobs is not None:
+        means["distill/kl"] = x.log_lead()
+    if x.teacher_kl is not None:
+        means["distill/kl"] = x.teacher_kl
     if x.entropy is not None:
         means["entropy/mean"] = x.entropy
     means |= {"mismatch/k1": -mismatch_T, "mismatch/k3": k3(mismatch_T), "mismatch/abs_mean": mismatch_T.abs()}

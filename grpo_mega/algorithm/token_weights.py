@@ -38,8 +38,9 @@ def mini_batch_weights(
 
 
 def contributes_to_loss(sample: Sample, a: AlgorithmConfig) -> bool:
-    """Return False for samples without any reward and, with overlong_filter, for truncated ones (they stay in their group)."""
-    return sample.is_scored and not (a.overlong_filter and sample.finish_reason == "length")
+    """Return False for samples without any reward, unless a teacher teaches them, and, with overlong_filter, for truncated
+    ones (they stay in their group)."""
+    return (sample.is_scored or a.distill_beta > 0) and not (a.overlong_filter and sample.finish_reason == "length")
 
 
 def positive_weights(mini_batch: Sequence[Sample], a: AlgorithmConfig) -> list[float]:

@@ -49,7 +49,7 @@ class Outcome:
     """The results of a case. Log-probs are those of the response tokens, by sample."""
 
     updates: list[StepMetrics]
-    logprobs: dict[str, dict[SampleKey, Tensor]]  # "old_logprobs", "ref_logprobs" -> sample -> [response_len]
+    logprobs: dict[str, dict[SampleKey, Tensor]]  # old_, ref_ and teacher_logprobs -> sample -> [response_len]
     checkpoint: Path  # the weights after the updates, as a Hugging Face folder
 
 

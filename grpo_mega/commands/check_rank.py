@@ -47,7 +47,9 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
     samples = [sample for group in groups for sample in group.samples]
     batches = pack(case.config, groups, policy)
     batches = attach_logprobs(case.config, groups, batches, policy, runtime, Timers())
-    logprobs = {name: _by_sample(name, batches, samples, runtime) for name in ("old_logprobs", "ref_logprobs")}
+    logprobs = {
+        name: _by_sample(name, batches, samples, runtime) for name in ("old_logprobs", "ref_logprobs", "teacher_logprobs")
+    }
     updates = policy.update(batches)
     export_policy(policy, model, folder / "hf")
     if runtime.rank == 0:

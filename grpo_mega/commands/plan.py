@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
+from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.formats.known_models import known_model
 from grpo_mega.hardware.cards import ASSUMED, card_of
@@ -17,6 +18,7 @@ from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.suggest import suggest
 from grpo_mega.validation.findings import Findings, find_all
 from grpo_mega.validation.model import read_model
+from grpo_mega.weights.spec import ModelShape
 
 FITS, DOES_NOT_FIT, ILLEGAL = 0, 1, 2
 
@@ -98,5 +100,19 @@ def prepare(options: PlanOptions) -> tuple[Setup | None, Findings]:
         gpus_per_node=options.gpus_per_node,
         mean_prompt=prompt,
         mean_response=response,
+        teachers=_teachers(config, findings),
     )
     return setup, findings
+
+
+def _teachers(config: Config, findings: Findings) -> tuple[tuple[ModelShape, int], ...]:
+    """Return the shapes of the teachers that are here or well known; note the others."""
+    found: list[tuple[ModelShape, int]] = []
+    for name, teacher in [pair for pair in config.teachers.items() if pair[1].url is None]:
+        own = config.model_copy(update={"model": config.model.model_copy(update={"path": teacher.path})})
+        try:
+            model = read_model(own)
+            found.append((model.shape, model.experts_per_token))
+        except UserError:
+            findings.notes.append(f"teachers.{name}.path={teacher.path} cannot be read here: planned without it")
+    return tuple(found)

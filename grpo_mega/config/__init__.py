@@ -22,6 +22,7 @@ from grpo_mega.config.run import (
     PrecisionConfig,
     RolloutConfig,
     SyncConfig,
+    TeacherConfig,
 )
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "RewardsConfig",
     "RolloutConfig",
     "SyncConfig",
+    "TeacherConfig",
     "apply_override",
     "dump",
     "load",

@@ -38,6 +38,7 @@ Recipe = Literal[
     "clip_cov",
     "kl_cov",
     "decoupled_ppo",
+    "opd",
 ]
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
@@ -87,6 +88,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "clip_cov": {"loss_type": "clip_cov", "loss_agg_func": "token-mean", "ratio_clip_eps": 1.0},
     "kl_cov": {"loss_type": "kl_cov", "loss_agg_func": "token-mean", "cov_share": 2e-3},
     "decoupled_ppo": {"correction": {"importance": "icepop", "mask_low": 0.0, "mask_high": 5.0}},
+    "opd": {"adv_type": "none", "distill_beta": 1.0, "loss_agg_func": "token-mean"},
 }
 
 
@@ -156,7 +158,8 @@ class AlgorithmConfig(Section):
         "opo",
         "pass_at_k",
         "gdpo",
-    ] = "grpo"
+        "none",
+    ] = "grpo"  # none: 0, for distillation alone
     loss_type: Literal[
         "actor", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce", "clip_cov", "kl_cov"
     ] = "actor"
@@ -189,6 +192,10 @@ class AlgorithmConfig(Section):
     pass_k: Annotated[int, Field(ge=2)] | None = None  # pass_at_k: k; None: group_size
     positive_nll: NonNegativeFloat = 0.0  # weight of the negative log-likelihood of right answers
     positive_above: float = 0.0  # the reward above which a response is a right answer
+    # A teacher's part of the advantage of a token, -distill_beta (log p_policy - log p_teacher); needs `teachers`.
+    distill_beta: NonNegativeFloat = 0.0
+    # sampled: that; reverse, forward: in the loss, the KL(policy || teacher) or KL(teacher || policy) over the vocabulary.
+    distill_kl: Literal["sampled", "reverse", "forward"] = "sampled"
     calculate_entropy: bool = False
     entropy_bonus: float = 0.0
     normalize_advantages: bool = False  # whiten over all tokens of the rollout, after the group's normalisation
@@ -229,6 +236,10 @@ class AlgorithmConfig(Section):
     def ends_iteration(self, step: int) -> bool:
         """Return True if the reference is refreshed after `step` steps."""
         return self.ref_model_sync_steps is not None and step % self.ref_model_sync_steps == 0
+
+    @property
+    def has_vocab_kl(self) -> bool:
+        return self.distill_beta > 0 and self.distill_kl != "sampled"
 
     @property
     def is_by_covariance(self) -> bool:
@@ -289,5 +300,13 @@ class AlgorithmConfig(Section):
             yield f"cov_kl={self.cov_kl} needs algorithm.loss_type=kl_cov; set it, or leave cov_kl out"
         if not self.cov_low < self.cov_high:
             yield f"cov_low={self.cov_low} is not below algorithm.cov_high={self.cov_high}; lower it"
+        yield from self._distillation_problems()
         if self.positive_above and not self.positive_nll:
             yield f"positive_above={self.positive_above} needs algorithm.positive_nll > 0; set it, for example to 0.1"
+
+    def _distillation_problems(self) -> Iterator[str]:
+        beta = f"algorithm.distill_beta={self.distill_beta}"
+        if self.distill_beta and self.dynamic_sampling_tries:
+            yield f"dynamic_sampling_tries={self.dynamic_sampling_tries}: must be 0 with {beta}, which uses every group; use 0"
+        if self.distill_beta and self.is_by_covariance:
+            yield f"loss_type={self.loss_type}: must not choose tokens by covariance with {beta}; use actor"

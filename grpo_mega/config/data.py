@@ -37,6 +37,7 @@ class DataConfig(Section):
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None  # the same, as a share of train
     prompt_column: str = "prompt"
     answer_column: str | None = None  # None: "answer" where a data set has it, else "solution"
+    teacher_column: str | None = None  # the column that names each row's teacher, one of `teachers`; None: there is one
     system_prompt: str | None = None
     max_prompt_length: PositiveInt = 1024  # tokens; longer prompts are dropped and counted
     shuffle: bool = True

@@ -6,6 +6,7 @@ A key's comment gives its meaning and unit, and the meaning of None or 0. Valida
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,6 +25,13 @@ class ModelConfig(Section):
     recompute: Literal["none", "selective", "full"] = (
         "none"  # activations in the backward pass; selective: of core attention and MLP
     )
+
+
+class TeacherConfig(Section):
+    """A model of the policy's tokenizer to distil from; it computes in model.dtype, in the policy's layout."""
+
+    path: Path  # folder of a Hugging Face or converted Megatron checkpoint; with a url its config and tokenizer are enough
+    url: Annotated[str, Field(pattern=r"^https?://[^/]+$")] | None = None  # of an SGLang server that has it, to ask instead
 
 
 class GuardConfig(Section):
@@ -270,6 +278,7 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     model: ModelConfig
+    teachers: dict[str, TeacherConfig] = Field(default={})  # by name; for algorithm.distill_beta
     precision: PrecisionConfig = PrecisionConfig()
     layout: LayoutConfig = LayoutConfig()
     data: DataConfig
@@ -322,6 +331,8 @@ class Config(Section):
                 "algorithm.loss_type=kl_cov has a penalty of 0 in the first optimizer step of a rollout; raise "
                 "batch.mini_batches or batch.epochs above 1"
             )
+        for problem in self._teacher_problems():
+            raise ValueError(problem)
         longest = self.data.max_prompt_length + self.rollout.max_response_length
         if longest > self.batch.tokens_per_micro_batch:
             raise ValueError(
@@ -329,6 +340,30 @@ class Config(Section):
                 f"data.max_prompt_length + rollout.max_response_length = {longest}; raise it to at least {longest}"
             )
         return self
+
+    def _teacher_problems(self) -> Iterator[str]:
+        beta, column, names = self.algorithm.distill_beta, self.data.teacher_column, ", ".join(self.teachers)
+        if self.algorithm.adv_type == "none":
+            if not beta:
+                yield "algorithm.adv_type=none: leaves nothing to learn without algorithm.distill_beta; set it, and teachers"
+            if self.algorithm.normalize_advantages or self.algorithm.has_kl_reward:
+                yield "algorithm.adv_type=none: must not be with normalize_advantages or kl_in=reward, which move rewards' part"
+        if beta and not self.teachers:
+            yield f"algorithm.distill_beta={beta} needs a teacher; set for example teachers.main.path to its folder"
+        if self.teachers and not beta:
+            yield f"teachers={names} needs algorithm.distill_beta > 0, or algorithm.recipe=opd; set one of them"
+        if len(self.teachers) > 1 and column is None:
+            yield f"teachers={names} needs data.teacher_column, the column that names each row's teacher; set it"
+        urls = [teacher.url for teacher in self.teachers.values() if teacher.url is not None]
+        if urls and self.algorithm.distill_kl != "sampled":
+            yield f"algorithm.distill_kl={self.algorithm.distill_kl}: must be sampled with a teacher's url; leave one out"
+        if urls and self.rollout.temperature != 1:
+            yield (
+                f"rollout.temperature={self.rollout.temperature}: must be 1 with a teacher's url={urls[0]}, since servers give "
+                "log-probs of given tokens at 1 alone; set it, or leave url out"
+            )
+        if column is not None and not self.teachers:
+            yield f"data.teacher_column={column} needs teachers, which its values name; set them, or leave it out"
 
 
 def _any_divisor(n: int) -> str:

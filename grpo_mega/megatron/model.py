@@ -7,6 +7,7 @@ weight. Parameters are not initialised here: weights.apply fills every one of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ from grpo_mega.megatron.attention import PackedAttention, PackedRotary, RMSNorm
 from grpo_mega.megatron.found import in_use
 from grpo_mega.megatron.precision import DTYPES, megatron_settings
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.weights.boxes import RankShards
 from grpo_mega.weights.spec import Family, ModelShape, padded_vocab
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -175,6 +177,15 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
 def output_weight(model: GPTModel) -> Any:
     """Return the last chunk's output weight [padded_vocab / tp, hidden], which is the embedding's if the two are tied."""
     return model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else model.output_layer.weight
+
+
+def parameters_of(models: Sequence[Any], holding: RankShards) -> dict[str, torch.Tensor]:
+    """Return every parameter by its local name; assert that the family's table and the model agree on names and shapes."""
+    parameters = {f"chunk{i}.{name}": p for i, model in enumerate(models) for name, p in model.named_parameters()}
+    assert set(parameters) == set(holding), sorted(set(parameters) ^ set(holding))
+    for name, p in parameters.items():
+        assert tuple(p.shape) == holding[name].shape, (name, tuple(p.shape), holding[name].shape)
+    return parameters
 
 
 def _forward_hidden(layer: ColumnParallelLinear, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:

@@ -41,6 +41,16 @@ class Pipeline:
 
         return self._run(batches, output, forward_only=True, collect_non_loss_data=True)
 
+    def evaluate(
+        self, mini_batches: Sequence[Sequence[PackedBatch]], on_hidden: Callable[[Tensor, PackedBatch], T]
+    ) -> list[tuple[PackedBatch, T]]:
+        """Return each batch with its `on_hidden(hidden_TH, batch)`; nothing except on the last stage."""
+        pairs: list[tuple[PackedBatch, T]] = []
+        for batches in mini_batches:
+            values = self.forward(batches, on_hidden)
+            pairs += zip(batches, values, strict=bool(values))
+        return pairs
+
     def forward_backward(
         self, batches: Sequence[PackedBatch], on_hidden: Callable[[Tensor, PackedBatch], LossOutputs]
     ) -> list[LossOutputs]:

@@ -23,18 +23,20 @@ from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.kl import adapted_beta
 from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 from grpo_mega.algorithm.losses import LossOutputs, accumulate, finalize, policy_loss
+from grpo_mega.algorithm.vocab_kl import vocab_parallel_kl
 from grpo_mega.batching.layout import segments, to_device
 from grpo_mega.config import AlgorithmConfig, Config
 from grpo_mega.hardware.fp8 import length_multiple
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import state as checkpoint
 from grpo_mega.megatron.guard import Guard, num_groups
-from grpo_mega.megatron.model import build_chunks, output_weight, uses_transformer_engine
+from grpo_mega.megatron.model import build_chunks, output_weight, parameters_of, uses_transformer_engine
 from grpo_mega.megatron.offload import PolicyMemory
 from grpo_mega.megatron.pipeline import Pipeline
 from grpo_mega.megatron.precision import PlainTensors, held, in_bf16, is_quantised, set_level, write_back
 from grpo_mega.megatron.reference import Reference
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.megatron.teacher import Teacher
 from grpo_mega.types import PackedBatch, StepMetrics
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import Box, RankShards
@@ -49,7 +51,7 @@ class Policy:
         uses_te = uses_transformer_engine(runtime)
         self._shards = megatron_shards(family, shape, runtime.layout, fused_norms=uses_te)
         self.models = build_chunks(shape, family, hf_config, config, runtime)  # one per virtual pipeline stage
-        self.parameters = _parameters_of(self.models, self._shards.rank_shards(runtime.rank))  # by local name
+        self.parameters = parameters_of(self.models, self._shards.rank_shards(runtime.rank))  # by local name
         _check_partitions(self.parameters, runtime, self._shards)
         self._layer_group = _layer_groups(self.models, shape.num_layers)
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision)
@@ -62,6 +64,7 @@ class Policy:
             self.chunks, partial(held, self.parameters.values()), self._optimizer_state, is_cuda=runtime.device.is_cuda
         )
         self._reference: Reference | None = None
+        self.teachers: dict[str, Teacher] = {}  # by name; the models to distil from
         self._seen: list[tuple[PackedBatch, Tensor]] = []  # micro-batches of the current mini-batch, with their log-probs
         self.guard = Guard(config.precision.guard, shape.num_layers, config.rollout.mismatch_warn)
         self._layer_norms: list[list[float]] = []  # gradient norms of each optimizer step of the last update, by guard group
@@ -243,7 +246,8 @@ class Policy:
         """Return the samples of the mini-batch, on any rank, with a log-prob or advantage that is not finite."""
         mine: set[int] = set()
         for batch, logprobs in self._seen:
-            values = [v for v in (logprobs, batch.old_logprobs, batch.ref_logprobs, batch.advantages) if v is not None]
+            own = (logprobs, batch.old_logprobs, batch.ref_logprobs, batch.teacher_logprobs, batch.advantages)
+            values = [v for v in own if v is not None]
             is_bad = ~torch.isfinite(torch.stack(values)).all(dim=0) & (batch.loss_mask > 0)
             cuts = batch.cu_seqlens.tolist()
             segments = zip(batch.sample_indices, cuts, cuts[1:], strict=False)  # padding is the last segment and has no sample
@@ -254,11 +258,7 @@ class Policy:
 
     def _evaluate(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[tuple[PackedBatch, Tensor]]:
         """Return each batch with its log-probs [T] under the current weights; nothing except on the last stage."""
-        pairs: list[tuple[PackedBatch, Tensor]] = []
-        for batches in mini_batches:
-            values = self.pipeline.forward(batches, lambda hidden_TH, batch: self._logprobs(hidden_TH, batch)[0])
-            pairs += zip(batches, values, strict=bool(values))
-        return pairs
+        return self.pipeline.evaluate(mini_batches, lambda hidden_TH, batch: self._logprobs(hidden_TH, batch)[0])
 
     def _logprobs(self, hidden_TH: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
         """Return log-probs and, if configured, entropies [T] of the tokens in the loss; 0 for the others."""
@@ -276,6 +276,28 @@ class Policy:
             weight_grad_VH=None if self._config.layout.overlap_grad_reduce else weight_VH.main_grad,
         )
 
+    def _teacher_kl(self, hidden_TH: Tensor, batch: PackedBatch) -> Tensor | None:
+        """Return the KL over the vocabulary of each token [T] and its teacher; None unless it is configured."""
+        if batch.teacher_hidden is None:
+            return None
+        weight_VH, of_teachers = output_weight(self.models[-1]), []
+        for name, (is_taught_T, teacher_hidden_NG) in batch.teacher_hidden.items():
+            of_teachers.append(
+                vocab_parallel_kl(
+                    hidden_TH,
+                    weight_VH,
+                    teacher_hidden_NG.to(hidden_TH.device),
+                    self.teachers[name].head_VG.to(hidden_TH.device),
+                    is_reverse=self.algorithm.distill_kl == "reverse",
+                    needed_T=is_taught_T,
+                    vocab_size=self._shape.vocab,
+                    temperature=self._config.rollout.temperature,
+                    tp_group=self._runtime.tp_group if self._runtime.layout.tp > 1 else None,
+                    weight_grad_VH=None if self._config.layout.overlap_grad_reduce else weight_VH.main_grad,
+                )
+            )
+        return torch.stack(of_teachers).sum(dim=0)
+
     def _loss(self, hidden_TH: Tensor, batch: PackedBatch) -> LossOutputs:
         logprobs, entropy = self._logprobs(hidden_TH, batch)
         self._seen.append((batch, logprobs.detach()))
@@ -292,6 +314,8 @@ class Policy:
                 loss_weights=batch.loss_weights,
                 segments=segments(batch),
                 num_segments=batch.num_segments,
+                teacher_logprobs=batch.teacher_logprobs,
+                teacher_kl=self._teacher_kl(hidden_TH, batch),
                 entropy=entropy,
                 nll_weights=batch.nll_weights,
                 is_chosen=batch.is_chosen,
@@ -304,7 +328,11 @@ class Policy:
         """Return the metrics of a mini-batch, the same on all ranks; of each tensor-parallel group one rank contributes."""
         device, algorithm = self._runtime.device.torch_device, self.algorithm
         # Ranks that compute no loss learn the names of the metrics from a masked token, which adds 0 to each.
-        masked = LossInputs.of_masked_token(has_reference=bool(self._reference), has_entropy=algorithm.calculate_entropy)
+        masked = LossInputs.of_masked_token(
+            has_reference=bool(self._reference),
+            has_entropy=algorithm.calculate_entropy,
+            distill_kl=algorithm.distill_kl if algorithm.distill_beta > 0 else None,
+        )
         sums, maxima = accumulate([policy_loss(masked, algorithm), *(outputs if self._runtime.tp_rank == 0 else [])])
         summed = self._runtime.sum(torch.stack([v.to(device) for v in sums.values()]))
         largest = self._runtime.max(torch.stack([v.to(device) for v in maxima.values()]))
@@ -317,15 +345,6 @@ class Policy:
 
     def _optimizer_state(self) -> list[Tensor]:
         return optimizers.state_tensors(self._optimizer) if self._optimizer else []
-
-
-def _parameters_of(models: Sequence[Any], holding: RankShards) -> dict[str, Tensor]:
-    """Return every parameter by its local name; assert that the family's table and the model agree on names and shapes."""
-    parameters = {f"chunk{i}.{name}": p for i, model in enumerate(models) for name, p in model.named_parameters()}
-    assert set(parameters) == set(holding), sorted(set(parameters) ^ set(holding))
-    for name, p in parameters.items():
-        assert tuple(p.shape) == holding[name].shape, (name, tuple(p.shape), holding[name].shape)
-    return parameters
 
 
 def _layer_groups(models: Sequence[Any], num_layers: int) -> dict[Tensor, int]:

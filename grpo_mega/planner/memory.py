@@ -54,10 +54,16 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
     awake = [engine.weights, engine.cache, engine.extra]
     resident = [] if setup.takes_turns else awake[:2] if setup.is_served else awake[:1]
     stays = [] if setup.keeps_host_copies else trainer[:3]
+    guests = [(teacher_weights(one, pp_rank), activations(one, pp_rank)) for one in setup.of_teachers()]
+    taught = product("teacher", "B", "exact", bytes=max((weights for weights, _ in guests), default=0.0))  # one at a time
+    vocab = setup.shape.vocab if setup.config.algorithm.has_vocab_kl and pp_rank == setup.layout.pp - 1 else 0
+    hidden = max((shape.hidden for shape, _ in setup.teachers), default=0)
+    head = product("teacher's output layer", "B", vocab=vocab, hidden=hidden, bytes=setup.itemsize / setup.layout.tp)
+    forward = max([acts.forward_only, *(a.forward_only for _, a in guests)], key=lambda f: f.value)
     phases = {
         "sampling": [*fixed, *stays, *awake],
-        "log-probs": [*fixed, *trainer, *resident, *_with_slack(setup, [acts.forward_only, acts.logprobs])],
-        "update": [*fixed, *trainer, *resident, *_with_slack(setup, acts.training)],
+        "log-probs": [*fixed, *trainer, *resident, taught, *_with_slack(setup, [forward, acts.logprobs])],
+        "update": [*fixed, *trainer, *resident, head, *_with_slack(setup, acts.training)],
         "checkpoint": [*fixed, *trainer, *resident, *_with_slack(setup, [gathered])],
         "sync": [*fixed, *(trainer[:1] if setup.keeps_host_copies else stays), *awake[:1], *resident[1:], moving],
     }
@@ -70,6 +76,11 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
 def state_of(setup: Setup, pp_rank: int) -> State:
     storage = Storage.of(setup.config, setup.shape)
     return stage_state(setup.family, setup.shape, setup.layout, pp_rank, storage, setup.uses_te)
+
+
+def teacher_weights(of_teacher: Setup, pp_rank: int) -> float:
+    """Return the bytes of a teacher's weights on a rank of a stage."""
+    return float(state_of(of_teacher, pp_rank).num_parameters * of_teacher.itemsize)
 
 
 def state_figures(setup: Setup, state: State) -> list[Figure]:
@@ -159,10 +170,12 @@ def host_memory(setup: Setup) -> HostMemory:
     weights = sum(s.weights for s in node)
     optimizer = sum(s.largest_optimizer for s in node)
     moves, has_reference = int(setup.keeps_host_copies), int(setup.has_reference)
+    taught = sum(max(teacher_weights(one, pp_rank) for pp_rank in range(layout.pp)) for one in setup.of_teachers())
     pinned = [
         product("weights", "B", needed=max(moves, has_reference), weights=weights),
         product("optimizer state", "B", needed=moves, optimizer=optimizer),
         product("reference", "B", needed=has_reference, weights=weights),
+        product("teachers", "B", ranks=ranks, weights=taught),
     ]
     pinned_total = total("pinned per node", "B", pinned)
     workers = setup.config.rewards.num_workers

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from grpo_mega.config import Config
+from grpo_mega.config import Config, PrecisionConfig
 from grpo_mega.formats.dtypes import item_bytes
 from grpo_mega.hardware.cards import ASSUMED, Assumptions, Card
 from grpo_mega.hardware.fp8 import length_multiple
@@ -29,6 +29,7 @@ class Setup:
     mean_response: float
     uses_te: bool = True  # Transformer Engine's layers; else Megatron's local ones
     assumed: Assumptions = ASSUMED
+    teachers: tuple[tuple[ModelShape, int], ...] = ()  # those in the policy's layout, with their experts per token
 
     @property
     def family(self) -> Family:
@@ -79,6 +80,16 @@ class Setup:
     def keeps_host_copies(self) -> bool:
         """Return True if the policy's weights and optimizer state go to the host; the embedded engine stays on the device."""
         return self.takes_turns or self.config.rollout.sleep == "always"
+
+    def of_teachers(self) -> list[Setup]:
+        """Return the setup of each teacher's own forward pass."""
+        layout = {"layers_per_chunk": None, "dp": self.layout.dp}
+        setups = []
+        for shape, experts in self.teachers:
+            own = self.config.layout.model_copy(update=layout | ({} if shape.num_experts else {"ep": 1}))
+            config = self.config.model_copy(update={"precision": PrecisionConfig(), "layout": own})
+            setups.append(replace(self, shape=shape, experts_per_token=experts, teachers=(), config=config))
+        return setups
 
     @property
     def has_reference(self) -> bool:

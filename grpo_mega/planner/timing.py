@@ -57,6 +57,7 @@ def _passes(setup: Setup, batch: Batch, by_kind: dict[str, float], state: State)
     reference_layers = layers if config.precision.fp8_reference else _layers_seconds(setup, batch, 0)
     within = by_kind.get("tensor parallel", 0.0) + by_kind.get("experts", 0.0)
     (updates, forwards), reference = num_passes(setup), int(setup.has_reference)
+    taught = sum(_forward_seconds(one, batch) for one in setup.of_teachers())
     again = {"none": 0.0, "selective": 0.5, "full": 1.0}[config.model.recompute]
     # Interleaved stages overlap their sends; otherwise they are waited for.
     pipeline = 0.0 if layout.vpp > 1 else by_kind.get("pipeline", 0.0)
@@ -73,6 +74,7 @@ def _passes(setup: Setup, batch: Batch, by_kind: dict[str, float], state: State)
             (
                 (forwards - reference) * max(layers, last * layers + output)
                 + reference * max(reference_layers, last * reference_layers + output)
+                + taught
             )
             / (1 - bubble)
             + (within + pipeline) * share
@@ -109,6 +111,12 @@ def _layers_seconds(setup: Setup, batch: Batch, num_in_fp8: int) -> float:
     # Causal: on average a token sees half of its sample.
     attention = 2 * setup.shape.q * setup.mean_sample / (card.bf16_flops * assumed.attention_share)
     return largest_stage(setup) * tokens_per_dp_rank(setup, batch) / setup.layout.tp * (products + attention)
+
+
+def _forward_seconds(of_teacher: Setup, batch: Batch) -> float:
+    """Return the time of a teacher's forward pass of a step's tokens."""
+    layers, output = _layers_seconds(of_teacher, batch, 0), _output_seconds(of_teacher, batch)
+    return max(layers, of_teacher.num_layers(of_teacher.layout.pp - 1) / largest_stage(of_teacher) * layers + output)
 
 
 def _output_seconds(setup: Setup, batch: Batch) -> float:

@@ -23,6 +23,7 @@ from grpo_mega.megatron.gather import gather_responses
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.timers import Timers
+from grpo_mega.run.teaching import attach_teacher_logprobs
 from grpo_mega.types import Group, PackedBatch, Sample
 
 
@@ -42,7 +43,7 @@ def attach_logprobs(
     timers: Timers,
     step: int = 0,
 ) -> list[list[PackedBatch]]:
-    """Return the batches with old_logprobs and ref_logprobs, and with what the loss takes from whole mini-batches.
+    """Return the batches with old_, ref_ and teacher_logprobs, and with what the loss takes from whole mini-batches.
 
     A KL penalty in the reward needs log-probs before there are advantages: those with which the batches were packed are then
     replaced by advantages that include the penalty.
@@ -50,6 +51,9 @@ def attach_logprobs(
     with timers("logprobs"):
         batches = policy.attach_logprobs(batches, timers)
     a, samples = policy.algorithm, [sample for group in groups for sample in group.samples]
+    if config.teachers:
+        with timers("teacher"):
+            attach_teacher_logprobs(config, samples, batches, policy.teachers, runtime)
     with timers("pack"):
         if a.has_kl_reward:
             penalties = gather_responses(lambda batch: _penalty(a, batch), batches, samples, runtime)
@@ -83,7 +87,10 @@ def is_zero_variance(config: Config, group: Group) -> bool:
     """Return True unless a sample that contributes to the loss has an advantage other than 0: the update learns nothing then.
 
     Judged as if the group were the whole step, and without a KL penalty in the reward, whose log-probs are not known yet.
+    A teacher teaches any group.
     """
+    if config.algorithm.distill_beta > 0:
+        return False
     alone = Group(group.prompt, [replace(sample) for sample in group.samples])
     counted = [s for s in _assign_advantages(config, config.algorithm, [alone]) if contributes_to_loss(s, config.algorithm)]
     return not any(bool(sample.advantages.any()) for sample in counted if sample.advantages is not None)

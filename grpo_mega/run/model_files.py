@@ -17,7 +17,9 @@ from grpo_mega.formats.reader import open_reader, random_reader
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.megatron.teacher import Teacher
 from grpo_mega.rollout.engine import Sampling
+from grpo_mega.rollout.sglang.teacher import check_server
 from grpo_mega.text import well_formed
 from grpo_mega.validation import raise_first
 from grpo_mega.validation.model import architecture_problems
@@ -39,15 +41,19 @@ class ModelFiles:
 
 def read_model(config: Config) -> ModelFiles:
     """Read model.path. Raises ConfigError or WeightMappingError for a model that cannot be trained."""
+    return _read(config.model.path, config)
+
+
+def _read(folder: Path, config: Config) -> ModelFiles:
     try:
-        hf_config = AutoConfig.from_pretrained(config.model.path)
+        hf_config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # transformers and the packages under it raise exceptions of any type
         raise ConfigError(
-            f"transformers refuses {config.model.path / 'config.json'} ({' '.join(str(error).split())}); correct the file"
+            f"transformers refuses {folder / 'config.json'} ({' '.join(str(error).split())}); correct the file"
         ) from None
     raise_first(architecture_problems(hf_config.to_dict()))
     shape = ModelShape.from_hf_config(hf_config.to_dict())
-    return ModelFiles(config.model.path, hf_config, shape, family_of(shape.model_type), DTYPES[config.model.dtype])
+    return ModelFiles(folder, hf_config, shape, family_of(shape.model_type), DTYPES[config.model.dtype])
 
 
 def read_tokenizer(model: ModelFiles) -> Any:
@@ -93,7 +99,7 @@ def training_sampling(config: Config, model: ModelFiles, tokenizer: Any) -> Samp
 
 
 def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
-    """Build the policy with the checkpoint's weights, or random ones from the seed."""
+    """Build the policy with the checkpoint's weights, or random ones from the seed, and its teachers."""
     policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
     tensors = model.family.hf_tensors(model.shape)
     if config.model.init == "random":
@@ -102,7 +108,21 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
         with open_reader(model.folder, model.family, model.shape) as reader:
             reader.check(tensors)
             policy.load(reader.read)
+    for name, settings in config.teachers.items():
+        if settings.url is None:
+            policy.teachers[name] = _build_teacher(config, _read(settings.path, config), runtime, model.shape.vocab)
+            continue
+        with runtime.together():
+            check_server(name, settings.url)
     return policy
+
+
+def _build_teacher(config: Config, model: ModelFiles, runtime: Runtime, vocab_size: int) -> Teacher:
+    teacher = Teacher(config, model.shape, model.family, model.hf_config, runtime, vocab_size)
+    with open_reader(model.folder, model.family, model.shape) as reader:
+        reader.check(model.family.hf_tensors(model.shape))
+        teacher.load(reader.read)
+    return teacher
 
 
 def export_policy(policy: Policy, model: ModelFiles, folder: Path) -> None:

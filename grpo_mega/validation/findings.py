@@ -21,6 +21,7 @@ from grpo_mega.validation.model import Model, check_weights, position_problems, 
 from grpo_mega.validation.precision import card_problems, installed_problems
 from grpo_mega.validation.preflight import cut_problems
 from grpo_mega.validation.rewards import reward_problems
+from grpo_mega.validation.teachers import row_problems, teacher_problems
 from grpo_mega.validation.tokenizer import check_tokenizer_files
 from grpo_mega.weights.spec import ModelShape
 
@@ -70,6 +71,8 @@ def find_all(
     findings.take(job_problems(config, found.shape if found else None, card, world_size, gpus_per_node))
     if found is not None:
         findings.take(position_problems(config, found.fields))
+        if found.is_here and all(teacher.url or _has_weights(teacher.path) for teacher in config.teachers.values()):
+            findings.take(teacher_problems(config, found.shape))
         if found.is_here:
             _find_files(config, found.shape, findings)
         if found.note is not None:
@@ -96,6 +99,7 @@ def _find_data(config: Config, findings: Findings) -> None:
         findings.notes.append(f"data not on this machine, not checked: {', '.join(missing)}")
     else:
         findings.run(lambda: check_data(config.data, config.batch.prompts_per_step, config.rollout))
+        findings.take(row_problems(config))
 
 
 def _find_files(config: Config, shape: ModelShape, findings: Findings) -> None:
@@ -103,7 +107,7 @@ def _find_files(config: Config, shape: ModelShape, findings: Findings) -> None:
     folder = config.model.path
     names = [path.name for path in folder.iterdir()]
     if config.model.init == "checkpoint":
-        if any(name.endswith(WEIGHT_SUFFIXES) for name in names):
+        if _has_weights(folder):
             findings.run(lambda: check_weights(folder, shape))
         else:
             findings.notes.append(f"model.path={folder} has no weights here: not checked")
@@ -111,6 +115,10 @@ def _find_files(config: Config, shape: ModelShape, findings: Findings) -> None:
         findings.run(lambda: check_tokenizer_files(folder, shape.vocab))
     else:
         findings.notes.append(f"model.path={folder} has no tokenizer here: not checked")
+
+
+def _has_weights(folder: Path) -> bool:
+    return folder.is_dir() and any(path.name.endswith(WEIGHT_SUFFIXES) for path in folder.iterdir())
 
 
 def _missing_here(config: Config, card: Card) -> list[str]:

@@ -18,6 +18,7 @@ from grpo_mega.validation.layout import layout_problems
 from grpo_mega.validation.model import check_model, position_problems
 from grpo_mega.validation.precision import bf16_layer_problems, block_problems, installed_problems
 from grpo_mega.validation.rewards import reward_problems
+from grpo_mega.validation.teachers import row_problems, teacher_problems
 from grpo_mega.validation.tokenizer import check_tokenizer_files
 from grpo_mega.weights.spec import ModelShape, read_config
 
@@ -32,7 +33,9 @@ def check(config: Config) -> None:
     raise_first(installed_problems(config, FUSED_PACKED if config.device == "cuda" else None, "cuda"))
     raise_first(missing_engine_problems(config.rollout, on_gpu=config.device == "cuda"))
     check_tokenizer_files(config.model.path, shape.vocab)
+    raise_first(teacher_problems(config, shape))
     check_data(config.data, config.batch.prompts_per_step, config.rollout)
+    raise_first(row_problems(config))
 
 
 def cut_problems(config: Config, shape: ModelShape) -> Iterator[str]:

@@ -5,6 +5,7 @@ For tokenizers without a tokenizer.json the vocabulary is checked once the token
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,26 @@ def check_tokenizer_files(folder: Path, vocab_size: int) -> None:
     ids = _token_ids(folder, settings)
     if ids:
         check_vocabulary(folder, max(ids), vocab_size)
+
+
+def vocabulary_difference(folder: Path, other: Path) -> str | None:
+    """Return an example of what two folders' tokenizers mean differently; None if they agree on every id."""
+    theirs, ours = _vocabulary(folder), _vocabulary(other)
+    for token in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(token) != ours.get(token):
+            return f"{token!r} is {theirs.get(token, 'missing')} there and {ours.get(token, 'missing')} here"
+    return None
+
+
+def _vocabulary(folder: Path) -> dict[str, int | str]:
+    """Return the id of each token in a tokenizer.json, or, without one, a digest of each file with a vocabulary."""
+    if _token_ids(folder, {}):
+        tokenizer = _read_object(folder / "tokenizer.json")
+        vocabulary = tokenizer["model"]["vocab"]
+        ids = vocabulary if isinstance(vocabulary, dict) else {str(pair[0]): i for i, pair in enumerate(vocabulary)}
+        return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
+    files = [folder / name for name in _VOCABULARIES if (folder / name).is_file()]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in files}
 
 
 def check_vocabulary(folder: Path, largest_id: int, vocab_size: int) -> None:

@@ -43,6 +43,7 @@ MODELS = {
     "qwen2-tied": ("qwen2", {"tied": True}),
     "qwen3": ("qwen3", {}),
     "uneven": ("llama", {"num_hidden_layers": 6, "tied": True}),
+    "large": ("qwen3", {"num_hidden_layers": 4, "vocab_size": 111, "hidden_size": 40}),
 }
 MIXTURES = {
     "mixtral": ("mixtral", {"num_hidden_layers": 4}),
@@ -122,12 +123,21 @@ METHODS = {
         "algorithm={recipe: kl_cov, adv_type: opo, group_size: 4, cov_share: 0.2, positive_nll: 0.1, positive_above: 0.5}",
         "algorithm.correction={importance: sequence, batch_normalize: true, off_policy_threshold: 0.01}",
     ),
+    "opd": ("algorithm.recipe=opd", "teachers={main: {path: FOLDER/uneven}}"),
+    "opd_kl": (
+        "algorithm={recipe: opd, group_size: 4, adv_type: grpo, distill_kl: reverse}",
+        "teachers={main: {path: FOLDER/large}}",
+    ),
 }
 METHODS_LAYOUTS = ("tp=1", "tp=2,dp=2 batch.tokens_per_micro_batch=40 reversed")
 ALL_UPDATES = UPDATES | {f"short+{method}": METHODS_LAYOUTS for method in METHODS}
-for _method in ("reinforce_plus_plus", "clip_cov"):  # they need log-probs of the last stage before the update
+for _method in ("reinforce_plus_plus", "clip_cov", "opd", "opd_kl"):  # they need log-probs of the last stage before the update
     ALL_UPDATES[f"short+{_method}"] += ("tp=2,pp=2",)
-LOGITS = {name: MIXTURES_LAYOUTS if name in MIXTURES else LOGITS_LAYOUTS for name in MODELS | MIXTURES if name != "short"}
+LOGITS = {
+    name: MIXTURES_LAYOUTS if name in MIXTURES else LOGITS_LAYOUTS
+    for name in MODELS | MIXTURES
+    if name not in ("short", "large")
+}
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
 # Those that every model keeps without --all; qwen2 and qwen3_moe keep all.
 KEPT_LOGITS = ("tp=1", "tp=2,pp=2", "tp=2,ep=2,sequence_parallel=true")
@@ -247,6 +257,19 @@ def test_the_methods_compared_do_what_they_are_for(matrix: Matrix, method: str) 
     assert len(dropped) == sum(word in str(METHODS[method]) for word in words), metrics
 
 
+@pytest.mark.parametrize("name", ["short+opd:tp=1", *(f"short+opd:{text}" for text in ALL_UPDATES["short+opd"][1:])])
+def test_a_teachers_log_probs_are_those_of_transformers_in_every_layout(matrix: Matrix, name: str) -> None:
+    """Its family, size and tied weights are not the policy's."""
+    model = _make_model("uneven").double()
+    found = matrix.updates[name].logprobs["teacher_logprobs"]
+    for group in _random_groups(seed=7):
+        for sample in group.samples:
+            tokens, length = torch.tensor([*group.prompt.token_ids, *sample.response_ids]), sample.response_len
+            table = torch.log_softmax(model(tokens[None]).logits[0, -length - 1 : -1] / 0.8, -1)
+            expected = table.gather(1, tokens[-length:, None])[:, 0]
+            assert ((found[group.prompt.id, sample.index] - expected) / expected).abs().max() < 2e-6
+
+
 def _is_rounding(d: Difference) -> bool:
     """Weights get more room: where a gradient is nothing but rounding, Adam makes a whole step of it."""
     terms, derived = (d.loss, d.logprobs, d.ref_logprobs), (d.grad_norm, d.metrics, d.weights)
@@ -254,10 +277,14 @@ def _is_rounding(d: Difference) -> bool:
 
 
 def _make(name: str, folder: Path) -> torch.nn.Module:
-    family, changes = (MODELS | MIXTURES)[name]
-    model = make_model(family, seed=3, **{"num_hidden_layers": 8, **changes})
+    model = _make_model(name)
     save_checkpoint(model, folder)
     return model
+
+
+def _make_model(name: str) -> torch.nn.Module:
+    family, changes = (MODELS | MIXTURES)[name]
+    return make_model(family, seed=3, **{"num_hidden_layers": 8, **changes})
 
 
 def _config(model: Path, layout: str, *overrides: str) -> configs.Config:
@@ -283,7 +310,7 @@ def _update_case(name: str, text: str, folder: Path) -> Case:
     model, _, method = name.partition("+")
     layout, *rest = text.split(" ")
     overrides = [r for r in rest if r != "reversed"]
-    config = _config(folder / model, layout, *METHODS.get(method, ()), *overrides)
+    config = _config(folder / model, layout, *(m.replace("FOLDER", str(folder)) for m in METHODS.get(method, ())), *overrides)
     return Case(f"{name}:{text}", config, reverse_groups="reversed" in rest)
 
 

@@ -55,11 +55,15 @@ RECIPES: dict[str, dict[str, Any]] = {
     "lite_ppo": {},
     "clip_cov": {"ratio_clip_eps": 0.2, "cov_share": 1.0, "cov_low": 0.05, "cov_high": 0.3},
     "kl_cov": {"cov_share": 0.2},
+    "opd": {"distill_beta": 0.3},
+    "opd reverse": {"distill_beta": 0.3, "distill_kl": "reverse"},
+    "opd forward": {"distill_kl": "forward", "adv_type": "grpo"},
     "decoupled_ppo": {"correction": {"mask_high": 1.3, "batch_normalize": True}},
     "grpo": {
         "kl_penalty_type": "low_var_kl+",
         "positive_nll": 0.1,
         "positive_above": 0.4,
+        "distill_beta": 0.1,
         "correction": {
             "importance": "sequence",
             "min_importance": 0.7,
@@ -123,10 +127,14 @@ class Replay:
 
     def logprobs(self, sample: Sample) -> tuple[Tensor, Tensor]:
         """Return the log-probs of the response's tokens, and the entropies there."""
+        table = self.table(sample)
+        return table.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+    def table(self, sample: Sample) -> Tensor:
+        """Return the log-probs of all tokens at each position of the response."""
         tokens = torch.tensor([*sample.prompt.token_ids, *sample.response_ids])
         logits = self.model(tokens[None]).logits[0, len(sample.prompt.token_ids) - 1 : -1] / TEMPERATURE
-        table = torch.log_softmax(logits, -1)
-        return table.gather(1, tokens[len(sample.prompt.token_ids) :, None])[:, 0], -(table.exp() * table).sum(-1)
+        return torch.log_softmax(logits, -1)
 
 
 class RecipeReplay(Replay):
@@ -151,11 +159,21 @@ class RecipeReplay(Replay):
         self.advantages = {
             id(s): row for g, of_group in zip(groups, rows, strict=True) for s, row in zip(g.samples, of_group, strict=True)
         }
+        self.teacher = {} if not config.teachers else taught_tables(groups, config)
         super().__init__(model, groups)
+
+    def teachers_part(self, sample: Sample) -> tuple[list[float], list[Tensor]] | tuple[()]:
+        """Return the teacher's log-probs of the response, and the KL over the vocabulary."""
+        if not self.teacher:
+            return ()
+        q, p = self.teacher[id(sample)], self.table(sample)
+        is_reverse = self.settings.distill_kl == "reverse"
+        kl = (p.exp() * (p - q)).sum(-1) if is_reverse else (q.exp() * (q - p)).sum(-1)
+        return q.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0].tolist(), [*kl]
 
     def step(self, groups: list[Group]) -> None:
         responses = []
-        for sample in (s for g in groups for s in g.samples if s.is_scored):
+        for sample in (s for g in groups for s in g.samples if s.is_scored or self.teacher):
             logprobs, entropy = self.logprobs(sample)
             old = self.old[id(sample)].tolist()
             responses.append(
@@ -168,6 +186,7 @@ class RecipeReplay(Replay):
                     old,
                     [*entropy],
                     sample.reward,
+                    *self.teachers_part(sample),
                 )
             )
         self.take(oracle_losses.minibatch_loss(responses, self.settings))
@@ -179,10 +198,13 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, tup
     folder = tmp_path_factory.mktemp("replay")
     model = make_model("qwen2", seed=3, tied=True, **SIZES)
     save_checkpoint(model, folder / "model")
+    # Teachers of other families and sizes; one has more rows than the policy has tokens.
+    save_checkpoint(make_model("qwen3", seed=5, **SIZES | {"vocab_size": 123, "num_hidden_layers": 3}), folder / "big")
+    save_checkpoint(make_model("llama", seed=6, vocab_size=SIZES["vocab_size"]), folder / "small")
     groups = make_groups(model)
     torch.save(groups, folder / "groups.pt")
     all_configs = {"written out": make_config(folder / "model")}
-    all_configs |= {recipe: make_config(folder / "model", recipe=recipe, **own) for recipe, own in RECIPES.items()}
+    all_configs |= {recipe: make_config(folder / "model", recipe=recipe.split()[0], **own) for recipe, own in RECIPES.items()}
     outcomes = run_cases([Case(name, config) for name, config in all_configs.items()], folder)
     replays = [Replay(model, groups), *(RecipeReplay(model, groups, all_configs[recipe]) for recipe in RECIPES)]
     return model, dict(zip(all_configs, zip(outcomes, replays, strict=True), strict=True))
@@ -236,17 +258,34 @@ def test_the_replayed_recipes_reach_both_sides_of_their_limits(played: Any) -> N
     assert all(metrics["loss/nll"] > 0.01 for metrics in played[1]["grpo"][0].updates)
 
 
+def taught_tables(groups: list[Group], config: configs.Config) -> dict[int, Tensor]:
+    """Return each sample's log-probs by its teacher, at the policy's temperature, over the policy's vocabulary."""
+    found = {}
+    for name, settings in config.teachers.items():
+        model = AutoModelForCausalLM.from_pretrained(settings.path, dtype=torch.float64)
+        for sample in (s for g in groups for s in g.samples):
+            if config.data.teacher_column is None or sample.prompt.extras["teacher"] == name:
+                tokens = torch.tensor([*sample.prompt.token_ids, *sample.response_ids])
+                with torch.no_grad():
+                    logits = model(tokens[None]).logits[0, len(sample.prompt.token_ids) - 1 : -1, : SIZES["vocab_size"]]
+                found[id(sample)] = torch.log_softmax(logits / TEMPERATURE, -1)
+    return found
+
+
 def weights_of(outcome: Outcome) -> dict[str, Tensor]:
     return AutoModelForCausalLM.from_pretrained(outcome.checkpoint, dtype=torch.float32).state_dict()
 
 
 def make_config(model: Path, **algorithm: Any) -> configs.Config:
+    teachers = {"opd": ["big"], "grpo": ["big", "small"]}.get(algorithm.get("recipe", ""), [])
+    teachers += ["small"] * (algorithm.get("distill_kl") == "forward")
     return configs.validate(
         {
             "run_dir": "unused",
             "steps": 1,
             "model": {"path": str(model), "dtype": "float32"},
-            "data": {"train": "unused", "max_prompt_length": 12},
+            "teachers": {name: {"path": str(model.parent / name)} for name in teachers},
+            "data": {"train": "unused", "max_prompt_length": 12, "teacher_column": "teacher" if len(teachers) > 1 else None},
             "rollout": {"max_response_length": 20, "temperature": TEMPERATURE},
             "algorithm": {
                 "group_size": GROUP_SIZE,
@@ -282,7 +321,7 @@ def make_groups(model: Any) -> list[Group]:
 
     groups = []
     for g in range(PROMPTS):
-        prompt = Prompt(g, "", tuple(ints(3 + g)), "")
+        prompt = Prompt(g, "", tuple(ints(3 + g)), "", extras={"teacher": "small" if g == 1 else "big"})
         samples = []
         for i in range(GROUP_SIZE):
             tokens = ints(5 + 4 * i + g)

@@ -40,6 +40,7 @@ from spoil import (
     tensors,
     write,
 )
+from teacher_cases import TEACHER_CASES
 
 from grpo_mega import cli
 from grpo_mega.distributed.launch import rank_environments
@@ -103,6 +104,7 @@ CASES = [
     Case("layout sizes", ("[1, 1]", "4 layers; change"), ("layout={pp: 2, layers_per_chunk: [1, 1]}",)),
     Case("layout entries", ("[1, 3]", "give pp * vpp = 1"), ("layout.layers_per_chunk=[1, 3]",)),
     Case("layout overlap", ("overlap_param_gather=true", "overlap_grad_reduce=true"), ("layout.overlap_param_gather=true",)),
+    *(Case(*case) for case in TEACHER_CASES),
     # the model's config
     Case("model folder missing", ("model.path=/none", "name the folder"), ("model.path=/none",)),
     Case("no config.json", ("holds no config.json", "name the folder"), spoil=remove("model/config.json")),
@@ -341,6 +343,7 @@ def test_bad_input_is_one_line_with_value_and_remedy_and_leaves_nothing(
         pytest.skip("this machine has what the case wants to be absent")
     if case.spoil is not None:
         case.spoil(folder)
+        capfd.readouterr()
     name = "config.yaml" if (folder / "config.yaml").exists() else "none.yaml"
     arguments = [argument.replace("DIR", str(folder)) for item in case.sets for argument in ("--set", item)]
     before = files_of(folder)

@@ -8,7 +8,8 @@ kl          logprobs, old_logprobs, ref_logprobs: lists               values, gr
 correction  responses: of old_logprobs, rollout_logprobs, mask        importance, kept: a list for each response, 0 where masked
 loss        responses: of logprobs, old_logprobs, ref_logprobs,       loss; gradients: a list for each response,
             rollout_logprobs, entropy, advantages, mask, and                d loss / d logprobs_t
-            for positive_nll a reward
+            for positive_nll a reward, for distill_beta
+            teacher_logprobs
 advantages  groups: lists of samples of length, reward (None: not     advantages: for each group, for each sample, a list of
             scored), step_rewards, step_ends, logprobs, ref_logprobs,       `length` numbers
             and for gdpo scores by reward function
@@ -199,7 +200,8 @@ def _our_beta(inputs: Json, settings: Json) -> Json:
 
 def pack(responses: Sequence[Json], settings: Json) -> LossInputs:
     """Lay the responses end to end as in training: each is followed by a position outside the loss, here full of NaN."""
-    names = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "entropy", "logprobs")
+    names = ["old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "entropy", "logprobs"]
+    names += ["teacher_logprobs"] if settings.get("distill_beta") else []
     vectors = {name: _vector([x for item in responses for x in [*item[name], torch.nan]]) for name in names}
     weights = token_weights.token_weights(
         [sum(item["mask"]) for item in responses],

@@ -131,6 +131,16 @@ def loss_cases() -> Iterator[Json]:
             settings = LOSS_SETTINGS | {"loss_type": loss_type, "loss_agg_func": "token-mean", "correction": correction}
             yield case(f"loss: {loss_type}, {name}", "loss", {"responses": responses(30 + number, [4, 3, 5])}, settings)
     right = [item | {"reward": reward} for item, reward in zip(responses(70, [3, 6, 1, 4]), (1.0, 0.4, 0.7, 0.5), strict=True)]
+    for number, loss_type in enumerate(("actor", "cispo", "reinforce")):
+        items = [
+            item | {"teacher_logprobs": [round(value + 0.5 * (-1) ** t, 4) for t, value in enumerate(item["old_logprobs"])]}
+            for item in responses(80 + number, [3, 6, 1], has_gaps=True)
+        ]
+        items[1]["teacher_logprobs"][2] = -40.0
+        settings = LOSS_SETTINGS | OWN_SETTINGS.get(loss_type, {}) | {"loss_type": loss_type, "distill_beta": 0.7}
+        alone = [item | {"advantages": [0.0] * len(item["mask"])} for item in items]
+        yield case(f"loss: {loss_type}, a teacher beside rewards", "loss", {"responses": items}, settings)
+        yield case(f"loss: {loss_type}, a teacher alone", "loss", {"responses": alone}, settings)
     for loss_type in ("actor", "gspo"):
         settings = LOSS_SETTINGS | {"loss_type": loss_type, "positive_nll": 0.1, "positive_above": 0.5}
         settings |= {"correction": CORRECTIONS["token mask"]} if loss_type == "gspo" else {}
@@ -174,6 +184,7 @@ def advantage_cases() -> Iterator[Json]:
         if adv_type not in ("grpo_process", "grpo_turn", "gdpo"):
             yield case(f"advantages: {adv_type}, KL in the reward", "advantages", inputs, base | KL_IN_REWARD)
     inputs = {"groups": [samples(120, [3, 5, 1, 4])]}
+    yield case("advantages: none, for a teacher alone", "advantages", inputs, ADVANTAGE_SETTINGS | {"adv_type": "none"})
     for name, own in {
         "over the group's size": {"std_ddof": 0},
         "with an epsilon of 0.1": {"std_eps": 0.1},

@@ -78,6 +78,8 @@ def advantages(groups: Groups, settings: AdvantageSettings) -> Advantages:
         values = _of_group(groups, settings, SCORES[settings.adv_type])
     elif settings.adv_type == "gdpo":
         values = _gdpo(groups, settings)
+    elif settings.adv_type == "none":
+        values = [[[0.0] * sample.length for sample in group] for group in groups]
     else:
         raise ValueError(settings.adv_type)
     is_global = settings.adv_type in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")

@@ -1,19 +1,17 @@
 """Oracle of the losses: compute them response by response and token by token, as the papers print them.
 
 This module shares no code with the vectorised losses that it checks. A mini-batch is a ragged list of `Response` without
-padding; tokens are 0-dimensional float64 tensors where a gradient is needed, and Python floats elsewhere. `minibatch_loss` is
-differentiable.
+padding; tokens are 0-dimensional float64 tensors where a gradient is needed, and Python floats elsewhere.
 
 A token with mask 0 is never read. A token that the correction drops is read by the correction alone: the mean ratio of a
-response (gspo, gmpo) covers only the remaining tokens. The denominators of the aggregation count every token with mask 1,
-dropped or not, and every response.
+response (gspo, gmpo) covers only the remaining tokens. Aggregations divide by all tokens with mask 1, or all responses.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +32,8 @@ class Response:
     ref_logprobs: list[float] | None = None
     entropy: list[Tensor] | None = None  # 0-dimensional float64, with gradient
     reward: float | None = None  # of the whole response; only positive_nll asks for it
+    teacher_logprobs: list[float] | None = None  # of the model to distil from
+    teacher_kl: list[Tensor] | None = None  # over the vocabulary
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Settings:
     cov_low: float = 1.0
     cov_high: float = 5.0
     cov_kl: float = 1.0
+    distill_beta: float = 0.0
+    distill_kl: str = "sampled"
     positive_nll: float = 0.0
     positive_above: float = 0.0
     importance: str = "none"
@@ -75,6 +77,8 @@ def minibatch_loss(responses: Sequence[Response], settings: Settings) -> Tensor:
     """Return sum_i sum_t weight_i (importance_t policy_t + kl_beta KL_t - entropy_bonus H_t) over the kept tokens, and
     positive_nll times the mean of -log pi over all tokens of right answers (VAPO, arXiv 2504.05118, eqs. 9 and 10)."""
     total = torch.zeros((), dtype=torch.float64)
+    is_taught = settings.distill_beta > 0 and settings.distill_kl == "sampled"
+    responses = [taught(response, settings) if is_taught else response for response in responses]
     scale = 1 / mean_importance(responses, settings) if settings.batch_normalize else 1.0
     chosen = chosen_tokens(responses, settings) if settings.loss_type in ("clip_cov", "kl_cov") else set()
     right = [r.reward is not None and r.reward > settings.positive_above for r in responses]
@@ -95,11 +99,20 @@ def minibatch_loss(responses: Sequence[Response], settings: Settings) -> Tensor:
                 ref, old = response.ref_logprobs[t], response.old_logprobs[t]
                 kl = kl_penalty(response.logprobs[t], ref, settings.kl_penalty_type, old=old, kl_clamp=settings.kl_clamp)
                 token = token + settings.kl_beta * kl
+            if response.teacher_kl and settings.distill_kl != "sampled":
+                token = token + settings.distill_beta * response.teacher_kl[t]
             if settings.entropy_bonus != 0:
                 assert response.entropy is not None
                 token = token - settings.entropy_bonus * response.entropy[t]
             total = total + weight * token
     return total
+
+
+def taught(response: Response, settings: Settings) -> Response:
+    """Add -distill_beta (log p_old - log p_teacher) to each token's advantage."""
+    leads = [old - its for old, its in zip(response.old_logprobs, response.teacher_logprobs or [], strict=True)]
+    parts = [settings.distill_beta * min(max(lead, -MAX_LOG_RATIO), MAX_LOG_RATIO) for lead in leads]
+    return replace(response, advantages=[a - part for a, part in zip(response.advantages, parts, strict=True)])
 
 
 def token_weights(responses: Sequence[Response], settings: Settings) -> list[float]:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import queue
 import threading
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -149,6 +149,27 @@ class Session:
         if response.status != 200:
             raise RefusedError(f"{self.url}{path} was refused ({response.status}): {_words(text)}")
         return text
+
+    async def logprobs(self, token_ids: Sequence[int], num_last: int) -> list[float]:
+        """Return the log-probs that the server's model gives to the last of these tokens, at temperature 1."""
+        body = {
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": len(token_ids) - num_last - 1,
+        }
+        for attempt in range(ATTEMPTS):
+            try:
+                entries = json.loads(await self._call("POST", "/generate", body))["meta_info"]["input_token_logprobs"]
+                break
+            except EngineError as error:
+                if isinstance(error, RefusedError) or attempt == ATTEMPTS - 1:
+                    raise
+            await asyncio.sleep(FIRST_PAUSE_S * 2**attempt)
+        last = entries[len(entries) - num_last :]
+        if [entry[1] for entry in last] != list(token_ids[len(token_ids) - num_last :]):
+            raise EngineError(f"{self.url}/generate gave log-probs of other tokens than it was asked for")
+        return [entry[0] for entry in last]
 
     def generate(self, key: int, prompt: Prompt, sampling: Sampling, step: int) -> None:
         """Begin a group; its samples come as events, group_size of them unless one says that no more will come."""

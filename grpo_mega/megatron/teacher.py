@@ -1,0 +1,109 @@
+"""A teacher: a frozen Megatron model of its own size and family, in the policy's layout, for its log-probs of the responses.
+
+Its weights are in host memory, and on the device only while it computes; there are no gradients and no optimizer. It computes
+in model.dtype, whatever precision the policy has. Methods are collective: all ranks must call them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
+from grpo_mega.config import Config, PrecisionConfig
+from grpo_mega.megatron.model import build_chunks, output_weight, parameters_of, uses_transformer_engine
+from grpo_mega.megatron.offload import HostCopy, storages_of
+from grpo_mega.megatron.pipeline import Pipeline
+from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.types import PackedBatch
+from grpo_mega.weights.apply import load_shards
+from grpo_mega.weights.boxes import Box
+from grpo_mega.weights.layout import megatron_shards
+from grpo_mega.weights.spec import Family, ModelShape, padded_vocab
+
+
+class Teacher:
+    def __init__(
+        self, config: Config, shape: ModelShape, family: Family, hf_config: Any, runtime: Runtime, vocab_size: int
+    ) -> None:
+        """Build the model without weights; `load` fills them. `vocab_size` is the policy's: rows beyond it are padding."""
+        ep = runtime.layout.ep if shape.num_experts else 1
+        self._runtime = replace(runtime, layout=replace(runtime.layout, layers_per_chunk=None, ep=ep))
+        self._temperature, self._vocab_size = config.rollout.temperature, vocab_size
+        uses_te = uses_transformer_engine(runtime)
+        self._models = build_chunks(
+            shape, family, hf_config, config.model_copy(update={"precision": PrecisionConfig()}), self._runtime
+        )
+        self._holding = megatron_shards(family, shape, self._runtime.layout, fused_norms=uses_te).rank_shards(runtime.rank)
+        self._parameters = parameters_of(self._models, self._holding)
+        self._pipeline = Pipeline([Float16Module(m.config, m) if m.config.bf16 else m for m in self._models], uses_te=uses_te)
+        # The output layer's rows that the policy has on this rank, on the last stage: its own may be cut at others.
+        self.head_VG = torch.empty(0)
+        head = (family.embedding if shape.tied else family.output).hf[0]
+        width = padded_vocab(vocab_size, runtime.layout.tp) // runtime.layout.tp
+        begin, end = (min(width * (runtime.tp_rank + i), vocab_size) for i in (0, 1))
+        is_wanted = config.algorithm.has_vocab_kl and runtime.pp_rank == runtime.layout.pp - 1
+        self._head = Box(head, (begin, 0), (end, shape.hidden)) if is_wanted else None
+        self._head_size = (width, shape.hidden)
+        self._host = HostCopy(torch.cuda.Stream(), is_pinned=runtime.device.is_cuda)
+
+    def load(self, read: Callable[[Box], Tensor]) -> None:
+        """Fill the weights from a checkpoint's slices, and move them to the host."""
+        with self._runtime.together(), torch.no_grad():
+            load_shards(self._holding, self._parameters, read)
+            if self._head is not None:
+                self.head_VG = torch.zeros(self._head_size, dtype=next(iter(self._parameters.values())).dtype)
+                self.head_VG[: self._head.shape[0]] = read(self._head)
+        self._host.take(storages_of(self._parameters.values()))
+        torch.cuda.current_stream().synchronize()
+        self._drop()
+
+    def logprobs(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[tuple[PackedBatch, Tensor]]:
+        """Return each batch with the log-probs [T] of its tokens in the loss, at the temperature at which the policy samples;
+        nothing except on the last stage."""
+        with self._on_device():
+            return self._pipeline.evaluate(mini_batches, self._logprobs)
+
+    def hidden(
+        self, mini_batches: Sequence[Sequence[PackedBatch]], is_taught: Callable[[PackedBatch], Tensor]
+    ) -> list[tuple[PackedBatch, tuple[Tensor, Tensor]]]:
+        """Return each batch with `is_taught(batch)`, [T] bool, and the last hidden states of these tokens, on the host."""
+
+        def taught(hidden_TH: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+            is_taught_T = is_taught(batch)
+            return is_taught_T, hidden_TH[is_taught_T].cpu()
+
+        with self._on_device():
+            return self._pipeline.evaluate(mini_batches, taught)
+
+    def _logprobs(self, hidden_TH: Tensor, batch: PackedBatch) -> Tensor:
+        return vocab_parallel_logprobs(
+            hidden_TH,
+            output_weight(self._models[-1]),
+            batch.targets,
+            vocab_size=self._vocab_size,
+            temperature=self._temperature,
+            tp_group=self._runtime.tp_group if self._runtime.layout.tp > 1 else None,
+            needed_T=batch.loss_mask > 0,
+        )[0]
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        for storage, nbytes in self._host.taken:
+            storage.resize_(nbytes)
+        torch.cuda.current_stream().wait_event(self._host.put())
+        try:
+            yield
+        finally:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Free the device memory; the host keeps the weights, which never change."""
+        for storage, _ in self._host.taken:
+            storage.resize_(0)

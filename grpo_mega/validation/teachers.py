@@ -1,0 +1,56 @@
+"""Rules for `teachers`: models that can be read, cut into the policy's layout, and that mean the same by every token id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_mega.config import Config, LayoutConfig, ModelConfig
+from grpo_mega.data.rows import read_conversations
+from grpo_mega.errors import UserError
+from grpo_mega.validation.layout import layout_problems
+from grpo_mega.validation.model import check_model, position_problems
+from grpo_mega.validation.tokenizer import check_tokenizer_files, vocabulary_difference
+from grpo_mega.weights.spec import ModelShape, read_config
+
+
+def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Yield what is wrong with each teacher of a policy of this shape."""
+    for name, settings in config.teachers.items():
+        key = f"teachers.{name}.path"
+        try:
+            theirs = check_model(ModelConfig(path=settings.path, init="random" if settings.url else "checkpoint"))
+            check_tokenizer_files(settings.path, theirs.vocab)
+        except UserError as error:
+            yield str(error).replace("model.path", key)
+            continue
+        if difference := vocabulary_difference(settings.path, config.model.path):
+            yield (
+                f"{key}={settings.path}: must have the tokenizer of model.path={config.model.path}, but {difference}; "
+                "name a teacher of the policy's tokenizer"
+            )
+        elif theirs.vocab < shape.vocab:
+            yield (
+                f"{key}={settings.path}: must have the vocabulary of model.path={config.model.path}, but vocab_size is "
+                f"{theirs.vocab} there and {shape.vocab} here, so that it knows not every token; name a larger one"
+            )
+        problems = list(position_problems(config, read_config(settings.path)))
+        if settings.url is None:
+            problems += layout_problems(_layout(config, theirs), theirs)
+        yield from (f"{key}={settings.path}: {problem}" for problem in problems)
+
+
+def row_problems(config: Config) -> Iterator[str]:
+    """Yield the first row of each training set that names no teacher, where rows choose."""
+    column = config.data.teacher_column
+    for source in config.data.train if column is not None else ():
+        for row in read_conversations(source, config.data):
+            if str(row.extras.get(str(column))) not in config.teachers:
+                value = repr(row.extras.get(str(column)))
+                yield f"{row.place}: {column}={value} names no teacher; use one of {', '.join(config.teachers)}"
+                break
+
+
+def _layout(config: Config, theirs: ModelShape) -> LayoutConfig:
+    """Return the policy's layout as a teacher has it: with as many layers in each chunk as its own size gives."""
+    changes: dict[str, object] = {"layers_per_chunk": None, "dp": config.layout.dp or config.layout.ep}
+    return config.layout.model_copy(update=changes | ({} if theirs.num_experts else {"ep": 1}))

@@ -1,0 +1,44 @@
+"""Check what a plan counts for a teacher: memory by hand, and a pass more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from shapes import LLAMA_70B
+
+from grpo_mega import config as configs
+from grpo_mega.hardware.cards import card_of
+from grpo_mega.planner.plan import make_plan
+from grpo_mega.planner.setup import Setup
+from grpo_mega.weights.spec import ModelShape
+
+EXACT = {"recipe": "opd", "distill_kl": "reverse"}
+
+
+def test_a_teachers_memory_is_what_arithmetic_by_hand_gives() -> None:
+    """Eight layers of Llama 70B in bf16, over tp=4 and pp=4, are on the device for log-probs alone."""
+    raw = {
+        "run_dir": "runs/70b",
+        "steps": 1,
+        "model": {"path": "unused", "recompute": "selective"},
+        "layout": {"tp": 4, "pp": 4, "dp": 4, "sequence_parallel": True, "layers_per_chunk": [17, 21, 21, 21]},
+        "data": {"train": "unused", "max_prompt_length": 1024},
+        "rollout": {"engine": "sglang", "tp": 8, "max_response_length": 3072},
+    }
+    shape = ModelShape.from_hf_config(LLAMA_70B)
+    setup = Setup(configs.validate(raw), shape, 0, card_of("h100"), 64, 8, 512.0, 1024.0)
+    alone, plan = make_plan(setup), make_plan(replace(setup, teachers=((replace(shape, num_layers=8), 0),)))
+    embedding = 128256 * 8192
+    layer = (70_553_706_496 - 2 * embedding - 8192) / 80
+    first = (2 * layer + embedding) / 4
+    (taught,) = [figure for figure in plan.stages[0].phases["log-probs"] if figure.label == "teacher"]
+    assert taught.value == pytest.approx(2 * first, rel=1e-4)
+    assert plan.host.pinned_total.value - alone.host.pinned_total.value == pytest.approx(8 * 2 * first, rel=1e-4)
+    exact = replace(setup, config=configs.validate(raw | {"teachers": {"a": {"path": "x"}}, "algorithm": EXACT}))
+    update = make_plan(replace(exact, teachers=((replace(shape, num_layers=8), 0),))).stages[3].phases["update"]
+    (head,) = [figure for figure in update if figure.label == "teacher's output layer"]
+    assert head.value == 2 * embedding / 4
+    assert plan.stages[0].totals["update"].value == alone.stages[0].totals["update"].value
+    seconds = [next(f.value for f in p.timing.phases if f.label == "log-probs") for p in (alone, plan)]
+    assert seconds[0] == 0 and 0.3 < seconds[1] < 1
