@@ -24,6 +24,7 @@ pytestmark = pytest.mark.sglang
 def own_server(model: Path, temporary: Path, tmp_path: Path) -> Iterator[Server]:
     """Not the one that the other files share, since it gets other weights."""
     server = Server(make_settings(model, tmp_path / "engine"))
+    server.key = ""  # as users start servers for others
     with trainers_environment(temporary):
         server.start()
     try:
