@@ -25,6 +25,7 @@ def temporary() -> Iterator[Path]:
 @pytest.fixture(scope="package")
 def server(model: Path, temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(make_settings(model, tmp_path_factory.mktemp("engine")))
+    server.key = f"-{server.key}"  # as a key may begin, and an argument of its own must not
     with trainers_environment(temporary):
         server.start()
     try:

@@ -58,7 +58,7 @@ class Server:
         self._num_starts = 0
         self._name = ""  # no other server has it
         self.url = ""
-        self.key = secrets.token_urlsafe(32)  # without it the server refuses other users of this machine
+        self.key = secrets.token_hex(32)  # without it the server refuses other users of this machine
         self.private_folder = Path()  # of the server's processes, closed to other users
 
     def start(self) -> None:

@@ -41,7 +41,7 @@ def main(owner: int, folder: str, lock: int, arguments: Sequence[str]) -> int:
         die_with_parent(guardian)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.environ["TMPDIR"] = tempfile.tempdir = folder
-        _serve_and_exit([*arguments, "--api-key", key] if key else arguments)
+        _serve_and_exit([*arguments, f"--api-key={key}"] if key else arguments)
     code = _wait_for_end(server, owner, watched)
     kill_descendants()
     os.close(lock)
