@@ -82,6 +82,18 @@ def running(server: Server) -> Iterator[Server]:
         server.stop()
 
 
+@contextlib.contextmanager
+def ready(server: Server, temporary: Path) -> Iterator[Server]:
+    """Start a server as a trainer's rank does, with its files below `temporary`, and wait until it can be asked."""
+    with trainers_environment(temporary):
+        server.start()
+    try:
+        server.wait_until_healthy()
+        yield server
+    finally:
+        server.stop()
+
+
 def changed(settings: EngineSettings, changes: dict[str, Any], **others: Any) -> EngineSettings:
     """`changes`: of the config's section, without its checks."""
     return replace(settings, rollout=settings.rollout.model_copy(update=changes), **others)

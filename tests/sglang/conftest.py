@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers import make_settings, trainers_environment, write_model
+from servers import make_settings, ready, write_model
 
 from grpo_mega.rollout.sglang.server import Server
 
@@ -26,10 +26,5 @@ def temporary() -> Iterator[Path]:
 def server(model: Path, temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(make_settings(model, tmp_path_factory.mktemp("engine")))
     server.key = f"-{server.key}"  # as a key may begin, and an argument of its own must not
-    with trainers_environment(temporary):
-        server.start()
-    try:
-        server.wait_until_healthy()
+    with ready(server, temporary):
         yield server
-    finally:
-        server.stop()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import make_model
-from servers import MODEL, make_settings, trainers_environment
+from servers import MODEL, make_settings, ready
 
 from grpo_mega import config as configs
 from grpo_mega.commands.check import Case, run_cases
@@ -25,13 +25,8 @@ def own_server(model: Path, temporary: Path, tmp_path: Path) -> Iterator[Server]
     """Not the one that the other files share, since it gets other weights."""
     server = Server(make_settings(model, tmp_path / "engine"))
     server.key = ""  # as users start servers for others
-    with trainers_environment(temporary):
-        server.start()
-    try:
-        server.wait_until_healthy()
+    with ready(server, temporary):
         yield server
-    finally:
-        server.stop()
 
 
 def make_config(model: Path, **teacher: str) -> configs.Config:
