@@ -130,6 +130,7 @@ def test_a_marker_is_seen_and_a_word_like_it_is_not(tmp_path: Path) -> None:
     assert list(marked(tmp_path)) == ["sub/a.py"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tests themselves run here")
 def test_the_tests_for_a_gpu_work_as_far_as_a_cpu_tells() -> None:
     """At tiny sizes; and without the rehearsal all are skipped, with the reason."""

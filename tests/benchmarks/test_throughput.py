@@ -57,7 +57,7 @@ def synthetic(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["real", "synthetic"])
+@pytest.mark.parametrize("name", ["real", pytest.param("synthetic", marks=pytest.mark.full)])
 def test_phases_cover_the_step_on_every_rank_whatever_the_layout(name: str, request: pytest.FixtureRequest) -> None:
     found, _ = request.getfixturevalue(name)
     assert problem(found) is None

@@ -22,6 +22,7 @@ def test_given_lengths_have_the_mean_and_the_longest_asked_for(num, ratio):
         assert max(lengths) == 24 * ratio and sum(lengths) == 24 * num and min(lengths) >= 1
 
 
+@pytest.mark.full
 def test_both_trainers_find_the_same_losses_and_gradients_from_the_same_responses():
     found = run("--mean-length", "4", "--prompt-length", "8")
     assert found.returncode in (0, 1), found.stderr

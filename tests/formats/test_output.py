@@ -62,7 +62,7 @@ def _take_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("kind", [pytest.param(signal.SIGKILL, marks=pytest.mark.full), signal.SIGINT])
 def test_an_interrupted_conversion_leaves_no_output_and_goes_on(kind: signal.Signals, tmp_path: Path) -> None:
     """The tool is stopped once its journal names a tensor, while most of them are still to be written."""
     make_large(tmp_path / "hf")

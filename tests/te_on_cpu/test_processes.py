@@ -41,12 +41,14 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tests the
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running]]:
-    """Start the pytest processes on emulated kernels whose version is there; they share the cores."""
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running]]:
+    """Start the pytest processes on emulated kernels whose version is there and asked for; they share the cores."""
     folder = tmp_path_factory.mktemp("emulated")
     started: dict[str, Running] = {}
+    selected = [item.name for item in request.session.items if item.path == request.path]
     for name, (version, targets) in TARGETS.items():
-        if launcher.why_not(version) is None:
+        is_wanted = version == launcher.DEFAULT or any(f"[{version}]" in test for test in selected)
+        if is_wanted and launcher.why_not(version) is None:
             plugin = ["-p", "emulated_te.plugin", "--te-version", version]
             options = ["-q", "-rs", "-W", "ignore", "-p", "no:cacheprovider", "--durations=10"]
             command = [sys.executable, "-m", "pytest", *plugin, *options, *map(str, targets)]
@@ -105,6 +107,7 @@ def test_its_layouts_give_the_numbers_of_one_rank(running: dict[str, Running]) -
     assert num_passed(output_of(running, "layouts")) >= 15
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", launcher.OTHERS)
 def test_other_versions_pass_what_depends_on_them_most(version: str, running: dict[str, Running]) -> None:
     assert num_passed(output_of(running, version)) >= 50
