@@ -29,6 +29,7 @@ from grpo_mega.observe.timers import Timers
 
 EXIT_HANG = 3
 FOLDER = "hang"
+LONGEST_PAUSE_S = 5.0  # between looks, each of which costs the store a few requests per rank; below SECONDS_TO_ANSWER
 SECONDS_TO_ANSWER = 10.0
 SECONDS_AFTER_FIRST = 20.0  # rank 0 asks first; others only if it does not
 PACKAGE = Path(__file__).parents[1]
@@ -65,7 +66,7 @@ class HangWatch:
     def _watch(self) -> None:
         has_answered = False
         store_answered = time.monotonic()
-        while not self._is_over.wait(min(1.0, self._deadline_s / 10)):
+        while not self._is_over.wait(min(LONGEST_PAUSE_S, self._deadline_s / 10)):
             try:
                 self._store.add(f"hang/beats/{self._rank}", 1)
                 self._exchange_progress()

@@ -12,8 +12,10 @@ import random
 import signal
 import subprocess
 from collections.abc import Sequence
+from functools import partial
 
 from grpo_mega.config import Config
+from grpo_mega.distributed.launch import die_with_launcher
 from grpo_mega.errors import ConfigError, RefreshError
 from grpo_mega.json_lines import json_line, read_json_lines
 from grpo_mega.paths import LOGS, REPLAY_FILE, ROLLOUTS_FILE, write_atomically
@@ -86,6 +88,7 @@ def _run_command(config: Config, command: str, step: int, iteration: int) -> str
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=partial(die_with_launcher, os.getpid()),  # where a killed trainer leaves nothing behind
         )
     try:
         code = process.wait(deadline_s)

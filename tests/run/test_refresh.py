@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from servers import is_true_within
 
 from grpo_mega.config import Config, validate
 from grpo_mega.errors import ConfigError, RefreshError
@@ -117,3 +120,15 @@ def test_what_cannot_be_iterated_is_named_in_one_line(changes: dict[str, Any], l
     with pytest.raises(ConfigError) as caught:
         validate(BASE | {"run_dir": "r"} | changes)
     assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_command_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    code = f"import sys; sys.path[:] = {[str(Path(__file__).parent), *sys.path]}; from test_refresh import *\n"
+    code += "refresh(make_config(Path('run'), 'echo $$ > pid; exec sleep 600'), 2)"
+    trainer = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
+    path = tmp_path / "pid"
+    assert is_true_within(60, lambda: path.exists() and path.read_text().strip())
+    trainer.kill()
+    trainer.wait()
+    assert is_true_within(10, lambda: not Path(f"/proc/{path.read_text().strip()}").exists())
