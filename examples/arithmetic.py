@@ -16,7 +16,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,7 +168,15 @@ def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     return model
 
 
-def train_supervised(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, train: Sequence[Problem], rng: random.Random) -> int:
+def train_supervised(
+    model: Qwen2ForCausalLM,
+    tokenizer: Qwen2Tokenizer,
+    train: Sequence[Problem],
+    rng: random.Random,
+    demonstrate: Callable[[Problem, random.Random], str] = demonstrate,
+    target_score: float = TARGET_SCORE,
+    max_tokens: int = MAX_RESPONSE_TOKENS,
+) -> int:
     """Train by AdamW on demonstrations until the greedy score on some training prompts reaches the target; return the steps.
 
     Then the learning rate goes to 0 in COOLDOWN_STEPS, which brings the sampled shares close to the demonstrations'.
@@ -184,7 +192,7 @@ def train_supervised(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, train: 
             for group in optimizer.param_groups:
                 group["lr"] = PEAK_LR * min(1.0, step / WARMUP_STEPS, (last_step - step + 1) / COOLDOWN_STEPS)
             problems = [rng.choice(train) for _ in range(BATCH_SIZE)]
-            batch = tokenize_demonstrations(tokenizer, problems, rng)
+            batch = tokenize_demonstrations(tokenizer, problems, [demonstrate(problem, rng) for problem in problems])
             loss = model(**batch).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -192,22 +200,22 @@ def train_supervised(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, train: 
             optimizer.zero_grad()
             progress.update(task, advance=1)
             if step % EVAL_INTERVAL == 0 and last_step == MAX_STEPS:
-                score = greedy_score(model, tokenizer, probe)
+                score = greedy_score(model, tokenizer, probe, max_tokens)
                 progress.update(task, status=f"step {step} loss {loss.item():.3f} score {score:.2f}")
-                if score >= TARGET_SCORE:
+                if score >= target_score:
                     last_step = step + COOLDOWN_STEPS
                     progress.update(task, total=last_step)
     if last_step == MAX_STEPS:
-        raise SystemExit(f"score {score:.2f} < {TARGET_SCORE} after {MAX_STEPS} supervised steps; try another --seed")
+        raise SystemExit(f"score {score:.2f} < {target_score} after {MAX_STEPS} supervised steps; try another --seed")
     return step
 
 
 def tokenize_demonstrations(
-    tokenizer: Qwen2Tokenizer, problems: Sequence[Problem], rng: random.Random
+    tokenizer: Qwen2Tokenizer, problems: Sequence[Problem], demonstrations: Sequence[str]
 ) -> dict[str, torch.Tensor]:
     """Return input_ids, attention_mask and labels, each [problems, tokens]; labels are -100 outside the response."""
     prompts = render_prompts(tokenizer, problems)
-    responses = [demonstrate(problem, rng) + "<eos>" for problem in problems]
+    responses = [text + "<eos>" for text in demonstrations]
     encoded = tokenizer([p + r for p, r in zip(prompts, responses, strict=True)], padding=True, return_tensors="pt")
     num_response = torch.tensor([len(tokenizer(response)["input_ids"]) for response in responses])
     length = encoded["input_ids"].shape[1]
@@ -223,14 +231,16 @@ def render_prompts(tokenizer: Qwen2Tokenizer, problems: Sequence[Problem]) -> li
     ]
 
 
-def greedy_score(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: Sequence[Problem]) -> float:
+def greedy_score(
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: Sequence[Problem], max_tokens: int = MAX_RESPONSE_TOKENS
+) -> float:
     """Return the share of problems with a greedy response that is right and well-formed."""
     encoded = tokenizer(render_prompts(tokenizer, problems), padding=True, return_tensors="pt")
     output = model.generate(
         input_ids=encoded["input_ids"],
         attention_mask=encoded["attention_mask"],
         do_sample=False,
-        max_new_tokens=MAX_RESPONSE_TOKENS,
+        max_new_tokens=max_tokens,
     )
     responses = tokenizer.batch_decode(output[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
     scores = [is_right_and_well_formed(r, p) for r, p in zip(responses, problems, strict=True)]

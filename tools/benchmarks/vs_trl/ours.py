@@ -98,7 +98,6 @@ def given_groups(task: Task, ratio: float, number: int) -> list[Group]:
                 response_ids=ids,
                 rollout_logprobs=[0.0] * len(ids),
                 finish_reason="stop",
-                policy_version=0,
             )
             for i, ids in enumerate(given.response_ids[first : first + task.group_size])
         ]

@@ -1,0 +1,73 @@
+"""Make the benchmark's start model and data: `python tools/benchmarks/methods/task.py OUT --seed N`.
+
+The quickstart's task made hard enough to tell methods apart. Sums have 3 to 6 steps, and the demonstrations' writer forgets
+most carries, so that many prompts have few right samples or none in a group. It also dithers: it writes a line again with
+probability LINE_REPEATED, right or wrong, so that responses to one prompt differ in length for no reason, and a response that
+dithers too long is cut off. So a bias for short right or long wrong responses shows in the lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
+
+import arithmetic  # type: ignore[import-not-found]
+import torch
+from arithmetic import Problem
+from transformers.utils.logging import disable_progress_bar
+
+NUM_DIGITS = range(3, 7)  # that are added to the first term
+FIRST_TERM = range(10, 40)  # with six more digits the sum keeps two digits
+DIGITS = range(2, 10)
+CARRY_DROPPED = 0.7
+LINE_REPEATED = 0.3
+MAX_RESPONSE_TOKENS = 96
+TARGET_SCORE = 0.1  # greedy, when the supervised training ends: the share of sums that need no carry is about that
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make a small model of long sums and its data.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    disable_progress_bar()
+    rng = random.Random(options.seed)
+    train, heldout = make_problems(rng)
+    tokenizer = arithmetic.make_tokenizer()
+    model = arithmetic.make_model(tokenizer)
+    steps = arithmetic.train_supervised(model, tokenizer, train, rng, demonstrate, TARGET_SCORE, MAX_RESPONSE_TOKENS)
+    score = arithmetic.greedy_score(model, tokenizer, heldout, MAX_RESPONSE_TOKENS)
+    arithmetic.save(options.out, model, tokenizer, train, heldout)
+    print(f"held-out score {score:.3f} after {steps} supervised steps; see {options.out}")
+
+
+def make_problems(rng: random.Random) -> tuple[list[Problem], list[Problem]]:
+    """Return distinct problems, as (train, held-out)."""
+    problems: dict[Problem, None] = {}
+    while len(problems) < arithmetic.NUM_TRAIN + arithmetic.NUM_HELDOUT:
+        digits = rng.choices(DIGITS, k=rng.choice(NUM_DIGITS))
+        problems[Problem((rng.choice(FIRST_TERM), *digits))] = None
+    ordered = list(problems)
+    return ordered[arithmetic.NUM_HELDOUT :], ordered[: arithmetic.NUM_HELDOUT]
+
+
+def demonstrate(problem: Problem, rng: random.Random) -> str:
+    """Write a response as a writer does that forgets carries and dithers."""
+    total, lines = problem.terms[0], []
+    for term in problem.terms[1:]:
+        dropped = total % 10 + term >= 10 and rng.random() < CARRY_DROPPED
+        following = total + term - (10 if dropped else 0)
+        lines.append(f"{total}+{term}={following}")
+        while rng.random() < LINE_REPEATED:
+            lines.append(lines[-1])
+        total = following
+    return "<think>\n" + "\n".join(lines) + f"\n</think>\n<answer>{total}</answer>"
+
+
+if __name__ == "__main__":
+    main()
