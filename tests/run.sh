@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests: tests/run.sh [--with-system-packages] [--all] [pytest arguments]. Makes or reuses .venv; needs Python and pip.
 # --all adds the cases marked `full` (tests/conftest.py). Unless the arguments choose tests, three processes share the machine: tests
-# that start ranks or servers, tests that mostly wait (`waiting`), and all others. The output of the first comes as it runs.
+# that start ranks or servers, tests that mostly wait and resumed runs (`waiting`), all others. The first prints as it runs.
 # --with-system-packages first installs the Debian packages of tests/debian-packages.txt, without which some tests are skipped.
 set -euo pipefail
 

@@ -151,6 +151,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     return Measured([more - fewer for fewer, more in pairs], of_ranks)
 
 
+@pytest.mark.full
 def test_the_dated_table_is_what_is_measured_again(measured: Measured) -> None:
     found = {(layer.recipe, layer.recompute): size / MIB for layer, size in zip(TABLE, measured.layers, strict=False)}
     assert found == pytest.approx(te_layers.MEASURED, abs=0.02)
@@ -161,12 +162,14 @@ def test_the_formulas_give_the_table() -> None:
     assert found == pytest.approx(te_layers.MEASURED, rel=1e-4)
 
 
+@pytest.mark.full
 def test_the_formulas_hold_for_other_models_and_layouts(measured: Measured) -> None:
     """With norms of queries and keys, heads of an odd width, the sequence cut and not."""
     for layer, size in zip(OTHERS, measured.layers[len(TABLE) :], strict=True):
         assert layer.planned() == pytest.approx(size, rel=1e-3), layer
 
 
+@pytest.mark.full
 def test_a_whole_rank_of_the_70b_layout_keeps_what_the_plan_says(measured: Measured) -> None:
     """With a layer in bf16 at its end, interleaved stages, and reductions that overlap."""
     assert measured.ranks

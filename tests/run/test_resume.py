@@ -26,7 +26,7 @@ from grpo_mega.megatron.optimizer import separate_steps
 from tools.benchmarks import kills
 from tools.benchmarks.kills import End, read_end
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.waiting]
 
 # Tied, and nothing a multiple of 64 or 128: every bucket of gradients ends with padding.
 MODEL = {
