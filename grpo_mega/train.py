@@ -11,16 +11,18 @@ from functools import partial
 
 from grpo_mega.config import Config
 from grpo_mega.distributed.recorder import recorder
-from grpo_mega.megatron.gather import attach_old_logprobs
+from grpo_mega.megatron.gather import attach_old_logprobs, gather_old_logprobs
 from grpo_mega.observe.metrics import mean_over_updates, rollout_metrics
 from grpo_mega.observe.progress import progress
 from grpo_mega.observe.samples import num_logged
 from grpo_mega.observe.tracing import Tracer
 from grpo_mega.paths import FINISHED
 from grpo_mega.rewards.scorer import drop_unusable
-from grpo_mega.run.batches import attach_logprobs, is_zero_variance, pack
+from grpo_mega.rollout.backlog import Backlog
+from grpo_mega.run.batches import attach_logprobs, drop_zero_variance, is_zero_variance, pack
 from grpo_mega.run.build import open_job
 from grpo_mega.run.evaluation import evaluate_if_due
+from grpo_mega.run.health import engine_mismatch, staleness_metrics
 from grpo_mega.run.job import Job
 from grpo_mega.run.model_files import export_policy
 from grpo_mega.run.refresh import keep_rollout, refresh_rewards_if_due
@@ -52,7 +54,7 @@ def run(config: Config) -> None:
 
 def train_step(job: Job, step: int) -> None:
     """Do one rollout and its optimizer steps, and save a checkpoint if one is due; then the engine has policy step + 1."""
-    groups, num_draws, metrics = generate(job, step)
+    groups, backlog, metrics = generate(job, step)
     metrics |= rollout_metrics(groups, partial(is_zero_variance, job.config))
     with job.colocation.training():  # while this lasts, the GPUs' memory is the trainer's
         if len(groups) >= job.config.batch.mini_batches:
@@ -60,7 +62,7 @@ def train_step(job: Job, step: int) -> None:
                 batches = pack(job.config, groups, job.policy)
             batches = attach_logprobs(job.config, groups, batches, job.policy, job.runtime, job.timers, step)
             metrics |= update(job, step, groups, batches)
-        job.steps_done, job.draws = step + 1, job.draws + num_draws
+        job.steps_done, job.backlog = step + 1, backlog
         if job.config.algorithm.ends_iteration(step + 1):
             with job.timers("reference"):
                 job.policy.refresh_reference()
@@ -74,38 +76,49 @@ def train_step(job: Job, step: int) -> None:
     job.check_health(step + 1, metrics)
 
 
-def generate(job: Job, step: int) -> tuple[list[Group], int, StepMetrics]:
-    """Return the step's scored groups, how many batches of prompts were drawn for them, and counts of what was left out.
+def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
+    """Return the step's scored groups, the backlog after it, and counts of what was left out.
 
     With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), groups without an advantage other than 0 are replaced from
     further rollouts, at most algorithm.dynamic_sampling_tries of them.
     """
     config, groups, seen = job.config, list[Group](), set[int]()
     wanted, is_dynamic = config.batch.prompts_per_step, config.algorithm.dynamic_sampling_tries > 0
-    num_unusable = num_equal = 0
+    is_partial = config.rollout.partial
+    backlog = job.backlog.restarted(oldest=step - config.rollout.max_staleness)
+    dropped: dict[str, list[Group]] = {"gold_unparsable": [], "equal_rewards": []}
     for attempt in range(1 + config.algorithm.dynamic_sampling_tries):
-        prompts = [p for p in job.prompts(job.draws + attempt) if p.id not in seen]
-        seen |= {p.id for p in prompts}
-        if not prompts:  # the data set is small, and all of it was drawn
+        backlog = backlog.drawn_up_to(config.rollout.num_drawn(wanted), job.prompts, seen)
+        if not backlog.groups:  # the data set is small, and all of it was drawn
             break
+        seen |= {group.prompt.id for group in backlog.groups}
         description = "sampling" if attempt == 0 else f"sampling again ({attempt})"
-        drawn, num_dropped = job.rollouts.generate(prompts, step, description, wanted=wanted), 0
+        missing = wanted - len(groups) if is_partial else wanted
+        useful, backlog = job.rollouts.generate_from(backlog, step, description, missing)
         if not config.teachers:  # a teacher needs no gold answers
-            drawn, num_dropped = drop_unusable(drawn)
-        useful = [g for g in drawn if not is_zero_variance(config, g)] if is_dynamic else drawn
-        num_unusable += num_dropped
-        num_equal += len(drawn) - len(useful)
+            useful, unusable = drop_unusable(useful)
+            dropped["gold_unparsable"] += unusable
+        if is_dynamic:
+            useful, equal = drop_zero_variance(config, useful)
+            dropped["equal_rewards"] += equal
         groups += useful
         if len(groups) >= wanted:
             break
-    metrics = {"prompts_dropped/gold_unparsable": float(num_unusable)} | job.rollouts.generator.flush_stats()
+    metrics = {"prompts_dropped/gold_unparsable": float(len(dropped["gold_unparsable"]))}
     if is_dynamic:
         metrics |= {
-            "prompts_dropped/equal_rewards": float(num_equal),
+            "prompts_dropped/equal_rewards": float(len(dropped["equal_rewards"])),
             "prompts_dropped/surplus": float(max(len(groups) - wanted, 0)),
             "rollouts": attempt + 1.0,
         }
-    return groups[:wanted], attempt + 1, metrics
+    if is_partial:
+        for reason, given_up in dropped.items():
+            backlog = backlog.dropped(reason, given_up)
+        backlog = backlog.trained(groups)
+        metrics |= backlog.metrics(config.algorithm.group_size)
+    else:
+        metrics |= job.rollouts.generator.flush_stats()
+    return groups[:wanted], backlog, metrics
 
 
 def update(job: Job, step: int, groups: Sequence[Group], batches: Sequence[Sequence[PackedBatch]]) -> StepMetrics:
@@ -122,9 +135,13 @@ def update(job: Job, step: int, groups: Sequence[Group], batches: Sequence[Seque
         metrics["kl/beta"] = job.policy.algorithm.kl_beta
         job.policy.adapt_kl(metrics["kl/mean"], len(samples))
     with job.timers("exchange"):
-        attach_old_logprobs(batches, samples, job.runtime, num_logged(groups, job.config.log.samples_per_step))
+        first = num_logged(groups, job.config.log.samples_per_step)
+        old_logprobs = gather_old_logprobs(batches, samples, job.runtime, None if job.config.rollout.partial else first)
+    attach_old_logprobs(samples[:first], old_logprobs)
+    if job.config.rollout.partial:
+        metrics |= staleness_metrics(samples, old_logprobs, step)
     blamed = [samples[i] for i in sorted(job.policy.nonfinite_samples)]
-    messages = [*job.health.observe(step + 1, metrics, blamed), *job.policy.watch(step + 1, metrics.get("mismatch/k3", 0.0))]
+    messages = [*job.health.observe(step + 1, metrics, blamed), *job.policy.watch(step + 1, engine_mismatch(metrics))]
     for message in messages:
         job.log.warn(message)
     return metrics | {"guard/level": float(job.policy.guard.level)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,9 +34,17 @@ class Prompt:
     given: dict[str, Any] = field(default_factory=dict)  # the row's prompt, also as "prompts", and answer, by their columns
 
 
+class Span(NamedTuple):
+    """Response tokens `start` to `end` - 1, which the policy of `version` generated in one phase."""
+
+    version: int
+    start: int
+    end: int
+
+
 @dataclass
 class Sample:
-    """One response to a prompt, with its log-probs, scores and advantages.
+    """One response to a prompt, with its log-probs, scores and advantages; or as much of it as there is (partial rollouts).
 
     `response_ids` ends with the end-of-sequence token if the model stopped by itself (finish_reason "stop"); that token is
     part of the response and of the loss. `rollout_logprobs` has one entry per response token, temperature-scaled, before
@@ -47,8 +55,8 @@ class Sample:
     index: int  # 0 .. group_size - 1
     response_ids: Sequence[int]
     rollout_logprobs: Sequence[float]
-    finish_reason: FinishReason
-    policy_version: int
+    finish_reason: FinishReason | None  # None: unfinished, to be continued
+    spans: Sequence[Span] = ()  # of the whole response, in their order
     scores: dict[str, float | None] = field(default_factory=dict)  # by reward function
     verdicts: dict[str, str] = field(default_factory=dict)
     reward: float | None = None  # weighted sum of the scores
@@ -63,6 +71,21 @@ class Sample:
         return self.reward is not None or bool(self.step_rewards)
 
     @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def begun_by(self) -> int:
+        """Return the version of the policy that began the response; also the step in which it did, which its random stream
+        depends on."""
+        return self.spans[0].version
+
+    @property
+    def policy_version(self) -> int:
+        """Return the version of the policy that ended the response."""
+        return self.spans[-1].version
+
+    @property
     def response_len(self) -> int:
         return len(self.response_ids)
 
@@ -73,10 +96,23 @@ class Sample:
 
 @dataclass
 class Group:
-    """All samples of one prompt in one step, in the order of their index."""
+    """All samples of one prompt, in the order of their index; or those that were begun so far (partial rollouts)."""
 
     prompt: Prompt
     samples: list[Sample]
+
+    def is_complete(self, group_size: int) -> bool:
+        return len(self.samples) == group_size and all(sample.is_finished for sample in self.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of response tokens."""
+        return sum(sample.response_len for sample in self.samples)
+
+    @property
+    def begun_by(self) -> int | None:
+        """Return the oldest version of a policy that generated part of it; None if there is none yet."""
+        return min((sample.begun_by for sample in self.samples), default=None)
 
 
 @dataclass

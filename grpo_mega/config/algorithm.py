@@ -39,6 +39,7 @@ Recipe = Literal[
     "kl_cov",
     "decoupled_ppo",
     "opd",
+    "partial",
 ]
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
@@ -88,6 +89,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "clip_cov": {"loss_type": "clip_cov", "loss_agg_func": "token-mean", "ratio_clip_eps": 1.0},
     "kl_cov": {"loss_type": "kl_cov", "loss_agg_func": "token-mean", "cov_share": 2e-3},
     "decoupled_ppo": {"correction": {"importance": "icepop", "mask_low": 0.0, "mask_high": 5.0}},
+    "partial": {"correction": {"importance": "token"}},  # truncated importance of stale tokens, for rollout.partial
     "opd": {"adv_type": "none", "distill_beta": 1.0, "loss_agg_func": "token-mean"},
 }
 

@@ -143,6 +143,10 @@ class RolloutConfig(Section):
     # A step begins oversample * batch.prompts_per_step prompts, and aborts the rest once enough groups are complete: faster if
     # few responses are long, but biased towards short ones (rollout/kept_length, aborted_length). Needs room in max_concurrent.
     oversample: Annotated[float, Field(ge=1)] = 1.0
+    # Keep what is aborted, and continue it in the next step with the policy of then: nothing is thrown away, and no length
+    # preferred. Correct for it with algorithm.recipe=partial. Needs oversample > 1.
+    partial: bool = False
+    max_staleness: PositiveInt = 2  # partial: steps after its first token by which a group is trained
     quantization: Literal["fp8"] | None = None  # linear layers are sent in blocks of 128 x 128; see weights/
     # The keys below apply to engine=sglang only.
     cache_tokens: PositiveInt | None = None  # KV cache; None: as many as max_concurrent needs (CPU) or as fit (GPU)
@@ -162,13 +166,19 @@ class RolloutConfig(Section):
         return self.engine == "sglang"
 
     def num_begun(self, prompts_per_step: int) -> int:
-        """Return the number of prompts that a step begins."""
+        """Return the number of prompts that a step begins, or continues."""
         return math.ceil(round(prompts_per_step * self.oversample, 6))
+
+    def num_drawn(self, prompts_per_step: int) -> int:
+        """Return the number of prompts that there must be before a step begins: until then it draws more."""
+        return self.num_begun(prompts_per_step) if self.partial else 1
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
         if not self.is_served and self.tp > 1:
             raise ValueError(f"rollout.tp={self.tp} needs rollout.engine=sglang; the embedded engine spans one rank")
+        if self.partial and self.oversample == 1:
+            raise ValueError("rollout.partial=true needs rollout.oversample > 1, or nothing is left to continue; use 1.25")
         if self.mismatch_stop is not None and self.mismatch_stop < self.mismatch_warn:
             raise ValueError(
                 f"rollout.mismatch_stop={self.mismatch_stop} is below rollout.mismatch_warn={self.mismatch_warn}; raise it"

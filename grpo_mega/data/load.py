@@ -162,12 +162,13 @@ def make_sampler(config: DataConfig, sizes: Sequence[int], prompts_per_step: int
 
     Raises ConfigError if there are too few prompts.
 
-    With oversampling, prompts that were begun and aborted count as drawn: they come again in the next epoch.
+    With oversampling, prompts that were begun and aborted count as drawn: they come again in the next epoch, unless partial
+    rollouts continue them; a draw is then of prompts_per_step prompts, and a step takes as many draws as it needs.
     """
     weights = [source.weight for source in config.train]
     sampler = Sampler(sizes, weights, prompts_per_step, seed, shuffle=config.shuffle)
     num_begun = rollout.num_begun(prompts_per_step)
-    if num_begun == prompts_per_step:
+    if num_begun == prompts_per_step or rollout.partial:
         return sampler
     try:
         return Sampler(sizes, weights, num_begun, seed, shuffle=config.shuffle)

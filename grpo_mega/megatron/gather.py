@@ -37,15 +37,18 @@ def gather_responses(
     return list(runtime.sum(values_N).cpu().split(lengths))
 
 
-def attach_old_logprobs(
-    mini_batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime, first: int
-) -> None:
-    """Set old_logprobs of the first samples of a step, on every rank, after the update; None if they are not in the loss."""
-    if not first:
-        return
+def gather_old_logprobs(
+    mini_batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime, first: int | None = None
+) -> list[Tensor]:
+    """Return the old log-probs of the step's samples, or of the first, after the update; NaN for tokens not in the loss."""
 
     def values_of(batch: PackedBatch) -> Tensor | None:
         return None if batch.old_logprobs is None else batch.old_logprobs.where(batch.loss_mask > 0, torch.nan)
 
-    for sample, values in zip(samples, gather_responses(values_of, mini_batches, samples, runtime, first), strict=False):
+    return gather_responses(values_of, mini_batches, samples, runtime, first)
+
+
+def attach_old_logprobs(samples: Sequence[Sample], old_logprobs: Sequence[Tensor]) -> None:
+    """Set old_logprobs of the samples, the first of a step; None if they are not in the loss."""
+    for sample, values in zip(samples, old_logprobs, strict=False):
         sample.old_logprobs = None if bool(values.isnan().any()) else values.tolist()

@@ -1,8 +1,9 @@
 """Rows of samples.jsonl: a sample's text, rewards and per-token numbers.
 
 `token_ends[i]` is where token i's text ends in `response`, in characters; `rollout_logprobs` are the engine's, `mismatch` is
-the trainer's old log-prob minus the engine's (left out if the sample was not trained on), `advantages` is present only where
-they differ by token. The first whole groups of a step are logged: prompts come in random order.
+the trainer's old log-prob minus the engine's (left out if the sample was not trained on). Only where it says something there is
+`advantages` (they differ by token) and `spans` (several policies: version, first token, end). The first whole groups of a step
+are logged: prompts come in random order.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class SampleRows:
             "token_ends": self._token_ends(sample.response_ids, response, decode),
             "rollout_logprobs": [round(v, _LOGPROB_DIGITS) for v in sample.rollout_logprobs],
         }
+        if len(sample.spans) > 1:
+            row["spans"] = [list(span) for span in sample.spans]
         if len(set(advantages)) > 1:
             row["advantages"] = [_short(v) for v in advantages]
         if sample.old_logprobs is not None:

@@ -58,8 +58,12 @@ class Scorer:
         self._pool.submit(key, prompt.text, self._decode(sample.response_ids), prompt.answer, extras)
 
     def submit_group(self, samples: Iterable[Sample]) -> None:
-        """Hand the samples of a group, which have been submitted, to the functions that are called once per group."""
+        """Hand the samples of a group to the functions that are called once per group; first those not submitted yet, which
+        finished in an earlier phase, to the others."""
         ordered = sorted(samples, key=lambda sample: sample.index)
+        for sample in ordered:
+            if id(sample) not in self._key_of:
+                self.submit(sample)
         keys, token_ids = [self._key_of[id(sample)] for sample in ordered], [list(sample.response_ids) for sample in ordered]
         self._pool.submit_group(keys, ordered[0].prompt.given, token_ids)
 
@@ -100,10 +104,12 @@ class Scorer:
         return list(sums), list(sums.values())
 
 
-def drop_unusable(groups: Sequence[Group]) -> tuple[list[Group], int]:
-    """Return the groups whose gold answer parses, and how many were dropped."""
-    usable = [g for g in groups if not any("gold_unparsable" in s.verdicts.values() for s in g.samples)]
-    return usable, len(groups) - len(usable)
+def drop_unusable(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+    """Return the groups whose gold answer parses, and the others."""
+    usable, dropped = list[Group](), list[Group]()
+    for group in groups:
+        (dropped if any("gold_unparsable" in s.verdicts.values() for s in group.samples) else usable).append(group)
+    return usable, dropped
 
 
 class Failures:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -35,6 +36,7 @@ class Sampling:
 
 
 OnSample = Callable[[Sample, Group], None]  # the sample that has ended, and its group so far, it included
+NONE_BEGUN: Mapping[int, Group] = MappingProxyType({})
 
 
 class Engine(ABC):
@@ -60,16 +62,17 @@ class Engine(ABC):
         step: int,
         on_sample: OnSample,
         stop: StopCondition | None = None,
+        begun: Mapping[int, Group] = NONE_BEGUN,
     ) -> dict[int, Group]:
         """Return this rank's share of the groups, by the keys of their prompts; call `on_sample(sample, group)` as each
-        sample ends.
+        sample ends. Groups of `begun` have samples of earlier phases: unfinished ones are continued, none is changed.
 
-        With `stop` these are the groups that were done before it was met; then nothing is under way any more, and the engine
-        is as after a whole phase. Prompts are begun in their order.
+        With `stop` what is under way when it is met is aborted: its groups are returned as they are then, with unfinished
+        samples, and the engine is as after a whole phase. Prompts are begun in their order.
 
         Every rank passes the same prompts, and one rank generates each group. If the engine fails meanwhile, `failure` says
-        why, and the groups that were not finished are missing. A sample's random stream depends on (sampling.seed, step,
-        prompt id, sample index) only, where the engine takes a seed per sample.
+        why, and the groups that were not finished are missing. A sample's random stream depends on (sampling.seed, the step in
+        which it began, prompt id, sample index) only, where the engine takes a seed per sample.
         """
 
     def restart(self, failed: Collection[int]) -> None:

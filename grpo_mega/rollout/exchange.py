@@ -41,13 +41,14 @@ def unpack_all(
     return list(gathered.values())
 
 
-def check_versions(groups: Sequence[Group], version: int) -> None:
-    """Raise SyncError, naming a sample, unless policy `version` generated all of them."""
+def check_versions(groups: Sequence[Group], oldest: int, newest: int) -> None:
+    """Raise SyncError, naming a sample, unless policies of versions `oldest` to `newest` generated all of them."""
     for sample in (s for g in groups for s in g.samples):
-        if sample.policy_version != version:
+        if wrong := [span.version for span in sample.spans if not oldest <= span.version <= newest]:
+            wanted = f"{newest}" if oldest == newest else f"{oldest} to {newest}"
             raise SyncError(
-                f"sample {sample.index} of prompt {sample.prompt.id} was made by policy version {sample.policy_version}, "
-                f"not {version}; go on from the last checkpoint with --resume"
+                f"sample {sample.index} of prompt {sample.prompt.id} was made by policy version {wrong[0]}, not {wanted}; "
+                "go on from the last checkpoint with --resume"
             )
 
 

@@ -96,6 +96,14 @@ def is_zero_variance(config: Config, group: Group) -> bool:
     return not any(bool(sample.advantages.any()) for sample in counted if sample.advantages is not None)
 
 
+def drop_zero_variance(config: Config, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+    """Return the groups from which the update learns something, and the others."""
+    useful, equal = list[Group](), list[Group]()
+    for group in groups:
+        (equal if is_zero_variance(config, group) else useful).append(group)
+    return useful, equal
+
+
 def _assign_advantages(
     config: Config, a: AlgorithmConfig, groups: Sequence[Group], kl_penalties: Sequence[Tensor] | None = None
 ) -> list[Sample]:

@@ -25,6 +25,8 @@ from grpo_mega.errors import ResumeError
 from grpo_mega.formats.checkpoint_files import LATEST, STATE, Manifest, clean, partial_name, publish
 from grpo_mega.observe.progress import progress
 from grpo_mega.paths import CHECKPOINTS
+from grpo_mega.rollout import backlog_file
+from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.run.checkpoint_writer import SECONDS_BETWEEN_LOOKS, Writer
 from grpo_mega.run.staging import all_ranks, remove_unused, stage
 
@@ -53,16 +55,23 @@ class Checkpoints:
             clean(self.folder)
         dist.barrier()
 
-    def save(self, policy: Policy, manifest: Manifest) -> None:
+    def save(self, policy: Policy, manifest: Manifest, backlog: Backlog) -> None:
         """Stage the state; the rest happens in the background. Raises ResumeError if it cannot or must not be written."""
         self.finish()
         if manifest.step == self.saved_step:  # an engine failed before another step was finished
             return
         self._check_weights_changed(policy, manifest)
-        self._check_disk(policy)
+        num_bytes = policy.state_bytes + (backlog_file.num_bytes(backlog) if self._rank == 0 else 0)
+        self._check_disk(num_bytes)
         target = self.folder / partial_name(manifest.step) / STATE
         target.mkdir(parents=True, exist_ok=True)
-        staged = stage(policy.save, policy.state_bytes, target)
+
+        def write(folder: Path) -> None:
+            policy.save(folder)
+            if self._rank == 0:
+                backlog_file.write(backlog, folder)
+
+        staged = stage(write, num_bytes, target)
         self._num_saves += 1
         self._last, self.saved_step = manifest, manifest.step
         self._writer = Writer(
@@ -121,9 +130,9 @@ class Checkpoints:
                 if until is None and seconds_for_others is not None and writer.is_written.is_set():
                     until = time.monotonic() + seconds_for_others
 
-    def _check_disk(self, policy: Policy) -> None:
-        """Raise ResumeError unless the disk has room for all ranks' state."""
-        needed = torch.tensor([policy.state_bytes])
+    def _check_disk(self, num_bytes: int) -> None:
+        """Raise ResumeError unless the disk has room for all ranks' state, of which `num_bytes` are this rank's."""
+        needed = torch.tensor([num_bytes])
         dist.all_reduce(needed)
         free = shutil.disk_usage(self.folder).free
         if int(needed) > free:

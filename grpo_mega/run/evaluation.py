@@ -136,7 +136,8 @@ def _row_of(name: str, prompt: Prompt) -> dict[str, Any]:
 def _add_greedy(rollouts: Rollouts, result: Evaluated, groups: Sequence[Group]) -> None:
     if rollouts.runtime.rank != 0:
         return
-    usable, result.num_unusable = drop_unusable(groups)
+    usable, dropped = drop_unusable(groups)
+    result.num_unusable = len(dropped)
     result.metrics |= {name.removeprefix("eval/"): value for name, value in heldout_metrics(usable).items()}
     for row, group in zip(result.rows, groups, strict=True):
         (sample,) = group.samples
@@ -157,7 +158,7 @@ def _add_sampled(rollouts: Rollouts, result: Evaluated, phases: Iterator[list[Gr
     for groups in phases:
         if rollouts.runtime.rank != 0:
             continue
-        result.num_unusable += drop_unusable(groups)[1]
+        result.num_unusable += len(drop_unusable(groups)[1])
         for group, row in zip(groups, rows, strict=False):
             answers = [_answer_of(rollouts.decode(s.response_ids), s.prompt.prefill) for s in group.samples]
             correct = [is_correct(sample, rollouts.config.rewards) for sample in group.samples]

@@ -7,9 +7,13 @@ remedy.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from grpo_mega.config import Config
 from grpo_mega.errors import MismatchError, NonFiniteError
@@ -48,10 +52,35 @@ class Health:
                 f"loss or gradient was not finite in {self.nonfinite_steps} steps in a row, up to step {step}; a checkpoint is "
                 f"in {checkpoints}; go on with --resume and a lower optimizer.lr, or a higher max_nonfinite_steps"
             )
-        k3, limit = metrics.get("mismatch/k3", 0.0), self.config.rollout.mismatch_stop
+        k3, limit = engine_mismatch(metrics), self.config.rollout.mismatch_stop
         is_counted = math.isnan(k3) and self.nonfinite_steps > 0  # NaN log-probs of the trainer say nothing of the engine
         if limit is not None and not is_counted and not k3 <= limit:
             raise MismatchError(
                 f"step {step}: the KL (k3) between engine and trainer is {k3:.3g} nats per token, above "
                 f"rollout.mismatch_stop={limit}; go on from a checkpoint before it, or raise the limit"
             )
+
+
+def staleness_metrics(samples: Sequence[Sample], old_logprobs: Sequence[Tensor], version: int) -> StepMetrics:
+    """Return the staleness of the tokens in the loss, in versions of the policy, and for each the mismatch (k3) of old_logprobs
+    and rollout_logprobs, nats per token. `old_logprobs` has a row per sample, NaN for tokens not in the loss."""
+    tokens, sums = Counter[int](), dict[int, float]()
+    for sample, old in zip(samples, old_logprobs, strict=True):
+        log_ratio = (old - torch.tensor(sample.rollout_logprobs)).double()
+        k3 = log_ratio.expm1() - log_ratio
+        for span in sample.spans:
+            values, age = k3[span.start : span.end], version - span.version
+            values = values[~values.isnan()]
+            tokens[age] += len(values)
+            sums[age] = sums.get(age, 0.0) + float(values.sum())
+    counts = {age: n for age, n in sorted(tokens.items()) if n}
+    if not counts:
+        return {}
+    mean = sum(age * n for age, n in counts.items()) / sum(counts.values())
+    mismatch = {f"mismatch/k3_stale_{age}": sums[age] / n for age, n in counts.items()}
+    return {"staleness/mean": mean, "staleness/max": float(max(counts)), **mismatch}
+
+
+def engine_mismatch(metrics: StepMetrics) -> float:
+    """Return the mismatch (k3) of engine and trainer, of tokens that are not stale: those are meant to differ."""
+    return metrics.get("mismatch/k3_stale_0", metrics.get("mismatch/k3", 0.0))

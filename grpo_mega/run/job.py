@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
 
@@ -19,6 +19,8 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import progress
 from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.timers import Timers
+from grpo_mega.rollout import backlog_file
+from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.run.checkpoints import Checkpoints, verify
 from grpo_mega.run.health import Health
 from grpo_mega.run.inputs import RunInputs
@@ -45,7 +47,7 @@ class Job:
     inputs: RunInputs
     health: Health
     steps_done: int = 0
-    draws: int = 0  # number of batches of prompts that the finished steps drew from the data
+    backlog: Backlog = field(default_factory=Backlog)  # after the finished steps
     is_stopping: bool = False
 
     @property
@@ -62,7 +64,7 @@ class Job:
         return {name: prompts[: self.config.eval.num_prompts] for name, prompts in self.data.heldout_sets.items()}
 
     def prompts(self, draw: int) -> list[Prompt]:
-        """Return the prompts of the given draw, which is the step's number unless dynamic sampling drew several per step."""
+        """Return the prompts of the given draw, which is the step's number unless steps drew several, or none."""
         return [self.data.train[i] for i in self.sampler.indices(draw)]
 
     def resume(self) -> int:
@@ -77,7 +79,9 @@ class Job:
             verify(checkpoint, manifest, self.runtime.rank, self.runtime.layout.world_size)
             self.policy.restore(checkpoint / STATE)
             self.steps_done = self.checkpoints.saved_step = manifest.step
-            self.draws = manifest.step if manifest.draws is None else manifest.draws
+            draws = manifest.step if manifest.draws is None else manifest.draws
+            prompts = {prompt.id: prompt for prompt in self.data.train}
+            self.backlog = backlog_file.read(checkpoint / STATE, draws, prompts.get)
             algorithm = self.config.algorithm  # another kl_beta than before is meant to be taken
             if algorithm.kl_target is not None and manifest.kl_beta is not None and manifest.kl_beta_from == algorithm.kl_beta:
                 self.policy.restore_kl_beta(manifest.kl_beta)
@@ -108,11 +112,12 @@ class Job:
                 model=asdict(self.model.shape),
                 seed=self.config.seed,
                 checksums={},
-                draws=self.draws,
+                draws=self.backlog.draws,
                 inputs=self.inputs.digests(),
                 kl_beta=None if self.config.algorithm.kl_target is None else self.policy.algorithm.kl_beta,
                 kl_beta_from=None if self.config.algorithm.kl_target is None else self.config.algorithm.kl_beta,
             ),
+            self.backlog,
         )
 
     @contextmanager

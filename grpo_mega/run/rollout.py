@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_mega.config import Config
 from grpo_mega.distributed.recorder import recorder
@@ -13,8 +13,9 @@ from grpo_mega.observe.progress import progress
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rewards.scorer import VERDICTS, Scorer
 from grpo_mega.rollout import exchange
+from grpo_mega.rollout.backlog import Backlog, needed
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.phase import Generator
+from grpo_mega.rollout.phase import Generator, Phase
 from grpo_mega.types import Group, Prompt, Sample
 
 _MANY = 2**24  # exceeds the number of samples of any phase
@@ -41,18 +42,73 @@ class Rollouts:
         description: str,
         *,
         sampling: Sampling | None = None,
-        wanted: int | None = None,
         is_evaluation: bool = False,
     ) -> list[Group]:
-        """Return scored groups for all prompts, or for the first `wanted` that finish; in the order of the prompts, on every
-        rank, all from the current policy. Samples are scored as they finish, on the rank that generated them.
+        """Return scored groups for all prompts, in their order, on every rank, all from the current policy.
 
         Raises SyncError if an engine held another policy, and, except for an evaluation, RewardError if a reward function is
         broken.
         """
-        sampling = sampling or self.sampling
+        fresh = [Group(prompt, []) for prompt in prompts]
+        return self._phase(fresh, step, description, sampling or self.sampling, len(fresh), is_evaluation)[0]
+
+    def generate_from(self, backlog: Backlog, step: int, description: str, wanted: int) -> tuple[list[Group], Backlog]:
+        """Return the first `wanted` scored groups of the backlog that finish, and the backlog without them."""
+        rollout = self.config.rollout
+        if not rollout.partial:
+            return self._phase(backlog.groups, step, description, self.sampling, wanted)[0], replace(backlog, groups=())
+        num_begun = max(rollout.num_begun(wanted), 1 + max(needed(backlog.groups, step - rollout.max_staleness), default=-1))
+        before = backlog.groups[:num_begun]
+        kept, rest = self._phase(before, step, description, self.sampling, wanted)
+        return kept, backlog.after_phase(before, kept, rest)
+
+    def _phase(
+        self,
+        groups: Sequence[Group],
+        step: int,
+        description: str,
+        sampling: Sampling,
+        wanted: int,
+        is_evaluation: bool = False,
+    ) -> tuple[list[Group], list[Group]]:
+        """Generate until `wanted` of the groups are whole; return these, scored, and all others, in their order, on every rank.
+
+        Samples are scored as they finish, on the rank that generated them; those of unfinished groups are scored later. Without
+        partial rollouts the others are returned as they were given.
+        """
+        keeps_rest = self.config.rollout.partial and not is_evaluation
+        oldest = step - self.config.rollout.max_staleness if keeps_rest else step
+        is_whole = [group.is_complete(sampling.group_size) for group in groups]
+        phase = self._generate(groups, step, description, sampling, wanted, needed(groups, oldest) if keeps_rest else ())
+        mine = phase.mine | (phase.rest if keeps_rest else {})
+        self.scorer.keep(group for group in mine.values() if group.is_complete(sampling.group_size))
+        with self.timers("reward"), self.runtime.together():
+            self.scorer.finish(recorder().beat)
+            if not is_evaluation:
+                self.scorer.check()
+        places = sorted([p for p in phase.places if not is_whole[p]] + (phase.rest_places if keeps_rest else []))
+        with self.timers("exchange"):
+            found = exchange.gather(mine, {place: groups[place].prompt for place in places}, VERDICTS)
+        after = dict(enumerate(groups)) | dict(zip(places, found, strict=True))
+        kept = [after.pop(place) for place in phase.places]
+        exchange.check_versions(kept, oldest, step)
+        if is_evaluation or not self.scorer.has_warned:  # training warns once, since each step counts the failures
+            has_failures = self._warn_of_failures(kept, description)
+            self.scorer.has_warned |= has_failures and not is_evaluation
+        return kept, list(after.values())
+
+    def _generate(
+        self,
+        groups: Sequence[Group],
+        step: int,
+        description: str,
+        sampling: Sampling,
+        wanted: int,
+        needed: Sequence[int],
+    ) -> Phase:
+        """Generate on all engines; hand samples to the reward functions as they end."""
         is_shown = self.runtime.rank == 0 and self.config.log.progress
-        with self.timers("sample"), progress(len(prompts) * sampling.group_size, description, is_shown) as bar:
+        with self.timers("sample"), progress(len(groups) * sampling.group_size, description, is_shown) as bar:
             num_shown = tokens_shown = 0
             counter = f"{description} of step {step}"
 
@@ -70,21 +126,18 @@ class Rollouts:
                 bar.advance(num_done - num_shown, tokens=tokens - tokens_shown)
                 num_shown, tokens_shown = num_done, tokens
 
-            phase = self.generator.generate(prompts, sampling, step=step, on_sample=on_sample, wanted=wanted)
+            phase = self.generator.generate(
+                [group.prompt for group in groups],
+                sampling,
+                step=step,
+                on_sample=on_sample,
+                wanted=wanted,
+                begun={place: group for place, group in enumerate(groups) if group.samples},
+                needed=needed,
+            )
             if self.runtime.rank == 0:  # no rank adds to it any more
                 self.rendezvous.delete(counter)
-        self.scorer.keep(phase.mine.values())
-        with self.timers("reward"), self.runtime.together():
-            self.scorer.finish(recorder().beat)
-            if not is_evaluation:
-                self.scorer.check()
-        with self.timers("exchange"):
-            groups = exchange.gather(phase.mine, {place: prompts[place] for place in phase.places}, VERDICTS)
-        exchange.check_versions(groups, step)
-        if is_evaluation or not self.scorer.has_warned:  # training warns once, since each step counts the failures
-            has_failures = self._warn_of_failures(groups, description)
-            self.scorer.has_warned |= has_failures and not is_evaluation
-        return groups
+        return phase
 
     def _warn_of_failures(self, groups: Sequence[Group], description: str) -> bool:
         """Warn with the first error of a reward function on any rank, if there is one. All ranks call it."""

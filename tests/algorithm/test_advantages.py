@@ -16,7 +16,7 @@ def make_group(rewards, lengths=None, prompt_id=0):
     prompt = Prompt(id=prompt_id, text="q", token_ids=(1, 2), answer="a")
     lengths = lengths or [3] * len(rewards)
     samples = [
-        Sample(prompt, i, [5] * n, [-0.5] * n, "stop", policy_version=0, reward=reward)
+        Sample(prompt, i, [5] * n, [-0.5] * n, "stop", reward=reward)
         for i, (reward, n) in enumerate(zip(rewards, lengths, strict=True))
     ]
     return Group(prompt, samples)

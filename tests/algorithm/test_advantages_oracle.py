@@ -62,7 +62,7 @@ def test_advantages_equal_the_oracles_for_any_groups_and_settings(adv_type):
 
 def process_group(step_rewards, step_ends, lengths):
     prompt = Prompt(id=0, text="q", token_ids=(1,), answer="a")
-    samples = [Sample(prompt, i, [5] * n, [-0.5] * n, "stop", policy_version=0) for i, n in enumerate(lengths)]
+    samples = [Sample(prompt, i, [5] * n, [-0.5] * n, "stop") for i, n in enumerate(lengths)]
     for sample, rewards, ends in zip(samples, step_rewards, step_ends, strict=True):
         sample.step_rewards, sample.step_ends = rewards, ends
     return Group(prompt, samples)

@@ -34,7 +34,7 @@ def config(**algorithm: Any) -> configs.Config:
 
 def group(*rewards: float | None) -> Group:
     prompt = Prompt(0, "", (1, 2), "")
-    return Group(prompt, [Sample(prompt, i, [3, 4], [-1.0, -1.0], "stop", 0, reward=r) for i, r in enumerate(rewards)])
+    return Group(prompt, [Sample(prompt, i, [3, 4], [-1.0, -1.0], "stop", reward=r) for i, r in enumerate(rewards)])
 
 
 def gradient(inputs: LossInputs, a: configs.AlgorithmConfig) -> torch.Tensor:

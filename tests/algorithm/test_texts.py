@@ -43,7 +43,7 @@ def rollout() -> list[Group]:
         Group(
             prompt,
             [
-                Sample(prompt, i, [7] * n, [-rng.uniform(0.1, 2) for _ in range(n)], "stop", 0, reward=rewards[i])
+                Sample(prompt, i, [7] * n, [-rng.uniform(0.1, 2) for _ in range(n)], "stop", reward=rewards[i])
                 for i, n in enumerate(rng.choices(range(1, 8), k=size))
             ],
         )

@@ -19,7 +19,7 @@ RIGHT = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0]  # of eight answers to it, 14 i
 def advantages(*rewards_of_groups, **settings):
     """A group of answers of one token each."""
     groups = [
-        Group(PROMPT, [Sample(PROMPT, i, [5], [-0.5], "stop", policy_version=0, reward=r) for i, r in enumerate(rewards)])
+        Group(PROMPT, [Sample(PROMPT, i, [5], [-0.5], "stop", reward=r) for i, r in enumerate(rewards)])
         for rewards in rewards_of_groups
     ]
     return torch.cat([sample.advantages for sample in assigned(groups, AlgorithmConfig(**settings))])

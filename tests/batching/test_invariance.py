@@ -36,7 +36,7 @@ def make_samples(generator):
         groups.append(
             Group(
                 prompt,
-                [Sample(prompt, i, [3] * lengths[i], [-1.0] * lengths[i], "stop", 0, reward=rewards[i]) for i in range(4)],
+                [Sample(prompt, i, [3] * lengths[i], [-1.0] * lengths[i], "stop", reward=rewards[i]) for i in range(4)],
             )
         )
     return assigned(groups)

@@ -14,7 +14,7 @@ from grpo_mega.types import Group, Prompt, Sample
 def make_sample(prompt_ids, response_ids, prompt_id=0, advantage=0.0):
     prompt = Prompt(id=prompt_id, text="", token_ids=tuple(prompt_ids), answer="")
     logprobs = [-0.01 * token for token in response_ids]
-    sample = Sample(prompt, 0, list(response_ids), logprobs, "stop", policy_version=0, reward=0.0)
+    sample = Sample(prompt, 0, list(response_ids), logprobs, "stop", reward=0.0)
     sample.advantages = torch.full((len(response_ids),), advantage)
     return sample
 

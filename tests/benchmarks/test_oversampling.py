@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tools.benchmarks import oversampling as bench_oversampling
+from tools.benchmarks.oversampling import __main__ as bench_oversampling
 
 TINY = "--prompts 3 --group-size 2 --rounds 2 --mean-length 16 --max-length 48 --factors 2"
 

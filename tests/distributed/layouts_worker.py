@@ -98,7 +98,7 @@ def _differences(
 
 def _sample(index: int, tokens: list[int]) -> Sample:
     """All but the first token as a response."""
-    sample = Sample(Prompt(index, "", (tokens[0],), ""), 0, tokens[1:], [0.0] * (len(tokens) - 1), "stop", 0, reward=1.0)
+    sample = Sample(Prompt(index, "", (tokens[0],), ""), 0, tokens[1:], [0.0] * (len(tokens) - 1), "stop", reward=1.0)
     sample.advantages = torch.zeros(len(tokens) - 1)
     return sample
 

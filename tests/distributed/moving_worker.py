@@ -22,7 +22,7 @@ from grpo_mega.formats.export import export
 from grpo_mega.formats.reader import open_hf_reader
 from grpo_mega.rollout import exchange
 from grpo_mega.sync.weight_sync import WeightSync
-from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.types import Group, Prompt, Sample, Span
 from grpo_mega.weights.apply import Bucket, buckets, execute, load_shards
 from grpo_mega.weights.boxes import RankShards, region
 from grpo_mega.weights.families import family_of
@@ -349,7 +349,7 @@ def make_groups(num_prompts: int) -> list[Group]:
                 response_ids=[7 * p + i + t for t in range(1 + (p + i) % 3)],
                 rollout_logprobs=[-0.1 * (t + 1) / (p + 1) for t in range(1 + (p + i) % 3)],
                 finish_reason="stop" if i % 2 else "length",
-                policy_version=3,
+                spans=[Span(2, 0, 1), Span(3, 1, 1 + (p + i) % 3)][(p + i) % 3 == 0 :],
                 scores={"accuracy": None if (p + i) % 3 == 0 else i / 3, "format": 1.0},
                 verdicts={"accuracy": "timeout" if (p + i) % 3 == 0 else "correct", "format": "wrong"},
                 reward=None if (p + i) % 3 == 0 else 0.1 * i - p,

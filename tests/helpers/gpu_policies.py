@@ -74,7 +74,7 @@ def make_samples(num_samples: int, vocab: int, *, seed: int = 0) -> list[Sample]
 def make_sample(number: int, prompt_ids: Sequence[int], response_ids: list[int], advantage: float) -> Sample:
     """The engine's log-probs are said to be 0: the trainer's mean difference from them is then minus its mean log-prob."""
     prompt = Prompt(number, "", tuple(prompt_ids), "")
-    sample = Sample(prompt, 0, response_ids, [0.0] * len(response_ids), "stop", 0, reward=1.0)
+    sample = Sample(prompt, 0, response_ids, [0.0] * len(response_ids), "stop", reward=1.0)
     sample.advantages = torch.full((len(response_ids),), advantage)
     return sample
 

@@ -327,9 +327,7 @@ def make_groups(step: int) -> list[Group]:
         responses = [ints(4 + 3 * i + g) for i in range(4)]
         rewards = torch.rand(4, generator=generator).tolist()
         groups.append(
-            Group(
-                prompt, [Sample(prompt, i, r, [-3.0] * len(r), "stop", 0, reward=rewards[i]) for i, r in enumerate(responses)]
-            )
+            Group(prompt, [Sample(prompt, i, r, [-3.0] * len(r), "stop", reward=rewards[i]) for i, r in enumerate(responses)])
         )
     return groups
 

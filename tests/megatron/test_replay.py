@@ -331,7 +331,7 @@ def make_groups(model: Any) -> list[Group]:
             logprobs = (logits / TEMPERATURE).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
             logprobs += 0.15 * torch.randn(len(tokens), generator=generator)
             scores: dict[str, float | None] = {"accuracy": float(reward > 0.5), "format": score}
-            sample = Sample(prompt, i, tokens, logprobs.tolist(), "stop", 0, scores, reward=reward)
+            sample = Sample(prompt, i, tokens, logprobs.tolist(), "stop", (), scores, reward=reward)
             sample.step_rewards, sample.step_ends = steps[: 1 + i % 2], [2, 4][: 1 + i % 2]
             samples.append(sample)
         groups.append(Group(prompt, samples))

@@ -19,7 +19,7 @@ from grpo_mega.observe.run_log import open_run_log
 from grpo_mega.observe.samples import num_logged, token_ends
 from grpo_mega.observe.wandb_writer import SAME, other_names, wandb_mode
 from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter
-from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.types import Group, Prompt, Sample, Span
 
 PROMPT = "<user>1+1=?<assistant>"
 HOSTILE, WRITABLE = LINE_ENDS + SURROGATES, LINE_ENDS + "\ufffd\ufffd \ufffd"
@@ -55,7 +55,15 @@ def make_group(num_samples: int) -> Group:
     prompt = Prompt(id=7, text=PROMPT, token_ids=(1, 2), answer="2")
     samples = [
         Sample(
-            prompt, i, [65 + i, 66], [-0.1, -0.2], "stop", 0, {"accuracy": 1.0, "format": None}, {"accuracy": "correct"}, 1.0
+            prompt,
+            i,
+            [65 + i, 66],
+            [-0.1, -0.2],
+            "stop",
+            [Span(0, 0, 2)],
+            {"accuracy": 1.0, "format": None},
+            {"accuracy": "correct"},
+            1.0,
         )
         for i in range(num_samples)
     ]

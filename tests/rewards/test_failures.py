@@ -11,7 +11,7 @@ Scored = tuple[Sample, RewardResult]
 
 
 def scored(prompt: int, response: int, raises: bool = True) -> Scored:
-    sample = Sample(Prompt(prompt, f"p{prompt}", (1,), "7"), response, [response], [-1.0], "stop", 0)
+    sample = Sample(Prompt(prompt, f"p{prompt}", (1,), "7"), response, [response], [-1.0], "stop")
     verdicts = {"good": "scored", "bad": "error" if raises else "scored"}
     return sample, RewardResult(1.0, {"good": 1.0, "bad": 0.0}, verdicts, errors={"bad": "KeyError: 'x'"} if raises else {})
 

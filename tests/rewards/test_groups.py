@@ -124,7 +124,7 @@ def test_a_function_that_wants_messages_and_gets_texts_says_which_key_to_set() -
 
 def test_the_scorer_hands_over_whole_groups_in_the_order_of_their_samples() -> None:
     prompts = [Prompt(n, f"<user>{n}", (1,), "18", extras=dict(ROW), given={"prompts": str(n)}) for n in range(3)]
-    groups = [Group(p, [Sample(p, i, [p.id, i], [-1.0] * 2, "stop", 0) for i in (2, 0, 1)]) for p in prompts]
+    groups = [Group(p, [Sample(p, i, [p.id, i], [-1.0] * 2, "stop") for i in (2, 0, 1)]) for p in prompts]
     with pool_of({"name": "trl_functions.Heard"}, {"name": "len", "weight": 0.0}, num_workers=2) as pool:
         scorer = Scorer(pool, lambda ids: ".".join(map(str, ids)))
         for group in groups:

@@ -220,7 +220,7 @@ def test_open_r1s_names_mean_these_functions() -> None:
 
 def test_rewards_that_no_answer_passes_do_not_decide_whether_it_has_full_marks() -> None:
     def marked(**scores: float) -> bool:
-        return has_full_marks(Sample(Prompt(0, "p", (1,), "1"), 0, [1], [-1.0], "stop", 0, scores=dict(scores)))
+        return has_full_marks(Sample(Prompt(0, "p", (1,), "1"), 0, [1], [-1.0], "stop", scores=dict(scores)))
 
     assert marked(accuracy=1.0, repetition_penalty=-0.2, len=0.1) and not marked(accuracy=0.0, len=1.0) and not marked(len=1.0)
     assert registry.BUILT_IN.keys() >= SHAPING

@@ -139,7 +139,7 @@ def test_steps_that_cannot_be_are_an_error(response: str, error: str) -> None:
 
 def _samples(tokenizer: Any, prompt: Prompt, responses: list[str]) -> list[Sample]:
     ids = [[*tokenizer(response)["input_ids"], tokenizer.eos_token_id] for response in responses]
-    return [Sample(prompt, i, some, [-1.0] * len(some), "stop", 0) for i, some in enumerate(ids)]
+    return [Sample(prompt, i, some, [-1.0] * len(some), "stop") for i, some in enumerate(ids)]
 
 
 def test_the_scorer_gives_samples_their_steps_by_token(byte_level: Any) -> None:
@@ -163,7 +163,7 @@ def test_the_scorer_gives_samples_their_steps_by_token(byte_level: Any) -> None:
         assert sample.is_scored == (response != "no steps")
         assert all(end < sample.response_len - 1 for end in sample.step_ends)  # the end-of-sequence token has no text
     group = Group(prompt, samples)
-    assert drop_unusable([group]) == ([group], 0)
+    assert drop_unusable([group]) == ([group], [])
     metrics = rollout_metrics([group], lambda one: one is not group)
     assert metrics["reward/mean"] == 0.0
     assert metrics[f"reward/{OTHER}"] == 0.25

@@ -14,6 +14,7 @@ from ranks import run_cases
 
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.hardware.device import Device
+from grpo_mega.rollout import exchange
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.phase import Generator, Phase
@@ -83,7 +84,7 @@ def check_same(mine: dict[int, Group], whole: dict[int, Group]) -> None:
     for place, group in mine.items():
         assert group.prompt is PROMPTS[place]
         for found, expected in zip(group.samples, whole[place].samples, strict=True):
-            assert (found.index, found.response_ids) == (expected.index, expected.response_ids)
+            assert (found.index, list(found.response_ids)) == (expected.index, list(expected.response_ids))
             assert found.finish_reason == expected.finish_reason
             torch.testing.assert_close(
                 torch.tensor(found.rollout_logprobs), torch.tensor(expected.rollout_logprobs), rtol=0, atol=1e-5
@@ -143,6 +144,52 @@ def counts_what_is_thrown_away(rank: int, folder: Path) -> None:
     assert found["rollout/aborted_length"] == found["rollout/aborted_tokens"] / len(aborted)
 
 
+def goes_on_with_what_is_unfinished(rank: int, folder: Path) -> None:
+    """The same groups in the same phases whatever the ranks' speed, and in the end the samples of a phase without an end."""
+    ranks = Ranks(rank)
+    ranks.engine.version = 4  # the step, on which random streams depend
+    whole = ranks.all_groups()
+    for most_at_once in (256, 2 * GROUP_SIZE):
+        histories = []
+        for slow_rank in (None, 0, 1):
+            ranks = Ranks(rank, most_at_once)
+            ranks.engine.version = 4
+            groups, history = [Group(prompt, []) for prompt in PROMPTS], list[Any]()
+            while not all(group.is_complete(GROUP_SIZE) for group in groups):
+                groups, places = one_more_phase(ranks, groups, slow_rank)
+                history.append((places, [[(s.response_len, s.finish_reason) for s in g.samples] for g in groups]))
+            histories.append(history)
+            assert len(history) > 2 and any(reason is None for group in history[0][1] for _, reason in group)
+            check_same({place: group for place, group in enumerate(groups) if place % WORLD_SIZE == rank}, whole)
+            for sample in (sample for group in groups for sample in group.samples):
+                ends = [0, *(span.end for span in sample.spans)]
+                assert [span.start for span in sample.spans] == ends[:-1] and ends[-1] == sample.response_len
+            assert max(len(sample.spans) for group in groups for sample in group.samples) > 1
+        assert histories[0] == histories[1] == histories[2]
+
+
+def one_more_phase(ranks: Ranks, groups: list[Group], slow_rank: int | None) -> tuple[list[Group], list[int]]:
+    """Return all groups after a phase that wants three more, late ones among them those begun last; and which are done."""
+    done = [place for place, group in enumerate(groups) if group.is_complete(GROUP_SIZE)]
+    needed = [place for place, group in enumerate(groups) if group.samples and place not in done][-1:] if len(done) > 8 else []
+
+    def on_sample(*_: object) -> None:
+        if ranks.rank == slow_rank:
+            time.sleep(0.01)
+
+    begun = {place: group for place, group in enumerate(groups) if group.samples}
+    phase = ranks.generator.generate(
+        PROMPTS, SAMPLING, step=4, on_sample=on_sample, wanted=len(done) + 3, begun=begun, needed=needed
+    )
+    assert set(done + needed) <= set(phase.places)
+    places = sorted({*phase.places, *phase.rest_places} - set(done))
+    found = exchange.gather(phase.mine | phase.rest, {place: PROMPTS[place] for place in places}, ())
+    after = list(groups)
+    for place, group in zip(places, found, strict=True):
+        after[place] = group
+    return after, phase.places
+
+
 def leaves_no_keys_in_the_store(rank: int, folder: Path) -> None:
     ranks = Ranks(rank)
     store = dist.distributed_c10d._get_default_store()
@@ -162,5 +209,11 @@ def leaves_no_keys_in_the_store(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    cases = (keeps_the_first, keeps_the_first_of_several_batches, counts_what_is_thrown_away, leaves_no_keys_in_the_store)
+    cases = (
+        keeps_the_first,
+        keeps_the_first_of_several_batches,
+        counts_what_is_thrown_away,
+        goes_on_with_what_is_unfinished,
+        leaves_no_keys_in_the_store,
+    )
     run_cases({f.__name__: f for f in cases})

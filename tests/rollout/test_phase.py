@@ -33,5 +33,9 @@ def test_what_is_begun_kept_and_thrown_away_is_counted_alike_on_all_ranks(result
     check(results, "counts_what_is_thrown_away")
 
 
+def test_what_is_unfinished_goes_on_to_the_same_samples_whatever_the_ranks_speed(results: Results) -> None:
+    check(results, "goes_on_with_what_is_unfinished")
+
+
 def test_a_phase_leaves_no_keys_in_the_store(results: Results) -> None:
     check(results, "leaves_no_keys_in_the_store")

@@ -43,7 +43,7 @@ def groups(lengths: list[list[int]]) -> list[Group]:
     for g, lens in enumerate(lengths):
         prompt = Prompt(g, "", (1, 2), "")
         samples = [
-            Sample(prompt, i, [3] * n, [-1.0] * n, "length" if n == MAX_LENGTH else "stop", 0, reward=1.0 - i)
+            Sample(prompt, i, [3] * n, [-1.0] * n, "length" if n == MAX_LENGTH else "stop", reward=1.0 - i)
             for i, n in enumerate(lens)
         ]
         found.append(Group(prompt, samples))

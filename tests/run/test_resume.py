@@ -13,13 +13,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hostile_text import LINE_ENDS, SURROGATES
+from runs import losses, metrics, read, run, start, stop_after, wait_for_step
 
 from grpo_mega.formats.dcp_read import find_tensor, read_metadata
 from grpo_mega.megatron.optimizer import separate_steps
@@ -70,46 +69,9 @@ def whole(inputs: Path) -> End:
     return kills.whole_run(inputs, inputs.parent / "whole")[0]
 
 
-def start(config: Path, run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
-    """A run whose stdout and stderr are read together."""
-    return kills.start(config, run_dir, list(arguments), output=subprocess.PIPE)
-
-
-def run(config: Path, run_dir: Path, *arguments: str) -> tuple[int, str]:
-    process = start(config, run_dir, *arguments)
-    output, _ = process.communicate(timeout=240)
-    return process.returncode, output
-
-
-def stop_after(config: Path, run_dir: Path, step: int, *arguments: str) -> str:
-    """A run that is asked to stop, by its file, once it has logged `step`."""
-    process = start(config, run_dir, *arguments)
-    wait_for_step(run_dir, step, process)
-    (run_dir / "stop").touch()
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    return output
-
-
-def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 300
-    while f'{{"step": {step}, ' not in _read(run_dir / "metrics.jsonl"):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [row["loss/total"] for row in metrics(run_dir) if "loss/total" in row]
-
-
 def seen(run_dir: Path) -> dict[str, str]:
     """The lines that the command that refreshes the reward model has read, by iteration and step."""
     return {path.stem.removeprefix("seen-"): path.read_text() for path in run_dir.glob("seen-*.jsonl")}
-
-
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_stopped_by_its_file_goes_on_as_if_nothing_had_happened(inputs: Path, whole: End, tmp_path: Path) -> None:
@@ -123,23 +85,6 @@ def test_a_run_stopped_by_its_file_goes_on_as_if_nothing_had_happened(inputs: Pa
     assert seen(tmp_path / "run") == seen(inputs.parent / "whole")
     betas = [row["kl/beta"] for row in metrics(tmp_path / "run") if "kl/beta" in row]
     assert betas == pytest.approx([0.01 * 0.92**step for step in range(len(betas))]) and len(betas) > 6
-
-
-def test_a_run_that_aborts_stragglers_aborts_the_same_ones_again(inputs: Path, tmp_path: Path) -> None:
-    """Though its ranks sample at different speeds: the embedded engine goes by tokens, not by time."""
-    settings = ("--set", "layout={dp: 2}", "--set", "rollout.oversample=1.5", "--set", "steps=6")
-    kills.finish(kills.start(inputs, tmp_path / "whole", list(settings)), tmp_path / "whole")
-    stop_after(inputs, tmp_path / "run", 2, *settings)
-    code, output = run(inputs, tmp_path / "run", *settings, "--resume")
-    assert code == 0, output
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert read_end(tmp_path / "run").weights == read_end(tmp_path / "whole").weights
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "rollout/aborted_tokens" in row]
-    assert len(steps) == 6
-    assert all((row["rollout/begun_groups"], row["rollout/aborted_groups"]) == (6, 2) for row in steps)
-    assert all(row["rollout/kept_length"] == pytest.approx(row["response_length/mean"]) for row in steps)
-    assert sum(row["rollout/aborted_tokens"] for row in steps) > 0
 
 
 @pytest.mark.parametrize("change", ["{tp: 2, pp: 2} {dp: 2}", pytest.param("{pp: 2} {tp: 2}", marks=pytest.mark.full)])
@@ -162,7 +107,7 @@ def test_the_reward_model_is_refreshed_between_iterations(whole: End, inputs: Pa
         assert len(rows) - len(last) == round(0.2 * 48 * (number - 1))
         assert all(row["iteration"] == -(-row["step"] // SYNC_STEPS) <= number for row in rows)
     kept = {(row["step"], row["prompt_id"], row["index"]): row for row in rows}
-    logged = [json.loads(line) for line in _read(inputs.parent / "whole" / "samples.jsonl").split("\n") if line]
+    logged = [json.loads(line) for line in read(inputs.parent / "whole" / "samples.jsonl").split("\n") if line]
     pairs = [(row, kept[key]) for row in logged if (key := (row["step"], row["prompt_id"], row["index"])) in kept]
     assert len(pairs) >= 12
     for name in ("prompt", "response", "answer", "finish_reason", "reward", "rewards"):
@@ -356,9 +301,9 @@ def test_a_run_without_a_reward_signal_yet_is_warned_of_and_goes_on(inputs: Path
     settings += ("data.replay_fraction=0.1",)
     code, output = run(inputs, tmp_path / "run", *(part for setting in settings for part in ("--set", setting)))
     assert code == 0, output
-    rows = [json.loads(line) for line in _read(tmp_path / "run" / "metrics.jsonl").split("\n") if line]
+    rows = [json.loads(line) for line in read(tmp_path / "run" / "metrics.jsonl").split("\n") if line]
     assert [row["grad_norm"] for row in rows if "grad_norm" in row] == [0.0] * 3  # no answer is right
-    said = [json.loads(line) for line in _read(tmp_path / "run" / "messages.jsonl").split("\n") if line]
+    said = [json.loads(line) for line in read(tmp_path / "run" / "messages.jsonl").split("\n") if line]
     warnings = [row["text"] for row in said if row.get("level") == "warning"]
     assert sum(": past warm-up, no gradient was above 0; do rewards differ" in text for text in warnings) == 2
 
@@ -393,7 +338,3 @@ def test_every_parameter_gets_a_step_count_of_its_own() -> None:
     separate_steps(Wrapper())  # type: ignore[arg-type]
     adam.step()
     assert [float(adam.state[p]["step"]) for p in parameters] == [5.0, 5.0, 5.0]
-
-
-def _read(path: Path) -> str:
-    return path.read_text() if path.exists() else ""

@@ -1,13 +1,14 @@
 """Cases for the ranks of sync_worker.py and for the test that reads their results; imports nothing of Megatron-core."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from models import EOS_ID
+from models import EOS_ID, VOCAB_SIZE
 
 from grpo_mega.rollout.engine import Sampling
 
 SAMPLING = Sampling(group_size=4, temperature=0.8, max_response_length=12, stop_token_ids=frozenset({EOS_ID}))
+LONG = replace(SAMPLING, max_response_length=36, stop_token_ids=frozenset(range(EOS_ID, VOCAB_SIZE, 20)))
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,13 @@
 `python sync_oracle.py FOLDER` writes FOLDER/differences.json: by case and version, the largest difference of a rollout log-prob
 from transformers' on the same weights, by the engine's tp, and on the weights of the version before. Where they travelled in
 FP8 blocks the same weights are what naive blocks stand for; "exact" is the difference from those that were never quantised.
+"continued" is that of samples which went on after an update, each span on the weights of its version.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from sync_cases import CASES, SAMPLING
@@ -16,18 +18,39 @@ from transformers import AutoModelForCausalLM
 from tests.oracles import fp8_blocks as oracle
 
 
+def rows_of(folder: Path, version: int, tp: int) -> list[Any]:
+    rows: list[Any] = json.loads((folder / f"samples{version}_tp{tp}.json").read_text())
+    return rows
+
+
 @torch.no_grad()
-def difference(folder: Path, version: int, tp: int, weights_of: int, *, quantise: bool) -> float:
+def difference(folder: Path, rows: list[Any], weights_of: int, *, quantise: bool, version: int | None = None) -> float:
+    """Return the largest difference on these weights, of all tokens or of those in the spans of a version."""
     model = AutoModelForCausalLM.from_pretrained(folder / f"hf{weights_of}", dtype=torch.float32)
     for name, layer in model.named_modules():
         if quantise and isinstance(layer, torch.nn.Linear) and name != "lm_head":
             layer.weight.copy_(oracle.dequantise(*oracle.quantise(layer.weight), torch.float32))
     worst = 0.0
-    for prompt, response, said in json.loads((folder / f"samples{version}_tp{tp}.json").read_text()):
+    for prompt, response, said, spans in rows:
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / SAMPLING.temperature
         expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
-        worst = max(worst, float((expected - torch.tensor(said)).abs().max()))
+        apart = (expected - torch.tensor(said)).abs()
+        chosen = [apart[start:end] for made_by, start, end in spans if version in (None, made_by)]
+        worst = max([worst, *(float(part.max()) for part in chosen)])
     return worst
+
+
+def of_one(rows: list[Any], version: int) -> list[Any]:
+    """Return the samples of this version alone."""
+    return [row for row in rows if {span[0] for span in row[3]} == {version}]
+
+
+def continued(folder: Path, version: int, tp: int, *, quantise: bool) -> float | None:
+    """Return the largest difference in samples that went on after an update, each span on the weights of its version."""
+    rows = [row for row in rows_of(folder, version, tp) if row[3][0][0] != version]
+    versions = sorted({span[0] for row in rows for span in row[3]})
+    assert not rows or versions == [version - 1, version], versions
+    return max((difference(folder, rows, v, quantise=quantise, version=v) for v in versions), default=None)
 
 
 def main(folder: Path) -> None:
@@ -35,11 +58,14 @@ def main(folder: Path) -> None:
     found = {
         name: [
             {
-                "same": {tp: difference(folder / name, version, tp, version, quantise=case.quantise) for tp in case.engine_tps},
-                "before": difference(folder / name, version, case.engine_tps[0], version - 1, quantise=case.quantise),
-                "exact": difference(folder / name, version, case.engine_tps[0], version, quantise=False),
+                "same": {tp: difference(folder / name, rows, version, quantise=case.quantise) for tp, rows in by_tp.items()},
+                "before": difference(folder / name, first, version - 1, quantise=case.quantise),
+                "exact": difference(folder / name, first, version, quantise=False),
+                "continued": {tp: continued(folder / name, version, tp, quantise=case.quantise) for tp in case.engine_tps},
             }
             for version in range(1, len(case.layouts) + 1)
+            for by_tp in [{tp: of_one(rows_of(folder / name, version, tp), version) for tp in case.engine_tps}]
+            for first in [by_tp[case.engine_tps[0]]]
         ]
         for name, case in chosen.items()
     }

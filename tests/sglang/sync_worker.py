@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from models import VOCAB_SIZE, make_model, save_checkpoint
-from sync_cases import CASES, SAMPLING, Case
+from sync_cases import CASES, LONG, SAMPLING, Case
 from torch import Tensor
-from torch.distributed import PrefixStore
+from torch.distributed import HashStore, PrefixStore
 
 from grpo_mega import config as configs
 from grpo_mega.algorithm.advantages import assign_advantages
@@ -35,6 +35,7 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.rollout.sglang.buckets import HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.settings import EngineSettings
+from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.run import model_files
 from grpo_mega.run.batches import make_batches
 from grpo_mega.run.model_files import ModelFiles
@@ -147,7 +148,7 @@ def groups() -> list[Group]:
         samples = []
         for index in range(4):
             ids = torch.randint(3, VOCAB_SIZE, (4 + index,), generator=random).tolist()
-            samples.append(Sample(prompt, index, ids, [-4.0] * len(ids), "length", 0, reward=float(index % 2)))
+            samples.append(Sample(prompt, index, ids, [-4.0] * len(ids), "length", reward=float(index % 2)))
         found.append(Group(prompt, samples))
     return found
 
@@ -165,6 +166,7 @@ def sync_layout(
     rendezvous: Rendezvous,
     engines: dict[int, tuple[ShardLayout, SGLangEngine | Idle]],
     version: int,
+    carried: dict[int, dict[int, Group]],
 ) -> None:
     model = model_files.read_model(config)
     policy = model_files.build_policy(config, model, runtime)
@@ -177,16 +179,37 @@ def sync_layout(
         WeightSync(plan, torch.float32, BUCKET_BYTES, all_gather).sync_weights(policy, engine, version=version)
         if runtime.rank == 0:
             assert isinstance(engine, SGLangEngine)
-            found = engine.generate(dict(enumerate(PROMPTS)), SAMPLING, step=version, on_sample=lambda *_: None)
+            found = engine.generate(dict(enumerate(PROMPTS)), SAMPLING, step=version, on_sample=ignore)
             assert engine.failure is None, engine.failure
             samples = [sample for i in range(len(PROMPTS)) for sample in found[i].samples]
             assert len(samples) == len(PROMPTS) * SAMPLING.group_size
             assert {sample.policy_version for sample in samples} == {version}
-            said = [(s.prompt.token_ids, s.response_ids, s.rollout_logprobs) for s in samples]
+            samples += continued(engine, carried.setdefault(tp, {}), version)
+            said = [(s.prompt.token_ids, s.response_ids, s.rollout_logprobs, s.spans) for s in samples]
             (folder / f"samples{version}_tp{tp}.json").write_text(json.dumps(said))
         rendezvous.all_gather("the next sync", None, DEADLINE_S)
     side, engine = engines[max(engines)]
     sync_flipped(policy, engine, side, rendezvous)
+
+
+def continued(engine: SGLangEngine, carried: dict[int, Group], version: int) -> list[Sample]:
+    """Return the samples that the version before had begun; begin others, and abort them."""
+    whole = engine.generate({key: carried[key].prompt for key in carried}, LONG, step=version, on_sample=ignore, begun=carried)
+    assert engine.failure is None and all(group.is_complete(LONG.group_size) for group in whole.values())
+    stop = StopCondition(Rendezvous(HashStore(), 0, 1), wanted=1)
+
+    def end_at_once(sample: Sample, group: Group) -> None:
+        stop.done(len(PROMPTS))
+
+    found = engine.generate(dict(enumerate(PROMPTS)), LONG, step=version, on_sample=end_at_once, stop=stop)
+    carried.clear()
+    carried |= {key: group for key, group in found.items() if not group.is_complete(LONG.group_size)}
+    assert any(not sample.is_finished for group in carried.values() for sample in group.samples)
+    return [sample for group in whole.values() for sample in group.samples]
+
+
+def ignore(sample: Sample, group: Group) -> None:
+    pass
 
 
 def sync_flipped(policy: Policy, engine: SGLangEngine | Idle, side: ShardLayout, rendezvous: Rendezvous) -> None:
@@ -225,9 +248,10 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
         for _, engine in engines.values():
             if isinstance(engine, SGLangEngine):
                 engine.wait_until_ready()
+        carried: dict[int, dict[int, Group]] = {}  # by the engine's tp: what its last version left unfinished
         for version in range(1, len(case.layouts) + 1):
             config = config_of(case, folder, version)
-            sync_layout(config, runtimes.arrange(config, device), rendezvous, engines, version)
+            sync_layout(config, runtimes.arrange(config, device), rendezvous, engines, version, carried)
 
 
 def main(rank: int, folder: Path) -> None:

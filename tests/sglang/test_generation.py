@@ -23,7 +23,7 @@ from torch.distributed import HashStore
 
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError, SyncError
-from grpo_mega.rollout.engine import OnSample, Sampling
+from grpo_mega.rollout.engine import NONE_BEGUN, OnSample, Sampling
 from grpo_mega.rollout.exchange import check_versions
 from grpo_mega.rollout.sglang.buckets import HostBuckets, payload
 from grpo_mega.rollout.sglang.client import Client
@@ -67,11 +67,18 @@ def generate(
     max_groups: int = 12,
     on_sample: OnSample = lambda *_: None,
     stop: StopCondition | None = None,
+    begun: Mapping[int, Group] = NONE_BEGUN,
 ) -> dict[int, Group]:
     next_number = next_number or itertools.count().__next__
     return client.generate(
-        prompts, sampling, step, next_number=next_number, max_groups=max_groups, on_sample=on_sample, stop=stop
+        prompts, sampling, step, next_number=next_number, max_groups=max_groups, on_sample=on_sample, stop=stop, begun=begun
     )
+
+
+def divided(groups: Mapping[int, Group], sampling: Sampling) -> tuple[dict[int, Group], dict[int, Group]]:
+    """Return the groups that are whole, and the others."""
+    whole = {key: group for key, group in groups.items() if group.is_complete(sampling.group_size)}
+    return whole, {key: group for key, group in groups.items() if key not in whole}
 
 
 def check_whole(groups: Mapping[int, Group], sampling: Sampling = SAMPLING) -> None:
@@ -136,9 +143,9 @@ def test_samples_are_of_the_version_that_the_server_was_last_given_and_another_i
         groups = generate(client, max_groups=8)
         assert len(groups) == len(PROMPTS)
         assert {sample.policy_version for group in groups.values() for sample in group.samples} == {version}
-        check_versions(list(groups.values()), version)
+        check_versions(list(groups.values()), version, version)
     with pytest.raises(SyncError, match="sample 0 of prompt 100 was made by policy version 4, not 5"):
-        check_versions(list(groups.values()), 5)
+        check_versions(list(groups.values()), 5, 5)
 
 
 def enough(wanted: int) -> StopCondition:
@@ -162,27 +169,63 @@ def test_stragglers_are_aborted_and_the_server_is_idle_and_takes_new_weights_and
         sampling = replace(endless, stop_token_ids=frozenset(range(1, 256, spacing)))
         stop = enough(wanted)
         heard: list[Sample] = []
-        groups = generate(client, sampling=sampling, on_sample=lambda sample, _, heard=heard: heard.append(sample), stop=stop)
+        found = generate(client, sampling=sampling, on_sample=lambda sample, _, heard=heard: heard.append(sample), stop=stop)
         assert client.failure is None, client.failure
         assert load_of(server) == (0, 0)
+        groups, aborted = divided(found, sampling)
         assert wanted <= len(groups) < len(PROMPTS)
         check_whole(groups, sampling)
-        assert sorted([*groups, *stop.lengths]) == sorted(PROMPTS)
-        assert {len(lengths) for lengths in stop.lengths.values()} == {16}
-        assert max(map(max, stop.lengths.values())) > 0
-        assert {id(s) for group in groups.values() for s in group.samples} <= {id(s) for s in heard}
+        assert sorted(found) == sorted(PROMPTS)
+        assert any(0 < s.response_len < 500 and not s.is_finished for group in aborted.values() for s in group.samples)
+        assert {id(s) for group in found.values() for s in group.samples if s.is_finished} == {id(s) for s in heard}
         assert client.session.events.empty() and not client.session.is_aborting
     # As when another replica has finished all that is wanted just after this one has begun.
     stop = enough(1)
     threading.Timer(0.3, stop.done, [99]).start()
-    assert generate(client, sampling=endless, stop=stop) == {}
+    found = generate(client, sampling=endless, stop=stop)
     assert client.failure is None and load_of(server) == (0, 0)
-    assert sorted(stop.lengths) == sorted(PROMPTS)
+    assert sorted(found) == sorted(PROMPTS) and divided(found, endless)[0] == {}
     update_to(client, 6, tmp_path)
     groups = generate(client, max_groups=8)
     assert client.failure is None and sorted(groups) == sorted(PROMPTS)
     check_whole(groups)
-    check_versions(list(groups.values()), 6)
+    check_versions(list(groups.values()), 6, 6)
+
+
+def test_aborted_samples_go_on_where_they_stopped_after_an_update_with_the_log_probs_of_their_own_context(
+    client: Client, tmp_path: Path
+) -> None:
+    """Phase after phase until all are whole; versions border where the phases do, and no token is sampled twice or lost."""
+    sampling = replace(SAMPLING, group_size=3, max_response_length=150, stop_token_ids=frozenset(range(1, 256, 40)))
+    groups: dict[int, Group] = {key: Group(prompt, []) for key, prompt in PROMPTS.items()}
+    version = 6
+    while todo := {key: PROMPTS[key] for key, group in groups.items() if not group.is_complete(sampling.group_size)}:
+        version += 1
+        update_to(client, version, tmp_path)
+        stop = enough(2) if len(todo) > 2 else None
+        found = generate(client, todo, sampling, version, stop=stop, begun=groups)
+        assert client.failure is None, client.failure
+        for key, group in found.items():
+            there = {sample.index: sample for sample in groups[key].samples}
+            for sample in group.samples:
+                before = there.pop(sample.index, None)
+                assert before is None or sample.response_ids[: before.response_len] == before.response_ids
+            assert not there
+        groups |= found
+    check_whole(groups, sampling)
+    samples = [sample for group in groups.values() for sample in group.samples]
+    for sample in samples:
+        ends = [0, *(span.end for span in sample.spans)]
+        assert [span.start for span in sample.spans] == ends[:-1] and ends[-1] == sample.response_len
+        versions = [span.version for span in sample.spans]
+        assert versions == sorted(set(versions)) and versions[-1] <= version
+    assert max(len(sample.spans) for sample in samples) > 2
+    for sample in sorted(samples, key=lambda s: -len(s.spans))[:6]:  # against one prefill of the whole
+        whole = [*sample.prompt.token_ids, *sample.response_ids]
+        client.post("flushing", "/flush_cache")
+        assert sample.rollout_logprobs == pytest.approx(
+            client.session.run(client.session.logprobs(whole, sample.response_len)), abs=1e-5
+        )
 
 
 def test_a_server_that_hangs_while_it_aborts_is_noticed_and_what_was_finished_is_kept(
@@ -203,7 +246,7 @@ def test_a_server_that_hangs_while_it_aborts_is_noticed_and_what_was_finished_is
             groups = generate(client, sampling=long, stop=stop)
         finally:
             os.kill(scheduler, signal.SIGCONT)
-        assert len(groups) == 2 and sorted(groups) == sorted(stop.clocks) and stop.lengths == {}
+        assert len(groups) == 2 and sorted(groups) == sorted(stop.clocks)
         assert re.search(r"aborting stragglers in step 0", client.failure or "")
 
 

@@ -53,7 +53,7 @@ def make_groups() -> list[Group]:
     for g, tokens in enumerate([*prompts, prompts[2][:11]]):
         prompt = Prompt(g, "", tuple(tokens), "")
         responses = [torch.randint(2, 256, (1 + 5 * i + g,), generator=generator).tolist() for i in range(3)]
-        groups.append(Group(prompt, [Sample(prompt, i, r, [-5.5] * len(r), "stop", 0) for i, r in enumerate(responses)]))
+        groups.append(Group(prompt, [Sample(prompt, i, r, [-5.5] * len(r), "stop") for i, r in enumerate(responses)]))
     return groups
 
 

@@ -70,7 +70,7 @@ def make_groups() -> list[Group]:
         samples = []
         for index in range(4):
             length = int(torch.randint(4, 24, (1,), generator=generator))
-            sample = Sample(prompt, index, ids(length), [-math.log(VOCAB_SIZE)] * length, "stop", 0)
+            sample = Sample(prompt, index, ids(length), [-math.log(VOCAB_SIZE)] * length, "stop")
             sample.reward = float(torch.rand(1, generator=generator))
             samples.append(sample)
         groups.append(Group(prompt, samples))

@@ -1,6 +1,6 @@
 """Kills training runs with SIGKILL at random moments, resumes them, and counts how many end as if nothing had happened.
 
-`python tools/benchmarks/kills.py --kills 20 [--layout tp=2] [--jobs 2] [--seed 0]`: each trial starts a small run of its
+`python tools/benchmarks/kills.py --kills 20 [--layout tp=2] [--partial] [--jobs 2] [--seed 0]`: each trial starts a small run of its
 own, kills the launcher (its ranks die with it) at a moment drawn over the length of a whole run, resumes, and compares
 every metric (times aside) and every exported weight with an uninterrupted run. The last line is JSON with kills, identical,
 before_checkpoint (killed before anything was saved) and seconds; exit code 1 unless all are identical."""
@@ -16,9 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -35,6 +37,8 @@ CONFIG = {
     "eval": {"interval": 4},
     "log": {"progress": False},
 }
+
+PARTIAL = {"partial": True, "oversample": 1.75, "max_response_length": 40, "stop_token_ids": [*range(3, 60, 4)]}
 
 
 @dataclass(frozen=True)
@@ -54,13 +58,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--layout", default="tp=1", help="for example tp=2 or pp=2,dp=2")
+    parser.add_argument("--partial", action="store_true", help="with partial rollouts")
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = write_inputs(folder, options.layout)
+        config = write_inputs(folder, options.layout, PARTIAL if options.partial else {})
         expected, seconds = whole_run(config, folder / "whole")
         print(f"an uninterrupted run takes {seconds:.1f} s; killing {options.kills} runs at random moments", flush=True)
         moments = random.Random(options.seed)
@@ -78,8 +83,8 @@ def main() -> int:
     return 0 if identical == options.kills else 1
 
 
-def write_inputs(folder: Path, layout: str, **model: object) -> Path:
-    """Write model, data and config into `folder`; `model`: fields of config.json that are changed."""
+def write_inputs(folder: Path, layout: str, rollout: Mapping[str, object] = MappingProxyType({}), **model: object) -> Path:
+    """Write model, data and config into `folder`; `rollout`: keys of that section, `model`: fields of config.json."""
     subprocess.run([sys.executable, str(ROOT / "examples" / "tiny_random_model.py"), str(folder / "model")], check=True)
     fields = folder / "model" / "config.json"
     fields.write_text(json.dumps(json.loads(fields.read_text()) | model))
@@ -90,6 +95,7 @@ def write_inputs(folder: Path, layout: str, **model: object) -> Path:
     config = json.loads(json.dumps(CONFIG))
     config["model"]["path"] = str(folder / "model")
     config["data"] |= {name: str(folder / f"{name}.jsonl") for name in ("train", "heldout")}
+    config["rollout"] |= rollout
     config["layout"] = {key: int(value) for key, value in (part.split("=") for part in layout.split(","))}
     path = folder / "config.json"  # JSON is YAML
     path.write_text(json.dumps(config))

@@ -245,7 +245,7 @@ def algorithm_config(settings: Json) -> AlgorithmConfig:
 
 def _sample(prompt: Prompt, index: int, item: Json) -> Sample:
     length = item["length"]
-    sample = Sample(prompt, index, [0] * length, [0.0] * length, "stop", policy_version=0, reward=item.get("reward"))
+    sample = Sample(prompt, index, [0] * length, [0.0] * length, "stop", reward=item.get("reward"))
     sample.step_rewards, sample.step_ends = item.get("step_rewards", []), item.get("step_ends", [])
     sample.scores = item.get("scores", {})
     return sample

@@ -7,8 +7,8 @@ leaves the batch. A phase that is stopped early ends between two tokens, and its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,9 @@ from grpo_mega.hardware.device import Device
 from grpo_mega.rollout.embedded.cpu_linear import speed_up
 from grpo_mega.rollout.embedded.expert_views import checkpoint_tensors
 from grpo_mega.rollout.embedded.sampler import draw, uniforms
-from grpo_mega.rollout.engine import Engine, OnSample, Sampling
+from grpo_mega.rollout.engine import NONE_BEGUN, Engine, OnSample, Sampling
 from grpo_mega.rollout.stop_condition import StopCondition
-from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.types import FinishReason, Group, Prompt, Sample, Span
 from grpo_mega.weights.apply import Bucket, Entry
 from grpo_mega.weights.layout import ShardLayout, hf_shards
 from grpo_mega.weights.receive import mismatched_blocks, mismatched_tensors, write_entries
@@ -99,9 +99,11 @@ class EmbeddedEngine(Engine):
         step: int,
         on_sample: OnSample,
         stop: StopCondition | None = None,
+        begun: Mapping[int, Group] = NONE_BEGUN,
     ) -> dict[int, Group]:
         """Take every world_size-th prompt. The clock of `stop` counts this rank's decoded tokens, batch after batch."""
-        groups = {key: Group(prompts[key], []) for key in list(prompts)[self._rank :: self._world_size]}
+        mine = list(prompts)[self._rank :: self._world_size]
+        groups = {key: Group(prompts[key], list(begun[key].samples) if key in begun else []) for key in mine}
         per_batch = max(1, self.max_concurrent // sampling.group_size)
         order = list(groups)
         if stop is None:
@@ -114,7 +116,7 @@ class EmbeddedEngine(Engine):
                 break
             batch = {key: groups[key] for key in order[first : first + per_batch]}
             clock = self._generate_batch(batch, sampling, step, on_sample, stop, clock)
-        return {key: group for key, group in groups.items() if len(group.samples) == sampling.group_size}
+        return groups
 
     def _generate_batch(
         self,
@@ -125,46 +127,55 @@ class EmbeddedEngine(Engine):
         stop: StopCondition | None,
         clock: int,
     ) -> int:
-        """Add samples to their groups until `stop` is met; return the clock at the end."""
-        n, keys, groups = sampling.group_size, list(batch), list(batch.values())
-        state = _Decoding.prefill(self._model, [g.prompt for g in groups], n, self.device)
-        streams = _streams(groups, sampling, step, self.device)
+        """Add samples to their groups until `stop` is met, then those that are unfinished; return the clock at the end."""
+        if stop is not None:
+            stop.begun |= dict.fromkeys(batch, clock)
+        under_way = [(key, sample) for key, group in batch.items() for sample in _take_open(group, sampling.group_size)]
+        samples = [sample for _, sample in under_way]
+        rows_by_kind = [[row for row, s in enumerate(samples) if (s.response_len > 0) == begun] for begun in (False, True)]
+        states = [_Decoding.prefill(self._model, samples, rows, self.device) for rows in rows_by_kind if rows]
+        streams = _streams(samples, sampling, step, self.device)
         is_stop = torch.zeros(self._model.config.vocab_size, dtype=torch.bool, device=self.device)
         is_stop[list(sampling.stop_token_ids)] = True
-        tokens_BT = torch.empty((len(groups) * n, sampling.max_response_length), dtype=torch.int64, device=self.device)
+        longest, began = sampling.max_response_length, clock
+        first_B = torch.tensor([sample.response_len for sample in samples], device=self.device)
+        tokens_BT = torch.empty((len(samples), longest), dtype=torch.int64, device=self.device)  # of this phase
         logprobs_BT = torch.empty(tokens_BT.shape, dtype=torch.float32, device=self.device)
-        for position in range(sampling.max_response_length):
-            uniform = None if streams is None else streams[state.rows, position]
-            tokens, logprobs = draw(
-                state.logits, uniform, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
-            )
-            tokens_BT[state.rows, position], logprobs_BT[state.rows, position] = tokens, logprobs
-            ended = is_stop[tokens] & state.is_live
-            is_last = position + 1 == sampling.max_response_length
+
+        def add(row: int, reason: FinishReason | None) -> tuple[int, Sample]:
+            key, sample = under_way[row]
+            tokens, logprobs = tokens_BT[row, : clock - began].tolist(), logprobs_BT[row, : clock - began].tolist()
+            sample = _extended(sample, tokens, logprobs, reason, self.version)
+            batch[key].samples.append(sample)
+            return key, sample
+
+        while states:
+            position = clock - began
             clock += 1
-            for row in state.rows[state.is_live if is_last else ended].tolist():
-                group = groups[row // n]
-                stopped = bool(is_stop[tokens_BT[row, position]])
-                sample = Sample(
-                    prompt=group.prompt,
-                    index=row % n,
-                    response_ids=tokens_BT[row, : position + 1].tolist(),
-                    rollout_logprobs=logprobs_BT[row, : position + 1].tolist(),
-                    finish_reason="stop" if stopped else "length",
-                    policy_version=self.version,
+            for state in states:
+                rows = state.rows
+                places = (first_B[rows] + position).clamp_(max=longest - 1)  # some may have ended
+                uniform = None if streams is None else streams[rows, places]
+                state.tokens, logprobs_BT[rows, position] = draw(
+                    state.logits, uniform, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
                 )
-                group.samples.append(sample)
-                on_sample(sample, group)
-                if stop is not None and len(group.samples) == n:
-                    stop.done(keys[row // n], clock)
-            state.is_live &= ~ended
-            if is_last or not state.is_live.any():
+                tokens_BT[rows, position] = state.tokens
+                is_stopped = is_stop[state.tokens]
+                ended = (is_stopped | (places + 1 == longest)) & state.is_live
+                for row, stopped in zip(rows[ended].tolist(), is_stopped[ended].tolist(), strict=True):
+                    key, sample = add(row, "stop" if stopped else "length")
+                    on_sample(sample, batch[key])
+                    if stop is not None and len(batch[key].samples) == sampling.group_size:
+                        stop.done(key, clock)
+                state.is_live &= ~ended
+            states = [state for state in states if state.is_live.any()]
+            if stop is not None and states and stop.is_met(clock):
+                for row in (row for state in states for row in state.rows[state.is_live].tolist()):
+                    add(row, None)
                 break
-            if stop is not None and stop.is_met(clock):
-                _abort(batch, stop, n, position + 1)
-                break
-            state.advance(self._model, tokens)
-        for group in groups:
+            for state in states:
+                state.advance(self._model)
+        for group in batch.values():
             group.samples.sort(key=lambda s: s.index)
         return clock
 
@@ -176,22 +187,34 @@ def _experts_implementation(shape: ModelShape, dtype: torch.dtype) -> dict[str, 
     return {} if is_aligned else {"experts_implementation": "eager"}
 
 
-def _abort(batch: Mapping[int, Group], stop: StopCondition, group_size: int, length: int) -> None:
-    """Report the groups that are not done; their samples under way have `length` tokens."""
-    for key, group in batch.items():
-        num_live = group_size - len(group.samples)
-        if num_live:
-            stop.aborted(key, [s.response_len for s in group.samples] + [length] * num_live)
+def _take_open(group: Group, group_size: int) -> list[Sample]:
+    """Take the unfinished samples out of the group; return them, and empty ones in place of those that were never begun."""
+    there = {sample.index: sample for sample in group.samples}
+    group.samples = [sample for sample in group.samples if sample.is_finished]
+    opened = [there.get(index) or Sample(group.prompt, index, [], [], None) for index in range(group_size)]
+    return [sample for sample in opened if not sample.is_finished]
 
 
-def _streams(groups: list[Group], sampling: Sampling, step: int, device: torch.device) -> Tensor | None:
+def _extended(
+    sample: Sample, tokens: Sequence[int], logprobs: Sequence[float], reason: FinishReason | None, version: int
+) -> Sample:
+    begin = sample.response_len
+    return replace(
+        sample,
+        response_ids=[*sample.response_ids, *tokens],
+        rollout_logprobs=[*sample.rollout_logprobs, *logprobs],
+        finish_reason=reason,
+        spans=[*sample.spans, Span(version, begin, begin + len(tokens))],
+    )
+
+
+def _streams(samples: Sequence[Sample], sampling: Sampling, step: int, device: torch.device) -> Tensor | None:
     """Return uniforms [sequences, max_response_length], or None for greedy decoding."""
     if sampling.temperature == 0:
         return None
     rows = [
-        uniforms(sampling.seed, step, g.prompt.id, index, sampling.max_response_length)
-        for g in groups
-        for index in range(sampling.group_size)
+        uniforms(sampling.seed, s.begun_by if s.spans else step, s.prompt.id, s.index, sampling.max_response_length)
+        for s in samples
     ]
     return torch.from_numpy(np.stack(rows)).to(device)
 
@@ -204,46 +227,56 @@ class _Decoding:
     mask: Tensor  # [B, tokens so far], 0 on the left padding
     positions: Tensor  # [B], of the last token
     logits: Tensor  # [B, vocab], for the next token
+    tokens: Tensor  # [B], the last that were sampled
     rows: Tensor  # [B], which sequence of the batch each row is
     is_live: Tensor  # [B] bool
 
     @classmethod
-    def prefill(cls, model: Any, prompts: list[Prompt], group_size: int, device: torch.device) -> _Decoding:
-        """Run each prompt once, then repeat its cache for the samples of its group."""
-        longest = max(len(p.token_ids) for p in prompts)
-        ids = torch.zeros((len(prompts), longest), dtype=torch.int64)
+    def prefill(cls, model: Any, samples: Sequence[Sample], rows: Sequence[int], device: torch.device) -> _Decoding:
+        """Run each prompt once, then repeat its cache for the samples of its group; a response that goes on has its own."""
+        contexts: list[tuple[int, ...]] = []
+        source: list[int] = []  # context of each sample
+        shared: Prompt | None = None
+        for sample in (samples[row] for row in rows):
+            if sample.response_len or sample.prompt is not shared:
+                contexts.append((*sample.prompt.token_ids, *sample.response_ids))
+                shared = None if sample.response_len else sample.prompt
+            source.append(len(contexts) - 1)
+        longest = max(map(len, contexts))
+        ids = torch.zeros((len(contexts), longest), dtype=torch.int64)
         mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
-            mask[row, longest - len(prompt.token_ids) :] = 1
+        for row, context in enumerate(contexts):
+            ids[row, longest - len(context) :] = torch.tensor(context)
+            mask[row, longest - len(context) :] = 1
         ids, mask = ids.to(device), mask.to(device)
         positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
         cache = DynamicCache(config=model.config)
         out = model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
         )
-        cache.batch_repeat_interleave(group_size)
-        size = len(prompts) * group_size
+        source_B = torch.tensor(source, device=device)
+        cache.batch_select_indices(source_B)
         return cls(
             cache=cache,
-            mask=mask.repeat_interleave(group_size, dim=0),
-            positions=positions[:, -1].repeat_interleave(group_size),
-            logits=out.logits[:, -1].repeat_interleave(group_size, dim=0),
-            rows=torch.arange(size, device=device),
-            is_live=torch.ones(size, dtype=torch.bool, device=device),
+            mask=mask[source_B],
+            positions=positions[source_B, -1],
+            logits=out.logits[source_B, -1],
+            tokens=torch.zeros(len(rows), dtype=torch.int64, device=device),
+            rows=torch.tensor(rows, device=device),
+            is_live=torch.ones(len(rows), dtype=torch.bool, device=device),
         )
 
-    def advance(self, model: Any, tokens: Tensor) -> None:
+    def advance(self, model: Any) -> None:
         """Feed the sampled tokens; first drop the sequences that have ended, if there are enough of them."""
         if self.is_live.float().mean() < COMPACT_BELOW:
             keep = self.is_live.nonzero().squeeze(1)
             self.cache.batch_select_indices(keep)
             self.mask, self.positions, self.rows = self.mask[keep], self.positions[keep], self.rows[keep]
-            self.is_live, tokens = self.is_live[keep], tokens[keep]
+            self.is_live, self.tokens = self.is_live[keep], self.tokens[keep]
         self.mask = torch.cat((self.mask, self.mask.new_ones(len(self.mask), 1)), dim=1)
         self.positions = self.positions + 1
         out = model(
-            input_ids=tokens[:, None],
+            input_ids=self.tokens[:, None],
             attention_mask=self.mask,
             position_ids=self.positions[:, None],
             past_key_values=self.cache,

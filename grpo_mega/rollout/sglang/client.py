@@ -13,12 +13,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from grpo_mega.errors import EngineError
-from grpo_mega.rollout.engine import OnSample, Sampling
+from grpo_mega.rollout.engine import NONE_BEGUN, OnSample, Sampling
 from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.sglang.session import Session
 from grpo_mega.rollout.sglang.settings import EngineSettings
 from grpo_mega.rollout.stop_condition import StopCondition
-from grpo_mega.types import Group, Prompt
+from grpo_mega.types import Group, Prompt, Sample
 
 LOOK_S = 0.2  # between looks at whether the server is alive
 STOP_LOOK_S = 0.05  # between looks at whether a stop condition is met
@@ -115,33 +115,44 @@ class Client:
         max_groups: int,
         on_sample: OnSample,
         stop: StopCondition | None = None,
+        begun: Mapping[int, Group] = NONE_BEGUN,
     ) -> dict[int, Group]:
-        """Return the groups that this server finished, by key.
+        """Return the groups that this server finished, by key; once `stop` is met, also those that it had under way.
 
         All engines share a counter of prompts: `next_number` takes one while fewer than `max_groups` groups are under way. No
         engine rests while prompts wait, and a slow one takes fewer.
 
         Once `stop` is met, the groups under way are aborted, and the server is idle with an empty cache. If the server fails,
-        also while it aborts, the groups under way are missing; nothing of them is kept.
+        also while it aborts, the groups under way are missing; nothing of this phase is kept of them.
         """
-        phase, keys = f"generating in step {step}", list(prompts)
-        under_way: dict[int, Group] = {}
-        finished: dict[int, Group] = {}
-        has_more = True
+        phase, keys, has_more = f"generating in step {step}", list(prompts), True
+        under_way, finished = dict[int, Group](), dict[int, Group]()
         began = heard = time.monotonic()
+
+        def take(key: int, sample: Sample) -> None:
+            group = under_way[key]
+            group.samples.append(sample)
+            on_sample(sample, group)
+            if len(group.samples) == sampling.group_size:
+                finished[key] = under_way.pop(key)
+                if stop is not None:
+                    stop.done(key)
+
         while self.failure is None:
             if stop is not None and stop.is_met():
-                self._abort(f"aborting stragglers in step {step}", under_way, sampling.group_size, stop)
-                return finished
+                if self._abort(f"aborting stragglers in step {step}", under_way, take):
+                    finished |= under_way
+                break
             while has_more and len(under_way) < max_groups:
                 number = next_number()
                 has_more = number < len(keys)
                 if has_more:
                     key = keys[number]
-                    under_way[key] = Group(prompts[key], [])
-                    self.session.generate(key, prompts[key], sampling, step)
+                    there = begun[key].samples if key in begun else []
+                    under_way[key] = Group(prompts[key], [sample for sample in there if sample.is_finished])
+                    self.session.generate(key, Group(prompts[key], there), sampling, step)
             if not under_way:
-                return finished
+                break
             try:
                 event = self.session.events.get(timeout=LOOK_S if stop is None else STOP_LOOK_S)
             except queue.Empty:
@@ -150,15 +161,10 @@ class Client:
             heard = time.monotonic()
             if event.sample is None:
                 self.fail(f"{phase}: {event.error}")
-                break
-            group = under_way[event.key]
-            group.samples.append(event.sample)
-            on_sample(event.sample, group)
-            if len(group.samples) == sampling.group_size:
-                group.samples.sort(key=lambda s: s.index)
-                finished[event.key] = under_way.pop(event.key)
-                if stop is not None:
-                    stop.done(event.key)
+            else:
+                take(event.key, event.sample)
+        for group in finished.values():
+            group.samples.sort(key=lambda s: s.index)
         return finished
 
     def _check_alive(self, phase: str, heard: float, began: float) -> float:
@@ -178,14 +184,11 @@ class Client:
             self.fail(f"{self.server.url} hangs, {phase}: nothing for {now - heard:.0f} s, and not healthy")
         return heard
 
-    def _abort(self, phase: str, under_way: Mapping[int, Group], group_size: int, stop: StopCondition) -> None:
-        """Abort the groups under way and report their lengths to `stop`, but not if the server fails meanwhile."""
-        if not under_way:
-            return
-        lengths = {key: [sample.response_len for sample in group.samples] for key, group in under_way.items()}
+    def _abort(self, phase: str, under_way: dict[int, Group], take: Callable[[int, Sample], None]) -> bool:
+        """Abort the groups under way, and add to them what there is of their samples; return False if the server fails."""
         waiting = set(under_way)
         began, session = time.monotonic(), self.session
-        session.is_aborting = True
+        session.is_aborting = bool(waiting)
         while waiting and self.failure is None:
             # More than once: a request may reach the server after it has aborted all that it had.
             self.post(phase, "/abort_request", {"abort_all": True})
@@ -198,13 +201,15 @@ class Client:
                 if event.error is not None:
                     self.fail(f"{phase}: {event.error}")
                     break
-                lengths[event.key] += [event.sample.response_len] if event.sample else event.aborted or ()
-                if event.aborted is not None or len(lengths[event.key]) == group_size:
+                if event.sample is not None:
+                    take(event.key, event.sample)
+                else:
+                    under_way[event.key].samples += event.aborted or ()
+                if event.aborted is not None or event.key not in under_way:
                     waiting.discard(event.key)
             if waiting and time.monotonic() - began > self._rollout.stall_deadline_s:
                 self.fail(f"{phase}: {len(waiting)} groups do not end")
-        self.flush_cache_when_idle(phase)
+        if session.is_aborting:
+            self.flush_cache_when_idle(phase)
         session.is_aborting = False
-        if self.failure is None:
-            for key, tokens in lengths.items():
-                stop.aborted(key, tokens)
+        return self.failure is None

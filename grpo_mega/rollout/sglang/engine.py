@@ -25,7 +25,7 @@ from torch import Tensor
 from grpo_mega.distributed.peers import Peers
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
-from grpo_mega.rollout.engine import Engine, OnSample, Sampling
+from grpo_mega.rollout.engine import NONE_BEGUN, Engine, OnSample, Sampling
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets, payload
 from grpo_mega.rollout.sglang.client import Client
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS, report_path
@@ -91,6 +91,7 @@ class SGLangEngine(Engine):
         step: int,
         on_sample: OnSample,
         stop: StopCondition | None = None,
+        begun: Mapping[int, Group] = NONE_BEGUN,
     ) -> dict[int, Group]:
         """Take no more groups at once than an equal share of all, so that the first engine does not take everything."""
         self._check_lengths(prompts, sampling)
@@ -109,6 +110,7 @@ class SGLangEngine(Engine):
             max_groups=max(1, min(equal_share, self._settings.rollout.max_concurrent // sampling.group_size)),
             on_sample=on_sample,
             stop=stop,
+            begun=begun,
         )
 
     def _check_lengths(self, prompts: Mapping[int, Prompt], sampling: Sampling) -> None:

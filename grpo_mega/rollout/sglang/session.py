@@ -17,14 +17,14 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import aiohttp
 
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.types import Prompt, Sample
+from grpo_mega.types import Group, Sample, Span
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class Event:
     key: int  # of the group
     sample: Sample | None = None
     error: str | None = None  # why this server cannot generate the group
-    aborted: tuple[int, ...] | None = None  # tokens so far of the samples that had not ended when the group was aborted
+    aborted: tuple[Sample, ...] | None = None  # those that had begun and not ended when the group was aborted
 
 
 class Session:
@@ -167,38 +167,44 @@ class Session:
                     raise
             await asyncio.sleep(FIRST_PAUSE_S * 2**attempt)
         last = entries[len(entries) - num_last :]
-        if [entry[1] for entry in last] != list(token_ids[len(token_ids) - num_last :]):
+        # The last token of the vocabulary is called 0 there: the scheduler takes larger ids for those of images.
+        pairs = zip((entry[1] for entry in last), token_ids[len(token_ids) - num_last :], strict=True)
+        if any(said not in (asked, 0) for said, asked in pairs):
             raise EngineError(f"{self.url}/generate gave log-probs of other tokens than it was asked for")
         return [entry[0] for entry in last]
 
-    def generate(self, key: int, prompt: Prompt, sampling: Sampling, step: int) -> None:
-        """Begin a group; its samples come as events, group_size of them unless one says that no more will come."""
-        self.start(self._generate(key, prompt, sampling, step))
+    def generate(self, key: int, group: Group, sampling: Sampling, step: int) -> None:
+        """Begin or continue a group; samples come as events, as many as are not finished unless one says that no more will."""
+        self.start(self._generate(key, group, sampling, step))
 
-    async def _generate(self, key: int, prompt: Prompt, sampling: Sampling, step: int) -> None:
+    async def _generate(self, key: int, group: Group, sampling: Sampling, step: int) -> None:
         try:
-            await self._generate_or_raise(key, prompt, sampling, step)
+            await self._generate_or_raise(key, group, sampling, step)
         except EngineError as error:
             self.events.put(Event(key, error=str(error)))
         except Exception as error:  # an unexpected answer; without an event the owner would wait for the group for ever
-            self.events.put(Event(key, error=f"prompt {prompt.id} at {self.url}: {error!r}"))
+            self.events.put(Event(key, error=f"prompt {group.prompt.id} at {self.url}: {error!r}"))
 
-    async def _generate_or_raise(self, key: int, prompt: Prompt, sampling: Sampling, step: int) -> None:
-        missing = list(range(sampling.group_size))
-        aborted: list[int] = []
+    async def _generate_or_raise(self, key: int, group: Group, sampling: Sampling, step: int) -> None:
+        prompt = group.prompt
+        there = {sample.index: sample for sample in group.samples}
+        missing = {
+            index: there.get(index) or Sample(prompt, index, [], [], None)
+            for index in range(sampling.group_size)
+            if index not in there or not there[index].is_finished
+        }
         pause = FIRST_PAUSE_S
         for attempt in range(1, ATTEMPTS + 1):
             if self.is_aborting:
                 break
             try:
-                requested = tuple(missing)
-                async for answer in self._stream(request_body(prompt, sampling, missing, step, is_seeded=self._is_seeded)):
-                    index = requested[answer["index"]]
-                    if answer["meta_info"]["finish_reason"]["type"] == "abort":
-                        aborted.append(int(answer["meta_info"].get("completion_tokens", 0)))
-                    elif index in missing:
-                        self.events.put(Event(key, sample_of(answer, prompt, index)))
-                        missing.remove(index)
+                requested = tuple(missing.values())
+                async for answer in self._stream(request_body(requested, sampling, step, is_seeded=self._is_seeded)):
+                    sample = extended(requested[answer["index"]], answer, sampling)
+                    if not sample.is_finished:
+                        missing[sample.index] = sample
+                    elif missing.pop(sample.index, None):
+                        self.events.put(Event(key, sample))
                 if not missing:
                     return
                 problem = f"its answer lacks {len(missing)} samples"
@@ -209,7 +215,7 @@ class Session:
                 pause *= 2
         if not self.is_aborting:
             raise EngineError(f"prompt {prompt.id} failed {ATTEMPTS} times at {self.url}: {problem}")
-        self.events.put(Event(key, aborted=tuple(aborted)))
+        self.events.put(Event(key, aborted=tuple(sample for sample in missing.values() if sample.response_len)))
 
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield an answer per sample that ended. Raise EngineError where a further attempt cannot help."""
@@ -233,8 +239,8 @@ class Session:
                 yield {"index": 0, **answer}
 
 
-def request_body(prompt: Prompt, sampling: Sampling, indices: list[int], step: int, *, is_seeded: bool) -> dict[str, Any]:
-    """Return the request for the samples of a prompt with these indices."""
+def request_body(samples: Sequence[Sample], sampling: Sampling, step: int, *, is_seeded: bool) -> dict[str, Any]:
+    """Return the request for these samples of a group, which go on after the tokens that they have."""
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_response_length,
         "temperature": sampling.temperature,
@@ -243,13 +249,16 @@ def request_body(prompt: Prompt, sampling: Sampling, indices: list[int], step: i
         "stop_token_ids": sorted(sampling.stop_token_ids),
     }
     body: dict[str, Any] = {"return_logprob": True, "stream": True}
+    prompt = samples[0].prompt
+    if not is_seeded and not any(sample.response_len for sample in samples):
+        return body | {"input_ids": list(prompt.token_ids), "sampling_params": params | {"n": len(samples)}}
+    each = [params | {"max_new_tokens": sampling.max_response_length - sample.response_len} for sample in samples]
     if is_seeded:
-        seeds = [sample_seed(sampling.seed, step, prompt.id, index) for index in indices]
-        return body | {
-            "input_ids": [list(prompt.token_ids)] * len(indices),
-            "sampling_params": [params | {"sampling_seed": seed} for seed in seeds],
-        }
-    return body | {"input_ids": list(prompt.token_ids), "sampling_params": params | {"n": len(indices)}}
+        begun = [sample.begun_by if sample.spans else step for sample in samples]
+        seeds = [sample_seed(sampling.seed, b, prompt.id, sample.index) for b, sample in zip(begun, samples, strict=True)]
+        each = [params | {"sampling_seed": seed} for params, seed in zip(each, seeds, strict=True)]
+    contexts = [[*prompt.token_ids, *sample.response_ids] for sample in samples]
+    return body | {"input_ids": contexts, "sampling_params": each}
 
 
 def sample_seed(seed: int, step: int, prompt_id: int, index: int) -> int:
@@ -258,17 +267,24 @@ def sample_seed(seed: int, step: int, prompt_id: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def sample_of(answer: dict[str, Any], prompt: Prompt, index: int) -> Sample:
+def extended(sample: Sample, answer: dict[str, Any], sampling: Sampling) -> Sample:
+    """Return the sample with the tokens of the server's answer; unfinished if it was aborted before its end."""
     meta = answer["meta_info"]
-    response_ids = [entry[1] for entry in meta["output_token_logprobs"]]
-    assert response_ids == answer["output_ids"], "the server's log-probs are of other tokens than its response"
-    return Sample(
-        prompt=prompt,
-        index=index,
-        response_ids=response_ids,
-        rollout_logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
-        finish_reason=meta["finish_reason"]["type"],
-        policy_version=int(meta["weight_version"]) if str(meta["weight_version"]).isdigit() else -1,
+    entries = meta.get("output_token_logprobs") or ()  # an aborted request that had not begun has none
+    tokens = [entry[1] for entry in entries]
+    assert tokens == list(answer["output_ids"]), "the server's log-probs are of other tokens than its response"
+    begin, end = sample.response_len, sample.response_len + len(tokens)
+    reason = meta["finish_reason"]["type"]
+    if reason == "abort":
+        has_stopped = bool(tokens) and tokens[-1] in sampling.stop_token_ids
+        reason = "stop" if has_stopped else "length" if end == sampling.max_response_length else None
+    version = int(meta["weight_version"]) if str(meta["weight_version"]).isdigit() else -1
+    return replace(
+        sample,
+        response_ids=[*sample.response_ids, *tokens],
+        rollout_logprobs=[*sample.rollout_logprobs, *(entry[0] for entry in entries)],
+        finish_reason=reason,
+        spans=[*sample.spans, Span(version, begin, end)] if tokens else sample.spans,
     )
 
 

@@ -1,6 +1,6 @@
 """Measure what oversampling with abort of stragglers gains and how it biases the kept samples, both in one run.
 
-`python tools/benchmarks/oversampling.py` samples phases of --prompts whole groups with a tiny random model, whose responses
+`python tools/benchmarks/oversampling` samples phases of --prompts whole groups with a tiny random model, whose responses
 have lengths with a geometric tail (mean --mean-length, cut at --max-length). Each round is a step of its own: first all
 prompts that the largest factor begins, all to the end; then, for each factor of --factors, a phase that begins factor *
 prompts and aborts the rest once enough groups are done, in turn and with the same random streams. Engine, phase and abort
@@ -10,6 +10,9 @@ Gain: seconds of a phase without oversampling by seconds with it (median over ro
 the other, which no other process disturbs. Bias: what goes on against all that was begun, both from the run to the end: mean
 response length, mean of a reward that falls with the length (1 up to --mean-length tokens), and of a control, which does not
 depend on it (share of even tokens before the last). Waste: tokens thrown away, of all that were sampled.
+
+Partial rollouts at the smallest factor above 1: --partial-rounds steps, each of which continues what the one before left over,
+in turn with phases without oversampling; then the rest is run to its end, since only then all that was begun has a length.
 
 --engine sglang starts a real server (on a CPU about 20 s). It draws from one stream for all, so that there what goes on is
 compared with another draw, more roughly, and `identical` and the gain in tokens are null. The last line is JSON. Exit code 1 if
@@ -45,6 +48,10 @@ from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python tools/benchmarks/oversampling`
+
+from tools.benchmarks.oversampling.partial import Partial
+
 VOCAB = 256
 CONFIG = {
     "vocab_size": VOCAB,
@@ -67,15 +74,19 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     try:
         with tempfile.TemporaryDirectory() as folder, engine_of(options, Path(folder)) as engine:
             bench = Bench(engine, options)
             bench.round(-1, [1.0])  # what is allocated and imported once does not count
             rounds = [bench.round(step, options.factors) for step in range(options.rounds)]
+            over = Partial(
+                bench.engine, bench.generator, bench.sampling, options.prompts, begun(options.factors[1], options.prompts)
+            )
+            found = summary(rounds, options) | {"partial": over.measure(options.partial_rounds, options.max_staleness)}
     except EngineError as error:
         print(error, file=sys.stderr)
         return 2
-    found = summary(rounds, options)
     show(found, options)
     print(json.dumps(found))
     return 1 if found["identical"] is False else 0
@@ -90,8 +101,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mean-length", type=int, default=48, help="of a response, in tokens")
     parser.add_argument("--max-length", type=int, default=448)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--partial-rounds", type=int, default=30)
+    parser.add_argument("--max-staleness", type=int, default=RolloutConfig().max_staleness)
     options = parser.parse_args(arguments)
-    for name in ("prompts", "group_size", "rounds", "max_length"):
+    for name in ("prompts", "group_size", "rounds", "max_length", "partial_rounds", "max_staleness"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')}={getattr(options, name)} must be at least 1")
     if not 2 <= options.mean_length <= VOCAB:
@@ -100,8 +113,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         factors = sorted({1.0, *map(float, options.factors.split(","))})
     except ValueError:
         parser.error(f"--factors={options.factors} must be numbers, as in 1.25,1.5,2.0")
-    if not 1 <= factors[0] <= factors[-1] <= 16:
-        parser.error(f"--factors={options.factors} must be from 1 to 16")
+    if not 1 <= factors[0] < factors[-1] <= 16:
+        parser.error(f"--factors={options.factors} must be from 1 to 16, and one above 1")
     options.factors = factors
     return options
 
@@ -263,6 +276,11 @@ def show(found: dict[str, Any], options: argparse.Namespace) -> None:
         pairs = "".join(f"{f[f'{key}_all']:>9.{d}f} ->{f[f'{key}_kept']:6.{d}f}"[-16:] for key, d in LOOKS)
         in_tokens = "" if f["gain_in_tokens"] is None else f"{f['gain_in_tokens']:.2f}"
         print(f"{factor:>10}{f['seconds']:8.2f}{f['gain']:7.2f}{in_tokens:>11}{f['waste']:7.2f}{pairs}")
+    p = found["partial"]
+    print(
+        f"partial rollouts at {options.factors[1]}: gain {p['gain_in_seconds']:.2f}, in tokens {p['gain']:.2f}; thrown away "
+        f"{p['thrown_away']:.1%} of the tokens; mean length {p['length_bias']:+.1%} of what was begun"
+    )
 
 
 LOOKS = (("length", 1), ("reward", 3), ("control", 3))

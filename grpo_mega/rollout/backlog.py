@@ -1,0 +1,96 @@
+"""Prompts that were drawn, and groups that were begun, but not trained yet; the same on every rank.
+
+Without partial rollouts it is empty between steps, and each rollout draws its prompts. With them (`rollout.partial`; APRIL,
+arXiv 2509.18521) a rollout that ends early leaves its other groups here: unfinished ones are continued by the next, with the
+policy of then, and whole ones are trained in the next step. Groups stand in the order in which they were drawn; old ones go
+first.
+
+A step trains no group of which a policy older than `max_staleness` versions generated a part: a rollout does not end without
+the groups that would be too old for the next. Where that does not suffice, as with more old groups than a step trains, a group
+begins again, in its old place.
+
+The ledger counts groups and response tokens since the run began: begun = trained + carried + waiting + dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from grpo_mega.types import Group, Prompt, StepMetrics
+
+UNITS = ("groups", "tokens")
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """A value: each method returns another, so that a step that fails leaves the one of the step before."""
+
+    draws: int = 0  # number of batches of prompts that were drawn from the data
+    groups: tuple[Group, ...] = ()  # the oldest first; those without samples are drawn and not begun
+    ledger: Counter[str] = field(default_factory=Counter)  # "begun_tokens", "trained_groups", "dropped_tokens/REASON", ...
+
+    def drawn_up_to(self, num_groups: int, draw: Callable[[int], Sequence[Prompt]], seen: Collection[int]) -> Backlog:
+        """Return one with at least so many groups, if the data has as many other prompts; `draw(n)` gives those of draw n.
+
+        No prompt is there twice, and none comes of those whose ids are `seen`.
+        """
+        groups, draws = list(self.groups), self.draws
+        while len(groups) < num_groups:
+            there = {group.prompt.id for group in groups}.union(seen)
+            new = [Group(prompt, []) for prompt in draw(draws) if prompt.id not in there]
+            draws += 1
+            groups += new
+            if not new:  # the data set is small, and all of it is here
+                break
+        return replace(self, draws=draws, groups=tuple(groups))
+
+    def restarted(self, oldest: int) -> Backlog:
+        """Return one in which groups that a policy older than version `oldest` began are not begun."""
+        is_stale = [group.begun_by is not None and group.begun_by < oldest for group in self.groups]
+        pairs = list(zip(self.groups, is_stale, strict=True))
+        fresh = tuple(Group(group.prompt, []) if stale else group for group, stale in pairs)
+        return replace(self, groups=fresh).dropped("stale", [group for group, stale in pairs if stale])
+
+    def after_phase(self, before: Sequence[Group], kept: Sequence[Group], rest: Sequence[Group]) -> Backlog:
+        """Return one after a phase that was given its first groups, `before`, and returned `kept` and `rest`."""
+        ledger = self.ledger.copy()
+        after = (*kept, *rest)
+        ledger["begun_groups"] += sum(bool(g.samples) for g in after) - sum(bool(g.samples) for g in before)
+        ledger["begun_tokens"] += num_tokens(after) - num_tokens(before)
+        return replace(self, groups=(*rest, *self.groups[len(before) :]), ledger=ledger)
+
+    def trained(self, groups: Sequence[Group]) -> Backlog:
+        return self._counted("trained", "", groups)
+
+    def dropped(self, reason: str, groups: Sequence[Group]) -> Backlog:
+        """Count groups that are given up."""
+        return self._counted("dropped", f"/{reason}", groups)
+
+    def metrics(self, group_size: int) -> StepMetrics:
+        """Return the ledger. Raise AssertionError if it does not close."""
+        whole = [group for group in self.groups if group.is_complete(group_size)]
+        unfinished = [group for group in self.groups if group.samples and not group.is_complete(group_size)]
+        counts = {f"{name}_{unit}": 0 for name in ("begun", "trained") for unit in UNITS} | self.ledger
+        for name, groups in (("carried", unfinished), ("waiting", whole)):
+            counts |= {f"{name}_groups": len(groups), f"{name}_tokens": num_tokens(groups)}
+        for unit in UNITS:
+            parts = [
+                n for name, n in counts.items() if name.partition("/")[0].endswith(f"_{unit}") and not name.startswith("begun")
+            ]
+            assert counts[f"begun_{unit}"] == sum(parts), f"the ledger of partial rollouts does not close: {counts}"
+        return {f"ledger/{name}": float(count) for name, count in sorted(counts.items())}
+
+    def _counted(self, name: str, reason: str, groups: Sequence[Group]) -> Backlog:
+        added = {f"{name}_groups{reason}": len(groups), f"{name}_tokens{reason}": num_tokens(groups)}
+        return replace(self, ledger=self.ledger + Counter(added))
+
+
+def needed(groups: Sequence[Group], oldest: int) -> list[int]:
+    """Return the places of groups that the policy of version `oldest` began: those that the next step may not train."""
+    return [place for place, group in enumerate(groups) if group.begun_by == oldest]
+
+
+def num_tokens(groups: Iterable[Group]) -> int:
+    return sum(group.num_tokens for group in groups)

@@ -1,0 +1,140 @@
+"""The backlog of partial rollouts: what is drawn, continued, begun again and counted; and its file in a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from grpo_mega.rollout import backlog_file
+from grpo_mega.rollout.backlog import Backlog, needed
+from grpo_mega.types import Group, Prompt, Sample, Span
+
+PROMPTS = [Prompt(id=3 * i, text=f"p{i}\u2028\ud800", token_ids=(i, 7, 70_000 + i), answer="") for i in range(12)]
+SIZE = 3
+
+
+def sample(prompt: Prompt, index: int, *spans: tuple[int, int], finished: bool = True) -> Sample:
+    """`spans`: version and number of tokens of each."""
+    numbers, made, end = random.Random(prompt.id * 10 + index), list[Span](), 0
+    for version, length in spans:
+        made.append(Span(version, end, end + length))
+        end += length
+    ids = array("i", (numbers.randrange(1 << 17) for _ in range(end)))
+    logprobs = array("f", (-numbers.random() * 20 for _ in range(end)))
+    return Sample(prompt, index, ids, logprobs, "stop" if finished else None, made)
+
+
+def group(place: int, *spans: tuple[int, int], finished: bool = True) -> Group:
+    return Group(PROMPTS[place], [sample(PROMPTS[place], i, *spans, finished=finished or i > 0) for i in range(SIZE)])
+
+
+def draw(number: int) -> list[Prompt]:
+    """Four prompts a draw, over and over."""
+    return [PROMPTS[(4 * number + i) % len(PROMPTS)] for i in range(4)]
+
+
+def ids(backlog: Backlog) -> list[int]:
+    return [one.prompt.id // 3 for one in backlog.groups]
+
+
+def test_prompts_are_drawn_in_their_order_until_there_are_enough_and_none_is_there_twice() -> None:
+    first = Backlog().drawn_up_to(5, draw, ())
+    assert (ids(first), first.draws) == (list(range(8)), 2)
+    assert first.drawn_up_to(8, draw, ()) == first
+    assert ids(first.drawn_up_to(9, draw, {27, 30})) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 11]
+    everything = first.drawn_up_to(99, draw, ())
+    assert ids(everything) == list(range(12)) and everything.draws == 4  # the fourth draw brought nothing new
+    assert Backlog(draws=7).drawn_up_to(1, draw, {prompt.id for prompt in PROMPTS}) == Backlog(draws=8)
+
+
+def test_a_group_that_would_be_too_old_is_needed_in_time_and_begins_again_in_its_place_where_it_was_not() -> None:
+    groups = (
+        group(0, (4, 2), (6, 1), finished=False),
+        group(1, (5, 9), finished=False),
+        group(2, (6, 2)),
+        Group(PROMPTS[3], []),
+    )
+    ledger = Backlog().after_phase([Group(g.prompt, []) for g in groups], [], groups).ledger
+    backlog = Backlog(2, groups, ledger)
+    assert (needed(groups, 4), needed(groups, 5), needed(groups, 3)) == ([0], [1], [])
+    assert backlog.restarted(4) == backlog
+    again = backlog.restarted(6)
+    assert ids(again) == [0, 1, 2, 3] and [bool(g.samples) for g in again.groups] == [False, False, True, False]
+    assert again.metrics(SIZE) == {
+        "ledger/begun_groups": 3.0,
+        "ledger/begun_tokens": 42.0,
+        "ledger/carried_groups": 0.0,
+        "ledger/carried_tokens": 0.0,
+        "ledger/dropped_groups/stale": 2.0,
+        "ledger/dropped_tokens/stale": 36.0,
+        "ledger/trained_groups": 0.0,
+        "ledger/trained_tokens": 0.0,
+        "ledger/waiting_groups": 1.0,
+        "ledger/waiting_tokens": 6.0,
+    }
+
+
+def test_the_ledger_closes_after_any_phases_and_an_error_is_told() -> None:
+    numbers = random.Random(1)
+    backlog, trained = Backlog(), 0
+    for step in range(40):
+        backlog = backlog.restarted(step - 2).drawn_up_to(6, draw, ())
+        before = backlog.groups[:6]
+        after = [grown(g, step, numbers) for g in before]
+        kept = [g for g in after if g.is_complete(SIZE)][:3]
+        backlog = backlog.after_phase(before, kept, [g for g in after if g not in kept])
+        backlog = backlog.dropped("equal_rewards", kept[2:]).trained(kept[:2])
+        trained += sum(s.response_len for g in kept[:2] for s in g.samples)
+        found = backlog.metrics(SIZE)
+        assert found["ledger/trained_tokens"] == trained
+        assert found["ledger/carried_tokens"] + found["ledger/waiting_tokens"] == sum(g.num_tokens for g in backlog.groups)
+    assert trained and found["ledger/dropped_tokens/stale"] and found["ledger/dropped_tokens/equal_rewards"]
+    with pytest.raises(AssertionError, match="does not close"):
+        replace(backlog, groups=backlog.groups[1:]).metrics(SIZE)
+
+
+def grown(one: Group, step: int, numbers: random.Random) -> Group:
+    """Return the group with up to three tokens more per sample."""
+    samples = []
+    for index in range(SIZE):
+        before = next((s for s in one.samples if s.index == index), None)
+        spans = [(span.version, span.end - span.start) for span in before.spans] if before else []
+        more = 0 if before and before.is_finished else numbers.randrange(4)
+        if more or before:
+            is_finished = numbers.random() < 0.5 if not (before and before.is_finished) else True
+            samples.append(sample(one.prompt, index, *spans, *([(step, more)] if more else []), finished=is_finished))
+    return Group(one.prompt, samples)
+
+
+def test_what_is_written_is_read_again_to_the_bit(tmp_path: Path) -> None:
+    scored = group(5, (1, 4), (2, 3))
+    scored.samples[1] = replace(
+        scored.samples[1], scores={"a": None, "b": 0.1 + 0.2}, verdicts={"a": "timeout"}, reward=None, step_ends=[0, 2]
+    )
+    scored.samples[2] = replace(scored.samples[2], reward=math.pi, step_rewards=[1e-300])
+    groups = (group(2, (0, 5), finished=False), scored, Group(PROMPTS[0], []))
+    backlog = Backlog(9, groups).after_phase([Group(g.prompt, []) for g in groups], [], groups).trained([])
+    backlog_file.write(backlog, tmp_path)
+    prompts = {prompt.id: prompt for prompt in PROMPTS}
+    assert backlog_file.read(tmp_path, 9, prompts.get) == backlog
+    assert (tmp_path / backlog_file.FILE).stat().st_size < 2 * backlog_file.num_bytes(backlog)
+
+
+def test_groups_of_prompts_that_are_no_more_in_the_data_are_dropped_and_counted(tmp_path: Path) -> None:
+    groups = tuple(group(i, (3, 2)) for i in range(3))
+    backlog = Backlog(1, groups).after_phase([Group(g.prompt, []) for g in groups], [], groups)
+    backlog_file.write(backlog, tmp_path)
+    prompts = {PROMPTS[0].id: replace(PROMPTS[0], token_ids=(1,)), PROMPTS[2].id: PROMPTS[2]}
+    found = backlog_file.read(tmp_path, 1, prompts.get)
+    assert found.groups == groups[2:]
+    assert found.metrics(SIZE)["ledger/dropped_tokens/data_changed"] == 12.0
+
+
+def test_an_empty_backlog_needs_no_file(tmp_path: Path) -> None:
+    backlog_file.write(Backlog(5), tmp_path)
+    assert not list(tmp_path.iterdir()) and backlog_file.read(tmp_path, 5, lambda _: None) == Backlog(5)
