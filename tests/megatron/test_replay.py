@@ -55,6 +55,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "lite_ppo": {},
     "clip_cov": {"ratio_clip_eps": 0.2, "cov_share": 1.0, "cov_low": 0.05, "cov_high": 0.3},
     "kl_cov": {"cov_share": 0.2},
+    "partial": {"correction": {"max_importance": 1.2}},
     "opd": {"distill_beta": 0.3},
     "opd reverse": {"distill_beta": 0.3, "distill_kl": "reverse"},
     "opd forward": {"distill_kl": "forward", "adv_type": "grpo"},

@@ -1,7 +1,7 @@
 """Kills training runs with SIGKILL at random moments, resumes them, and counts how many end as if nothing had happened.
 
-`python tools/benchmarks/kills.py --kills 20 [--layout tp=2] [--partial] [--jobs 2] [--seed 0]`: each trial starts a small run of its
-own, kills the launcher (its ranks die with it) at a moment drawn over the length of a whole run, resumes, and compares
+`python tools/benchmarks/kills.py --kills 20 [--layout tp=2] [--partial] [--jobs 2] [--seed 0]`: each trial starts a small run
+of its own, kills the launcher (its ranks die with it) at a moment drawn over the length of a whole run, resumes, and compares
 every metric (times aside) and every exported weight with an uninterrupted run. The last line is JSON with kills, identical,
 before_checkpoint (killed before anything was saved) and seconds; exit code 1 unless all are identical."""
 

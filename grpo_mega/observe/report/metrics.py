@@ -52,8 +52,11 @@ def findings(found: Curves, mismatch_warn: float | None) -> list[str]:
     for name in sorted(found):
         if name.startswith("verdict/") and name.rsplit("/", 1)[1] in ("timeout", "crashed", "error") and (steps := above(name)):
             sentences.append(f"checks ended as {name.removeprefix('verdict/')} {_at(steps)}")
-    if mismatch_warn is not None and (steps := above("mismatch/k3", mismatch_warn)):
+    mismatch = "mismatch/k3_stale_0" if "mismatch/k3_stale_0" in found else "mismatch/k3"  # stale tokens are meant to differ
+    if mismatch_warn is not None and (steps := above(mismatch, mismatch_warn)):
         sentences.append(f"the mismatch of engine and trainer was above rollout.mismatch_warn={mismatch_warn:g} {_at(steps)}")
+    if stale := found.get("ledger/dropped_groups/stale"):
+        sentences.append(f"{stale[max(stale)]:.0f} groups were too old for rollout.max_staleness and were begun again")
     for name, bound, what in (
         ("response_length/cut", _MANY_CUT, "of the responses are cut off at rollout.max_response_length"),
         ("groups/zero_variance", _MANY_EQUAL, "of the groups have zero reward variance and teach nothing"),

@@ -159,13 +159,11 @@ class Client:
                 heard = self._check_alive(phase, heard, began)
                 continue
             heard = time.monotonic()
-            if event.sample is None:
-                self.fail(f"{phase}: {event.error}")
-            else:
+            if event.sample is not None:
                 take(event.key, event.sample)
-        for group in finished.values():
-            group.samples.sort(key=lambda s: s.index)
-        return finished
+            else:
+                self.fail(f"{phase}: {event.error}")
+        return {key: Group(group.prompt, sorted(group.samples, key=lambda s: s.index)) for key, group in finished.items()}
 
     def _check_alive(self, phase: str, heard: float, began: float) -> float:
         """Return when the server, last heard of at `heard`, was last known to be healthy, after a health check if one is due.
