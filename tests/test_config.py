@@ -148,6 +148,8 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("algorithm.kl_beta=-0.1", "algorithm.kl_beta=-0.1: input should be greater than or equal to 0"),
         ("rollout.top_p=1.5", "rollout.top_p=1.5: input should be less than or equal to 1"),
         ("rollout.oversample=0.9", "rollout.oversample=0.9: input should be greater than or equal to 1"),
+        ("rollout.partial=true", "rollout.partial=true needs rollout.oversample > 1, or nothing is left to continue; use 1.25"),
+        ("rollout.max_staleness=0", "rollout.max_staleness=0: input should be greater than 0"),
         ("rollout.temperature=0", "rollout.temperature=0: input should be greater than 0"),
         ("optimizer.lr=.inf", "optimizer.lr=inf: input should be a finite number"),
         ("algorithm.entropy_bonus=.nan", "algorithm.entropy_bonus=nan: input should be a finite number"),
