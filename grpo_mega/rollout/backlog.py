@@ -87,6 +87,9 @@ class Backlog:
         return replace(self, ledger=self.ledger + Counter(added))
 
 
+NO_BACKLOG = Backlog()
+
+
 def needed(groups: Sequence[Group], oldest: int) -> list[int]:
     """Return the places of groups that the policy of version `oldest` began: those that the next step may not train."""
     return [place for place, group in enumerate(groups) if group.begun_by == oldest]

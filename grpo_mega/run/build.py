@@ -96,7 +96,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
             timers=timers,
             checkpoints=checkpoints,
             stop=stop,
-            inputs=RunInputs(config.model, data.digests, runtime.rank, runtime.layout.world_size),
+            inputs=RunInputs(config, data.digests, runtime.rank, runtime.layout.world_size),
             health=Health(config),
         )
 

@@ -26,7 +26,7 @@ from grpo_mega.formats.checkpoint_files import LATEST, STATE, Manifest, clean, p
 from grpo_mega.observe.progress import progress
 from grpo_mega.paths import CHECKPOINTS
 from grpo_mega.rollout import backlog_file
-from grpo_mega.rollout.backlog import Backlog
+from grpo_mega.rollout.backlog import NO_BACKLOG, Backlog
 from grpo_mega.run.checkpoint_writer import SECONDS_BETWEEN_LOOKS, Writer
 from grpo_mega.run.staging import all_ranks, remove_unused, stage
 
@@ -55,7 +55,7 @@ class Checkpoints:
             clean(self.folder)
         dist.barrier()
 
-    def save(self, policy: Policy, manifest: Manifest, backlog: Backlog) -> None:
+    def save(self, policy: Policy, manifest: Manifest, backlog: Backlog = NO_BACKLOG) -> None:
         """Stage the state; the rest happens in the background. Raises ResumeError if it cannot or must not be written."""
         self.finish()
         if manifest.step == self.saved_step:  # an engine failed before another step was finished

@@ -1,8 +1,8 @@
-"""Digests of a run's start model and data, which its checkpoints record, so that a resumed run notices a change.
+"""Digests of a run's start model, teachers and data, which its checkpoints record, so that a resumed run notices a change.
 
-The start model is also the reference of the KL penalty. Its files are therefore hashed in full: config, tokenizer and, unless
-the run starts from random ones, weights. All ranks share the work piece by piece, each in a thread that runs beside the first
-step; only a resumed run waits for it. For data, the prompts are hashed as they were read, from whatever source.
+The start model is also the reference of the KL penalty. Its files are therefore hashed in full, and those of teachers: config,
+tokenizer and, unless the run starts from random ones, weights. All ranks share the work piece by piece, each in a thread that
+runs beside the first step; only a resumed run waits for it. For data, the prompts are hashed as they were read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from grpo_mega.config import ModelConfig
+from grpo_mega.config import Config
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ConfigError, ResumeError
 from grpo_mega.formats.dcp_read import FORMAT, METADATA, is_distributed_checkpoint
@@ -38,13 +38,15 @@ class RunInputs(threading.Thread):
     The thread hashes this rank's pieces of the model's files; `start` begins that, else `digests` does.
     """
 
-    def __init__(self, model: ModelConfig, data: Mapping[str, str], rank: int, world_size: int) -> None:
+    def __init__(self, config: Config, data: Mapping[str, str], rank: int, world_size: int) -> None:
         super().__init__(name="model digests", daemon=True)
-        self._folder, self._data = model.path, dict(data)
-        files = model_files(model)
-        pieces = [(path, index) for path in files for index in range(max(1, -(-path.stat().st_size // PIECE)))]
+        self._folder, self._data = config.model.path, dict(data)
+        files = {f"{MODEL}{path.name}": path for path in model_files(self._folder, has_weights=config.model.init != "random")}
+        for name, teacher in config.teachers.items():
+            files |= {f"teachers.{name}/{p.name}": p for p in model_files(teacher.path, has_weights=teacher.url is None)}
+        pieces = [(name, path, i) for name, path in files.items() for i in range(max(1, -(-path.stat().st_size // PIECE)))]
         self._mine = pieces[rank::world_size]
-        self._digests: dict[tuple[str, int], str] = {}  # of the model's pieces, by file and number
+        self._digests: dict[tuple[str, int], str] = {}  # of the pieces, by name and number
         self._num_done = 0  # chunks
         self._problem = ""
         self._gathered: dict[str, str] | None = None
@@ -64,21 +66,23 @@ class RunInputs(threading.Thread):
             dist.all_gather_object(everyone, (self._digests, self._problem))
             for _, problem in everyone:
                 if problem:
-                    raise ConfigError(f"model.path={self._folder} cannot be read ({problem}); fetch the file again")
+                    raise ConfigError(f"a file of model.path or of a teacher cannot be read ({problem}); fetch it again")
             by_file: dict[str, list[str]] = {}
             for (name, _), digest in sorted(item for digests, _ in everyone for item in digests.items()):
                 by_file.setdefault(name, []).append(digest)
-            self._gathered = {f"{MODEL}{name}": _joined(pieces) for name, pieces in by_file.items()} | self._data
+            self._gathered = {name: _joined(pieces) for name, pieces in by_file.items()} | self._data
         return self._gathered
 
     def changes(self, recorded: Mapping[str, str] | None) -> list[str]:
-        """Return a line per data set that has changed since `recorded`, which is None in checkpoints of earlier versions.
+        """Return a line per data set or teacher's file that has changed since `recorded`, which is None in checkpoints of
+        earlier versions; they knew no teachers.
 
         Raises ResumeError if the model has changed.
         """
         if recorded is None:
             return []
-        now = self.digests()
+        knew_teachers = any(name.startswith("teachers.") for name in recorded)
+        now = {name: digest for name, digest in self.digests().items() if knew_teachers or not name.startswith("teachers.")}
         changed = [name for name in sorted(recorded.keys() | now.keys()) if recorded.get(name) != now.get(name)]
         for name in changed:
             if name.startswith(MODEL):
@@ -94,7 +98,7 @@ class RunInputs(threading.Thread):
 
     def run(self) -> None:
         try:
-            for path, index in self._mine:
+            for name, path, index in self._mine:
                 digest, left = hashlib.sha256(), PIECE
                 with path.open("rb") as file:
                     file.seek(index * PIECE)
@@ -102,19 +106,19 @@ class RunInputs(threading.Thread):
                         digest.update(chunk)
                         left -= len(chunk)
                         self._num_done += 1
-                self._digests[path.name, index] = digest.hexdigest()
+                self._digests[name, index] = digest.hexdigest()
         except OSError as error:
             self._problem = str(error)
 
 
-def model_files(model: ModelConfig) -> list[Path]:
-    """Return the files of the start model on which a run depends."""
-    texts = [path for name in TEXT_FILES if (path := model.path / name).is_file()]
-    if model.init == "random":
+def model_files(folder: Path, *, has_weights: bool) -> list[Path]:
+    """Return the files of a model on which a run depends."""
+    texts = [path for name in TEXT_FILES if (path := folder / name).is_file()]
+    if not has_weights:
         return texts
-    if not is_distributed_checkpoint(model.path):
-        return texts + weight_files(model.path)
-    return texts + [p for p in sorted(model.path.iterdir()) if p.name in MEGATRON_FILES or p.suffix == ".distcp"]
+    if not is_distributed_checkpoint(folder):
+        return texts + weight_files(folder)
+    return texts + [p for p in sorted(folder.iterdir()) if p.name in MEGATRON_FILES or p.suffix == ".distcp"]
 
 
 def _joined(pieces: list[str]) -> str:

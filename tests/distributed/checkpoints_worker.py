@@ -19,6 +19,7 @@ from ranks import run_cases
 from slow_policy import SlowPolicy, manifest
 
 from grpo_mega.config import CheckpointConfig, ModelConfig
+from grpo_mega.config.run import TeacherConfig
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.checkpoint_files import latest, read_manifest
@@ -216,8 +217,12 @@ def notices_another_start_model(rank: int, folder: Path) -> None:
             (path / name).write_bytes(content)
     dist.barrier()
 
-    def opened(init: str = "checkpoint") -> RunInputs:
-        found = RunInputs(ModelConfig.model_validate({"path": path, "init": init}), {"data.train=t": "d"}, rank, WORLD_SIZE)
+    def opened(init: str = "checkpoint", **teachers: Path) -> RunInputs:
+        config: Any = SimpleNamespace(
+            model=ModelConfig.model_validate({"path": path, "init": init}),
+            teachers={name: TeacherConfig(path=teacher) for name, teacher in teachers.items()},
+        )
+        found = RunInputs(config, {"data.train=t": "d"}, rank, WORLD_SIZE)
         found.start()
         return found
 
@@ -252,9 +257,13 @@ def notices_another_start_model(rank: int, folder: Path) -> None:
     assert opened().changes(recorded | {"data.train=t": "other"}) == [
         "data.train=t is not what it was at the run's checkpoint; the run goes on with what is there now"
     ]
-    without_weights = opened("random").digests()
+    without_weights, taught = opened("random").digests(), opened("random", large=path).digests()
     change("model-1.safetensors", bytes(flipped))
     assert opened("random").changes(without_weights) == []
+    assert opened("random", large=path).changes(without_weights) == []  # as earlier versions recorded them
+    assert opened("random", large=path).changes(taught) == [
+        "teachers.large/model-1.safetensors is not what it was at the run's checkpoint; the run goes on with what is there now"
+    ]
 
 
 def _writing() -> bool:

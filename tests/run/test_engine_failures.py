@@ -159,7 +159,8 @@ def test_servers_are_killed_five_times_and_one_hangs_and_no_sample_is_lost_or_ma
 def test_a_server_that_may_not_be_started_anew_ends_the_run_with_a_checkpoint_and_ctrl_c_leaves_nothing(
     config: Path, tmp_path: Path, temporary: Path
 ) -> None:
-    stragglers = ("--set", "batch.prompts_per_step=4", "--set", "rollout.oversample=2")  # are aborted in all of this
+    """With partial rollouts: what is carried over is in the checkpoint, and no sample is trained twice."""
+    stragglers = ("--set", "batch.prompts_per_step=4", "--set", "rollout.oversample=2", "--set", "rollout.partial=true")
     run = Run(config, tmp_path / "run", *stragglers, "--set", "rollout.max_restarts=0")
     run.wait_for_steps(1)
     tree = Tree.below(run.process.pid)
@@ -178,7 +179,13 @@ def test_a_server_that_may_not_be_started_anew_ends_the_run_with_a_checkpoint_an
 
     resumed = Run(config, tmp_path / "run", *stragglers, "--resume")
     resumed.wait_for_steps(1)
-    assert all((row["rollout/begun_groups"], row["rollout/kept_tokens"] > 0) == (8, True) for row in resumed.steps())
+    assert [row["ledger/trained_groups"] for row in resumed.steps()] == [4.0 * row["step"] for row in resumed.steps()]
+    assert all(row["ledger/begun_groups"] > row["ledger/trained_groups"] for row in resumed.steps())
+    assert max(row["mismatch/k3_stale_0"] for row in resumed.steps()) < 1e-9
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    begun_by = [sample["spans"][0][0] if "spans" in sample else sample["policy_version"] for sample in samples]
+    assert all(sample["step"] - 3 <= version < sample["step"] for sample, version in zip(samples, begun_by, strict=True))
+    assert len({(s["prompt_id"], s["index"], version) for s, version in zip(samples, begun_by, strict=True)}) == len(samples)
     assert resumed.steps()[last]["step"] == last + 1
     tree = Tree.below(resumed.process.pid)
     resumed.process.send_signal(signal.SIGINT)
