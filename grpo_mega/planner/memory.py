@@ -188,6 +188,12 @@ def host_memory(setup: Setup) -> HostMemory:
     elements, algorithm = sum(s.num_parameters for s in node), setup.config.algorithm
     if algorithm.averages_reference:
         other.append(product("reference's average", "B", "exact", bytes=FP32, elements=elements))
+    if algorithm.has_vocab_kl:
+        tokens = setup.config.batch.prompts_per_step * algorithm.group_size * setup.mean_response / layout.dp
+        width = max((one.shape.hidden for one in setup.of_teachers()), default=0)
+        holders = min(ranks, layout.tp * layout.dp)  # ranks of the last stage
+        label = "teacher's hidden states"
+        other.append(product(label, "B", ranks=holders, tokens=tokens, width=width, itemsize=setup.itemsize))
     staged = checkpoint_bytes(setup).value * ranks / layout.world_size
     copied = 0 if algorithm.averages_reference else algorithm.saved_reference_bytes(setup.itemsize)
     gathered = 3 * FP32 + copied  # on every rank

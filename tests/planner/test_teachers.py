@@ -36,7 +36,10 @@ def test_a_teachers_memory_is_what_arithmetic_by_hand_gives() -> None:
     assert taught.value == pytest.approx(2 * first, rel=1e-4)
     assert plan.host.pinned_total.value - alone.host.pinned_total.value == pytest.approx(8 * 2 * first, rel=1e-4)
     exact = replace(setup, config=configs.validate(raw | {"teachers": {"a": {"path": "x"}}, "algorithm": EXACT}))
-    update = make_plan(replace(exact, teachers=((replace(shape, num_layers=8), 0),))).stages[3].phases["update"]
+    exact_plan = make_plan(replace(exact, teachers=((replace(shape, num_layers=8), 0),)))
+    (hidden,) = [figure for figure in exact_plan.host.other if figure.label == "teacher's hidden states"]
+    assert hidden.value == 8 * (32 * 16 / 4 * 1024) * 8192 * 2  # 8 ranks of the last stage on a node
+    update = exact_plan.stages[3].phases["update"]
     (head,) = [figure for figure in update if figure.label == "teacher's output layer"]
     assert head.value == 2 * embedding / 4
     assert plan.stages[0].totals["update"].value == alone.stages[0].totals["update"].value
