@@ -75,8 +75,11 @@ class Generator:
             by_rank = self._rendezvous.all_gather("generation", _reports(groups, stop, sampling), self._deadline_s)
             reports = [_Report(*row) for rows in by_rank for row in rows]
             ended = {report.place: report.clock for report in reports if report.clock is not None}
+            end = stop.end([(clock, place) for place, clock in ended.items()]) if stop is not None else None
+            if stop is not None and end is not None:
+                ended = {place: clock for place, clock in ended.items() if clock <= end}
+                groups = _as_of(end, groups, begun, stop.begun)
             if stop is not None:
-                groups = _as_of_end(groups, begun, stop, ended)
                 stop.close()
             mine = {place: group for place, group in mine.items() if place not in todo} | groups
             reported |= {report.place: report for report in reports}
@@ -142,16 +145,12 @@ def _reports(groups: Mapping[int, Group], stop: StopCondition | None, sampling: 
     return reports
 
 
-def _as_of_end(
-    groups: Mapping[int, Group], begun: Mapping[int, Group], stop: StopCondition, ended: Mapping[int, int]
-) -> dict[int, Group]:
-    """Return the groups as they were at the clock at which the phase ended: a rank decodes a few tokens more before it learns
-    of that, and how many depends on its speed. Groups of engines without a clock stay as they are."""
-    end = stop.end([(clock, place) for place, clock in ended.items()])
+def _as_of(end: int, groups: Mapping[int, Group], begun: Mapping[int, Group], clocks: Mapping[int, int]) -> dict[int, Group]:
+    """Return the groups as they were at the clock `end`, at which the phase ended: a rank decodes a few tokens more before it
+    learns of that, and how many depends on its speed. `clocks`: when a group was begun or continued, by an engine with a clock.
+    """
     result = dict(groups)
-    if end is None:
-        return result
-    for place, began in stop.begun.items():
+    for place, began in clocks.items():
         before = {sample.index: sample for sample in begun[place].samples} if place in begun else {}
         cut = [_cut(sample, before.get(sample.index), max(0, end - began)) for sample in groups[place].samples]
         result[place] = Group(groups[place].prompt, [sample for sample in cut if sample is not None])

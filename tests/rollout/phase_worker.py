@@ -59,17 +59,17 @@ class Ranks:
         self.rendezvous = RENDEZVOUS[0]
         self.generator = Generator(self.engine, self.rendezvous, lambda version: None, phase_deadline_s=60)
 
-    def generate(self, wanted: int, *, slow_rank: int | None = None) -> Phase:
+    def generate(self, wanted: int, *, slow_rank: int | None = None, step: int = 4) -> Phase:
         def on_sample(*_: object) -> None:
             if self.rank == slow_rank:
                 time.sleep(0.02)
 
-        return self.generator.generate(PROMPTS, SAMPLING, step=4, on_sample=on_sample, wanted=wanted)
+        return self.generator.generate(PROMPTS, SAMPLING, step=step, on_sample=on_sample, wanted=wanted)
 
-    def all_groups(self) -> dict[int, Group]:
+    def all_groups(self, step: int = 4) -> dict[int, Group]:
         """Return the groups of both ranks, run to the end."""
         found: list[dict[int, Group]] = [{}] * WORLD_SIZE
-        dist.all_gather_object(found, self.generate(len(PROMPTS)).mine)
+        dist.all_gather_object(found, self.generate(len(PROMPTS), step=step).mine)
         return {place: group for groups in found for place, group in groups.items()}
 
 
@@ -146,21 +146,20 @@ def counts_what_is_thrown_away(rank: int, folder: Path) -> None:
 
 def goes_on_with_what_is_unfinished(rank: int, folder: Path) -> None:
     """The same groups in the same phases whatever the ranks' speed, and in the end the samples of a phase without an end."""
-    ranks = Ranks(rank)
-    ranks.engine.version = 4  # the step, on which random streams depend
-    whole = ranks.all_groups()
+    whole = [Ranks(rank).all_groups(step) for step in range(9)]
     for most_at_once in (256, 2 * GROUP_SIZE):
         histories = []
         for slow_rank in (None, 0, 1):
             ranks = Ranks(rank, most_at_once)
-            ranks.engine.version = 4
             groups, history = [Group(prompt, []) for prompt in PROMPTS], list[Any]()
             while not all(group.is_complete(GROUP_SIZE) for group in groups):
-                groups, places = one_more_phase(ranks, groups, slow_rank)
+                groups, places = one_more_phase(ranks, groups, len(history), slow_rank)
                 history.append((places, [[(s.response_len, s.finish_reason) for s in g.samples] for g in groups]))
             histories.append(history)
             assert len(history) > 2 and any(reason is None for group in history[0][1] for _, reason in group)
-            check_same({place: group for place, group in enumerate(groups) if place % WORLD_SIZE == rank}, whole)
+            for step in range(len(history)):
+                begun = {place: group for place, group in enumerate(groups) if group.begun_by == step}
+                check_same(begun, whole[step])
             for sample in (sample for group in groups for sample in group.samples):
                 ends = [0, *(span.end for span in sample.spans)]
                 assert [span.start for span in sample.spans] == ends[:-1] and ends[-1] == sample.response_len
@@ -168,20 +167,23 @@ def goes_on_with_what_is_unfinished(rank: int, folder: Path) -> None:
         assert histories[0] == histories[1] == histories[2]
 
 
-def one_more_phase(ranks: Ranks, groups: list[Group], slow_rank: int | None) -> tuple[list[Group], list[int]]:
-    """Return all groups after a phase that wants three more, late ones among them those begun last; and which are done."""
+def one_more_phase(ranks: Ranks, groups: list[Group], step: int, slow_rank: int | None) -> tuple[list[Group], list[int]]:
+    """Return all groups after a phase that wants three more of the first ones; and which are done."""
     done = [place for place, group in enumerate(groups) if group.is_complete(GROUP_SIZE)]
     needed = [place for place, group in enumerate(groups) if group.samples and place not in done][-1:] if len(done) > 8 else []
 
     def on_sample(*_: object) -> None:
         if ranks.rank == slow_rank:
-            time.sleep(0.01)
+            time.sleep(0.03)
 
+    first = PROMPTS[: 6 + 3 * step]
     begun = {place: group for place, group in enumerate(groups) if group.samples}
+    ranks.engine.version = step
     phase = ranks.generator.generate(
-        PROMPTS, SAMPLING, step=4, on_sample=on_sample, wanted=len(done) + 3, begun=begun, needed=needed
+        first, SAMPLING, step=step, on_sample=on_sample, wanted=len(done) + 3, begun=begun, needed=needed
     )
     assert set(done + needed) <= set(phase.places)
+    assert all((phase.mine | phase.rest).get(place, groups[place]).is_complete(GROUP_SIZE) for place in phase.mine)
     places = sorted({*phase.places, *phase.rest_places} - set(done))
     found = exchange.gather(phase.mine | phase.rest, {place: PROMPTS[place] for place in places}, ())
     after = list(groups)
