@@ -70,7 +70,7 @@ def test_the_table_has_mean_and_range_and_the_best_method_first() -> None:
     )
     first, second = bench_methods._table({"slow": slow, "fast": fast}).splitlines()[2:]
     assert first == (
-        "| `fast` | 0.700 (0.600 to 0.800) | 0.950 (0.900 to 1.000) | 1,200 (1 of 2 seeds) | 40.5 (40.0 to 41.0) "
+        "| `fast` | 0.700 (0.600 to 0.800) | 0.950 (0.900 to 1.000) | 1,200, 1 of 2 seeds | 40.5 (40.0 to 41.0) "
         "| 0.200 (0.100 to 0.300) |"
     )
     assert second.startswith("| `slow` |") and "not reached" in second

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from pathlib import Path
-from statistics import mean, median, variance
+from statistics import mean, variance
 from typing import Any, NoReturn
 
 import numpy as np
@@ -178,7 +178,8 @@ def _table(figures: Mapping[str, Sequence[Figures]]) -> str:
     lines = [f"| method | mean score | final score | samples to {TARGET} | length | entropy |", "|---|---|---|---|---|---|"]
     for method, found in sorted(figures.items(), key=lambda item: -mean(_column(item[1], "mean_score"))):
         reached = _column(found, "samples_to_target")
-        samples = f"{median(reached):,.0f} ({len(reached)} of {len(found)} seeds)" if reached else "not reached"
+        missing = "" if len(reached) == len(found) else f", {len(reached)} of {len(found)} seeds"
+        samples = _spread(reached, ",.0f") + missing if reached else "not reached"
         cells = [_spread(_column(found, name), form) for name, form in FORMS.items()]
         lines.append(f"| `{method}` | {' | '.join([*cells[:2], samples, *cells[2:]])} |")
     return "\n".join(lines)
@@ -202,7 +203,7 @@ def _draw(runs: Mapping[str, Sequence[Run]], budget: float, picture: Path) -> No
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
+    figure, panels = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     labels = {"score": "held-out score, sampled", "length": "response length, tokens", "entropy": "entropy, nats per token"}
     x = np.linspace(0, budget, 41)
     for axes, (name, label) in zip(panels, labels.items(), strict=True):
@@ -214,7 +215,7 @@ def _draw(runs: Mapping[str, Sequence[Run]], budget: float, picture: Path) -> No
         axes.grid(alpha=0.2)
     panels[0].axhline(TARGET, color="0.6", linewidth=0.8, linestyle=":")
     panels[0].legend(loc="lower right", frameon=False)
-    figure.savefig(picture, dpi=80)
+    figure.savefig(picture, dpi=80, pil_kwargs={"optimize": True})
 
 
 def _options(arguments: Sequence[str] | None) -> tuple[Path | None, list[str], int, list[int]]:

@@ -1,9 +1,9 @@
 """Make the benchmark's start model and data: `python tools/benchmarks/methods/task.py OUT [--seed N]`.
 
 The quickstart's task made hard enough to tell methods apart. A sum has 3 to 5 steps, and the demonstrations' writer hardly ever
-carries when it adds a 7, 8 or 9: so most groups have no right sample at first, and few have more than one. It also dithers: it
-leaves a blank line with probability BLANK_LINE, once or several times, right or wrong, so that responses to one prompt differ
-in length for no reason. So a bias for short or long responses could show in the lengths.
+carries when it adds a 7, 8 or 9: at first more than half of the groups of 8 have no right sample, and an eighth have a single
+one. It also dithers: it leaves a blank line with probability BLANK_LINE, once or several times, right or wrong, so that
+responses to one prompt differ in length for no reason, and a bias for short or long ones could show.
 """
 
 from __future__ import annotations
