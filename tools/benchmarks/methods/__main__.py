@@ -1,11 +1,13 @@
-"""Trains a start model with several methods, each with several seeds, on a task that tells them apart (task.py).
+"""Train one start model with several methods, each with several seeds, on a task that tells them apart (task.py).
 
-    python tools/benchmarks/methods [OUT] [--methods grpo dapo ...] [--steps 30] [--seeds 0 1 2]
+    python tools/benchmarks/methods [OUT] [--methods grpo dapo ...] [--steps 40] [--seeds 0 1 2]
 
-All keys but the method's own are in task.yaml. Leaves OUT/task-SEED (model and data, shared by the methods), OUT/METHOD-SEED
-(a run each), OUT/methods.png and OUT/methods.json; prints a table, and that JSON as the last line. Runs that are finished are
-not made again, so that an interrupted comparison goes on with the same command. Two runs share the machine, a core each: ten
-minutes. Without OUT: two methods with one seed in a temporary folder, in a minute and a half.
+All keys but the method's own are in task.yaml. Leaves OUT/task (model and data, shared by all runs), OUT/METHOD-SEED (a run
+each), OUT/methods.png and OUT/methods.json; prints a table, and that JSON as the last line. Finished runs are not made again:
+an interrupted comparison goes on with the same command. Two runs share the machine, a core each: ten minutes. All figures are
+at equal samples: a method that generates more per step, as dapo does, is read at an earlier step. Without OUT: the first and
+the last method with one seed and 20 steps, in a temporary folder: a minute and a half. Should the start model not learn on
+another machine, `task.py OUT/task --seed 1` makes one from another seed.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, product
 from pathlib import Path
-from statistics import mean, median, variance
-from typing import Any
+from statistics import mean, variance
+from typing import Any, NoReturn
+
+import numpy as np
 
 from grpo_mega.config import load
 from grpo_mega.config.algorithm import RECIPES
@@ -31,7 +35,10 @@ from grpo_mega.observe.curves import Curve, read_curves
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 METHODS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "process_supervision")
+UNFIT = ("opd", "mt_grpo")  # need a teacher, or rewards of turns
 TARGET = 0.9
+FORMS = {"mean_score": ".3f", "score": ".3f", "length": ".1f", "entropy": ".3f"}
+Figures = dict[str, float | None]  # of a run: those of FORMS, and samples_to_target
 STEP_REWARDS = {  # what a method needs beside its recipe
     "process_supervision": {
         "rewards.functions": "[{name: arithmetic_steps, weight: 1.0}, {name: accuracy, weight: 1.0}]",
@@ -40,62 +47,66 @@ STEP_REWARDS = {  # what a method needs beside its recipe
 }
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{message}; see --help\n")
+
+
 @dataclass(frozen=True)
 class Run:
-    """The curves of one run, by samples generated so far."""
+    """The curves of one run; each list has a value per evaluation."""
 
-    samples: list[float]  # at each evaluation
-    scores: list[float]  # held-out, greedy
-    lengths: list[float]  # of the responses in the rollout before each evaluation, tokens, from the second evaluation on
-    entropies: list[float]  # nats per token, as the lengths
+    samples: list[float]  # generated so far
+    score: list[float]  # share of right held-out responses, sampled
+    length: list[float]  # of those responses, tokens
+    entropy: list[float]  # of the last rollout, nats per token
 
-    @property
-    def area(self) -> float:
-        """Mean score over the evaluations after the first: what a method gained, and how soon."""
-        return mean(self.scores[1:])
+    def at(self, name: str, samples: float) -> float:
+        """Return a curve's value after so many samples, between evaluations on the line through both."""
+        return float(np.interp(samples, self.samples, getattr(self, name)))
 
-    @property
+    def mean_score(self, budget: float) -> float:
+        """Return the mean of the score over the first `budget` samples: how much was gained, and how soon."""
+        x = [*(n for n in self.samples if n < budget), budget]
+        return float(np.trapezoid([self.at("score", n) for n in x], x) / budget)
+
+    def figures(self, budget: float) -> Figures:
+        """Return what is compared, after `budget` samples."""
+        ends = {name: self.at(name, budget) for name in ("score", "length", "entropy")}
+        return {"mean_score": self.mean_score(budget), "samples_to_target": self.samples_to_target()} | ends
+
     def samples_to_target(self) -> float | None:
-        return next((n for n, score in zip(self.samples, self.scores, strict=True) if score >= TARGET), None)
+        for (start, low), (end, high) in pairwise(zip(self.samples, self.score, strict=True)):
+            if low < TARGET <= high:
+                return start + (end - start) * (TARGET - low) / (high - low)
+        return None
 
 
-@dataclass(frozen=True)
-class Row:
-    """One method; lists have a value per seed."""
-
-    method: str
-    area: list[float]
-    final: list[float]
-    samples_to_target: list[float | None]
-    length: list[float]  # at the end, tokens
-    entropy: list[float]  # at the end, nats per token
+def main(arguments: Sequence[str] | None = None) -> int:
+    out, methods, steps, seeds = _options(arguments)
+    if out is not None:
+        return _compare(out.resolve(), methods, steps, seeds)
+    with tempfile.TemporaryDirectory() as folder:
+        return _compare(Path(folder), list(dict.fromkeys((methods[0], methods[-1]))), min(steps, 20), seeds[:1])
 
 
-def main() -> int:
-    options = _options()
-    if options.out is not None:
-        return _compare(options.out, options)
-    with tempfile.TemporaryDirectory() as out:
-        options.methods, options.seeds = options.methods[:1] + options.methods[-1:], options.seeds[:1]
-        return _compare(Path(out), options)
-
-
-def _compare(out: Path, options: argparse.Namespace) -> int:
+def _compare(out: Path, methods: Sequence[str], steps: int, seeds: Sequence[int]) -> int:
     out.mkdir(parents=True, exist_ok=True)
+    if not (out / "task" / "heldout.jsonl").exists():  # written last
+        _call([sys.executable, str(HERE / "task.py"), str(out / "task")], out / "task.log", num_threads=2)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda seed: _make_task(out, seed), options.seeds))
-        for finished in [pool.submit(_train, out, m, seed, options.steps) for seed in options.seeds for m in options.methods]:
-            finished.result()
-    runs = {m: [_read(out / f"{m}-{seed}" / "metrics.jsonl") for seed in options.seeds] for m in options.methods}
-    rows = [_row(method, found) for method, found in runs.items()]
-    print(_table(rows))
-    _draw(runs, out / "methods.png")
+        list(pool.map(lambda run: _train(out, run[0], run[1], steps), product(methods, seeds)))
+    runs = {method: [_read(out / f"{method}-{seed}" / "metrics.jsonl") for seed in seeds] for method in methods}
+    budget = min(run.samples[-1] for found in runs.values() for run in found)
+    figures = {method: [run.figures(budget) for run in found] for method, found in runs.items()}
+    print(_table(figures))
+    _draw(runs, budget, out / "methods.png")
     result = {
         "target": TARGET,
-        "steps": options.steps,
-        "seeds": options.seeds,
-        "separation": separation([row.area for row in rows]),
-        "methods": [asdict(row) for row in rows],
+        "samples": budget,
+        "seeds": list(seeds),
+        "separation": {n: separation([_column(f, n) for f in figures.values()]) for n in ("mean_score", "length", "entropy")},
+        "methods": figures,  # of each seed
     }
     (out / "methods.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
@@ -114,86 +125,70 @@ def separation(values: Sequence[Sequence[float]]) -> float | None:
     return num_seeds * variance([mean(row) for row in values]) / within if within else None
 
 
-def _make_task(out: Path, seed: int) -> None:
-    task = out / f"task-{seed}"
-    if not (task / "heldout.jsonl").exists():  # written last
-        _call([sys.executable, str(HERE / "task.py"), str(task), "--seed", str(seed)], out / f"task-{seed}.log")
-
-
 def _train(out: Path, method: str, seed: int, steps: int) -> None:
     """Train unless the run is finished."""
-    run, task = out / f"{method}-{seed}", out / f"task-{seed}"
+    run, task = out / f"{method}-{seed}", out / "task"
     if (run / "hf").exists():
+        made = max(read_curves(run / "metrics.jsonl")["seconds/step"])
+        if made != steps:
+            raise SystemExit(f"{run} has {made} steps, not --steps={steps}; give another OUT, or that number")
         return
-    overrides: dict[str, Any] = {
-        "run_dir": run,
-        "steps": steps,
-        "seed": seed,
+    overrides: dict[str, Any] = {"run_dir": run, "steps": steps, "seed": seed, "algorithm.recipe": method}
+    overrides |= {
         "model.path": task / "model",
         "data.train": task / "train.jsonl",
         "data.heldout": task / "heldout.jsonl",
-        "algorithm.recipe": method,
         **STEP_REWARDS.get(method, {}),
     }
     sets = [part for key, value in overrides.items() for part in ("--set", f"{key}={value}")]
-    resume = ["--resume"] if (run / "checkpoints").exists() else []
-    _call([sys.executable, "-m", "grpo_mega.cli", "train", str(HERE / "task.yaml"), *sets, *resume], out / f"{run.name}.log")
+    resume = ["--resume"] if (run / "run.json").exists() else []
+    command = [sys.executable, "-m", "grpo_mega.cli", "train", str(HERE / "task.yaml"), *sets, *resume]
+    _call(command, out / f"{run.name}.log", num_threads=1)
 
 
-def _call(command: list[str], log: Path) -> None:
+def _call(command: list[str], log: Path, num_threads: int) -> None:
     print(f"+ {log.stem}", file=sys.stderr, flush=True)
+    env = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
     with log.open("ab") as output:
-        code = subprocess.run(
-            command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=output, stderr=subprocess.STDOUT
-        ).returncode
+        code = subprocess.run(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT).returncode
     if code:
         raise SystemExit(f"{log.stem} ended with code {code}; see {log}, and go on with the same command")
 
 
 def _read(metrics: Path) -> Run:
-    curves = read_curves(metrics)
-    steps = sorted(curves["seconds/step"])
-    config = load(HERE / "task.yaml")
-    per_rollout = config.batch.prompts_per_step * config.algorithm.group_size
-    rollouts = curves.get("rollouts", {})  # with dynamic sampling a step may need several
-    begun = dict(zip(steps, accumulate(per_rollout * rollouts.get(step, 1) for step in steps), strict=True))
-    evaluated = sorted(curves["eval/score"])
-    later = evaluated[1:]
+    curves, config = read_curves(metrics), load(HERE / "task.yaml")
+    steps, rollouts = sorted(curves["seconds/step"]), curves.get("rollouts", {})
+    per_rollout = config.batch.prompts_per_step * config.algorithm.group_size  # with dynamic sampling a step may need several
+    generated = dict(zip(steps, accumulate(per_rollout * rollouts.get(step, 1) for step in steps), strict=True))
+    scores = curves[f"eval/mean@{config.eval.samples}"]
+    evaluated = sorted(scores)
     return Run(
-        [begun.get(step, 0.0) for step in evaluated],
-        [curves["eval/score"][step] for step in evaluated],
-        _nearest(curves["response_length/mean"], later),
-        _nearest(curves["entropy/mean"], later),
+        [generated.get(step, 0.0) for step in evaluated],
+        [scores[step] for step in evaluated],
+        [curves["eval/sampled_response_length"][step] for step in evaluated],
+        [_last(curves["entropy/mean"], step) for step in evaluated],
     )
 
 
-def _nearest(curve: Curve, steps: Sequence[int]) -> list[float]:
-    """Return the last value at or before each step: a step without an update has none."""
-    return [curve[max(s for s in curve if s <= step)] for step in steps]
+def _last(curve: Curve, step: int) -> float:
+    """Return the last value at or before a step, or else the first: a step without an update has none."""
+    return curve[max((s for s in curve if s <= step), default=min(curve))]
 
 
-def _row(method: str, runs: Sequence[Run]) -> Row:
-    return Row(
-        method,
-        [run.area for run in runs],
-        [run.scores[-1] for run in runs],
-        [run.samples_to_target for run in runs],
-        [run.lengths[-1] for run in runs],
-        [run.entropies[-1] for run in runs],
-    )
-
-
-def _table(rows: Sequence[Row]) -> str:
-    lines = [
-        f"| method | mean score | final score | samples to {TARGET} | final length | final entropy |",
-        "|---|---|---|---|---|---|",
-    ]
-    for r in sorted(rows, key=lambda row: -mean(row.area)):
-        reached = [n for n in r.samples_to_target if n is not None]
-        samples = f"{median(reached):,.0f} ({len(reached)} of {len(r.final)} seeds)" if reached else "not reached"
-        cells = [_spread(r.area, ".2f"), _spread(r.final, ".2f"), samples, _spread(r.length, ".0f"), _spread(r.entropy, ".3f")]
-        lines.append(f"| `{r.method}` | {' | '.join(cells)} |")
+def _table(figures: Mapping[str, Sequence[Figures]]) -> str:
+    lines = [f"| method | mean score | final score | samples to {TARGET} | length | entropy |", "|---|---|---|---|---|---|"]
+    for method, found in sorted(figures.items(), key=lambda item: -mean(_column(item[1], "mean_score"))):
+        reached = _column(found, "samples_to_target")
+        missing = "" if len(reached) == len(found) else f", {len(reached)} of {len(found)} seeds"
+        samples = _spread(reached, ",.0f") + missing if reached else "not reached"
+        cells = [_spread(_column(found, name), form) for name, form in FORMS.items()]
+        lines.append(f"| `{method}` | {' | '.join([*cells[:2], samples, *cells[2:]])} |")
     return "\n".join(lines)
+
+
+def _column(figures: Sequence[Figures], name: str) -> list[float]:
+    """Return a figure of each seed that has it."""
+    return [value for figure in figures if (value := figure[name]) is not None]
 
 
 def _spread(values: Sequence[float], form: str) -> str:
@@ -202,40 +197,44 @@ def _spread(values: Sequence[float], form: str) -> str:
     return f"{mean(values):{form}}{ends}"
 
 
-def _draw(runs: Mapping[str, Sequence[Run]], picture: Path) -> None:
+def _draw(runs: Mapping[str, Sequence[Run]], budget: float, picture: Path) -> None:
+    """Draw the mean over seeds of each curve, and their range."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
-    names = ("held-out score (greedy)", "response length, tokens", "entropy, nats per token")
-    for number, (method, found) in enumerate(runs.items()):
-        samples = [mean(values) for values in zip(*(run.samples for run in found), strict=True)]
-        for axes, rows in zip(
-            panels, ([r.scores for r in found], [r.lengths for r in found], [r.entropies for r in found]), strict=True
-        ):
-            columns = list(zip(*rows, strict=True))
-            x = samples[len(samples) - len(columns) :]
-            axes.plot(x, [mean(c) for c in columns], color=f"C{number}", label=method, marker=".")
-            axes.fill_between(
-                x, [min(c) for c in columns], [max(c) for c in columns], color=f"C{number}", alpha=0.12, linewidth=0
-            )
-    for axes, name in zip(panels, names, strict=True):
-        axes.set(xlabel="samples generated, mean over seeds", ylabel=name)
+    figure, panels = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    labels = {"score": "held-out score, sampled", "length": "response length, tokens", "entropy": "entropy, nats per token"}
+    x = np.linspace(0, budget, 41)
+    for axes, (name, label) in zip(panels, labels.items(), strict=True):
+        for number, (method, found) in enumerate(runs.items()):
+            values = np.array([[run.at(name, n) for n in x] for run in found])
+            axes.plot(x, values.mean(0), color=f"C{number}", label=method)
+            axes.fill_between(x, values.min(0), values.max(0), color=f"C{number}", alpha=0.12, linewidth=0)
+        axes.set(xlabel="samples generated", ylabel=label)
         axes.grid(alpha=0.2)
     panels[0].axhline(TARGET, color="0.6", linewidth=0.8, linestyle=":")
     panels[0].legend(loc="lower right", frameon=False)
-    figure.savefig(picture, dpi=110)
+    figure.savefig(picture, dpi=80, pil_kwargs={"optimize": True})
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def _options(arguments: Sequence[str] | None) -> tuple[Path | None, list[str], int, list[int]]:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?", metavar="OUT")
-    parser.add_argument("--methods", nargs="+", choices=sorted(RECIPES), default=METHODS, metavar="METHOD")
-    parser.add_argument("--steps", type=int, default=30)
+    fit = sorted(set(RECIPES) - set(UNFIT))
+    parser.add_argument("--methods", nargs="+", choices=fit, default=list(METHODS), metavar="METHOD", help=", ".join(fit))
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="SEED")
-    return parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error(f"--steps={options.steps} must be at least 1")
+    for name, values in (("methods", options.methods), ("seeds", options.seeds)):
+        if len(set(values)) < len(values):
+            parser.error(f"--{name}={' '.join(map(str, values))} must differ from one another")
+    if min(options.seeds) < 0:
+        parser.error(f"--seeds={min(options.seeds)} must not be negative")
+    return options.out, options.methods, options.steps, options.seeds
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Make the benchmark's start model and data: `python tools/benchmarks/methods/task.py OUT --seed N`.
+"""Make the benchmark's start model and data: `python tools/benchmarks/methods/task.py OUT [--seed N]`.
 
-The quickstart's task made hard enough to tell methods apart. Sums have 3 to 6 steps, and the demonstrations' writer forgets
-most carries, so that many prompts have few right samples or none in a group. It also dithers: it writes a line again with
-probability LINE_REPEATED, right or wrong, so that responses to one prompt differ in length for no reason, and a response that
-dithers too long is cut off. So a bias for short right or long wrong responses shows in the lengths.
+The quickstart's task made hard enough to tell methods apart. A sum has 3 to 5 steps, and the demonstrations' writer hardly ever
+carries when it adds a 7, 8 or 9: at first more than half of the groups of 8 have no right sample, and an eighth have a single
+one. It also dithers: it leaves a blank line with probability BLANK_LINE, once or several times, right or wrong, so that
+responses to one prompt differ in length for no reason, and a bias for short or long ones could show.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 from arithmetic import Problem
 from transformers.utils.logging import disable_progress_bar
 
-NUM_DIGITS = range(3, 7)  # that are added to the first term
-FIRST_TERM = range(10, 40)  # with six more digits the sum keeps two digits
+NUM_DIGITS = range(3, 6)  # that are added to the first term
+FIRST_TERM = range(10, 40)  # with five more digits the sum keeps two digits
 DIGITS = range(2, 10)
-CARRY_DROPPED = 0.7
-LINE_REPEATED = 0.3
-MAX_RESPONSE_TOKENS = 96
-TARGET_SCORE = 0.1  # greedy, when the supervised training ends: the share of sums that need no carry is about that
+CARRY_DROPPED = {5: 0.3, 6: 0.6, 7: 0.85, 8: 0.95, 9: 0.95}  # probability by the digit added
+BLANK_LINE = 0.4  # below 0.5, or a greedy response never ends
+MAX_RESPONSE_TOKENS = 80
+TARGET_SCORE = 0.15  # greedy, when the supervised training ends; sums that the greedy writer gets right are about 0.2
 
 
 def main() -> None:
@@ -60,11 +60,11 @@ def demonstrate(problem: Problem, rng: random.Random) -> str:
     """Write a response as a writer does that forgets carries and dithers."""
     total, lines = problem.terms[0], []
     for term in problem.terms[1:]:
-        dropped = total % 10 + term >= 10 and rng.random() < CARRY_DROPPED
+        dropped = total % 10 + term >= 10 and rng.random() < CARRY_DROPPED.get(term, 0.0)
         following = total + term - (10 if dropped else 0)
         lines.append(f"{total}+{term}={following}")
-        while rng.random() < LINE_REPEATED:
-            lines.append(lines[-1])
+        while rng.random() < BLANK_LINE:
+            lines.append("")
         total = following
     return "<think>\n" + "\n".join(lines) + f"\n</think>\n<answer>{total}</answer>"
 
