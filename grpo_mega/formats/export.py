@@ -22,7 +22,7 @@ from grpo_mega.weights.apply import execute
 from grpo_mega.weights.boxes import RankShards
 from grpo_mega.weights.layout import ShardLayout, hf_rank_shards
 from grpo_mega.weights.plan import plan_transfers
-from grpo_mega.weights.spec import Family, ModelShape
+from grpo_mega.weights.spec import FLOAT32, Family, ModelShape
 
 WRITER = 0
 MAX_SHARD_BYTES = 5 << 30
@@ -41,7 +41,7 @@ def export(
 ) -> None:
     """Write `folder` on rank 0, replacing it; all ranks take part. Config and tokenizer come from `source_folder`."""
     rank = dist.get_rank()
-    num_bytes = {name: prod(size) * dtype.itemsize for name, size in family.hf_tensors(shape).items()}
+    num_bytes = {name: prod(size) * _dtype_of(name, dtype).itemsize for name, size in family.hf_tensors(shape).items()}
     writer = FolderWriter(folder, source_folder, num_bytes, max_shard_bytes)
     if rank == WRITER:
         writer.begin()
@@ -50,13 +50,19 @@ def export(
         shards = hf_rank_shards(family, shape, names)
         targets = [shards if r == WRITER else {} for r in range(len(sources))]
         plan = plan_transfers(ShardLayout.of_ranks(sources), ShardLayout.of_ranks(targets), ranks_per_node=len(sources))
-        gathered = {name: torch.empty(t.shape, dtype=dtype, device=device) for name, t in targets[rank].items()}
+        gathered = {
+            name: torch.empty(t.shape, dtype=_dtype_of(name, dtype), device=device) for name, t in targets[rank].items()
+        }
         execute(plan, tensors, gathered, dtype=dtype)
         if rank == WRITER:
             writer.write(file, {name: t.cpu() for name, t in gathered.items()})
     if rank == WRITER:
         writer.finish()
     dist.barrier()
+
+
+def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if name.endswith(FLOAT32) else dtype
 
 
 class FolderWriter:

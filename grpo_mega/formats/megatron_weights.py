@@ -1,8 +1,9 @@
 """Megatron's distributed checkpoints as `Weights`: Hugging Face tensors found in the pieces in which any layout saved them.
 
-A key of a checkpoint holds a parameter of all layers, [layers, ...], or of all experts of all layers, [layers, experts, ...].
-At each place stands the tensor that a rank has at tensor-parallel size 1, as the family's table describes it; the vocabulary
-may be padded. Needs no torch. Optimizer state and all else that a checkpoint holds is skipped.
+A key of a checkpoint holds a parameter of all layers, [layers, ...], or of all experts of all layers, [layers, experts, ...];
+where some layers have experts and others none, one of a single layer. At each place stands the tensor that a rank has at
+tensor-parallel size 1, as the family's table describes it; the vocabulary may be padded. Needs no torch. Optimizer state and
+all else that a checkpoint holds is skipped.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import io
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, product
@@ -35,27 +36,38 @@ class Stored:
     """The part of a key that belongs to one layer or one expert."""
 
     keys: tuple[str, ...]  # the same tensor has other keys under other layer specs; the first is Transformer Engine's
-    stack: Index  # the key's leading dims: (), (layers,) or (layers, experts)
+    stack: Index  # the key's leading dims: (), (layers,), (experts,) or (layers, experts)
     place: Index  # in them
     tensor: LocalTensor
 
 
 def stored_tensors(family: Family, shape: ModelShape) -> Iterator[Stored]:
     """Yield all tensors of a model, layer by layer."""
-    stored = (*family.heads(shape), *family.rows)
-    rows = [(row.kind, _keys_of(row), row.op.megatron(Shard(row.hf, "", shape))) for row in stored]
-    for kind, keys, tensor in rows:
-        if kind == "model":
-            yield Stored(keys, (), (), tensor)
-    for layer in range(shape.num_layers):
-        for kind, keys, tensor in rows:
-            if kind == "layer":
-                yield Stored(keys, (shape.num_layers,), (layer,), tensor.numbered(layer, 0))
-        for expert in range(shape.num_experts):
-            for kind, keys, tensor in rows:
-                if kind == "expert":
-                    stack = (shape.num_layers, shape.num_experts)
-                    yield Stored(keys, stack, (layer, expert), tensor.numbered(layer, expert))
+
+    def tensors(rows: Sequence[Row]) -> list[tuple[tuple[str, ...], LocalTensor]]:
+        return [(_keys_of(row), row.op.megatron(Shard(row.hf, "", shape))) for row in rows]
+
+    for keys, tensor in tensors([*family.heads(shape), *family.rows_of("model", shape)]):
+        yield Stored(keys, (), (), tensor)
+    for span, layers in shape.spans(range(shape.num_layers)):
+        of_layer, of_expert = (tensors(family.rows_of(kind, shape, span)) for kind in ("layer", "expert"))
+        for layer in layers:
+            stack, place = stacked_layers(shape, layer)
+            for keys, tensor in of_layer:
+                yield Stored(_numbered(keys, shape, layer), stack, place, tensor.numbered(layer, 0))
+            for expert in range(shape.num_experts):
+                for keys, tensor in of_expert:
+                    own = tensor.numbered(layer, expert)
+                    yield Stored(_numbered(keys, shape, layer), (*stack, shape.num_experts), (*place, expert), own)
+
+
+def stacked_layers(shape: ModelShape, layer: int) -> tuple[Index, Index]:
+    """Return the leading dims of the keys of a layer, and its place there; none where layers differ."""
+    return ((), ()) if shape.num_dense else ((shape.num_layers,), (layer,))
+
+
+def _numbered(keys: tuple[str, ...], shape: ModelShape, layer: int) -> tuple[str, ...]:
+    return tuple(key.replace("layers.", f"layers.{layer}.", 1) for key in keys) if shape.num_dense else keys
 
 
 def _keys_of(row: Row) -> tuple[str, ...]:

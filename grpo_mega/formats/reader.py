@@ -103,7 +103,7 @@ def random_reader(tensors: Mapping[str, Index], seed: int, std: float) -> Callab
     def read(box: Box) -> Tensor:
         if box.tensor.endswith("norm.weight"):
             return torch.ones(box.shape)
-        if box.tensor.endswith(".bias"):
+        if box.tensor.endswith("bias"):
             return torch.zeros(box.shape)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{box.tensor}".encode()))
         return torch.normal(0.0, std, tensors[box.tensor], generator=generator)[region(box.start, box.shape)]

@@ -41,6 +41,9 @@ CASES = {
     "qwen2": Case("qwen2", {}, torch.bfloat16),
     "qwen2_5": Case("qwen2", {"tied": True, "use_sliding_window": False, "max_window_layers": 4}),
     "qwen3": Case("qwen3", {"tied": True}),
+    "deepseek_v2": Case("deepseek_v2"),
+    "deepseek_v3": Case("deepseek_v3", {"q_lora_rank": 10}, torch.bfloat16),
+    "deepseek_v3_no_dense": Case("deepseek_v3", {"first_k_dense_replace": 0, "num_hidden_layers": 4}),
     "mixtral": Case("mixtral"),
     "qwen3_moe": Case("qwen3_moe", {}, torch.bfloat16),
 }
