@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, product
@@ -22,9 +22,10 @@ from typing import Any
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.dcp_read import METADATA, Chunk, SavedTensor, find_tensor, read_metadata
 from grpo_mega.formats.dtypes import ITEM_BYTES, WEIGHTS
+from grpo_mega.formats.extra_layers import KEY, extra_names
 from grpo_mega.formats.slices import BLOCK_BYTES, Extent, Files, Part, matrix, row_and_column
 from grpo_mega.observe.progress import progress
-from grpo_mega.weights.boxes import Box, Index, LocalTensor, Piece
+from grpo_mega.weights.boxes import Box, Index, LocalTensor, Piece, alone, whole
 from grpo_mega.weights.spec import Family, ModelShape, Row, Shard
 
 # Megatron's local layer spec saves its own norms under the names that they have fused into Transformer Engine's linear layers.
@@ -61,6 +62,12 @@ def stored_tensors(family: Family, shape: ModelShape) -> Iterator[Stored]:
                     yield Stored(_numbered(keys, shape, layer), (*stack, shape.num_experts), (*place, expert), own)
 
 
+def stored_extra(shapes: Mapping[str, Index]) -> Iterator[Stored]:
+    """Yield the tensors of layers for multi-token prediction among those of a checkpoint."""
+    for name in extra_names(shapes):
+        yield Stored((KEY + name,), (), (), alone(whole(name, shapes[name])))
+
+
 def stacked_layers(shape: ModelShape, layer: int) -> tuple[Index, Index]:
     """Return the leading dims of the keys of a layer, and its place there; none where layers differ."""
     return ((), ()) if shape.num_dense else ((shape.num_layers,), (layer,))
@@ -86,10 +93,11 @@ class MegatronWeights:
     def __init__(self, folder: Path, family: Family, shape: ModelShape) -> None:
         self.folder = Path(folder)
         self._saved = read_metadata(folder)
-        self.shapes = family.hf_tensors(shape)
+        extra = {key.removeprefix(KEY): saved.shape for key, saved in self._saved.items() if key.startswith(KEY)}
+        self.shapes = family.hf_tensors(shape) | extra
         self._chunks: dict[tuple[str, ...], dict[Index, list[Chunk]]] = {}  # by a stored tensor's keys, and by place
         self._pieces: dict[str, list[tuple[Stored, Piece]]] = defaultdict(list)
-        for stored in stored_tensors(family, shape):
+        for stored in (*stored_tensors(family, shape), *stored_extra(extra)):
             if stored.keys not in self._chunks:
                 self._chunks[stored.keys] = _by_place(self._find(stored), len(stored.place))
             for piece in stored.tensor.pieces:
