@@ -27,7 +27,7 @@ class Setup:
     gpus_per_node: int
     mean_prompt: float  # tokens
     mean_response: float
-    uses_te: bool = True  # Transformer Engine's layers; else Megatron's local ones
+    uses_te: bool = True  # Transformer Engine's layers; else Megatron's local ones, as always with multi-latent attention
     assumed: Assumptions = ASSUMED
     teachers: tuple[tuple[ModelShape, int], ...] = ()  # those in the policy's layout, with their experts per token
 
@@ -47,6 +47,10 @@ class Setup:
     def num_layers(self, pp_rank: int) -> int:
         """Return the number of layers of a pipeline stage."""
         return sum(map(len, self.chunks(pp_rank)))
+
+    def num_moe_layers(self, pp_rank: int) -> int:
+        """Return the number of a stage's layers that have experts."""
+        return sum(len(dict(self.shape.spans(chunk)).get("moe", ())) for chunk in self.chunks(pp_rank))
 
     @property
     def engine_layout(self) -> EngineLayout:
@@ -88,7 +92,8 @@ class Setup:
         for shape, experts in self.teachers:
             own = self.config.layout.model_copy(update=layout | ({} if shape.num_experts else {"ep": 1}))
             config = self.config.model_copy(update={"precision": PrecisionConfig(), "layout": own})
-            setups.append(replace(self, shape=shape, experts_per_token=experts, teachers=(), config=config))
+            own_te = self.uses_te and not shape.kv_lora
+            setups.append(replace(self, shape=shape, experts_per_token=experts, teachers=(), config=config, uses_te=own_te))
         return setups
 
     @property
