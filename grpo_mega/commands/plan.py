@@ -100,7 +100,6 @@ def prepare(options: PlanOptions) -> tuple[Setup | None, Findings]:
         gpus_per_node=options.gpus_per_node,
         mean_prompt=prompt,
         mean_response=response,
-        uses_te=not model.shape.kv_lora,
         teachers=_teachers(config, findings),
     )
     return setup, findings

@@ -31,6 +31,10 @@ class Setup:
     assumed: Assumptions = ASSUMED
     teachers: tuple[tuple[ModelShape, int], ...] = ()  # those in the policy's layout, with their experts per token
 
+    def __post_init__(self) -> None:
+        if self.shape.kv_lora:
+            object.__setattr__(self, "uses_te", False)
+
     @property
     def family(self) -> Family:
         return family_of(self.shape.model_type)
@@ -92,8 +96,7 @@ class Setup:
         for shape, experts in self.teachers:
             own = self.config.layout.model_copy(update=layout | ({} if shape.num_experts else {"ep": 1}))
             config = self.config.model_copy(update={"precision": PrecisionConfig(), "layout": own})
-            own_te = self.uses_te and not shape.kv_lora
-            setups.append(replace(self, shape=shape, experts_per_token=experts, teachers=(), config=config, uses_te=own_te))
+            setups.append(replace(self, shape=shape, experts_per_token=experts, teachers=(), config=config))
         return setups
 
     @property

@@ -1,4 +1,4 @@
-"""What multi-latent attention cannot be combined with, or would compute otherwise, is refused in one line before any rank."""
+"""Multi-latent attention with what it cannot do, or would compute otherwise, is refused in one line before any rank starts."""
 
 from __future__ import annotations
 
