@@ -22,6 +22,7 @@ from grpo_mega.distributed.launch import only_rank
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.detect import Checkpoint, find_checkpoint
 from grpo_mega.formats.reader import open_reader
+from grpo_mega.rollout.embedded.compat import scale_attention
 from grpo_mega.weights.apply import load_shards
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,6 +81,7 @@ def _by_transformers(checkpoint: Checkpoint) -> Outputs:
     # The plain loop over experts: torch.grouped_mm, transformers' default, refuses rows that are no multiple of 16 bytes.
     own = {"experts_implementation": "eager"} if checkpoint.model()[1].num_experts else {}
     model = AutoModelForCausalLM.from_pretrained(checkpoint.weights, dtype=torch.float32, **own).eval()
+    scale_attention(model)
     outputs: dict[str, list[Tensor]] = {}
     for number, layer in enumerate(model.model.layers):
         layer.register_forward_hook(_keep(outputs, f"layer {number}"))

@@ -1,9 +1,10 @@
 """Count the floating-point operations of a training step by formulas, for the model FLOPs utilisation (MFU).
 
 A matrix product of [m, k] and [k, n] counts 2 m k n; nothing else counts. In a forward pass over segments of n tokens:
- linear     2 x tokens x weights that multiply a token, in each layer: hidden x (q + 2 kv) + q x hidden for attention, and
-            3 x hidden x ffn for a gated MLP, or hidden x experts for the router and 3 x hidden x moe_ffn for each chosen expert
- attention  4 x q for each pair of a query and a key that it sees, n (n + 1) / 2 of them in a segment, in each layer
+ linear     2 x tokens x weights that multiply a token, in each layer: hidden x (q + 2 kv) + q x hidden for attention (or the
+            matrices to and from its latents), and 3 x hidden x ffn for a gated MLP, or hidden x experts for the router and
+            3 x hidden x moe_ffn for each chosen expert, and the same for shared ones
+ attention  2 x (q + v) for each pair of a query and a key that it sees, n (n + 1) / 2 of them in a segment, in each layer
  output     2 x hidden x vocab for each token that needs a log-prob
 A backward pass counts twice the forward. Recomputation (activations, logits) and lookups do not count.
 """
@@ -53,14 +54,18 @@ def of_totals(
     """Count tokens, of which `num_outputs` go through the output layer, and the pairs of a query and a key that it sees."""
     return Flops(
         linear=2 * num_tokens * shape.num_layers * layer_weights(shape, experts_per_token),
-        attention=4 * shape.q * num_pairs * shape.num_layers,
+        attention=2 * (shape.q + shape.v) * num_pairs * shape.num_layers,
         output=2 * shape.hidden * shape.vocab * num_outputs,
     )
 
 
-def layer_weights(shape: ModelShape, experts_per_token: int = 0) -> int:
-    """Return the number of weights of one layer that multiply a token. Raises ConfigError as `count` does."""
+def layer_weights(shape: ModelShape, experts_per_token: int = 0) -> float:
+    """Return the number of weights of a layer that multiply a token, the mean over all layers. Raises ConfigError as `count`
+    does."""
     attention = shape.hidden * (shape.q + 2 * shape.kv) + shape.q * shape.hidden
+    if shape.kv_lora:
+        queries = shape.q_lora * (shape.hidden + shape.q) if shape.q_lora else shape.hidden * shape.q
+        attention = queries + shape.hidden * shape.kv_down + shape.kv_lora * shape.kv_up + shape.v * shape.hidden
     if not shape.num_experts:
         return attention + 3 * shape.hidden * shape.ffn
     if not 1 <= experts_per_token <= shape.num_experts:
@@ -68,4 +73,5 @@ def layer_weights(shape: ModelShape, experts_per_token: int = 0) -> int:
             f"experts_per_token={experts_per_token}: must be in 1 .. {shape.num_experts} for an MoE model; "
             "give the config's num_experts_per_tok"
         )
-    return attention + shape.hidden * shape.num_experts + experts_per_token * 3 * shape.hidden * shape.moe_ffn
+    chosen = shape.hidden * shape.num_experts + 3 * shape.hidden * (experts_per_token * shape.moe_ffn + shape.shared_ffn)
+    return attention + chosen + shape.num_dense * (3 * shape.hidden * shape.ffn - chosen) / shape.num_layers

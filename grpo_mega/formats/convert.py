@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from grpo_mega.errors import ConfigError
+from grpo_mega.errors import ConfigError, WeightMappingError
 from grpo_mega.formats.dcp_read import COMMON, FORMAT, METADATA
 from grpo_mega.formats.dcp_write import STATE_FILE, SavedPiece, blob_of, common_bytes, metadata_bytes, state_bytes
 from grpo_mega.formats.detect import Checkpoint, find_checkpoint
 from grpo_mega.formats.dtypes import ITEM_BYTES, TORCH_NAMES, WEIGHTS
+from grpo_mega.formats.extra_layers import extra_names
 from grpo_mega.formats.hf_files import check_shapes, check_tied, index_of, side_files, split_into_shards
 from grpo_mega.formats.hf_weights import HfWeights
-from grpo_mega.formats.megatron_weights import MegatronWeights, stored_tensors
+from grpo_mega.formats.megatron_weights import MegatronWeights, stored_extra, stored_tensors
 from grpo_mega.formats.output import Item, OutputPlan, Report, check_free, write
 from grpo_mega.formats.safetensors_files import header_of
 from grpo_mega.formats.slices import box_target, target_of
@@ -90,7 +91,7 @@ def megatron_plan(checkpoint: Checkpoint, weights: HfWeights, dtype: str | None)
     check_shapes(checkpoint.side, weights.shapes, family.hf_tensors(shape))
     items, saved, offset = [], [], 0
     sizes: dict[str, int] = {}
-    for stored in stored_tensors(family, shape):
+    for stored in (*stored_tensors(family, shape), *stored_extra(weights.shapes)):
         for row, piece in _pieces_to_save(stored.tensor):
             target = target_of(piece, weights, dtype)
             chunk = (1,) * len(stored.place) + piece.shape
@@ -115,8 +116,13 @@ def megatron_plan(checkpoint: Checkpoint, weights: HfWeights, dtype: str | None)
 
 def hf_plan(checkpoint: Checkpoint, weights: MegatronWeights, max_shard_bytes: int, dtype: str | None) -> OutputPlan:
     """Plan the Hugging Face folder of a Megatron checkpoint, in the order of the family's table."""
-    shapes = weights.shapes
+    shapes = dict(weights.shapes)
     targets = {name: box_target(whole(name, shape), weights, dtype) for name, shape in shapes.items()}
+    source = _source_of_extra(checkpoint, weights)
+    if source is not None:
+        for name in extra_names(source.shapes):
+            shapes[name] = source.shapes[name]
+            targets[name] = box_target(whole(name, shapes[name]), source, dtype)
     num_bytes = {name: target.num_bytes for name, target in targets.items()}
     shards = split_into_shards(num_bytes, max_shard_bytes)
     items, headers, sizes = [], {}, {}
@@ -127,6 +133,16 @@ def hf_plan(checkpoint: Checkpoint, weights: MegatronWeights, max_shard_bytes: i
         sizes[file] = offsets[-1] + num_bytes[names[-1]]
     last = _side_contents(checkpoint, was_quantised=False, dtype=dtype) | index_of(shards, num_bytes)
     return OutputPlan(sizes, items, headers, last, weights.files, f"to Hugging Face {max_shard_bytes} {dtype}")
+
+
+def _source_of_extra(checkpoint: Checkpoint, weights: MegatronWeights) -> HfWeights | MegatronWeights | None:
+    """Return the model that a run came from, if its config.json names layers for multi-token prediction: a run keeps none."""
+    if not checkpoint.config().get("num_nextn_predict_layers") or extra_names(weights.shapes):
+        return None
+    try:
+        return find_checkpoint(checkpoint.side).open()
+    except WeightMappingError:  # of the model there is no more than its config
+        return None
 
 
 def _pieces_to_save(tensor: LocalTensor) -> list[tuple[int, LocalTensor]]:

@@ -42,6 +42,8 @@ _LAYER_STATES = (
     "pre_mlp_layernorm",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
+    *(f"self_attention.linear_{name}" for name in ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")),
+    *("self_attention.kv_layernorm", "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"),
 )
 _EXPERT_STATES = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
 
@@ -163,9 +165,12 @@ def _extra_states(shape: ModelShape) -> list[str]:
     layers, experts = shape.num_layers, shape.num_experts
     names = ["decoder.final_layernorm._extra_state/shard_0_1"]
     for i in range(layers):
-        names += [f"decoder.layers.{name}._extra_state/shard_{i}_{layers}" for name in _LAYER_STATES]
-        for e in range(experts):
-            names += [f"decoder.layers.{name}._extra_state/shard_{i}.{e}_{layers}.{experts}" for name in _EXPERT_STATES]
+        # Where layers differ, each has keys of its own.
+        prefix, at, of = (f"{i}.", "", "") if shape.num_dense else ("", f"{i}.", f"{layers}.")
+        place = "0_1" if shape.num_dense else f"{i}_{layers}"
+        names += [f"decoder.layers.{prefix}{name}._extra_state/shard_{place}" for name in _LAYER_STATES]
+        for e in range(experts if i >= shape.num_dense else 0):
+            names += [f"decoder.layers.{prefix}{name}._extra_state/shard_{at}{e}_{of}{experts}" for name in _EXPERT_STATES]
     return names
 
 

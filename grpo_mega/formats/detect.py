@@ -154,5 +154,7 @@ def _kind(checkpoint: Checkpoint, weights: Any) -> str:
 
 def _pieces(saved: dict[str, SavedTensor]) -> str:
     """Return the tensor-parallel size of the saved pieces; the checkpoint loads at any."""
-    columns = {c.offset[-1] for c in saved["decoder.layers.self_attention.linear_proj.weight"].chunks}
+    columns = {
+        c.offset[-1] for c in next(t for key, t in saved.items() if key.endswith("self_attention.linear_proj.weight")).chunks
+    }
     return f"any (saved in pieces of tp={len(columns)})"

@@ -17,12 +17,15 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from grpo_mega.errors import WeightMappingError
+from grpo_mega.formats.extra_layers import extra_names
 from grpo_mega.formats.hf_files import index_of, side_files, split_into_shards
+from grpo_mega.formats.reader import CheckpointReader, open_reader
 from grpo_mega.weights.apply import execute
-from grpo_mega.weights.boxes import RankShards
+from grpo_mega.weights.boxes import RankShards, whole
 from grpo_mega.weights.layout import ShardLayout, hf_rank_shards
 from grpo_mega.weights.plan import plan_transfers
-from grpo_mega.weights.spec import Family, ModelShape
+from grpo_mega.weights.spec import FLOAT32, Family, ModelShape, read_config
 
 WRITER = 0
 MAX_SHARD_BYTES = 5 << 30
@@ -41,22 +44,40 @@ def export(
 ) -> None:
     """Write `folder` on rank 0, replacing it; all ranks take part. Config and tokenizer come from `source_folder`."""
     rank = dist.get_rank()
-    num_bytes = {name: prod(size) * dtype.itemsize for name, size in family.hf_tensors(shape).items()}
-    writer = FolderWriter(folder, source_folder, num_bytes, max_shard_bytes)
+    reader = _reader_of_extra(source_folder, family, shape)
+    extra = {name: reader.num_bytes(name) for name in extra_names(reader.names)} if reader else {}
+    num_bytes = {name: prod(size) * _dtype_of(name, dtype).itemsize for name, size in family.hf_tensors(shape).items()}
+    writer = FolderWriter(folder, source_folder, num_bytes | extra, max_shard_bytes)
     if rank == WRITER:
         writer.begin()
     device = next(iter(tensors.values())).device
     for file, names in writer.shards.items():
-        shards = hf_rank_shards(family, shape, names)
+        shards = hf_rank_shards(family, shape, (name for name in names if name not in extra))
         targets = [shards if r == WRITER else {} for r in range(len(sources))]
         plan = plan_transfers(ShardLayout.of_ranks(sources), ShardLayout.of_ranks(targets), ranks_per_node=len(sources))
-        gathered = {name: torch.empty(t.shape, dtype=dtype, device=device) for name, t in targets[rank].items()}
+        gathered = {
+            name: torch.empty(t.shape, dtype=_dtype_of(name, dtype), device=device) for name, t in targets[rank].items()
+        }
         execute(plan, tensors, gathered, dtype=dtype)
         if rank == WRITER:
-            writer.write(file, {name: t.cpu() for name, t in gathered.items()})
+            kept = {name: reader.read(whole(name, reader.shape(name))) for name in names if reader and name in extra}
+            writer.write(file, {name: t.cpu() for name, t in gathered.items()} | kept)
     if rank == WRITER:
         writer.finish()
     dist.barrier()
+
+
+def _reader_of_extra(source_folder: Path, family: Family, shape: ModelShape) -> CheckpointReader | None:
+    """Return the reader of a model whose config.json names layers for multi-token prediction, if its weights are there."""
+    try:
+        has_extra = read_config(source_folder).get("num_nextn_predict_layers")
+        return open_reader(source_folder, family, shape) if has_extra else None
+    except WeightMappingError:
+        return None
+
+
+def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if name.endswith(FLOAT32) else dtype
 
 
 class FolderWriter:

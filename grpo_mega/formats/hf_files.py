@@ -9,6 +9,7 @@ from pathlib import Path
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.dtypes import ITEM_BYTES
+from grpo_mega.formats.extra_layers import extra_names
 from grpo_mega.formats.safetensors_files import TensorInfo
 from grpo_mega.weights.boxes import Index
 
@@ -88,7 +89,7 @@ def check_shapes(folder: Path, shapes: Mapping[str, Index], expected: Mapping[st
                 "give the config.json that belongs to these weights"
             )
     # A tied output layer may be stored as well; rotary tables are derived.
-    known = set(expected) | {"lm_head.weight"}
+    known = {*expected, "lm_head.weight", *extra_names(shapes)}
     for name in sorted(set(shapes) - known):
         if name.endswith(SCALE_SUFFIX):
             raise WeightMappingError(

@@ -1,8 +1,9 @@
 """Megatron's distributed checkpoints as `Weights`: Hugging Face tensors found in the pieces in which any layout saved them.
 
-A key of a checkpoint holds a parameter of all layers, [layers, ...], or of all experts of all layers, [layers, experts, ...].
-At each place stands the tensor that a rank has at tensor-parallel size 1, as the family's table describes it; the vocabulary
-may be padded. Needs no torch. Optimizer state and all else that a checkpoint holds is skipped.
+A key of a checkpoint holds a parameter of all layers, [layers, ...], or of all experts of all layers, [layers, experts, ...];
+where some layers have experts and others none, one of a single layer. At each place stands the tensor that a rank has at
+tensor-parallel size 1, as the family's table describes it; the vocabulary may be padded. Needs no torch. Optimizer state and
+all else that a checkpoint holds is skipped.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import io
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, product
@@ -21,9 +22,10 @@ from typing import Any
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.dcp_read import METADATA, Chunk, SavedTensor, find_tensor, read_metadata
 from grpo_mega.formats.dtypes import ITEM_BYTES, WEIGHTS
+from grpo_mega.formats.extra_layers import KEY, extra_names
 from grpo_mega.formats.slices import BLOCK_BYTES, Extent, Files, Part, matrix, row_and_column
 from grpo_mega.observe.progress import progress
-from grpo_mega.weights.boxes import Box, Index, LocalTensor, Piece
+from grpo_mega.weights.boxes import Box, Index, LocalTensor, Piece, alone, whole
 from grpo_mega.weights.spec import Family, ModelShape, Row, Shard
 
 # Megatron's local layer spec saves its own norms under the names that they have fused into Transformer Engine's linear layers.
@@ -35,27 +37,44 @@ class Stored:
     """The part of a key that belongs to one layer or one expert."""
 
     keys: tuple[str, ...]  # the same tensor has other keys under other layer specs; the first is Transformer Engine's
-    stack: Index  # the key's leading dims: (), (layers,) or (layers, experts)
+    stack: Index  # the key's leading dims: (), (layers,), (experts,) or (layers, experts)
     place: Index  # in them
     tensor: LocalTensor
 
 
 def stored_tensors(family: Family, shape: ModelShape) -> Iterator[Stored]:
     """Yield all tensors of a model, layer by layer."""
-    stored = (*family.heads(shape), *family.rows)
-    rows = [(row.kind, _keys_of(row), row.op.megatron(Shard(row.hf, "", shape))) for row in stored]
-    for kind, keys, tensor in rows:
-        if kind == "model":
-            yield Stored(keys, (), (), tensor)
-    for layer in range(shape.num_layers):
-        for kind, keys, tensor in rows:
-            if kind == "layer":
-                yield Stored(keys, (shape.num_layers,), (layer,), tensor.numbered(layer, 0))
-        for expert in range(shape.num_experts):
-            for kind, keys, tensor in rows:
-                if kind == "expert":
-                    stack = (shape.num_layers, shape.num_experts)
-                    yield Stored(keys, stack, (layer, expert), tensor.numbered(layer, expert))
+
+    def tensors(rows: Sequence[Row]) -> list[tuple[tuple[str, ...], LocalTensor]]:
+        return [(_keys_of(row), row.op.megatron(Shard(row.hf, "", shape))) for row in rows]
+
+    for keys, tensor in tensors([*family.heads(shape), *family.rows_of("model", shape)]):
+        yield Stored(keys, (), (), tensor)
+    for span, layers in shape.spans(range(shape.num_layers)):
+        of_layer, of_expert = (tensors(family.rows_of(kind, shape, span)) for kind in ("layer", "expert"))
+        for layer in layers:
+            stack, place = stacked_layers(shape, layer)
+            for keys, tensor in of_layer:
+                yield Stored(_numbered(keys, shape, layer), stack, place, tensor.numbered(layer, 0))
+            for expert in range(shape.num_experts):
+                for keys, tensor in of_expert:
+                    own = tensor.numbered(layer, expert)
+                    yield Stored(_numbered(keys, shape, layer), (*stack, shape.num_experts), (*place, expert), own)
+
+
+def stored_extra(shapes: Mapping[str, Index]) -> Iterator[Stored]:
+    """Yield the tensors of layers for multi-token prediction among those of a checkpoint."""
+    for name in extra_names(shapes):
+        yield Stored((KEY + name,), (), (), alone(whole(name, shapes[name])))
+
+
+def stacked_layers(shape: ModelShape, layer: int) -> tuple[Index, Index]:
+    """Return the leading dims of the keys of a layer, and its place there; none where layers differ."""
+    return ((), ()) if shape.num_dense else ((shape.num_layers,), (layer,))
+
+
+def _numbered(keys: tuple[str, ...], shape: ModelShape, layer: int) -> tuple[str, ...]:
+    return tuple(key.replace("layers.", f"layers.{layer}.", 1) for key in keys) if shape.num_dense else keys
 
 
 def _keys_of(row: Row) -> tuple[str, ...]:
@@ -74,10 +93,11 @@ class MegatronWeights:
     def __init__(self, folder: Path, family: Family, shape: ModelShape) -> None:
         self.folder = Path(folder)
         self._saved = read_metadata(folder)
-        self.shapes = family.hf_tensors(shape)
+        extra = {key.removeprefix(KEY): saved.shape for key, saved in self._saved.items() if key.startswith(KEY)}
+        self.shapes = family.hf_tensors(shape) | extra
         self._chunks: dict[tuple[str, ...], dict[Index, list[Chunk]]] = {}  # by a stored tensor's keys, and by place
         self._pieces: dict[str, list[tuple[Stored, Piece]]] = defaultdict(list)
-        for stored in stored_tensors(family, shape):
+        for stored in (*stored_tensors(family, shape), *stored_extra(extra)):
             if stored.keys not in self._chunks:
                 self._chunks[stored.keys] = _by_place(self._find(stored), len(stored.place))
             for piece in stored.tensor.pieces:

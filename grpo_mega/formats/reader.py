@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import zlib
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
+from grpo_mega.formats.dtypes import ITEM_BYTES
 from grpo_mega.formats.hf_files import weight_files
 from grpo_mega.formats.hf_weights import HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
@@ -42,6 +44,9 @@ class CheckpointReader:
 
     def shape(self, name: str) -> Index:
         return self._weights.shapes[name]
+
+    def num_bytes(self, name: str) -> int:
+        return prod(self.shape(name)) * ITEM_BYTES[self._weights.dtype(name)]
 
     def read(self, box: Box) -> Tensor:
         """Return the box's elements in the checkpoint's dtype. Raise WeightMappingError if one is NaN or infinite."""
@@ -103,7 +108,7 @@ def random_reader(tensors: Mapping[str, Index], seed: int, std: float) -> Callab
     def read(box: Box) -> Tensor:
         if box.tensor.endswith("norm.weight"):
             return torch.ones(box.shape)
-        if box.tensor.endswith(".bias"):
+        if box.tensor.endswith("bias"):
             return torch.zeros(box.shape)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{box.tensor}".encode()))
         return torch.normal(0.0, std, tensors[box.tensor], generator=generator)[region(box.start, box.shape)]

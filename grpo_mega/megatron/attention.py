@@ -93,23 +93,27 @@ class PackedAttention(torch.nn.Module):
 
     def forward(
         self,
-        query: Tensor,  # [T, 1, heads / tp, head_dim]
+        query: Tensor,  # [T, 1, heads / tp, head_dim]; with latents there is no dim of 1
         key: Tensor,  # [T, 1, kv_heads / tp, head_dim]
-        value: Tensor,
+        value: Tensor,  # of another width with latents
         attention_mask: Tensor | None,
         *,
         packed_seq_params: LocalPackedSeqParams,
         **kwargs: Any,
-    ) -> Tensor:  # [T, 1, heads / tp * head_dim]
+    ) -> Tensor:  # [T, 1, heads / tp * width of a value]
         params = packed_seq_params
         rows = [x.flatten(1) for x in (query, key, value)]  # [T, heads * head_dim]
         outputs = []
         for gather in params.gathers:
             q, k, v = (
-                r.index_select(0, gather.view(-1)).view(*gather.shape, -1, query.shape[-1]).transpose(1, 2) for r in rows
+                r.index_select(0, gather.view(-1)).view(*gather.shape, -1, x.shape[-1]).transpose(1, 2)
+                for r, x in zip(rows, (query, key, value), strict=True)
             )
+            width = v.shape[-1]
+            if width < q.shape[-1]:  # torch's fused kernels take one width, and keep no matrix of all pairs
+                v = F.pad(v, (0, q.shape[-1] - width))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
-            outputs.append(out.transpose(1, 2).reshape(gather.numel(), -1))
+            outputs.append(out[..., :width].transpose(1, 2).reshape(gather.numel(), -1))
         return torch.cat(outputs).index_select(0, params.restore).unsqueeze(1)
 
 

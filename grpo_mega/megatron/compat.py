@@ -180,6 +180,17 @@ def patch_moe() -> None:
         _pad_uneven_gathers()
 
 
+@functools.cache
+def patch_latent_attention() -> None:
+    """Let multi-latent attention run without Transformer Engine: Megatron's module believes that it is there wherever its own
+    wrapper can be imported, and then asks isinstance of a mock."""
+    from megatron.core.transformer import multi_latent_attention
+
+    patched: Any = multi_latent_attention
+    if not isinstance(patched.TELinear, type):
+        patched.HAVE_TE = False
+
+
 def _pad_uneven_gathers() -> None:
     """Pad to equal parts, as gloo requires: experts that are sharded over tp have different numbers of tokens."""
     from megatron.core.tensor_parallel import mappings

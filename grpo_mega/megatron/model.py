@@ -28,12 +28,12 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_mega.config import Config
-from grpo_mega.megatron import compat
+from grpo_mega.megatron import compat, latent
 from grpo_mega.megatron.attention import PackedAttention, PackedRotary, RMSNorm
 from grpo_mega.megatron.found import in_use
 from grpo_mega.megatron.precision import DTYPES, megatron_settings
@@ -48,15 +48,17 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def uses_transformer_engine(runtime: Runtime) -> bool:
-    return in_use(runtime.device).transformer_engine
+def uses_transformer_engine(shape: ModelShape, runtime: Runtime) -> bool:
+    return in_use(runtime.device).transformer_engine and not shape.kv_lora
 
 
 def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Config, runtime: Runtime) -> list[GPTModel]:
     """Return this rank's model chunks, first to last; there is one without virtual pipeline parallelism."""
     if shape.num_experts:
         compat.patch_moe()
-    if uses_transformer_engine(runtime):
+    if shape.kv_lora:
+        compat.patch_latent_attention()
+    if uses_transformer_engine(shape, runtime):
         compat.allow_fused_weight_gradients()
     megatron = transformer_config(shape, family, hf_config, config, runtime)
     return [_build(shape, hf_config, megatron, runtime, chunk) for chunk in range(runtime.layout.vpp)]
@@ -68,8 +70,9 @@ def transformer_config(
     """Return Megatron's config, with the settings that prevent its silent errors."""
     dtype = DTYPES[config.model.dtype]
     is_cuda, is_interleaved = runtime.device.is_cuda, runtime.layout.vpp > 1
-    use_te = uses_transformer_engine(runtime)
-    return TransformerConfig(
+    use_te = uses_transformer_engine(shape, runtime)
+    config_class = MLATransformerConfig if shape.kv_lora else TransformerConfig
+    return config_class(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
@@ -95,9 +98,10 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         **megatron_settings(config.precision),
         **_moe_config(shape, hf_config, runtime),
+        **(latent.settings(shape, hf_config) if shape.kv_lora else {}),
         use_cpu_initialization=not is_cuda,
         perform_initialization=False,
-        gradient_accumulation_fusion=in_use(runtime.device).fuses_weight_gradients,
+        gradient_accumulation_fusion=in_use(runtime.device).fuses_weight_gradients and not shape.kv_lora,
         # These two are compiled for CUDA.
         bias_dropout_fusion=is_cuda,
         bias_activation_fusion=is_cuda,
@@ -147,10 +151,10 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     layers = layout.layers_of(shape.num_layers, runtime.pp_rank, chunk)
     theirs = get_transformer_layer_offset(config, vp_stage=vp_stage), get_num_layers_to_build(config, vp_stage=vp_stage)
     assert theirs == (layers.start, len(layers)), (theirs, layers)
-    if use_te := uses_transformer_engine(runtime):
+    if use_te := uses_transformer_engine(shape, runtime):
         spec = get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
     else:
-        spec = _local_spec(config, len(layers))
+        spec = _local_spec(shape, config, layers)
     model = GPTModel(
         config,
         spec,
@@ -167,7 +171,9 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
         model.output_layer.forward = partial(_forward_hidden, model.output_layer)
     # By transformers' own arithmetic, for the rope types that preflight accepts.
     inv_freq = LlamaRotaryEmbedding(hf_config).inv_freq.float()  # [head_dim / 2]
-    if use_te:
+    if shape.kv_lora:
+        latent.set_rotary(model, hf_config)
+    elif use_te:
         model.rotary_pos_emb.inv_freq = inv_freq
     else:
         model.rotary_pos_emb = PackedRotary(inv_freq)
@@ -180,7 +186,11 @@ def output_weight(model: GPTModel) -> Any:
 
 
 def parameters_of(models: Sequence[Any], holding: RankShards) -> dict[str, torch.Tensor]:
-    """Return every parameter by its local name; assert that the family's table and the model agree on names and shapes."""
+    """Return every parameter by its local name; assert that the family's table and the model agree on names and shapes.
+
+    Routers' biases are no parameters: `latent.biases_of` has them.
+    """
+    holding = {name: tensor for name, tensor in holding.items() if not name.endswith(latent.BIAS)}
     parameters = {f"chunk{i}.{name}": p for i, model in enumerate(models) for name, p in model.named_parameters()}
     assert set(parameters) == set(holding), sorted(set(parameters) ^ set(holding))
     for name, p in parameters.items():
@@ -207,13 +217,22 @@ def _mark_partitions(model: GPTModel) -> None:
                 set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
 
 
-def _local_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    parts.self_attention.submodules.core_attention = PackedAttention
-    if config.qk_layernorm:
-        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+def _local_spec(shape: ModelShape, config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:
+    def layer(num_experts: int | None) -> Any:
+        spec = get_gpt_layer_local_spec(
+            num_experts=num_experts,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+            normalization="RMSNorm",
+        )
+        parts, attention = spec.submodules, spec.submodules.self_attention.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        attention.core_attention = PackedAttention
+        if shape.kv_lora:
+            latent.set_parts(attention)
+        elif config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        return spec
+
+    specs = [layer(config.num_moe_experts if span == "moe" else None) for span, run in shape.spans(layers) for _ in run]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)

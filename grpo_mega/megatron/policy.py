@@ -30,6 +30,7 @@ from grpo_mega.hardware.fp8 import length_multiple
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import state as checkpoint
 from grpo_mega.megatron.guard import Guard, num_groups
+from grpo_mega.megatron.latent import biases_of
 from grpo_mega.megatron.model import build_chunks, output_weight, parameters_of, uses_transformer_engine
 from grpo_mega.megatron.offload import PolicyMemory
 from grpo_mega.megatron.pipeline import Pipeline
@@ -48,13 +49,14 @@ class Policy:
     def __init__(self, config: Config, shape: ModelShape, family: Family, hf_config: Any, runtime: Runtime) -> None:
         """Build the model without weights; `load` fills them."""
         self._config, self._shape, self._runtime = config, shape, runtime
-        uses_te = uses_transformer_engine(runtime)
+        uses_te = uses_transformer_engine(shape, runtime)
         self._shards = megatron_shards(family, shape, runtime.layout, fused_norms=uses_te)
         self.models = build_chunks(shape, family, hf_config, config, runtime)  # one per virtual pipeline stage
         self.parameters = parameters_of(self.models, self._shards.rank_shards(runtime.rank))  # by local name
         _check_partitions(self.parameters, runtime, self._shards)
         self._layer_group = _layer_groups(self.models, shape.num_layers)
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision)
+        self.parameters |= biases_of(self.models)  # which are buffers
         self.pipeline = Pipeline(self.chunks, uses_te=uses_te)
         self._optimizer: Any = None
         self.algorithm: AlgorithmConfig = config.algorithm  # with the kl_beta of now, which algorithm.kl_target adapts

@@ -165,7 +165,7 @@ def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
             optimizers.gather_parameters(policy.chunks)  # as after an optimizer step
     buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return {
-        "num_parameters": sum(p.numel() for p in policy.parameters.values()),
+        "num_parameters": sum(p.numel() for p in policy.parameters.values() if p.requires_grad),
         "weights": sum(b.param_data.nbytes for b in buffers),
         "gradients": sum(b.grad_data.nbytes for b in buffers),
         "kept": kept.most,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 from grpo_mega.config import Config, PrecisionConfig
+from grpo_mega.megatron.latent import biases_of
 from grpo_mega.megatron.model import build_chunks, output_weight, parameters_of, uses_transformer_engine
 from grpo_mega.megatron.offload import HostCopy, storages_of
 from grpo_mega.megatron.pipeline import Pipeline
@@ -36,13 +37,14 @@ class Teacher:
         ep = runtime.layout.ep if shape.num_experts else 1
         self._runtime = replace(runtime, layout=replace(runtime.layout, layers_per_chunk=None, ep=ep))
         self._temperature, self._vocab_size = config.rollout.temperature, vocab_size
-        uses_te = uses_transformer_engine(runtime)
+        uses_te = uses_transformer_engine(shape, runtime)
         self._models = build_chunks(
             shape, family, hf_config, config.model_copy(update={"precision": PrecisionConfig()}), self._runtime
         )
         self._holding = megatron_shards(family, shape, self._runtime.layout, fused_norms=uses_te).rank_shards(runtime.rank)
         self._parameters = parameters_of(self._models, self._holding)
         self._pipeline = Pipeline([Float16Module(m.config, m) if m.config.bf16 else m for m in self._models], uses_te=uses_te)
+        self._parameters |= biases_of(self._models)
         # The output layer's rows that the policy has on this rank, on the last stage: its own may be cut at others.
         self.head_VG = torch.empty(0)
         head = (family.embedding if shape.tied else family.output).hf[0]

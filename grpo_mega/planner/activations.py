@@ -87,6 +87,8 @@ def _layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Fi
     r, router, has_qk = experts_share(setup), te_layers.router_elements(setup), int(setup.family.qk_norm)
     if setup.uses_te:
         return te_layers.layer(setup, q, kv, f, r, _share_in_fp8(setup, pp_rank))
+    if shape.kv_lora:
+        return _latent_layer(setup, pp_rank, padding)
     # What Megatron's local layers keep, in elements per token. Norms are torch's own on a CPU: input and normalised input in
     # fp32, and the output.
     both_norms = figure("norms keep, per token", "", lambda: 2 * h * (8 / b + 1) / s)
@@ -97,6 +99,29 @@ def _layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Fi
     moe = figure(label, "", lambda: norms + qk + q + 2 * padding * (q + kv) + 4 * d + r * (h + 6 * f + 4 / b) + router)
     selective = figure("a layer keeps with selective recompute, per token", "", lambda: norms + qk + 3 * q + 3 * kv + 4 * d)
     return [both_norms, qk_norms], moe if shape.num_experts else dense, selective
+
+
+def _latent_layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Figure, Figure]:
+    """Return the same for local layers with multi-latent attention: the means of a stage's layers with experts and without.
+
+    With recompute the layer whose activations are made again counts, at worst the largest.
+    """
+    shape, tp, b, s = setup.shape, setup.layout.tp, setup.itemsize, setup.sequence_parts
+    h, q, v, latents = shape.hidden, shape.q // tp, shape.v // tp, shape.q_lora + shape.kv_lora
+    f, fe, fs, angles = shape.ffn // tp, shape.moe_ffn // tp, shape.shared_ffn // tp, 4 * shape.rope_dim
+    r, router = experts_share(setup), te_layers.router_elements(setup)
+    moe = setup.num_moe_layers(pp_rank) / setup.num_layers(pp_rank)
+    if setup.config.model.recompute != "none" and moe:
+        moe = 1.0
+    norms = figure("norms of a layer and its latents keep, per token", "", lambda: (2 * h + latents) * (8 / b + 1) / s)
+    attention, routed = norms.value, r * (h + 6 * fe + 4 / b) + router
+    whole = figure(
+        "a layer keeps without recompute, per token",
+        "",
+        lambda: attention + angles + v + 4 * padding * q + moe * (routed + 5 * fs) + (1 - moe) * 5 * f,
+    )
+    selective = figure("a layer keeps with selective recompute, per token", "", lambda: attention + angles + 2 * (q + v))
+    return [norms], whole, selective
 
 
 def _share_in_fp8(setup: Setup, pp_rank: int) -> float:

@@ -54,24 +54,10 @@ def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
     tp, vpp, ep, dp = layout.tp, layout.vpp, layout.ep, layout.dp
     layers, tokens, cut = largest_stage(setup), tokens_per_dp_rank(setup, batch), setup.sequence_parts
     updates, forwards = num_passes(setup)
+    moe_layers = max(setup.num_moe_layers(pp_rank) for pp_rank in range(layout.pp))
     links = []
     if tp > 1:
-        # A layer gathers the sequence before either block and scatters the sums behind it (without sequence parallelism an
-        # all-reduce does both): 4 forward; backward the same, and with sequence parallelism each gather again for the weights.
-        # Experts gather each token once for each expert that it chose, and keep it; their sums are scattered in fp32.
-        mlp, gathers = (setup.experts_per_token * (1 + 4 / b), 1) if setup.experts_per_token else (2, 2)
-        forward = 2 + mlp
-        backward = forward + (gathers if config.layout.sequence_parallel else 0)
-        again = {"none": 0, "selective": mlp, "full": forward}[config.model.recompute]
-        ends = 2 if layout.pp == 1 else 1  # the embedding's sums, the last hidden states
-        sent = figure(
-            "tensor parallel",
-            "B",
-            lambda: (
-                (layers * (updates * (forward + backward + again) + forward * forwards) + ends * (2 * updates + forwards))
-                * (tokens * hidden * b * (tp - 1) / tp)
-            ),
-        )
+        sent = _tensor_parallel(setup, layers, moe_layers, tokens)
         links.append(_link(setup, sent, groups(layout, "tp")))
     if layout.pp > 1:
         sent = figure("pipeline", "B", lambda: vpp * tokens * hidden * b / cut * (2 * updates + forwards))
@@ -81,7 +67,7 @@ def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
         sent = figure(
             "experts",
             "B",
-            lambda: layers * tokens / cut * chosen * hidden * b * (ep - 1) / ep * (passes * updates + 2 * forwards),
+            lambda: moe_layers * tokens / cut * chosen * hidden * b * (ep - 1) / ep * (passes * updates + 2 * forwards),
         )
         links.append(_link(setup, sent, groups(layout, "ep")))
     if dp > 1:
@@ -102,6 +88,37 @@ def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
         sent = received_weights(setup, "sync to the engines").trusted("estimate")
         links.append(_link(setup, sent, [range(setup.world_size)]))
     return links
+
+
+def _tensor_parallel(setup: Setup, layers: int, moe_layers: int, tokens: float) -> Figure:
+    """Return the bytes between tensor-parallel ranks.
+
+    A layer gathers the sequence before either block and scatters the sums behind it (without sequence parallelism an all-reduce
+    does both): 4 forward; backward the same, and with sequence parallelism each gather again for the weights. Experts gather
+    each token once for each expert that it chose, and keep it; their sums are scattered in fp32. Multi-latent attention gathers
+    latents, and the keys' rotary part, which is not gathered again.
+    """
+    layout, config, hidden, b, tp = setup.layout, setup.config, setup.shape.hidden, setup.itemsize, setup.layout.tp
+    updates, forwards = num_passes(setup)
+    shape, recompute, shared = setup.shape, config.model.recompute, 2 if setup.shape.shared_ffn else 0
+    latents = ((shape.q_lora or hidden) + shape.kv_lora) / hidden if shape.kv_lora else 1
+    attention, mlp = 1 + latents + shape.rope_dim / hidden, setup.experts_per_token * (1 + 4 / b) + shared
+    gathers = int(config.layout.sequence_parallel)
+    all_again, mlp_again = int(recompute == "full"), int(recompute != "none")
+    ends = 2 if layout.pp == 1 else 1  # the embedding's sums, the last hidden states
+    return figure(
+        "tensor parallel",
+        "B",
+        lambda: (
+            (
+                layers * attention * (updates * (2 + all_again) + forwards)
+                + (2 * (layers - moe_layers) + mlp * moe_layers) * (updates * (2 + mlp_again) + forwards)
+                + gathers * updates * (layers * latents + layers - moe_layers + moe_layers * shared / 2)
+                + ends * (2 * updates + forwards)
+            )
+            * (tokens * hidden * b * (tp - 1) / tp)
+        ),
+    )
 
 
 def num_passes(setup: Setup) -> tuple[int, int]:

@@ -74,7 +74,7 @@ def cache_bytes_per_token(setup: Setup) -> int:
     """Return the bytes per token on one device; with fewer key-value heads than ranks each rank holds one head."""
     shape, tp = setup.shape, setup.config.rollout.tp if setup.is_served else 1
     heads = max(1, shape.num_kv_heads // tp)
-    return 2 * shape.num_layers * heads * shape.head_dim * setup.itemsize
+    return shape.num_layers * heads * (shape.head_dim + (shape.v_dim or shape.head_dim)) * setup.itemsize
 
 
 def default_fraction(card: Card, tp: int) -> float:

@@ -130,6 +130,8 @@ def _sent(setup: Setup, kind: str, figure: Figure, pp_rank: int) -> float:
     once: dict[str, Number] = {"tokens": tokens, "updates": 1, "forwards": 0, "optimizer_steps": 1}
     if "layers" in figure.inputs:
         once["layers"] = setup.num_layers(pp_rank)
+    if "moe_layers" in figure.inputs:
+        once["moe_layers"] = setup.num_moe_layers(pp_rank)
     if "ends" in figure.inputs:
         once["ends"] = (pp_rank == 0) + (pp_rank == layout.pp - 1)
     sent = figure.at(**{name: value for name, value in once.items() if name in figure.inputs})

@@ -27,9 +27,13 @@ class Setup:
     gpus_per_node: int
     mean_prompt: float  # tokens
     mean_response: float
-    uses_te: bool = True  # Transformer Engine's layers; else Megatron's local ones
+    uses_te: bool = True  # Transformer Engine's layers; else Megatron's local ones, as always with multi-latent attention
     assumed: Assumptions = ASSUMED
     teachers: tuple[tuple[ModelShape, int], ...] = ()  # those in the policy's layout, with their experts per token
+
+    def __post_init__(self) -> None:
+        if self.shape.kv_lora:
+            object.__setattr__(self, "uses_te", False)
 
     @property
     def family(self) -> Family:
@@ -47,6 +51,10 @@ class Setup:
     def num_layers(self, pp_rank: int) -> int:
         """Return the number of layers of a pipeline stage."""
         return sum(map(len, self.chunks(pp_rank)))
+
+    def num_moe_layers(self, pp_rank: int) -> int:
+        """Return the number of a stage's layers that have experts."""
+        return sum(len(dict(self.shape.spans(chunk)).get("moe", ())) for chunk in self.chunks(pp_rank))
 
     @property
     def engine_layout(self) -> EngineLayout:

@@ -31,7 +31,13 @@ _ORDER = (
     "linear_qkv.layer_norm_weight",
     "linear_qkv.weight",
     "linear_qkv.bias",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
     "q_layernorm",
+    "kv_layernorm",
     "k_layernorm",
     "pre_mlp_layernorm",
     "mlp.router",
@@ -154,7 +160,8 @@ def chunk_parameters(
     """Return a rank's parameters, chunk by chunk, in the order of Megatron's modules."""
     chunks: list[list[tuple[tuple[int, ...], Parameter]]] = [[] for _ in range(layout.vpp)]
     for block in megatron_blocks(family, shape, layout, rank, fused_norms=fused_norms):
-        for name, tensor in block.tensors.items():
+        parameters = ((name, tensor) for name, tensor in block.tensors.items() if not name.endswith("expert_bias"))
+        for name, tensor in parameters:
             chunk = int(name.partition(".")[0].removeprefix("chunk"))
             for place, parameter in _repeated(block, name, math.prod(tensor.shape), shape, layout):
                 chunks[chunk].append((place, parameter))
@@ -220,9 +227,13 @@ def _repeated(
     if block.kind == "model":
         yield ((0 if "embedding." in name else 2, 0, order), Parameter(name, size, is_alone, False, None))
         return
-    for i, layer in enumerate(block.layers):
+    experts = _ORDER.index("mlp.router") + 1
+    for layer in block.layers:
+        i = layer - block.first_layer
         for e in range(len(block.experts)):
-            place = (1, i, _ORDER.index("mlp.router") + 1, e, order) if block.kind == "expert" else (1, i, order)
+            place: tuple[int, ...] = (1, i, experts, e, order) if block.kind == "expert" else (1, i, order)
+            if "shared_experts" in name:
+                place = (1, i, experts + 1, order)
             yield place, Parameter(name.format(i=i, e=e), size, is_alone, is_spread, layer)
 
 

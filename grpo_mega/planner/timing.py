@@ -109,7 +109,7 @@ def _layers_seconds(setup: Setup, batch: Batch, num_in_fp8: int) -> float:
     fp8_rate = (card.fp8_flops or card.bf16_flops) * assumed.fp8_matmul_share
     products = 2 * weights * imbalance * ((1 - in_fp8) / bf16_rate + in_fp8 / fp8_rate)
     # Causal: on average a token sees half of its sample.
-    attention = 2 * setup.shape.q * setup.mean_sample / (card.bf16_flops * assumed.attention_share)
+    attention = (setup.shape.q + setup.shape.v) * setup.mean_sample / (card.bf16_flops * assumed.attention_share)
     return largest_stage(setup) * tokens_per_dp_rank(setup, batch) / setup.layout.tp * (products + attention)
 
 

@@ -21,7 +21,12 @@ from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape, read_config
 
 STATIC_ROPE = {"default", "linear", "llama3"}  # angles that depend on the position alone
-_EXPERTS_PER_TOKEN = {"mixtral": 2, "qwen3_moe": 8}  # transformers' defaults
+LATENT_ROPE = {"default", "yarn"}  # of multi-latent attention
+_EXPERTS_PER_TOKEN = {"mixtral": 2, "qwen3_moe": 8, "deepseek_v2": None, "deepseek_v3": 8}  # transformers' defaults
+_LATENT_REQUIRED: dict[str, dict[str, Any]] = {  # of models with multi-latent attention
+    "deepseek_v2": {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False},
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "rope_interleave": True},
+}
 _REQUIRED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -115,37 +120,76 @@ def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
     model_type = fields.get("model_type")
     yield from _quantization_problems(fields)
     heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
-    head_dim = fields.get("head_dim") or (hidden // heads if heads and hidden else 0)
+    width = "qk_rope_head_dim" if model_type in _LATENT_REQUIRED else "head_dim"
+    head_dim = fields.get(width) or (hidden // heads if heads and hidden else 0)
     if isinstance(head_dim, int) and head_dim % 2:
-        yield f"config.json has head_dim={head_dim}: must be even, since rotary embeddings pair its halves; name another model"
+        yield f"config.json has {width}={head_dim}: must be even, since rotary embeddings pair its halves; name another model"
     if model_type in _EXPERTS_PER_TOKEN:
         experts_per_token(fields)
+    if model_type in _LATENT_REQUIRED and fields.get("num_key_value_heads", heads) not in (heads, None):
+        yield f"config.json has num_key_value_heads={fields['num_key_value_heads']}; it must be num_attention_heads={heads}"
+    if model_type == "deepseek_v3":
+        yield from _group_problems(fields)
     # Qwen states a window even where it does not use one; the other families use the window that they state.
     uses_window = fields.get("use_sliding_window", False) if str(model_type).startswith("qwen") else True
     rope = _rope(fields)
-    for name, supported in _REQUIRED.items():
+    for name, supported in (_REQUIRED | _LATENT_REQUIRED.get(str(model_type), {})).items():
         value = fields.get(name, rope.get(name, supported))
         if value != supported and (name != "sliding_window" or uses_window):
             yield f"config.json has {name}={value!r}; only {supported!r} is supported for {model_type}, so name another model"
     rope_type = _rope_type(rope) or "default"
-    if rope_type not in STATIC_ROPE:
-        supported = ", ".join(sorted(STATIC_ROPE))
+    static = LATENT_ROPE if model_type in _LATENT_REQUIRED else STATIC_ROPE
+    if rope_type not in static:
+        supported = ", ".join(sorted(static))
         yield f"config.json has rope_type {rope_type!r}, which is not supported; supported are {supported}"
 
 
 def experts_per_token(fields: dict[str, Any]) -> int:
     """Return the number of a layer's experts that a token goes to. Raise ConfigError."""
     model_type = str(fields.get("model_type"))
-    num_experts = fields.get("num_local_experts") or fields.get("num_experts") or 0
+    num_experts = next((fields[n] for n in ("n_routed_experts", "num_local_experts", "num_experts") if fields.get(n)), 0)
     value = fields.get("num_experts_per_tok", _EXPERTS_PER_TOKEN[model_type])
     if not isinstance(value, int) or not 1 <= value <= num_experts:
         raise ConfigError(f"config.json has num_experts_per_tok={value!r}; it must be from 1 to {num_experts}")
-    if value == 1 and fields.get("norm_topk_prob", model_type == "mixtral"):
+    if value == 1 and fields.get("norm_topk_prob", model_type in ("mixtral", "deepseek_v3")):
         raise ConfigError(
             f"config.json has num_experts_per_tok=1 for {model_type}, where the weights of a token's experts add up to 1: with "
             "a single one no gradient reaches the router, and Megatron refuses that; name another model"
         )
     return value
+
+
+def _group_problems(fields: dict[str, Any]) -> Iterator[str]:
+    """Yield why Megatron cannot choose a token's experts from the best groups as DeepSeek-V3 does."""
+    groups, chosen = fields.get("n_group") or 1, fields.get("topk_group") or 1
+    num_experts, per_token = fields.get("n_routed_experts") or 0, experts_per_token(fields)
+    if chosen >= groups:
+        return
+    if num_experts % groups or per_token > chosen * (num_experts // groups):
+        yield (
+            f"config.json has n_group={groups}, topk_group={chosen}: {num_experts} experts do not make equal groups of which "
+            f"{chosen} hold num_experts_per_tok={per_token}; correct the file"
+        )
+    elif per_token // chosen != 2:
+        yield (
+            f"config.json has num_experts_per_tok={per_token}, topk_group={chosen}: Megatron scores a group by its best "
+            f"{per_token // chosen} experts, DeepSeek-V3 by its best 2; name another model"
+        )
+
+
+def latent_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Yield what a model with multi-latent attention cannot be combined with: its layers are never Transformer Engine's."""
+    if not shape.kv_lora:
+        return
+    if config.precision.fp8 is not None:
+        yield (
+            f"precision.fp8={config.precision.fp8!r}: must be left out for {shape.model_type}, whose layers are Megatron's "
+            "local ones and compute in model.dtype; remove it"
+        )
+    if config.rollout.is_served:
+        yield f"rollout.engine='sglang' does not serve {shape.model_type} yet; use rollout.engine=embedded"
+    if config.rollout.quantization is not None:
+        yield f"rollout.quantization={config.rollout.quantization!r}: must be left out for {shape.model_type}; remove it"
 
 
 def position_problems(config: Config, fields: dict[str, Any]) -> Iterator[str]:

@@ -31,7 +31,7 @@ class Bucket:
     values: Tensor  # 1-D, bytes
     entries: tuple[Entry, ...]
     num_bytes_received: int  # from other ranks; the rest comes from this one
-    dtype: torch.dtype  # of all entries that are not quantised
+    dtype: torch.dtype  # of all entries that are neither quantised nor float32
 
 
 @torch.no_grad()
@@ -145,13 +145,13 @@ class _Exchange:
     def _entries(self, transfers: list[Transfer], sums: list[int]) -> tuple[Entry, ...]:
         entries, start = [], 0
         for t, value in zip(transfers, sums, strict=True):
-            entries.append(Entry(t.target, t.target_offset, t.box.shape, start, value, t.is_quantised))
+            entries.append(Entry(t.target, t.target_offset, t.box.shape, start, value, t.is_quantised, t.is_float32))
             start += self._num_bytes(t)
         return tuple(entries)
 
     def _pack(self, transfers: list[Transfer], buffer: Tensor) -> Tensor:
         """Copy the slices into the buffer, one after the other. Return their checksums, [len(transfers)] on its device."""
-        sums, start, dtype = [], 0, self._dtype
+        sums, start = [], 0
         quantised: dict[tuple[str, Index, Index], tuple[Tensor, Tensor]] = {}  # bytes and checksum: several ranks may need them
         for t in transfers:
             piece = subtensor(self._sources, t.source)[region(t.source_offset, t.box.shape)]
@@ -166,6 +166,7 @@ class _Exchange:
                     quantised[key] = place, self._checksum(place)
                 sums.append(quantised[key][1])
                 continue
+            dtype = torch.float32 if t.is_float32 else self._dtype
             piece = piece.to(dtype)
             if place.storage_offset() % dtype.itemsize:  # after quantised slices
                 place.copy_(piece.contiguous().view(-1).view(torch.uint8))

@@ -100,20 +100,21 @@ ONCE = range(1)
 class Block:
     """Tensors that repeat on a rank in some layers and experts; names leave the numbers open as {i} and {e}.
 
-    The numbers in the names of boxes are the model's; those in local names count from the block's first layer and expert.
+    The numbers in the names of boxes are the model's; those in local names count from `first_layer` and the first expert.
     """
 
     kind: Kind
     layers: range
     experts: range
     tensors: RankShards
+    first_layer: int = 0
 
 
 def expand(blocks: Iterable[Block]) -> RankShards:
     """Return the tensors of all blocks, one by one."""
     return {
-        local.format(i=layer - block.layers.start, e=expert - block.experts.start): tensor.numbered(
-            layer, expert, block.layers.start, block.experts.start
+        local.format(i=layer - block.first_layer, e=expert - block.experts.start): tensor.numbered(
+            layer, expert, block.first_layer, block.experts.start
         )
         for block in blocks
         for layer in block.layers

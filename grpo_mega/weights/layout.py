@@ -118,15 +118,17 @@ def _training_obstacle(shape: ModelShape, tp: int) -> str | None:
     It cuts the fused rows of queries, keys and values evenly, so that a part may begin within a head; SGLang gives each rank
     whole heads, and has some keys and values twice.
     """
-    rows = shape.q + 2 * shape.kv
+    rows = shape.q + 2 * shape.kv if not shape.kv_lora else shape.q
     fused = f"does not divide the {rows} fused rows of queries, keys and values" if rows % tp else None
     return _obstacle(shape, tp) or fused
 
 
 def _obstacle(shape: ModelShape, tp: int) -> str | None:
     """Return why a tensor-parallel size fits neither Megatron nor SGLang; None if it fits SGLang."""
-    rows = (shape.moe_ffn, "rows of an expert") if shape.num_experts else (shape.ffn, "rows of the MLP")
-    for size, what in ((shape.num_heads, "attention heads"), rows):
+    rows = [(shape.moe_ffn, "rows of an expert"), (shape.shared_ffn, "rows of the shared experts")] if shape.num_experts else []
+    if shape.num_dense or not shape.num_experts:
+        rows.append((shape.ffn, "rows of the MLP"))
+    for size, what in ((shape.num_heads, "attention heads"), *rows):
         if size % tp:
             return f"does not divide the model's {size} {what}"
     kv = shape.num_kv_heads
@@ -221,13 +223,14 @@ def megatron_blocks(
 
     blocks = []
     for chunk in range(layout.vpp):
+        layers = layout.layers_of(shape.num_layers, pp_rank, chunk)
         is_first = pp_rank == 0 and chunk == 0
         is_last = pp_rank == layout.pp - 1 and chunk == layout.vpp - 1
         once = [family.embedding] if is_first else []
         once += [row for row in family.rows if (row.where == "first" and is_first) or (row.where == "last" and is_last)]
         if is_last and not (shape.tied and is_first):  # else the embedding itself serves
             once.append(family.output)
-        blocks += _blocks(family, once, partial(tensors, chunk), layout.layers_of(shape.num_layers, pp_rank, chunk), experts)
+        blocks += _blocks(family, shape, once, partial(tensors, chunk), layers, experts)
     return blocks
 
 
@@ -235,7 +238,7 @@ def engine_blocks(family: Family, shape: ModelShape, layout: EngineLayout, rank:
     """Return the shards of a rank's SGLang process, under its names; none on a rank that serves no engine."""
     if rank >= layout.world_size:
         return []
-    once = [family.embedding, *family.rows_of("model")]
+    once = [family.embedding, *family.rows_of("model", shape)]
     if not (shape.tied and family.engine_ties):
         once.append(family.output)
 
@@ -246,7 +249,7 @@ def engine_blocks(family: Family, shape: ModelShape, layout: EngineLayout, rank:
             shards[local] = row.op.engine(Shard(_hf_names(family, shape, row), local, shape, layout.tp, rank % layout.tp))
         return shards
 
-    return _blocks(family, once, tensors, range(shape.num_layers), range(shape.num_experts))
+    return _blocks(family, shape, once, tensors, range(shape.num_layers), range(shape.num_experts))
 
 
 def hf_blocks(family: Family, shape: ModelShape) -> list[Block]:
@@ -256,19 +259,23 @@ def hf_blocks(family: Family, shape: ModelShape) -> list[Block]:
         pairs = (pair for row in rows for pair in zip(row.hf, row.op.hf_shapes(shape), strict=True))
         return {name: alone(whole(name, size), name) for name, size in pairs}
 
-    once = [*family.heads(shape), *family.rows_of("model")]
-    return _blocks(family, once, tensors, range(shape.num_layers), range(shape.num_experts))
+    once = [*family.heads(shape), *family.rows_of("model", shape)]
+    return _blocks(family, shape, once, tensors, range(shape.num_layers), range(shape.num_experts))
 
 
 def _blocks(
-    family: Family, once: list[Row], tensors: Callable[[Iterable[Row]], RankShards], layers: range, experts: range
+    family: Family,
+    shape: ModelShape,
+    once: list[Row],
+    tensors: Callable[[Iterable[Row]], RankShards],
+    layers: range,
+    experts: range,
 ) -> list[Block]:
     """Return the blocks of the `tensors` of rows: those that stand there once, those of each layer, and of each expert."""
-    blocks = [
-        Block("model", ONCE, ONCE, tensors(once)),
-        Block("layer", layers, ONCE, tensors(family.rows_of("layer"))),
-        Block("expert", layers, experts, tensors(family.rows_of("expert"))),
-    ]
+    blocks = [Block("model", ONCE, ONCE, tensors(once))]
+    for span, run in shape.spans(layers):
+        blocks.append(Block("layer", run, ONCE, tensors(family.rows_of("layer", shape, span)), layers.start))
+        blocks.append(Block("expert", run, experts, tensors(family.rows_of("expert", shape, span)), layers.start))
     return [block for block in blocks if block.tensors]
 
 

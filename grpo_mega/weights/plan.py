@@ -94,7 +94,7 @@ def plan_transfers(sources: ShardLayout, targets: ShardLayout, *, ranks_per_node
                 continue
             num_places += len(layers) * len(experts)
             needs = match(source_shards, target_shards, ranks_per_node)
-            firsts = (extent.layers.start, extent.experts.start), (wanted.layers.start, wanted.experts.start)
+            firsts = (extent.first_layer, extent.experts.start), (wanted.first_layer, wanted.experts.start)
             made = _templates(needs, layers, experts, firsts, sent)
             templates += (_quantised(template, targets.quantised) for template in made) if targets.quantised else made
         if num_places != len(wanted.layers) * len(wanted.experts):
@@ -107,6 +107,7 @@ class _Extent:
     kind: Kind
     layers: range
     experts: range
+    first_layer: int
 
     def __str__(self) -> str:
         layers, experts = (f"{r.start} to {r.stop - 1}" for r in (self.layers, self.experts))
@@ -118,7 +119,9 @@ def _by_extent(layout: ShardLayout) -> dict[_Extent, list[RankShards]]:
     shards: dict[_Extent, list[RankShards]] = {}
     for rank, blocks in enumerate(layout.blocks):
         for block in blocks:
-            by_rank = shards.setdefault(_Extent(block.kind, block.layers, block.experts), [{}] * layout.world_size)
+            by_rank = shards.setdefault(
+                _Extent(block.kind, block.layers, block.experts, block.first_layer), [{}] * layout.world_size
+            )
             by_rank[rank] = by_rank[rank] | block.tensors
     return shards
 

@@ -29,15 +29,16 @@ class Entry(NamedTuple):
     start: int
     checksum: int  # of this entry's bytes, as they were sent
     is_quantised: bool = False
+    is_float32: bool = False  # whatever the others are
 
 
 @torch.no_grad()
 def write_entries(entries: Iterable[Entry], values: Tensor, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Copy the entries of a bucket's bytes to their places. `dtype`: of all that are not quantised."""
+    """Copy the entries of a bucket's bytes to their places. `dtype`: of all that are neither quantised nor float32."""
     for entry in entries:
         place = subtensor(tensors, entry.target)[region(entry.offset, entry.shape)]
         if not entry.is_quantised:
-            place.copy_(_read(values, entry.start, entry.shape, dtype))
+            place.copy_(_read(values, entry.start, entry.shape, torch.float32 if entry.is_float32 else dtype))
             continue
         quantised, scales = _blocks(entry, values)
         if place.dtype == VALUES:

@@ -17,20 +17,28 @@ from grpo_mega.weights.boxes import ONCE, Box, Index, Kind, LocalTensor, Piece
 
 # Pipeline position: with the embedding, in every layer, for every expert of every layer, with the output layer.
 Where = Literal["first", "layer", "expert", "last"]
+Span = Literal["dense", "moe"]  # layers with an MLP, or with experts
 ENGINE_VOCAB_MULTIPLE = 64  # SGLang allocates a multiple of this many rows for a vocabulary
+FLOAT32 = "e_score_correction_bias"  # ends the names of tensors that are float32 whatever the model's dtype
 BLOCK = 128  # rows and columns of a linear layer that share a scale in FP8
 
-# MoE model types, in which every layer has experts: the fields with the number of experts (transformers writes one or the
-# other) and with the rows of an expert.
+# MoE model types: the fields with the number of experts (transformers writes one or the other) and with the rows of an expert.
 _MOE_FIELDS = {
     "mixtral": (("num_local_experts", "num_experts"), "intermediate_size"),
     "qwen3_moe": (("num_experts", "num_local_experts"), "moe_intermediate_size"),
+    "deepseek_v2": (("n_routed_experts", "num_experts"), "moe_intermediate_size"),
+    "deepseek_v3": (("n_routed_experts", "num_local_experts"), "moe_intermediate_size"),
 }
+_LATENT = ("deepseek_v2", "deepseek_v3")  # model types with multi-latent attention (MLA), shared experts and first dense layers
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer; names of the derived sizes are what tables write as dims."""
+    """Sizes of a decoder-only transformer; names of the derived sizes are what tables write as dims.
+
+    With multi-latent attention every head has a key and a value of its own, made from a latent of `kv_lora` numbers; `head_dim`
+    is then that of queries and keys, of which the last `rope_dim` numbers are rotated.
+    """
 
     model_type: str
     num_layers: int
@@ -41,8 +49,14 @@ class ModelShape:
     head_dim: int
     vocab: int
     tied: bool
-    num_experts: int = 0  # of each layer; 0: dense
+    num_experts: int = 0  # of each layer but the first `num_dense`; 0: dense
     moe_ffn: int = 0
+    num_dense: int = 0  # layers of an MoE model, from the first, that have an MLP instead of experts
+    shared_ffn: int = 0  # rows of the MLP beside the experts, through which every token goes
+    kv_lora: int = 0  # 0: no multi-latent attention
+    q_lora: int = 0  # of the queries' own latent; 0: they are made from the hidden state
+    rope_dim: int = 0
+    v_dim: int = 0  # of a head's value
 
     @property
     def q(self) -> int:
@@ -52,8 +66,31 @@ class ModelShape:
     def kv(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def v(self) -> int:
+        return self.num_heads * (self.v_dim or self.head_dim)
+
+    @property
+    def q_from_hidden(self) -> int:
+        return 0 if self.q_lora else self.q
+
+    @property
+    def kv_down(self) -> int:
+        return self.kv_lora + self.rope_dim
+
+    @property
+    def kv_up(self) -> int:
+        return self.num_heads * (self.head_dim - self.rope_dim + self.v_dim)
+
     def dims(self, names: tuple[str, ...]) -> Index:
         return tuple(getattr(self, name) for name in names)
+
+    def spans(self, layers: range) -> list[tuple[Span, range]]:
+        """Return the runs of like layers among `layers`: those with an MLP, then those with experts."""
+        border = self.num_dense if self.num_experts else self.num_layers
+        dense, moe = range(layers.start, min(layers.stop, border)), range(max(layers.start, border), layers.stop)
+        spans: list[tuple[Span, range]] = [("dense", dense), ("moe", moe)]
+        return [(span, run) for span, run in spans if run]
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelShape:
@@ -76,11 +113,28 @@ class ModelShape:
             raise WeightMappingError(
                 f"config.json has num_key_value_heads={kv_heads}; it must divide num_attention_heads={heads}"
             )
-        num_experts = moe_ffn = 0
+        more: dict[str, int] = {}
         if model_type in _MOE_FIELDS:
             (usual, other), rows = _MOE_FIELDS[model_type]
-            num_experts, moe_ffn = field(usual, config.get(other)), field(rows)
+            more = {"num_experts": field(usual, config.get(other)), "moe_ffn": field(rows)}
             _check_every_layer_has_experts(config)
+        head_dim = field("head_dim", field("hidden_size") // heads)
+        if model_type in _LATENT:
+            head_dim = field("qk_nope_head_dim") + field("qk_rope_head_dim")
+            kv_heads = heads
+            more |= {
+                "num_dense": config.get("first_k_dense_replace") or 0,
+                "shared_ffn": more["moe_ffn"] * field("n_shared_experts"),
+                "kv_lora": field("kv_lora_rank"),
+                "q_lora": field("q_lora_rank") if config.get("q_lora_rank") is not None else 0,
+                "rope_dim": field("qk_rope_head_dim"),
+                "v_dim": field("v_head_dim"),
+            }
+            if not 0 <= more["num_dense"] < field("num_hidden_layers"):
+                raise WeightMappingError(
+                    f"config.json has first_k_dense_replace={more['num_dense']}; it must leave experts in one of the "
+                    f"num_hidden_layers={field('num_hidden_layers')} at least"
+                )
         return cls(
             model_type=model_type,
             num_layers=field("num_hidden_layers"),
@@ -88,16 +142,15 @@ class ModelShape:
             ffn=field("intermediate_size"),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=field("head_dim", field("hidden_size") // heads),
+            head_dim=head_dim,
             vocab=field("vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
-            num_experts=num_experts,
-            moe_ffn=moe_ffn,
+            **more,
         )
 
 
 def _check_every_layer_has_experts(config: dict[str, Any]) -> None:
-    for name, value in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+    for name, value in (("decoder_sparse_step", 1), ("mlp_only_layers", []), ("moe_layer_freq", 1)):
         found = config.get(name)
         if found and found != value:
             raise WeightMappingError(f"config.json has {name}={found!r}; only {value!r} is supported, so use another model")
@@ -246,7 +299,10 @@ class GateUp:
 
 @dataclass(frozen=True)
 class Row:
-    """One logical tensor of a family. In names {i} is the layer, {e} the expert; Megatron counts both from a rank's first."""
+    """One logical tensor of a family. In names {i} is the layer, {e} the expert; Megatron counts both from a rank's first.
+
+    A row of which a dim is 0 in a model's shape stands for no tensor there.
+    """
 
     hf: tuple[str, ...]
     megatron: str
@@ -255,6 +311,7 @@ class Row:
     megatron_te: str | None = None  # its name where Transformer Engine fuses the norm into the linear layer
     engine: str | None = None  # SGLang's; None: the (first) Hugging Face name
     is_linear: bool = False  # the weight of a linear layer of attention, MLP or an expert: these are quantised to FP8
+    span: Span | None = None  # the layers that have it; None: all
 
     @property
     def kind(self) -> Kind:
@@ -279,8 +336,15 @@ class Family:
         """Return the rows of the embedding and the output layer that a checkpoint stores."""
         return (self.embedding,) if shape.tied else (self.embedding, self.output)
 
-    def rows_of(self, kind: Kind) -> list[Row]:
-        return [row for row in self.rows if row.kind == kind]
+    def rows_of(self, kind: Kind, shape: ModelShape, span: Span | None = None) -> list[Row]:
+        """Return the rows of a kind that the model has, `span`: in these layers."""
+        return [
+            row
+            for row in self.rows
+            if row.kind == kind
+            and (span is None or row.span in (span, None))
+            and all(all(size) for size in row.op.hf_shapes(shape))
+        ]
 
     def linear_tensors(self) -> frozenset[str]:
         """Return the Hugging Face names, layer and expert left open, of the tensors that SGLang quantises to FP8.
@@ -292,9 +356,16 @@ class Family:
     def hf_tensors(self, shape: ModelShape) -> dict[str, Index]:
         """Return name and shape of every tensor of the checkpoint."""
         tensors: dict[str, Index] = {}
-        for row in (*self.heads(shape), *self.rows):
+        layers = dict(shape.spans(range(shape.num_layers)))
+        for row in (
+            *self.heads(shape),
+            *self.rows_of("model", shape),
+            *self.rows_of("layer", shape),
+            *self.rows_of("expert", shape),
+        ):
             shapes = row.op.hf_shapes(shape)
-            for i in range(shape.num_layers) if row.kind != "model" else ONCE:
+            numbers = range(shape.num_layers) if row.span is None else layers.get(row.span, range(0))
+            for i in numbers if row.kind != "model" else ONCE:
                 for e in range(shape.num_experts) if row.kind == "expert" else ONCE:
                     tensors |= {n.format(i=i, e=e): s for n, s in zip(row.hf, shapes, strict=True)}
         return tensors

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import ONCE, Box, Index, Piece, RankShards
-from grpo_mega.weights.spec import num_blocks
+from grpo_mega.weights.spec import FLOAT32, num_blocks
 
 SCALE_BYTES = 4
 Place = tuple[int, int]  # numbers of a layer and an expert
@@ -25,7 +25,8 @@ Place = tuple[int, int]  # numbers of a layer and an expert
 class Transfer(NamedTuple):
     """Copy `source[source_offset : + shape]` of one rank to `target[target_offset : + shape]` of another (or the same).
 
-    A quantised transfer carries FP8 values and the scales of their blocks, and never a part of a block.
+    A quantised transfer carries FP8 values and the scales of their blocks, and never a part of a block. The router's bias stays
+    float32: rounded, it would choose other experts.
     """
 
     source_rank: int
@@ -41,10 +42,14 @@ class Transfer(NamedTuple):
     def size(self) -> int:
         return self.box.size
 
+    @property
+    def is_float32(self) -> bool:
+        return self.box.tensor.endswith(FLOAT32)
+
     def num_bytes(self, itemsize: int) -> int:
         """Return the bytes that are sent, if an element that is not quantised takes `itemsize` bytes."""
         if not self.is_quantised:
-            return self.box.size * itemsize
+            return self.box.size * (4 if self.is_float32 else itemsize)
         return self.box.size + SCALE_BYTES * math.prod(num_blocks(self.box.shape))
 
 

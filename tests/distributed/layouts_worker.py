@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from layout_cases import LogitsCase
 
+from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.batching.pack import pack
 from grpo_mega.commands.check import Case
 from grpo_mega.commands.check_rank import run_case
@@ -26,6 +27,8 @@ from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.run import model_files
 from grpo_mega.types import PackedBatch, Prompt, Sample
+from grpo_mega.weights.apply import load_shards
+from grpo_mega.weights.boxes import region
 
 SQUARED_NORMS = optimizers.squared_norms
 
@@ -49,9 +52,9 @@ def main(folder: Path) -> None:
     for index, case in cases.items():
         runtime = runtimes.arrange(case.config, device)
         if isinstance(case, LogitsCase):
-            worst = logits_difference(case, runtime)
+            differences = compared_with_transformers(case, runtime)
             if runtime.rank == 0:
-                torch.save(worst, folder / f"{index}.pt")
+                torch.save(differences, folder / f"{index}.pt")
         else:
             groups = torch.load(folder / f"groups-{case.name.split(':')[0]}.pt", weights_only=False)
             norms: list[list[float]] = []
@@ -63,8 +66,9 @@ def main(folder: Path) -> None:
     runtimes.stop()
 
 
-def logits_difference(case: LogitsCase, runtime: Runtime) -> float:
-    """The largest difference of any logit from the expected, relative to the largest expected one; over all ranks."""
+def compared_with_transformers(case: LogitsCase, runtime: Runtime) -> dict[str, float]:
+    """The largest difference of any logit, "logits", and of each tensor's gradient, by its name; relative to the largest
+    expected value, and over all ranks."""
     model = model_files.read_model(case.config)
     policy = model_files.build_policy(case.config, model, runtime)
     samples = [_sample(i, tokens) for i, tokens in enumerate(case.sequences)]
@@ -75,9 +79,38 @@ def logits_difference(case: LogitsCase, runtime: Runtime) -> float:
         **policy.packing,
     )[0]
     found = policy.pipeline.forward(batches, partial(_differences, case, runtime, policy, model.shape.vocab))
-    worst = torch.tensor(max((d for micro_batch in found for d in micro_batch), default=0.0))
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return float(worst)
+    worst = {"logits": max((d for micro_batch in found for d in micro_batch), default=0.0)}
+    if case.gradients:
+        policy.memory.onload()
+        policy.pipeline.forward_backward(batches, partial(_probed, case, runtime.layout.tp))
+        worst |= _gradient_differences(case, runtime, policy)
+    by_rank: list[dict[str, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(by_rank, worst)
+    return {name: max(one.get(name, 0.0) for one in by_rank) for one in by_rank for name in one}
+
+
+def _probed(case: LogitsCase, tp: int, hidden_TH: torch.Tensor, batch: PackedBatch) -> LossOutputs:
+    """A tensor-parallel rank's part of the loss: gradients of hidden states are summed over these ranks."""
+    starts = batch.cu_seqlens.tolist()
+    probes = [(start, case.probes[index]) for start, index in zip(starts, batch.sample_indices, strict=False)]
+    return LossOutputs(sum((hidden_TH[a : a + len(p)] * p).sum() for a, p in probes) / tp, {}, {})
+
+
+def _gradient_differences(case: LogitsCase, runtime: Runtime, policy: Policy) -> dict[str, float]:
+    """By Megatron's name. The distributed optimizer leaves each rank a run of every tensor's reduced gradient."""
+    shards, names = policy.shard_layout().rank_shards(runtime.rank), {p: name for name, p in policy.parameters.items()}
+    worst: dict[str, float] = {}
+    for part in optimizers.parts(policy._optimizer):
+        for p in [] if part.is_stub_optimizer else part.model_param_gbuf_map:
+            expected = torch.zeros(p.shape, dtype=torch.float64)
+            load_shards(
+                {"": shards[names[p]]}, {"": expected}, lambda box: case.gradients[box.tensor][region(box.start, box.shape)]
+            )
+            scale = max(float(case.gradients[piece.box.tensor].abs().max()) for piece in shards[names[p]].pieces)
+            mine = part._get_model_param_range_map(p)["param"]
+            difference = p.main_grad.view(-1)[mine.start : mine.end] - expected.view(-1)[mine.start : mine.end]
+            worst[f"{names[p]} of {runtime.rank}"] = float(difference.abs().max()) / (scale or 1.0) if len(difference) else 0.0
+    return worst
 
 
 def _differences(

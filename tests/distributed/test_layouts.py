@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from layout_cases import LogitsCase
+from layout_cases import LogitsCase, probe
 from models import VOCAB_SIZE, make_model, save_checkpoint
 from ranks import run_forked
 
@@ -33,6 +33,15 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.5,
+}
+
 # Eight layers for pp=4 with vpp=2; two key-value heads, fewer than tp=4; the vocabulary of 102 does not divide by 4.
 MODELS = {
     "llama": ("llama", {}),
@@ -49,6 +58,9 @@ MIXTURES = {
     "mixtral": ("mixtral", {"num_hidden_layers": 4}),
     "qwen3_moe": ("qwen3_moe", {"num_hidden_layers": 4, "norm_topk_prob": True}),
     "qwen3_moe-unnormalised": ("qwen3_moe", {"num_hidden_layers": 4, "norm_topk_prob": False, "tied": True}),
+    "deepseek_v2": ("deepseek_v2", {"num_hidden_layers": 5, "rope_parameters": YARN_ROPE | {"factor": 4.0}}),
+    "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 5, "q_lora_rank": 10, "rope_parameters": YARN_ROPE}),
+    "deepseek_v3-plain": ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}),
 }
 LOGITS_LAYOUTS = (
     "tp=1",
@@ -92,6 +104,13 @@ UPDATES = {
     "qwen3": ("tp=1", "tp=2,pp=2", "tp=4,sequence_parallel=true", "dp=4"),
     "qwen3_moe": ("tp=1", *MIXTURES_LAYOUTS[1:], "dp=4,ep=2 model.recompute=selective"),
     "mixtral": ("tp=1", "tp=2,ep=2,sequence_parallel=true"),
+    "deepseek_v3": (
+        "tp=1",
+        "tp=1 model.recompute=full",
+        "tp=1 batch.tokens_per_micro_batch=40",
+        "tp=2,ep=2,sequence_parallel=true",
+        "pp=2,vpp=2,ep=2",
+    ),
     "uneven": ("tp=1", "pp=4", "pp=4,layers_per_chunk=[1;2;2;1]", "tp=2,pp=2,sequence_parallel=true", "pp=2,vpp=2,dp=2"),
 }
 
@@ -138,6 +157,17 @@ LOGITS = {
     for name in MODELS | MIXTURES
     if name not in ("short", "large")
 }
+GRADIENTS = {
+    "deepseek_v3": (
+        *MIXTURES_LAYOUTS,
+        "tp=1 model.recompute=full",
+        "tp=2,ep=2,sequence_parallel=true model.recompute=selective",
+    ),
+    "deepseek_v2": ("tp=1", "tp=2,sequence_parallel=true"),
+    "deepseek_v3-plain": ("ep=2",),
+    "qwen3_moe": ("tp=2,ep=2,sequence_parallel=true",),
+}
+LOGITS |= {name: (*dict.fromkeys((*LOGITS[name], *texts)),) for name, texts in GRADIENTS.items()}
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
 # Those that every model keeps without --all; qwen2 and qwen3_moe keep all.
 KEPT_LOGITS = ("tp=1", "tp=2,pp=2", "tp=2,ep=2,sequence_parallel=true")
@@ -164,7 +194,10 @@ def parameters(names: Iterable[str], is_full: Callable[[str, str], bool]) -> lis
 
 ALL_LOGITS = parameters(
     (f"{model}:{layout}" for model, layouts in LOGITS.items() for layout in layouts),
-    lambda model, layout: model not in ("qwen2", "qwen3_moe") and layout not in KEPT_LOGITS,
+    lambda model, layout: model not in ("qwen2", "qwen3_moe", "deepseek_v3") and layout not in KEPT_LOGITS,
+)
+ALL_GRADIENTS = parameters(
+    (f"{model}:{text}" for model, texts in GRADIENTS.items() for text in texts), lambda model, text: False
 )
 COMPARED = parameters(
     (f"{model}:{text}" for model, texts in ALL_UPDATES.items() for text in texts[1:]),
@@ -174,7 +207,7 @@ COMPARED = parameters(
 
 @dataclass
 class Matrix:
-    logits: dict[str, float]  # "model:layout" -> largest relative difference
+    logits: dict[str, dict[str, float]]  # "model:layout" -> largest relative differences of logits and gradients
     updates: dict[str, Outcome]
     norms: dict[str, torch.Tensor]  # [optimizer steps, the guard's groups]
 
@@ -190,9 +223,15 @@ def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         model = _make(name, folder / name)
         with torch.no_grad():
             expected = [model(torch.tensor([tokens])).logits[0] for tokens in sequences]
-        for layout in LOGITS.get(name, ()):
-            if ("logits", f"{name}:{layout}") in chosen:
-                cases.append(LogitsCase(f"{name}:{layout}", _config(folder / name, layout), sequences, expected))
+        probed = probe(model, sequences, folder / f"{name}-gradients") if name in GRADIENTS else ()
+        for text in LOGITS.get(name, ()):
+            if ("logits", f"{name}:{text}") in chosen:
+                config = _config(folder / name, *text.split(" "))
+                cases.append(
+                    LogitsCase(
+                        f"{name}:{text}", config, sequences, expected, *(probed if text in GRADIENTS.get(name, ()) else ())
+                    )
+                )
     for name, texts in ALL_UPDATES.items():
         torch.save(_random_groups(seed=7), folder / f"groups-{name}.pt")
         cases += [_update_case(name, text, folder) for text in texts if ("update", f"{name}:{text}") in chosen]
@@ -222,7 +261,14 @@ def _cases_of(item: Any) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("logits", ALL_LOGITS)
 def test_logits_equal_those_of_transformers(matrix: Matrix, logits: str) -> None:
-    assert matrix.logits[logits] < 2e-6
+    assert matrix.logits[logits]["logits"] < 2e-6
+
+
+@pytest.mark.parametrize("logits", ALL_GRADIENTS)
+def test_the_gradient_of_every_tensor_equals_that_of_transformers(matrix: Matrix, logits: str) -> None:
+    """Logits do not show a gradient that a rank loses. transformers in fp32 is itself up to 6e-6 off these, which are fp64."""
+    _, *gradients = (matrix.logits[logits][name] for name in sorted(matrix.logits[logits], key="logits".__ne__))
+    assert len(gradients) > 40 and max(gradients) < 1e-5, matrix.logits[logits]
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -286,7 +332,12 @@ def _make(name: str, folder: Path) -> torch.nn.Module:
 
 def _make_model(name: str) -> torch.nn.Module:
     family, changes = (MODELS | MIXTURES)[name]
-    return make_model(family, seed=3, **{"num_hidden_layers": 8, **changes})
+    model = make_model(family, seed=3, **{"num_hidden_layers": 8, **changes})
+    if name == "deepseek_v2":  # for which transformers forgets a factor of attention's scale, as it does not for its successor
+        scale = make_model("deepseek_v3", **changes).model.layers[0].self_attn.scaling
+        for layer in model.model.layers:
+            layer.self_attn.scaling = scale
+    return model
 
 
 def _config(model: Path, layout: str, *overrides: str) -> configs.Config:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from models import make_model, make_tokenizer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -30,6 +30,7 @@ class Case:
     model: str
     changes: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    has_extra_layer: bool = False  # for multi-token prediction
 
 
 # Eight layers where pp=4 with vpp=2 is to load them; the vocabulary of 102 does not divide by 4.
@@ -41,6 +42,9 @@ CASES = {
     "qwen2": Case("qwen2", {}, torch.bfloat16),
     "qwen2_5": Case("qwen2", {"tied": True, "use_sliding_window": False, "max_window_layers": 4}),
     "qwen3": Case("qwen3", {"tied": True}),
+    "deepseek_v2": Case("deepseek_v2"),
+    "deepseek_v3": Case("deepseek_v3", {"q_lora_rank": 10}, torch.bfloat16, has_extra_layer=True),
+    "deepseek_v3_no_dense": Case("deepseek_v3", {"first_k_dense_replace": 0, "num_hidden_layers": 4}),
     "mixtral": Case("mixtral"),
     "qwen3_moe": Case("qwen3_moe", {}, torch.bfloat16),
 }
@@ -53,7 +57,33 @@ def save(case: Case, folder: Path, max_shard_size: str = "5GB") -> Path:
     model.generation_config = GenerationConfig(eos_token_id=[1], pad_token_id=0, temperature=0.6, do_sample=True)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     make_tokenizer().save_pretrained(folder, save_jinja_files=False)
+    if case.has_extra_layer:
+        _add_extra_layer(folder, model.config, case.dtype)
     return folder
+
+
+def _add_extra_layer(folder: Path, config: Any, dtype: torch.dtype) -> None:
+    """As DeepSeek-V3 has it: a layer after the last, with norms, a matrix that joins two inputs, and heads of its own."""
+    shapes = {
+        "enorm": [36],
+        "eh_proj": [36, 72],
+        "embed_tokens": [102, 36],
+        "shared_head.head": [102, 36],
+        "mlp.gate": [12, 36],
+    }
+    prefix = f"model.layers.{config.num_hidden_layers}."
+    tensors = {f"{prefix}{name}.weight": torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    tensors[f"{prefix}mlp.gate.e_score_correction_bias"] = torch.randn(12)
+    index = folder / "model.safetensors.index.json"
+    file = "model-extra.safetensors" if index.exists() else "model.safetensors"
+    if index.exists():
+        content = json.loads(index.read_text())
+        content["weight_map"] |= dict.fromkeys(tensors, file)
+        index.write_text(json.dumps(content))
+    else:
+        tensors |= load_file(folder / file)
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    edit_config(folder, num_nextn_predict_layers=1)
 
 
 def _mixture(case: Case) -> Any:

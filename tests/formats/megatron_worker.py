@@ -2,7 +2,7 @@
 
 Each case loads a converted checkpoint with Megatron's own loader into a model of the case's layout, whose parameters are NaN
 before, and saves that model with Megatron's own saver. It also builds the policy from the converted checkpoint as training
-does, saves its state with the optimizer's, and compares it with the policy built from the Hugging Face folder.
+does, saves its state with the optimizer's, restores it, and compares it with the policy built from the Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ def main(folder: Path) -> None:
             trained.mkdir()
         dist.barrier()
         policy.save(trained)
+        for tensor in policy.tensors().values():
+            tensor.detach().zero_()
+        policy.restore(trained)
         loaded = policy.tensors()
         expected_config = _config(case, "hf")
         expected = model_files.build_policy(expected_config, model_files.read_model(expected_config), runtime).tensors()

@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from transformers import (
     AddedToken,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -36,8 +40,31 @@ CLASSES: dict[str, tuple[Any, Any]] = {
 }
 FAMILIES = tuple(CLASSES)  # the dense ones
 MIXTURES: dict[str, tuple[Any, Any]] = {
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+
+# One layer of five without experts; 12 experts in 3 groups, of which a token's come from 2; two shared ones in a single MLP.
+LATENT = {
+    "num_hidden_layers": 5,
+    "hidden_size": 36,
+    "intermediate_size": 40,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_local_experts": 12,
+    "moe_intermediate_size": 20,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
 }
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
@@ -73,6 +100,8 @@ def make_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
     own: dict[str, Any] = {"head_dim": 16} if family.startswith("qwen3") else {}
     if family in MIXTURES:
         own |= {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "sliding_window": None}
+    if family.startswith("deepseek"):
+        own |= LATENT | ({"num_experts_per_tok": 4} if family == "deepseek_v3" else {})
     return (CLASSES | MIXTURES)[family][0](**(sizes | own | changes))
 
 
@@ -87,7 +116,14 @@ def make_model(family: str, *, seed: int = 0, tied: bool = False, dtype: torch.d
                     parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
                 elif name.endswith(".bias"):
                     parameter.copy_(0.3 * torch.randn_like(parameter))
-    return model.to(dtype).eval().requires_grad_(False)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.copy_(0.1 * torch.randn_like(buffer))
+    model = model.to(dtype).eval().requires_grad_(False)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.data = buffer.data.float()  # as transformers loads it
+    return model
 
 
 def make_tokenizer() -> Qwen2Tokenizer:

@@ -89,22 +89,35 @@ def cases(draw: st.DrawFn, num_layouts: int = 1) -> Case:
     tp = max(layout.tp for layout in (*chosen, engine))  # a power of 2
     kv_heads = draw(st.sampled_from([n for n in (1, 2, 4, 8) if n <= 2 * tp]))
     head_dim = draw(st.integers(1, 3)) * max(1, tp // kv_heads)
+    num_heads = max(tp, kv_heads) * draw(st.integers(1, 3))
     most_chunks = max(layout.num_chunks for layout in chosen)
     num_layers = draw(st.integers(most_chunks, most_chunks + 3))
     model_type = draw(st.sampled_from(sorted(FAMILIES)))
     is_mixture = any(row.where == "expert" for row in family_of(model_type).rows)
+    latent = {}
+    if model_type.startswith("deepseek"):
+        kv_heads = num_heads
+        latent = {
+            "num_dense": draw(st.integers(0, num_layers - 1)),
+            "shared_ffn": tp * draw(st.integers(1, 2)),
+            "kv_lora": draw(st.integers(1, 3)),
+            "q_lora": draw(st.integers(0, 2)),
+            "rope_dim": draw(st.integers(1, head_dim)),
+            "v_dim": draw(st.integers(1, 3)),
+        }
     shape = ModelShape(
         model_type=model_type,
         num_layers=num_layers,
         hidden=draw(st.integers(1, 5)),
         ffn=tp * draw(st.integers(1, 3)),
-        num_heads=max(tp, kv_heads) * draw(st.integers(1, 3)),
+        num_heads=num_heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=draw(st.integers(1, 17) | st.integers(60, 140)),
         tied=draw(st.booleans()),
         num_experts=max(layout.ep for layout in chosen) * draw(st.integers(1, 2)) if is_mixture else 0,
         moe_ffn=tp * draw(st.integers(1, 2)) if is_mixture else 0,
+        **latent,
     )
     divided = tuple(replace(layout, layers_per_chunk=draw(st.none() | divisions(num_layers, layout))) for layout in chosen)
     return Case(shape, divided, fused_norms=draw(st.booleans()), engine=engine, num_idle=draw(st.integers(0, 2)))

@@ -147,6 +147,12 @@ def test_a_tensor_parallel_weight_is_still_left_unmarked_without_initialisation(
     assert "set_tensor_model_parallel_attributes" not in before_bias
 
 
+def test_latent_attention_still_believes_in_transformer_engine_wherever_its_wrapper_is_imported() -> None:
+    """The reason for compat.patch_latent_attention: it then asks isinstance of a name that stands for no class."""
+    head, body = megatron_source("transformer/multi_latent_attention.py").split("HAVE_TE = True")
+    assert "import transformer_engine" not in head and "HAVE_TE\n            and isinstance(self.linear_proj, TELinear)" in body
+
+
 @pytest.mark.parametrize("first", ["import grpo_mega.megatron", "import transformers.models.llama.modeling_llama"])
 def test_transformers_loads_the_same_model_whether_the_stand_in_came_before_it_or_after(first: str, tmp_path: Path) -> None:
     """It builds the model without memory by `with torch.device("meta")`, which has to know the wrapped factories."""

@@ -78,6 +78,41 @@ MOE_LAYOUTS = (
 )
 
 
+LATENT_FIELDS = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 5,
+    "hidden_size": 136,
+    "intermediate_size": 392,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 72,
+    "kv_lora_rank": 56,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 10,
+    "v_head_dim": 22,
+    "moe_intermediate_size": 88,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 2,
+    "routed_scaling_factor": 2.5,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 1003,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+LATENT_LAYOUTS = (
+    "tp=1,dp=2",
+    "tp=2,dp=4,ep=2,sequence_parallel=true model.recompute=selective",
+    "pp=2,dp=2,ep=2 model.dtype=float32",
+    "tp=2,pp=2,dp=6,ep=3,sequence_parallel=true model.recompute=full",
+)
+
+
 def setup_of(text: str, fields: dict[str, Any] = FIELDS) -> Setup:
     layout, *rest = text.split(" ")
     raw = {
@@ -98,12 +133,15 @@ def setup_of(text: str, fields: dict[str, Any] = FIELDS) -> Setup:
 @pytest.fixture(scope="module")
 def rehearsed() -> dict[str, list[Comparison]]:
     models = [(text, FIELDS) for text in LAYOUTS] + [(text, MOE_FIELDS) for text in MOE_LAYOUTS]
+    models += [(text, LATENT_FIELDS) for text in LATENT_LAYOUTS]
     cases = [(setup := setup_of(text, fields), default_ranks(setup), fields) for text, fields in models]
-    names = [*LAYOUTS, *(f"moe {text}" for text in MOE_LAYOUTS)]
+    names = [*LAYOUTS, *(f"moe {text}" for text in MOE_LAYOUTS), *(f"latent {text}" for text in LATENT_LAYOUTS)]
     return dict(zip(names, rehearse(cases), strict=True))
 
 
-@pytest.mark.parametrize("text", [*LAYOUTS, *(f"moe {text}" for text in MOE_LAYOUTS)])
+@pytest.mark.parametrize(
+    "text", [*LAYOUTS, *(f"moe {text}" for text in MOE_LAYOUTS), *(f"latent {text}" for text in LATENT_LAYOUTS)]
+)
 def test_the_plan_agrees_with_real_megatron(rehearsed: dict[str, list[Comparison]], text: str) -> None:
     wrong = [c for c in rehearsed[text] if not c.agrees]
     assert not wrong, wrong

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,17 @@ from models import FAMILIES, VOCAB_SIZE, make_model, save_checkpoint
 from grpo_mega.formats.reader import open_hf_reader
 from grpo_mega.hardware.device import Device
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
+from grpo_mega.rollout.embedded.expert_views import checkpoint_tensors
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.types import Group, Prompt, Sample
-from grpo_mega.weights.apply import load_shards
+from grpo_mega.weights.apply import buckets, load_shards
 from grpo_mega.weights.boxes import region
 from grpo_mega.weights.families import family_of
+from grpo_mega.weights.layout import hf_shards
+from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.spec import ModelShape
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 0.7}
 LENGTHS = [3, 17, 1, 9, 9, 30, 5, 2]
 STOPS = frozenset(range(0, VOCAB_SIZE, 9))  # a ninth of the vocabulary, so that random models stop early as well as late
 SAMPLING = Sampling(group_size=4, temperature=0.8, max_response_length=12, stop_token_ids=STOPS, seed=11)
@@ -107,6 +112,8 @@ def test_greedy_decoding_of_prompts_of_different_lengths_equals_transformers_one
         ("qwen3_moe", {"hidden_size": 34, "moe_intermediate_size": 25}),
         ("qwen3_moe", {"moe_intermediate_size": 27}),
         ("mixtral", {"hidden_size": 36, "intermediate_size": 50, "head_dim": 10}),
+        ("deepseek_v2", {"moe_intermediate_size": 22}),
+        ("deepseek_v3", {"moe_intermediate_size": 22, "q_lora_rank": 10, "rope_parameters": YARN}),
     ],
 )
 def test_experts_whose_rows_are_no_multiple_of_16_bytes_are_computed(
@@ -124,6 +131,37 @@ def test_experts_whose_rows_are_no_multiple_of_16_bytes_are_computed(
         found = torch.tensor(sample.rollout_logprobs, dtype=torch.float64)
         expected = full_logprobs(model, sample, SAMPLING.temperature)
         torch.testing.assert_close(found, expected.double(), rtol=0, atol=1e-5)
+
+
+def test_the_bias_of_a_router_reaches_a_bf16_engine_in_float32(single_rank: None) -> None:
+    """Rounded, it would choose other experts than the trainer."""
+    engine = make_engine(make_model("deepseek_v3", dtype=torch.bfloat16), read=lambda box: torch.zeros(box.shape))
+    model = make_model("deepseek_v3", seed=5)
+    family, shape = family_of("deepseek_v3"), ModelShape.from_hf_config(model.config.to_dict())
+    sources = checkpoint_tensors(model, family, shape)
+    made = plan_transfers(hf_shards(family, shape, 1), engine.shard_layout(), ranks_per_node=1)
+    assert not engine.begin_update()
+    for bucket in buckets(made, sources, dtype=torch.bfloat16, bucket_bytes=999, allocate=engine.allocate):
+        engine.load(bucket)
+    assert not engine.end_update(8)
+    for name, tensor in engine.tensors().items():
+        expected = sources[name] if name.endswith("e_score_correction_bias") else sources[name].bfloat16()
+        assert torch.equal(tensor, expected) and tensor.dtype == expected.dtype, name
+
+
+@pytest.fixture
+def single_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_deepseek_v2_scales_its_attention_as_transformers_does_for_deepseek_v3_alone() -> None:
+    changes = {"rope_parameters": YARN | {"rope_theta": 10000.0}}
+    model, expected = (make_model(family, **changes) for family in ("deepseek_v2", "deepseek_v3"))
+    engine = make_engine(model, read=lambda box: torch.zeros(box.shape))
+    scales = [one.model.layers[0].self_attn.scaling for one in (model, engine._model, expected)]
+    assert scales[0] == 16**-0.5 < scales[1] == pytest.approx(scales[2], rel=1e-12)
 
 
 @pytest.mark.parametrize("changes", [{}, {"top_p": 0.8}, {"top_k": 7}, {"temperature": 1.5, "top_p": 0.9, "top_k": 20}])

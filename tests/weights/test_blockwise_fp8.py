@@ -111,7 +111,8 @@ def test_the_linear_layers_of_attention_and_mlp_are_quantised_and_nothing_else(m
     """By the last words of their names, which the table does not look at."""
     found = family_of(model_type).linear_tensors()
     ends = {name.removesuffix(".weight").rpartition(".")[2] for name in found}
-    attention = {f"{x}_proj" for x in "qkvo"}
+    latent = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
+    attention = latent | {"q_proj", "o_proj"} if "deepseek" in model_type else {f"{x}_proj" for x in "qkvo"}
     assert ends == attention | ({"w1", "w2", "w3"} if model_type == "mixtral" else {"gate_proj", "up_proj", "down_proj"})
     assert all(name.endswith(".weight") for name in found)
 

@@ -24,16 +24,16 @@ nodes = st.sampled_from([1, 2, 3, 8])  # ranks on each
 
 
 def traffic_of(transfers: list[Transfer], world_size: int, ranks_per_node: int) -> Traffic:
-    """Counted transfer by transfer, an element being a byte."""
+    """Counted transfer by transfer, an element being 4 bytes."""
     sent, received, moved = [0] * world_size, [0] * world_size, {"same_rank": 0, "same_node": 0, "between_nodes": 0}
     for t in transfers:
         is_near = t.source_rank // ranks_per_node == t.target_rank // ranks_per_node
         if t.source_rank == t.target_rank:
-            moved["same_rank"] += t.size
+            moved["same_rank"] += 4 * t.size
         else:
-            moved["same_node" if is_near else "between_nodes"] += t.size
-            sent[t.source_rank] += t.size
-            received[t.target_rank] += t.size
+            moved["same_node" if is_near else "between_nodes"] += 4 * t.size
+            sent[t.source_rank] += 4 * t.size
+            received[t.target_rank] += 4 * t.size
     return Traffic(**moved, sent=tuple(sent), received=tuple(received))
 
 
@@ -46,11 +46,11 @@ def check(case: Case, sources: ShardLayout, targets: ShardLayout, ranks_per_node
     simulate(transfers, start, found)
     assert_equal(found, filled(wanted, tensors))
 
-    traffic = made.traffic(itemsize=1)
+    traffic = made.traffic(itemsize=4)
     assert traffic == traffic_of(transfers, made.world_size, ranks_per_node)
     for rank, target in enumerate(wanted):
         source = starts[rank] if rank < len(starts) else {}
-        assert traffic.received[rank] == lower_bound(source, target, tensors)
+        assert traffic.received[rank] == 4 * lower_bound(source, target, tensors)
 
     generic = list(plan(starts, wanted, ranks_per_node).transfers())
     theirs = traffic_of(generic, made.world_size, ranks_per_node)
@@ -107,7 +107,7 @@ def test_the_ranks_of_an_engine_hold_every_element_exactly_once_replicas_aside(c
             real = max(0, min(local.shape[0], shape.vocab - tp_rank * local.shape[0])) if is_padded else local.shape[0]
             assert (written[:real] == 1).all() and not written[real:].any(), name
     for name, found in counts.items():
-        if name.endswith("norm.weight") or ".gate." in name:
+        if name.endswith("norm.weight") or ".gate." in name or "_a_proj" in name:
             copies = tp
         elif ".k_proj" in name or ".v_proj" in name:
             copies = max(1, tp // shape.num_kv_heads)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from grpo_mega.hardware.device import Device
+from grpo_mega.rollout.embedded.compat import scale_attention
 from grpo_mega.rollout.embedded.cpu_linear import speed_up
 from grpo_mega.rollout.embedded.expert_views import checkpoint_tensors
 from grpo_mega.rollout.embedded.sampler import draw, uniforms
@@ -60,6 +61,7 @@ class EmbeddedEngine(Engine):
             )
         self._model = model.to(self.device).eval().requires_grad_(False)
         speed_up(self._model)
+        scale_attention(self._model)
         self._tensors = checkpoint_tensors(self._model, family, shape)
         self._received: list[Entry] = []
         self._problems: list[str] = []

@@ -1,6 +1,7 @@
 """The weights of a transformers model under the names of its checkpoints.
 
-They differ for MoE models only: transformers keeps all experts of a layer in one parameter, of which each expert is a view.
+They differ for MoE models only: transformers keeps all experts of a layer in one parameter, of which each expert is a view, and
+the bias of DeepSeek-V3's router in a buffer, in float32.
 """
 
 from __future__ import annotations
@@ -9,23 +10,27 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-from grpo_mega.weights.spec import Family, ModelShape
+from grpo_mega.weights.spec import FLOAT32, Family, ModelShape
 
 
 def checkpoint_tensors(model: nn.Module, family: Family, shape: ModelShape) -> Mapping[str, Tensor]:
-    """Return the parameters of `model`, or views of them, by the names of `family.hf_tensors`."""
+    """Return the parameters of `model`, or views of them, and such biases, by the names of `family.hf_tensors`."""
     parameters: dict[str, Tensor] = dict(model.named_parameters())
+    for name, buffer in model.named_buffers():
+        if name.endswith(FLOAT32):
+            buffer.data = buffer.data.float()  # as transformers loads it
+            parameters[name] = buffer
     if not shape.num_experts:
         return parameters
     tensors: dict[str, Tensor] = {}
-    for layer in range(shape.num_layers):
+    for layer in dict(shape.spans(range(shape.num_layers)))["moe"]:
         tensors |= dict(_moe_layer(parameters, family, shape, layer))
     return tensors | parameters
 
 
 def _moe_layer(parameters: dict[str, Tensor], family: Family, shape: ModelShape, layer: int) -> Iterator[tuple[str, Tensor]]:
     """Move a layer's router and experts out of `parameters`; yield them under their names in the family's table."""
-    router, gate_up, down = (row.hf for row in family.rows if "mlp.router" in row.megatron or row.where == "expert")
+    router, gate_up, down = (row.hf for row in family.rows if "router.weight" in row.megatron or row.where == "expert")
     block = f"model.layers.{layer}.mlp"
     yield router[0].format(i=layer), parameters.pop(f"{block}.gate.weight")
     gates_ups = parameters.pop(f"{block}.experts.gate_up_proj")  # [experts, 2 * moe_ffn, hidden]

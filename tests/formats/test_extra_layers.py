@@ -1,0 +1,56 @@
+"""An exported policy has the layers for multi-token prediction of the model that it came from; other layers are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from families import CASES, assert_same_folder, save, tensors_of
+from safetensors.torch import save_file
+
+from grpo_mega.errors import WeightMappingError
+from grpo_mega.formats.convert import convert_hf_to_mcore
+from grpo_mega.formats.export import export
+from grpo_mega.formats.reader import open_reader
+from grpo_mega.validation.model import check_weights, shape_of
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.layout import hf_rank_shards
+from grpo_mega.weights.spec import read_config
+
+
+@pytest.fixture
+def single_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_an_exported_policy_keeps_them_bit_for_bit(tmp_path: Path, single_rank: None, is_converted: bool) -> None:
+    source = model = save(CASES["deepseek_v3"], tmp_path / "hf")
+    if is_converted:
+        model = tmp_path / "megatron"
+        convert_hf_to_mcore(source, model, show_progress=False)
+    shape = shape_of(read_config(model))
+    family = family_of(shape.model_type)
+    check_weights(model, shape)
+    shards = hf_rank_shards(family, shape)
+    with open_reader(model, family, shape) as reader:
+        tensors = {name: reader.read(local.pieces[0].box).float() for name, local in shards.items()}
+    sizes = {"dtype": torch.bfloat16, "source_folder": model, "folder": tmp_path / "out", "max_shard_bytes": 50_000}
+    export([shards], tensors, family=family, shape=shape, **sizes)
+    assert_same_folder(tmp_path / "out", source)
+    assert sum("layers.5" in name for name in tensors_of(tmp_path / "out")) == 6
+
+
+def test_a_layer_too_many_of_the_usual_kind_is_refused(tmp_path: Path) -> None:
+    folder = save(CASES["deepseek_v2"], tmp_path / "hf")
+    tensors = tensors_of(folder)
+    one = "model.layers.{}.self_attn.o_proj.weight"
+    save_file(
+        tensors | {one.format(5): tensors[one.format(4)].clone()}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    with pytest.raises(WeightMappingError, match=r"model\.layers\.5\.self_attn.*no place for"):
+        check_weights(folder, shape_of(read_config(folder)))

@@ -1,0 +1,66 @@
+"""Multi-latent attention with what it cannot do, or would compute otherwise, is refused in one line before any rank starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from models import LATENT
+
+from grpo_mega import config as configs
+from grpo_mega.errors import ConfigError, WeightMappingError
+from grpo_mega.validation.model import shape_of
+from grpo_mega.validation.preflight import cut_problems
+
+FIELDS = LATENT | {
+    "model_type": "deepseek_v3",
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 4,
+    "vocab_size": 102,
+    "hidden_act": "silu",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"first_k_dense_replace": 5}, "first_k_dense_replace=5; it must leave experts in one"),
+        ({"kv_lora_rank": None}, "no field 'kv_lora_rank'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2; only 1 is supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False; only True is supported for deepseek_v3"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax'; only 'sigmoid'"),
+        ({"rope_interleave": False}, "rope_interleave=False; only True"),
+        ({"n_group": 4, "topk_group": 3}, "scores a group by its best 1 experts, DeepSeek-V3 by its best 2; name another"),
+        ({"n_group": 5, "topk_group": 2}, "12 experts do not make equal groups"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear', which is not supported; supported are default, yarn"),
+        ({"qk_rope_head_dim": 7}, "qk_rope_head_dim=7: must be even"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads=2; it must be num_attention_heads=4"),
+        ({"num_experts_per_tok": 1}, "no gradient reaches the router"),
+        ({"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"}, "only 'greedy' is supported for deepseek_v2"),
+        ({"model_type": "deepseek_v2", "num_experts_per_tok": None}, "num_experts_per_tok=None; it must be from 1 to 12"),
+    ],
+)
+def test_a_model_that_megatron_would_compute_otherwise_is_refused(changes: dict[str, Any], says: str) -> None:
+    shape_of(FIELDS)
+    with pytest.raises((ConfigError, WeightMappingError)) as caught:
+        shape_of(FIELDS | changes)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("rollout.engine=sglang", "rollout.engine='sglang' does not serve deepseek_v3 yet; use rollout.engine=embedded"),
+        ("rollout.quantization=fp8", "rollout.quantization='fp8': must be left out for deepseek_v3; remove it"),
+        ("precision.fp8=hybrid", "precision.fp8='hybrid': must be left out for deepseek_v3"),
+        ("layout.tp=2", "layout.tp=2 with an MoE model needs layout.sequence_parallel=true; set it"),
+        ("layout={tp: 8, sequence_parallel: true}", "layout.tp=8 does not divide the model's 4 attention heads; use 1, 2, 4"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_with_its_remedy(override: str, says: str) -> None:
+    raw: dict[str, Any] = {"run_dir": "unused", "steps": 1, "model": {"path": "unused", "dtype": "bfloat16"}}
+    raw |= {"data": {"train": "unused"}, "batch": {"prompts_per_step": 8}}
+    shape = shape_of(FIELDS)
+    assert not list(cut_problems(configs.validate(raw), shape))
+    configs.apply_override(raw, override)
+    assert any(says in problem for problem in cut_problems(configs.validate(raw), shape))
