@@ -119,7 +119,7 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
     samples = []
     for number, tokens in enumerate(prompts(checkpoint.model()[1].vocab)):
         prompt = Prompt(number, "", (tokens[0],), "")
-        sample = Sample(prompt, 0, tokens[1:], [0.0] * (len(tokens) - 1), "stop", 0, reward=1.0)
+        sample = Sample(prompt, 0, tokens[1:], [0.0] * (len(tokens) - 1), "stop", reward=1.0)
         sample.advantages = torch.zeros(len(tokens) - 1)
         samples.append(sample)
     outputs: dict[str, list[Tensor]] = {}

@@ -41,7 +41,7 @@ from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.observe.metrics import rollout_metrics
 from grpo_mega.observe.samples import SampleRows
 from grpo_mega.rollout import exchange
-from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.types import Group, Prompt, Sample, Span
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout, engine_shards, megatron_shards
 from grpo_mega.weights.plan import plan_transfers
@@ -109,7 +109,19 @@ def make_groups(ranks: int) -> list[Group]:
             reward = float(numbers.random() < 0.5)
             scores = {"accuracy": reward, "format": 1.0}
             verdicts = {"accuracy": "right" if reward else "wrong"}
-            samples.append(Sample(prompt, index, tokens[:length], logprobs[:length], "stop", 7, scores, verdicts, reward + 0.2))
+            samples.append(
+                Sample(
+                    prompt,
+                    index,
+                    tokens[:length],
+                    logprobs[:length],
+                    "stop",
+                    [Span(7, 0, length)],
+                    scores,
+                    verdicts,
+                    reward + 0.2,
+                )
+            )
         groups.append(Group(prompt, samples))
     return groups
 

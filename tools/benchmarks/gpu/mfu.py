@@ -162,7 +162,7 @@ def make_batches(policy: Policy, vocab: int, work: Work) -> list[list[PackedBatc
         tokens = torch.randint(0, vocab, (work.segment_tokens,), generator=generator).tolist()
         response = tokens[work.prompt_tokens :]
         prompt = Prompt(number, "", tuple(tokens[: work.prompt_tokens]), "")
-        sample = Sample(prompt, 0, response, [-1.0] * len(response), "length", 0, reward=1.0)
+        sample = Sample(prompt, 0, response, [-1.0] * len(response), "length", reward=1.0)
         sample.advantages = torch.full((len(response),), 1.0 if number % 2 else -1.0)
         samples.append(sample)
     weight = 1 / sum(s.response_len for s in samples)

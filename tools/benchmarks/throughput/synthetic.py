@@ -19,7 +19,7 @@ import numpy as np
 
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
-from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.types import Group, Prompt, Sample, Span
 
 if TYPE_CHECKING:
     from grpo_mega.rollout.engine import Engine, OnSample, Sampling
@@ -94,8 +94,10 @@ class SyntheticEngine:
         step: int,
         on_sample: OnSample,
         stop: StopCondition | None = None,
+        begun: Mapping[int, Group] | None = None,
     ) -> dict[int, Group]:
-        """Every rank takes every world_size-th prompt. A group's clock is its longest response."""
+        """Every rank takes every world_size-th prompt. A group's clock is its longest response; none is left unfinished."""
+        assert not begun or not any(group.samples for key, group in begun.items() if key in prompts)
         found: dict[int, Group] = {}
         for key in list(prompts)[self._rank :: self._world_size]:
             prompt = prompts[key]
@@ -116,7 +118,8 @@ class SyntheticEngine:
         if not is_cut and sampling.stop_token_ids:
             tokens[-1] = min(sampling.stop_token_ids)
         logprobs = [-math.log(self._vocab)] * length
-        return Sample(prompt, index, tokens, logprobs, "length" if is_cut else "stop", self._engine.version)
+        spans = [Span(self._engine.version, 0, length)]
+        return Sample(prompt, index, tokens, logprobs, "length" if is_cut else "stop", spans)
 
 
 class RandomRewards:
