@@ -130,18 +130,33 @@ def setup_of(text: str, fields: dict[str, Any] = FIELDS) -> Setup:
     return Setup(config, shape, chosen, card_of("h100"), config.layout.world_size, 8, 64.0, 256.0)
 
 
+ALL_LAYOUTS = {text: (text, FIELDS) for text in LAYOUTS}
+ALL_LAYOUTS |= {f"moe {text}": (text, MOE_FIELDS) for text in MOE_LAYOUTS}
+ALL_LAYOUTS |= {f"latent {text}": (text, LATENT_FIELDS) for text in LATENT_LAYOUTS}
+FULL = (  # repeat what the others have
+    "tp=2,dp=2",
+    "tp=4,dp=8,sequence_parallel=true",
+    "pp=2,dp=2",
+    "pp=4,dp=2",
+    "tp=2,pp=2,dp=2",
+    "tp=4,pp=2,dp=2,sequence_parallel=true,order=tp-pp-dp",
+    "tp=1,dp=2 model.recompute=full",
+    "moe tp=1,dp=2",
+    "moe pp=2,dp=1",
+)
+
+
 @pytest.fixture(scope="module")
-def rehearsed() -> dict[str, list[Comparison]]:
-    models = [(text, FIELDS) for text in LAYOUTS] + [(text, MOE_FIELDS) for text in MOE_LAYOUTS]
-    models += [(text, LATENT_FIELDS) for text in LATENT_LAYOUTS]
+def rehearsed(request: pytest.FixtureRequest) -> dict[str, list[Comparison]]:
+    """Rehearse the layouts of the tests that were selected."""
+    items: list[Any] = [item for item in request.session.items if item.path == request.path]
+    names = [item.callspec.params["text"] for item in items if "text" in getattr(item, "fixturenames", ())]
+    models = [ALL_LAYOUTS[name] for name in names]
     cases = [(setup := setup_of(text, fields), default_ranks(setup), fields) for text, fields in models]
-    names = [*LAYOUTS, *(f"moe {text}" for text in MOE_LAYOUTS), *(f"latent {text}" for text in LATENT_LAYOUTS)]
     return dict(zip(names, rehearse(cases), strict=True))
 
 
-@pytest.mark.parametrize(
-    "text", [*LAYOUTS, *(f"moe {text}" for text in MOE_LAYOUTS), *(f"latent {text}" for text in LATENT_LAYOUTS)]
-)
+@pytest.mark.parametrize("text", [pytest.param(text, marks=[pytest.mark.full] * (text in FULL)) for text in ALL_LAYOUTS])
 def test_the_plan_agrees_with_real_megatron(rehearsed: dict[str, list[Comparison]], text: str) -> None:
     wrong = [c for c in rehearsed[text] if not c.agrees]
     assert not wrong, wrong
@@ -154,7 +169,7 @@ def test_layers_in_bf16_keep_what_the_plan_says_within_two_percent(rehearsed: di
     """With float32, which keeps views of other tensors, and full recompute of layers this small it is within ten."""
     chosen = [text for text in rehearsed if "float32" not in text and "recompute=full" not in text]
     kept = [c for text in chosen for c in rehearsed[text] if c.label == "activations kept"]
-    assert {text for text in chosen if text.startswith("moe")} and len(kept) > 20
+    assert {text for text in chosen if text.startswith("moe")} and len(kept) > 12
     assert all(c.difference < 0.02 for c in kept)
 
 

@@ -116,7 +116,7 @@ def test_every_change_of_sglang_is_still_needed() -> None:
     assert all(importlib.util.find_spec(name) is None for name in compat.STUBBED) or torch.version.cuda
 
 
-def test_sglang_imports_the_models_of_all_our_families_first() -> None:
+def test_sglang_imports_the_models_of_all_families_that_it_serves_first() -> None:
     source = Path(served_models.__file__).with_name("families.py").read_text(encoding="utf-8")
     modules = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
-    assert modules == {f"sglang.srt.models.{model_type}" for model_type in FAMILIES}
+    assert modules == {f"sglang.srt.models.{model_type}" for model_type in FAMILIES if "deepseek" not in model_type}

@@ -33,6 +33,10 @@ TARGETS: dict[str, tuple[str, tuple[object, ...]]] = {  # what each process runs
     launcher.DEFAULT: (launcher.DEFAULT, (HERE, GPU, f"--ignore={LAYOUTS}")),
     **{version: (version, EVERY_VERSION) for version in launcher.OTHERS},
 }
+TESTS = {  # that read the output of a process
+    "layouts": "test_its_layouts_give_the_numbers_of_one_rank",
+    launcher.DEFAULT: "test_everything_that_needs_transformer_engine_passes_on_emulated_kernels",
+}
 ALLOWED_SKIPS = ("needs a GPU, and torch sees none here", "found H100, emulated")
 
 Running = tuple["subprocess.Popen[bytes]", Path]  # a process and its output
@@ -47,7 +51,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     started: dict[str, Running] = {}
     selected = [item.name for item in request.session.items if item.path == request.path]
     for name, (version, targets) in TARGETS.items():
-        is_wanted = version == launcher.DEFAULT or any(f"[{version}]" in test for test in selected)
+        is_wanted = TESTS[name] in selected if name in TESTS else any(f"[{version}]" in test for test in selected)
         if is_wanted and launcher.why_not(version) is None:
             plugin = ["-p", "emulated_te.plugin", "--te-version", version]
             options = ["-q", "-rs", "-W", "ignore", "-p", "no:cacheprovider", "--durations=10"]
@@ -99,6 +103,7 @@ def test_megatron_is_imported_without_transformer_engine_everywhere_else() -> No
     assert bare.returncode != 0 and "empty `transformer-engine` meta package" in bare.stderr
 
 
+@pytest.mark.full
 def test_everything_that_needs_transformer_engine_passes_on_emulated_kernels(running: dict[str, Running]) -> None:
     assert num_passed(output_of(running, launcher.DEFAULT)) >= 155
 
