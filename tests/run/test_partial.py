@@ -23,6 +23,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return kills.write_inputs(tmp_path_factory.mktemp("inputs"), "dp=2", kills.PARTIAL, **layers)
 
 
+@pytest.mark.full
 def test_a_run_that_aborts_stragglers_aborts_the_same_ones_again(inputs: Path, tmp_path: Path) -> None:
     """Though its ranks sample at different speeds: the embedded engine goes by tokens, not by time."""
     settings = ("--set", "rollout.partial=false", "--set", "rollout.oversample=1.5", "--set", "steps=6")

@@ -25,9 +25,9 @@ BLOCKS = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 512, 
 SOME: dict[str, Any] = {"layouts": ("{tp: 2, pp: 2}", "{pp: 4, vpp: 2}"), "engine_tps": (2,)}
 CASES = {
     "llama": Case("llama", **SOME),
-    "mistral": Case("mistral", {"sliding_window": None}, **SOME),
+    "mistral": Case("mistral", {"sliding_window": None}, is_full=True, **SOME),
     "qwen2 tied": Case("qwen2", {"tied": True}),
-    "qwen3": Case("qwen3", **SOME),
+    "qwen3": Case("qwen3", is_full=True, **SOME),
     "qwen3 in FP8": Case("qwen3", BLOCKS, ("{tp: 2, pp: 2}", "{tp: 4}"), (2,), quantise=True),
     # What differs between families is their tensors, which the cases above move.
     "llama everywhere": Case("llama", is_full=True),
