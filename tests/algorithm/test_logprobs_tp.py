@@ -8,6 +8,6 @@ from ranks import launch
 
 @pytest.mark.distributed
 def test_any_split_of_the_vocabulary_gives_the_values_and_gradients_of_the_oracle(tmp_path):
-    results = launch(Path(__file__).with_name("logprobs_tp_worker.py"), 4, tmp_path, timeout_s=300)
+    results = launch(Path(__file__).with_name("logprobs_tp_worker.py"), 4, tmp_path)
     assert len(results) == 3 * 13 + 1
     assert not any(results.values()), results

@@ -105,7 +105,7 @@ def test_a_model_may_be_a_config_json(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch(Path(__file__).with_name("weight_sync_worker.py"), 4, tmp_path_factory.mktemp("ranks"), timeout_s=300)
+    return launch(Path(__file__).with_name("weight_sync_worker.py"), 4, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.distributed

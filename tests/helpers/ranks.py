@@ -24,7 +24,7 @@ FORKED = HELPERS / "forked.py"
 Results = dict[str, list[str]]  # by case: what went wrong, a traceback for each rank that failed
 
 
-def launch(worker: Path, world_size: int, folder: Path, timeout_s: float = 300) -> Results:
+def launch(worker: Path, world_size: int, folder: Path, timeout_s: float = 900) -> Results:
     """Runs `worker` with arguments RANK WORLD_SIZE FOLDER; returns what `run_cases` wrote."""
     run_forked(str(worker), world_size, "{rank}", str(world_size), str(folder), timeout_s=timeout_s, threads=1)
     found = [json.loads((folder / f"results_{rank}.json").read_text()) for rank in range(world_size)]
@@ -35,7 +35,7 @@ def run_forked(
     target: str,
     world_size: int,
     *arguments: str,
-    timeout_s: float = 600,
+    timeout_s: float = 1800,  # ranks that wait for one another end sooner, by their groups' own limit
     threads: int | None = None,
     command: Sequence[str] = (sys.executable, str(FORKED)),
 ) -> None:

@@ -27,7 +27,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """By case, what went wrong in ranks of their own."""
     world_size: int = request.param
     folder = tmp_path_factory.mktemp(f"offload_{world_size}")
-    return launch(Path(__file__).with_name("offload_worker.py"), world_size, folder, timeout_s=400)
+    return launch(Path(__file__).with_name("offload_worker.py"), world_size, folder)
 
 
 @pytest.mark.distributed

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from run_folders import make_run
@@ -39,12 +39,19 @@ def test_a_page_is_written_beside_the_training_at_every_interval_and_at_the_end(
     assert sorted(p.name for p in run.iterdir() if "report" in p.name) == ["report.html"]
 
 
-def test_pages_come_less_often_than_asked_where_they_take_too_long(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    writer = ReportWriter(run, 1, pytest.fail)
+def test_pages_come_less_often_than_asked_where_they_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(refresh, "time", SimpleNamespace(monotonic=lambda: now))
+    writer = ReportWriter(make_run(tmp_path / "run"), 1, pytest.fail)
     writer.write_step(1, {})
     wait_for(writer, 2)
-    assert writer._process is None and writer._not_before > time.monotonic()  # 20 times what it took must pass first
+    assert writer._process is None and writer._not_before > 20 * 0.1  # 20 times the CPU seconds of a page
+    now = writer._not_before - 0.01
+    writer.write_step(3, {})
+    assert writer._process is None
+    now = writer._not_before
+    writer.write_step(4, {})
+    assert writer._process is not None
     writer.close()
 
 

@@ -13,5 +13,5 @@ pytestmark = pytest.mark.distributed
 
 def test_weights_gradients_and_optimizer_state_are_exact_to_the_byte_and_activations_close(tmp_path: Path) -> None:
     assert len(CASES) == 40
-    problems = launch(Path(__file__).with_name("state_worker.py"), 4, tmp_path, timeout_s=600)
+    problems = launch(Path(__file__).with_name("state_worker.py"), 4, tmp_path)
     assert not any(problems.values()), "\n".join(text for texts in problems.values() for text in texts)
