@@ -23,7 +23,7 @@ from grpo_mega.run.batches import attach_logprobs, drop_zero_variance, is_zero_v
 from grpo_mega.run.build import open_job
 from grpo_mega.run.evaluation import evaluate_if_due
 from grpo_mega.run.health import engine_mismatch, staleness_metrics
-from grpo_mega.run.job import Job
+from grpo_mega.run.job import Job, RolloutJob
 from grpo_mega.run.model_files import export_policy
 from grpo_mega.run.refresh import keep_rollout, refresh_rewards_if_due
 from grpo_mega.types import Group, PackedBatch, StepMetrics
@@ -32,7 +32,7 @@ from grpo_mega.types import Group, PackedBatch, StepMetrics
 def run(config: Config) -> None:
     """Train from the run's last checkpoint up to config.steps, evaluating before, during and after; then export to RUN_DIR/hf.
 
-    If asked to stop, end after the current step, with a checkpoint.
+    If asked to stop, end after the current step, with a checkpoint. Ranks without a policy generate, step by step.
     """
     with open_job(config) as job, job.saved_on_failure():
         first, tracer = job.resume(), Tracer(config, job.runtime.rank, job.runtime.device, job.timers, job.log)
@@ -41,15 +41,16 @@ def run(config: Config) -> None:
         for step in range(first, config.steps):
             refresh_rewards_if_due(job, step)
             with tracer.step(step + 1):
-                train_step(job, step)
-            if step == first:
+                train_step(job, step) if isinstance(job, Job) else generate_step(job, step)
+            if step == first and isinstance(job, Job):
                 job.log_peak_memory()
             if job.stops_after(step + 1):
                 return
             evaluate_if_due(job, step + 1)
-        with job.colocation.training():
-            export_policy(job.policy, job.model, config.run_dir / FINISHED)
-        job.log.message(f"policy saved as a Hugging Face checkpoint in {config.run_dir / FINISHED}")
+        if isinstance(job, Job):
+            with job.colocation.training():
+                export_policy(job.policy, job.model, config.run_dir / FINISHED)
+            job.log.message(f"policy saved as a Hugging Face checkpoint in {config.run_dir / FINISHED}")
 
 
 def train_step(job: Job, step: int) -> None:
@@ -67,6 +68,7 @@ def train_step(job: Job, step: int) -> None:
             with job.timers("reference"):
                 job.policy.refresh_reference()
         job.save_if_due(step + 1)
+    generate_ahead(job, step)
     job.log.log_samples(step + 1, groups, job.rollouts.decode)
     keep_rollout(job, step + 1, groups)
     try:
@@ -76,7 +78,23 @@ def train_step(job: Job, step: int) -> None:
     job.check_health(step + 1, metrics)
 
 
-def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
+def generate_step(job: RolloutJob, step: int) -> None:
+    """Do the part of a step that falls to a rank without a policy."""
+    _, job.backlog, _ = generate(job, step)
+    job.steps_done = step + 1
+    generate_ahead(job, step)
+    job.colocation.sync_weights(version=step + 1)
+
+
+def generate_ahead(job: RolloutJob, step: int) -> None:
+    """Wait for what engine ranks generated while the step trained, if there are any; then they have nothing under way."""
+    num_ahead = job.config.rollout.num_ahead(job.config.batch.prompts_per_step)
+    if num_ahead and step + 1 < job.config.steps:
+        backlog = job.backlog.drawn_up_to(num_ahead, job.prompts, ())
+        job.backlog = job.rollouts.generate_ahead(backlog, step)
+
+
+def generate(job: RolloutJob, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
     """Return the step's scored groups, the backlog after it, and counts of what was left out.
 
     With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), groups without an advantage other than 0 are replaced from
@@ -84,7 +102,7 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
     """
     config, groups, seen = job.config, list[Group](), set[int]()
     wanted, is_dynamic = config.batch.prompts_per_step, config.algorithm.dynamic_sampling_tries > 0
-    is_partial = config.rollout.partial
+    carries = config.rollout.carries
     backlog = job.backlog.restarted(oldest=step - config.rollout.max_staleness)
     dropped: dict[str, list[Group]] = {"gold_unparsable": [], "equal_rewards": []}
     for attempt in range(1 + config.algorithm.dynamic_sampling_tries):
@@ -93,7 +111,7 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
             break
         seen |= {group.prompt.id for group in backlog.groups}
         description = "sampling" if attempt == 0 else f"sampling again ({attempt})"
-        missing = wanted - len(groups) if is_partial else wanted
+        missing = wanted - len(groups) if carries else wanted
         useful, backlog = job.rollouts.generate_from(backlog, step, description, missing)
         if not config.teachers:  # a teacher needs no gold answers
             useful, unusable = drop_unusable(useful)
@@ -111,7 +129,7 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
             "prompts_dropped/surplus": float(max(len(groups) - wanted, 0)),
             "rollouts": attempt + 1.0,
         }
-    if is_partial:
+    if carries:
         for reason, given_up in dropped.items():
             backlog = backlog.dropped(reason, given_up)
         backlog = backlog.trained(groups)
@@ -136,9 +154,9 @@ def update(job: Job, step: int, groups: Sequence[Group], batches: Sequence[Seque
         job.policy.adapt_kl(metrics["kl/mean"], len(samples))
     with job.timers("exchange"):
         first = num_logged(groups, job.config.log.samples_per_step)
-        old_logprobs = gather_old_logprobs(batches, samples, job.runtime, None if job.config.rollout.partial else first)
+        old_logprobs = gather_old_logprobs(batches, samples, job.runtime, None if job.config.rollout.carries else first)
     attach_old_logprobs(samples[:first], old_logprobs)
-    if job.config.rollout.partial:
+    if job.config.rollout.carries:
         metrics |= staleness_metrics(samples, old_logprobs, step)
     blamed = [samples[i] for i in sorted(job.policy.nonfinite_samples)]
     messages = [*job.health.observe(step + 1, metrics, blamed), *job.policy.watch(step + 1, engine_mismatch(metrics))]

@@ -102,7 +102,7 @@ def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
 def with_layout(config: Config, text: str) -> Config:
     """Return the config with a layout like "tp=2,pp=2,sequence_parallel=true"; other keys of it have their defaults."""
     raw = config.model_dump(mode="json")
-    raw["layout"] = {}
+    raw["layout"], raw["rollout"]["placement"] = {}, "colocated"
     for part in text.split(","):  # a list's own commas are written as ";"
         configs.apply_override(raw, f"layout.{part.strip().replace(';', ',')}")
     changed = configs.validate(raw)

@@ -51,11 +51,11 @@ def make_request(options: EvalOptions) -> EvalRequest:
     elif checkpoint is not None:
         raw["model"]["init"] = "random"  # so that the weights in model.path, which are not read, need not be there
     # The trainer's side holds weights alone: it neither computes nor steps.
-    raw["layout"] |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
+    raw["layout"] |= {"overlap_grad_reduce": False, "overlap_param_gather": False, "engine_ranks": 0}
     raw["precision"] = {}
     raw["optimizer"] |= {"moments_dtype": "float32"}
     raw["batch"] |= {"prompts_per_step": 1, "mini_batches": 1}
-    raw["rollout"] |= {"oversample": 1.0}
+    raw["rollout"] |= {"oversample": 1.0, "partial": False, "placement": "colocated"}
     raw["checkpoint"] |= {"interval": 0}
     raw["log"] |= {"wandb": False}
     return EvalRequest(

@@ -9,6 +9,7 @@ from grpo_mega.config.algorithm import AlgorithmConfig
 from grpo_mega.config.data import DataConfig
 from grpo_mega.config.loading import apply_override, dump, load, validate
 from grpo_mega.config.rewards import RewardsConfig
+from grpo_mega.config.rollout import RolloutConfig, SyncConfig
 from grpo_mega.config.run import (
     BatchConfig,
     CheckpointConfig,
@@ -20,8 +21,6 @@ from grpo_mega.config.run import (
     ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
-    RolloutConfig,
-    SyncConfig,
     TeacherConfig,
 )
 

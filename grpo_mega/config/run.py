@@ -1,11 +1,10 @@
-"""The config of a run, and its sections for model, precision, layout, rollout, batch, optimizer, evaluation and logs.
+"""The config of a run, and its sections for model, precision, layout, batch, optimizer, evaluation and logs.
 
 A key's comment gives its meaning and unit, and the meaning of None or 0. Validators hold the rules that need the config alone.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,6 +15,7 @@ from grpo_mega.config.algorithm import AlgorithmConfig
 from grpo_mega.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, divisors
 from grpo_mega.config.data import DataConfig
 from grpo_mega.config.rewards import RewardsConfig
+from grpo_mega.config.rollout import RolloutConfig, SyncConfig
 
 
 class ModelConfig(Section):
@@ -107,10 +107,16 @@ class LayoutConfig(Section):
     layers_per_chunk: tuple[PositiveInt, ...] | None = None  # pp * vpp numbers, in model order; None: as even as possible
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    engine_ranks: NonNegativeInt = 0  # ranks after those of the trainer that only generate; for rollout.placement=separate
+
+    @property
+    def num_trainers(self) -> int:
+        """Return the number of ranks that hold the policy."""
+        return self.tp * self.pp * (self.dp or self.ep)
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * (self.dp or self.ep)
+        return self.num_trainers + self.engine_ranks
 
     @model_validator(mode="after")
     def _check(self) -> LayoutConfig:
@@ -129,66 +135,6 @@ class LayoutConfig(Section):
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError("layout.overlap_param_gather=true needs layout.overlap_grad_reduce=true")
         return self
-
-
-class RolloutConfig(Section):
-    engine: Literal["embedded", "sglang"] = "embedded"
-    tp: PositiveInt = 1  # ranks per engine: rank r serves engine r // tp; 1 for the embedded engine
-    temperature: PositiveFloat = 1.0
-    top_p: Fraction = 1.0
-    top_k: NonNegativeInt = 0  # 0: off
-    max_response_length: PositiveInt = 1024  # tokens
-    stop_token_ids: tuple[int, ...] = ()  # in addition to all eos ids of the model's generation config
-    max_concurrent: PositiveInt = 256  # sequences that an engine decodes at once
-    # A step begins oversample * batch.prompts_per_step prompts, and aborts the rest once enough groups are complete: faster if
-    # few responses are long, but biased towards short ones (rollout/kept_length, aborted_length). Needs room in max_concurrent.
-    oversample: Annotated[float, Field(ge=1)] = 1.0
-    # Keep what is aborted, and continue it in the next step with the policy of then: nothing is thrown away, and no length
-    # preferred. Correct for it with algorithm.recipe=partial. Needs oversample > 1.
-    partial: bool = False
-    max_staleness: PositiveInt = 2  # partial: steps after its first token by which a group is trained
-    quantization: Literal["fp8"] | None = None  # linear layers are sent in blocks of 128 x 128; see weights/
-    # The keys below apply to engine=sglang only.
-    cache_tokens: PositiveInt | None = None  # KV cache; None: as many as max_concurrent needs (CPU) or as fit (GPU)
-    memory_fraction: Fraction | None = None  # share of GPU memory for weights and KV cache; None: the server's default
-    sleep: Literal["auto", "always", "never"] = "auto"  # free GPU memory while training; auto: unless both fit
-    max_restarts: NonNegativeInt = 3  # per server and run; then the run stops with a checkpoint
-    start_deadline_s: PositiveFloat = 900.0
-    stall_deadline_s: PositiveFloat = 60.0  # a server without a finished sample or a healthy answer for so long hangs
-    phase_deadline_s: PositiveFloat = 14400.0  # of one generation phase
-    mismatch_warn: PositiveFloat = 0.02  # KL (k3) of engine and trainer, nats per token, above which a step warns
-    mismatch_stop: PositiveFloat | None = 1.0  # the same, above which the run stops; None: never
-    server_args: dict[str, str | int | float | bool] = Field(default={})  # more arguments of SGLang, by its names
-
-    @property
-    def is_served(self) -> bool:
-        """True if SGLang servers generate."""
-        return self.engine == "sglang"
-
-    def num_begun(self, prompts_per_step: int) -> int:
-        """Return the number of prompts that a step begins, or continues."""
-        return math.ceil(round(prompts_per_step * self.oversample, 6))
-
-    def num_drawn(self, prompts_per_step: int) -> int:
-        """Return the number of prompts that there must be before a step begins: until then it draws more."""
-        return self.num_begun(prompts_per_step) if self.partial else 1
-
-    @model_validator(mode="after")
-    def _check(self) -> RolloutConfig:
-        if not self.is_served and self.tp > 1:
-            raise ValueError(f"rollout.tp={self.tp} needs rollout.engine=sglang; the embedded engine spans one rank")
-        if self.partial and self.oversample == 1:
-            raise ValueError("rollout.partial=true needs rollout.oversample > 1, or nothing is left to continue; use 1.25")
-        if self.mismatch_stop is not None and self.mismatch_stop < self.mismatch_warn:
-            raise ValueError(
-                f"rollout.mismatch_stop={self.mismatch_stop} is below rollout.mismatch_warn={self.mismatch_warn}; raise it"
-            )
-        return self
-
-
-class SyncConfig(Section):
-    bucket_mib: PositiveFloat = 256.0  # weights that a rank sends to its engine at once; two buckets are allocated
-    prove: bool = True  # compare checksums of the engine's and the trainer's weights after every sync
 
 
 class BatchConfig(Section):
@@ -327,6 +273,15 @@ class Config(Section):
             raise ValueError(f"optimizer.moments_dtype=bfloat16 needs model.dtype=bfloat16, not {self.model.dtype}; set it")
         if self.precision.fp8_parameters and self.algorithm.ref_model_sync_steps is not None:
             raise ValueError("algorithm.ref_model_sync_steps: must not be set with precision.fp8_parameters; leave one out")
+        if self.rollout.is_separate != (self.layout.engine_ranks > 0):
+            raise ValueError(
+                f"rollout.placement={self.rollout.placement} and layout.engine_ranks={self.layout.engine_ranks} contradict one "
+                "another; set placement=separate and engine_ranks to the number of ranks that only generate, or neither"
+            )
+        if self.layout.engine_ranks % self.rollout.tp:
+            raise ValueError(
+                f"layout.engine_ranks={self.layout.engine_ranks}: must be a multiple of rollout.tp={self.rollout.tp}; set one"
+            )
         if self.rewards.refresh_command is not None and self.algorithm.ref_model_sync_steps is None:
             raise ValueError("rewards.refresh_command needs iterations to run between; set algorithm.ref_model_sync_steps")
         if self.data.replay_fraction != 0.1 and self.rewards.refresh_command is None:

@@ -168,7 +168,7 @@ def make_sampler(config: DataConfig, sizes: Sequence[int], prompts_per_step: int
     weights = [source.weight for source in config.train]
     sampler = Sampler(sizes, weights, prompts_per_step, seed, shuffle=config.shuffle)
     num_begun = rollout.num_begun(prompts_per_step)
-    if num_begun == prompts_per_step or rollout.partial:
+    if num_begun == prompts_per_step or rollout.carries:
         return sampler
     try:
         return Sampler(sizes, weights, num_begun, seed, shuffle=config.shuffle)

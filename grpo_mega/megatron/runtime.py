@@ -2,7 +2,8 @@
 
 `start(config)` joins the ranks (by the environment of torchrun or of our launcher), makes Megatron's model-parallel groups and
 seeds them; several layouts may follow one another in the same processes (`arrange`). `Runtime` holds ranks, groups and device.
-No other package sees Megatron's global state.
+No other package sees Megatron's global state. Ranks that only generate (layout.engine_ranks) come after those of the layout;
+Megatron does not know them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -20,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from grpo_mega.config import Config
+from grpo_mega.distributed import sides
 from grpo_mega.distributed.peers import PEERS
 from grpo_mega.errors import UserError
 from grpo_mega.hardware import device as devices
@@ -35,6 +37,25 @@ class Runtime:
     layout: MegatronLayout
     rank: int
     store: dist.Store  # shared by all ranks; its keys are of this arrangement only
+    num_engine_ranks: int = 0  # after those of the layout; 0: every rank trains and generates
+    everyone: dist.ProcessGroup | None = None  # the group of all ranks; None: the default group
+
+    @property
+    def num_ranks(self) -> int:
+        return self.layout.world_size + self.num_engine_ranks
+
+    @property
+    def trains(self) -> bool:
+        """True on a rank of the layout."""
+        return self.rank < self.layout.world_size
+
+    @property
+    def generates(self) -> bool:
+        return not (self.num_engine_ranks and self.trains)
+
+    @property
+    def first_engine_rank(self) -> int:
+        return self.layout.world_size if self.num_engine_ranks else 0
 
     @property
     def tp_rank(self) -> int:
@@ -63,8 +84,8 @@ class Runtime:
         return values
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Raises on every rank the first UserError that one of them raises inside.
+    def together(self, ranks: dist.ProcessGroup | None = None) -> Iterator[None]:
+        """Raise on all `ranks` the first UserError that one of them raises inside; None: those of the default group.
 
         So all end alike, with the same line, instead of waiting for a rank that is gone. No collectives inside.
         """
@@ -73,8 +94,8 @@ class Runtime:
             yield
         except UserError as caught:
             error = caught
-        errors: list[UserError | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
+        errors: list[UserError | None] = [None] * dist.get_world_size(ranks)
+        dist.all_gather_object(errors, error, group=ranks)
         for found in errors:
             if found is not None:
                 raise found from None
@@ -82,16 +103,23 @@ class Runtime:
 
 def start(config: Config) -> Runtime:
     """Joins the ranks and arranges them. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set."""
-    return arrange(config, join(config))
+    if not config.layout.engine_ranks:
+        return arrange(config, join(config))
+    device = _select_device(config)
+    joined = sides.join(device.backend, *_place(), config.layout.engine_ranks, _timeout(config))
+    if joined.trains:
+        runtime = arrange(config, device)
+    else:
+        layout = megatron_layout(config.layout, joined.num_trainers)
+        runtime = Runtime(device, layout, joined.rank, joined.store)
+    return replace(runtime, store=joined.store, num_engine_ranks=config.layout.engine_ranks, everyone=joined.everyone)
 
 
 def join(config: Config) -> devices.Device:
     """Joins the ranks into one process group; returns this rank's device."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = devices.select(config.device, int(os.environ.get("LOCAL_RANK", "0")))
-    check_kernels(config, device)
-    timeout = timedelta(seconds=max(600.0, 2 * config.hang_deadline_s))  # watchdog.py, which says more, comes first
-    dist.init_process_group(device.backend, rank=rank, world_size=world_size, timeout=timeout)
+    device = _select_device(config)
+    rank, world_size = _place()
+    dist.init_process_group(device.backend, rank=rank, world_size=world_size, timeout=_timeout(config))
     return device
 
 
@@ -118,6 +146,21 @@ def arrange(config: Config, device: devices.Device) -> Runtime:
 def stop() -> None:
     _leave_groups()
     dist.destroy_process_group()
+
+
+def _select_device(config: Config) -> devices.Device:
+    device = devices.select(config.device, int(os.environ.get("LOCAL_RANK", "0")))
+    check_kernels(config, device)
+    return device
+
+
+def _place() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _timeout(config: Config) -> timedelta:
+    return timedelta(seconds=max(600.0, 2 * config.hang_deadline_s))  # watchdog.py, which says more, comes first
 
 
 def _fresh_store(rank: int) -> dist.Store:

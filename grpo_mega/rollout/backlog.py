@@ -2,8 +2,8 @@
 
 Without partial rollouts it is empty between steps, and each rollout draws its prompts. With them (`rollout.partial`; APRIL,
 arXiv 2509.18521) a rollout that ends early leaves its other groups here: unfinished ones are continued by the next, with the
-policy of then, and whole ones are trained in the next step. Groups stand in the order in which they were drawn; old ones go
-first.
+policy of then, and whole ones are trained in the next step. So do engine ranks that generate ahead while a step trains
+(`rollout.placement=separate`). Groups stand in the order in which they were drawn; old ones go first.
 
 A step trains no group of which a policy older than `max_staleness` versions generated a part: a rollout does not end without
 the groups that would be too old for the next. Where that does not suffice, as with more old groups than a step trains, a group
@@ -90,7 +90,7 @@ class Backlog:
 NO_BACKLOG = Backlog()
 
 
-def needed(groups: Sequence[Group], oldest: int) -> list[int]:
+def needed_of(groups: Sequence[Group], oldest: int) -> list[int]:
     """Return the places of groups that the policy of version `oldest` began: those that the next step may not train."""
     return [place for place, group in enumerate(groups) if group.begun_by == oldest]
 

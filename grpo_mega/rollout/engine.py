@@ -43,6 +43,7 @@ class Engine(ABC):
     """The methods that are not abstract do nothing where an engine has neither a process nor device memory of its own."""
 
     is_server = False  # it has a process, and device memory, of its own
+    is_absent = False  # this rank trains only, and others have the engines
     version = -1  # of the policy whose weights the engine holds; -1 before the first sync
 
     @property

@@ -22,12 +22,17 @@ _TOKENS, _LOGPROBS = "i", "f"  # type codes of the arrays: int32 and float32
 _LEFT_OUT = {"prompt": None, "response_ids": None, "rollout_logprobs": None}  # fields of a sample that travel otherwise
 
 
-def gather(groups: Mapping[int, Group], prompts: Mapping[int, Prompt], verdict_names: Collection[str]) -> list[Group]:
-    """Return all ranks' groups in the order of `prompts`. `groups` are this rank's, by keys of `prompts`.
+def gather(
+    groups: Mapping[int, Group],
+    prompts: Mapping[int, Prompt],
+    verdict_names: Collection[str],
+    ranks: dist.ProcessGroup | None = None,
+) -> list[Group]:
+    """Return the groups of all `ranks`, in the order of `prompts`. `groups` are this rank's, by keys of `prompts`.
 
     Verdicts that are not in `verdict_names` become "other".
     """
-    return unpack_all(_all_gather_bytes(_packed(groups)), prompts, verdict_names)
+    return unpack_all(_all_gather_bytes(_packed(groups), ranks), prompts, verdict_names)
 
 
 def unpack_all(
@@ -74,16 +79,17 @@ def _unpacked(part: bytes | memoryview, prompts: Mapping[int, Prompt]) -> Iterat
         yield place, Sample(**row | arrays | {"prompt": prompts[place]})
 
 
-def _all_gather_bytes(mine: bytes) -> list[memoryview]:
+def _all_gather_bytes(mine: bytes, ranks: dist.ProcessGroup | None) -> list[memoryview]:
     """Return the bytes of every rank. Each byte crosses the network twice per rank, as in any all-reduce: a gather of padded
     parts would take the longest part from every rank."""
-    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    sizes[dist.get_rank()] = len(mine)
-    dist.all_reduce(sizes)
+    rank = dist.get_rank(ranks)
+    sizes = torch.zeros(dist.get_world_size(ranks), dtype=torch.int64)
+    sizes[rank] = len(mine)
+    dist.all_reduce(sizes, group=ranks)
     ends = [0, *accumulate(sizes.tolist())]
     everything = torch.zeros(ends[-1], dtype=torch.uint8)
-    begin = ends[dist.get_rank()]
+    begin = ends[rank]
     everything[begin : begin + len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else everything[:0]
-    dist.all_reduce(everything)
+    dist.all_reduce(everything, group=ranks)
     whole = memoryview(everything.numpy())  # type: ignore[arg-type]
     return [whole[begin:end] for begin, end in pairwise(ends)]

@@ -6,7 +6,7 @@ their place among the prompts; the choice is the same on every rank. With the em
 number of ranks only, so that a resumed run makes it again; with servers it depends on their speed.
 
 Groups with a long response are aborted more often: kept groups are shorter, and easier, than those that were begun.
-`Generator.flush_stats` reports by how much, as far as it is known. Partial rollouts (carryover.py) continue what was aborted.
+`Generator.flush_stats` reports by how much, as far as it is known. Partial rollouts (backlog.py) continue what was aborted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.rollout.engine import NONE_BEGUN, Engine, OnSample, Sampling
-from grpo_mega.rollout.stop_condition import StopCondition
+from grpo_mega.rollout.stop_condition import StopCondition, UntilTrained
 from grpo_mega.types import Group, Prompt, Sample, StepMetrics
 
 
@@ -72,8 +72,7 @@ class Generator:
             unmet = set(needed).intersection(todo)
             stop = StopCondition(self._rendezvous, missing, unmet) if missing < len(todo) else None
             groups = self._engine.generate(todo, sampling, step=step, on_sample=on_sample, stop=stop, begun=begun)
-            by_rank = self._rendezvous.all_gather("generation", _reports(groups, stop, sampling), self._deadline_s)
-            reports = [_Report(*row) for rows in by_rank for row in rows]
+            reports = self._gather_reports(groups, stop, sampling)
             ended = {report.place: report.clock for report in reports if report.clock is not None}
             end = stop.end([(clock, place) for place, clock in ended.items()]) if stop is not None else None
             if stop is not None and end is not None:
@@ -92,6 +91,37 @@ class Generator:
             self._count(reported.values(), frozenset(places))
         kept, rest = {place: mine[place] for place in places if place in mine}, sorted(reported.keys() - set(places))
         return Phase(kept, places, {place: mine[place] for place in rest if place in mine}, rest)
+
+    def generate_meanwhile(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        step: int,
+        on_sample: OnSample,
+        begun: Mapping[int, Group],
+        num_trainers: int,
+    ) -> Phase:
+        """Generate until the ranks that train call this, too: as many as `num_trainers`, those without an engine. Keep nothing.
+
+        An engine that fails meanwhile is restarted by the weight sync that must follow; what it had under way in this phase is
+        generated again.
+        """
+        whole = {place for place, group in begun.items() if group.is_complete(sampling.group_size)}
+        todo: Mapping[int, Prompt] = {place: prompt for place, prompt in enumerate(prompts) if place not in whole}
+        stop = UntilTrained(self._rendezvous, num_trainers)
+        if self._engine.is_absent:
+            stop.arrive()
+        groups = self._engine.generate(todo, sampling, step=step, on_sample=on_sample, stop=stop, begun=begun)
+        reports = self._gather_reports(groups, stop, sampling)
+        stop.close()
+        places = sorted(report.place for report in reports)
+        return Phase({}, [], {place: groups[place] for place in places if place in groups}, places)
+
+    def _gather_reports(self, groups: Mapping[int, Group], stop: StopCondition | None, sampling: Sampling) -> list[_Report]:
+        """Return the reports of all ranks."""
+        by_rank = self._rendezvous.all_gather("generation", _reports(groups, stop, sampling), self._deadline_s)
+        return [_Report(*row) for rows in by_rank for row in rows]
 
     def flush_stats(self) -> StepMetrics:
         """Return what phases with oversampling kept and aborted since the last call; nothing if there were none.

@@ -1,4 +1,4 @@
-"""End a generation phase once enough groups are done over all ranks."""
+"""End a generation phase once enough groups are done over all ranks, or once the trainer is ready for other weights."""
 
 from __future__ import annotations
 
@@ -53,3 +53,23 @@ class StopCondition:
         """Delete this rank's keys from the store, once no rank asks any more."""
         for key in (*self._own_keys, self._name):
             self._rendezvous.delete(key)
+
+
+class UntilTrained(StopCondition):
+    """Met once all `num_trainers` ranks that train have arrived, however many groups are done."""
+
+    def __init__(self, rendezvous: Rendezvous, num_trainers: int) -> None:
+        super().__init__(rendezvous, wanted=0)
+        self._num_trainers = num_trainers
+
+    def arrive(self) -> None:
+        self._rendezvous.fetch_add(self._name)
+
+    def done(self, key: int, clock: int = 0) -> None:
+        self.clocks[key] = clock
+
+    def is_met(self, clock: int = 0) -> bool:
+        return self._rendezvous.fetch_add(self._name, 0) >= self._num_trainers
+
+    def end(self, done: Collection[tuple[int, int]]) -> int | None:
+        return None

@@ -30,7 +30,7 @@ from grpo_mega.run.engines import build_engine, build_sync, make_room
 from grpo_mega.run.folder import adopt, trim
 from grpo_mega.run.health import Health
 from grpo_mega.run.inputs import RunInputs
-from grpo_mega.run.job import Job
+from grpo_mega.run.job import Job, RolloutJob
 from grpo_mega.run.model_files import ModelFiles, build_policy, decoder, read_model, read_tokenizer, training_sampling
 from grpo_mega.run.rollout import Rollouts
 from grpo_mega.sync.colocation import Colocation
@@ -39,11 +39,11 @@ BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
 
 
 @contextmanager
-def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]:
+def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[RolloutJob]:
     """Make the job ready for its first step, except that the engine has no weights before the first sync_weights.
 
-    However the context ends, workers, servers, files and process groups are closed. Evaluation passes its own `build`, since it
-    needs no optimizer.
+    Yield a Job, or a RolloutJob on a rank that only generates. However the context ends, workers, servers, files and process
+    groups are closed. Evaluation passes its own `build`, since it needs no optimizer.
     """
     with ExitStack() as stack:
         pool = stack.enter_context(_reward_pool(config))  # the workers import in the background while the model is built
@@ -55,13 +55,13 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
 
         runtime = runtimes.start(config)
         stack.callback(runtimes.stop)
-        rendezvous = Rendezvous(runtime.store, runtime.rank, runtime.layout.world_size)
+        rendezvous = Rendezvous(runtime.store, runtime.rank, runtime.num_ranks)
         engine = build_engine(config, model, runtime, rendezvous)
         stack.callback(engine.close)
         peak = PeakMemory(runtime.device)
         memory = make_room(engine, runtime, config.rollout, peak)
-        policy = build(config, model, runtime)
-        with runtime.together():
+        policy = build(config, model, runtime) if runtime.trains else None
+        with runtime.together(runtime.everyone):
             engine.wait_until_ready()
         timers = Timers(take_peak=peak.take)
         stop = StopRequest(config.run_dir)
@@ -69,17 +69,17 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         stack.callback(log.close)
         gc.freeze()  # Megatron collects garbage in every save; objects alive now live to the end and need not be scanned
         stack.enter_context(_hang_watch(config, runtime, timers))
-        checkpoints = stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, log.warn)))
-        sync = build_sync(config, model.dtype, policy, engine, rendezvous)
-        colocation = Colocation(policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message)
+        sync = build_sync(config, model, runtime, engine, rendezvous)
+        colocation = Colocation(
+            policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message, runtime.first_engine_rank
+        )
         decode = decoder(tokenizer)
-        yield Job(
+        job = RolloutJob(
             config=config,
             runtime=runtime,
             model=model,
             data=data,
             sampler=sampler,
-            policy=policy,
             colocation=colocation,
             rollouts=Rollouts(
                 config=config,
@@ -94,16 +94,24 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
             ),
             log=log,
             timers=timers,
-            checkpoints=checkpoints,
             stop=stop,
-            inputs=RunInputs(config, data.digests, runtime.rank, runtime.layout.world_size),
-            health=Health(config),
         )
+        yield job if policy is None else _with_policy(job, policy, stack)
+
+
+def _with_policy(job: RolloutJob, policy: Policy, stack: ExitStack) -> Job:
+    config, runtime = job.config, job.runtime
+    checkpoints = stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, job.log.warn)))
+    inputs = RunInputs(config, job.data.digests, runtime.rank, runtime.layout.world_size)
+    return Job(**vars(job), policy=policy, checkpoints=checkpoints, inputs=inputs, health=Health(config))
 
 
 def _reward_pool(config: Config) -> RewardPool:
     """Make this rank's reward workers. Only the first rank of each engine has any: it scores what its engine generates."""
-    return RewardPool(config.rewards, has_workers=int(os.environ.get("RANK", "0")) % config.rollout.tp == 0)
+    rank, num_engine_ranks = int(os.environ.get("RANK", "0")), config.layout.engine_ranks
+    if num_engine_ranks:
+        rank -= int(os.environ["WORLD_SIZE"]) - num_engine_ranks
+    return RewardPool(config.rewards, has_workers=rank >= 0 and rank % config.rollout.tp == 0)
 
 
 def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
@@ -121,5 +129,5 @@ def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
 
 
 def _hang_watch(config: Config, runtime: Runtime, timers: Timers) -> HangWatch:
-    world_size, checkpoints = runtime.layout.world_size, config.run_dir / CHECKPOINTS
-    return HangWatch(config, runtime.store, runtime.rank, world_size, timers, partial(tell_latest, checkpoints))
+    last_checkpoint = partial(tell_latest, config.run_dir / CHECKPOINTS)
+    return HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, last_checkpoint)

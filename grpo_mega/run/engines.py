@@ -11,8 +11,9 @@ from grpo_mega.config import Config, RolloutConfig
 from grpo_mega.distributed.launch import num_cores
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.hardware.device import PeakMemory
-from grpo_mega.megatron.policy import Policy
+from grpo_mega.megatron.policy import policy_shards
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.rollout.absent import AbsentEngine
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
@@ -23,12 +24,14 @@ from grpo_mega.sync.memory import GpuMemory
 from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.validation import raise_first
 from grpo_mega.validation.engine import engine_rank_problems, missing_engine_problems, padding_problems, served_card_problems
-from grpo_mega.weights.layout import EngineLayout, engine_shards
+from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards, hf_shards
 from grpo_mega.weights.plan import plan_transfers
 
 
 def build_engine(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Rendezvous) -> Engine:
     """Build the engine of this rank. If the rank leads a server, it has begun to start; `wait_until_ready` waits for it."""
+    if not runtime.generates:
+        return AbsentEngine(_engine_side(config, model, runtime), runtime.device.torch_device)
     if config.rollout.is_served:
         return _sglang(config, model, runtime, rendezvous)
     return EmbeddedEngine(
@@ -38,27 +41,29 @@ def build_engine(config: Config, model: ModelFiles, runtime: Runtime, rendezvous
         model.dtype,
         runtime.device,
         config.rollout.max_concurrent,
-        rank=runtime.rank,
-        world_size=runtime.layout.world_size,
+        rank=runtime.rank - runtime.first_engine_rank,
+        world_size=runtime.num_ranks - runtime.first_engine_rank,
         prove=config.sync.prove,
         quantise=config.rollout.quantization is not None,
     )
 
 
-def build_sync(config: Config, dtype: torch.dtype, policy: Policy, engine: Engine, rendezvous: Rendezvous) -> WeightSync:
+def build_sync(config: Config, model: ModelFiles, runtime: Runtime, engine: Engine, rendezvous: Rendezvous) -> WeightSync:
     """Plan the transfer from the trainer's layout to the engine's, and return the sync that carries it out."""
+    trainer, served = policy_shards(model.family, model.shape, runtime), engine.shard_layout().after(runtime.first_engine_rank)
     return WeightSync(
-        plan_transfers(policy.shard_layout(), engine.shard_layout(), ranks_per_node=ranks_per_node()),
-        dtype,
+        plan_transfers(trainer, served, ranks_per_node=ranks_per_node()),
+        model.dtype,
         int(config.sync.bucket_mib * 2**20),
         partial(rendezvous.all_gather, deadline_s=config.rollout.start_deadline_s),
         prove=config.sync.prove,
+        ranks=runtime.everyone,
     )
 
 
 def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: PeakMemory) -> GpuMemory | None:
     """On a GPU, wait until the server has taken its memory and let it sleep, so that the policy can be built; None on a CPU."""
-    if not (engine.is_server and runtime.device.is_cuda):
+    if rollout.is_separate or not (engine.is_server and runtime.device.is_cuda):
         return None
     before = torch.cuda.mem_get_info()[0]
     with runtime.together():
@@ -75,8 +80,9 @@ def ranks_per_node() -> int:
 
 
 def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Rendezvous) -> SGLangEngine:
-    rollout, device, world_size = config.rollout, runtime.device, runtime.layout.world_size
-    raise_first(engine_rank_problems(rollout.tp, world_size, ranks_per_node()))
+    rollout, device = config.rollout, runtime.device
+    rank, world_size = runtime.rank - runtime.first_engine_rank, runtime.num_ranks - runtime.first_engine_rank
+    raise_first(engine_rank_problems(rollout.tp, runtime.num_ranks, ranks_per_node(), runtime.first_engine_rank))
     if device.is_cuda:
         index = device.torch_device
         raise_first(missing_engine_problems(rollout, on_gpu=True))
@@ -87,7 +93,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
         )
     else:
         raise_first(padding_problems(model.shape, rollout.tp))
-    engine, tp_rank = divmod(runtime.rank, rollout.tp)
+    engine, tp_rank = divmod(rank, rollout.tp)
     first_local = int(os.environ.get("LOCAL_RANK", "0")) - tp_rank
     folder = config.run_dir / "engines" / str(engine)
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,18 +104,26 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
         folder=folder,
         context_length=config.data.max_prompt_length + rollout.max_response_length + 1,
         device_type=device.type,
-        rank=runtime.rank,
+        rank=rank,
         world_size=world_size,
         base_gpu_id=first_local,
         cores=_cores(first_local, rollout.tp),
         seed=config.seed + engine,
         prove=config.sync.prove,
-        shows_progress=runtime.rank == 0 and config.log.progress,
+        shows_progress=rank == 0 and config.log.progress,
     )
     buckets = _buckets(device.is_cuda, int(config.sync.bucket_mib * 2**20), device.torch_device)
-    layout = EngineLayout(rollout.tp, settings.num_engines)
-    side = engine_shards(model.family, model.shape, layout, world_size, quantise=rollout.quantization is not None)
-    return SGLangEngine(settings, side, rendezvous, buckets)
+    return SGLangEngine(settings, _engine_side(config, model, runtime), rendezvous, buckets)
+
+
+def _engine_side(config: Config, model: ModelFiles, runtime: Runtime) -> ShardLayout:
+    """Return the layout of the ranks that generate."""
+    rollout, size = config.rollout, runtime.num_ranks - runtime.first_engine_rank
+    quantise = rollout.quantization is not None
+    if not rollout.is_served:
+        return hf_shards(model.family, model.shape, size, quantise=quantise)
+    layout = EngineLayout(rollout.tp, size // rollout.tp)
+    return engine_shards(model.family, model.shape, layout, size, quantise=quantise)
 
 
 def _buckets(is_cuda: bool, num_bytes: int, device: torch.device) -> HostBuckets | DeviceBuckets:

@@ -1,10 +1,14 @@
-"""A run under way: its parts, its progress, and the acts around a step: resume, save, stop, end on divergence."""
+"""A run under way: its parts, its progress, and the acts around a step: resume, save, stop, end on divergence.
+
+Every rank has a RolloutJob; ranks with a policy have a Job.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -19,6 +23,7 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import progress
 from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.timers import Timers
+from grpo_mega.paths import CHECKPOINTS
 from grpo_mega.rollout import backlog_file
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.run.checkpoints import Checkpoints, verify
@@ -31,21 +36,17 @@ from grpo_mega.types import Prompt, StepMetrics
 
 
 @dataclass
-class Job:
+class RolloutJob:
     config: Config
     runtime: Runtime
     model: ModelFiles
     data: RunData
     sampler: Sampler
-    policy: Policy
     colocation: Colocation
     rollouts: Rollouts
     log: RunLog
     timers: Timers
-    checkpoints: Checkpoints
     stop: StopRequest
-    inputs: RunInputs
-    health: Health
     steps_done: int = 0
     backlog: Backlog = field(default_factory=Backlog)  # after the finished steps
     is_stopping: bool = False
@@ -55,10 +56,6 @@ class Job:
         return self.runtime.rank == 0
 
     @property
-    def shows_progress(self) -> bool:
-        return self.is_main and self.config.log.progress
-
-    @property
     def heldout(self) -> dict[str, list[Prompt]]:
         """Return the held-out prompts by the names of their sets; "" where there is only one without a name."""
         return {name: prompts[: self.config.eval.num_prompts] for name, prompts in self.data.heldout_sets.items()}
@@ -66,6 +63,55 @@ class Job:
     def prompts(self, draw: int) -> list[Prompt]:
         """Return the prompts of the given draw, which is the step's number unless steps drew several, or none."""
         return [self.data.train[i] for i in self.sampler.indices(draw)]
+
+    def resume(self) -> int:
+        """Take what waits to be trained from the last checkpoint, if there is one; return the number of finished steps."""
+        checkpoint = latest(self.config.run_dir / CHECKPOINTS)
+        if checkpoint is not None:
+            self._take_progress(checkpoint, read_manifest(checkpoint))
+        self.timers.lap()
+        return self.steps_done
+
+    def stops_after(self, step: int) -> bool:
+        """Return True if the run must stop here; the first rank decides. All ranks call it."""
+        if self.runtime.num_engine_ranks:
+            agreed = self.rollouts.rendezvous.all_gather("the end of a step", self.is_stopping, self.config.hang_deadline_s)
+            self.is_stopping = agreed[0]
+        return self.is_stopping
+
+    @contextmanager
+    def saved_on_failure(self) -> Iterator[None]:
+        """If an engine fails for good, or a refresh of the reward model, end once the ranks with a policy have saved it."""
+        try:
+            yield
+        except (EngineError, RefreshError):
+            self.colocation.engine.close()
+            self._wait_until_saved()
+            raise
+
+    def _take_progress(self, checkpoint: Path, manifest: Manifest) -> None:
+        self.steps_done = manifest.step
+        draws = manifest.step if manifest.draws is None else manifest.draws
+        prompts = {prompt.id: prompt for prompt in self.data.train}
+        self.backlog = backlog_file.read(checkpoint / STATE, draws, prompts.get)
+
+    def _wait_until_saved(self) -> None:
+        """Wait for the ranks that save, which the launcher ends once this one has ended; if a rank is gone, not for long."""
+        if self.runtime.num_engine_ranks:
+            with suppress(EngineError):
+                self.rollouts.rendezvous.all_gather("a last checkpoint", "", self.config.hang_deadline_s)
+
+
+@dataclass(kw_only=True)
+class Job(RolloutJob):
+    policy: Policy
+    checkpoints: Checkpoints
+    inputs: RunInputs
+    health: Health
+
+    @property
+    def shows_progress(self) -> bool:
+        return self.is_main and self.config.log.progress
 
     def resume(self) -> int:
         """Load the run's last checkpoint, if it has one; return the number of finished steps. Raises ResumeError."""
@@ -78,10 +124,8 @@ class Job:
                 self.log.warn(change)
             verify(checkpoint, manifest, self.runtime.rank, self.runtime.layout.world_size)
             self.policy.restore(checkpoint / STATE)
-            self.steps_done = self.checkpoints.saved_step = manifest.step
-            draws = manifest.step if manifest.draws is None else manifest.draws
-            prompts = {prompt.id: prompt for prompt in self.data.train}
-            self.backlog = backlog_file.read(checkpoint / STATE, draws, prompts.get)
+            self._take_progress(checkpoint, manifest)
+            self.checkpoints.saved_step = manifest.step
             algorithm = self.config.algorithm  # another kl_beta than before is meant to be taken
             if algorithm.kl_target is not None and manifest.kl_beta is not None and manifest.kl_beta_from == algorithm.kl_beta:
                 self.policy.restore_kl_beta(manifest.kl_beta)
@@ -129,10 +173,12 @@ class Job:
             self.colocation.engine.close()  # the policy may need its memory
             self.save(self.steps_done)
             self.checkpoints.finish()
+            self._wait_until_saved()
             raise type(error)(f"{error}; a checkpoint of step {self.steps_done} is in {self.checkpoints.folder}") from None
 
     def stops_after(self, step: int) -> bool:
         """Let the step's checkpoint become visible, now that the step is logged; return True if the run must stop here."""
+        super().stops_after(step)
         if not self.is_stopping and step < self.config.steps:
             self.checkpoints.poll()
             return False

@@ -13,7 +13,7 @@ from grpo_mega.observe.progress import progress
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rewards.scorer import VERDICTS, Scorer
 from grpo_mega.rollout import exchange
-from grpo_mega.rollout.backlog import Backlog, needed
+from grpo_mega.rollout.backlog import Backlog, needed_of
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.phase import Generator, Phase
 from grpo_mega.types import Group, Prompt, Sample
@@ -55,12 +55,20 @@ class Rollouts:
     def generate_from(self, backlog: Backlog, step: int, description: str, wanted: int) -> tuple[list[Group], Backlog]:
         """Return the first `wanted` scored groups of the backlog that finish, and the backlog without them."""
         rollout = self.config.rollout
-        if not rollout.partial:
+        if not rollout.carries:
             return self._phase(backlog.groups, step, description, self.sampling, wanted)[0], replace(backlog, groups=())
-        num_begun = max(rollout.num_begun(wanted), 1 + max(needed(backlog.groups, step - rollout.max_staleness), default=-1))
+        needed = needed_of(backlog.groups, step - rollout.max_staleness)
+        num_begun = max(rollout.num_begun(wanted), 1 + max(needed, default=-1))
         before = backlog.groups[:num_begun]
         kept, rest = self._phase(before, step, description, self.sampling, wanted)
         return kept, backlog.after_phase(before, kept, rest)
+
+    def generate_ahead(self, backlog: Backlog, step: int) -> Backlog:
+        """Return the backlog after what engine ranks generated while `step` trained; trainer ranks call this when they have."""
+        before = backlog.groups[: self.config.rollout.num_ahead(self.config.batch.prompts_per_step)]
+        if not before:
+            return backlog
+        return backlog.after_phase(before, *self._phase(before, step, "sampling ahead", self.sampling, None))
 
     def _phase(
         self,
@@ -68,27 +76,30 @@ class Rollouts:
         step: int,
         description: str,
         sampling: Sampling,
-        wanted: int,
+        wanted: int | None,
         is_evaluation: bool = False,
     ) -> tuple[list[Group], list[Group]]:
         """Generate until `wanted` of the groups are whole; return these, scored, and all others, in their order, on every rank.
+        With `wanted` None generate until the trainer ranks are here, too, and return none.
 
         Samples are scored as they finish, on the rank that generated them; those of unfinished groups are scored later. Without
         partial rollouts the others are returned as they were given.
         """
-        keeps_rest = self.config.rollout.partial and not is_evaluation
+        keeps_rest = self.config.rollout.carries and not is_evaluation
         oldest = step - self.config.rollout.max_staleness if keeps_rest else step
         is_whole = [group.is_complete(sampling.group_size) for group in groups]
-        phase = self._generate(groups, step, description, sampling, wanted, needed(groups, oldest) if keeps_rest else ())
+        needed = needed_of(groups, oldest) if keeps_rest and wanted is not None else ()
+        phase = self._generate(groups, step, description, sampling, wanted, needed)
         mine = phase.mine | (phase.rest if keeps_rest else {})
         self.scorer.keep(group for group in mine.values() if group.is_complete(sampling.group_size))
-        with self.timers("reward"), self.runtime.together():
+        with self.timers("reward"), self.runtime.together(self.runtime.everyone):
             self.scorer.finish(recorder().beat)
             if not is_evaluation:
                 self.scorer.check()
         places = sorted([p for p in phase.places if not is_whole[p]] + (phase.rest_places if keeps_rest else []))
         with self.timers("exchange"):
-            found = exchange.gather(mine, {place: groups[place].prompt for place in places}, VERDICTS)
+            prompts = {place: groups[place].prompt for place in places}
+            found = exchange.gather(mine, prompts, VERDICTS, self.runtime.everyone)
         after = dict(enumerate(groups)) | dict(zip(places, found, strict=True))
         kept = [after.pop(place) for place in phase.places]
         exchange.check_versions(kept, oldest, step)
@@ -103,7 +114,7 @@ class Rollouts:
         step: int,
         description: str,
         sampling: Sampling,
-        wanted: int,
+        wanted: int | None,
         needed: Sequence[int],
     ) -> Phase:
         """Generate on all engines; hand samples to the reward functions as they end."""
@@ -126,15 +137,17 @@ class Rollouts:
                 bar.advance(num_done - num_shown, tokens=tokens - tokens_shown)
                 num_shown, tokens_shown = num_done, tokens
 
-            phase = self.generator.generate(
-                [group.prompt for group in groups],
-                sampling,
-                step=step,
-                on_sample=on_sample,
-                wanted=wanted,
-                begun={place: group for place, group in enumerate(groups) if group.samples},
-                needed=needed,
-            )
+            prompts = [group.prompt for group in groups]
+            begun = {place: group for place, group in enumerate(groups) if group.samples}
+            if wanted is None:
+                num_trainers = self.runtime.layout.world_size
+                phase = self.generator.generate_meanwhile(
+                    prompts, sampling, step=step, on_sample=on_sample, begun=begun, num_trainers=num_trainers
+                )
+            else:
+                phase = self.generator.generate(
+                    prompts, sampling, step=step, on_sample=on_sample, wanted=wanted, begun=begun, needed=needed
+                )
             if self.runtime.rank == 0:  # no rank adds to it any more
                 self.rendezvous.delete(counter)
         return phase

@@ -1,9 +1,10 @@
-"""The policy and its engine on the same devices: which of them holds memory when, and recovery of engines that fail.
+"""The policy and its engine: which of them holds device memory when, weight syncs, and recovery of engines that fail.
 
 A step goes: engine sleeps, policy is onloaded -> update -> gradients dropped, optimizer offloaded -> engine wakes its weights
 -> sync and verification -> policy's weights offloaded -> engine wakes its KV cache -> generation. `sync_weights` is the part
 after the update; it runs in the same way before the first step, after a resume and after a restart of a server. A server that
-fails is restarted, gets the current weights, and generates the groups that were left unfinished.
+fails is restarted, gets the current weights, and generates the groups that were left unfinished. On ranks with a policy or an
+engine only, neither gives its memory to the other.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from grpo_mega.config import RolloutConfig
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
+from grpo_mega.megatron.offload import PolicyMemory
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rollout.engine import Engine
@@ -26,7 +28,7 @@ from grpo_mega.types import StepMetrics
 
 @dataclass
 class Colocation:
-    policy: Policy
+    policy: Policy | None  # None on a rank that only generates
     engine: Engine
     sync: WeightSync
     rendezvous: Rendezvous
@@ -34,9 +36,11 @@ class Colocation:
     config: RolloutConfig
     memory: GpuMemory | None  # None: policy and engine share no device memory, as on a CPU
     log: Callable[[str], None]
+    first_engine_rank: int = 0
 
     def __post_init__(self) -> None:
-        self._takes_turns = self.config.sleep == "always" or (self.config.sleep == "auto" and self.memory is not None)
+        wants_turns = self.config.sleep == "always" or (self.config.sleep == "auto" and self.memory is not None)
+        self._takes_turns = wants_turns and not self.config.is_separate
         self._num_restarts: Counter[int] = Counter()  # by rank of the leader
         if self.engine.is_server and self.memory is None:
             self.log("engines neither sleep nor wake here: without a GPU their memory is the host's")
@@ -50,17 +54,23 @@ class Colocation:
                 return {"sync/received_mib": num_bytes / 2**20}
             self._restart(failures)
 
+    @property
+    def _policy_memory(self) -> PolicyMemory:
+        assert self.policy is not None, "ranks without a policy take no turns"
+        return self.policy.memory
+
     def _sync_once(self, version: int) -> int:
         if self._takes_turns:
             with self.timers("offload"):
-                self.policy.memory.offload_optimizer()
+                self._policy_memory.offload_optimizer()
             with self.timers("wake"):
                 self.engine.wake_weights()
         with self.timers("sync"):
-            num_bytes = self.sync.sync_weights(self.policy, self.engine, version=version)
+            tensors = {} if self.policy is None else self.policy.tensors()
+            num_bytes = self.sync.sync_weights(tensors, self.engine, version=version)
         if self._takes_turns:
             with self.timers("offload"):
-                self.policy.memory.offload_weights()
+                self._policy_memory.offload_weights()
             with self.timers("wake"):
                 self.engine.wake_cache()
         return num_bytes
@@ -72,7 +82,7 @@ class Colocation:
             with self.timers("sleep"):
                 self.engine.sleep()
             with self.timers("onload"):
-                self.policy.memory.onload()
+                self._policy_memory.onload()
         if self.memory is None:
             yield
             return
@@ -104,8 +114,8 @@ class Colocation:
     def _restart(self, failures: Mapping[int, str]) -> None:
         """Restart engines until all can be used; those that failed then have no weights."""
         if self._takes_turns:  # a server takes its memory at the start
-            self.policy.memory.offload_optimizer()
-            self.policy.memory.offload_weights()
+            self._policy_memory.offload_optimizer()
+            self._policy_memory.offload_weights()
         while failures:
             for rank, failure in failures.items():
                 self._num_restarts[rank] += 1
@@ -115,8 +125,8 @@ class Colocation:
                         "remove the cause, or raise rollout.max_restarts, and go on with --resume"
                     )
                 self.log(f"the engine of rank {rank} failed and is restarted: {failure}")
-            self.engine.restart(list(failures))
+            self.engine.restart([rank - self.first_engine_rank for rank in failures])
             failures = self._gather_failures("restarting a server")
         if self._takes_turns:
             self.engine.sleep()
-            self.policy.memory.onload_weights()
+            self._policy_memory.onload_weights()

@@ -6,17 +6,18 @@ next is filled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from grpo_mega.errors import SyncError
 from grpo_mega.weights.apply import buckets
 from grpo_mega.weights.plan import Plan
 
 if TYPE_CHECKING:
-    from grpo_mega.megatron.policy import Policy
     from grpo_mega.rollout.engine import Engine
 
 MAX_NAMED = 8  # tensors in an error
@@ -24,13 +25,23 @@ AllGather = Callable[[str, list[str]], list[list[str]]]  # (phase, value of this
 
 
 class WeightSync:
-    def __init__(self, plan: Plan, dtype: torch.dtype, bucket_bytes: int, all_gather: AllGather, *, prove: bool = True) -> None:
-        """`dtype`: the engine's, for tensors that the plan does not quantise. Without `prove` no checksums are sent."""
+    def __init__(
+        self,
+        plan: Plan,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        all_gather: AllGather,
+        *,
+        prove: bool = True,
+        ranks: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`dtype`: the engine's, for tensors that the plan does not quantise. Without `prove` no checksums are sent.
+        `ranks`: the group of all ranks of the plan; None: the default group."""
         self._plan, self._dtype, self._bucket_bytes, self._prove = plan, dtype, bucket_bytes, prove
-        self._all_gather = all_gather
+        self._all_gather, self._ranks = all_gather, ranks
 
-    def sync_weights(self, policy: Policy, engine: Engine, *, version: int) -> int:
-        """Fill the engine; return the bytes that this rank received from others.
+    def sync_weights(self, tensors: Mapping[str, Tensor], engine: Engine, *, version: int) -> int:
+        """Fill the engine from the policy's `tensors` of all ranks; return the bytes that this rank received from others.
 
         Raise SyncError on all ranks, naming tensors, if the engine's are not those of the plan or if one did not arrive whole.
         """
@@ -38,10 +49,11 @@ class WeightSync:
         num_bytes = 0
         for bucket in buckets(
             self._plan,
-            policy.tensors(),
+            tensors,
             dtype=self._dtype,
             bucket_bytes=self._bucket_bytes,
             allocate=engine.allocate,
+            group=self._ranks,
             prove=self._prove,
         ):
             engine.load(bucket)

@@ -25,7 +25,7 @@ def engine_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelSh
         return
     for problem in engine_layout_problems(shape, rollout.tp):
         yield f"rollout.{problem}"
-    size = layout.world_size
+    size = layout.engine_ranks or layout.world_size
     if layout.dp is not None and size % rollout.tp:
         legal = ", ".join(str(d) for d in divisors(size) if d <= 64)
         yield f"rollout.tp={rollout.tp} does not divide the job's {size} ranks; use one of {legal}"
@@ -42,11 +42,18 @@ def missing_engine_problems(rollout: RolloutConfig, *, on_gpu: bool) -> Iterator
         )
 
 
-def engine_rank_problems(tp: int, world_size: int, ranks_per_node: int) -> Iterator[str]:
-    """Yield why engines of `tp` ranks do not fill the job, or would span two nodes."""
-    for num_ranks, owner in ((world_size, "the job's"), (ranks_per_node, "each node's")):
-        if num_ranks % tp:
-            yield f"rollout.tp={tp} does not divide {owner} {num_ranks} ranks; use a divisor of it"
+def engine_rank_problems(tp: int, world_size: int, ranks_per_node: int, first: int = 0) -> Iterator[str]:
+    """Yield why engines of `tp` ranks do not fill the ranks from `first` on, or would span two nodes."""
+    if (world_size - first) % tp:
+        yield f"rollout.tp={tp} does not divide the job's {world_size - first} ranks; use a divisor of it"
+    elif any(leader // ranks_per_node != (leader + tp - 1) // ranks_per_node for leader in range(first, world_size, tp)):
+        if not first:
+            yield f"rollout.tp={tp} does not divide each node's {ranks_per_node} ranks; use a divisor of it"
+            return
+        yield (
+            f"rollout.tp={tp}: an engine of {tp} ranks would span two nodes of {ranks_per_node} ranks, since it comes after "
+            f"{first} trainer ranks; use a smaller rollout.tp, or another number of trainer ranks"
+        )
 
 
 def served_card_problems(rollout: RolloutConfig, dtype: str, capability: Version, name: str) -> Iterator[str]:

@@ -24,25 +24,28 @@ def megatron_layout(layout: LayoutConfig, world_size: int) -> MegatronLayout:
 
 def world_size_problems(layout: LayoutConfig, world_size: int) -> Iterator[str]:
     """Yield why `world_size` ranks cannot be arranged in the layout."""
-    unit = layout.tp * layout.pp * layout.ep
+    unit, num_engines = layout.tp * layout.pp * layout.ep, layout.engine_ranks
+    num_trainers = world_size - num_engines
+    engines = f", engine_ranks={num_engines}" if num_engines else ""
     if layout.dp is not None and world_size != layout.world_size:
         yield (
-            f"WORLD_SIZE={world_size} contradicts layout.tp={layout.tp}, pp={layout.pp}, dp={layout.dp}; "
+            f"WORLD_SIZE={world_size} contradicts layout.tp={layout.tp}, pp={layout.pp}, dp={layout.dp}{engines}; "
             f"start {layout.world_size} processes, or leave layout.dp out"
         )
-    elif world_size == 0 or world_size % unit:
-        more = (world_size // unit + 1) * unit
+    elif num_trainers <= 0 or num_trainers % unit:
+        more = (max(0, num_trainers) // unit + 1) * unit + num_engines
         experts = f" times layout.ep={layout.ep}" if layout.ep > 1 else ""
-        fewer = f"{more - unit} or " if more > unit else ""
+        fewer = f"{more - unit} or " if more > unit + num_engines else ""
+        less = f" less layout.engine_ranks={num_engines}" if num_engines else ""
         yield (
-            f"WORLD_SIZE={world_size} is not a multiple of layout.tp={layout.tp} times layout.pp={layout.pp}{experts}; "
+            f"WORLD_SIZE={world_size}{less} is not a multiple of layout.tp={layout.tp} times layout.pp={layout.pp}{experts}; "
             f"start {fewer}{more} processes, or change the layout"
         )
 
 
 def layout_problems(layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
     """Yield why the model cannot be cut into the layout."""
-    for problem in megatron_layout_problems(shape, megatron_layout(layout, layout.world_size)):
+    for problem in megatron_layout_problems(shape, megatron_layout(layout, layout.num_trainers)):
         yield f"layout.{problem}"
     if shape.num_experts and layout.tp > 1 and not layout.sequence_parallel:
         yield f"layout.tp={layout.tp} with an MoE model needs layout.sequence_parallel=true; set it"

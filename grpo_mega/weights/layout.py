@@ -155,6 +155,10 @@ class ShardLayout:
     def world_size(self) -> int:
         return len(self.blocks)
 
+    def after(self, num_ranks: int) -> ShardLayout:
+        """Return the same layout on ranks that follow `num_ranks` others, which hold nothing of it."""
+        return replace(self, blocks=((),) * num_ranks + self.blocks)
+
     def rank_shards(self, rank: int) -> RankShards:
         return expand(self.blocks[rank])
 

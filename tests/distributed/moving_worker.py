@@ -287,18 +287,18 @@ def publishes(rank: int, folder: Path) -> None:
     for version, factor in ((0, 1), (1, -3)):
         for t in policy.tensors().values():
             t *= factor
-        assert sync.sync_weights(policy, engine, version=version) > 0
+        assert sync.sync_weights(policy.tensors(), engine, version=version) > 0
         assert engine.version == version
         assert_equal([engine.plain], [{name: t * factor for name, t in TENSORS.items()}])
     engine.damage = rank == 2
     with raises(SyncError, "version 2 .*at rank 2: model.norm.weight"):
-        sync.sync_weights(policy, engine, version=2)
+        sync.sync_weights(policy.tensors(), engine, version=2)
     assert engine.version == (1 if rank == 2 else 2)
     other = Engine(engines, rank)
     if rank == 1:
         other.plain["model.layers.0.self_attn.k_proj.bias_scale"] = other.plain.pop("model.layers.0.self_attn.k_proj.bias")
     with raises(SyncError, "at rank 1: model.layers.0.self_attn.k_proj.bias;"):
-        sync.sync_weights(policy, other, version=3)
+        sync.sync_weights(policy.tensors(), other, version=3)
     assert other.version == -1
     assert not any(t.any() for t in other.plain.values())
 

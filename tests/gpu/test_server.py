@@ -38,7 +38,7 @@ def test_a_sync_proves_that_the_server_has_the_weights(parts: Parts) -> None:
     for version in (1, 2):
         for tensor in trainer.tensors().values():
             tensor.mul_(1.01)
-        sync.sync_weights(trainer, engine, version=version)
+        sync.sync_weights(trainer.tensors(), engine, version=version)
         assert engine.failure is None and engine.version == version
 
 
@@ -54,9 +54,9 @@ def test_a_bucket_that_is_damaged_on_the_way_is_named(parts: Parts, monkeypatch:
 
     monkeypatch.setattr(engine, "load", damaging)
     with pytest.raises(SyncError, match="policy version 3 is not what the engine has, at rank 0"):
-        sync.sync_weights(trainer, engine, version=3)
+        sync.sync_weights(trainer.tensors(), engine, version=3)
     monkeypatch.undo()
-    sync.sync_weights(trainer, engine, version=4)
+    sync.sync_weights(trainer.tensors(), engine, version=4)
     assert engine.version == 4
 
 
@@ -72,7 +72,7 @@ def test_an_engine_in_fp8_takes_blocks_as_they_are_sent(device: Device, tmp_path
         for version in (1, 2):
             for tensor in trainer.tensors().values():
                 tensor.mul_(1.01)
-            sync.sync_weights(trainer, engine, version=version)
+            sync.sync_weights(trainer.tensors(), engine, version=version)
             assert engine.failure is None and engine.version == version
 
 
@@ -86,7 +86,7 @@ def test_sleep_gives_memory_to_the_device_and_wake_takes_it_again(parts: Parts, 
     weights = torch.cuda.mem_get_info()[0]
     assert asleep - weights >= 0.9 * weight_bytes("qwen2.5-0.5b")
     assert weights - awake > 0, "the cache still sleeps"
-    sync.sync_weights(trainer, engine, version=5)
+    sync.sync_weights(trainer.tensors(), engine, version=5)
     engine.wake_cache()
     assert torch.cuda.mem_get_info()[0] == pytest.approx(awake, abs=256 << 20)
     assert engine.failure is None and engine.version == 5

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mega.rollout import backlog_file
-from grpo_mega.rollout.backlog import Backlog, needed
+from grpo_mega.rollout.backlog import Backlog, needed_of
 from grpo_mega.types import Group, Prompt, Sample, Span
 
 PROMPTS = [Prompt(id=3 * i, text=f"p{i}\u2028\ud800", token_ids=(i, 7, 70_000 + i), answer="") for i in range(12)]
@@ -61,7 +61,7 @@ def test_a_group_that_would_be_too_old_is_needed_in_time_and_begins_again_in_its
     )
     ledger = Backlog().after_phase([Group(g.prompt, []) for g in groups], [], groups).ledger
     backlog = Backlog(2, groups, ledger)
-    assert (needed(groups, 4), needed(groups, 5), needed(groups, 3)) == ([0], [1], [])
+    assert (needed_of(groups, 4), needed_of(groups, 5), needed_of(groups, 3)) == ([0], [1], [])
     assert backlog.restarted(4) == backlog
     again = backlog.restarted(6)
     assert ids(again) == [0, 1, 2, 3] and [bool(g.samples) for g in again.groups] == [False, False, True, False]

@@ -129,6 +129,7 @@ def by_prompt(scored: list[tuple[int, str]]) -> dict[int, list[str]]:
     return {prompt: [response for other, response in scored if other == prompt] for prompt, _ in scored}
 
 
+@pytest.mark.full
 def test_a_stopped_run_goes_on_with_the_prompts_that_it_would_have_drawn(config: Path, whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = kills.start(config, run_dir, OPTIONS, output=subprocess.PIPE)

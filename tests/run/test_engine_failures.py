@@ -108,6 +108,7 @@ def check_nothing_is_left(tree: Tree, temporary: Path) -> None:
     assert found == []
 
 
+@pytest.mark.full
 def test_servers_are_killed_five_times_and_one_hangs_and_no_sample_is_lost_or_made_twice(
     config: Path, tmp_path: Path, temporary: Path
 ) -> None:

@@ -31,6 +31,7 @@ def run(config: Path, run_dir: Path) -> tuple[int, str]:
     return process.returncode, output
 
 
+@pytest.mark.full
 def test_a_run_with_fp8_rollouts_ends_with_a_mismatch_that_is_there_and_small(tmp_path: Path) -> None:
     config = kills.write_inputs(tmp_path, "tp=2")
     path = tmp_path / "model" / "config.json"

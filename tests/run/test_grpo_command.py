@@ -146,6 +146,7 @@ def test_it_resumes_with_another_number_of_steps_and_an_early_stop_leaves_the_we
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.full
 def test_train_takes_reward_functions_and_weights_from_the_command_line(tmp_path: Path) -> None:
     config = kills.write_inputs(tmp_path, "tp=2")
     own = "tools.benchmarks.kills.share_of_vowels"

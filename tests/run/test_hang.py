@@ -41,6 +41,7 @@ def test_a_run_with_a_stopped_rank_ends_with_a_report_and_resumes(tmp_path: Path
     assert "resumed after step" in kills.log_of(run_dir).read_text()
 
 
+@pytest.mark.full
 def test_a_run_whose_checks_hang_one_after_the_other_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one rank, for longer than the deadline in all; the other rank waits for it."""
     (tmp_path / "hanging.py").write_text(

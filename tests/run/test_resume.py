@@ -114,6 +114,7 @@ def test_the_reward_model_is_refreshed_between_iterations(whole: End, inputs: Pa
         assert all(row[name] == mine[name] for row, mine in pairs), name
 
 
+@pytest.mark.full
 def test_a_refresh_that_fails_leaves_a_checkpoint_from_which_the_run_goes_on(inputs: Path, whole: End, tmp_path: Path) -> None:
     settings = ("--set", "checkpoint.interval=0", "--set", "rewards.refresh_command=echo no reward model; exit 3")
     code, output = run(inputs, tmp_path / "run", "--set", "layout={dp: 2}", *settings)

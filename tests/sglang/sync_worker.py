@@ -176,7 +176,7 @@ def sync_layout(
     for tp, (side, engine) in engines.items():
         plan = plan_transfers(policy.shard_layout(), side, ranks_per_node=WORLD_SIZE)
         all_gather = partial(rendezvous.all_gather, deadline_s=DEADLINE_S)
-        WeightSync(plan, torch.float32, BUCKET_BYTES, all_gather).sync_weights(policy, engine, version=version)
+        WeightSync(plan, torch.float32, BUCKET_BYTES, all_gather).sync_weights(policy.tensors(), engine, version=version)
         if runtime.rank == 0:
             assert isinstance(engine, SGLangEngine)
             found = engine.generate(dict(enumerate(PROMPTS)), SAMPLING, step=version, on_sample=ignore)
@@ -218,14 +218,14 @@ def sync_flipped(policy: Policy, engine: SGLangEngine | Idle, side: ShardLayout,
     plan = plan_transfers(policy.shard_layout(), side, ranks_per_node=WORLD_SIZE)
     sync = WeightSync(plan, torch.float32, BUCKET_BYTES, partial(rendezvous.all_gather, deadline_s=DEADLINE_S))
     try:
-        sync.sync_weights(policy, spoiled, version=99)
+        sync.sync_weights(policy.tensors(), spoiled, version=99)
     except SyncError as error:
         said = str(error)
     else:
         raise AssertionError("a flipped byte went unnoticed")
     assert not isinstance(spoiled, Flipping) or spoiled.flipped in said, said
     assert engine.version != 99
-    sync.sync_weights(policy, engine, version=100)  # nothing is the worse for it
+    sync.sync_weights(policy.tensors(), engine, version=100)  # nothing is the worse for it
 
 
 def sync_case(case: Case, device: Device, folder: Path) -> None:

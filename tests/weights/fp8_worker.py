@@ -174,7 +174,7 @@ def arrives(case: Case, rank: int, folder: Path) -> None:
     quantised, made = quantised_of(case.shape), plan_transfers(trainer, targets, ranks_per_node=2)
     for bucket_bytes, keeps_blocks in product(BUCKETS, (True, False)):
         engine = Engine(targets, rank, case.dtype, keeps_blocks=keeps_blocks)
-        received = WeightSync(made, case.dtype, bucket_bytes, meet).sync_weights(policy, engine, version=3)
+        received = WeightSync(made, case.dtype, bucket_bytes, meet).sync_weights(policy.tensors(), engine, version=3)
         assert engine.version == 3
         assert received == made.traffic(case.dtype.itemsize).received[rank]
         check_tensors(case, engine, quantised, keeps_blocks=keeps_blocks)
@@ -218,10 +218,10 @@ def names_a_flipped_byte(rank: int, folder: Path) -> None:
         engine = Engine(targets, rank, case.dtype, keeps_blocks=keeps_blocks)
         engine.flip = flip if rank == 2 else None
         with raises(SyncError, "policy version 4 is not what the engine has, at rank 2: model.*proj.weight;") as said:
-            sync.sync_weights(policy, engine, version=4)
+            sync.sync_weights(policy.tensors(), engine, version=4)
         assert rank != 2 or engine.flipped in said[0]
         assert engine.version == (-1 if rank == 2 else 4)
-        sync.sync_weights(policy, engine, version=5)
+        sync.sync_weights(policy.tensors(), engine, version=5)
         check_tensors(case, engine, quantised, keeps_blocks=keeps_blocks)
 
 
@@ -233,13 +233,13 @@ def goes_through_the_servers_loader(rank: int, folder: Path) -> None:
         trainer, targets, _, policy = parts_of(case, rank)
         engine = ServedEngine(targets, rank, case.dtype)
         sync = WeightSync(plan_transfers(trainer, targets, ranks_per_node=2), case.dtype, BUCKETS[0], meet)
-        sync.sync_weights(policy, engine, version=6)
+        sync.sync_weights(policy.tensors(), engine, version=6)
         plain = Engine(targets, rank, case.dtype, keeps_blocks=True)
         plain.tensors = {n: subtensor(engine.parameters, n) for n in plain.tensors}
         check_tensors(case, plain, quantised_of(case.shape), keeps_blocks=True)
         engine.flip = lambda bucket, entry: entry.start
         with raises(SyncError, "at rank 0: model.*(weight|w13_weight.*|w2_weight.*);"):
-            sync.sync_weights(policy, engine, version=7)
+            sync.sync_weights(policy.tensors(), engine, version=7)
 
 
 class ServedEngine(Engine):
@@ -298,7 +298,7 @@ def moves_nothing_more_without_proof(rank: int, folder: Path) -> None:
     made = plan_transfers(trainer, targets, ranks_per_node=2)
     engine = Engine(targets, rank, case.dtype, keeps_blocks=True)
     engine.end_update = lambda version: []  # type: ignore[method-assign]
-    received = WeightSync(made, case.dtype, BUCKETS[1], meet, prove=False).sync_weights(policy, engine, version=8)
+    received = WeightSync(made, case.dtype, BUCKETS[1], meet, prove=False).sync_weights(policy.tensors(), engine, version=8)
     assert received == made.traffic(2).received[rank]
     check_tensors(case, engine, quantised_of(case.shape), keeps_blocks=True)
 

@@ -131,7 +131,7 @@ def rounds(
         if engine.failure is not None:
             raise RuntimeError(f"the engine failed, {phase}: {engine.failure}")
 
-    sync.sync_weights(trainer, engine, version=0)
+    sync.sync_weights(trainer.tensors(), engine, version=0)
     freed: float | None = None
     for number in range(repeat):
         before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
@@ -139,7 +139,7 @@ def rounds(
         if device.type == "cuda":
             freed = (torch.cuda.mem_get_info(device)[0] - before) / 2**30
         timed("wake of weights", engine.wake_weights)
-        timed("sync with proof", lambda version=number + 1: sync.sync_weights(trainer, engine, version=version))
+        timed("sync with proof", lambda version=number + 1: sync.sync_weights(trainer.tensors(), engine, version=version))
         timed("wake of cache", engine.wake_cache)
     return seconds, freed
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_mega.rollout.backlog import Backlog, needed
+from grpo_mega.rollout.backlog import Backlog, needed_of
 from grpo_mega.rollout.engine import Engine, Sampling
 from grpo_mega.rollout.phase import Generator
 from grpo_mega.types import Group, Prompt
@@ -59,7 +59,7 @@ class Partial:
     ) -> tuple[list[Group], Backlog]:
         before = backlog.groups[:num_begun]
         there = {place: group for place, group in enumerate(before) if group.samples}
-        must = needed(before, step - max_staleness) if max_staleness is not None else ()
+        must = needed_of(before, step - max_staleness) if max_staleness is not None else ()
         began = time.monotonic()
         found = self.generator.generate(
             [group.prompt for group in before],

@@ -98,11 +98,11 @@ class Bench:
 
     def sync(self) -> int:
         self.engine.proves = True
-        return self._sync.sync_weights(self.policy, self.engine, version=1)
+        return self._sync.sync_weights(self.policy.tensors(), self.engine, version=1)
 
     def unproven(self) -> int:
         self.engine.proves = False
-        return self._unproven.sync_weights(self.policy, self.engine, version=1)
+        return self._unproven.sync_weights(self.policy.tensors(), self.engine, version=1)
 
     def full_gather(self) -> int:
         return self._gather.run(self.policy.tensors(), self.gathered)

@@ -1,0 +1,61 @@
+"""Runs whose engines have ranks of their own: in turns like a colocated run, ahead of the trainer, stopped and resumed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import losses, metrics, run, stop_after
+
+from tools.benchmarks import kills
+
+pytestmark = [pytest.mark.distributed, pytest.mark.waiting]
+
+SEPARATE = ("--set", "rollout.placement=separate", "--set", "layout.engine_ranks=1")
+AHEAD = (*SEPARATE, "--set", "rollout.max_staleness=1", "--set", "algorithm.recipe=partial")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rollout = {"max_response_length": 40, "stop_token_ids": [*range(3, 60, 4)]}
+    layers = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    return kills.write_inputs(tmp_path_factory.mktemp("inputs"), "dp=2", rollout, **layers)
+
+
+def test_in_turns_the_losses_are_those_of_a_colocated_run(inputs: Path, tmp_path: Path) -> None:
+    settings = ("--set", "steps=4")
+    code, output = run(inputs, tmp_path / "colocated", *settings)
+    assert code == 0, output
+    code, output = run(inputs, tmp_path / "separate", *settings, *SEPARATE, "--set", "rollout.max_staleness=0")
+    assert code == 0, output
+    assert losses(tmp_path / "separate") == pytest.approx(losses(tmp_path / "colocated"), rel=1e-5)
+    assert len(losses(tmp_path / "separate")) == 4
+    held_out = [
+        [row["eval/score"] for row in metrics(tmp_path / name) if "eval/score" in row] for name in ("separate", "colocated")
+    ]
+    assert held_out[0] == held_out[1] and len(held_out[0]) == 2
+
+
+def test_a_step_ahead_no_token_is_older_than_allowed_and_the_ledger_closes_also_when_resumed(
+    inputs: Path, tmp_path: Path
+) -> None:
+    settings = (*AHEAD, "--set", "steps=8", "--set", "batch.mini_batches=1")
+    output = stop_after(inputs, tmp_path / "run", 3, *settings)
+    assert "stopped after step" in output
+    code, output = run(inputs, tmp_path / "run", *settings, "--resume")
+    assert code == 0, output
+    rows = [row for row in metrics(tmp_path / "run") if "ledger/begun_tokens" in row]
+    assert [row["ledger/trained_groups"] for row in rows] == [4.0 * n for n in range(1, 9)]
+    for row in rows:
+        check_ledger(row)
+        assert row["staleness/max"] <= 1
+        assert row["ledger/begun_groups"] - row["ledger/trained_groups"] <= 4  # and the four of the step itself
+    assert max(row["staleness/mean"] for row in rows) > 0.5
+
+
+def check_ledger(row: dict[str, Any]) -> None:
+    for unit in ("groups", "tokens"):
+        parts = [value for name, value in row.items() if re.match(rf"ledger/(?!begun)\w+_{unit}", name)]
+        assert row[f"ledger/begun_{unit}"] == sum(parts)
