@@ -1,0 +1,35 @@
+"""`python recorded_rank.py FOLDER ARGUMENT ...`: `grpo-mega ARGUMENT ...` as one rank that keeps what it syncs and trains.
+
+FOLDER/version-N is a Hugging Face checkpoint of every version that a sync gives the engines, FOLDER/step-N.pt the samples that
+a step trains: (prompt's tokens, response's tokens, the engine's log-probs, spans).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from grpo_mega import cli, train
+from grpo_mega.run.job import RolloutJob
+from grpo_mega.run.model_files import export_policy
+from grpo_mega.types import Group
+
+FOLDER = Path(sys.argv[1])
+keep = train.keep_rollout
+
+
+def keep_samples(job: RolloutJob, step: int, groups: Sequence[Group]) -> None:
+    if job.is_main:
+        samples = [sample for group in groups for sample in group.samples]
+        rows = [(list(s.prompt.token_ids), list(s.response_ids), list(s.rollout_logprobs), s.spans) for s in samples]
+        torch.save(rows, FOLDER / f"step-{step}.pt")
+    assert job.colocation.policy is not None  # updated by now, and about to be sent
+    export_policy(job.colocation.policy, job.model, FOLDER / f"version-{step}")
+    keep(job, step, groups)
+
+
+train.keep_rollout = keep_samples
+sys.exit(cli.main(sys.argv[2:]))
