@@ -6,9 +6,8 @@ responses have a geometric tail, as one trainer rank, pinned to one core, and on
 cores. `epochs` passes over each rollout balance training and generation; how well they do is told as `balance`: seconds of
 training by those of generation, in turns. Seconds per step are medians over the steps after the first two, then over repeats.
 
-The last line is JSON: seconds by placement, `ratio` (ahead by in turns; the goal is 0.7), `colocated_ratio` (ahead by colocated),
-`staleness` (the mean of tokens, ahead) and `ledger_closes`. Exit code 1 if a token is older than allowed, 2 for a machine with
-fewer than two cores.
+The last line is JSON: seconds by placement, `ratio` (ahead by in turns; the goal is 0.7), `colocated_ratio` (ahead by
+colocated), `staleness` (the mean of tokens, ahead). Exit code 1 if a token is older than allowed, 2 on a machine with one core.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))  # so that it starts as `python tools/benchmarks/async`
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python tools/benchmarks/async`
 
 from tools.benchmarks import kills
 
+ROOT = Path(__file__).resolve().parents[3]
 LAYOUTS = {"in turns": (1, 0), "ahead": (1, 1), "colocated": (0, 0)}  # engine ranks, rollout.max_staleness
 WARM_UP = 2  # steps
 ROLLOUT = {"max_response_length": 128, "stop_token_ids": [*range(3, 240, 16)], "max_concurrent": 512}
