@@ -196,6 +196,34 @@ def test_a_server_that_may_not_be_started_anew_ends_the_run_with_a_checkpoint_an
     check_nothing_is_left(tree, temporary)
 
 
+@pytest.mark.full
+def test_a_server_on_a_rank_of_its_own_is_killed_in_a_phase_and_in_a_sync_and_at_last_for_good(
+    config: Path, tmp_path: Path, temporary: Path
+) -> None:
+    given = {"layout.dp": 1, "layout.engine_ranks": 1, "rollout.placement": "separate", "rollout.max_staleness": 1}
+    given |= {"batch.prompts_per_step": 4, "batch.mini_batches": 1, "rollout.max_restarts": 2, "algorithm.recipe": "partial"}
+    run = Run(config, tmp_path / "run", *(part for item in given.items() for part in ("--set", "{}={}".format(*item))))
+    run.wait_for_steps(2)
+    tree = Tree.below(run.process.pid)
+    for wait in (lambda: run.wait_for_steps(1), run.wait_for_sync):
+        before = len(run.restarts())
+        wait()
+        os.kill(run.servers()[0][-1], signal.SIGKILL)
+        run.wait_for(lambda: len(run.restarts()) > before)  # noqa: B023
+        run.wait_for_steps(2)
+    os.kill(run.servers()[0][-1], signal.SIGKILL)
+    log = run.end()
+    assert run.process.returncode == 2, log
+    (line,) = [line for line in log.splitlines() if "error:" in line]
+    assert re.search(r"the engine of rank 1 failed 3 times .*; a checkpoint of step \d+ is in .*/checkpoints$", line)
+    check_nothing_is_left(tree, temporary)
+    last = len(run.steps())
+    assert [row["step"] for row in run.steps()] == list(range(1, last + 1))
+    assert [row["ledger/trained_groups"] for row in run.steps()] == [4.0 * n for n in range(1, last + 1)]
+    assert max(row["staleness/max"] for row in run.steps()) <= 1
+    assert max(row.get("mismatch/k3_stale_0", 0.0) for row in run.steps()) < 1e-9
+
+
 def test_ctrl_c_while_the_servers_start_leaves_nothing(config: Path, tmp_path: Path, temporary: Path) -> None:
     run = Run(config, tmp_path / "run")
     run.wait_for(lambda: len(run.servers()) == 2)
