@@ -94,6 +94,10 @@ class RolloutJob:
         draws = manifest.step if manifest.draws is None else manifest.draws
         prompts = {prompt.id: prompt for prompt in self.data.train}
         self.backlog = backlog_file.read(checkpoint / STATE, draws, prompts.get)
+        num_begun = sum(bool(group.samples) for group in self.backlog.groups)
+        if num_begun and not self.config.rollout.carries:
+            self.log.warn(f"{num_begun} groups that steps before had begun are begun again: rollout no longer continues them")
+            self.backlog = self.backlog.restarted(oldest=manifest.step)
 
     def _wait_until_saved(self) -> None:
         """Wait for the ranks that save, which the launcher ends once this one has ended; if a rank is gone, not for long."""

@@ -56,7 +56,9 @@ class Rollouts:
         """Return the first `wanted` scored groups of the backlog that finish, and the backlog without them."""
         rollout = self.config.rollout
         if not rollout.carries:
-            return self._phase(backlog.groups, step, description, self.sampling, wanted)[0], replace(backlog, groups=())
+            num_begun = rollout.num_begun(wanted)
+            kept, _ = self._phase(backlog.groups[:num_begun], step, description, self.sampling, wanted)
+            return kept, replace(backlog, groups=backlog.groups[num_begun:])
         needed = needed_of(backlog.groups, step - rollout.max_staleness)
         num_begun = max(rollout.num_begun(wanted), 1 + max(needed, default=-1))
         before = backlog.groups[:num_begun]

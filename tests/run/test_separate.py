@@ -14,7 +14,8 @@ from tools.benchmarks import kills
 pytestmark = [pytest.mark.distributed, pytest.mark.waiting]
 
 SEPARATE = ("--set", "rollout.placement=separate", "--set", "layout.engine_ranks=1")
-AHEAD = (*SEPARATE, "--set", "rollout.max_staleness=1", "--set", "algorithm.recipe=partial")
+RECIPE = ("--set", "algorithm.recipe=partial")
+AHEAD = (*SEPARATE, "--set", "rollout.max_staleness=1", *RECIPE)
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +39,20 @@ def test_in_turns_the_losses_are_those_of_a_colocated_run(inputs: Path, tmp_path
     assert held_out[0] == held_out[1] and len(held_out[0]) == 2
 
 
-def test_a_step_ahead_no_token_is_older_than_allowed_and_the_ledger_closes_also_when_resumed(
+def test_a_step_ahead_no_token_is_older_than_allowed_and_the_ledger_closes_also_when_resumed_and_then_colocated(
     inputs: Path, tmp_path: Path
 ) -> None:
-    settings = (*AHEAD, "--set", "steps=8", "--set", "batch.mini_batches=1")
+    settings = (*AHEAD, "--set", "steps=12", "--set", "batch.mini_batches=1")
     output = stop_after(inputs, tmp_path / "run", 3, *settings)
     assert "stopped after step" in output
-    code, output = run(inputs, tmp_path / "run", *settings, "--resume")
+    stop_after(inputs, tmp_path / "run", 7, *settings, "--resume")
+    last = metrics(tmp_path / "run")[-1]["step"]
+    code, output = run(inputs, tmp_path / "run", "--set", "steps=12", "--set", "batch.mini_batches=1", *RECIPE, "--resume")
     assert code == 0, output
+    assert "from here on rollout.placement='colocated'; it was 'separate'" in output
+    assert len(losses(tmp_path / "run")) == 12 and last < 12
     rows = [row for row in metrics(tmp_path / "run") if "ledger/begun_tokens" in row]
-    assert [row["ledger/trained_groups"] for row in rows] == [4.0 * n for n in range(1, 9)]
+    assert [row["ledger/trained_groups"] for row in rows] == [4.0 * n for n in range(1, last + 1)]
     for row in rows:
         check_ledger(row)
         assert row["staleness/max"] <= 1
