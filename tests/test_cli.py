@@ -150,6 +150,9 @@ def test_an_error_of_another_rank_says_which(
         ("6", {"tp": 2, "pp": 2}, r"WORLD_SIZE=6 is not a multiple of layout\.tp=2 times layout\.pp=2; start 4 or 8 proc"),
         ("2", {"tp": 4}, r"WORLD_SIZE=2 is not a multiple .*; start 4 processes, or change the layout"),
         ("8", {"tp": 2, "dp": 2}, r"WORLD_SIZE=8 contradicts layout\.tp=2, pp=1, dp=2; start 4 processes, or leave"),
+        ("5", {"tp": 2, "engine_ranks": 2}, r"WORLD_SIZE=5 less layout\.engine_ranks=2 is not .* start 4 or 6 processes"),
+        ("2", {"tp": 2, "engine_ranks": 2}, r"WORLD_SIZE=2 less layout\.engine_ranks=2 is not .* start 4 processes"),
+        ("4", {"dp": 3, "engine_ranks": 2}, r"WORLD_SIZE=4 contradicts .*dp=3, engine_ranks=2; start 5 processes"),
         ("", {}, r"RANK=0 is set but WORLD_SIZE=''; start with torchrun, or unset RANK"),
     ],
 )
@@ -161,6 +164,7 @@ def test_a_world_size_that_does_not_fit_the_layout_is_an_error(world_size: str, 
 def test_world_sizes_that_fit_are_accepted() -> None:
     check_world_size({"WORLD_SIZE": "8"}, LayoutConfig(tp=2, pp=2))
     check_world_size({"WORLD_SIZE": "8"}, LayoutConfig(tp=2, pp=2, dp=2))
+    check_world_size({"WORLD_SIZE": "11"}, LayoutConfig(tp=2, pp=2, engine_ranks=3))
 
 
 def test_report_writes_a_page_and_the_curves_into_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
