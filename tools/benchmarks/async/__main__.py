@@ -5,6 +5,7 @@ responses have a geometric tail, as one trainer rank, pinned to one core, and on
 (rollout.max_staleness=0) and a step ahead (1), one after the other, `repeats` times; and once colocated, as one rank on both
 cores. `epochs` passes over each rollout balance training and generation; how well they do is told as `balance`: seconds of
 training by those of generation, in turns. Seconds per step are medians over the steps after the first two, then over repeats.
+`--curves` compares learning curves of the quickstart's recipe instead (curves.py).
 
 The last line is JSON: seconds by placement, `ratio` (ahead by in turns; the goal is 0.7), `colocated_ratio` (ahead by
 colocated), `staleness` (the mean of tokens, ahead). Exit code 1 if a token is older than allowed, 2 on a machine with one core.
@@ -24,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python tools/benchmarks/async`
+sys.path.insert(0, str(Path(__file__).parent))  # `async` is no name for a package
+
+import curves
 
 from tools.benchmarks import kills
 
@@ -48,7 +52,11 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--epochs", type=int, help="passes over each rollout; default: 1, with sglang 3, to balance the load")
+    parser.add_argument("--curves", action="store_true", help="compare learning curves instead, over 3 seeds; about 6 minutes")
     options = parser.parse_args()
+    if options.curves:
+        print(json.dumps(curves.compare(options.engine)))
+        return 0
     options.epochs = options.epochs or {"embedded": 1, "sglang": 3}[options.engine]
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
