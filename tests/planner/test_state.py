@@ -11,6 +11,7 @@ from ranks import launch
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.full
 def test_weights_gradients_and_optimizer_state_are_exact_to_the_byte_and_activations_close(tmp_path: Path) -> None:
     assert len(CASES) == 40
     problems = launch(Path(__file__).with_name("state_worker.py"), 4, tmp_path)

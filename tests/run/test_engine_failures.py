@@ -224,6 +224,7 @@ def test_a_server_on_a_rank_of_its_own_is_killed_in_a_phase_and_in_a_sync_and_at
     assert max(row.get("mismatch/k3_stale_0", 0.0) for row in run.steps()) < 1e-9
 
 
+@pytest.mark.full
 def test_ctrl_c_while_the_servers_start_leaves_nothing(config: Path, tmp_path: Path, temporary: Path) -> None:
     run = Run(config, tmp_path / "run")
     run.wait_for(lambda: len(run.servers()) == 2)

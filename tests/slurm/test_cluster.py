@@ -165,6 +165,7 @@ def test_a_job_that_everything_befalls_ends_as_if_nothing_had(
     assert {path.name for path in (job.run_dir / "logs").glob("rank_*.log")} == {"rank_1.log", "rank_2.log", "rank_3.log"}
 
 
+@pytest.mark.full
 @pytest.mark.sglang
 def test_a_server_on_each_node_goes_on_with_the_same_prompts_after_the_time_is_over(
     cluster: Cluster, model: Path, whole_run: Path, tmp_path: Path
