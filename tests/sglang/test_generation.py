@@ -235,7 +235,7 @@ def test_probes_come_first_and_a_group_of_two_requests_is_aborted_and_goes_on_to
     heard: list[int] = []
     groups = generate(client, sampling=sampling, max_concurrent=7, on_sample=lambda s, _: heard.append(s.index), stop=enough(3))
     assert client.failure is None, client.failure
-    assert heard[:4] == [0] * 4 and heard.count(0) == len(PROMPTS)
+    assert heard[:6] == [0] * 6 and len(heard) > 12  # another begins once the last of 12 probes has, beside 6 at most
     whole, aborted = divided(groups, sampling)
     assert len(whole) >= 3 and any(not sample.is_finished for group in aborted.values() for sample in group.samples)
     lengths = {(key, s.index): s.response_len for key, group in aborted.items() for s in group.samples}

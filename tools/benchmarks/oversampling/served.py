@@ -28,8 +28,8 @@ Lengths = Mapping[tuple[int, int], int]  # of samples, by key of their group and
 class SimulatedSession:
     """Time is counted in steps. A step takes as long however many sequences there are, and prefills take none."""
 
-    def __init__(self, lengths: Lengths) -> None:
-        self.now = 0
+    def __init__(self, lengths: Lengths, version: int = 0) -> None:
+        self.now, self.version = 0, version
         self.begun_at: dict[tuple[int, int], int] = {}
         self.most_at_once = 0
         self.events, self.is_aborting = self, False
@@ -65,7 +65,7 @@ class SimulatedSession:
         num = self.now - self.begun_at[key, sample.index]
         if not num:
             return sample
-        span = Span(0, sample.response_len, sample.response_len + num)
+        span = Span(self.version, sample.response_len, sample.response_len + num)
         tokens, logprobs = [*sample.response_ids, *[7] * num], [*sample.rollout_logprobs, *[-1.0] * num]
         return replace(
             sample, response_ids=tokens, rollout_logprobs=logprobs, finish_reason=reason, spans=[*sample.spans, span]
