@@ -218,7 +218,7 @@ def test_the_longest_first_are_the_same_samples_probes_first_and_then_by_the_lon
     expected = generate(make_engine(model), prompts, sampling, step=2)
     lengths = [[s.response_len for s in group.samples] for group in expected]
     assert len({group[0] for group in lengths}) == 5, "the case has become too easy"
-    for max_concurrent, batches in ((4, 4), (2, 8), (1, 15), (256, 1)):
+    for max_concurrent, batches in ((4, 4), (2, 8), (256, 1)):
         stop = StopCondition(Rendezvous(torch.distributed.HashStore(), 0, 1), wanted=5)
         found = make_engine(model, max_concurrent).generate(
             dict(enumerate(prompts)), replace(sampling, longest_first=True), step=2, on_sample=lambda *_: None, stop=stop

@@ -99,7 +99,7 @@ def test_without_it_whole_groups_begin_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 4])
-def test_the_two_requests_of_an_aborted_group_each_end_and_only_whole_groups_count(wanted: int) -> None:
+def test_the_requests_of_an_aborted_group_each_end_and_only_whole_groups_count(wanted: int) -> None:
     """Also where one of them is aborted before samples of the other end, so that as many samples are there as a group has."""
     cases = 0
     for seed in range(60):

@@ -121,10 +121,8 @@ class Client:
         """Return the groups that this server finished, by key; once `stop` is met, also those that it had under way.
 
         All engines share a counter of prompts: `next_number` takes one while the schedule wants groups. No engine rests while
-        prompts wait, and a slow one takes fewer.
-
-        Once `stop` is met, the groups under way are aborted, and the server is idle with an empty cache. If the server fails,
-        also while it aborts, the groups under way are missing; nothing of this phase is kept of them.
+        prompts wait, and a slow one takes fewer. Once `stop` is met, what is under way is aborted, and the server is idle with
+        an empty cache. If it fails, also while it aborts, these groups are missing; nothing of this phase is kept of them.
         """
         phase, keys, has_more = f"generating in step {step}", list(prompts), True
         under_way, finished = dict[int, Group](), dict[int, Group]()
