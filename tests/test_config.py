@@ -148,6 +148,10 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("algorithm.kl_beta=-0.1", "algorithm.kl_beta=-0.1: input should be greater than or equal to 0"),
         ("rollout.top_p=1.5", "rollout.top_p=1.5: input should be less than or equal to 1"),
         ("rollout.oversample=0.9", "rollout.oversample=0.9: input should be greater than or equal to 1"),
+        (
+            "rollout={longest_first: true, oversample: 1.5}",
+            "rollout.longest_first=true: must not be with oversample=1.5, which aborts what begins last",
+        ),
         ("rollout.partial=true", "rollout.partial=true needs rollout.oversample > 1, or nothing is left to continue; use 1.25"),
         ("rollout.max_staleness=-1", "rollout.max_staleness=-1: input should be greater than or equal to 0"),
         ("rollout.placement=separate", "rollout.placement=separate and layout.engine_ranks=0 contradict one another; set"),

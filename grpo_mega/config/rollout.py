@@ -30,6 +30,9 @@ class RolloutConfig(Section):
     # partial or separate: steps after its first token by which a group is trained. With placement=separate groups of so many
     # steps are begun ahead of the one that trains: 1 is one step ahead, 0 generates and trains in turns.
     max_staleness: NonNegativeInt = 2
+    # Begin one sample of each group first, then the others of the groups with the longest: no long response begins last. For
+    # more sequences than max_concurrent, with responses that are alike within a group; samples are the same.
+    longest_first: bool = False
     quantization: Literal["fp8"] | None = None  # linear layers are sent in blocks of 128 x 128; see weights/
     # The keys below apply to engine=sglang only.
     cache_tokens: PositiveInt | None = None  # KV cache; None: as many as max_concurrent needs (CPU) or as fit (GPU)
@@ -86,6 +89,11 @@ class RolloutConfig(Section):
             raise ValueError("rollout.max_staleness=0: must be at least 1 with rollout.partial; raise it, or leave partial out")
         if self.partial and self.oversample == 1:
             raise ValueError("rollout.partial=true needs rollout.oversample > 1, or nothing is left to continue; use 1.25")
+        if self.longest_first and self.oversample > 1 and not self.carries:
+            raise ValueError(
+                f"rollout.longest_first=true: must not be with oversample={self.oversample}, which aborts what begins last, "
+                "here always the short groups; set partial=true, or leave one out"
+            )
         if self.mismatch_stop is not None and self.mismatch_stop < self.mismatch_warn:
             raise ValueError(
                 f"rollout.mismatch_stop={self.mismatch_stop} is below rollout.mismatch_warn={self.mismatch_warn}; raise it"

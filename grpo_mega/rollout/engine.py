@@ -33,6 +33,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    longest_first: bool = False  # the order in which samples begin, see schedule.py; they are the same
 
 
 OnSample = Callable[[Sample, Group], None]  # the sample that has ended, and its group so far, it included
@@ -69,7 +70,7 @@ class Engine(ABC):
         sample ends. Groups of `begun` have samples of earlier phases: unfinished ones are continued, none is changed.
 
         With `stop` what is under way when it is met is aborted: its groups are returned as they are then, with unfinished
-        samples, and the engine is as after a whole phase. Prompts are begun in their order.
+        samples, and the engine is as after a whole phase. Prompts are begun in their order, except with longest_first.
 
         Every rank passes the same prompts, and one rank generates each group. If the engine fails meanwhile, `failure` says
         why, and the groups that were not finished are missing. A sample's random stream depends on (sampling.seed, the step in

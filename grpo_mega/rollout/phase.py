@@ -175,14 +175,17 @@ def _reports(groups: Mapping[int, Group], stop: StopCondition | None, sampling: 
     return reports
 
 
-def _as_of(end: int, groups: Mapping[int, Group], begun: Mapping[int, Group], clocks: Mapping[int, int]) -> dict[int, Group]:
+def _as_of(
+    end: int, groups: Mapping[int, Group], begun: Mapping[int, Group], clocks: Mapping[tuple[int, int], int]
+) -> dict[int, Group]:
     """Return the groups as they were at the clock `end`, at which the phase ended: a rank decodes a few tokens more before it
-    learns of that, and how many depends on its speed. `clocks`: when a group was begun or continued, by an engine with a clock.
+    learns of that, and how many depends on its speed. `clocks`: when samples were begun or continued, where a clock is.
     """
     result = dict(groups)
-    for place, began in clocks.items():
+    for place in {place for place, _ in clocks}:
         before = {sample.index: sample for sample in begun[place].samples} if place in begun else {}
-        cut = [_cut(sample, before.get(sample.index), max(0, end - began)) for sample in groups[place].samples]
+        most = {sample.index: max(0, end - clocks.get((place, sample.index), end)) for sample in groups[place].samples}
+        cut = [_cut(sample, before.get(sample.index), most[sample.index]) for sample in groups[place].samples]
         result[place] = Group(groups[place].prompt, [sample for sample in cut if sample is not None])
     return result
 

@@ -18,7 +18,8 @@ class StopCondition:
     def __init__(self, rendezvous: Rendezvous, wanted: int, needed: Collection[int] = ()) -> None:
         """`needed`: keys of groups without which the phase does not end."""
         self.clocks: dict[int, int] = {}  # of the groups that this rank finished, by key
-        self.begun: dict[int, int] = {}  # clocks at which this rank began or continued groups, by key; empty without a clock
+        # Clocks at which this rank began or continued samples, by key of the group and index; empty without a clock.
+        self.begun: dict[tuple[int, int], int] = {}
         self._rendezvous, self._wanted, self._needed = rendezvous, wanted, frozenset(needed)
         self._name = rendezvous.unique_key("stop_condition")
         self._own_keys: list[str] = []

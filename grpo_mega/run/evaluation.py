@@ -78,7 +78,7 @@ def evaluate_set(rollouts: Rollouts, name: str, prompts: Sequence[Prompt], step:
     result = Evaluated(rows=[_row_of(name, prompt) for prompt in prompts] if is_main else [])
     description = f"prompts of {name}" if name else "held-out prompts"
     if config.eval.greedy:
-        sampling = replace(rollouts.sampling, group_size=1, temperature=0.0)
+        sampling = replace(rollouts.sampling, group_size=1, temperature=0.0, longest_first=False)
         phases = _answered(rollouts, prompts, sampling, step, description, result)
         _add_greedy(rollouts, result, [group for groups in phases for group in groups])
     if config.eval.samples:
@@ -89,6 +89,7 @@ def evaluate_set(rollouts: Rollouts, name: str, prompts: Sequence[Prompt], step:
             top_p=config.eval.top_p,
             top_k=0,
             seed=config.seed + SEED_OFFSET,
+            longest_first=False,
         )
         _add_sampled(rollouts, result, _answered(rollouts, prompts, sampling, step, f"{description}, sampled", result))
     if result.num_failed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,19 +148,24 @@ def counts_what_is_thrown_away(rank: int, folder: Path) -> None:
 def goes_on_with_what_is_unfinished(rank: int, folder: Path) -> None:
     """The same groups in the same phases whatever the ranks' speed, and in the end the samples of a phase without an end."""
     whole = [Ranks(rank).all_groups(step) for step in range(9)]
-    for most_at_once in (256, 2 * GROUP_SIZE):
+    for most_at_once, sampling in ((256, SAMPLING), (2 * GROUP_SIZE, SAMPLING), (4, replace(SAMPLING, longest_first=True))):
         histories = []
         for slow_rank in (None, 0, 1):
             ranks = Ranks(rank, most_at_once)
             groups, history = [Group(prompt, []) for prompt in PROMPTS], list[Any]()
             while not all(group.is_complete(GROUP_SIZE) for group in groups):
-                groups, places = one_more_phase(ranks, groups, len(history), slow_rank)
+                groups, places = one_more_phase(ranks, groups, sampling, len(history), slow_rank)
                 history.append((places, [[(s.response_len, s.finish_reason) for s in g.samples] for g in groups]))
             histories.append(history)
             assert len(history) > 2 and any(reason is None for group in history[0][1] for _, reason in group)
-            for step in range(len(history)):
-                begun = {place: group for place, group in enumerate(groups) if group.begun_by == step}
-                check_same(begun, whole[step])
+            expected = [
+                [whole[s.begun_by][place].samples[s.index] for s in group.samples] for place, group in enumerate(groups)
+            ]
+            check_same(
+                dict(enumerate(groups)), {place: Group(PROMPTS[place], samples) for place, samples in enumerate(expected)}
+            )
+            has_two_beginnings = any(len({s.begun_by for s in group.samples}) > 1 for group in groups)
+            assert has_two_beginnings == sampling.longest_first
             for sample in (sample for group in groups for sample in group.samples):
                 ends = [0, *(span.end for span in sample.spans)]
                 assert [span.start for span in sample.spans] == ends[:-1] and ends[-1] == sample.response_len
@@ -167,7 +173,9 @@ def goes_on_with_what_is_unfinished(rank: int, folder: Path) -> None:
         assert histories[0] == histories[1] == histories[2]
 
 
-def one_more_phase(ranks: Ranks, groups: list[Group], step: int, slow_rank: int | None) -> tuple[list[Group], list[int]]:
+def one_more_phase(
+    ranks: Ranks, groups: list[Group], sampling: Sampling, step: int, slow_rank: int | None
+) -> tuple[list[Group], list[int]]:
     """Return all groups after a phase that wants three more of the first ones; and which are done."""
     done = [place for place, group in enumerate(groups) if group.is_complete(GROUP_SIZE)]
     needed = [place for place, group in enumerate(groups) if group.samples and place not in done][-1:] if len(done) > 8 else []
@@ -180,7 +188,7 @@ def one_more_phase(ranks: Ranks, groups: list[Group], step: int, slow_rank: int 
     begun = {place: group for place, group in enumerate(groups) if group.samples}
     ranks.engine.version = step
     phase = ranks.generator.generate(
-        first, SAMPLING, step=step, on_sample=on_sample, wanted=len(done) + 3, begun=begun, needed=needed
+        first, sampling, step=step, on_sample=on_sample, wanted=len(done) + 3, begun=begun, needed=needed
     )
     assert set(done + needed) <= set(phase.places)
     assert all((phase.mine | phase.rest).get(place, groups[place]).is_complete(GROUP_SIZE) for place in phase.mine)

@@ -12,11 +12,13 @@ import pytest
 import torch
 from models import FAMILIES, VOCAB_SIZE, make_model, save_checkpoint
 
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.formats.reader import open_hf_reader
 from grpo_mega.hardware.device import Device
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.embedded.expert_views import checkpoint_tensors
 from grpo_mega.rollout.engine import Sampling
+from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import buckets, load_shards
 from grpo_mega.weights.boxes import region
@@ -209,6 +211,29 @@ def assert_same_samples(found: list[Group], expected: list[Group]) -> None:
 def test_a_sample_is_the_same_however_many_are_decoded_at_once(model: Any, sampled: list[Group], max_concurrent: int) -> None:
     found = generate(make_engine(model, max_concurrent), make_prompts(), SAMPLING, step=2)
     assert_same_samples(found, sampled)
+
+
+def test_the_longest_first_are_the_same_samples_probes_first_and_then_by_the_longest_of_their_group(model: Any) -> None:
+    prompts, sampling = make_prompts()[:5], replace(SAMPLING, group_size=3, max_response_length=40)
+    expected = generate(make_engine(model), prompts, sampling, step=2)
+    lengths = [[s.response_len for s in group.samples] for group in expected]
+    assert len({group[0] for group in lengths}) == 5, "the case has become too easy"
+    for max_concurrent, batches in ((4, 4), (2, 8), (256, 1)):
+        stop = StopCondition(Rendezvous(torch.distributed.HashStore(), 0, 1), wanted=5)
+        found = make_engine(model, max_concurrent).generate(
+            dict(enumerate(prompts)), replace(sampling, longest_first=True), step=2, on_sample=lambda *_: None, stop=stop
+        )
+        assert_same_samples([found[i] for i in range(5)], expected)
+        order = [sorted(one for one, at in stop.begun.items() if at == clock) for clock in sorted(set(stop.begun.values()))]
+        assert list(map(len, order)) == [*([max_concurrent] * batches)[:-1], 15 - max_concurrent * (batches - 1)]
+        begun = list[tuple[int, int]]()
+        for batch in order:
+            # Those that are known to be long, or of which nothing is known, and no others while a probe of a group is missing.
+            ended = {key: max((lengths[k][i] for k, i in begun if k == key), default=99) for key in range(5)}
+            probes = [(key, 0) for key in range(5) if ended[key] == 99][: len(batch)]
+            others = sorted((-ended[k], k, i) for k in range(5) for i in range(3) if (k, i) not in (*begun, *probes))
+            assert batch == sorted([*probes, *((k, i) for _, k, i in others[: len(batch) - len(probes)])])
+            begun += batch
 
 
 def test_a_sample_does_not_depend_on_the_other_prompts_or_their_order(model: Any, sampled: list[Group]) -> None:

@@ -25,6 +25,7 @@ from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError, SyncError
 from grpo_mega.rollout.engine import NONE_BEGUN, OnSample, Sampling
 from grpo_mega.rollout.exchange import check_versions
+from grpo_mega.rollout.schedule import schedule_of
 from grpo_mega.rollout.sglang.buckets import HostBuckets, payload
 from grpo_mega.rollout.sglang.client import Client
 from grpo_mega.rollout.sglang.engine import SGLangEngine
@@ -64,14 +65,15 @@ def generate(
     step: int = 0,
     *,
     next_number: Callable[[], int] | None = None,
-    max_groups: int = 12,
+    max_concurrent: int = 12 * 16,
     on_sample: OnSample = lambda *_: None,
     stop: StopCondition | None = None,
     begun: Mapping[int, Group] = NONE_BEGUN,
 ) -> dict[int, Group]:
     next_number = next_number or itertools.count().__next__
+    schedule = schedule_of(sampling, max_concurrent, len(prompts))
     return client.generate(
-        prompts, sampling, step, next_number=next_number, max_groups=max_groups, on_sample=on_sample, stop=stop, begun=begun
+        prompts, sampling, step, next_number=next_number, schedule=schedule, on_sample=on_sample, stop=stop, begun=begun
     )
 
 
@@ -110,7 +112,7 @@ def test_two_replicas_share_one_counter_and_a_slow_one_leaves_most_of_the_work_t
             time.sleep(seconds_a_sample)
 
         with connected(server, model, tmp_path / name) as client:
-            found[name] = generate(client, next_number=take, max_groups=2, on_sample=on_sample)
+            found[name] = generate(client, next_number=take, max_concurrent=2 * SAMPLING.group_size, on_sample=on_sample)
             assert client.failure is None
 
     slow = threading.Thread(target=replica, args=("slow", 0.5))
@@ -140,7 +142,7 @@ def test_samples_are_of_the_version_that_the_server_was_last_given_and_another_i
 ) -> None:
     for version in (3, 4):
         update_to(client, version, tmp_path)
-        groups = generate(client, max_groups=8)
+        groups = generate(client, max_concurrent=8 * SAMPLING.group_size)
         assert len(groups) == len(PROMPTS)
         assert {sample.policy_version for group in groups.values() for sample in group.samples} == {version}
         check_versions(list(groups.values()), version, version)
@@ -186,7 +188,7 @@ def test_stragglers_are_aborted_and_the_server_is_idle_and_takes_new_weights_and
     assert client.failure is None and load_of(server) == (0, 0)
     assert sorted(found) == sorted(PROMPTS) and divided(found, endless)[0] == {}
     update_to(client, 6, tmp_path)
-    groups = generate(client, max_groups=8)
+    groups = generate(client, max_concurrent=8 * SAMPLING.group_size)
     assert client.failure is None and sorted(groups) == sorted(PROMPTS)
     check_whole(groups)
     check_versions(list(groups.values()), 6, 6)
@@ -226,6 +228,22 @@ def test_aborted_samples_go_on_where_they_stopped_after_an_update_with_the_log_p
         assert sample.rollout_logprobs == pytest.approx(
             client.session.run(client.session.logprobs(whole, sample.response_len)), abs=1e-5
         )
+
+
+def test_probes_come_first_and_a_group_of_two_requests_is_aborted_and_goes_on_to_its_end(client: Client) -> None:
+    sampling = replace(SAMPLING, max_response_length=60, stop_token_ids=frozenset(range(1, 256, 12)), longest_first=True)
+    heard: list[int] = []
+    groups = generate(client, sampling=sampling, max_concurrent=7, on_sample=lambda s, _: heard.append(s.index), stop=enough(3))
+    assert client.failure is None, client.failure
+    assert heard[:6] == [0] * 6 and len(heard) > 12  # another begins once the last of 12 probes has, beside 6 at most
+    whole, aborted = divided(groups, sampling)
+    assert len(whole) >= 3 and any(not sample.is_finished for group in aborted.values() for sample in group.samples)
+    lengths = {(key, s.index): s.response_len for key, group in aborted.items() for s in group.samples}
+    todo = {key: PROMPTS[key] for key in aborted}
+    rest = generate(client, todo, sampling, max_concurrent=7, begun=groups)
+    check_whole(whole | rest, sampling)
+    assert sorted(whole | rest) == sorted(PROMPTS)
+    assert all(rest[key].samples[index].response_len >= length for (key, index), length in lengths.items())
 
 
 def test_a_server_that_hangs_while_it_aborts_is_noticed_and_what_was_finished_is_kept(
@@ -278,7 +296,7 @@ def test_a_server_that_hangs_is_noticed_in_time_though_all_its_connections_are_i
 def test_what_the_server_refuses_is_said_and_not_tried_again(client: Client) -> None:
     prompts = {0: replace(PROMPTS[0], token_ids=(5,) * 600)}
     began = time.monotonic()
-    groups = generate(client, prompts, step=2, max_groups=1)
+    groups = generate(client, prompts, step=2)
     assert groups == {} and time.monotonic() - began < 5
     assert re.match(
         r"generating in step 2: the server at http://\S+ (refused a request \(400|could not generate)", client.failure or ""

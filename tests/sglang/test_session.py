@@ -30,7 +30,7 @@ from grpo_mega.rollout.sglang.client import Client
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.sglang.session import Session
-from grpo_mega.types import Group, Prompt
+from grpo_mega.types import Prompt, Sample
 
 T = TypeVar("T")
 STRANGERS_ID = 65534  # of a user without any rights
@@ -289,7 +289,7 @@ def test_samples_of_any_length_are_read_and_after_a_broken_stream_the_missing_on
     def samples(url: str) -> list[Any]:
         session = Session(url, {})
         try:
-            session.generate(7, Group(prompt, []), sampling, step=0)
+            session.generate(7, [Sample(prompt, index, [], [], None) for index in range(2)], sampling, step=0)
             return [session.events.get(timeout=60) for _ in range(sampling.group_size)]
         finally:
             session.close()

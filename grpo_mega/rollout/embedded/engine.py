@@ -22,6 +22,7 @@ from grpo_mega.rollout.embedded.cpu_linear import speed_up
 from grpo_mega.rollout.embedded.expert_views import checkpoint_tensors
 from grpo_mega.rollout.embedded.sampler import draw, uniforms
 from grpo_mega.rollout.engine import NONE_BEGUN, Engine, OnSample, Sampling
+from grpo_mega.rollout.schedule import Schedule, schedule_of
 from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import FinishReason, Group, Prompt, Sample, Span
 from grpo_mega.weights.apply import Bucket, Entry
@@ -105,34 +106,35 @@ class EmbeddedEngine(Engine):
     ) -> dict[int, Group]:
         """Take every world_size-th prompt. The clock of `stop` counts this rank's decoded tokens, batch after batch."""
         mine = list(prompts)[self._rank :: self._world_size]
-        groups = {key: Group(prompts[key], list(begun[key].samples) if key in begun else []) for key in mine}
-        per_batch = max(1, self.max_concurrent // sampling.group_size)
-        order = list(groups)
         if stop is None:
             # Prompts of similar length share a batch: less padding. With `stop` the last batches may never be begun, and
             # these must not always be those of the longest prompts.
-            order.sort(key=lambda key: len(groups[key].prompt.token_ids))
+            mine.sort(key=lambda key: len(prompts[key].token_ids))
+        schedule = schedule_of(sampling, self.max_concurrent, len(mine))
+        groups = {key: schedule.add(key, prompts[key], begun.get(key)) for key in mine}
         clock = 0
-        for first in range(0, len(order), per_batch):
-            if stop is not None and stop.is_met(clock):
-                break
-            batch = {key: groups[key] for key in order[first : first + per_batch]}
-            clock = self._generate_batch(batch, sampling, step, on_sample, stop, clock)
+        while (stop is None or not stop.is_met(clock)) and (batch := schedule.take()):
+            under_way = [(key, sample) for key, samples in batch.items() for sample in samples]
+            clock = self._generate_batch(under_way, groups, schedule, sampling, step, on_sample, stop, clock)
+        schedule.return_to(groups)
+        for group in groups.values():
+            group.samples.sort(key=lambda s: s.index)
         return groups
 
     def _generate_batch(
         self,
-        batch: Mapping[int, Group],
+        under_way: Sequence[tuple[int, Sample]],
+        groups: Mapping[int, Group],
+        schedule: Schedule,
         sampling: Sampling,
         step: int,
         on_sample: OnSample,
         stop: StopCondition | None,
         clock: int,
     ) -> int:
-        """Add samples to their groups until `stop` is met, then those that are unfinished; return the clock at the end."""
+        """Add samples to their groups as they end, until `stop` is met; leave the rest to the schedule. Return the clock."""
         if stop is not None:
-            stop.begun |= dict.fromkeys(batch, clock)
-        under_way = [(key, sample) for key, group in batch.items() for sample in _take_open(group, sampling.group_size)]
+            stop.begun |= {(key, sample.index): clock for key, sample in under_way}
         samples = [sample for _, sample in under_way]
         rows_by_kind = [[row for row, s in enumerate(samples) if (s.response_len > 0) == begun] for begun in (False, True)]
         states = [_Decoding.prefill(self._model, samples, rows, self.device) for rows in rows_by_kind if rows]
@@ -144,12 +146,10 @@ class EmbeddedEngine(Engine):
         tokens_BT = torch.empty((len(samples), longest), dtype=torch.int64, device=self.device)  # of this phase
         logprobs_BT = torch.empty(tokens_BT.shape, dtype=torch.float32, device=self.device)
 
-        def add(row: int, reason: FinishReason | None) -> tuple[int, Sample]:
+        def so_far(row: int, reason: FinishReason | None) -> tuple[int, Sample]:
             key, sample = under_way[row]
             tokens, logprobs = tokens_BT[row, : clock - began].tolist(), logprobs_BT[row, : clock - began].tolist()
-            sample = _extended(sample, tokens, logprobs, reason, self.version)
-            batch[key].samples.append(sample)
-            return key, sample
+            return key, _extended(sample, tokens, logprobs, reason, self.version)
 
         while states:
             position = clock - began
@@ -165,20 +165,21 @@ class EmbeddedEngine(Engine):
                 is_stopped = is_stop[state.tokens]
                 ended = (is_stopped | (places + 1 == longest)) & state.is_live
                 for row, stopped in zip(rows[ended].tolist(), is_stopped[ended].tolist(), strict=True):
-                    key, sample = add(row, "stop" if stopped else "length")
-                    on_sample(sample, batch[key])
-                    if stop is not None and len(batch[key].samples) == sampling.group_size:
+                    key, sample = so_far(row, "stop" if stopped else "length")
+                    schedule.ended(key, sample)
+                    groups[key].samples.append(sample)
+                    on_sample(sample, groups[key])
+                    if stop is not None and len(groups[key].samples) == sampling.group_size:
                         stop.done(key, clock)
                 state.is_live &= ~ended
             states = [state for state in states if state.is_live.any()]
             if stop is not None and states and stop.is_met(clock):
                 for row in (row for state in states for row in state.rows[state.is_live].tolist()):
-                    add(row, None)
+                    key, sample = so_far(row, None)
+                    schedule.left_over(key, [sample])
                 break
             for state in states:
                 state.advance(self._model)
-        for group in batch.values():
-            group.samples.sort(key=lambda s: s.index)
         return clock
 
 
@@ -187,14 +188,6 @@ def _experts_implementation(shape: ModelShape, dtype: torch.dtype) -> dict[str, 
     widths = (shape.hidden, shape.moe_ffn) if shape.num_experts else ()
     is_aligned = all(width * dtype.itemsize % GROUPED_MM_ROW_BYTES == 0 for width in widths)
     return {} if is_aligned else {"experts_implementation": "eager"}
-
-
-def _take_open(group: Group, group_size: int) -> list[Sample]:
-    """Take the unfinished samples out of the group; return them, and empty ones in place of those that were never begun."""
-    there = {sample.index: sample for sample in group.samples}
-    group.samples = [sample for sample in group.samples if sample.is_finished]
-    opened = [there.get(index) or Sample(group.prompt, index, [], [], None) for index in range(group_size)]
-    return [sample for sample in opened if not sample.is_finished]
 
 
 def _extended(

@@ -14,6 +14,7 @@ from typing import Any
 
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import NONE_BEGUN, OnSample, Sampling
+from grpo_mega.rollout.schedule import Schedule
 from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.sglang.session import Session
 from grpo_mega.rollout.sglang.settings import EngineSettings
@@ -112,24 +113,23 @@ class Client:
         step: int,
         *,
         next_number: Callable[[], int],
-        max_groups: int,
+        schedule: Schedule,
         on_sample: OnSample,
         stop: StopCondition | None = None,
         begun: Mapping[int, Group] = NONE_BEGUN,
     ) -> dict[int, Group]:
         """Return the groups that this server finished, by key; once `stop` is met, also those that it had under way.
 
-        All engines share a counter of prompts: `next_number` takes one while fewer than `max_groups` groups are under way. No
-        engine rests while prompts wait, and a slow one takes fewer.
-
-        Once `stop` is met, the groups under way are aborted, and the server is idle with an empty cache. If the server fails,
-        also while it aborts, the groups under way are missing; nothing of this phase is kept of them.
+        All engines share a counter of prompts: `next_number` takes one while the schedule wants groups. No engine rests while
+        prompts wait, and a slow one takes fewer. Once `stop` is met, what is under way is aborted, and the server is idle with
+        an empty cache. If it fails, also while it aborts, these groups are missing; nothing of this phase is kept of them.
         """
         phase, keys, has_more = f"generating in step {step}", list(prompts), True
         under_way, finished = dict[int, Group](), dict[int, Group]()
         began = heard = time.monotonic()
 
         def take(key: int, sample: Sample) -> None:
+            schedule.ended(key, sample)
             group = under_way[key]
             group.samples.append(sample)
             on_sample(sample, group)
@@ -140,17 +140,18 @@ class Client:
 
         while self.failure is None:
             if stop is not None and stop.is_met():
-                if self._abort(f"aborting stragglers in step {step}", under_way, take):
+                if self._abort(f"aborting stragglers in step {step}", schedule, take):
+                    schedule.return_to(under_way)
                     finished |= under_way
                 break
-            while has_more and len(under_way) < max_groups:
+            while has_more and schedule.wants_group:
                 number = next_number()
                 has_more = number < len(keys)
                 if has_more:
                     key = keys[number]
-                    there = begun[key].samples if key in begun else []
-                    under_way[key] = Group(prompts[key], [sample for sample in there if sample.is_finished])
-                    self.session.generate(key, Group(prompts[key], there), sampling, step)
+                    under_way[key] = schedule.add(key, prompts[key], begun.get(key))
+            for key, samples in schedule.take().items():
+                self.session.generate(key, samples, sampling, step)
             if not under_way:
                 break
             try:
@@ -182,16 +183,15 @@ class Client:
             self.fail(f"{self.server.url} hangs, {phase}: nothing for {now - heard:.0f} s, and not healthy")
         return heard
 
-    def _abort(self, phase: str, under_way: dict[int, Group], take: Callable[[int, Sample], None]) -> bool:
-        """Abort the groups under way, and add to them what there is of their samples; return False if the server fails."""
-        waiting = set(under_way)
+    def _abort(self, phase: str, schedule: Schedule, take: Callable[[int, Sample], None]) -> bool:
+        """Abort the samples under way, and leave what there is of them to the schedule; return False if the server fails."""
         began, session = time.monotonic(), self.session
-        session.is_aborting = bool(waiting)
-        while waiting and self.failure is None:
+        session.is_aborting = schedule.num_under_way > 0
+        while schedule.num_under_way and self.failure is None:
             # More than once: a request may reach the server after it has aborted all that it had.
             self.post(phase, "/abort_request", {"abort_all": True})
             pause_ends = time.monotonic() + LOOK_S
-            while waiting and (seconds := pause_ends - time.monotonic()) > 0:
+            while schedule.num_under_way and (seconds := pause_ends - time.monotonic()) > 0:
                 try:
                     event = session.events.get(timeout=seconds)
                 except queue.Empty:
@@ -202,11 +202,9 @@ class Client:
                 if event.sample is not None:
                     take(event.key, event.sample)
                 else:
-                    under_way[event.key].samples += event.aborted or ()
-                if event.aborted is not None or event.key not in under_way:
-                    waiting.discard(event.key)
-            if waiting and time.monotonic() - began > self._rollout.stall_deadline_s:
-                self.fail(f"{phase}: {len(waiting)} groups do not end")
+                    schedule.left_over(event.key, event.aborted or ())
+            if schedule.num_under_way and time.monotonic() - began > self._rollout.stall_deadline_s:
+                self.fail(f"{phase}: {schedule.num_under_way} samples do not end")
         if session.is_aborting:
             self.flush_cache_when_idle(phase)
         session.is_aborting = False

@@ -26,6 +26,7 @@ from grpo_mega.distributed.peers import Peers
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import NONE_BEGUN, Engine, OnSample, Sampling
+from grpo_mega.rollout.schedule import schedule_of
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets, payload
 from grpo_mega.rollout.sglang.client import Client
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS, report_path
@@ -107,7 +108,7 @@ class SGLangEngine(Engine):
             sampling,
             step,
             next_number=lambda: self._rendezvous.fetch_add(counter),
-            max_groups=max(1, min(equal_share, self._settings.rollout.max_concurrent // sampling.group_size)),
+            schedule=schedule_of(sampling, self._settings.rollout.max_concurrent, equal_share),
             on_sample=on_sample,
             stop=stop,
             begun=begun,

@@ -1,8 +1,8 @@
-"""An HTTP session with one SGLang server: calls to its endpoints, and groups as one event per sample that ends.
+"""An HTTP session with one SGLang server: calls to its endpoints, and one event per sample that ends.
 
-The session lives on an event loop in a thread of its own; its owner hands in groups and takes events from a queue, so that
+The session lives on an event loop in a thread of its own; its owner hands in samples and takes events from a queue, so that
 rewards and bookkeeping stay in the owner's thread. A connection that breaks is tried again for the missing samples only; a
-request that the server refuses is not, and none is while groups are aborted.
+request that the server refuses is not, and none is while samples are aborted.
 
 Abilities of a server are read from its list of endpoints, not from a version number (SGLang 0.5.17, 0.5.21 and 0.5.23 differ).
 """
@@ -24,7 +24,7 @@ import aiohttp
 
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.types import Group, Sample, Span
+from grpo_mega.types import Sample, Span
 
 T = TypeVar("T")
 
@@ -47,12 +47,12 @@ class RefusedError(EngineError):
 
 @dataclass(frozen=True)
 class Event:
-    """A sample that ended; or the last event of a group, with `error` or `aborted`."""
+    """A sample that ended; or the last event of a request, with `error` or `aborted`."""
 
     key: int  # of the group
     sample: Sample | None = None
-    error: str | None = None  # why this server cannot generate the group
-    aborted: tuple[Sample, ...] | None = None  # those that had begun and not ended when the group was aborted
+    error: str | None = None  # why this server cannot generate the samples
+    aborted: tuple[Sample, ...] | None = None  # those that had not ended, as they were when the request was aborted
 
 
 class Session:
@@ -65,11 +65,11 @@ class Session:
         is_seeded: bool = False,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        """`num_connections`: groups under way at once. `is_seeded`: the server samples from a seed per sample, for which a
+        """`num_connections`: requests under way at once. `is_seeded`: the server samples from a seed per sample, for which a
         request must contain all of them."""
         self.url = url
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.is_aborting = False  # groups under way are being aborted; set and reset by the owner
+        self.is_aborting = False  # samples under way are being aborted; set and reset by the owner
         self._is_seeded, self._deadline_s = is_seeded, deadline_s
         self._endpoints: set[str] | None = None
         self._loop = asyncio.new_event_loop()
@@ -173,26 +173,20 @@ class Session:
             raise EngineError(f"{self.url}/generate gave log-probs of other tokens than it was asked for")
         return [entry[0] for entry in last]
 
-    def generate(self, key: int, group: Group, sampling: Sampling, step: int) -> None:
-        """Begin or continue a group; samples come as events, as many as are not finished unless one says that no more will."""
-        self.start(self._generate(key, group, sampling, step))
+    def generate(self, key: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
+        """Begin or continue samples of a group in one request; each comes as an event, unless one says that no more will."""
+        self.start(self._generate(key, samples, sampling, step))
 
-    async def _generate(self, key: int, group: Group, sampling: Sampling, step: int) -> None:
+    async def _generate(self, key: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
         try:
-            await self._generate_or_raise(key, group, sampling, step)
+            await self._generate_or_raise(key, samples, sampling, step)
         except EngineError as error:
             self.events.put(Event(key, error=str(error)))
-        except Exception as error:  # an unexpected answer; without an event the owner would wait for the group for ever
-            self.events.put(Event(key, error=f"prompt {group.prompt.id} at {self.url}: {error!r}"))
+        except Exception as error:  # an unexpected answer; without an event the owner would wait for the samples for ever
+            self.events.put(Event(key, error=f"prompt {samples[0].prompt.id} at {self.url}: {error!r}"))
 
-    async def _generate_or_raise(self, key: int, group: Group, sampling: Sampling, step: int) -> None:
-        prompt = group.prompt
-        there = {sample.index: sample for sample in group.samples}
-        missing = {
-            index: there.get(index) or Sample(prompt, index, [], [], None)
-            for index in range(sampling.group_size)
-            if index not in there or not there[index].is_finished
-        }
+    async def _generate_or_raise(self, key: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
+        missing = {sample.index: sample for sample in samples}
         pause = FIRST_PAUSE_S
         for attempt in range(1, ATTEMPTS + 1):
             if self.is_aborting:
@@ -214,8 +208,8 @@ class Session:
                 await asyncio.sleep(pause)
                 pause *= 2
         if not self.is_aborting:
-            raise EngineError(f"prompt {prompt.id} failed {ATTEMPTS} times at {self.url}: {problem}")
-        self.events.put(Event(key, aborted=tuple(sample for sample in missing.values() if sample.response_len)))
+            raise EngineError(f"prompt {samples[0].prompt.id} failed {ATTEMPTS} times at {self.url}: {problem}")
+        self.events.put(Event(key, aborted=tuple(missing.values())))
 
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield an answer per sample that ended. Raise EngineError where a further attempt cannot help."""

@@ -14,9 +14,15 @@ depend on it (share of even tokens before the last). Waste: tokens thrown away, 
 Partial rollouts at the smallest factor above 1: --partial-rounds steps, each of which continues what the one before left over,
 in turn with phases without oversampling; then the rest is run to its end, since only then all that was begun has a length.
 
+Longest first (rollout.longest_first): nothing is begun beyond --prompts groups, and a quarter of their sequences are decoded at
+once. The responses are alike within a group there. `gain` is in decoding steps of the embedded engine, which decodes batch
+after batch; `served_gain` is that of a simulated server, in which another sequence takes the place of one that ends, with the
+product's client and the same lengths; `unlike` shuffles these over the groups, so that probes tell nothing.
+
 --engine sglang starts a real server (on a CPU about 20 s). It draws from one stream for all, so that there what goes on is
-compared with another draw, more roughly, and `identical` and the gain in tokens are null. The last line is JSON. Exit code 1 if
-a kept sample differs from the one of the run to the end, 2 for arguments that do not fit.
+compared with another draw, more roughly, and `identical` and the gain in tokens are null, as is
+`longest_first`. The last line is JSON. Exit code 1 if a sample differs from the one of the run to the end, 2 for arguments that
+do not fit.
 """
 
 from __future__ import annotations
@@ -50,6 +56,7 @@ from grpo_mega.weights.spec import ModelShape
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python tools/benchmarks/oversampling`
 
+from tools.benchmarks.oversampling import longest_first
 from tools.benchmarks.oversampling.partial import Partial
 
 VOCAB = 256
@@ -84,12 +91,15 @@ def main(arguments: list[str] | None = None) -> int:
                 bench.engine, bench.generator, bench.sampling, options.prompts, begun(options.factors[1], options.prompts)
             )
             found = summary(rounds, options) | {"partial": over.measure(options.partial_rounds, options.max_staleness)}
+            is_embedded = isinstance(engine, EmbeddedEngine)
+            found["longest_first"] = longest_first.measure(engine, options, over.num_begun) if is_embedded else None
     except EngineError as error:
         print(error, file=sys.stderr)
         return 2
     show(found, options)
     print(json.dumps(found))
-    return 1 if found["identical"] is False else 0
+    differs = found["identical"] is False or not (found["longest_first"] or {"identical": True})["identical"]
+    return int(differs)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -281,8 +291,12 @@ def show(found: dict[str, Any], options: argparse.Namespace) -> None:
         f"partial rollouts at {options.factors[1]}: gain {p['gain_in_seconds']:.2f}, in tokens {p['gain']:.2f}; thrown away "
         f"{p['thrown_away']:.1%} of the tokens; mean length {p['length_bias']:+.1%} of what was begun"
     )
+    if first := found["longest_first"]:
+        pairs = [f"{part['served_gain']:.2f}, of the order alone {part[BY_ORDER]:.2f}" for part in (first, first["unlike"])]
+        print(f"longest first: gain in tokens {first['gain']:.2f}; served {pairs[0]}; unlike lengths in a group {pairs[1]}")
 
 
+BY_ORDER = "served_gain_over_samples_in_order"
 LOOKS = (("length", 1), ("reward", 3), ("control", 3))
 
 

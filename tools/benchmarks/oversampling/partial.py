@@ -74,7 +74,7 @@ class Partial:
         after = list(before)
         for place, group in (found.mine | found.rest).items():
             after[place] = group
-        self.turns = max(_most_new_tokens(now, then) for now, then in zip(after, before, strict=True))
+        self.turns = max((_most_new_tokens(now, then) for now, then in zip(after, before, strict=True)), default=0)
         kept = [after[place] for place in found.places]
         rest = [group for place, group in enumerate(after) if place not in found.places]
         return kept, backlog.after_phase(before, kept, rest).trained(kept)

@@ -1,0 +1,164 @@
+"""The order in which samples begin, with the client of a server that is simulated; brute force says what should begin when."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Mapping
+
+import pytest
+from torch.distributed import HashStore
+
+from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.rollout.engine import Sampling
+from grpo_mega.rollout.stop_condition import StopCondition
+from grpo_mega.types import Group, Prompt, Sample, Span
+from tools.benchmarks.oversampling.served import Lengths, SimulatedSession, simulate, steps_in_order
+
+LONGEST = 90
+IN_ORDER = Sampling(3, 1.0, LONGEST, frozenset())
+LONGEST_FIRST = Sampling(3, 1.0, LONGEST, frozenset(), longest_first=True)
+
+
+def make_prompts(num_groups: int) -> dict[int, Prompt]:
+    return {10 + 3 * i: Prompt(i, "", (1, 2), "") for i in range(num_groups)}
+
+
+def make_lengths(prompts: Mapping[int, Prompt], numbers: random.Random) -> dict[tuple[int, int], int]:
+    means = {key: numbers.choice((4, 15, 60)) for key in prompts}
+    return {(key, i): min(LONGEST, 1 + int(numbers.gammavariate(3, means[key] / 3))) for key in prompts for i in range(3)}
+
+
+def part(prompt: Prompt, index: int, num_tokens: int, is_finished: bool) -> Sample:
+    tokens = [7] * num_tokens
+    return Sample(prompt, index, tokens, [-1.0] * num_tokens, "stop" if is_finished else None, [Span(0, 0, num_tokens)])
+
+
+def expected_begins(
+    lengths: Lengths, prompts: Mapping[int, Prompt], begun: Mapping[int, Group], slots: int
+) -> dict[tuple[int, int], int]:
+    """When each sample begins: whenever a slot is free the next is chosen from scratch, one by one."""
+    known = {key: {s.index: s for s in begun[key].samples} if key in begun else {} for key in prompts}
+    opened = [(k, i) for k in prompts for i in range(3) if i not in known[k] or known[k][i].finish_reason is None]
+    finished = {key: [s.response_len for s in known[key].values() if s.finish_reason] for key in prompts}
+    unfinished = {(key, i) for key in prompts for i, s in known[key].items() if s.finish_reason is None}
+    begins: dict[tuple[int, int], int] = {}
+    running: list[tuple[int, int, int]] = []
+    now = 0
+
+    def urgency(one: tuple[int, int]) -> tuple[bool, int]:
+        key = one[0]
+        needs_probe = not finished[key] and not any((key, i) in begins for i in range(3))
+        is_long = not finished[key] or any((key, i) in unfinished for i in range(3))
+        return needs_probe, LONGEST if is_long else max(finished[key])
+
+    while opened or running:
+        while opened and len(running) < slots:
+            one = max(opened, key=urgency)  # the first of those that are equal
+            opened.remove(one)
+            begins[one] = now
+            there = known[one[0]].get(one[1])
+            heapq.heappush(running, (now + lengths[one] - (there.response_len if there else 0), *one))
+        now, key, index = heapq.heappop(running)
+        finished[key].append(lengths[key, index])
+        unfinished.discard((key, index))
+    return begins
+
+
+@pytest.mark.parametrize("slots", [1, 4, 7, 40])
+def test_probes_begin_first_and_then_samples_of_the_group_with_the_longest_as_brute_force_has_it(slots: int) -> None:
+    for seed in range(30):
+        numbers = random.Random(seed)
+        prompts = make_prompts(numbers.randrange(1, 12))
+        lengths = make_lengths(prompts, numbers)
+        begun = {}
+        for key, prompt in prompts.items():
+            parts = [part(prompt, 0, lengths[key, 0], True), part(prompt, 2, lengths[key, 2] // 2, False)]
+            chosen = [s for s in parts if s.response_len and numbers.random() < 0.25]
+            begun |= {key: Group(prompt, chosen)} if chosen else {}
+        session = SimulatedSession(lengths)
+        groups = simulate(session, prompts, LONGEST_FIRST, slots, begun=begun)
+        assert session.begun_at == expected_begins(lengths, prompts, begun, slots)
+        assert session.most_at_once <= slots
+        assert sorted(groups) == sorted(prompts)
+        for key, group in groups.items():
+            assert [(s.index, s.response_len) for s in group.samples] == [(i, lengths[key, i]) for i in range(3)]
+            assert all(s.is_finished for s in group.samples)
+
+
+def test_without_it_whole_groups_begin_in_their_order() -> None:
+    prompts = make_prompts(8)
+    lengths = make_lengths(prompts, random.Random(1))
+    session = SimulatedSession(lengths)
+    simulate(session, prompts, IN_ORDER, slots=7)
+    assert session.most_at_once == 6  # two groups
+    assert [key for key, index in session.begun_at] == [key for key in prompts for _ in range(3)]
+    ends = {key: max(session.begun_at[key, i] + lengths[key, i] for i in range(3)) for key in prompts}
+    assert {at for (key, _), at in session.begun_at.items()} <= {0, *ends.values()}
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 4])
+def test_the_requests_of_an_aborted_group_each_end_and_only_whole_groups_count(wanted: int) -> None:
+    """Also where one of them is aborted before samples of the other end, so that as many samples are there as a group has."""
+    cases = 0
+    for seed in range(60):
+        numbers = random.Random(seed)
+        prompts = make_prompts(6)
+        lengths = make_lengths(prompts, numbers)
+        groups: dict[int, Group] = {}
+        heard: list[Sample] = []
+        whole: list[Group] = []
+
+        def hear(sample: Sample, group: Group, heard: list[Sample] = heard, whole: list[Group] = whole) -> None:
+            heard.append(sample)
+            whole += [group] if len(group.samples) == 3 else []
+            assert all(one.is_finished for one in group.samples)
+
+        for phase in itertools.count():
+            todo = {key: p for key, p in prompts.items() if key not in groups or not groups[key].is_complete(3)}
+            if not todo:
+                break
+            stop = StopCondition(Rendezvous(HashStore(), 0, 1), wanted) if len(todo) > wanted else None
+            session = SimulatedSession(lengths)
+            found = simulate(session, todo, LONGEST_FIRST, slots=5, stop=stop, begun=groups, on_sample=hear)
+            assert not session.is_aborting and phase < 20
+            done = {key for key, group in found.items() if group.is_complete(3)}
+            assert done == (set(stop.clocks) if stop else set(todo))
+            for key, group in found.items():
+                before = {s.index: s.response_len for s in groups[key].samples} if key in groups else {}
+                there = {s.index: s.response_len for s in group.samples}
+                assert all(there[index] >= length for index, length in before.items())
+                assert all(there.values()) and len(there) == len(group.samples)
+            cases += sum(len(group.samples) == 3 and key not in done for key, group in found.items())
+            groups |= found
+        assert sorted(lengths.values()) == sorted(s.response_len for s in heard)
+        assert len(whole) == 6
+    assert cases, "the case has become too easy"
+
+
+def test_an_engine_takes_its_share_of_the_groups_first_and_more_once_nothing_of_it_waits() -> None:
+    prompts = make_prompts(10)
+    lengths = make_lengths(prompts, random.Random(4))
+    taken: list[int] = []
+    session = SimulatedSession(lengths)
+    counter = itertools.count()
+
+    def next_number() -> int:
+        taken.append(len([1 for _, index in session.begun_at if index]))  # others than probes that have begun
+        return next(counter)
+
+    simulate(session, prompts, LONGEST_FIRST, slots=4, next_number=next_number, share=5)
+    assert taken[:5] == [0] * 5 and 0 < taken[5] <= taken[9] < taken[10]
+    first = list(prompts)[:5]
+    assert max(session.begun_at[key, 0] for key in first) <= min(session.begun_at[key, 1] for key in first)
+
+
+def test_long_samples_that_come_last_no_longer_last_alone() -> None:
+    prompts = make_prompts(12)
+    lengths = {(key, i): LONGEST if key == max(prompts) else 10 + i for key in prompts for i in range(3)}
+    sessions = {sampling: SimulatedSession(lengths) for sampling in (IN_ORDER, LONGEST_FIRST)}
+    for sampling, session in sessions.items():
+        simulate(session, prompts, sampling, slots=6)
+    assert steps_in_order([lengths[key, i] for key in prompts for i in range(3)], 6) >= LONGEST + 55
+    assert sessions[IN_ORDER].now >= LONGEST + 55 and sessions[LONGEST_FIRST].now <= LONGEST + 35

@@ -1,0 +1,183 @@
+"""Phases that begin the longest responses first, in turn with phases that begin groups in their order.
+
+The model's responses are alike within a group: the last token of a prompt names its class, each class has a mean length (16
+times as long for the last as for the first), and a response goes through STAGES states of its class before it ends, so that its
+length varies by 1 / sqrt(STAGES) of its mean. Within the layers nothing is added, so that these are its exact probabilities.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore
+
+from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.rollout.embedded.engine import EmbeddedEngine
+from grpo_mega.rollout.engine import NONE_BEGUN, OnSample, Sampling
+from grpo_mega.rollout.phase import Generator
+from grpo_mega.rollout.stop_condition import StopCondition
+from grpo_mega.types import Group, Prompt
+from tools.benchmarks.oversampling.partial import Partial
+from tools.benchmarks.oversampling.served import Lengths, SimulatedSession, simulate, steps_in_order, steps_of
+
+CLASSES, STAGES, SPREAD, STOP = 8, 4, 16.0, 0
+NEVER = -60.0  # logit
+
+
+def measure(engine: EmbeddedEngine, options: Any, num_begun: int) -> dict[str, Any]:
+    """Change the engine's model. `num_begun`: groups of a step with partial rollouts, which trains options.prompts."""
+    set_lengths(engine.tensors(), options.mean_length)
+    in_order = Sampling(options.group_size, 1.0, options.max_length, frozenset({STOP}))
+    longest_first = replace(in_order, longest_first=True)
+    slots = engine.max_concurrent = max(1, options.prompts * options.group_size // 4)
+    rounds = [_round(engine, options.prompts, in_order, longest_first, step) for step in range(options.rounds)]
+    total = {name: sum(one[name] for one in rounds) for name in rounds[0] if name != "lengths"}
+    lengths = [length for one in rounds for length in one["lengths"]]
+    drawn = {
+        "gain": round(total["plain"] / total["longest_first"], 3),
+        "identical": total["differing"] == 0,
+        "between_groups": round(_share_between_groups(lengths), 3),
+        **_served(lengths, longest_first, slots, options.prompts),
+    }
+    numbers = random.Random(0)
+    flat = [length for group in lengths for length in group]
+    numbers.shuffle(flat)
+    shuffled = _in_parts(flat, options.group_size)
+    drawn["unlike"] = _served(shuffled, longest_first, slots, options.prompts)
+    plain, drawn["partial_in_order"] = _partial(in_order, lengths, slots, options, num_begun)
+    _, drawn["partial"] = _partial(longest_first, lengths, slots, options, num_begun)
+    for found in (drawn["partial_in_order"], drawn["partial"]):
+        found["served_gain"] = round(plain / found.pop("steps"), 3)
+    return drawn
+
+
+def set_lengths(tensors: Mapping[str, Tensor], mean_length: float) -> None:
+    """Make the model such that responses of class c have a mean of SPREAD ** (c / (CLASSES - 1)) times the first one's."""
+    ratios = [SPREAD ** (c / (CLASSES - 1)) for c in range(CLASSES)]
+    means = [mean_length * ratio / statistics.fmean(ratios) for ratio in ratios]
+    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    vocab, num_states = len(embedding), CLASSES * STAGES
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    state_V = torch.tensor([-1, *(token % num_states for token in range(vocab - 1))])  # of each token; -1: the stop token
+    scale = embedding.shape[1] ** 0.5  # of a one-hot vector after the last norm
+    embedding.zero_()
+    embedding[torch.arange(1, vocab), state_V[1:]] = 1.0
+    head.fill_(NEVER / scale)
+    for state in range(num_states):
+        leave = min(1 - 1e-6, STAGES / means[state // STAGES])
+        after = -1 if state % STAGES == STAGES - 1 else state + 1
+        for to, probability in ((state, 1 - leave), (after, leave)):
+            head[state_V == to, state] = math.log(probability / int((state_V == to).sum())) / scale
+
+
+def _round(engine: EmbeddedEngine, num_groups: int, plain: Sampling, longest_first: Sampling, step: int) -> dict[str, Any]:
+    """Return the decoding steps of both phases, one after the other, and the lengths."""
+    numbers = random.Random(step)
+    prompts = {
+        i: Prompt(i, "", tuple(1 + STAGES * numbers.randrange(CLASSES) for _ in range(1 + i % 5)), "")
+        for i in range(num_groups)
+    }
+    found: dict[str, Any] = {}
+    tokens = []
+    for name, sampling in (("plain", plain), ("longest_first", longest_first)):
+        stop = StopCondition(Rendezvous(HashStore(), 0, 1), num_groups)  # for its clock: it ends when all have
+        groups = engine.generate(prompts, sampling, step=step, on_sample=lambda *_: None, stop=stop)
+        found[name] = max(stop.clocks.values())
+        tokens.append([[list(s.response_ids) for s in groups[i].samples] for i in range(num_groups)])
+    found["differing"] = int(tokens[0] != tokens[1])
+    return found | {"lengths": [[len(sample) for sample in group] for group in tokens[0]]}
+
+
+def _served(lengths: Sequence[Sequence[int]], sampling: Sampling, slots: int, per_phase: int) -> dict[str, float]:
+    """Return by how much a server that decodes `slots` sequences at once is done sooner, over phases of so many groups."""
+    steps: dict[str, int] = dict.fromkeys(("groups", "samples", "longest_first", "bound"), 0)
+    for phase in _in_parts(lengths, per_phase):
+        known = {(key, i): length for key, group in enumerate(phase) for i, length in enumerate(group)}
+        prompts = {key: Prompt(key, "", (1,), "") for key in range(per_phase)}
+        steps["groups"] += steps_of(known, prompts, replace(sampling, longest_first=False), slots)
+        steps["longest_first"] += steps_of(known, prompts, sampling, slots)
+        steps["samples"] += steps_in_order(list(known.values()), slots)
+        steps["bound"] += max(max(known.values()), math.ceil(sum(known.values()) / slots))
+    return {
+        "served_gain": round(steps["groups"] / steps["longest_first"], 3),
+        "served_gain_over_samples_in_order": round(steps["samples"] / steps["longest_first"], 3),
+        "served_over_bound": round(steps["longest_first"] / steps["bound"], 3),
+    }
+
+
+class _Served:
+    """An engine, as far as a generation phase needs one, with the simulated server."""
+
+    failure, is_absent, version = None, False, 0
+
+    def __init__(self, lengths: Sequence[Sequence[int]], slots: int) -> None:
+        self.now = 0  # steps of the last phase
+        self._lengths, self._slots = lengths, slots
+
+    def generate(
+        self,
+        prompts: Mapping[int, Prompt],
+        sampling: Sampling,
+        *,
+        step: int,
+        on_sample: OnSample,
+        stop: StopCondition | None = None,
+        begun: Mapping[int, Group] = NONE_BEGUN,
+    ) -> dict[int, Group]:
+        lengths: Lengths = {
+            (key, i): self._lengths[prompt.id % len(self._lengths)][i]
+            for key, prompt in prompts.items()
+            for i in range(sampling.group_size)
+        }
+        session = SimulatedSession(lengths, version=self.version)
+        groups = simulate(session, prompts, sampling, self._slots, stop=stop, begun=begun, on_sample=on_sample)
+        self.now = session.now
+        return groups
+
+
+class _PartialOnServer(Partial):
+    def phase(self, *arguments: Any) -> Any:
+        found = super().phase(*arguments)
+        self.steps.append(self.engine.now)  # type: ignore[attr-defined]
+        return found
+
+    def measure(self, num_steps: int, max_staleness: int) -> dict[str, Any]:
+        self.steps: list[int] = []
+        return super().measure(num_steps, max_staleness)
+
+
+def _partial(
+    sampling: Sampling, lengths: Sequence[Sequence[int]], slots: int, options: Any, num_begun: int
+) -> tuple[int, dict[str, float]]:
+    """Return the steps on the simulated server of phases to the end, and what partial rollouts, in turn with them, take."""
+    engine: Any = _Served(lengths, slots)
+    generator = Generator(engine, Rendezvous(HashStore(), 0, 1), lambda _: None, phase_deadline_s=60)
+    bench = _PartialOnServer(engine, generator, sampling, options.prompts, num_begun)
+    found = bench.measure(options.partial_rounds, options.max_staleness)
+    in_turn = bench.steps[: 2 * options.partial_rounds]
+    return sum(in_turn[1::2]), {
+        "steps": sum(in_turn[::2]),
+        "thrown_away": found["thrown_away"],
+        "length_bias": found["length_bias"],
+    }
+
+
+def _in_parts(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [items[first : first + size] for first in range(0, len(items), size)]
+
+
+def _share_between_groups(lengths: Sequence[Sequence[int]]) -> float:
+    """Return how much of the variance of the logarithm of the length is that of the groups' means, beyond chance."""
+    logs = [[math.log(length) for length in group] for group in lengths]
+    within = statistics.fmean(statistics.variance(group) for group in logs)
+    between = statistics.variance([statistics.fmean(group) for group in logs]) - within / len(logs[0])
+    return max(0.0, between) / (max(0.0, between) + within)

@@ -1,0 +1,138 @@
+"""A server without a model: it decodes a token of each of its sequences per step, and knows how long each sample will be.
+
+The product's client generates with it as with a session of a real server, so that the order in which samples begin, and how
+many are under way, are the product's own.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import queue
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from grpo_mega.rollout.engine import NONE_BEGUN, Sampling
+from grpo_mega.rollout.schedule import schedule_of
+from grpo_mega.rollout.sglang.client import Client
+from grpo_mega.rollout.sglang.session import Event
+from grpo_mega.rollout.stop_condition import StopCondition
+from grpo_mega.types import Group, Prompt, Sample, Span
+
+Lengths = Mapping[tuple[int, int], int]  # of samples, by key of their group and index
+
+
+class SimulatedSession:
+    """Time is counted in steps. A step takes as long however many sequences there are, and prefills take none."""
+
+    def __init__(self, lengths: Lengths, version: int = 0) -> None:
+        self.now, self.version = 0, version
+        self.begun_at: dict[tuple[int, int], int] = {}
+        self.most_at_once = 0
+        self.events, self.is_aborting = self, False
+        self._lengths = lengths
+        self._requests: list[tuple[int, list[Sample]]] = []  # what of them is under way
+        self._ends: list[tuple[int, int, int]] = []  # time, key and index
+        self._ready: list[Event] = []
+
+    def generate(self, key: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
+        self._requests.append((key, list(samples)))
+        for sample in samples:
+            self.begun_at[key, sample.index] = self.now
+            heapq.heappush(self._ends, (self.now + self._lengths[key, sample.index] - sample.response_len, key, sample.index))
+        self.most_at_once = max(self.most_at_once, len(self._ends))
+
+    def get(self, timeout: float) -> Event:
+        if self._ready:
+            return self._ready.pop(0)
+        if not self._ends:
+            raise queue.Empty
+        return self._next()
+
+    def _next(self) -> Event:
+        self.now, key, index = heapq.heappop(self._ends)
+        for of, samples in self._requests:
+            for sample in samples:
+                if (of, sample.index) == (key, index):
+                    samples.remove(sample)
+                    return Event(key, self._grown(key, sample, "length"))
+        raise AssertionError(f"sample {index} of group {key} is not under way")
+
+    def _grown(self, key: int, sample: Sample, reason: Any) -> Sample:
+        num = self.now - self.begun_at[key, sample.index]
+        if not num:
+            return sample
+        span = Span(self.version, sample.response_len, sample.response_len + num)
+        tokens, logprobs = [*sample.response_ids, *[7] * num], [*sample.rollout_logprobs, *[-1.0] * num]
+        return replace(
+            sample, response_ids=tokens, rollout_logprobs=logprobs, finish_reason=reason, spans=[*sample.spans, span]
+        )
+
+    def post(self, path: str, body: object) -> None:
+        """Abort all requests; what would end in the next two steps still ends, after the first of them was aborted."""
+        assert path == "/abort_request" and self.is_aborting
+        last = self.now + 2
+        while self._ends and self._ends[0][0] <= last:
+            self._ready.append(self._next())
+        aborted = [
+            Event(key, aborted=tuple(self._grown(key, s, None) for s in samples)) for key, samples in self._requests if samples
+        ]
+        self._ready = [*aborted[:1], *self._ready, *aborted[1:]]
+        self._requests, self._ends = [], []
+
+    def flush_cache_when_idle(self) -> None:
+        assert not self._ends and not self._ready
+
+    def start(self, result: object) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(result)
+        return future
+
+
+def simulate(
+    session: SimulatedSession,
+    prompts: Mapping[int, Prompt],
+    sampling: Sampling,
+    slots: int,
+    *,
+    next_number: Callable[[], int] | None = None,
+    share: int | None = None,
+    stop: StopCondition | None = None,
+    begun: Mapping[int, Group] = NONE_BEGUN,
+    on_sample: Callable[[Sample, Group], None] = lambda *_: None,
+) -> dict[int, Group]:
+    """Return the groups that the product's client generates with this server."""
+    server = SimpleNamespace(url="", headers={}, is_alive=lambda: True, tail=lambda: "")
+    deadlines = SimpleNamespace(stall_deadline_s=60.0, phase_deadline_s=60.0)
+    client = Client(SimpleNamespace(rollout=deadlines), server)  # type: ignore[arg-type]
+    client._session = session  # type: ignore[assignment]
+    groups = client.generate(
+        prompts,
+        sampling,
+        0,
+        next_number=next_number or itertools.count().__next__,
+        schedule=schedule_of(sampling, slots, share or len(prompts)),
+        on_sample=on_sample,
+        stop=stop,
+        begun=begun,
+    )
+    assert client.failure is None, client.failure
+    return groups
+
+
+def steps_of(lengths: Lengths, prompts: Mapping[int, Prompt], sampling: Sampling, slots: int) -> int:
+    """Return the steps until the last sample has ended."""
+    session = SimulatedSession(lengths)
+    simulate(session, prompts, sampling, slots)
+    return session.now
+
+
+def steps_in_order(lengths: Collection[int], slots: int) -> int:
+    """Return the steps where each sample begins in its turn as soon as a slot is free, whatever its group."""
+    ends = [0] * slots
+    for length in lengths:
+        heapq.heapreplace(ends, ends[0] + length)
+    return max(ends)
