@@ -63,24 +63,24 @@ class Group:
     def opened(self) -> list[Response]:
         return [response for response in self.responses if response.decoded < response.length]
 
+    def restart(self) -> None:
+        self.begun_by = None
+        for response in self.responses:
+            response.decoded = 0
 
+
+@functools.lru_cache(maxsize=256)
 def mean_wait(engines: Engines, lengths: Lengths, prompt: float, schedule: Schedule, training: float) -> float:
     """Return the seconds per step until its groups are whole; `training`: seconds for which engines of their own go on then.
 
     `prompt`: tokens of each prompt.
     """
-    waits = list(_waits(engines, lengths, prompt, schedule, training))
-    return sum(waits[-MEASURED:]) / MEASURED
-
-
-@functools.lru_cache(maxsize=256)
-def _waits(engines: Engines, lengths: Lengths, prompt: float, schedule: Schedule, training: float) -> tuple[float, ...]:
-    draw, backlog, waits = _draws(lengths, schedule), list[Group](), []
+    draw, backlog, waits = _draws(lengths, schedule), list[Group](), list[float]()
     for step in range(MEASURED + (1 + schedule.max_staleness if schedule.carries else 0)):
         oldest = step - schedule.max_staleness
         for group in backlog:
             if group.begun_by is not None and group.begun_by < oldest:
-                _restart(group)
+                group.restart()
         needed = {place for place, group in enumerate(backlog) if group.begun_by == oldest}
         while len(backlog) < schedule.begun:
             backlog += next(draw)
@@ -92,7 +92,7 @@ def _waits(engines: Engines, lengths: Lengths, prompt: float, schedule: Schedule
         backlog = [group for place, group in enumerate(backlog) if place not in kept] if schedule.carries else []
         if schedule.ahead:
             run_phase(engines, prompt, backlog[: schedule.ahead], step, until=training)
-    return tuple(waits)
+    return sum(waits[-MEASURED:]) / MEASURED
 
 
 def _draws(lengths: Lengths, schedule: Schedule) -> Iterator[list[Group]]:
@@ -106,12 +106,6 @@ def _draws(lengths: Lengths, schedule: Schedule) -> Iterator[list[Group]]:
             group = groups[place // schedule.group_size]
             group.responses.append(Response(length, group))
         yield groups
-
-
-def _restart(group: Group) -> None:
-    group.begun_by = None
-    for response in group.responses:
-        response.decoded = 0
 
 
 def run_phase(
