@@ -84,7 +84,7 @@ def mean_wait(engines: Engines, lengths: Lengths, prompt: float, schedule: Sched
         needed = {place for place, group in enumerate(backlog) if group.begun_by == oldest}
         while len(backlog) < schedule.begun:
             backlog += next(draw)
-        here = backlog[: max(schedule.begun, 1 + max(needed, default=-1))]
+        here = backlog[: schedule.begun]
         waits.append(run_phase(engines, prompt, here, step, wanted=schedule.prompts, needed=[here[i] for i in needed]))
         whole = [place for place, group in enumerate(here) if not group.opened()]
         whole.sort(key=lambda place: (place not in needed, here[place].begun_by, place))

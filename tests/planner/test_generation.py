@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from grpo_mega import types
 from grpo_mega.errors import ConfigError
+from grpo_mega.planner import generation
 from grpo_mega.planner.generation import Engines, Group, Response, Schedule, mean_wait, run_phase
 from grpo_mega.planner.lengths import Lengths, assumed_lengths, read_lengths
+from grpo_mega.rollout.backlog import Backlog, needed_of
 
 PROMPT = 7.0
 
@@ -197,3 +202,61 @@ def test_assumed_lengths_have_the_mean_that_is_given(mean: int, longest: int) ->
 def test_lengths_that_are_none_are_refused_with_the_remedy(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         read_lengths(text, 1000)
+
+
+def after(group: types.Group, lengths: list[int], done: list[int], step: int) -> types.Group:
+    """Return the group of a run that has `done` tokens of each sample, those new ones of policy `step`."""
+    before = {sample.index: sample for sample in group.samples}
+    samples = []
+    for index, (length, tokens) in enumerate(zip(lengths, done, strict=True)):
+        old = before.get(index)
+        start = old.response_len if old else 0
+        spans = [*(old.spans if old else ()), *([types.Span(step, start, tokens)] if tokens > start else [])]
+        reason: types.FinishReason | None = "stop" if tokens == length else None
+        if tokens:
+            samples.append(types.Sample(group.prompt, index, [0] * tokens, [0.0] * tokens, reason, spans))
+    return types.Group(group.prompt, samples)
+
+
+@pytest.mark.parametrize(
+    ("begun", "ahead", "staleness"), [(7, 0, 1), (9, 0, 3), (16, 0, 1), (10, 5, 1), (15, 10, 2), (20, 3, 2)]
+)
+def test_steps_continue_what_the_backlog_of_a_run_would(begun: int, ahead: int, staleness: int) -> None:
+    """The backlog is the trainer's own; its phases are simulated token by token."""
+    wanted, size, training = 5, 3, 9000.0
+    distribution = Lengths((0.0, 0.9, 1.0), (1.0, 12.0, 150.0))
+    schedule = Schedule(wanted, size, begun, ahead, carries=True, max_staleness=staleness)
+    engines = Engines(2, 6, 2, False, tuple(1000.0 + 50 * n for n in range(7)), 2.0, 1.0)
+    draws = generation._draws(distribution, schedule)
+    lengths: dict[int, list[int]] = {}
+
+    def draw(number: int) -> list[types.Prompt]:
+        new = {len(lengths) + place: [r.length for r in group.responses] for place, group in enumerate(next(draws))}
+        lengths.update(new)
+        return [types.Prompt(key, "", (), "") for key in new]
+
+    def phase(groups: Sequence[types.Group], step: int, wanted: float, needed: set[int], until: float) -> Any:
+        sizes = [lengths[group.prompt.id] for group in groups]
+        had = [{sample.index: sample.response_len for sample in group.samples} for group in groups]
+        decoded = [[there.get(index, 0) for index in range(size)] for there in had]
+        seconds, done = token_by_token(engines, sizes, decoded, wanted, needed, until)
+        return seconds, [after(*row, step) for row in zip(groups, sizes, done, strict=True)]
+
+    backlog, waits = Backlog(), []
+    for step in range(generation.MEASURED + 1 + staleness):
+        oldest = step - staleness
+        backlog = backlog.restarted(oldest).drawn_up_to(begun, draw, ())
+        needed = needed_of(backlog.groups, oldest)
+        before = backlog.groups[: max(begun, 1 + max(needed, default=-1))]
+        seconds, now = phase(before, step, wanted, set(needed), math.inf)
+        waits.append(seconds)
+        whole = [place for place, group in enumerate(now) if group.is_complete(size)]
+        kept = sorted(whole, key=lambda place: (place not in needed, now[place].begun_by, place))[:wanted]
+        rest = [group for place, group in enumerate(now) if place not in kept]
+        backlog = backlog.after_phase(before, [now[place] for place in kept], rest)
+        backlog = backlog.trained([now[place] for place in kept])
+        if ahead:
+            before = backlog.groups[:ahead]
+            backlog = backlog.after_phase(before, [], phase(before, step, math.inf, set(), training)[1])
+    expected = sum(waits[-generation.MEASURED :]) / generation.MEASURED
+    assert mean_wait(engines, distribution, PROMPT, schedule, training if ahead else 0.0) == pytest.approx(expected, abs=0)

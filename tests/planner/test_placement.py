@@ -20,6 +20,7 @@ from grpo_mega.planner.plan import Plan, make_plan
 from grpo_mega.planner.rehearsal import default_ranks, request_of
 from grpo_mega.planner.report import sections
 from grpo_mega.planner.suggest import suggest
+from grpo_mega.planner.timing import decoding_step, token_seconds
 
 CONFIG: dict[str, Any] = {
     "run_dir": "runs/70b",
@@ -141,6 +142,15 @@ def test_the_tail_of_the_lengths_decides_how_long_a_step_samples(path: Path) -> 
     assert plan_of(path, lengths=LONG_TAIL).setup.mean_response == pytest.approx(
         (0.5 * 100.5 + 0.4 * 350 + 0.09 * 1750 + 0.01 * 3036), rel=0.01
     )
+
+
+def test_one_group_alone_takes_a_prefill_and_the_decoding_steps_of_its_growing_context(path: Path) -> None:
+    """An engine has two responses of 40 tokens to a prompt of 100."""
+    lengths, one = "p0=40,p100=40", ("algorithm.group_size=2", "batch.prompts_per_step=8", "rollout.max_concurrent=2")
+    plan = plan_of(path, *one, lengths=lengths, mean_prompt=100.0)
+    setup, weights = plan.setup, plan.engine.weights.value
+    decoding = sum(decoding_step(setup, weights, 2, 100 + token).value for token in range(40))
+    assert plan.timing.phases[0].value == pytest.approx(100 * token_seconds(setup) + decoding)
 
 
 @pytest.mark.parametrize("overrides", [(), SEPARATE], ids=["colocated", "separate"])
