@@ -57,9 +57,7 @@ class EvalOptions:
 @dataclass(frozen=True)
 class PlanOptions(ConfigOptions):
     gpu: Annotated[str, Argument("--gpu", "default: h100", choices=("a100", "h100", "h200", "b200"))] = "h100"
-    world_size: Annotated[int | None, Argument("--world-size", "number of GPUs; default: the layout's tp * pp * dp", "N")] = (
-        None
-    )
+    world_size: Annotated[int | None, Argument("--world-size", "number of GPUs; default: the layout's", "N")] = None
     gpus_per_node: Annotated[int, Argument("--gpus-per-node", "default: 8", "N")] = 8
     model: Annotated[
         str | None, Argument("--model", "well-known model to plan with: llama-3-70b, qwen3-30b-a3b, ...", "NAME")
@@ -69,6 +67,12 @@ class PlanOptions(ConfigOptions):
     ] = None
     mean_prompt: Annotated[float | None, Argument("--mean-prompt", "mean length of prompts; for times", "TOKENS")] = None
     mean_response: Annotated[float | None, Argument("--mean-response", "mean length of responses; for times", "TOKENS")] = None
+    lengths: Annotated[
+        str | None,
+        Argument(
+            "--lengths", "lengths of responses: percentiles like p50=700,p99=12000, or a run's samples", "LENGTHS_OR_RUN_DIR"
+        ),
+    ] = None
     is_json: Annotated[bool, Argument("--json", "print JSON")] = False
     suggests: Annotated[bool, Argument("--suggest", "search other layouts, and name the fastest that fit")] = False
     rehearses: Annotated[bool, Argument("--rehearse", "compare with real Megatron on a few ranks, without a GPU")] = False

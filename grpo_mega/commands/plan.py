@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from statistics import fmean
 
 from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
@@ -12,6 +13,7 @@ from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.formats.known_models import known_model
 from grpo_mega.hardware.cards import ASSUMED, card_of
 from grpo_mega.planner import rehearsal, text
+from grpo_mega.planner.lengths import read_lengths
 from grpo_mega.planner.plan import make_plan
 from grpo_mega.planner.report import as_json, refusal
 from grpo_mega.planner.setup import Setup
@@ -88,6 +90,14 @@ def prepare(options: PlanOptions) -> tuple[Setup | None, Findings]:
     longest_prompt, longest_response = config.data.max_prompt_length, config.rollout.max_response_length
     prompt = ASSUMED.prompt_fill * longest_prompt if options.mean_prompt is None else options.mean_prompt
     response = ASSUMED.response_fill * longest_response if options.mean_response is None else options.mean_response
+    lengths = None
+    if options.lengths is not None:
+        if options.mean_response is not None:
+            raise ConfigError(
+                f"--mean-response {response:g} and --lengths {options.lengths} both give lengths; give one of them"
+            )
+        lengths = read_lengths(options.lengths, longest_response)
+        response = fmean(lengths.of(config.batch.prompts_per_step * config.algorithm.group_size))
     for name, mean, longest in (("prompt", prompt, longest_prompt), ("response", response, longest_response)):
         if not 0 < mean <= longest:
             raise ConfigError(f"--mean-{name}: must be in (0, {longest}], got {mean:g}")
@@ -101,6 +111,7 @@ def prepare(options: PlanOptions) -> tuple[Setup | None, Findings]:
         mean_prompt=prompt,
         mean_response=response,
         teachers=_teachers(config, findings),
+        lengths=lengths,
     )
     return setup, findings
 

@@ -86,6 +86,9 @@ def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
     if setup.world_size > 1:
         # An upper bound: all of the engine's weights come from other ranks. `plan.sync_traffic` counts them.
         sent = received_weights(setup, "sync to the engines").trusted("estimate")
+        if setup.is_separate and setup.num_engine_ranks > layout.world_size:  # fewer ranks send than receive
+            received, engines, trainers = sent.value, setup.num_engine_ranks, layout.world_size
+            sent = figure(sent.label, "B", lambda: received * engines / trainers)
         links.append(_link(setup, sent, [range(setup.world_size)]))
     return links
 

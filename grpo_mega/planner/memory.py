@@ -5,6 +5,7 @@ Each phase is a list of figures, and their sum. The checkpoint's gather of the o
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from grpo_mega.planner.activations import activations
@@ -50,8 +51,9 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
     # A save gathers each part of the optimizer's state over data-parallel ranks, fp32, one part at a time.
     gathered = figure("gathered for a save", "B", lambda: (1 + 1 / dp) * elements * 4)
     bucket = setup.config.sync.bucket_mib * 2**20
-    moving = product("sync buckets in flight", "B", count=1 if setup.is_served else 3, bucket=bucket)
-    awake = [engine.weights, engine.cache, engine.extra]
+    count = 1 if setup.is_served or setup.is_separate else 3
+    moving = product("sync buckets in flight", "B", count=count, bucket=bucket)
+    awake = [] if setup.is_separate else [engine.weights, engine.cache, engine.extra]
     resident = [] if setup.takes_turns else awake[:2] if setup.is_served else awake[:1]
     stays = [] if setup.keeps_host_copies else trainer[:3]
     guests = [(teacher_weights(one, pp_rank), activations(one, pp_rank)) for one in setup.of_teachers()]
@@ -67,7 +69,7 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
         "checkpoint": [*fixed, *trainer, *resident, *_with_slack(setup, [gathered])],
         "sync": [*fixed, *(trainer[:1] if setup.keeps_host_copies else stays), *awake[:1], *resident[1:], moving],
     }
-    if setup.is_served and not setup.takes_turns:
+    if setup.is_served and not setup.is_separate and not setup.takes_turns:
         phases["sync"] = [*fixed, *trainer[:3], *resident, moving]
     totals = {phase: total(phase, "B", parts) for phase, parts in phases.items()}
     return StageMemory(pp_rank, state, phases, totals, acts.layer)
@@ -97,16 +99,33 @@ def state_figures(setup: Setup, state: State) -> list[Figure]:
 
 
 def _fixed(setup: Setup, engine: EngineMemory) -> list[Figure]:
-    """Return what is on the device in every phase."""
+    """Return what is on a trainer's device in every phase."""
     trainer, communicator = len(communicators(setup)), setup.assumed.communicator_gib * GIB
-    bucket = setup.config.sync.bucket_mib * 2**20
-    served = 1 if setup.is_served and setup.config.rollout.tp > 1 else 0  # the engine's communicators
+    bucket, is_served = setup.config.sync.bucket_mib * 2**20, setup.is_served and not setup.is_separate
+    served = 1 if is_served and setup.config.rollout.tp > 1 else 0  # the engine's communicators
     return [
-        product("CUDA contexts", "B", count=2 if setup.is_served else 1, context=setup.assumed.context_gib * GIB),
+        product("CUDA contexts", "B", count=2 if is_served else 1, context=setup.assumed.context_gib * GIB),
         figure("NCCL buffers", "B", lambda: (trainer + served) * communicator),
         product("workspaces", "B", workspace=setup.assumed.workspace_gib * GIB),
-        product("sync buckets", "B", count=2 if setup.is_served else 0, bucket=bucket),  # kept, so that handles stay valid
+        product("sync buckets", "B", count=2 if is_served else 0, bucket=bucket),  # kept, so that handles stay valid
+        *([] if setup.is_separate else [engine.asleep]),
+    ]
+
+
+def engine_device(setup: Setup) -> list[Figure]:
+    """Return the memory of a device of its own for an engine, which is the same at all times; nothing of colocated engines."""
+    if not setup.is_separate:
+        return []
+    engine, assumed, is_served = engine_memory(setup), setup.assumed, setup.is_served
+    groups = 1 + (setup.num_engine_ranks > 1) + (is_served and setup.config.rollout.tp > 1)  # all ranks, its side, the engine
+    return [
+        product("CUDA contexts", "B", count=2 if is_served else 1, context=assumed.context_gib * GIB),
+        product("NCCL buffers", "B", groups=groups, communicator=assumed.communicator_gib * GIB),
+        product("sync buckets", "B", count=2, bucket=setup.config.sync.bucket_mib * 2**20),
         engine.asleep,
+        engine.weights,
+        engine.cache,
+        engine.extra,
     ]
 
 
@@ -121,7 +140,8 @@ def communicators(setup: Setup) -> list[str]:
         "experts' data parallel": layout.dp // layout.ep if layout.ep > 1 else 1,
         "embeddings": layout.pp if setup.shape.tied else 1,
         "model parallel": layout.tp * layout.pp,  # the gradient norm
-        "world": layout.world_size,  # the sync
+        "world": setup.world_size,  # the sync
+        "trainers": layout.world_size if setup.is_separate else 1,
     }
     return [name for name, size in sizes.items() if size > 1]
 
@@ -161,12 +181,22 @@ class HostMemory:
 
 
 def host_memory(setup: Setup) -> HostMemory:
-    layout, ranks, assumed = setup.layout, setup.ranks_per_node, setup.assumed
+    layout = setup.layout
     states = [state_of(setup, pp_rank) for pp_rank in range(layout.pp)]
-    by_node: dict[int, list[State]] = {}
+    by_node: dict[int, list[State]] = {rank // setup.gpus_per_node: [] for rank in range(setup.world_size)}
     for rank in range(layout.world_size):
-        by_node.setdefault(rank // setup.gpus_per_node, []).append(states[layout.place(rank)[1]])
+        by_node[rank // setup.gpus_per_node].append(states[layout.place(rank)[1]])
+    if setup.is_separate:
+        engines = Counter(rank // setup.gpus_per_node for rank in range(layout.world_size, setup.world_size))
+        return max((_node(setup, held, engines[node]) for node, held in by_node.items()), key=lambda host: host.peak.value)
     node = max(by_node.values(), key=lambda held: sum(s.weights + s.largest_share for s in held))
+    return _node(setup, node, setup.ranks_per_node)
+
+
+def _node(setup: Setup, node: list[State], num_engine_ranks: int) -> HostMemory:
+    """Return the host memory of a node with ranks of these states, and so many ranks that generate."""
+    layout, assumed, engine_ranks = setup.layout, setup.assumed, num_engine_ranks
+    ranks = len(node) if setup.is_separate else setup.ranks_per_node
     weights = sum(s.weights for s in node)
     optimizer = sum(s.largest_optimizer for s in node)
     moves, has_reference = int(setup.keeps_host_copies), int(setup.has_reference)
@@ -179,10 +209,11 @@ def host_memory(setup: Setup) -> HostMemory:
     ]
     pinned_total = total("pinned per node", "B", pinned)
     workers = setup.config.rewards.num_workers
-    leaders = ranks // setup.config.rollout.tp if setup.is_served else ranks
+    leaders = engine_ranks // setup.config.rollout.tp if setup.is_served else engine_ranks
+    processes = ranks + engine_ranks if setup.is_separate else ranks
     other = [
-        product("ranks", "B", ranks=ranks, each=assumed.rank_host_gib * GIB),
-        product("engines", "B", ranks=ranks if setup.is_served else 0, each=assumed.engine_host_gib * GIB),
+        product("ranks", "B", ranks=processes, each=assumed.rank_host_gib * GIB),
+        product("engines", "B", ranks=engine_ranks if setup.is_served else 0, each=assumed.engine_host_gib * GIB),
         product("reward workers", "B", leaders=leaders, workers=workers, each=assumed.worker_host_gib * GIB),
     ]
     elements, algorithm = sum(s.num_parameters for s in node), setup.config.algorithm

@@ -11,9 +11,10 @@ from functools import cached_property
 from grpo_mega.planner.batch import Batch, batch
 from grpo_mega.planner.communication import Link, communication
 from grpo_mega.planner.engine import EngineMemory, engine_memory
-from grpo_mega.planner.figures import Figure
-from grpo_mega.planner.memory import HostMemory, StageMemory, checkpoint_bytes, device_memory, host_memory
+from grpo_mega.planner.figures import Figure, total
+from grpo_mega.planner.memory import HostMemory, StageMemory, checkpoint_bytes, device_memory, engine_device, host_memory
 from grpo_mega.planner.setup import Setup
+from grpo_mega.planner.state import State
 from grpo_mega.planner.timing import Timing, timing
 from grpo_mega.weights.layout import engine_shards, hf_shards, megatron_shards
 from grpo_mega.weights.plan import Traffic, plan_transfers
@@ -26,9 +27,13 @@ class Plan:
     setup: Setup
     stages: list[StageMemory]
     engine: EngineMemory
+    engine_device: list[Figure]  # of an engine's own; none if engines are colocated
     batch: Batch
     links: list[Link]
-    timing: Timing
+
+    @cached_property
+    def timing(self) -> Timing:
+        return timing(self.setup, self.batch, self.links, _largest(self.stages), self.engine)
 
     @property
     def worst(self) -> StageMemory:
@@ -36,8 +41,16 @@ class Plan:
         return max(self.stages, key=lambda stage: (stage.peak.value, stage.totals["update"].value))
 
     @property
+    def engine_total(self) -> Figure:
+        return total("an engine's own device", "B", self.engine_device)
+
+    @property
     def peak_gib(self) -> float:
-        return self.worst.peak.gib
+        return max(self.worst.peak.gib, self.engine_total.gib)
+
+    @property
+    def peak_phase(self) -> str:
+        return self.worst.peak_phase if self.worst.peak.gib >= self.engine_total.gib else "engine's own device"
 
     @property
     def capacity_gib(self) -> float:
@@ -52,10 +65,12 @@ class Plan:
     def shortfalls(self) -> list[str]:
         """Return the reasons why it does not run, though no rule is broken."""
         reasons = [self.engine.shortfall] if self.engine.shortfall else []
-        if self.spare < 0:
+        if self.engine_total.gib > self.capacity_gib:
+            reasons.append(f"an engine's own device takes {self.engine_total.gib:.1f} GiB of {self.capacity_gib:.1f}")
+        if self.worst.peak.gib > self.capacity_gib:
             largest = max(self.worst.phases[self.worst.peak_phase], key=lambda figure: figure.value)
             reasons.append(
-                f"{self.worst.peak_phase} takes {self.peak_gib:.1f} GiB of {self.capacity_gib:.1f} on pipeline stage "
+                f"{self.worst.peak_phase} takes {self.worst.peak.gib:.1f} GiB of {self.capacity_gib:.1f} on pipeline stage "
                 f"{self.worst.pp_rank}, most of it {largest.label} ({largest.gib:.1f} GiB)"
             )
         return reasons
@@ -88,13 +103,14 @@ class Plan:
     def sync_traffic(self) -> Traffic:
         """Return what a sync moves between ranks, counted transfer by transfer."""
         setup = self.setup
-        family, shape, world_size = setup.family, setup.shape, setup.world_size
+        family, shape = setup.family, setup.shape
         source = megatron_shards(family, shape, setup.layout, fused_norms=setup.uses_te and not shape.num_experts)
         quantise = setup.config.rollout.quantization is not None
         if setup.is_served:
-            target = engine_shards(family, shape, setup.engine_layout, world_size, quantise=quantise)
+            target = engine_shards(family, shape, setup.engine_layout, setup.num_engine_ranks, quantise=quantise)
         else:
-            target = hf_shards(family, shape, world_size, quantise=quantise)
+            target = hf_shards(family, shape, setup.num_engine_ranks, quantise=quantise)
+        target = target.after(setup.first_engine_rank)
         return plan_transfers(source, target, ranks_per_node=setup.gpus_per_node).traffic(setup.itemsize)
 
 
@@ -102,9 +118,12 @@ def make_plan(setup: Setup) -> Plan:
     stages = device_memory(setup)
     engine = engine_memory(setup)
     batches = batch(setup)
-    largest = max((stage.state for stage in stages), key=lambda state: state.elements + state.fp8_elements)
-    links = communication(setup, batches, largest)
-    return Plan(setup, stages, engine, batches, links, timing(setup, batches, links, largest, engine))
+    links = communication(setup, batches, _largest(stages))
+    return Plan(setup, stages, engine, engine_device(setup), batches, links)
+
+
+def _largest(stages: list[StageMemory]) -> State:
+    return max((stage.state for stage in stages), key=lambda state: state.elements + state.fp8_elements)
 
 
 def disk_bytes(plan: Plan) -> tuple[float, float]:

@@ -50,7 +50,7 @@ class Comparison:
 def default_ranks(setup: Setup) -> list[int]:
     """Return a rank of the first pipeline stage, of the middle one and of the last."""
     stages = sorted({0, setup.layout.pp // 2, setup.layout.pp - 1})
-    places = {setup.layout.place(rank): rank for rank in range(setup.world_size)}
+    places = {setup.layout.place(rank): rank for rank in range(setup.layout.world_size)}
     return [places[0, stage, 0] for stage in stages]
 
 
@@ -80,15 +80,18 @@ def _local(setup: Setup) -> Setup:
 
 def request_of(setup: Setup, rank: int, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request to megatron/rehearsal.py for a rank. Raise ConfigError for what cannot be rehearsed."""
-    if not 0 <= rank < setup.world_size:
-        raise ConfigError(f"--ranks={rank} is none of the {setup.world_size} ranks; name some from 0 to {setup.world_size - 1}")
+    size = setup.layout.world_size
+    if not 0 <= rank < size:
+        trains = " that train" if setup.is_separate else ""
+        raise ConfigError(f"--ranks={rank} is none of the {size} ranks{trains}; name some from 0 to {size - 1}")
     config = setup.config.model_dump(mode="json")
-    config["layout"]["dp"] = setup.layout.dp
+    config["layout"] |= {"dp": setup.layout.dp, "engine_ranks": 0}
+    config["rollout"]["placement"] = "colocated"
     return {
         "config": config,
         "model": dict(fields),
         "rank": rank,
-        "world_size": setup.world_size,
+        "world_size": size,
         "num_batches": num_batches(setup),
         "num_tokens": setup.micro_batch_tokens,
         "segment": -(-setup.micro_batch_tokens // SEGMENTS),

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from grpo_mega.planner.figures import Figure
+from grpo_mega.planner.placement import compare
 from grpo_mega.planner.plan import Plan, disk_bytes
 from grpo_mega.planner.suggest import Option, first_changes
 from grpo_mega.validation.findings import Findings
@@ -29,10 +30,11 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
         "gpu": setup.card.name,
         "world_size": setup.world_size,
         "num_nodes": setup.num_nodes,
-        "peak_phase": plan.worst.peak_phase,
+        "peak_phase": plan.peak_phase,
         "peak_stage": plan.worst.pp_rank,
         "layout": {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "dp": layout.dp, "ep": layout.ep},
-        "ranks": [dict(zip(("tp", "pp", "dp"), layout.place(r), strict=True)) for r in range(setup.world_size)],
+        "ranks": [dict(zip(("tp", "pp", "dp"), layout.place(r), strict=True)) for r in range(layout.world_size)],
+        "engine_ranks": setup.config.layout.engine_ranks,
         "engines": setup.engine_layout.num_engines,
         "stages": [
             {
@@ -45,6 +47,8 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
             for stage in plan.stages
         ],
         "kv_cache_tokens": int(plan.engine.cache_tokens.value),
+        "engine_device_gib": round(plan.engine_total.gib, 3),
+        "placement": _placement(plan),
         "pinned_gib_a_node": round(plan.host.pinned_total.gib, 1),
         "host_peak_gib_a_node": round(plan.host.peak.gib, 1),
         "checkpoint_gb": round(plan.checkpoint.value / 1e9, 1),
@@ -91,12 +95,29 @@ def sections(plan: Plan) -> Iterator[tuple[str, list[Figure]]]:
         yield f"memory, {phase}", [*parts, plan.worst.totals[phase]]
     yield "activations of a layer", plan.worst.layer
     yield "engine", [plan.engine.cache_tokens, plan.engine.concurrent]
+    if plan.engine_device:
+        yield "memory, engine's own device", [*plan.engine_device, plan.engine_total]
     host = plan.host
     yield "host memory", [*host.pinned, host.pinned_total, *host.other, host.saving, host.peak]
     yield "checkpoint", [plan.checkpoint]
     yield "communication", [figure for link in plan.links for figure in (link.sent, link.seconds)]
     timing = plan.timing
     yield "time", [timing.decoding, *timing.phases, timing.step, timing.tokens_per_second_per_gpu, timing.model_flops_share]
+
+
+def _placement(plan: Plan) -> dict[str, Any] | None:
+    """Return which placement is expected to be faster; None if no lengths tell."""
+    compared = compare(plan)
+    if compared is None:
+        return None
+    faster, placements = compared.faster.setup.config, {p.setup.config.rollout.placement: p for p in compared.plans}
+    return {
+        "faster": faster.rollout.placement,
+        "engine_ranks": faster.layout.engine_ranks,
+        "max_staleness": faster.rollout.max_staleness if compared.faster.setup.is_separate else None,
+        "step_seconds": {name: round(one.timing.step.value, 3) for name, one in placements.items()},
+        "other": compared.other and _option(compared.other),
+    }
 
 
 def _option(option: Option) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from grpo_mega.config import Config, PrecisionConfig
 from grpo_mega.formats.dtypes import item_bytes
 from grpo_mega.hardware.cards import ASSUMED, Assumptions, Card
 from grpo_mega.hardware.fp8 import length_multiple
+from grpo_mega.planner.lengths import Lengths, assumed_lengths
 from grpo_mega.validation.layout import megatron_layout
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout
@@ -23,13 +24,14 @@ class Setup:
     shape: ModelShape
     experts_per_token: int  # 0: dense
     card: Card
-    world_size: int
+    world_size: int  # trainer ranks, and engine ranks after them
     gpus_per_node: int
     mean_prompt: float  # tokens
     mean_response: float
     uses_te: bool = True  # Transformer Engine's layers; else Megatron's local ones, as always with multi-latent attention
     assumed: Assumptions = ASSUMED
     teachers: tuple[tuple[ModelShape, int], ...] = ()  # those in the policy's layout, with their experts per token
+    lengths: Lengths | None = None  # of responses, with mean_response as their mean; None: not known
 
     def __post_init__(self) -> None:
         if self.shape.kv_lora:
@@ -39,9 +41,30 @@ class Setup:
     def family(self) -> Family:
         return family_of(self.shape.model_type)
 
+    @property
+    def is_separate(self) -> bool:
+        return self.config.rollout.is_separate
+
+    @property
+    def num_engine_ranks(self) -> int:
+        """Return the number of ranks that generate: with colocated engines all of them."""
+        return self.config.layout.engine_ranks or self.world_size
+
+    @property
+    def first_engine_rank(self) -> int:
+        return self.world_size - self.num_engine_ranks
+
     @cached_property
     def layout(self) -> MegatronLayout:
-        return megatron_layout(self.config.layout, self.world_size)
+        """Return the layout of the ranks that train."""
+        return megatron_layout(self.config.layout, self.world_size - self.config.layout.engine_ranks)
+
+    @property
+    def response_lengths(self) -> Lengths | None:
+        """Return the distribution of lengths that generation is simulated with; None if means are enough."""
+        if self.lengths is None and (self.is_separate or self.config.rollout.partial):
+            return assumed_lengths(self.mean_response, self.config.rollout.max_response_length)
+        return self.lengths
 
     def chunks(self, pp_rank: int) -> list[range]:
         """Return the layers of each model chunk of a pipeline stage."""
@@ -59,7 +82,7 @@ class Setup:
     @property
     def engine_layout(self) -> EngineLayout:
         tp = self.config.rollout.tp
-        return EngineLayout(tp, self.world_size // tp)
+        return EngineLayout(tp, self.num_engine_ranks // tp)
 
     @property
     def itemsize(self) -> int:
@@ -82,12 +105,12 @@ class Setup:
     @property
     def takes_turns(self) -> bool:
         """Return True if policy and engine give each other the device's memory; sleep=auto stops that once both fit."""
-        return self.is_served and self.config.rollout.sleep != "never"
+        return self.is_served and not self.is_separate and self.config.rollout.sleep != "never"
 
     @property
     def keeps_host_copies(self) -> bool:
         """Return True if the policy's weights and optimizer state go to the host; the embedded engine stays on the device."""
-        return self.takes_turns or self.config.rollout.sleep == "always"
+        return self.takes_turns or (self.config.rollout.sleep == "always" and not self.is_separate)
 
     def of_teachers(self) -> list[Setup]:
         """Return the setup of each teacher's own forward pass."""

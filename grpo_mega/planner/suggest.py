@@ -36,14 +36,14 @@ class Option:
 
 def suggest(setup: Setup, count: int = 5) -> list[Option]:
     """Return the fastest layouts that leave plan.MARGIN free, best first; of equal ones those with the fewest cuts."""
-    options = [option for option in _options(setup, _layouts(setup)) if option.plan.fits and not option.plan.is_tight]
+    options = [option for option in options_of(setup, _layouts(setup)) if option.plan.fits and not option.plan.is_tight]
     options.sort(key=lambda option: (-round(option.rate, 2), option.plan.setup.layout.pp, option.plan.setup.layout.tp))
     return options[:count]
 
 
 def first_changes(plan: Plan, count: int = 3) -> list[Option]:
     """Return single changes: those that make it fit with plan.MARGIN free where it does not, else those that make it faster."""
-    options = [option for option in _options(plan.setup, _single_changes(plan.setup)) if option.plan.fits]
+    options = [option for option in options_of(plan.setup, _single_changes(plan.setup)) if option.plan.fits]
     if plan.fits and not plan.is_tight:
         faster = 1.02 * plan.timing.tokens_per_second_per_gpu.value
         options = [option for option in options if not option.plan.is_tight and option.rate > faster]
@@ -67,7 +67,8 @@ def changed(config: Config, changes: Changes) -> Config | None:
         return None
 
 
-def _options(setup: Setup, candidates: Iterable[Changes]) -> Iterator[Option]:
+def options_of(setup: Setup, candidates: Iterable[Changes]) -> Iterator[Option]:
+    """Yield those of the changes to the config that break no rule."""
     was = setup.config.model_dump(mode="json")
     for changes in candidates:
         config = changed(setup.config, changes)
@@ -78,8 +79,8 @@ def _options(setup: Setup, candidates: Iterable[Changes]) -> Iterator[Option]:
 
 
 def _layouts(setup: Setup) -> Iterator[Changes]:
-    """Yield all layouts that the world size and the node admit; tensor parallelism stays within a node."""
-    shape, world = setup.shape, setup.world_size
+    """Yield all layouts that the trainer ranks and the node admit; tensor parallelism stays within a node."""
+    shape, world = setup.shape, setup.layout.world_size
     node = divisors(setup.ranks_per_node)
     served = node if setup.is_served else [1]
     for tp, pp in product(node, divisors(world)):
@@ -123,8 +124,8 @@ def _single_changes(setup: Setup) -> Iterator[Changes]:
         for fraction in (0.6, 0.7, 0.75):
             yield {"rollout.memory_fraction": fraction}
     for tp, pp in ((2 * layout.tp, layout.pp), (layout.tp, 2 * layout.pp), (2 * layout.tp, layout.pp // 2)):
-        if pp and setup.world_size % (tp * pp) == 0 and tp <= setup.ranks_per_node:
-            dp = setup.world_size // (tp * pp)
+        if pp and layout.world_size % (tp * pp) == 0 and tp <= setup.ranks_per_node:
+            dp = layout.world_size // (tp * pp)
             yield {"layout.tp": tp, "layout.pp": pp, "layout.dp": dp, "layout.sequence_parallel": tp > 1}
     if config.optimizer.moments_dtype == "float32" and config.model.dtype == "bfloat16":
         yield {"optimizer.moments_dtype": "bfloat16"}

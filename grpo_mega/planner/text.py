@@ -9,6 +9,7 @@ from itertools import pairwise
 from grpo_mega.planner.communication import groups
 from grpo_mega.planner.figures import GIB, Figure
 from grpo_mega.planner.memory import PHASES
+from grpo_mega.planner.placement import compare
 from grpo_mega.planner.plan import MARGIN, Plan, disk_bytes
 from grpo_mega.planner.report import sections
 from grpo_mega.planner.suggest import Option, first_changes
@@ -46,7 +47,7 @@ def violations(findings: Findings) -> str:
 
 def _verdict(plan: Plan) -> str:
     setup, timing = plan.setup, plan.timing
-    room = f"{plan.peak_gib:.1f} of {plan.capacity_gib:.1f} GiB at the peak ({plan.worst.peak_phase})"
+    room = f"{plan.peak_gib:.1f} of {plan.capacity_gib:.1f} GiB at the peak ({plan.peak_phase})"
     if plan.fits:
         tight = f", less than the {MARGIN:.0%} that estimates need" if plan.is_tight else ""
         answer = f"FITS with {plan.spare:.0%} to spare{tight}: {room}"
@@ -57,7 +58,27 @@ def _verdict(plan: Plan) -> str:
     parameters = plan.checkpoint.inputs["parameters"]
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
     title = f"{setup.shape.model_type}, {size} parameters, on {setup.world_size} x {setup.card.title}"
-    return "\n".join([title, *_wrapped([answer]), speed])
+    return "\n".join([title, *_wrapped([answer]), speed, *_wrapped(_faster(plan))])
+
+
+def _faster(plan: Plan) -> list[str]:
+    """Return the sentence that names the faster placement, if lengths tell."""
+    compared = compare(plan)
+    if compared is None:
+        return []
+    if compared.other is None:
+        name = "colocated" if plan.setup.is_separate else "separate"
+        return [f"Only one placement to choose from: nothing with rollout.placement={name} fits these GPUs at this tp and pp."]
+    other = compared.other.plan if compared.faster is plan else plan
+    first, second = (f"{_named(one)}, {_seconds(one.timing.step.value)}" for one in (compared.faster, other))
+    return [f"Expected faster: {first} per step; {second}{'' if other.fits else ', does not fit'}."]
+
+
+def _named(plan: Plan) -> str:
+    config = plan.setup.config
+    if plan.setup.is_separate:
+        return f"separate (engine_ranks={config.layout.engine_ranks}, max_staleness={config.rollout.max_staleness})"
+    return "colocated with partial rollouts" if config.rollout.partial else "colocated"
 
 
 def _placement(plan: Plan) -> list[str]:
@@ -75,10 +96,13 @@ def _placement(plan: Plan) -> list[str]:
     lines += _wrapped([f"{'layers by stage':{_LABEL}}{', '.join(sizes)}"], "  ")
     if setup.is_served:
         number, tp = setup.engine_layout.num_engines, config.rollout.tp
-        place = _ranks(tuple(range(tp)))
+        place = _ranks(tuple(range(setup.first_engine_rank, setup.first_engine_rank + tp)))
         lines.append(f"  {'engines':{_LABEL}}{number:>4} of tp={tp}, each within a node; the first: ranks {place}")
     else:
-        lines.append(f"  {'engines':{_LABEL}}{setup.world_size:>4}, the whole model in each rank's process (embedded)")
+        lines.append(f"  {'engines':{_LABEL}}{setup.num_engine_ranks:>4}, the whole model in each rank's process (embedded)")
+    if setup.is_separate:
+        engine_ranks = _ranks(range(setup.first_engine_rank, setup.world_size))
+        lines.append(f"  {'':{_LABEL}}     on ranks of their own, {engine_ranks}; the others train")
     return lines
 
 
@@ -98,6 +122,7 @@ def _batch(plan: Plan) -> list[str]:
     tokens = f"{b.tokens.value:,.0f}"
     return [
         _head("Batch", f"mean prompt {setup.mean_prompt:g}, mean response {setup.mean_response:g} tokens (assumed or given)"),
+        *_tail(plan),
         _row("samples per step", f"{b.samples.value:,}", f"= {sizes.prompts_per_step} prompts x {group}; {tokens} tokens"),
         _row("optimizer steps", f"{sizes.optimizer_steps:,}", f"= {sizes.mini_batches} mini-batches x {sizes.epochs} epochs"),
         _row(
@@ -107,6 +132,15 @@ def _batch(plan: Plan) -> list[str]:
         ),
         _row("pipeline bubble", f"{b.bubble.value:.0%}"),
     ]
+
+
+def _tail(plan: Plan) -> list[str]:
+    setup = plan.setup
+    if setup.response_lengths is None:
+        return []
+    values = ", ".join(f"p{percent}={setup.response_lengths.at(percent / 100):,.0f}" for percent in (50, 90, 99))
+    source = "" if setup.lengths else " (assumed; give --lengths)"
+    return [f"  {'lengths of responses':{_LABEL}}{'':>4}{values} tokens{source}"]
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -129,6 +163,9 @@ def _memory(plan: Plan) -> list[str]:
         peaks = ", ".join(f"{one.pp_rank}: {one.peak.gib:.1f}" for one in plan.stages)
         lines += _wrapped([f"{'peak by stage':{_LABEL}}{peaks}"], "  ")
     engine = plan.engine
+    if plan.engine_device:
+        parts = ", ".join(f"{part.label} {part.gib:.1f}" for part in plan.engine_device if part.value)
+        lines += _wrapped([f"An engine's own device: {plan.engine_total.gib:.1f} of {capacity:.1f} GiB: {parts}."], "  ")
     if plan.both_fit:
         lines.append("  Policy and engine fit together: after the first update rollout.sleep=auto moves nothing any more.")
     lines += _wrapped(
@@ -191,6 +228,8 @@ def _time(plan: Plan) -> list[str]:
     rate, share = timing.tokens_per_second_per_gpu.value, timing.model_flops_share.value
     lines.append(_row("a step", _seconds(timing.step.value)))
     lines.append(_row("tokens per second per GPU", f"{rate:,.0f}", f"       update at {share:.0%} of the bf16 peak"))
+    if plan.setup.config.rollout.is_separate and plan.setup.config.rollout.carries:
+        lines.append("  Engines generate while the others train; sampling is the time for which these wait for them.")
     return lines
 
 

@@ -14,6 +14,8 @@ from grpo_mega.planner.batch import Batch
 from grpo_mega.planner.communication import Link, largest_stage, num_passes, tokens_per_dp_rank
 from grpo_mega.planner.engine import EngineMemory, cache_bytes_per_token, sequences_per_engine
 from grpo_mega.planner.figures import Figure, Number, figure, product, total
+from grpo_mega.planner.generation import Engines, Schedule, mean_wait
+from grpo_mega.planner.lengths import Lengths
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.state import State
 
@@ -32,20 +34,22 @@ def timing(setup: Setup, batch: Batch, links: list[Link], state: State, engine: 
     logprobs, policy_update = _passes(setup, batch, by_kind, state)
     context = setup.mean_prompt + setup.mean_response / 2
     decoding = decoding_step(setup, engine.weights.value, engine.concurrent.value, context)
+    offload, lengths = _offload(setup, state), setup.response_lengths
+    training = logprobs.value + policy_update.value + offload.value
     phases = [
-        _generation(setup, engine, decoding),
+        _generation(setup, engine, decoding) if lengths is None else _simulated(setup, engine, decoding, lengths, training),
         logprobs,
         policy_update,
-        _offload(setup, state),
+        offload,
         product("sync", "s", sync=by_kind.get("sync to the engines", 0.0)),
         product("everything else", "s", overhead=setup.assumed.step_overhead_s),
     ]
     whole, gpus, peak = total("a step", "s", phases), setup.world_size, setup.card.bf16_flops
-    tokens, step, update = batch.tokens.value, whole.value, policy_update.value
+    tokens, step, update, trainers = batch.tokens.value, whole.value, policy_update.value, setup.layout.world_size
     flops, (updates, _) = _forward_flops(setup, batch), num_passes(setup)
     rate = figure("tokens per second per GPU", "", lambda: tokens / (step * gpus))
     flops_share = figure(
-        "model FLOPs of the update, of the bf16 peak", "", lambda: 3 * flops * updates / (update * gpus * peak)
+        "model FLOPs of the update, of the bf16 peak", "", lambda: 3 * flops * updates / (update * trainers * peak)
     )
     return Timing(phases, whole, decoding, rate, flops_share)
 
@@ -142,6 +146,25 @@ def _generation(setup: Setup, engine: EngineMemory, step: Figure) -> Figure:
         "s",
         lambda: prefill + ceil(sequences / concurrent) * response * full + (longest - response) * last,
     )
+
+
+def _simulated(setup: Setup, engine: EngineMemory, step: Figure, lengths: Lengths, training: float) -> Figure:
+    """Return the time for which a step waits until its groups are whole, by simulation; see generation.py."""
+    rollout, prompts, group = setup.config.rollout, setup.config.batch.prompts_per_step, setup.config.algorithm.group_size
+    concurrent, without = int(engine.concurrent.value), step.at(concurrent=1, context=0)
+    engines = Engines(
+        count=setup.engine_layout.num_engines,
+        concurrent=concurrent,
+        max_groups=max(1, rollout.max_concurrent // group),
+        in_batches=not setup.is_served,
+        steps=tuple(step.at(concurrent=n, context=0) for n in range(concurrent + 1)),
+        per_context=step.at(concurrent=1, context=1) - without,
+        per_prefill=token_seconds(setup),
+    )
+    begun, ahead = rollout.num_begun(prompts), rollout.num_ahead(prompts)
+    schedule = Schedule(prompts, group, begun, ahead, rollout.carries, rollout.max_staleness)
+    waited = mean_wait(engines, lengths, setup.mean_prompt, schedule, training if ahead else 0.0)
+    return product("sampling", "s", simulated=waited)
 
 
 def decoding_step(setup: Setup, weights: Number, concurrent: Number, context: float) -> Figure:

@@ -1,0 +1,247 @@
+"""Plans of jobs with ranks that only generate, and which placement they say is faster."""
+
+from __future__ import annotations
+
+import json
+from math import ceil, floor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_mega import cli
+from grpo_mega import config as configs
+from grpo_mega.commands.options import PlanOptions
+from grpo_mega.commands.plan import prepare
+from grpo_mega.errors import ConfigError
+from grpo_mega.planner.memory import communicators
+from grpo_mega.planner.plan import Plan, make_plan
+from grpo_mega.planner.rehearsal import default_ranks, request_of
+from grpo_mega.planner.report import sections
+from grpo_mega.planner.suggest import suggest
+from grpo_mega.planner.timing import decoding_step, token_seconds
+
+CONFIG: dict[str, Any] = {
+    "run_dir": "runs/70b",
+    "steps": 100,
+    "model": {"path": "models/elsewhere", "dtype": "bfloat16", "recompute": "selective"},
+    "layout": {"tp": 4, "pp": 4, "dp": 4, "sequence_parallel": True},
+    "data": {"train": "data/elsewhere.jsonl", "max_prompt_length": 1024},
+    "rollout": {"engine": "sglang", "tp": 8, "max_response_length": 3072},
+    "algorithm": {"group_size": 32, "kl_beta": 0.01},
+    "batch": {"prompts_per_step": 64, "mini_batches": 4, "tokens_per_micro_batch": 8192},
+}
+SEPARATE = ("rollout.placement=separate", "layout.engine_ranks=16", "layout.dp=3", "rollout.max_staleness=1")
+LONG_TAIL = "p50=200,p90=500,p99=3000"
+GIB = 2**30
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(CONFIG))
+    return path
+
+
+def plan_of(path: Path, *overrides: str, **request: Any) -> Plan:
+    setup, findings = prepare(PlanOptions(path, overrides=overrides, model="llama-3-70b", **request))
+    assert setup is not None and not findings.violations
+    return make_plan(setup)
+
+
+def command(path: Path, *overrides: str, options: tuple[str, ...] = ()) -> int:
+    settings = [part for override in overrides for part in ("--set", override)]
+    return cli.main(["plan", str(path), "--model", "llama-3-70b", *settings, *options])
+
+
+def test_a_sync_between_two_sides_moves_each_engine_ranks_whole_share(path: Path) -> None:
+    plan = plan_of(path, *SEPARATE)
+    traffic = plan.sync_traffic
+    parameters, norms = 70_553_706_496, (2 * 80 + 1) * 8192
+    share = 2 * ((parameters - norms) // 8 + norms)  # bf16; every rank of an engine has all norms
+    assert traffic.received == (0,) * 48 + (share,) * 16
+    assert traffic.sent[48:] == (0,) * 16 and sum(traffic.sent) == 16 * share
+    assert traffic.same_rank == 0 and traffic.same_node == 0  # the engines' nodes have no trainers
+    link = next(link for link in plan.links if link.kind == "sync to the engines")
+    assert (link.sent.value, link.crosses) == (share, True)
+    more = plan_of(path, "rollout.placement=separate", "layout.engine_ranks=96", "layout.dp=3")
+    assert more.links[-1].sent.value == 2 * share  # two devices receive what one sends
+
+
+def test_a_trainers_device_has_nothing_of_an_engine_and_the_engines_has_it_all(path: Path) -> None:
+    together = plan_of(path, "rollout.sleep=never", "rollout.memory_fraction=0.4")
+    apart = plan_of(path, *SEPARATE, "layout.dp=4", "rollout.memory_fraction=0.4")
+    assert {"world", "trainers"} <= set(communicators(apart.setup))
+    engine = together.engine
+    for before, after in zip(together.stages, apart.stages, strict=True):
+        for phase in ("log-probs", "update", "checkpoint"):
+            # Its context, graphs and two buckets; its communicator is replaced by that of the trainers without the engines.
+            left = (0.55 + 2.0 + 2 * 0.25) * GIB + engine.weights.value + engine.cache.value
+            assert before.totals[phase].value - after.totals[phase].value == pytest.approx(left)
+        assert "engine weights" not in {figure.label for figure in after.phases["sync"]}
+    parts = 2 * 0.55 + 3 * 0.25 + 2 * 0.25 + 2.0 + engine.weights.gib + engine.cache.gib + engine.extra.gib
+    assert apart.engine_total.gib == pytest.approx(parts)
+    assert together.engine_device == [] and together.engine_total.value == 0
+
+
+def test_an_engine_that_does_not_fit_on_its_own_device_is_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_of(path, *SEPARATE, "rollout.memory_fraction=0.9").fits
+    assert command(path, *SEPARATE, "rollout.memory_fraction=0.99") == 1
+    assert "DOES NOT FIT: an engine's own device takes 8" in capsys.readouterr().out
+
+
+def test_nothing_is_offloaded_and_only_nodes_with_engines_have_reward_workers(path: Path) -> None:
+    plan = plan_of(path, *SEPARATE, "rollout.sleep=always", "algorithm.kl_beta=0")
+    assert plan.host.pinned_total.value == 0 and not plan.both_fit
+    assert {figure.label: figure.value for figure in plan.host.other} == {
+        "ranks": 8 * 4 * GIB,
+        "engines": 0,
+        "reward workers": 0,
+    }
+    crowded = plan_of(path, *SEPARATE, "rewards.num_workers=3000", "rollout.tp=4").host  # two engines on a node
+    assert {figure.label: figure.value for figure in crowded.other} == {
+        "ranks": 8 * 4 * GIB,
+        "engines": 8 * 5 * GIB,
+        "reward workers": pytest.approx(2 * 3000 * 0.4 * GIB),
+    }
+    assert crowded.saving.value == 0
+
+
+def test_every_formula_of_a_plan_with_engine_ranks_gives_its_figure(path: Path) -> None:
+    labels = set()
+    for section, figures in sections(plan_of(path, *SEPARATE)):
+        for figure in figures:
+            assert eval(figure.formula, {"ceil": ceil, "floor": floor, **figure.inputs}) == pytest.approx(figure.value)
+        labels.add(section)
+    assert "memory, engine's own device" in labels
+
+
+def test_what_a_step_ahead_hides_is_not_waited_for(path: Path) -> None:
+    def waits(staleness: int, *overrides: str) -> tuple[float, float]:
+        timing = plan_of(path, *SEPARATE, f"rollout.max_staleness={staleness}", *overrides, lengths=LONG_TAIL).timing
+        by_label = {figure.label: figure.value for figure in timing.phases}
+        return by_label["sampling"], by_label["log-probs"] + by_label["update"]
+
+    (in_turns, training), (ahead, _) = waits(0), waits(1)
+    # Two engines: continuing and not waiting for the longest saves more than what a step ahead has to process again.
+    assert training > 30 and 0 < ahead < in_turns - 0.9 * training
+    many = ("layout.engine_ranks=96",)
+    assert waits(1, *many)[0] < 0.2 * waits(0, *many)[0]
+
+
+def test_the_tail_of_the_lengths_decides_how_long_a_step_samples(path: Path) -> None:
+    def sampling(*overrides: str, **request: Any) -> float:
+        return float(plan_of(path, *overrides, **request).timing.phases[0].value)
+
+    equal = sampling(lengths="p0=420,p100=420")
+    tail = sampling(lengths=LONG_TAIL)  # with a mean of 438
+    room = ("rollout.oversample=2", "rollout.max_concurrent=512")
+    partial = sampling("rollout.partial=true", *room, lengths=LONG_TAIL)
+    assert 2 * equal < partial < 0.6 * tail
+    assert plan_of(path, lengths=LONG_TAIL).setup.mean_response == pytest.approx(
+        (0.5 * 100.5 + 0.4 * 350 + 0.09 * 1750 + 0.01 * 3036), rel=0.01
+    )
+
+
+def test_one_group_alone_takes_a_prefill_and_the_decoding_steps_of_its_growing_context(path: Path) -> None:
+    """An engine has two responses of 40 tokens to a prompt of 100."""
+    lengths, one = "p0=40,p100=40", ("algorithm.group_size=2", "batch.prompts_per_step=8", "rollout.max_concurrent=2")
+    plan = plan_of(path, *one, lengths=lengths, mean_prompt=100.0)
+    setup, weights = plan.setup, plan.engine.weights.value
+    decoding = sum(decoding_step(setup, weights, 2, 100 + token).value for token in range(40))
+    assert plan.timing.phases[0].value == pytest.approx(100 * token_seconds(setup) + decoding)
+
+
+@pytest.mark.parametrize("overrides", [(), SEPARATE], ids=["colocated", "separate"])
+def test_the_faster_placement_is_named_with_both_times_as_their_own_plans_have_them(
+    path: Path, capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...]
+) -> None:
+    assert command(path, *overrides, options=("--json", "--lengths", LONG_TAIL)) == 0
+    found = json.loads(capsys.readouterr().out)
+    placement, other = found["placement"], found["placement"]["other"]
+    times = placement["step_seconds"]
+    assert placement["faster"] == min(times, key=lambda name: times[name])
+    own, others = ("separate", "colocated") if overrides else ("colocated", "separate")
+    assert times[own] == found["step_seconds"]
+    settings = other["flags"].replace("--set ", "").split()
+    again = plan_of(path, *overrides, *settings, lengths=LONG_TAIL)
+    assert again.fits and again.setup.config.rollout.placement == others and again.setup.world_size == 64
+    assert again.timing.step.value == pytest.approx(times[others], abs=1e-3)
+    assert (again.setup.layout.tp, again.setup.layout.pp) == (4, 4)
+
+
+def test_a_plan_with_engine_ranks_reads_well(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(path, *SEPARATE, "algorithm.recipe=partial", options=("--explain",)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 100 or line != line.rstrip()] == []
+    text = "\n".join(lines)
+    verdict = next(line for line in lines if line.startswith("Expected faster: "))
+    assert "separate (engine_ranks=16, max_staleness=1), " in verdict and "colocated, " in verdict
+    assert "on ranks of their own, 48-63; the others train" in text
+    assert (
+        "tp=4, pp=4, dp=3" in text and "64 x H100" in text and "2 of tp=8, each within a node; the first: ranks 48-55" in text
+    )
+    assert "An engine's own device: " in text and "(assumed; give --lengths)" in text
+
+
+def test_without_lengths_a_colocated_plan_says_nothing_of_placements(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(path) == 0
+    assert "Expected faster" not in capsys.readouterr().out
+    assert command(path, options=("--json",)) == 0
+    assert json.loads(capsys.readouterr().out)["placement"] is None
+
+
+def test_where_one_placement_alone_fits_that_is_said(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With one data-parallel rank less, the optimizer's state does not fit."""
+    command(path, "layout.dp=2", options=("--lengths", LONG_TAIL))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Only one placement to choose from: nothing with rollout.placement=separate fits these GPUs" in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (("layout.engine_ranks=16",), "rollout.placement=colocated and layout.engine_ranks=16 contradict one another"),
+        (
+            ("rollout.placement=separate", "layout.engine_ranks=12"),
+            "layout.engine_ranks=12: must be a multiple of rollout.tp=8",
+        ),
+        ((*SEPARATE, "rollout.partial=true", "rollout.oversample=1.5"), "must not be with placement=separate"),
+    ],
+    ids=["ranks without placement", "part of an engine", "partial"],
+)
+def test_keys_that_contradict_one_another_are_refused(path: Path, overrides: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        plan_of(path, *overrides)
+    with pytest.raises(ConfigError, match="--mean-response 5 and --lengths p50=9"):
+        plan_of(path, mean_response=5.0, lengths="p50=9")
+
+
+def test_ranks_that_the_layout_does_not_fill_are_violations(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(path, *SEPARATE, options=("--world-size", "48")) == 2
+    assert "WORLD_SIZE=48 contradicts layout.tp=4, pp=4, dp=3, engine_ranks=16" in capsys.readouterr().out
+    assert command(path, *SEPARATE, "layout.tp=2", "layout.pp=2", "layout.dp=3", options=("--json",)) == 2
+    problems = json.loads(capsys.readouterr().out)["violations"]
+    assert any(
+        "an engine of 8 ranks would span two nodes of 8 ranks, since it comes after 12" in problem for problem in problems
+    )
+
+
+def test_suggestions_keep_the_engine_ranks(path: Path) -> None:
+    setup = plan_of(path, *SEPARATE, "rollout.max_staleness=0").setup
+    options = suggest(setup)
+    assert len(options) == 5
+    for option in options:
+        layout = option.plan.setup.layout
+        assert option.plan.setup.config.layout.engine_ranks == 16 and option.plan.setup.world_size == 64
+        assert layout.tp * layout.pp * layout.dp == 48
+
+
+def test_trainer_ranks_alone_are_rehearsed(path: Path) -> None:
+    setup = plan_of(path, *SEPARATE).setup
+    assert default_ranks(setup) == [0, 24, 36]
+    request = request_of(setup, 47, {})
+    assert request["world_size"] == configs.validate(request["config"]).layout.world_size == 48
+    with pytest.raises(ConfigError, match="--ranks=48 is none of the 48 ranks that train"):
+        request_of(setup, 48, {})
