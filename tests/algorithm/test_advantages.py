@@ -9,7 +9,7 @@ from losses import assigned
 from grpo_mega.algorithm.advantages import group_zscore
 from grpo_mega.config import AlgorithmConfig
 from grpo_mega.errors import RewardError
-from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.types import Group, Prompt, Sample, Span
 
 
 def make_group(rewards, lengths=None, prompt_id=0):
@@ -39,6 +39,18 @@ def test_the_scores_equal_python_arithmetic():
     std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 4)
     scores = group_zscore(torch.tensor(rewards, dtype=torch.float64), AlgorithmConfig())
     assert scores.tolist() == pytest.approx([(r - mean) / (std + 1e-6) for r in rewards], rel=1e-13)
+
+
+def test_samples_of_several_policies_have_one_baseline():
+    """With partial rollouts one policy may begin a group and another end it; to leave samples out would prefer short ones."""
+    group = make_group([0.3, 1.5, 0.0, -2.0])
+    for sample, spans in zip(
+        group.samples, ([(4, 0, 3)], [(4, 0, 1), (5, 1, 3)], [(5, 0, 3)], [(3, 0, 2), (5, 2, 3)]), strict=True
+    ):
+        sample.spans = [Span(*span) for span in spans]
+    found = first_values(assigned([group], AlgorithmConfig()))
+    std = math.sqrt(sum((r + 0.05) ** 2 for r in (0.3, 1.5, 0.0, -2.0)) / 3)
+    assert found == pytest.approx([(r + 0.05) / (std + 1e-6) for r in (0.3, 1.5, 0.0, -2.0)], rel=1e-5)
 
 
 def test_the_divisor_of_the_variance_can_be_the_group_size():

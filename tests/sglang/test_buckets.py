@@ -1,0 +1,63 @@
+"""A bucket's memory while the server may still read it; no server is started here."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from servers import make_settings
+from torch.distributed import HashStore
+
+from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.rollout.sglang import engine as engines
+from grpo_mega.rollout.sglang.buckets import HostBuckets
+from grpo_mega.rollout.sglang.loader import NUM_BUFFERS, report_path
+from grpo_mega.weights.apply import Bucket
+from grpo_mega.weights.layout import ShardLayout
+
+
+class SlowClient:
+    """A client whose server answers a request when the test says so."""
+
+    failure = None
+
+    def __init__(self, settings: Any) -> None:
+        self.posted: list[Future[None]] = []
+        self.server = SimpleNamespace(private_folder=settings.folder)
+
+    def begin_post(self, path: str, body: dict[str, Any]) -> Future[None]:
+        self.posted.append(Future())
+        return self.posted[-1]
+
+    def await_response(self, phase: str, future: Future[None]) -> None:
+        future.result(timeout=30)
+
+
+def test_a_bucket_is_not_filled_again_before_the_server_has_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "Client", SlowClient)
+    settings = make_settings(tmp_path, tmp_path)
+    engine = engines.SGLangEngine(settings, ShardLayout(((),)), Rendezvous(HashStore(), 0, 1), HostBuckets())
+    filled = []
+    for index in range(NUM_BUFFERS):
+        filled.append(engine.allocate(index, 40))
+        filled[index].fill_(index + 1)
+        engine.load(Bucket(index, filled[index], (), 0, torch.float32))
+        report = {"number": index + 1, "problems": [], "has_failed": False}
+        report_path(tmp_path, index + 1, 0).write_text(json.dumps(report))
+    again: list[torch.Tensor] = []
+    thread = Thread(target=lambda: again.append(engine.allocate(NUM_BUFFERS, 40)), daemon=True)
+    thread.start()
+    thread.join(0.3)
+    assert not again, "a buffer was given out while the server was still reading it"
+    client: Any = engine._client
+    client.posted[0].set_result(None)
+    thread.join(30)
+    assert again[0].data_ptr() == filled[0].data_ptr() != filled[1].data_ptr()
+    assert filled[1].tolist() == [2] * 40 and not client.posted[1].done()
+    engine._buckets.close()
