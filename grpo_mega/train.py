@@ -41,7 +41,10 @@ def run(config: Config) -> None:
         for step in range(first, config.steps):
             refresh_rewards_if_due(job, step)
             with tracer.step(step + 1):
-                train_step(job, step) if isinstance(job, Job) else generate_step(job, step)
+                if isinstance(job, Job):
+                    train_step(job, step)
+                else:
+                    generate_step(job, step)
             if step == first and isinstance(job, Job):
                 job.log_peak_memory()
             if job.stops_after(step + 1):

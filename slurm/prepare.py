@@ -65,7 +65,7 @@ def main() -> int:
 def world_problems(config: Config, world_size: int, ranks_per_node: int) -> Iterator[str]:
     yield from world_size_problems(config.layout, world_size)
     if config.rollout.is_served:
-        yield from engine_rank_problems(config.rollout.tp, world_size, ranks_per_node)
+        yield from engine_rank_problems(config.rollout.tp, world_size, ranks_per_node, config.layout.engine_ranks)
 
 
 def describe(plan: Plan) -> Iterator[str]:

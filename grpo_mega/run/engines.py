@@ -82,7 +82,7 @@ def ranks_per_node() -> int:
 def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Rendezvous) -> SGLangEngine:
     rollout, device = config.rollout, runtime.device
     rank, world_size = runtime.rank - runtime.first_engine_rank, runtime.num_ranks - runtime.first_engine_rank
-    raise_first(engine_rank_problems(rollout.tp, runtime.num_ranks, ranks_per_node(), runtime.first_engine_rank))
+    raise_first(engine_rank_problems(rollout.tp, runtime.num_ranks, ranks_per_node(), runtime.num_engine_ranks))
     if device.is_cuda:
         index = device.torch_device
         raise_first(missing_engine_problems(rollout, on_gpu=True))

@@ -42,8 +42,9 @@ def missing_engine_problems(rollout: RolloutConfig, *, on_gpu: bool) -> Iterator
         )
 
 
-def engine_rank_problems(tp: int, world_size: int, ranks_per_node: int, first: int = 0) -> Iterator[str]:
-    """Yield why engines of `tp` ranks do not fill the ranks from `first` on, or would span two nodes."""
+def engine_rank_problems(tp: int, world_size: int, ranks_per_node: int, engine_ranks: int = 0) -> Iterator[str]:
+    """Yield why engines of `tp` ranks do not fill the last `engine_ranks` ranks (0: all), or would span two nodes."""
+    first = world_size - engine_ranks if engine_ranks else 0
     if (world_size - first) % tp:
         yield f"rollout.tp={tp} does not divide the job's {world_size - first} ranks; use a divisor of it"
     elif any(leader // ranks_per_node != (leader + tp - 1) // ranks_per_node for leader in range(first, world_size, tp)):

@@ -55,17 +55,17 @@ def test_a_server_on_a_gpu_needs_the_compiler_that_it_calls(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("tp", "world_size", "per_node", "first", "problem"),
+    ("tp", "world_size", "per_node", "engine_ranks", "problem"),
     [
         (2, 16, 8, 8, None),
-        (2, 3, 3, 1, None),  # on one node an engine may begin anywhere
-        (4, 14, 8, 6, "an engine of 4 ranks would span two nodes of 8 ranks, since it comes after 6 trainer ranks"),
+        (2, 3, 3, 2, None),  # on one node an engine may begin anywhere
+        (4, 14, 8, 8, "an engine of 4 ranks would span two nodes of 8 ranks, since it comes after 6 trainer ranks"),
         (4, 12, 8, 6, "rollout.tp=4 does not divide the job's 6 ranks"),
         (4, 12, 6, 0, "rollout.tp=4 does not divide each node's 6 ranks"),
     ],
 )
 def test_an_engine_lies_on_one_node_also_after_trainer_ranks(
-    tp: int, world_size: int, per_node: int, first: int, problem: str | None
+    tp: int, world_size: int, per_node: int, engine_ranks: int, problem: str | None
 ) -> None:
-    found = list(engine_rank_problems(tp, world_size, per_node, first))
+    found = list(engine_rank_problems(tp, world_size, per_node, engine_ranks))
     assert [problem in text for text in found] == [True] if problem else not found

@@ -191,6 +191,10 @@ def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) ->
     The folder stays where a rank failed, with its logs.
     """
     is_rank = "RANK" in os.environ
+    if config.rollout.is_separate:
+        raise ConfigError(
+            "rollout.placement=separate: must be colocated here; tools/benchmarks/async measures ranks that generate"
+        )
     if is_rank:
         check_world_size(os.environ, config.layout)
     preflight.check(config)
