@@ -73,7 +73,7 @@ class EngineSettings:
     @property
     def has_memory_saver(self) -> bool:
         """On a GPU, the server's memory can be given back while it sleeps."""
-        return self.device_type == "cuda" and self.rollout.sleep != "never"
+        return self.device_type == "cuda" and self.rollout.sleep != "never" and not self.rollout.is_separate
 
     @property
     def holds_blocks(self) -> bool:
