@@ -27,8 +27,7 @@ class Engines:
 
     count: int
     concurrent: int  # sequences that one decodes at once
-    max_groups: int  # that one has under way
-    in_batches: bool  # it takes groups only when it has none
+    in_batches: bool  # another begins only when all have ended
     steps: tuple[float, ...]  # seconds of a decoding step by number of sequences, without their contexts
     per_context: float  # seconds that a decoding step takes longer for a token of context
     per_prefill: float  # seconds for a token
@@ -125,8 +124,8 @@ def run_phase(
     missing, unmet = wanted - (len(groups) - len(opened)), {group for group in needed if group.num_open}
     if missing <= 0 and not unmet:
         return 0.0
-    queue, max_groups = deque(opened), max(1, min(-(-len(opened) // engines.count), engines.max_groups))
-    servers = [_Server(engines, prompt, max_groups) for _ in range(engines.count)]
+    queue = deque(opened)
+    servers = [_Server(engines, prompt, share=-(-len(opened) // engines.count)) for _ in range(engines.count)]
     events: list[tuple[float, int]] = []  # the next end of a response by server
     for index, server in enumerate(servers):
         server.take(queue)
@@ -156,21 +155,24 @@ def run_phase(
 class _Server:
     """One engine in one phase."""
 
-    def __init__(self, engines: Engines, prompt: float, max_groups: int) -> None:
+    def __init__(self, engines: Engines, prompt: float, share: int) -> None:
+        """`share`: groups that it has at most at once."""
         self.live: list[tuple[int, int, Response]] = []  # a heap by the step in which a response ends
-        self._engines, self._prompt, self._max_groups = engines, prompt, max_groups
+        self._engines, self._prompt, self._share = engines, prompt, share
         self._waiting: deque[Response] = deque()
         self._now, self._step, self._num_groups, self._num_begun = 0.0, 0, 0, 0
         self._context = 0.0  # tokens of all live responses, prompts included
 
     def take(self, queue: deque[Group]) -> None:
-        """Take groups from the queue, and begin with as many responses as can be decoded at once."""
-        if not (self._engines.in_batches and self._num_groups):
-            while queue and self._num_groups < self._max_groups:
-                self._waiting.extend(queue.popleft().opened())
-                self._num_groups += 1
-                self._now += self._prompt * self._engines.per_prefill
-        while self._waiting and len(self.live) < self._engines.concurrent:
+        """Begin with as many responses as can be decoded at once; take groups from the queue for them."""
+        concurrent = self._engines.concurrent
+        if self._engines.in_batches and self.live:
+            return
+        while queue and self._num_groups < self._share and len(self.live) + len(self._waiting) < concurrent:
+            self._waiting.extend(queue.popleft().opened())
+            self._num_groups += 1
+            self._now += self._prompt * self._engines.per_prefill
+        while self._waiting and len(self.live) < concurrent:
             response = self._waiting.popleft()
             response.before = self._step - response.decoded
             self._now += response.decoded * self._engines.per_prefill

@@ -152,10 +152,11 @@ def _simulated(setup: Setup, engine: EngineMemory, step: Figure, lengths: Length
     """Return the time for which a step waits until its groups are whole, by simulation; see generation.py."""
     rollout, prompts, group = setup.config.rollout, setup.config.batch.prompts_per_step, setup.config.algorithm.group_size
     concurrent, without = int(engine.concurrent.value), step.at(concurrent=1, context=0)
+    if not setup.is_served:  # whole groups
+        concurrent = max(1, concurrent // group) * group
     engines = Engines(
         count=setup.engine_layout.num_engines,
         concurrent=concurrent,
-        max_groups=max(1, rollout.max_concurrent // group),
         in_batches=not setup.is_served,
         steps=tuple(step.at(concurrent=n, context=0) for n in range(concurrent + 1)),
         per_context=step.at(concurrent=1, context=1) - without,

@@ -68,19 +68,30 @@ class Schedule(ABC):
 
 
 class InOrder(Schedule):
-    """Whole groups, at most `max_groups` at once."""
+    """At most `max_samples` at once, in the order of their groups: as one ends, the next begins."""
 
-    def __init__(self, group_size: int, max_groups: int) -> None:
+    def __init__(self, group_size: int, max_samples: int, share: int) -> None:
+        """`share`: groups that the engine has at most at once."""
         super().__init__(group_size)
-        self._max_groups = max_groups
+        self._max_samples, self._share = max_samples, share
 
     @property
     def wants_group(self) -> bool:
-        return len(self._under_way) + len(self._waiting) < self._max_groups
+        num_taken = self.num_under_way + sum(map(len, self._waiting.values()))
+        return num_taken < self._max_samples and len(self._under_way.keys() | self._waiting.keys()) < self._share
 
     def take(self) -> dict[int, list[Sample]]:
-        keys = list(self._waiting)[: self._max_groups - len(self._under_way)]
-        return self._begin({key: self._waiting.pop(key) for key in keys})
+        room, taken = self._max_samples - self.num_under_way, dict[int, list[Sample]]()
+        for key in list(self._waiting):
+            samples = self._waiting.pop(key)
+            if rest := samples[room:]:
+                self._waiting = {key: rest} | self._waiting
+            if room:
+                taken[key] = samples[:room]
+            room -= len(samples[:room])
+            if not room:
+                break
+        return self._begin(taken)
 
 
 class LongestFirst(Schedule):
@@ -133,4 +144,4 @@ def schedule_of(sampling: Sampling, max_concurrent: int, share: int) -> Schedule
     """Return the schedule of an engine that decodes `max_concurrent` sequences at once, and has `share` groups to itself."""
     if sampling.longest_first:
         return LongestFirst(sampling.group_size, max_concurrent, share, sampling.max_response_length)
-    return InOrder(sampling.group_size, max(1, min(share, max_concurrent // sampling.group_size)))
+    return InOrder(sampling.group_size, max_concurrent, share)

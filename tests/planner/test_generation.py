@@ -56,16 +56,17 @@ def token_by_token(
     if is_over():
         return 0.0, done
     queue = [g for g in range(len(lengths)) if not is_whole(g)]
-    limit = max(1, min(math.ceil(len(queue) / engines.count), engines.max_groups))
+    share = math.ceil(len(queue) / engines.count)
     machines = [Machine() for _ in range(engines.count)]
 
     def fill(machine: Machine) -> None:
-        if not (engines.in_batches and machine.groups):
-            while queue and len(machine.groups) < limit:
-                g = queue.pop(0)
-                machine.groups.add(g)
-                machine.waiting += [(g, i) for i in range(len(lengths[g])) if done[g][i] < lengths[g][i]]
-                machine.now += PROMPT * engines.per_prefill
+        if engines.in_batches and machine.live:
+            return
+        while queue and len(machine.groups) < share and len(machine.live) + len(machine.waiting) < engines.concurrent:
+            g = queue.pop(0)
+            machine.groups.add(g)
+            machine.waiting += [(g, i) for i in range(len(lengths[g])) if done[g][i] < lengths[g][i]]
+            machine.now += PROMPT * engines.per_prefill
         while machine.waiting and len(machine.live) < engines.concurrent:
             g, i = machine.waiting.pop(0)
             machine.live.append((g, i))
@@ -111,7 +112,6 @@ def test_a_phase_is_that_of_a_simulation_token_by_token(seed: int) -> None:
     engines = Engines(
         count=draw.randint(1, 4),
         concurrent=concurrent,
-        max_groups=draw.randint(1, 4),
         in_batches=draw.random() < 0.3,
         steps=tuple(float(1000 + 30 * n + 7 * n * n) for n in range(concurrent + 1)),
         per_context=float(draw.choice([0, 1, 5])),
@@ -129,7 +129,7 @@ def test_a_phase_is_that_of_a_simulation_token_by_token(seed: int) -> None:
 
 def wait(lengths: Lengths, schedule: Schedule, training: float = 0.0, count: int = 1, concurrent: int = 4) -> float:
     """A token of any number of responses takes a second."""
-    engines = Engines(count, concurrent, 99, in_batches=False, steps=(1.0,) * 100, per_context=0.0, per_prefill=0.0)
+    engines = Engines(count, concurrent, in_batches=False, steps=(1.0,) * 100, per_context=0.0, per_prefill=0.0)
     return mean_wait(engines, lengths, 5.0, schedule, training)
 
 
@@ -226,7 +226,7 @@ def test_steps_continue_what_the_backlog_of_a_run_would(begun: int, ahead: int, 
     wanted, size, training = 5, 3, 9000.0
     distribution = Lengths((0.0, 0.9, 1.0), (1.0, 12.0, 150.0))
     schedule = Schedule(wanted, size, begun, ahead, carries=True, max_staleness=staleness)
-    engines = Engines(2, 6, 2, False, tuple(1000.0 + 50 * n for n in range(7)), 2.0, 1.0)
+    engines = Engines(2, 6, False, tuple(1000.0 + 50 * n for n in range(7)), 2.0, 1.0)
     draws = generation._draws(distribution, schedule)
     lengths: dict[int, list[int]] = {}
 

@@ -165,7 +165,7 @@ def goes_on_with_what_is_unfinished(rank: int, folder: Path) -> None:
                 dict(enumerate(groups)), {place: Group(PROMPTS[place], samples) for place, samples in enumerate(expected)}
             )
             has_two_beginnings = any(len({s.begun_by for s in group.samples}) > 1 for group in groups)
-            assert has_two_beginnings == sampling.longest_first
+            assert has_two_beginnings or not sampling.longest_first
             for sample in (sample for group in groups for sample in group.samples):
                 ends = [0, *(span.end for span in sample.spans)]
                 assert [span.start for span in sample.spans] == ends[:-1] and ends[-1] == sample.response_len

@@ -110,7 +110,10 @@ class EmbeddedEngine(Engine):
             # Prompts of similar length share a batch: less padding. With `stop` the last batches may never be begun, and
             # these must not always be those of the longest prompts.
             mine.sort(key=lambda key: len(prompts[key].token_ids))
-        schedule = schedule_of(sampling, self.max_concurrent, len(mine))
+        per_batch = self.max_concurrent
+        if not sampling.longest_first:  # whole groups, whose prompt is then run once
+            per_batch = max(1, per_batch // sampling.group_size) * sampling.group_size
+        schedule = schedule_of(sampling, per_batch, len(mine))
         groups = {key: schedule.add(key, prompts[key], begun.get(key)) for key in mine}
         clock = 0
         while (stop is None or not stop.is_met(clock)) and (batch := schedule.take()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import queue
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -128,11 +128,3 @@ def steps_of(lengths: Lengths, prompts: Mapping[int, Prompt], sampling: Sampling
     session = SimulatedSession(lengths)
     simulate(session, prompts, sampling, slots)
     return session.now
-
-
-def steps_in_order(lengths: Collection[int], slots: int) -> int:
-    """Return the steps where each sample begins in its turn as soon as a slot is free, whatever its group."""
-    ends = [0] * slots
-    for length in lengths:
-        heapq.heapreplace(ends, ends[0] + length)
-    return max(ends)
