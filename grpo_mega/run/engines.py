@@ -11,7 +11,6 @@ from grpo_mega.config import Config, RolloutConfig
 from grpo_mega.distributed.launch import num_cores
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.hardware.device import PeakMemory
-from grpo_mega.megatron.policy import policy_shards
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.rollout.absent import AbsentEngine
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
@@ -48,12 +47,14 @@ def build_engine(config: Config, model: ModelFiles, runtime: Runtime, rendezvous
     )
 
 
-def build_sync(config: Config, model: ModelFiles, runtime: Runtime, engine: Engine, rendezvous: Rendezvous) -> WeightSync:
+def build_sync(
+    config: Config, dtype: torch.dtype, trainer: ShardLayout, engine: Engine, runtime: Runtime, rendezvous: Rendezvous
+) -> WeightSync:
     """Plan the transfer from the trainer's layout to the engine's, and return the sync that carries it out."""
-    trainer, served = policy_shards(model.family, model.shape, runtime), engine.shard_layout().after(runtime.first_engine_rank)
+    served = engine.shard_layout().after(runtime.first_engine_rank)
     return WeightSync(
         plan_transfers(trainer, served, ranks_per_node=ranks_per_node()),
-        model.dtype,
+        dtype,
         int(config.sync.bucket_mib * 2**20),
         partial(rendezvous.all_gather, deadline_s=config.rollout.start_deadline_s),
         prove=config.sync.prove,

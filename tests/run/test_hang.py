@@ -16,7 +16,7 @@ from tools.benchmarks import kills
 
 pytestmark = [pytest.mark.distributed, pytest.mark.waiting]
 SETTINGS = ("steps=1000", "checkpoint.interval=2", "hang_deadline_s=4", "log.progress=false")
-SECONDS = 120
+SECONDS = 300
 
 
 def test_a_run_with_a_stopped_rank_ends_with_a_report_and_resumes(tmp_path: Path) -> None:

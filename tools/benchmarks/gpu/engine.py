@@ -95,7 +95,7 @@ def opened(model: str, config: Config, device: Device) -> Iterator[tuple[Any, An
     try:
         engine.wait_until_ready()
         trainer: Any = Trainer(shape, torch.bfloat16, device.torch_device)
-        yield trainer, engine, build_sync(config, torch.bfloat16, trainer, engine, rendezvous)
+        yield trainer, engine, build_sync(config, torch.bfloat16, trainer.shard_layout(), engine, runtime, rendezvous)
     finally:
         engine.close()
 
