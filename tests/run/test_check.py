@@ -27,6 +27,7 @@ SAME = Difference(
 
 
 @pytest.mark.distributed
+@pytest.mark.waiting
 def test_check_prints_a_line_a_layout_and_succeeds_where_all_are_the_same(tmp_path: Path) -> None:
     config = kills.write_inputs(tmp_path, "tp=1")
     command = [sys.executable, "-m", "grpo_mega.cli", "check", str(config), "--set", "run_dir=unused"]

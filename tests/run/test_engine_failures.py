@@ -181,8 +181,9 @@ def test_a_server_that_may_not_be_started_anew_ends_the_run_with_a_checkpoint_an
     resumed = Run(config, tmp_path / "run", *stragglers, "--resume")
     resumed.wait_for_steps(1)
     assert [row["ledger/trained_groups"] for row in resumed.steps()] == [4.0 * row["step"] for row in resumed.steps()]
-    assert all(row["ledger/begun_groups"] > row["ledger/trained_groups"] for row in resumed.steps())
-    assert max(row["mismatch/k3_stale_0"] for row in resumed.steps()) < 1e-9
+    begun_ahead = [row["ledger/begun_groups"] - row["ledger/trained_groups"] for row in resumed.steps()]
+    assert min(begun_ahead) >= 0 < max(begun_ahead)  # 0: enough groups were whole before any other was begun
+    assert max(row.get("mismatch/k3_stale_0", 0.0) for row in resumed.steps()) < 1e-9
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     begun_by = [sample["spans"][0][0] if "spans" in sample else sample["policy_version"] for sample in samples]
     assert all(sample["step"] - 3 <= version < sample["step"] for sample, version in zip(samples, begun_by, strict=True))

@@ -133,6 +133,7 @@ def test_transformers_loads_what_it_trained(output_dir: Path) -> None:
     assert not torch.equal(trained["lm_head.weight"], before["lm_head.weight"])
 
 
+@pytest.mark.full
 def test_it_resumes_with_another_number_of_steps_and_an_early_stop_leaves_the_weights(output_dir: Path) -> None:
     """The ratio of the one mini-batch is 1, past the limit: nothing of it reaches the optimizer."""
     command = SEED.replace("accuracy format", f"accuracy format {OWN_NAME}")
