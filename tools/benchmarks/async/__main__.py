@@ -1,6 +1,6 @@
 """Measure what engine ranks of their own gain: they generate ahead while the trainer trains.
 
-`python tools/benchmarks/async [--engine embedded|sglang] [--repeats 3] [--steps 12]` runs one config, a tiny random model whose
+`python tools/benchmarks/async [--engine embedded|sglang] [--repeats 3] [--steps 8]` runs one config, a tiny random model whose
 responses have a geometric tail, as one trainer rank, pinned to one core, and one engine rank, pinned to another: in turns
 (rollout.max_staleness=0) and a step ahead (1), one after the other, `repeats` times; and once colocated, as one rank on both
 cores. `epochs` passes over each rollout balance training and generation; how well they do is told as `balance`: seconds of
@@ -50,7 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--epochs", type=int, help="passes over each rollout; default: 1, with sglang 3, to balance the load")
     parser.add_argument("--curves", action="store_true", help="compare learning curves instead, over 3 seeds; about 6 minutes")
     options = parser.parse_args()
