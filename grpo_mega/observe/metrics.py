@@ -11,6 +11,8 @@ from grpo_mega.types import Group, Sample, StepMetrics
 
 COUNTS = ("num_tokens", "dropped_mini_batches", "nonfinite_mini_batches")
 BY_STEP = ("grad_norm", "lr")  # a dropped mini-batch has none
+MISMATCH = "mismatch/k3"  # KL (k3) of engine and trainer, nats per token
+K3_STALE = f"{MISMATCH}_stale_"  # before the staleness, in versions, of the tokens
 
 
 def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group], bool]) -> StepMetrics:
@@ -31,6 +33,12 @@ def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group],
         "response_length/cut": sum(s.finish_reason == "length" for s in samples) / len(samples),
         "groups/zero_variance": sum(map(is_zero_variance, groups)) / len(groups),
     }
+
+
+def engine_mismatch(metrics: StepMetrics) -> float:
+    """Return the mismatch (k3) of engine and trainer, of the least stale tokens: stale ones are meant to differ."""
+    ages = [int(name.removeprefix(K3_STALE)) for name in metrics if name.startswith(K3_STALE)]
+    return metrics[f"{K3_STALE}{min(ages)}"] if ages else metrics.get(MISMATCH, 0.0)
 
 
 def mean_over_updates(passes: Sequence[StepMetrics]) -> StepMetrics:

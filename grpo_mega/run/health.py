@@ -17,9 +17,9 @@ from torch import Tensor
 
 from grpo_mega.config import Config
 from grpo_mega.errors import MismatchError, NonFiniteError
+from grpo_mega.observe.metrics import K3_STALE, engine_mismatch
 from grpo_mega.types import Sample, StepMetrics
 
-K3_STALE = "mismatch/k3_stale_"  # before the staleness, in versions
 _MOST_NAMED = 8  # samples in a warning
 
 
@@ -80,9 +80,3 @@ def staleness_metrics(samples: Sequence[Sample], old_logprobs: Sequence[Tensor],
     mean = sum(age * n for age, n in counts.items()) / sum(counts.values())
     mismatch = {f"{K3_STALE}{age}": sums[age] / n for age, n in counts.items()}
     return {"staleness/mean": mean, "staleness/max": float(max(counts)), **mismatch}
-
-
-def engine_mismatch(metrics: StepMetrics) -> float:
-    """Return the mismatch (k3) of engine and trainer, of the least stale tokens: stale ones are meant to differ."""
-    ages = [int(name.removeprefix(K3_STALE)) for name in metrics if name.startswith(K3_STALE)]
-    return metrics[f"{K3_STALE}{min(ages)}"] if ages else metrics.get("mismatch/k3", 0.0)

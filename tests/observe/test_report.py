@@ -109,6 +109,8 @@ def test_what_the_metrics_show_is_said_in_sentences() -> None:
         "the mismatch of engine and trainer was above rollout.mismatch_warn=0.02 at step 2",
         "95% of the groups have zero reward variance and teach nothing, in the last step",
     ]
+    found |= {"mismatch/k3_stale_0": {2: 0.001}, "mismatch/k3_stale_1": {1: 0.03, 2: 0.9}}  # stale tokens are meant to differ
+    assert "mismatch_warn=0.02 at step 1" in metrics.findings(found, mismatch_warn=0.02)[2]
 
 
 def test_a_long_run_is_thinned_and_its_maxima_stay() -> None:

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from grpo_mega.observe.curves import Curves
+from grpo_mega.observe.metrics import MISMATCH, engine_mismatch
 
 MAX_POINTS = 2000
 _MANY_CUT, _MANY_EQUAL = 0.2, 0.9  # shares above which they are findings
@@ -52,8 +53,9 @@ def findings(found: Curves, mismatch_warn: float | None) -> list[str]:
     for name in sorted(found):
         if name.startswith("verdict/") and name.rsplit("/", 1)[1] in ("timeout", "crashed", "error") and (steps := above(name)):
             sentences.append(f"checks ended as {name.removeprefix('verdict/')} {_at(steps)}")
-    mismatch = "mismatch/k3_stale_0" if "mismatch/k3_stale_0" in found else "mismatch/k3"  # stale tokens are meant to differ
-    if mismatch_warn is not None and (steps := above(mismatch, mismatch_warn)):
+    of_mismatch = {name: curve for name, curve in found.items() if name.startswith(MISMATCH)}
+    by_step = {s: {name: c[s] for name, c in of_mismatch.items() if s in c} for s in found.get(MISMATCH, {})}
+    if mismatch_warn is not None and (steps := [s for s, one in by_step.items() if engine_mismatch(one) > mismatch_warn]):
         sentences.append(f"the mismatch of engine and trainer was above rollout.mismatch_warn={mismatch_warn:g} {_at(steps)}")
     if stale := found.get("ledger/dropped_groups/stale"):
         sentences.append(f"{stale[max(stale)]:.0f} groups were too old for rollout.max_staleness and were begun again")
