@@ -12,7 +12,7 @@ from functools import partial
 from grpo_mega.config import Config
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.megatron.gather import attach_old_logprobs, gather_old_logprobs
-from grpo_mega.observe.metrics import mean_over_updates, rollout_metrics
+from grpo_mega.observe.metrics import engine_mismatch, mean_over_updates, rollout_metrics
 from grpo_mega.observe.progress import progress
 from grpo_mega.observe.samples import num_logged
 from grpo_mega.observe.tracing import Tracer
@@ -22,7 +22,7 @@ from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.run.batches import attach_logprobs, drop_zero_variance, is_zero_variance, pack
 from grpo_mega.run.build import open_job
 from grpo_mega.run.evaluation import evaluate_if_due
-from grpo_mega.run.health import engine_mismatch, staleness_metrics
+from grpo_mega.run.health import staleness_metrics
 from grpo_mega.run.job import Job, RolloutJob
 from grpo_mega.run.model_files import export_policy
 from grpo_mega.run.refresh import keep_rollout, refresh_rewards_if_due
@@ -35,7 +35,8 @@ def run(config: Config) -> None:
     If asked to stop, end after the current step, with a checkpoint. Ranks without a policy generate, step by step.
     """
     with open_job(config) as job, job.saved_on_failure():
-        first, tracer = job.resume(), Tracer(config, job.runtime.rank, job.runtime.device, job.timers, job.log)
+        first, runtime = job.resume(), job.runtime
+        tracer = Tracer(config, runtime.rank, runtime.device, job.timers, job.log, runtime.everyone)
         job.colocation.sync_weights(version=first)
         evaluate_if_due(job, first)
         for step in range(first, config.steps):

@@ -36,9 +36,18 @@ Span = tuple[str, int, int]  # phase, begin and end in nanoseconds since 1970
 class Tracer:
     """Traces the steps of log.profile. All ranks call `step` for every step."""
 
-    def __init__(self, config: Config, rank: int, device: Device, timers: Timers, log: RunLog) -> None:
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        device: Device,
+        timers: Timers,
+        log: RunLog,
+        ranks: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`ranks`: the group of all ranks; None: the default group."""
         self._steps, self._folder = config.log.profiled_steps, config.run_dir / TRACE
-        self._rank, self._device, self._timers, self._log = rank, device, timers, log
+        self._rank, self._device, self._timers, self._log, self._ranks = rank, device, timers, log, ranks
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -57,8 +66,8 @@ class Tracer:
                 self._timers.watch = None
         spans.append((f"step {step}", begin, time.time_ns()))
         with self._timers("trace"):
-            everyone: list[tuple[str, list[Span]]] = [("", [])] * dist.get_world_size()
-            dist.all_gather_object(everyone, (f"rank {self._rank} on {platform.node()}", spans))
+            everyone: list[tuple[str, list[Span]]] = [("", [])] * dist.get_world_size(self._ranks)
+            dist.all_gather_object(everyone, (f"rank {self._rank} on {platform.node()}", spans), group=self._ranks)
             try:
                 self._folder.mkdir(exist_ok=True)
                 own = self._path(step, f"-rank-{self._rank}.json")
