@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_mega.rollout.engine import NONE_BEGUN, Engine, OnSample, Sampling
-from grpo_mega.rollout.stop_condition import StopCondition
+from grpo_mega.rollout.engine import Engine, Sampling
 from grpo_mega.types import Group, Prompt
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import ShardLayout
@@ -21,16 +21,7 @@ class AbsentEngine(Engine):
         """`side`: the layout of the engine ranks."""
         self._side, self._device = side, device
 
-    def generate(
-        self,
-        prompts: Mapping[int, Prompt],
-        sampling: Sampling,
-        *,
-        step: int,
-        on_sample: OnSample,
-        stop: StopCondition | None = None,
-        begun: Mapping[int, Group] = NONE_BEGUN,
-    ) -> dict[int, Group]:
+    def generate(self, prompts: Mapping[int, Prompt], sampling: Sampling, **others: Any) -> dict[int, Group]:
         return {}
 
     def shard_layout(self) -> ShardLayout:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from models import VOCAB_SIZE, make_model, save_checkpoint
 from sync_cases import CASES, LONG, SAMPLING, Case
-from torch import Tensor
 from torch.distributed import HashStore, PrefixStore
 
 from grpo_mega import config as configs
@@ -32,6 +31,7 @@ from grpo_mega.hardware.device import Device
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.rollout.absent import AbsentEngine
 from grpo_mega.rollout.sglang.buckets import HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.settings import EngineSettings
@@ -67,34 +67,14 @@ class Flipping:
         self._engine.load(bucket)
 
 
-class Idle:
-    """The engine side of a rank that serves none."""
-
-    failure = None
-    version = -1
-
-    def begin_update(self) -> list[str]:
-        return []
-
-    def allocate(self, index: int, num_bytes: int) -> Tensor:
-        assert num_bytes == 0
-        return torch.empty(0, dtype=torch.uint8)
-
-    def load(self, bucket: Bucket) -> None:
-        assert not bucket.entries
-
-    def end_update(self, version: int) -> list[str]:
-        return []
-
-
 @contextmanager
 def engine_of(
     case: Case, model: ModelFiles, side: ShardLayout, tp: int, runtime: Runtime, folder: Path
-) -> Iterator[SGLangEngine | Idle]:
+) -> Iterator[SGLangEngine | AbsentEngine]:
     """One server at the first `tp` ranks, which has begun to start."""
     rank = runtime.rank
     if rank >= tp:
-        yield Idle()
+        yield AbsentEngine(side, torch.device("cpu"))
         return
     rollout = RolloutConfig(
         engine="sglang",
@@ -164,7 +144,7 @@ def sync_layout(
     config: Config,
     runtime: Runtime,
     rendezvous: Rendezvous,
-    engines: dict[int, tuple[ShardLayout, SGLangEngine | Idle]],
+    engines: dict[int, tuple[ShardLayout, SGLangEngine | AbsentEngine]],
     version: int,
     carried: dict[int, dict[int, Group]],
 ) -> None:
@@ -212,7 +192,7 @@ def ignore(sample: Sample, group: Group) -> None:
     pass
 
 
-def sync_flipped(policy: Policy, engine: SGLangEngine | Idle, side: ShardLayout, rendezvous: Rendezvous) -> None:
+def sync_flipped(policy: Policy, engine: SGLangEngine | AbsentEngine, side: ShardLayout, rendezvous: Rendezvous) -> None:
     """A byte that changes on the way is noticed on every rank, and its tensor named."""
     spoiled = Flipping(engine, bucket=1) if isinstance(engine, SGLangEngine) else engine
     plan = plan_transfers(policy.shard_layout(), side, ranks_per_node=WORLD_SIZE)
@@ -224,7 +204,7 @@ def sync_flipped(policy: Policy, engine: SGLangEngine | Idle, side: ShardLayout,
     else:
         raise AssertionError("a flipped byte went unnoticed")
     assert not isinstance(spoiled, Flipping) or spoiled.flipped in said, said
-    assert engine.version != 99
+    assert engine.version != 99 or engine.is_absent
     sync.sync_weights(policy.tensors(), engine, version=100)  # nothing is the worse for it
 
 
