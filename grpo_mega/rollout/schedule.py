@@ -58,6 +58,7 @@ class Schedule(ABC):
             groups[key].samples += [sample for sample in samples if sample.response_len]
 
     def _begin(self, taken: dict[int, list[Sample]]) -> dict[int, list[Sample]]:
+        self._waiting = {key: samples for key, samples in self._waiting.items() if samples}
         self._under_way.update({key: len(samples) for key, samples in taken.items()})
         return taken
 
@@ -82,15 +83,10 @@ class InOrder(Schedule):
 
     def take(self) -> dict[int, list[Sample]]:
         room, taken = self._max_samples - self.num_under_way, dict[int, list[Sample]]()
-        for key in list(self._waiting):
-            samples = self._waiting.pop(key)
-            if rest := samples[room:]:
-                self._waiting = {key: rest} | self._waiting
-            if room:
-                taken[key] = samples[:room]
-            room -= len(samples[:room])
-            if not room:
-                break
+        for key, samples in self._waiting.items():
+            if room and samples:
+                taken[key], self._waiting[key] = samples[:room], samples[room:]
+                room -= len(taken[key])
         return self._begin(taken)
 
 
@@ -133,7 +129,6 @@ class LongestFirst(Schedule):
             if room > 0 and samples:
                 taken.setdefault(key, []).extend(samples[:room])
                 self._waiting[key], room = samples[room:], room - len(samples[:room])
-        self._waiting = {key: samples for key, samples in self._waiting.items() if samples}
         return self._begin(taken)
 
     def _expected(self, key: int) -> int:

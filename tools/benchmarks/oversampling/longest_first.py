@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
-from grpo_mega.rollout.engine import NONE_BEGUN, OnSample, Sampling
+from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.phase import Generator
 from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt
@@ -121,23 +121,14 @@ class _Served:
         self.now = 0  # steps of the last phase
         self._lengths, self._slots = lengths, slots
 
-    def generate(
-        self,
-        prompts: Mapping[int, Prompt],
-        sampling: Sampling,
-        *,
-        step: int,
-        on_sample: OnSample,
-        stop: StopCondition | None = None,
-        begun: Mapping[int, Group] = NONE_BEGUN,
-    ) -> dict[int, Group]:
+    def generate(self, prompts: Mapping[int, Prompt], sampling: Sampling, *, step: int, **others: Any) -> dict[int, Group]:
         lengths: Lengths = {
             (key, i): self._lengths[prompt.id % len(self._lengths)][i]
             for key, prompt in prompts.items()
             for i in range(sampling.group_size)
         }
         session = SimulatedSession(lengths, version=self.version)
-        groups = simulate(session, prompts, sampling, self._slots, stop=stop, begun=begun, on_sample=on_sample)
+        groups = simulate(session, prompts, sampling, self._slots, **others)
         self.now = session.now
         return groups
 
