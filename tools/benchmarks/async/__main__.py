@@ -101,15 +101,19 @@ def write_config(folder: Path, options: argparse.Namespace) -> Path:
 
 def run(config: Path, run_dir: Path, placement: str, cores: list[int]) -> Measured:
     """Train in a process that starts the ranks, pinned as the placement says."""
-    command = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(config), str(run_dir), placement]
+    engine_ranks, staleness = LAYOUTS[placement]
+    settings = {"run_dir": run_dir, "layout.engine_ranks": engine_ranks, "rollout.max_staleness": staleness}
+    settings |= {"rollout.placement": "separate" if engine_ranks else "colocated"}
+    pinned = "/".join(map(str, cores)) if engine_ranks else ",".join(map(str, cores))
+    command = [sys.executable, str(Path(__file__).with_name("pinned.py")), f"{run_dir}-logs", pinned, "train", str(config)]
+    command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     log, environment = run_dir.with_suffix(".log"), os.environ | {"PYTHONPATH": str(ROOT)}  # for the reward
-    command += map(str, cores)
     with log.open("w") as output:
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
     if code:
         raise SystemExit(f"async: the run {placement} ended with code {code}:\n{log.read_text()[-2000:]}")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return measure([row for row in rows if "loss/total" in row], LAYOUTS[placement][1])
+    return measure([row for row in rows if "loss/total" in row], staleness)
 
 
 def measure(rows: list[dict[str, Any]], allowed: int) -> Measured:
