@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -170,20 +171,20 @@ def is_sound(run_dir: Path) -> bool:
     config = json.loads((run_dir.parent / "config.json").read_text())
     wanted, allowed = config["batch"]["prompts_per_step"], config["rollout"].get("max_staleness", 0)
     for number, row in enumerate(steps, 1):
-        for unit in ("groups", "tokens"):
-            ledger = {
-                k: v
-                for k, v in row.items()
-                if k.startswith("ledger/") and k.partition("/")[2].partition("_")[2].startswith(unit)
-            }
-            begun = ledger.pop(f"ledger/begun_{unit}", 0)
-            if begun != sum(ledger.values()):
-                return False
-        if row["step"] != number or row.get("staleness/max", 0) > allowed:
+        if not closes(row) or row["step"] != number or row.get("staleness/max", 0) > allowed:
             return False
         if row.get("ledger/trained_groups", wanted * number) != wanted * number:
             return False
     return len(steps) == config["steps"]
+
+
+def closes(row: Mapping[str, float]) -> bool:
+    """Return True if all groups and tokens that were begun are somewhere in the ledger of a step's metrics."""
+    for unit in ("groups", "tokens"):
+        parts = {name: value for name, value in row.items() if re.match(rf"ledger/\w+_{unit}\b", name)}
+        if parts.pop(f"ledger/begun_{unit}", 0) != sum(parts.values()):
+            return False
+    return True
 
 
 def finish(process: subprocess.Popen[str], run_dir: Path) -> None:
