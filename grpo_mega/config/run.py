@@ -278,10 +278,6 @@ class Config(Section):
                 f"rollout.placement={self.rollout.placement} and layout.engine_ranks={self.layout.engine_ranks} contradict one "
                 "another; set placement=separate and engine_ranks to the number of ranks that only generate, or neither"
             )
-        if self.layout.engine_ranks % self.rollout.tp:
-            raise ValueError(
-                f"layout.engine_ranks={self.layout.engine_ranks}: must be a multiple of rollout.tp={self.rollout.tp}; set one"
-            )
         if self.rewards.refresh_command is not None and self.algorithm.ref_model_sync_steps is None:
             raise ValueError("rewards.refresh_command needs iterations to run between; set algorithm.ref_model_sync_steps")
         if self.data.replay_fraction != 0.1 and self.rewards.refresh_command is None:

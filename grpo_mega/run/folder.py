@@ -55,9 +55,8 @@ PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-
 FREE_ON_RESUME = {"run_dir", "steps", "device", "layout", "sync", "eval", "checkpoint", "log", "max_nonfinite_steps"}
 FREE_ON_RESUME |= {f"rollout.{name}" for name in ("tp", "max_concurrent", "cache_tokens", "memory_fraction", "sleep")}
 FREE_ON_RESUME |= {f"rollout.{name}" for name in ("start_deadline_s", "stall_deadline_s", "phase_deadline_s", "max_restarts")}
-FREE_ON_RESUME |= {
-    f"rollout.{name}" for name in ("mismatch_warn", "mismatch_stop", "server_args", "max_staleness", "placement")
-}
+FREE_ON_RESUME |= {f"rollout.{name}" for name in ("mismatch_warn", "mismatch_stop", "server_args", "max_staleness")}
+FREE_ON_RESUME |= {"rollout.placement", "rollout.longest_first"}
 FREE_ON_RESUME |= {"precision.guard", "hang_deadline_s", "model.recompute", "batch.tokens_per_micro_batch"}
 FREE_ON_RESUME |= {f"optimizer.{name}" for name in ("lr", "min_lr", "schedule", "warmup_steps", "weight_decay", "clip_grad")}
 FREE_ON_RESUME |= {f"algorithm.{name}" for name in ("kl_beta", "kl_clamp", "entropy_bonus", "calculate_entropy", "correction")}

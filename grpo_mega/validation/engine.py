@@ -25,10 +25,10 @@ def engine_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelSh
         return
     for problem in engine_layout_problems(shape, rollout.tp):
         yield f"rollout.{problem}"
-    size = layout.engine_ranks or layout.world_size
-    if layout.dp is not None and size % rollout.tp:
+    size, owner = (layout.engine_ranks, "engine ranks") if layout.engine_ranks else (layout.world_size, "ranks")
+    if (layout.dp is not None or layout.engine_ranks) and size % rollout.tp:
         legal = ", ".join(str(d) for d in divisors(size) if d <= 64)
-        yield f"rollout.tp={rollout.tp} does not divide the job's {size} ranks; use one of {legal}"
+        yield f"rollout.tp={rollout.tp} does not divide the job's {size} {owner}; use one of {legal}"
 
 
 def missing_engine_problems(rollout: RolloutConfig, *, on_gpu: bool) -> Iterator[str]:
