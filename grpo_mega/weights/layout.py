@@ -1,7 +1,8 @@
-"""Layouts and the shards of each rank: of Megatron (TP, PP, VPP, DP, EP), of the engine, or whole Hugging Face tensors.
+"""Layouts and the shards of each rank: of Megatron (TP, CP, PP, VPP, DP, EP), of the engine, or whole Hugging Face tensors.
 
-A rank's place in Megatron is (tp_rank, pp_rank, dp_rank), in its default order tp fastest, then dp, then pp; expert-parallel
-ranks are neighbours within dp. Local names of a Megatron rank are "chunk<v>.<parameter name>", v being the model chunk (0
+A rank's place in Megatron is (tp_rank, pp_rank, dp_rank), in its default order tp fastest, then dp, then pp; context-parallel
+ranks, which hold the same weights as data-parallel ones do, come right after tp. Expert-parallel ranks are neighbours within
+context- and data-parallel ones. Local names of a Megatron rank are "chunk<v>.<parameter name>", v being the model chunk (0
 without interleaving). `*_shards` describes all ranks, `*_rank_shards` one rank tensor by tensor, `*_blocks` one rank in blocks.
 """
 
@@ -26,11 +27,17 @@ class MegatronLayout:
     dp: int = 1
     order: RankOrder = "tp-dp-pp"  # axes from the one whose ranks are neighbours to the one farthest apart
     layers_per_chunk: tuple[int, ...] | None = None  # in model order, pp * vpp of them; None: as even as possible
-    ep: int = 1  # expert parallelism over this many of the dp ranks; each expert is cut along tp like the other tensors
+    ep: int = 1  # expert parallelism over this many of the dp * cp ranks; each expert is cut along tp like the other tensors
+    cp: int = 1  # ranks that share each sequence
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.num_replicas
+
+    @property
+    def num_replicas(self) -> int:
+        """Return the number of ranks that hold the same weights, experts aside."""
+        return self.cp * self.dp
 
     @property
     def num_chunks(self) -> int:
@@ -39,15 +46,20 @@ class MegatronLayout:
 
     def place(self, rank: int) -> tuple[int, int, int]:
         """Return (tp_rank, pp_rank, dp_rank) of a global rank."""
-        index = {}
-        for axis in self.order.split("-"):
+        index, rank = {"tp": rank % self.tp}, rank // (self.tp * self.cp)
+        for axis in self.order.split("-")[1:]:
             size = getattr(self, axis)
             index[axis], rank = rank % size, rank // size
         return index["tp"], index["pp"], index["dp"]
 
+    def cp_rank(self, rank: int) -> int:
+        """Return the cp_rank of a global rank."""
+        return rank // self.tp % self.cp
+
     def ep_rank(self, rank: int) -> int:
-        """Return the ep_rank of a global rank. Megatron orders experts' ranks tp, ep, dp, pp, and the dense ones tp, dp, pp."""
-        return self.place(rank)[2] % self.ep
+        """Return the ep_rank of a global rank. Megatron orders experts' ranks tp, ep, dp, pp, and the dense ones tp, cp, dp,
+        pp."""
+        return (self.place(rank)[2] * self.cp + self.cp_rank(rank)) % self.ep
 
     def chunk_sizes(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers of each chunk, in model order. The first chunks take a remainder: the last has the output layer."""
@@ -94,7 +106,8 @@ def megatron_layout_problems(shape: ModelShape, layout: MegatronLayout) -> Itera
         )
     if layout.ep > 1 and not shape.num_experts:
         yield f"ep={layout.ep} spreads experts, but the model is dense; use ep=1"
-    for size, parts in ((layout.dp, "data-parallel ranks"), (shape.num_experts, "experts of a layer")):
+    replicas = "data-parallel ranks" if layout.cp == 1 else "data- and context-parallel ranks"
+    for size, parts in ((layout.num_replicas, replicas), (shape.num_experts, "experts of a layer")):
         if size % layout.ep:
             yield f"ep={layout.ep} does not divide the {size} {parts}; use a divisor of them"
     if layout.ep > 1 and layout.pp > 1 and layout.order != "tp-dp-pp":

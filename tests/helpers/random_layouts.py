@@ -69,6 +69,7 @@ def shards_by_rank(side: ShardLayout) -> list[RankShards]:
 def layouts(draw: st.DrawFn) -> MegatronLayout:
     pp = draw(st.sampled_from([1, 2, 4]))
     dp = draw(st.sampled_from([1, 2, 4] if pp < 4 else [1, 2]))
+    cp = draw(st.sampled_from([1, 1, 2, 3]))
     order = draw(st.sampled_from(get_args(RankOrder)))
     return MegatronLayout(
         tp=draw(st.sampled_from([1, 2, 4])),
@@ -77,7 +78,8 @@ def layouts(draw: st.DrawFn) -> MegatronLayout:
         dp=dp,
         order=order,
         # Megatron takes no other order with experts spread over stages.
-        ep=draw(st.sampled_from([n for n in (1, 2, 4) if dp % n == 0])) if order == "tp-dp-pp" or pp == 1 else 1,
+        ep=draw(st.sampled_from([n for n in (1, 2, 4) if dp * cp % n == 0])) if order == "tp-dp-pp" or pp == 1 else 1,
+        cp=cp,
     )
 
 

@@ -171,22 +171,27 @@ def test_sizes_that_fit_are_let_pass() -> None:
         MegatronLayout(tp=2, pp=2, dp=4, ep=4),
         MegatronLayout(tp=1, pp=3, dp=4, ep=2),
         MegatronLayout(tp=2, pp=1, dp=4, ep=2, order="tp-pp-dp"),
+        MegatronLayout(tp=2, pp=2, dp=1, ep=2, cp=2),
+        MegatronLayout(tp=2, pp=2, dp=4, ep=2, cp=3),
+        MegatronLayout(tp=2, pp=1, dp=2, ep=4, cp=2, order="tp-pp-dp"),
     ],
 )
-def test_experts_ranks_are_megatrons(layout: MegatronLayout) -> None:
+def test_the_ranks_of_every_axis_are_megatrons(layout: MegatronLayout) -> None:
     importlib.import_module("grpo_mega.megatron")  # its patches come before any import of Megatron
     parallel_state = importlib.import_module("megatron.core.parallel_state")
     order = {"tp-dp-pp": "tp-cp-ep-dp-pp", "tp-pp-dp": "tp-cp-ep-pp-dp"}[layout.order]
-    sizes = {"tp": layout.tp, "ep": layout.ep, "dp": layout.dp // layout.ep, "pp": layout.pp, "cp": 1}
-    theirs = parallel_state.RankGenerator(**sizes, order=order)
+    sizes = {"tp": layout.tp, "ep": layout.ep, "dp": layout.dp * layout.cp // layout.ep, "pp": layout.pp, "cp": 1}
+    dense = {"tp": layout.tp, "ep": 1, "dp": layout.dp, "pp": layout.pp, "cp": layout.cp}
     found: dict[int, dict[str, int]] = {rank: {} for rank in range(layout.world_size)}
-    for axis in ("tp", "ep", "pp"):
-        for group in theirs.get_ranks(axis):
-            for index, rank in enumerate(group):
-                found[rank][axis] = index
+    for axis_sizes, axes in ((dense, ("tp", "cp", "dp", "pp")), (sizes, ("ep",))):
+        for axis in axes:
+            for group in parallel_state.RankGenerator(**axis_sizes, order=order).get_ranks(axis):
+                for index, rank in enumerate(group):
+                    found[rank][axis] = index
     for rank, index in found.items():
-        tp_rank, pp_rank, _ = layout.place(rank)
-        assert index == {"tp": tp_rank, "ep": layout.ep_rank(rank), "pp": pp_rank}
+        tp_rank, pp_rank, dp_rank = layout.place(rank)
+        cp_rank, ep_rank = layout.cp_rank(rank), layout.ep_rank(rank)
+        assert index == {"tp": tp_rank, "cp": cp_rank, "dp": dp_rank, "pp": pp_rank, "ep": ep_rank}
 
 
 def test_a_trainer_rank_holds_a_run_of_the_experts_and_the_whole_router() -> None:

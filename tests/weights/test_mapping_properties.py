@@ -33,7 +33,7 @@ def counts_of(case: Case, side: list[RankShards]) -> Tensors:
 def test_the_ranks_of_a_replica_hold_every_element_exactly_once(case: Case) -> None:
     side, [layout] = case.side(0), case.layouts
     for name, counts in counts_of(case, side).items():
-        copies = layout.dp // layout.ep if ".experts." in name else layout.dp
+        copies = layout.dp * layout.cp // (layout.ep if ".experts." in name else 1)
         if name.endswith("norm.weight") or ".gate." in name or "_a_proj" in name:  # whole on every rank
             copies *= layout.tp
         if case.shape.tied and name == "model.embed_tokens.weight" and layout.pp > 1:
