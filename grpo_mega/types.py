@@ -119,6 +119,8 @@ class Group:
 class PackedBatch:
     """One micro-batch: several samples laid end to end, then padding, in one row of T tokens.
 
+    With context parallelism a row is this rank's part: two chunks of every segment, see batching/layout.py.
+
     Per-token arrays are aligned to the position that *predicts*: entry t belongs to `targets[t]`, the token after `tokens[t]`.
     The last position of every segment predicts nothing (loss_mask 0). If there is padding it is the last segment.
     """
@@ -126,12 +128,14 @@ class PackedBatch:
     tokens: Tensor  # [T] int64
     targets: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, from 0 in every segment
-    cu_seqlens: Tensor  # [num_segments + 1] int32, covers all T tokens
+    cu_seqlens: Tensor  # [num_segments + 1] int32, covers all T tokens of this rank
     loss_mask: Tensor  # [T] float32, 1 on response tokens that contribute to the loss
     loss_weights: Tensor  # [T] float32, the weight of each token in the loss of the mini-batch (0 where loss_mask is 0)
     advantages: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
     sample_indices: list[int]  # index in the step of each segment's sample, without padding
+    cp_size: int = 1  # ranks that share the row
+    cp_rank: int = 0
     old_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
     ref_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
     teacher_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage

@@ -1,13 +1,17 @@
-"""Map values between samples and packed rows.
+"""Map values between samples and packed rows, and cut rows over context-parallel ranks.
 
 Response token j of a sample whose prompt has P tokens belongs to the position that predicts it: P - 1 + j of the sample's
 segment. Packed rows are written and read by `response_slice`, so the two cannot disagree.
+
+With context parallelism each segment, padded to a multiple of 2 * cp tokens, is 2 * cp chunks, of which rank r holds chunk r
+and chunk 2 * cp - 1 - r, in this order: causal attention then costs every rank the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,19 +28,49 @@ def response_slice(segment_start: int, sample: Sample) -> slice:
     return slice(begin, begin + sample.response_len)
 
 
-def response_slices(batch: PackedBatch, samples: Sequence[Sample]) -> Iterator[slice]:
-    """Yield the positions that predict the response of each of `batch.sample_indices`; `samples` are all of the step's."""
-    starts = batch.cu_seqlens.tolist()
-    for start, index in zip(starts, batch.sample_indices, strict=False):  # a last segment of padding has no sample
-        yield response_slice(start, samples[index])
+def chunks_of(length: int, cp_size: int, cp_rank: int) -> list[range]:
+    """Return the positions of a segment of `length` tokens that a context-parallel rank holds, chunk by chunk."""
+    if cp_size == 1:
+        return [range(length)]
+    size, rest = divmod(length, 2 * cp_size)
+    assert not rest, f"a segment of {length} tokens is no multiple of {2 * cp_size}"
+    return [range(size * chunk, size * (chunk + 1)) for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank)]
+
+
+def part_of(batch: PackedBatch, cp_size: int, cp_rank: int) -> PackedBatch:
+    """Return a context-parallel rank's part of a whole row; targets stay those of the whole."""
+    cuts = batch.cu_seqlens.tolist()
+    chunks = [chunk for begin, end in pairwise(cuts) for chunk in _moved(chunks_of(end - begin, cp_size, cp_rank), begin)]
+    rows = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
+    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "cu_seqlens"}
+    kept: dict[str, Any] = {name: v[rows] for name, v in values.items() if isinstance(v, Tensor)}
+    return replace(batch, **kept, cu_seqlens=batch.cu_seqlens // cp_size, cp_size=cp_size, cp_rank=cp_rank)
+
+
+def response_places(batch: PackedBatch, samples: Sequence[Sample]) -> Iterator[list[tuple[slice, slice]]]:
+    """Yield, for each of `batch.sample_indices`, pairs of positions of the row and of the response tokens that they predict.
+
+    `samples` are all of the step's. There is one pair for each chunk that this rank holds.
+    """
+    cuts = batch.cu_seqlens.tolist()
+    for begin, end, index in zip(cuts, cuts[1:], batch.sample_indices, strict=False):  # padding has no sample
+        whole, pairs = response_slice(0, samples[index]), []
+        for chunk in chunks_of((end - begin) * batch.cp_size, batch.cp_size, batch.cp_rank):
+            first = min(max(whole.start, chunk.start), chunk.stop)
+            last = max(first, min(whole.stop, chunk.stop))
+            move = begin - chunk.start
+            pairs.append((slice(first + move, last + move), slice(first - whole.start, last - whole.start)))
+            begin += len(chunk)
+        yield pairs
 
 
 def from_samples(values: Sequence[Tensor], batch: PackedBatch, samples: Sequence[Sample]) -> Tensor:
     """Return a row [T] with the `values` of each of `batch.sample_indices` on its response, 0 elsewhere. Keeps gradients."""
     dtype = values[0].dtype if values else batch.loss_mask.dtype
     values_T = torch.zeros(batch.num_tokens, dtype=dtype, device=batch.tokens.device)
-    for where, values_R in zip(response_slices(batch, samples), values, strict=True):
-        values_T[where] = values_R
+    for places, values_R in zip(response_places(batch, samples), values, strict=True):
+        for in_row, in_response in places:
+            values_T[in_row] = values_R[in_response]
     return values_T
 
 
@@ -51,3 +85,7 @@ def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
     values = {f.name: getattr(batch, f.name) for f in fields(batch)}
     moved: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
     return replace(batch, **moved)
+
+
+def _moved(ranges: Iterable[range], start: int) -> list[range]:
+    return [range(r.start + start, r.stop + start) for r in ranges]

@@ -1,6 +1,7 @@
 """Pack samples end to end into the micro-batches of one DP rank, without padding sample by sample.
 
-In: the step's samples by mini-batch, the same on all ranks, with advantages. Out: this DP rank's PackedBatches, on the CPU.
+In: the step's samples by mini-batch, the same on all ranks, with advantages. Out: this DP rank's PackedBatches, on the CPU,
+and of each row the part of its context-parallel rank: lengths and budgets count the tokens of one such rank.
 Within a mini-batch every rank has the same number of micro-batches, all of the same length T; with too few samples, some
 micro-batches are padding only, with loss 0. The choice of samples that share a micro-batch never changes loss, gradient or
 metrics.
@@ -8,6 +9,7 @@ metrics.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +17,8 @@ import torch
 from torch import Tensor
 
 from grpo_mega.batching.balance import balance
-from grpo_mega.batching.layout import from_samples, response_slice
+from grpo_mega.batching.layout import from_samples, part_of, response_slice
+from grpo_mega.config.base import tokens_on_rank
 from grpo_mega.errors import PlanError
 from grpo_mega.types import Group, PackedBatch, Sample
 
@@ -42,8 +45,10 @@ def pack(
     token_budget: int,
     length_multiple: int = 1,
     micro_batch_multiple: int = 1,
+    cp_size: int = 1,
+    cp_rank: int = 0,
 ) -> list[list[PackedBatch]]:
-    """Return [mini_batch][micro_batch] of DP rank `dp_rank`.
+    """Return [mini_batch][micro_batch] of DP rank `dp_rank` and context-parallel rank `cp_rank`.
 
     token_weights[m][i] is the weight of each response token of sample i of mini-batch m in the global loss
     (algorithm/token_weights.py); a sample of weight 0 has loss_mask 0. `sample_indices` count through the
@@ -52,9 +57,10 @@ def pack(
     `micro_batch_multiple`. Raises PlanError for a sample longer than the budget.
     """
     result: list[list[PackedBatch]] = []
+    length_multiple = math.lcm(length_multiple, 1 if cp_size == 1 else 2)  # the last segment, padding, is cut too
     offset = 0
     for samples, weights in zip(mini_batches, token_weights, strict=True):
-        lengths = [sample.total_len for sample in samples]
+        lengths = [tokens_on_rank(sample.total_len, cp_size) for sample in samples]
         ranks = balance(
             lengths,
             dp_size=dp_size,
@@ -64,7 +70,9 @@ def pack(
         )
         longest = max(sum(lengths[i] for i in members) for micro_batches in ranks for members in micro_batches)
         num_tokens = max(1, -(-longest // length_multiple)) * length_multiple
-        result.append([_pack_one(samples, weights, members, offset, num_tokens) for members in ranks[dp_rank]])
+        padded = [length * cp_size for length in lengths]
+        rows = [_pack_one(samples, weights, members, offset, padded, num_tokens * cp_size) for members in ranks[dp_rank]]
+        result.append([part_of(row, cp_size, cp_rank) for row in rows] if cp_size > 1 else rows)
         offset += len(samples)
     return result
 
@@ -84,9 +92,17 @@ def attach(batches: Sequence[PackedBatch], name: str, rows: Sequence[Tensor], sa
 
 
 def _pack_one(
-    samples: Sequence[Sample], weights: Sequence[float], members: list[int], offset: int, num_tokens: int
+    samples: Sequence[Sample],
+    weights: Sequence[float],
+    members: list[int],
+    offset: int,
+    lengths: Sequence[int],
+    num_tokens: int,
 ) -> PackedBatch:
-    """Pack the samples at `members` into `num_tokens` tokens; `offset` is the index of samples[0] in the step."""
+    """Pack the samples at `members` into `num_tokens` tokens, each padded to its entry of `lengths`.
+
+    `offset` is the index of samples[0] in the step.
+    """
     tokens = torch.zeros(num_tokens, dtype=torch.int64)
     targets = torch.zeros(num_tokens, dtype=torch.int64)
     position_ids = torch.zeros(num_tokens, dtype=torch.int64)
@@ -100,13 +116,13 @@ def _pack_one(
         tokens[begin : end - sample.response_len] = torch.tensor(sample.prompt.token_ids)
         tokens[end - sample.response_len : end] = torch.from_numpy(np.asarray(sample.response_ids, dtype=np.int64))
         targets[begin : end - 1] = tokens[begin + 1 : end]
-        position_ids[begin:end] = torch.arange(sample.total_len)
+        position_ids[begin : begin + lengths[member]] = torch.arange(lengths[member])
         response = response_slice(begin, sample)
         loss_mask[response] = float(weights[member] != 0)
         loss_weights[response] = weights[member]
         advantages[response] = sample.advantages
         rollout_logprobs[response] = torch.from_numpy(np.asarray(sample.rollout_logprobs, dtype=np.float32))
-        boundaries.append(end)
+        boundaries.append(begin + lengths[member])
     if boundaries[-1] < num_tokens:
         position_ids[boundaries[-1] :] = torch.arange(num_tokens - boundaries[-1])
         boundaries.append(num_tokens)

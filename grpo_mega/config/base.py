@@ -13,6 +13,11 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
+def tokens_on_rank(length: int, cp: int) -> int:
+    """Return how many of `length` tokens of one sequence, padded to 2 * cp equal chunks, each of `cp` ranks holds."""
+    return length if cp == 1 else 2 * -(-length // (2 * cp))
+
+
 def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from grpo_mega.batching.layout import response_slices
+from grpo_mega.batching.layout import response_places
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.types import PackedBatch, Sample
 
@@ -31,9 +31,9 @@ def gather_responses(
     for batch in (b for mini in mini_batches for b in mini):
         values_T = values_of(batch)
         if values_T is not None and runtime.tp_rank == 0:
-            for index, where in zip(batch.sample_indices, response_slices(batch, samples), strict=True):
-                if index < len(parts):
-                    parts[index].copy_(values_T[where])
+            for index, places in zip(batch.sample_indices, response_places(batch, samples), strict=True):
+                for in_row, in_response in places if index < len(parts) else []:
+                    parts[index][in_response] = values_T[in_row]
     return list(runtime.sum(values_N).cpu().split(lengths))
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.batching.layout import from_samples, response_slices
+from grpo_mega.batching.layout import from_samples, response_places
 from grpo_mega.batching.pack import pack, split
 from grpo_mega.errors import PlanError
 from grpo_mega.types import Group, Prompt, Sample
@@ -51,6 +51,22 @@ def test_a_micro_batch_of_two_samples_and_padding_reads_as_worked_by_hand():
     assert {x.dtype for x in (batch.tokens, batch.targets, batch.position_ids)} == {torch.int64}
     assert batch.cu_seqlens.dtype == torch.int32
     assert {x.dtype for x in (batch.loss_mask, batch.loss_weights, batch.advantages)} == {torch.float32}
+
+
+def test_two_context_parallel_ranks_hold_the_chunks_that_were_worked_by_hand():
+    """Five tokens become eight, in chunks of two; one token becomes four, in chunks of one; eight of padding fill the row."""
+    first, second = make_sample([1, 2, 3], [4, 5], advantage=1.5), make_sample([6], [], advantage=-2.0)
+    outer, inner = (pack_one([first, second], cp_size=2, cp_rank=rank, length_multiple=5)[0] for rank in (0, 1))
+    assert outer.tokens.tolist() == [1, 2, 0, 0, 6, 0, 0, 0, 0, 0]
+    assert inner.tokens.tolist() == [3, 4, 5, 0, 0, 0, 0, 0, 0, 0]
+    assert outer.targets.tolist() == [2, 3, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert inner.targets.tolist() == [4, 5, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert outer.position_ids.tolist() == [0, 1, 6, 7, 0, 3, 0, 1, 6, 7]
+    assert inner.position_ids.tolist() == [2, 3, 4, 5, 1, 2, 2, 3, 4, 5]
+    assert outer.cu_seqlens.tolist() == inner.cu_seqlens.tolist() == [0, 4, 6, 10] and outer.cu_seqlens.dtype == torch.int32
+    assert inner.loss_mask.tolist() == [1, 1] + [0] * 8 and not outer.loss_mask.any()
+    assert inner.advantages.tolist() == [1.5, 1.5] + [0] * 8
+    assert outer.sample_indices == inner.sample_indices == [0, 1]
 
 
 def test_without_padding_the_last_segment_is_a_sample():
@@ -112,48 +128,53 @@ LAYOUT = {
     "token_budget": st.integers(15, 60),
     "length_multiple": st.sampled_from([1, 2, 8]),
     "micro_batch_multiple": st.integers(1, 3),
+    "cp_size": st.sampled_from([1, 2, 3]),
 }
 
 
 @settings(max_examples=80, deadline=None)
 @given(**LAYOUT)
-def test_all_ranks_together_hold_every_token_once_in_equal_shapes(
-    shapes, dp_size, token_budget, length_multiple, micro_batch_multiple
-):
+def test_all_ranks_together_hold_every_token_once_in_equal_shapes(shapes, dp_size, token_budget, **options):
     samples = make_samples(shapes)
-    options = {"token_budget": token_budget, "length_multiple": length_multiple, "micro_batch_multiple": micro_batch_multiple}
-    ranks = [pack_one(samples, dp_size=dp_size, dp_rank=rank, **options) for rank in range(dp_size)]
-    assert len({len(batches) for batches in ranks}) == 1 and len(ranks[0]) % micro_batch_multiple == 0
+    options["token_budget"], cp_size = token_budget, options["cp_size"]
+    places = [(dp_rank, cp_rank) for dp_rank in range(dp_size) for cp_rank in range(cp_size)]
+    ranks = [pack_one(samples, dp_size=dp_size, dp_rank=dp, cp_rank=cp, **options) for dp, cp in places]
+    assert len({len(batches) for batches in ranks}) == 1 and len(ranks[0]) % options["micro_batch_multiple"] == 0
     batches = [batch for rank in ranks for batch in rank]
     (num_tokens,) = {batch.num_tokens for batch in batches}
-    assert num_tokens % length_multiple == 0 and num_tokens < token_budget + length_multiple
-    assert sorted(i for batch in batches for i in batch.sample_indices) == list(range(len(samples)))
+    multiple = options["length_multiple"] * (2 if cp_size > 1 and options["length_multiple"] == 1 else 1)
+    assert num_tokens % multiple == 0 and num_tokens < token_budget + multiple
+    assert sorted(i for batch in batches for i in batch.sample_indices) == sorted(list(range(len(samples))) * cp_size)
     assert sum(int(batch.loss_mask.sum()) for batch in batches) == sum(s.response_len for s in samples)
+    held = sorted(token for batch in batches for token in batch.tokens.tolist() if token)
+    assert held == sorted(token for s in samples for token in (*s.prompt.token_ids, *s.response_ids))
     for batch in batches:
         assert batch.cu_seqlens[0] == 0 and batch.cu_seqlens[-1] == num_tokens
         trained = batch.loss_mask > 0
-        assert batch.targets[:-1][trained[:-1]].equal(batch.tokens[1:][trained[:-1]])
-        assert not trained[batch.cu_seqlens[1:].long() - 1].any()
+        assert batch.targets[trained].equal(batch.tokens[trained] + 1)  # tokens count up in make_samples
+        if cp_size == 1:
+            assert not trained[batch.cu_seqlens[1:].long() - 1].any()
 
 
 @settings(max_examples=80, deadline=None)
 @given(**LAYOUT)
-def test_values_go_from_a_packed_row_to_samples_and_back_unchanged(
-    shapes, dp_size, token_budget, length_multiple, micro_batch_multiple
-):
+def test_values_go_from_packed_rows_to_samples_and_back_unchanged(shapes, dp_size, cp_size, **options):
     samples = make_samples(shapes)
-    options = {"token_budget": token_budget, "length_multiple": length_multiple, "micro_batch_multiple": micro_batch_multiple}
-    for rank in range(dp_size):
-        for batch in pack_one(samples, dp_size=dp_size, dp_rank=rank, **options):
-            slices = list(response_slices(batch, samples))
-            assert [batch.targets[where].tolist() for where in slices] == [
-                samples[i].response_ids for i in batch.sample_indices
-            ]
+    targets, values_of = ([torch.full((s.response_len,), torch.nan) for s in samples] for _ in range(2))
+    rows = []
+    for dp_rank, cp_rank in ((dp, cp) for dp in range(dp_size) for cp in range(cp_size)):
+        for batch in pack_one(samples, dp_size=dp_size, dp_rank=dp_rank, cp_size=cp_size, cp_rank=cp_rank, **options):
             values = torch.randn(batch.num_tokens)
-            rows = [values[where] for where in slices]
-            packed = from_samples(rows, batch, samples)
-            assert packed.equal(values * batch.loss_mask)
-            assert all(packed[where].equal(row) for where, row in zip(slices, rows, strict=True))
+            rows.append((batch, values))
+            for index, places in zip(batch.sample_indices, response_places(batch, samples), strict=True):
+                for in_row, in_response in places:
+                    assert values_of[index][in_response].isnan().all()  # no other rank holds them
+                    targets[index][in_response] = batch.targets[in_row].float()
+                    values_of[index][in_response] = values[in_row]
+    assert [row.tolist() for row in targets] == [sample.response_ids for sample in samples]
+    for batch, values in rows:
+        packed = from_samples([values_of[i] for i in batch.sample_indices], batch, samples)
+        assert packed.equal(values * batch.loss_mask)
 
 
 def test_a_row_made_of_samples_passes_gradients_back_to_them():
