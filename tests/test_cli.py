@@ -147,6 +147,13 @@ def test_an_error_of_another_rank_says_which(
 @pytest.mark.parametrize(
     ("world_size", "layout", "problem"),
     [
+        (
+            "6",
+            {"tp": 2, "cp": 2},
+            r"WORLD_SIZE=6 is not a multiple of layout\.tp=2 times layout\.pp=1 times layout\.cp=2; start",
+        ),
+        ("2", {"cp": 2, "ep": 4}, r"WORLD_SIZE=2 .* times layout\.cp=2 times 2 for layout\.ep=4; start 4 processes"),
+        ("6", {"cp": 2, "dp": 2}, r"WORLD_SIZE=6 contradicts layout\.tp=1, pp=1, cp=2, dp=2; start 4 processes"),
         ("6", {"tp": 2, "pp": 2}, r"WORLD_SIZE=6 is not a multiple of layout\.tp=2 times layout\.pp=2; start 4 or 8 proc"),
         ("2", {"tp": 4}, r"WORLD_SIZE=2 is not a multiple .*; start 4 processes, or change the layout"),
         ("8", {"tp": 2, "dp": 2}, r"WORLD_SIZE=8 contradicts layout\.tp=2, pp=1, dp=2; start 4 processes, or leave"),

@@ -75,6 +75,14 @@ def test_a_dumped_config_loads_as_the_same_config(tmp_path: Path) -> None:
     assert config.load(write(tmp_path, config.dump(loaded))) == loaded
 
 
+def test_the_token_budget_is_that_of_a_context_parallel_rank(tmp_path: Path) -> None:
+    """A sample of 2,045 tokens is padded to 4 * 512, of which each of two ranks has 1,024."""
+    overrides = ["data.max_prompt_length=1021", "rollout.max_response_length=1024", "layout.cp=2"]
+    assert load(tmp_path, [*overrides, "batch.tokens_per_micro_batch=1024"]).layout.num_trainers == 2
+    with pytest.raises(ConfigError, match=r"= 2045 over layout.cp=2 ranks; raise it to at least 1024"):
+        load(tmp_path, [*overrides, "batch.tokens_per_micro_batch=1023"])
+
+
 def test_set_overrides_the_file_in_order_and_makes_missing_sections(tmp_path: Path) -> None:
     loaded = load(tmp_path, ["optimizer.lr=1e-5", "optimizer.lr=2e-5", "data.heldout=h.jsonl", "log.wandb=true"])
     assert loaded.optimizer.lr == 2e-5
@@ -172,6 +180,10 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("batch.mini_batches=5", "batch.mini_batches=5 does not divide batch.prompts_per_step=32; use 1, 2, 4, 8, 16 or 32"),
         ("batch.tokens_per_micro_batch=2000", "batch.tokens_per_micro_batch=2000 cannot hold the longest sample"),
         ("layout.sequence_parallel=true", "layout.sequence_parallel=true needs layout.tp > 1; set it to false or raise tp"),
+        (
+            "layout={cp: 2, dp: 3, ep: 4}",
+            "layout.ep=4 does not divide layout.dp=3 times layout.cp=2; use 1, 2, 3 or 6",
+        ),
         ("layout.vpp=2", "layout.vpp=2 needs layout.pp > 1; leave vpp out or raise pp"),
         ("layout.overlap_param_gather=true", "layout.overlap_param_gather=true needs layout.overlap_grad_reduce=true"),
         ("algorithm.entropy_bonus=0.01", "algorithm.entropy_bonus=0.01 needs algorithm.calculate_entropy=true; set both"),

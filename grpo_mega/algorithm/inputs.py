@@ -1,14 +1,17 @@
 """The inputs of a loss, and sums over the tokens of one response.
 
-Every vector is [T], the tokens of a micro-batch; a response is never cut over micro-batches. Tokens with loss_mask 0 are in no
-sum, mean or count.
+Every vector is [T], the tokens of a micro-batch; a response is never cut over micro-batches. With context parallelism a rank
+has a part of each response, and sums over a response are taken over all parts, with exact gradients. Tokens with loss_mask 0
+are in no sum, mean or count.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 # Bound of every log-ratio. exp(20) = 5e8 is far outside of any clip range, and finite when multiplied by an advantage of 0.
@@ -35,6 +38,7 @@ class LossInputs:
     nll_weights: Tensor | None = None  # of the negative log-likelihood, from token_weights.py
     is_chosen: Tensor | None = None  # 1 on the tokens that covariance.py chooses
     importance_mean: float = 1.0  # by which the correction divides its weights
+    cp_group: dist.ProcessGroup | None = None  # the ranks that hold the other parts of the same responses
 
     @classmethod
     def of_masked_token(cls, *, has_reference: bool, has_entropy: bool, distill_kl: str | None = None) -> LossInputs:
@@ -90,6 +94,8 @@ class LossInputs:
         # In float64, so that the order of these sums, which is not fixed on a GPU, does not show in the result.
         sums_S = torch.zeros(self.num_segments, dtype=torch.float64, device=values_T.device)
         sums_S = sums_S.index_add(0, self.segments, (values_T * self.loss_mask).double())
+        if self.cp_group is not None:
+            sums_S = _SumOverRanks.apply(sums_S, self.cp_group)
         return sums_S[self.segments].to(values_T.dtype)
 
     def sequence_mean(self, values_T: Tensor) -> Tensor:
@@ -99,4 +105,24 @@ class LossInputs:
     def sequence_max(self, values_T: Tensor) -> Tensor:
         """Return [T]: for each token the largest of `values_T` over the unmasked tokens of its sequence, at least 0."""
         maxima_S = torch.zeros(self.num_segments, dtype=values_T.dtype, device=values_T.device)
-        return maxima_S.scatter_reduce(0, self.segments, values_T * self.loss_mask, "amax")[self.segments]
+        maxima_S = maxima_S.scatter_reduce(0, self.segments, values_T * self.loss_mask, "amax")
+        if self.cp_group is not None:
+            dist.all_reduce(maxima_S, op=dist.ReduceOp.MAX, group=self.cp_group)  # no loss has a gradient through a maximum
+        return maxima_S[self.segments]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of all ranks' tensors, on each. The loss is the sum of their losses, so gradients are summed over ranks too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -5,6 +5,7 @@ A key's comment gives its meaning and unit, and the meaning of None or 0. Valida
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,7 +13,16 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from grpo_mega.config.algorithm import AlgorithmConfig
-from grpo_mega.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, divisors
+from grpo_mega.config.base import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    divisors,
+    tokens_on_rank,
+)
 from grpo_mega.config.data import DataConfig
 from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.config.rollout import RolloutConfig, SyncConfig
@@ -100,8 +110,9 @@ class LayoutConfig(Section):
     tp: PositiveInt = 1
     pp: PositiveInt = 1
     vpp: PositiveInt | None = None  # model chunks per pipeline rank; None or 1: no interleaving
-    dp: PositiveInt | None = None  # None: under torchrun world size / (tp * pp), else ep
-    ep: PositiveInt = 1  # expert-parallel size of MoE models; must divide dp
+    cp: PositiveInt = 1  # ranks that share each sequence, for long ones; every sample is padded to a multiple of 2 * cp tokens
+    dp: PositiveInt | None = None  # None: under torchrun world size / (tp * cp * pp), else the smallest that ep fits
+    ep: PositiveInt = 1  # expert-parallel size of MoE models; must divide dp * cp
     sequence_parallel: bool = False
     order: Literal["tp-dp-pp", "tp-pp-dp"] = "tp-dp-pp"  # axes of the rank placement, fastest first
     layers_per_chunk: tuple[PositiveInt, ...] | None = None  # pp * vpp numbers, in model order; None: as even as possible
@@ -112,7 +123,12 @@ class LayoutConfig(Section):
     @property
     def num_trainers(self) -> int:
         """Return the number of ranks that hold the policy."""
-        return self.tp * self.pp * (self.dp or self.ep)
+        return self.tp * self.cp * self.pp * (self.dp or self.least_dp)
+
+    @property
+    def least_dp(self) -> int:
+        """Return the smallest number of data-parallel ranks for which ep divides dp * cp."""
+        return self.ep // math.gcd(self.ep, self.cp)
 
     @property
     def world_size(self) -> int:
@@ -122,8 +138,11 @@ class LayoutConfig(Section):
     def _check(self) -> LayoutConfig:
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("layout.sequence_parallel=true needs layout.tp > 1; set it to false or raise tp")
-        if self.dp is not None and self.dp % self.ep:
-            raise ValueError(f"layout.ep={self.ep} does not divide layout.dp={self.dp}; use {_any_divisor(self.dp)}")
+        if self.dp is not None and self.dp * self.cp % self.ep:
+            times = f" times layout.cp={self.cp}" if self.cp > 1 else ""
+            raise ValueError(
+                f"layout.ep={self.ep} does not divide layout.dp={self.dp}{times}; use {_any_divisor(self.dp * self.cp)}"
+            )
         if (self.vpp or 1) > 1 and self.pp == 1:
             raise ValueError(f"layout.vpp={self.vpp} needs layout.pp > 1; leave vpp out or raise pp")
         num_chunks = self.pp * (self.vpp or 1)
@@ -141,7 +160,7 @@ class BatchConfig(Section):
     prompts_per_step: PositiveInt = 32
     mini_batches: PositiveInt = 1  # optimizer steps per pass over the rollout
     epochs: PositiveInt = 1  # passes over the rollout
-    tokens_per_micro_batch: PositiveInt = 16384  # token budget of one forward and backward pass on a DP rank
+    tokens_per_micro_batch: PositiveInt = 16384  # token budget of one forward and backward pass on each rank
 
     @property
     def optimizer_steps(self) -> int:
@@ -295,10 +314,12 @@ class Config(Section):
         for problem in self._teacher_problems():
             raise ValueError(problem)
         longest = self.data.max_prompt_length + self.rollout.max_response_length
-        if longest > self.batch.tokens_per_micro_batch:
+        least = tokens_on_rank(longest, self.layout.cp)
+        if least > self.batch.tokens_per_micro_batch:
+            share = f" over layout.cp={self.layout.cp} ranks" if self.layout.cp > 1 else ""
             raise ValueError(
                 f"batch.tokens_per_micro_batch={self.batch.tokens_per_micro_batch} cannot hold the longest sample, "
-                f"data.max_prompt_length + rollout.max_response_length = {longest}; raise it to at least {longest}"
+                f"data.max_prompt_length + rollout.max_response_length = {longest}{share}; raise it to at least {least}"
             )
         return self
 

@@ -3,21 +3,36 @@
 A micro-batch is one row of T tokens, several segments end to end. Attention must not cross segments: they are gathered into a
 few right-padded batches of similar length (causal attention never sees padding on the right), passed through torch's fused
 attention, and scattered back. The same code runs on any device.
+
+With context parallelism a rank has the queries of its part of every segment (batching/layout.py) and gathers the keys and
+values of all parts; in the backward pass their gradients are summed over ranks, and each rank keeps those of its own part.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from grpo_mega.batching.layout import chunks_of
+
 MAX_PADDING = 1.25  # a batch of segments may be this much larger than the tokens in it
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Runs of queries of one length, each with the keys that come before them or stand beside them; a batch of attention."""
+
+    queries: Tensor  # [runs, longest], indices into T; padding repeats a run's last token
+    keys: Tensor  # [runs, most], indices into the keys of all ranks, one rank after the other
+    mask: Tensor | None  # [longest, most] bool, the keys that each query sees; None: causal, keys stand beside their queries
 
 
 @dataclass
@@ -29,34 +44,60 @@ class LocalPackedSeqParams(PackedSeqParams):
     """
 
     position_ids: Tensor = field(default_factory=Tensor)  # [T]
-    gathers: tuple[Tensor, ...] = ()  # each [segments, longest], indices into T; padding repeats a segment's last token
-    restore: Tensor = field(default_factory=Tensor)  # [T], the place of each token in the concatenated, flattened batches
+    stacks: tuple[Stack, ...] = ()
+    restore: Tensor = field(default_factory=Tensor)  # [T], the place of each token in the concatenated, flattened queries
 
 
-def pack_params(cu_seqlens: Tensor, position_ids: Tensor) -> LocalPackedSeqParams:
-    """Return the parameters of the segments [cu_seqlens[i], cu_seqlens[i + 1]), which cover all T tokens."""
-    cuts = cu_seqlens.tolist()
+def pack_params(cu_seqlens: Tensor, position_ids: Tensor, cp_size: int = 1, cp_rank: int = 0) -> LocalPackedSeqParams:
+    """Return the parameters of the segments [cu_seqlens[i], cu_seqlens[i + 1]), which cover all T tokens of this rank."""
+    cuts, device = cu_seqlens.tolist(), position_ids.device
     spans = sorted(((b - a, a) for a, b in pairwise(cuts) if b > a), reverse=True)
-    gathers: list[Tensor] = []
+    found = _whole_segments(spans) if cp_size == 1 else _chunks(spans, cuts[-1], cp_size, cp_rank)
     restore = torch.empty(cuts[-1], dtype=torch.int64)
     base = 0
+    for stack, is_real in found:
+        slots = (base + torch.arange(stack.queries.numel())).view(stack.queries.shape)
+        restore[stack.queries[is_real]] = slots[is_real]
+        base += stack.queries.numel()
+    return LocalPackedSeqParams(
+        qkv_format="packed",
+        position_ids=position_ids,
+        stacks=tuple(
+            Stack(s.queries.to(device), s.keys.to(device), None if s.mask is None else s.mask.to(device)) for s, _ in found
+        ),
+        restore=restore.to(device),
+    )
+
+
+def _whole_segments(spans: list[tuple[int, int]]) -> list[tuple[Stack, Tensor]]:
+    """Return stacks of the segments (length, start), longest first, each with a mask of its real tokens."""
+    found = []
     for batch in _similar(spans):
         longest = batch[0][0]
         lengths = torch.tensor([n for n, _ in batch])[:, None]
         starts = torch.tensor([a for _, a in batch])[:, None]
         column = torch.arange(longest)[None, :]
-        gathers.append(starts + torch.minimum(column, lengths - 1))
-        slots = (base + torch.arange(len(batch) * longest)).view(len(batch), longest)
-        is_real = column < lengths
-        restore[gathers[-1][is_real]] = slots[is_real]
-        base += len(batch) * longest
-    device = position_ids.device
-    return LocalPackedSeqParams(
-        qkv_format="packed",
-        position_ids=position_ids,
-        gathers=tuple(g.to(device) for g in gathers),
-        restore=restore.to(device),
-    )
+        gather = starts + torch.minimum(column, lengths - 1)
+        found.append((Stack(gather, gather, None), column < lengths))
+    return found
+
+
+def _chunks(spans: list[tuple[int, int]], num_tokens: int, cp_size: int, cp_rank: int) -> list[tuple[Stack, Tensor]]:
+    """Return stacks of this rank's chunks of the segments (length, start): of one length, and of one place in their segments,
+    since causal attention of queries to more keys allows no padding."""
+    found = []
+    for length, group in groupby(spans, key=lambda span: span[0]):
+        starts = torch.tensor([start for _, start in group])
+        places = torch.empty(length * cp_size, dtype=torch.int64)  # of the segment's tokens in the keys of all ranks
+        for rank in range(cp_size):
+            rows = torch.cat([torch.arange(c.start, c.stop) for c in chunks_of(length * cp_size, cp_size, rank)])
+            places[rows] = rank * num_tokens + torch.arange(length)
+        for first, chunk in zip((0, length // 2), chunks_of(length * cp_size, cp_size, cp_rank), strict=True):
+            queries = starts[:, None] + first + torch.arange(len(chunk))
+            mask = torch.ones(len(chunk), chunk.stop, dtype=torch.bool).tril(chunk.start)
+            stack = Stack(queries, starts[:, None] + places[: chunk.stop], mask if chunk.start else None)
+            found.append((stack, torch.ones_like(queries, dtype=torch.bool)))
+    return found
 
 
 def _similar(spans: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -84,10 +125,11 @@ class PackedAttention(torch.nn.Module):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        pg_collection: Any = None,
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        assert config.context_parallel_size == 1, "context parallelism needs Transformer Engine"
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout)
         self.scale = softmax_scale
 
@@ -102,18 +144,25 @@ class PackedAttention(torch.nn.Module):
         **kwargs: Any,
     ) -> Tensor:  # [T, 1, heads / tp * width of a value]
         params = packed_seq_params
+        if self.cp_group is not None:
+            both = torch.cat((key, value), dim=-1)
+            both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
+            key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
         rows = [x.flatten(1) for x in (query, key, value)]  # [T, heads * head_dim]
         outputs = []
-        for gather in params.gathers:
+        for stack in params.stacks:
             q, k, v = (
-                r.index_select(0, gather.view(-1)).view(*gather.shape, -1, x.shape[-1]).transpose(1, 2)
-                for r, x in zip(rows, (query, key, value), strict=True)
+                r.index_select(0, places.view(-1)).view(*places.shape, -1, x.shape[-1]).transpose(1, 2)
+                for r, x, places in zip(rows, (query, key, value), (stack.queries, stack.keys, stack.keys), strict=True)
             )
             width = v.shape[-1]
             if width < q.shape[-1]:  # torch's fused kernels take one width, and keep no matrix of all pairs
                 v = F.pad(v, (0, q.shape[-1] - width))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
-            outputs.append(out[..., :width].transpose(1, 2).reshape(gather.numel(), -1))
+            is_causal, is_grouped = stack.mask is None, q.shape[1] != k.shape[1]
+            out = F.scaled_dot_product_attention(
+                q, k, v, stack.mask, is_causal=is_causal, scale=self.scale, enable_gqa=is_grouped
+            )
+            outputs.append(out[..., :width].transpose(1, 2).reshape(stack.queries.numel(), -1))
         return torch.cat(outputs).index_select(0, params.restore).unsqueeze(1)
 
 

@@ -47,6 +47,8 @@ def check(config: Config, device: Device) -> None:
             if value not in (None, "float32"):
                 raise ConfigError(f"{key}={value}: needs Transformer Engine on a GPU, and {reason}; leave {key} out")
         return
+    if config.layout.cp > 1:
+        raise ConfigError(f"layout.cp={config.layout.cp}: must be 1 with Transformer Engine; raise tp or pp, or uninstall it")
     raise_first(transformer_engine_problems(config.precision, version))
     if device.capability is not None:
         flash_attn = kernels.flash_attention_version()

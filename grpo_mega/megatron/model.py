@@ -89,6 +89,7 @@ def transformer_config(
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=runtime.layout.tp,
+        context_parallel_size=runtime.layout.cp,
         pipeline_model_parallel_size=runtime.layout.pp,
         virtual_pipeline_model_parallel_size=runtime.layout.vpp if is_interleaved else None,
         pipeline_model_parallel_layout=_uneven_stages(shape, runtime),

@@ -79,14 +79,14 @@ class Pipeline:
             data_iterator=[iter(items) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=len(batches),
-            seq_length=batches[0].num_tokens,
+            seq_length=batches[0].num_tokens * batches[0].cp_size,  # of whole rows: the schedule divides it
             micro_batch_size=1,
             **kwargs,
         )
 
     def packed_seq_params_of(self, batch: PackedBatch) -> PackedSeqParams:
         if not self._uses_te:
-            return pack_params(batch.cu_seqlens, batch.position_ids)
+            return pack_params(batch.cu_seqlens, batch.position_ids, batch.cp_size, batch.cp_rank)
         longest = int(batch.cu_seqlens.diff().max())
         return PackedSeqParams(
             qkv_format="thd",

@@ -79,6 +79,8 @@ class Policy:
         return {
             "dp_size": layout.dp,
             "dp_rank": self._runtime.dp_rank,
+            "cp_size": layout.cp,
+            "cp_rank": self._runtime.cp_rank,
             # Sequence parallelism cuts micro-batches into tp parts, and FP8 wants whole blocks.
             "length_multiple": length_multiple(self._config.precision, layout.tp),
             # Interleaved pipelines need whole rounds of micro-batches.
@@ -139,8 +141,8 @@ class Policy:
     def state_bytes(self) -> int:
         """Return the bytes of this rank's share of a checkpoint: weights with three fp32 numbers each, and a reference that
         follows them, over their copies."""
-        dp, ep = self._runtime.layout.dp, self._runtime.layout.ep
-        copies = {True: dp, False: dp // ep}  # by Megatron's mark: experts are not reduced over all data-parallel ranks
+        replicas, ep = self._runtime.layout.num_replicas, self._runtime.layout.ep
+        copies = {True: replicas, False: replicas // ep}  # by Megatron's mark: experts are not reduced over all replicas
         of_reference = self._config.algorithm.saved_reference_bytes
         return sum(
             p.numel() * (p.element_size() + 12 + of_reference(p.element_size())) // copies[getattr(p, "allreduce", True)]
@@ -322,6 +324,7 @@ class Policy:
                 nll_weights=batch.nll_weights,
                 is_chosen=batch.is_chosen,
                 importance_mean=batch.importance_mean,
+                cp_group=self._runtime.cp_group,
             ),
             self.algorithm,
         )

@@ -70,8 +70,17 @@ class Runtime:
         return self.layout.place(self.rank)[2]
 
     @property
+    def cp_rank(self) -> int:
+        return self.layout.cp_rank(self.rank)
+
+    @property
     def tp_group(self) -> dist.ProcessGroup:
         return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share a sequence; None if it is this one alone."""
+        return parallel_state.get_context_parallel_group() if self.layout.cp > 1 else None
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place."""
@@ -134,6 +143,7 @@ def arrange(config: Config, device: devices.Device) -> Runtime:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         order={"tp-dp-pp": "tp-cp-ep-dp-pp", "tp-pp-dp": "tp-cp-ep-pp-dp"}[layout.order],
     )
@@ -188,7 +198,8 @@ def _check_order(runtime: Runtime) -> None:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
         parallel_state.get_expert_model_parallel_rank(),
     )
-    ours = *runtime.layout.place(runtime.rank), runtime.layout.ep_rank(runtime.rank)
+    ours = *runtime.layout.place(runtime.rank), runtime.cp_rank, runtime.layout.ep_rank(runtime.rank)
     assert theirs == ours, (theirs, ours, runtime.layout)

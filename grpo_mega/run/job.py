@@ -156,7 +156,7 @@ class Job(RolloutJob):
                 step=step,
                 optimizer_step=self.policy.optimizer_step,
                 fingerprint=self.policy.fingerprint(),
-                layout=f"tp={layout.tp},pp={layout.pp},vpp={layout.vpp},dp={layout.dp}",
+                layout=f"tp={layout.tp},pp={layout.pp},vpp={layout.vpp},cp={layout.cp},dp={layout.dp}",
                 model=asdict(self.model.shape),
                 seed=self.config.seed,
                 checksums={},

@@ -10,12 +10,13 @@ from grpo_mega.weights.spec import ModelShape
 
 
 def megatron_layout(layout: LayoutConfig, world_size: int) -> MegatronLayout:
-    """Return Megatron's layout of `world_size` ranks; data parallelism takes what tp and pp leave."""
+    """Return Megatron's layout of `world_size` ranks; data parallelism takes what tp, cp and pp leave."""
     return MegatronLayout(
         tp=layout.tp,
         pp=layout.pp,
         vpp=layout.vpp or 1,
-        dp=world_size // (layout.tp * layout.pp),
+        dp=world_size // (layout.tp * layout.cp * layout.pp),
+        cp=layout.cp,
         ep=layout.ep,
         order=layout.order,
         layers_per_chunk=layout.layers_per_chunk,
@@ -24,21 +25,26 @@ def megatron_layout(layout: LayoutConfig, world_size: int) -> MegatronLayout:
 
 def world_size_problems(layout: LayoutConfig, world_size: int) -> Iterator[str]:
     """Yield why `world_size` ranks cannot be arranged in the layout."""
-    unit, num_engines = layout.tp * layout.pp * layout.ep, layout.engine_ranks
+    unit, num_engines = layout.tp * layout.cp * layout.pp * layout.least_dp, layout.engine_ranks
+    cut = f"layout.tp={layout.tp}, pp={layout.pp}" + (f", cp={layout.cp}" if layout.cp > 1 else "")
     num_trainers = world_size - num_engines
     engines = f", engine_ranks={num_engines}" if num_engines else ""
     if layout.dp is not None and world_size != layout.world_size:
         yield (
-            f"WORLD_SIZE={world_size} contradicts layout.tp={layout.tp}, pp={layout.pp}, dp={layout.dp}{engines}; "
+            f"WORLD_SIZE={world_size} contradicts {cut}, dp={layout.dp}{engines}; "
             f"start {layout.world_size} processes, or leave layout.dp out"
         )
     elif num_trainers <= 0 or num_trainers % unit:
         more = (max(0, num_trainers) // unit + 1) * unit + num_engines
-        experts = f" times layout.ep={layout.ep}" if layout.ep > 1 else ""
+        others = f" times layout.cp={layout.cp}" if layout.cp > 1 else ""
+        if layout.least_dp > 1:
+            others += (
+                f" times layout.ep={layout.ep}" if layout.cp == 1 else f" times {layout.least_dp} for layout.ep={layout.ep}"
+            )
         fewer = f"{more - unit} or " if more > unit + num_engines else ""
         less = f" less layout.engine_ranks={num_engines}" if num_engines else ""
         yield (
-            f"WORLD_SIZE={world_size}{less} is not a multiple of layout.tp={layout.tp} times layout.pp={layout.pp}{experts}; "
+            f"WORLD_SIZE={world_size}{less} is not a multiple of layout.tp={layout.tp} times layout.pp={layout.pp}{others}; "
             f"start {fewer}{more} processes, or change the layout"
         )
 
@@ -49,6 +55,8 @@ def layout_problems(layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
         yield f"layout.{problem}"
     if shape.num_experts and layout.tp > 1 and not layout.sequence_parallel:
         yield f"layout.tp={layout.tp} with an MoE model needs layout.sequence_parallel=true; set it"
+    if shape.kv_lora and layout.cp > 1:
+        yield f"layout.cp={layout.cp}: must be 1 for {shape.model_type}, a model with multi-latent attention; set it"
     sizes = layout.layers_per_chunk
     if sizes is not None and sum(sizes) != shape.num_layers:
         yield (

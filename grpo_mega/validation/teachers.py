@@ -52,5 +52,5 @@ def row_problems(config: Config) -> Iterator[str]:
 
 def _layout(config: Config, theirs: ModelShape) -> LayoutConfig:
     """Return the policy's layout as a teacher has it: with as many layers in each chunk as its own size gives."""
-    changes: dict[str, object] = {"layers_per_chunk": None, "dp": config.layout.dp or config.layout.ep}
+    changes: dict[str, object] = {"layers_per_chunk": None, "dp": config.layout.dp or config.layout.least_dp}
     return config.layout.model_copy(update=changes | ({} if theirs.num_experts else {"ep": 1}))

@@ -91,9 +91,18 @@ def compared_with_transformers(case: LogitsCase, runtime: Runtime) -> dict[str, 
 
 def _probed(case: LogitsCase, tp: int, hidden_TH: torch.Tensor, batch: PackedBatch) -> LossOutputs:
     """A tensor-parallel rank's part of the loss: gradients of hidden states are summed over these ranks."""
-    starts = batch.cu_seqlens.tolist()
-    probes = [(start, case.probes[index]) for start, index in zip(starts, batch.sample_indices, strict=False)]
-    return LossOutputs(sum((hidden_TH[a : a + len(p)] * p).sum() for a, p in probes) / tp, {}, {})
+    probes = [(rows, case.probes[index][positions]) for index, rows, positions in _places(case, batch)]
+    return LossOutputs(sum((hidden_TH[rows] * p).sum() for rows, p in probes) / tp, {}, {})
+
+
+def _places(case: LogitsCase, batch: PackedBatch) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """By sequence, the rows of this rank that hold its tokens, without padding, and their places in it."""
+    cuts, places = batch.cu_seqlens.tolist(), []
+    for begin, end, index in zip(cuts, cuts[1:], batch.sample_indices, strict=False):
+        positions = batch.position_ids[begin:end]
+        is_real = positions < len(case.sequences[index])
+        places.append((index, begin + is_real.nonzero()[:, 0], positions[is_real]))
+    return places
 
 
 def _gradient_differences(case: LogitsCase, runtime: Runtime, policy: Policy) -> dict[str, float]:
@@ -121,11 +130,11 @@ def _differences(
     dist.all_gather(shards, logits_TV.contiguous(), group=runtime.tp_group)
     full_TV = torch.cat(shards, dim=1)[:, :vocab].float()
     assert not full_TV.isnan().any(), case.name
-    starts = batch.cu_seqlens.tolist()
     worst = []
-    for start, index in zip(starts, batch.sample_indices, strict=False):
+    for index, rows, positions in _places(case, batch):
         expected = case.expected[index]
-        worst.append(float((full_TV[start : start + len(expected)] - expected).abs().max() / expected.abs().max()))
+        assert full_TV[rows].shape == expected[positions].shape
+        worst.append(float(((full_TV[rows] - expected[positions]).abs() / expected.abs().max()).amax() if len(rows) else 0.0))
     return worst
 
 

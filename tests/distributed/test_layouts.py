@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from layout_cases import LogitsCase, probe
+from layout_cases import METHODS, LogitsCase, probe
 from models import VOCAB_SIZE, make_model, save_checkpoint
 from ranks import run_forked
 
@@ -69,6 +69,7 @@ LOGITS_LAYOUTS = (
     "tp=2,pp=2",
     "pp=4,vpp=2",
     "tp=4",
+    "cp=4",
 )
 MIXTURES_LAYOUTS = (
     "tp=1",
@@ -100,9 +101,22 @@ UPDATES = {
         "pp=2,vpp=2,dp=2,overlap_grad_reduce=true,overlap_param_gather=true",
         "pp=2,dp=2,order=tp-pp-dp reversed",
         "tp=2,pp=2,dp=2",
+        "cp=2,dp=2 batch.tokens_per_micro_batch=40 reversed",
+        "cp=2,tp=2,sequence_parallel=true model.recompute=selective",
+        "cp=2,pp=2",
+        "cp=2,pp=2,vpp=2 model.recompute=full",
+        "cp=4 batch.tokens_per_micro_batch=19",
+        "cp=2,dp=2,overlap_grad_reduce=true,overlap_param_gather=true",
     ),
     "qwen3": ("tp=1", "tp=2,pp=2", "tp=4,sequence_parallel=true", "dp=4"),
-    "qwen3_moe": ("tp=1", *MIXTURES_LAYOUTS[1:], "dp=4,ep=2 model.recompute=selective"),
+    "qwen3_moe": (
+        "tp=1",
+        *MIXTURES_LAYOUTS[1:],
+        "dp=4,ep=2 model.recompute=selective",
+        "cp=2,ep=2",
+        "cp=2,dp=2,ep=4",
+        "cp=2,tp=2,ep=2,sequence_parallel=true",
+    ),
     "mixtral": ("tp=1", "tp=2,ep=2,sequence_parallel=true"),
     "deepseek_v3": (
         "tp=1",
@@ -114,41 +128,7 @@ UPDATES = {
     "uneven": ("tp=1", "pp=4", "pp=4,layers_per_chunk=[1;2;2;1]", "tp=2,pp=2,sequence_parallel=true", "pp=2,vpp=2,dp=2"),
 }
 
-# Methods, on a short qwen2, by their changes to the config: between them every loss, advantage and kind of correction.
-METHODS = {
-    "dual_clip": (
-        "algorithm.loss_type=dual_clip",
-        "algorithm.use_valid_token_scale=true",
-        "algorithm.loss_agg_func=token-mean",
-    ),
-    "gspo": ("algorithm.recipe=gspo", "algorithm.correction={importance: sequence, veto_below: 0.1}"),
-    "gspo_token": ("algorithm.recipe=gspo_token", "algorithm.adv_type=grpo_process"),
-    "cispo": ("algorithm.recipe=cispo", "algorithm.correction={importance: token, mask: token, mask_low: 0.3, mask_high: 3.0}"),
-    "sapo": ("algorithm.recipe=sapo", "algorithm.correction={mask: geometric, mask_low: 0.7, mask_high: 1.4}"),
-    "gmpo": ("algorithm.recipe=gmpo", "algorithm.correction={mask: sequence, mask_low: 0.05, mask_high: 20.0}"),
-    "rloo": (
-        "algorithm.recipe=rloo",
-        "algorithm.loss_type=reinforce",
-        "algorithm.correction={importance: icepop, mask_low: 0.8, mask_high: 1.25}",
-    ),
-    "reinforce_plus_plus": ("algorithm.recipe=reinforce_plus_plus", "algorithm.kl_beta=0.1"),
-    "reinforce_plus_plus_baseline": ("algorithm.recipe=reinforce_plus_plus_baseline", "algorithm.overlong_buffer=0.3"),
-    "process_supervision": ("algorithm.recipe=process_supervision", "algorithm.overlong_filter=true"),
-    "clip_cov": (
-        "algorithm={recipe: clip_cov, adv_type: grpo_turn, group_size: 4, cov_share: 1.0, cov_low: 0.02, cov_high: 0.5}",
-        "algorithm.correction={importance: token, batch_normalize: true, reject: seq_max_k3, reject_above: 2.0}",
-    ),
-    "kl_cov": (
-        "algorithm={recipe: kl_cov, adv_type: opo, group_size: 4, cov_share: 0.2, positive_nll: 0.1, positive_above: 0.5}",
-        "algorithm.correction={importance: sequence, batch_normalize: true, off_policy_threshold: 0.01}",
-    ),
-    "opd": ("algorithm.recipe=opd", "teachers={main: {path: FOLDER/uneven}}"),
-    "opd_kl": (
-        "algorithm={recipe: opd, group_size: 4, adv_type: grpo, distill_kl: reverse}",
-        "teachers={main: {path: FOLDER/large}}",
-    ),
-}
-METHODS_LAYOUTS = ("tp=1", "tp=2,dp=2 batch.tokens_per_micro_batch=40 reversed")
+METHODS_LAYOUTS = ("tp=1", "tp=2,dp=2 batch.tokens_per_micro_batch=40 reversed", "cp=4 batch.tokens_per_micro_batch=19")
 ALL_UPDATES = UPDATES | {f"short+{method}": METHODS_LAYOUTS for method in METHODS}
 for _method in ("reinforce_plus_plus", "clip_cov", "opd", "opd_kl"):  # they need log-probs of the last stage before the update
     ALL_UPDATES[f"short+{_method}"] += ("tp=2,pp=2",)
@@ -178,11 +158,22 @@ FULL_UPDATES = {
         "tp=4",
         "dp=4,overlap_grad_reduce=true,overlap_param_gather=true",
         "tp=2,pp=2,dp=2",
+        "cp=2,pp=2,vpp=2 model.recompute=full",
+        "cp=2,dp=2,overlap_grad_reduce=true,overlap_param_gather=true",
     ),
     "qwen3": ("tp=2,pp=2", "dp=4"),
-    "qwen3_moe": ("ep=2", "ep=4", "tp=4,sequence_parallel=true", "pp=2,ep=2"),
+    "qwen3_moe": (
+        "ep=2",
+        "ep=4",
+        "tp=4,sequence_parallel=true",
+        "pp=2,ep=2",
+        "cp=2,ep=2",
+        "cp=2,tp=2,ep=2,sequence_parallel=true",
+    ),
     "deepseek_v3": ("tp=1 model.recompute=full", "tp=1 batch.tokens_per_micro_batch=40"),
     "uneven": ("pp=4", "tp=2,pp=2,sequence_parallel=true"),
+    # Kept where rows are cut: sums and maxima over responses, what comes from the mini-batch, a teacher's hidden states.
+    **{f"short+{m}": METHODS_LAYOUTS[-1:] for m in METHODS if m not in ("gspo", "gmpo", "clip_cov", "opd_kl")},
     # What they have of their own is in one token's loss, which an oracle and a replay of whole steps hold.
     **{f"short+{m}": METHODS_LAYOUTS for m in ("gspo_token", "cispo", "sapo", "reinforce_plus_plus_baseline", "kl_cov")},
 }

@@ -33,7 +33,7 @@ def test_check_prints_a_line_a_layout_and_succeeds_where_all_are_the_same(tmp_pa
     command = [sys.executable, "-m", "grpo_mega.cli", "check", str(config), "--set", "run_dir=unused"]
     environment_root = Path(__file__).resolve().parents[2]
     result = subprocess.run(
-        [*command, "--set", "rewards={}", "--layouts", "tp=2 pp=2,layers_per_chunk=[1;1]"],
+        [*command, "--set", "rewards={}", "--layouts", "tp=2 pp=2,layers_per_chunk=[1;1] cp=2"],
         capture_output=True,
         text=True,
         cwd=environment_root,
@@ -41,7 +41,7 @@ def test_check_prints_a_line_a_layout_and_succeeds_where_all_are_the_same(tmp_pa
     )
     assert result.returncode == 0, result.stdout + result.stderr
     lines = [line for line in result.stdout.splitlines() if line.endswith("same")]
-    assert [line.split()[0] for line in lines] == ["tp=2", "pp=2,layers_per_chunk=[1;1]"]
+    assert [line.split()[0] for line in lines] == ["tp=2", "pp=2,layers_per_chunk=[1;1]", "cp=2"]
 
 
 @pytest.mark.parametrize(
