@@ -15,6 +15,7 @@ from grpo_mega.hardware import kernels
 from grpo_mega.hardware.device import Device
 from grpo_mega.hardware.kernels import Kernels
 from grpo_mega.validation import raise_first
+from grpo_mega.validation.layout import context_problems
 from grpo_mega.validation.precision import attention_problems, card_problems, transformer_engine_problems
 
 
@@ -47,8 +48,7 @@ def check(config: Config, device: Device) -> None:
             if value not in (None, "float32"):
                 raise ConfigError(f"{key}={value}: needs Transformer Engine on a GPU, and {reason}; leave {key} out")
         return
-    if config.layout.cp > 1:
-        raise ConfigError(f"layout.cp={config.layout.cp}: must be 1 with Transformer Engine; raise tp or pp, or uninstall it")
+    raise_first(context_problems(config.layout))
     raise_first(transformer_engine_problems(config.precision, version))
     if device.capability is not None:
         flash_attn = kernels.flash_attention_version()

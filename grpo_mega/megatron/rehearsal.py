@@ -150,14 +150,15 @@ def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
     runtime = runtimes.arrange(config, Device("cpu", torch.device("cpu")))
     length = request["num_tokens"]
     cuts = torch.tensor([*range(0, length, request["segment"]), length], dtype=torch.int32)
-    params = pack_params(cuts, torch.arange(length))
+    cp_size, cp_rank = runtime.layout.cp, runtime.cp_rank
+    params = pack_params(cuts, torch.arange(length), cp_size, cp_rank)
     counted.sent.clear()
     with FakeTensorMode(allow_non_fake_inputs=True), _patched_for_fake_tensors():
         policy = Policy(config, shape, family_of(shape.model_type), hf_config, runtime)
         policy.pipeline.packed_seq_params_of = lambda batch: params  # type: ignore[method-assign]
         kept = Kept(list(policy.parameters.values()))
         zeros, ids = torch.zeros(length), torch.zeros(length, dtype=torch.int64)
-        batch = PackedBatch(ids, ids, ids, cuts, zeros, zeros, zeros, zeros, [])
+        batch = PackedBatch(ids, ids, ids, cuts, zeros, zeros, zeros, zeros, [], cp_size, cp_rank)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x):
             if request["num_batches"]:  # 0: the request is only to build the model
                 policy.pipeline.forward_backward([batch] * request["num_batches"], _sum_of_hidden)

@@ -16,7 +16,7 @@ from grpo_mega.errors import UserError
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
 from grpo_mega.hardware.cards import Card
 from grpo_mega.validation.engine import engine_rank_problems, missing_engine_problems, served_card_problems
-from grpo_mega.validation.layout import world_size_problems
+from grpo_mega.validation.layout import context_problems, world_size_problems
 from grpo_mega.validation.model import Model, check_weights, position_problems, read_model
 from grpo_mega.validation.precision import card_problems, installed_problems
 from grpo_mega.validation.preflight import cut_problems
@@ -84,6 +84,7 @@ def job_problems(config: Config, shape: ModelShape | None, card: Card, world_siz
     """Yield the broken rules that no file decides; without a shape only those that the model has no part in."""
     rollout = config.rollout
     yield from world_size_problems(config.layout, world_size)
+    yield from context_problems(config.layout)
     yield from card_problems(config.precision, card.capability, card.title)
     if shape is not None:
         yield from cut_problems(config, shape)

@@ -49,6 +49,12 @@ def world_size_problems(layout: LayoutConfig, world_size: int) -> Iterator[str]:
         )
 
 
+def context_problems(layout: LayoutConfig) -> Iterator[str]:
+    """Yield why Transformer Engine's layers, which plans of GPUs have too, cannot be cut into the layout."""
+    if layout.cp > 1:
+        yield f"layout.cp={layout.cp}: must be 1 on GPUs with Transformer Engine; raise layout.tp or layout.pp instead"
+
+
 def layout_problems(layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
     """Yield why the model cannot be cut into the layout."""
     for problem in megatron_layout_problems(shape, megatron_layout(layout, layout.num_trainers)):

@@ -38,6 +38,7 @@ LAYOUTS = {
         f"tp=2,dp=2,sequence_parallel=true{OVERLAP} bfloat16",
         "pp=2,dp=2 bfloat16",
         f"pp=2,dp=2{OVERLAP} float32",
+        "cp=2,dp=2 float32",
         f"pp=2,vpp=2,dp=2{OVERLAP} bfloat16",
     ),
 }

@@ -87,7 +87,13 @@ def test_a_run_stopped_by_its_file_goes_on_as_if_nothing_had_happened(inputs: Pa
     assert betas == pytest.approx([0.01 * 0.92**step for step in range(len(betas))]) and len(betas) > 6
 
 
-@pytest.mark.parametrize("change", ["{tp: 2, pp: 2} {dp: 2}", pytest.param("{pp: 2} {tp: 2}", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "{tp: 2, pp: 2} {cp: 2}",
+        *(pytest.param(change, marks=pytest.mark.full) for change in ("{pp: 2} {tp: 2}", "{cp: 2} {dp: 2}")),
+    ],
+)
 def test_a_run_goes_on_in_another_layout_with_the_same_losses(inputs: Path, whole: End, tmp_path: Path, change: str) -> None:
     first, then = change.replace("} {", "}|{").split("|")
     stop_after(inputs, tmp_path / "run", 4, "--set", f"layout={first}")
