@@ -32,7 +32,9 @@ class Stack:
 
     queries: Tensor  # [runs, longest], indices into T; padding repeats a run's last token
     keys: Tensor  # [runs, most], indices into the keys of all ranks, one rank after the other
-    mask: Tensor | None  # [longest, most] bool, the keys that each query sees; None: causal, keys stand beside their queries
+    # [longest, most], 0 for the keys that each query sees, else -inf, in the dtype of the queries: torch would convert a bool
+    # one, and keep it, in every layer. None: causal, keys stand beside their queries.
+    mask: Tensor | None
 
 
 @dataclass
@@ -48,8 +50,11 @@ class LocalPackedSeqParams(PackedSeqParams):
     restore: Tensor = field(default_factory=Tensor)  # [T], the place of each token in the concatenated, flattened queries
 
 
-def pack_params(cu_seqlens: Tensor, position_ids: Tensor, cp_size: int = 1, cp_rank: int = 0) -> LocalPackedSeqParams:
-    """Return the parameters of the segments [cu_seqlens[i], cu_seqlens[i + 1]), which cover all T tokens of this rank."""
+def pack_params(
+    cu_seqlens: Tensor, position_ids: Tensor, dtype: torch.dtype, cp_size: int = 1, cp_rank: int = 0
+) -> LocalPackedSeqParams:
+    """Return the parameters of the segments [cu_seqlens[i], cu_seqlens[i + 1]), which cover all T tokens of this rank, for
+    queries of `dtype`."""
     cuts, device = cu_seqlens.tolist(), position_ids.device
     spans = sorted(((b - a, a) for a, b in pairwise(cuts) if b > a), reverse=True)
     found = _whole_segments(spans) if cp_size == 1 else _chunks(spans, cuts[-1], cp_size, cp_rank)
@@ -63,7 +68,8 @@ def pack_params(cu_seqlens: Tensor, position_ids: Tensor, cp_size: int = 1, cp_r
         qkv_format="packed",
         position_ids=position_ids,
         stacks=tuple(
-            Stack(s.queries.to(device), s.keys.to(device), None if s.mask is None else s.mask.to(device)) for s, _ in found
+            Stack(s.queries.to(device), s.keys.to(device), None if s.mask is None else s.mask.to(device, dtype))
+            for s, _ in found
         ),
         restore=restore.to(device),
     )
@@ -94,7 +100,7 @@ def _chunks(spans: list[tuple[int, int]], num_tokens: int, cp_size: int, cp_rank
             places[rows] = rank * num_tokens + torch.arange(length)
         for first, chunk in zip((0, length // 2), chunks_of(length * cp_size, cp_size, cp_rank), strict=True):
             queries = starts[:, None] + first + torch.arange(len(chunk))
-            mask = torch.ones(len(chunk), chunk.stop, dtype=torch.bool).tril(chunk.start)
+            mask = torch.full((len(chunk), chunk.stop), -torch.inf).triu(chunk.start + 1)
             stack = Stack(queries, starts[:, None] + places[: chunk.stop], mask if chunk.start else None)
             found.append((stack, torch.ones_like(queries, dtype=torch.bool)))
     return found

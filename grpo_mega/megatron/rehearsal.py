@@ -140,6 +140,7 @@ def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
     from grpo_mega.megatron import runtime as runtimes
     from grpo_mega.megatron.attention import pack_params
     from grpo_mega.megatron.policy import Policy
+    from grpo_mega.megatron.precision import DTYPES
     from grpo_mega.types import PackedBatch
     from grpo_mega.weights.families import family_of
     from grpo_mega.weights.spec import ModelShape
@@ -151,7 +152,7 @@ def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
     length = request["num_tokens"]
     cuts = torch.tensor([*range(0, length, request["segment"]), length], dtype=torch.int32)
     cp_size, cp_rank = runtime.layout.cp, runtime.cp_rank
-    params = pack_params(cuts, torch.arange(length), cp_size, cp_rank)
+    params = pack_params(cuts, torch.arange(length), DTYPES[config.model.dtype], cp_size, cp_rank)
     counted.sent.clear()
     with FakeTensorMode(allow_non_fake_inputs=True), _patched_for_fake_tensors():
         policy = Policy(config, shape, family_of(shape.model_type), hf_config, runtime)
