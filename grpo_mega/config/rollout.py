@@ -34,6 +34,9 @@ class RolloutConfig(Section):
     # more sequences than max_concurrent, with responses that are alike within a group; samples are the same.
     longest_first: bool = False
     quantization: Literal["fp8"] | None = None  # linear layers are sent in blocks of 128 x 128; see weights/
+    # Train each token of an MoE model with the experts that the engine chose for it (R3), since trainer and engine choose
+    # differently where two are close; the scores are the trainer's. The reference chooses by itself, except with "reference".
+    routing_replay: bool | Literal["reference"] = False
     # The keys below apply to engine=sglang only.
     cache_tokens: PositiveInt | None = None  # KV cache; None: as many as max_concurrent needs (CPU) or as fit (GPU)
     memory_fraction: Fraction | None = None  # share of GPU memory for weights and KV cache; None: the server's default

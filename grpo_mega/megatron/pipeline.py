@@ -18,6 +18,7 @@ from torch import Tensor
 from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.megatron.attention import pack_params
+from grpo_mega.megatron.replay import Replay
 from grpo_mega.types import PackedBatch
 
 T = TypeVar("T")
@@ -26,9 +27,9 @@ T = TypeVar("T")
 class Pipeline:
     """This rank's model chunks (wrapped for data parallelism), ready to run micro-batches."""
 
-    def __init__(self, chunks: Sequence[Any], *, uses_te: bool) -> None:
+    def __init__(self, chunks: Sequence[Any], *, uses_te: bool, replay: Replay | None = None) -> None:
         self._chunks = list(chunks)
-        self._uses_te = uses_te
+        self._uses_te, self._replay = uses_te, replay
         # Without this Megatron's casting wrapper copies the hidden states to fp32.
         self._model_kwargs = {"fp32_output": False} if chunks[0].config.bf16 else {}
 
@@ -70,6 +71,8 @@ class Pipeline:
         def forward_step(items: Iterator[Any], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch, params = next(items)
             recorder().beat()
+            if self._replay:
+                self._replay.begin(model, batch, is_update=not kwargs["forward_only"])
             hidden = model(batch.tokens[None], batch.position_ids[None], None, packed_seq_params=params, **self._model_kwargs)
             return hidden, partial(on_output, batch)
 

@@ -21,6 +21,8 @@ CPU_ROWS = 32  # SGLang's DEFAULT_MOE_PADDING_SIZE: to what multiple it pads the
 def engine_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
     """Yield what is wrong with the engine's own layout and with the weights that it is sent."""
     yield from rollout_block_problems(rollout, layout, shape)
+    if rollout.routing_replay and not shape.num_experts:
+        yield f"rollout.routing_replay={str(rollout.routing_replay).lower()} needs a model with experts; leave it out"
     if not rollout.is_served:
         return
     for problem in engine_layout_problems(shape, rollout.tp):
@@ -44,9 +46,9 @@ def missing_engine_problems(rollout: RolloutConfig, *, on_gpu: bool) -> Iterator
 
 def engine_rank_problems(tp: int, world_size: int, ranks_per_node: int, engine_ranks: int = 0) -> Iterator[str]:
     """Yield why engines of `tp` ranks do not fill the last `engine_ranks` ranks (0: all), or would span two nodes."""
-    first = world_size - engine_ranks if engine_ranks else 0
+    first, owner = (world_size - engine_ranks, "engine ranks") if engine_ranks else (0, "ranks")
     if (world_size - first) % tp:
-        yield f"rollout.tp={tp} does not divide the job's {world_size - first} ranks; use a divisor of it"
+        yield f"rollout.tp={tp} does not divide the job's {world_size - first} {owner}; use a divisor of it"
     elif any(leader // ranks_per_node != (leader + tp - 1) // ranks_per_node for leader in range(first, world_size, tp)):
         if not first:
             yield f"rollout.tp={tp} does not divide each node's {ranks_per_node} ranks; use a divisor of it"

@@ -72,6 +72,8 @@ def compared_with_transformers(case: LogitsCase, runtime: Runtime) -> dict[str, 
     model = model_files.read_model(case.config)
     policy = model_files.build_policy(case.config, model, runtime)
     samples = [_sample(i, tokens) for i, tokens in enumerate(case.sequences)]
+    for sample, routes in zip(samples, case.routes, strict=False):
+        sample.routes = routes
     batches = pack(
         [samples],
         [[1.0] * len(samples)],
@@ -84,6 +86,8 @@ def compared_with_transformers(case: LogitsCase, runtime: Runtime) -> dict[str, 
         policy.memory.onload()
         policy.pipeline.forward_backward(batches, partial(_probed, case, runtime.layout.tp))
         worst |= _gradient_differences(case, runtime, policy)
+    if policy.replay:
+        assert policy.replay.check()["routing/moved"] > 0.5
     by_rank: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(by_rank, worst)
     return {name: max(one.get(name, 0.0) for one in by_rank) for one in by_rank for name in one}

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from layout_cases import LogitsCase, probe
-from models import VOCAB_SIZE, make_model, save_checkpoint
+from layout_cases import LogitsCase, force_routes, probe, random_groups, routes_of, sequences
+from models import make_model, save_checkpoint
 from ranks import run_forked
 
 from grpo_mega import config as configs
 from grpo_mega.commands.check import Case, Difference, Outcome, compare
-from grpo_mega.types import Group, Prompt, Sample
 
 pytestmark = pytest.mark.distributed
 
@@ -61,6 +60,8 @@ MIXTURES = {
     "deepseek_v2": ("deepseek_v2", {"num_hidden_layers": 5, "rope_parameters": YARN_ROPE | {"factor": 4.0}}),
     "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 5, "q_lora_rank": 10, "rope_parameters": YARN_ROPE}),
     "deepseek_v3-plain": ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}),
+    "qwen3_moe-routed": ("qwen3_moe", {"num_hidden_layers": 8, "norm_topk_prob": True}),
+    "deepseek_v3-routed": ("deepseek_v3", {"num_hidden_layers": 5}),
 }
 LOGITS_LAYOUTS = (
     "tp=1",
@@ -79,6 +80,16 @@ MIXTURES_LAYOUTS = (
     "tp=4,sequence_parallel=true",
     "pp=2,ep=2",
     "pp=2,vpp=2,ep=2",
+)
+# Every token goes to experts that are given, of a model named "...-routed".
+ROUTED_LAYOUTS = (
+    "tp=1",
+    "tp=1 model.recompute=full batch.tokens_per_micro_batch=40",
+    "tp=2,sequence_parallel=true model.recompute=selective",
+    "pp=2",
+    "ep=2",
+    "pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",
+    "tp=2,ep=2,sequence_parallel=true",
 )
 # Model, layout, and what else is changed.
 UPDATES = {
@@ -111,6 +122,7 @@ UPDATES = {
         "tp=2,ep=2,sequence_parallel=true",
         "pp=2,vpp=2,ep=2",
     ),
+    "qwen3_moe-routed": ROUTED_LAYOUTS,
     "uneven": ("tp=1", "pp=4", "pp=4,layers_per_chunk=[1;2;2;1]", "tp=2,pp=2,sequence_parallel=true", "pp=2,vpp=2,dp=2"),
 }
 
@@ -167,6 +179,8 @@ GRADIENTS = {
     "deepseek_v3-plain": ("ep=2",),
     "qwen3_moe": ("tp=2,ep=2,sequence_parallel=true",),
 }
+LOGITS |= {"qwen3_moe-routed": ROUTED_LAYOUTS, "deepseek_v3-routed": ("tp=2,ep=2,sequence_parallel=true",)}
+GRADIENTS |= {name: LOGITS[name] for name in ("qwen3_moe-routed", "deepseek_v3-routed")}
 LOGITS |= {name: (*dict.fromkeys((*LOGITS[name], *texts)),) for name, texts in GRADIENTS.items()}
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
 # Those that every model keeps without --all; qwen2 and qwen3_moe keep all.
@@ -195,7 +209,7 @@ def parameters(names: Iterable[str], is_full: Callable[[str, str], bool]) -> lis
 
 ALL_LOGITS = parameters(
     (f"{model}:{layout}" for model, layouts in LOGITS.items() for layout in layouts),
-    lambda model, layout: model not in ("qwen2", "qwen3_moe") and layout not in KEPT_LOGITS,
+    lambda model, layout: model not in ("qwen2", "qwen3_moe", "qwen3_moe-routed") and layout not in KEPT_LOGITS,
 )
 ALL_GRADIENTS = parameters(
     (f"{model}:{text}" for model, texts in GRADIENTS.items() for text in texts),
@@ -219,23 +233,28 @@ def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("layouts")
     items = [item for item in request.session.items if item.path == request.path]
     chosen = {case for item in items for case in _cases_of(item)}
-    sequences = _sequences()
+    lines = sequences()
     cases: list[Case | LogitsCase] = []
     for name in MODELS | MIXTURES:
         model = _make(name, folder / name)
+        routes = routes_of(model, map(len, lines)) if "-routed" in name else []
+        if routes:
+            force_routes(model, routes)
         with torch.no_grad():
-            expected = [model(torch.tensor([tokens])).logits[0] for tokens in sequences]
-        probed = probe(model, sequences, folder / f"{name}-gradients") if name in GRADIENTS else ()
+            expected = [model(torch.tensor([tokens])).logits[0] for tokens in lines]
+        probed = probe(model, lines, folder / f"{name}-gradients") if name in GRADIENTS else ()
         for text in LOGITS.get(name, ()):
             if ("logits", f"{name}:{text}") in chosen:
                 config = _config(folder / name, *text.split(" "))
-                cases.append(
-                    LogitsCase(
-                        f"{name}:{text}", config, sequences, expected, *(probed if text in GRADIENTS.get(name, ()) else ())
-                    )
-                )
+                proven = dict(zip(("probes", "gradients"), probed, strict=False)) if text in GRADIENTS.get(name, ()) else {}
+                cases.append(LogitsCase(f"{name}:{text}", config, lines, expected, routes=routes, **proven))
     for name, texts in ALL_UPDATES.items():
-        torch.save(_random_groups(seed=7), folder / f"groups-{name}.pt")
+        groups = random_groups(seed=7)
+        if "-routed" in name:
+            samples = [sample for group in groups for sample in group.samples]
+            for sample, routes in zip(samples, routes_of(_make_model(name), (s.total_len for s in samples)), strict=True):
+                sample.routes = routes
+        torch.save(groups, folder / f"groups-{name}.pt")
         cases += [_update_case(name, text, folder) for text in texts if ("update", f"{name}:{text}") in chosen]
     for world_size in sorted({case.world_size for case in cases}):
         torch.save({i: case for i, case in enumerate(cases) if case.world_size == world_size}, folder / "cases.pt")
@@ -312,7 +331,7 @@ def test_a_teachers_log_probs_are_those_of_transformers_in_every_layout(matrix: 
     """Its family, size and tied weights are not the policy's."""
     model = _make_model("uneven").double()
     found = matrix.updates[name].logprobs["teacher_logprobs"]
-    for group in _random_groups(seed=7):
+    for group in random_groups(seed=7):
         for sample in group.samples:
             tokens, length = torch.tensor([*group.prompt.token_ids, *sample.response_ids]), sample.response_len
             table = torch.log_softmax(model(tokens[None]).logits[0, -length - 1 : -1] / 0.8, -1)
@@ -354,6 +373,8 @@ def _config(model: Path, layout: str, *overrides: str) -> configs.Config:
         # eps is above the rounding of gradients: Adam would make a whole step of one that is nothing but rounding.
         "optimizer": {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-6},
     }
+    if "-routed" in model.name:
+        configs.apply_override(raw, "rollout.routing_replay=true")
     for part in layout.split(","):
         configs.apply_override(raw, f"layout.{part.replace(';', ',')}")
     for override in overrides:
@@ -367,33 +388,3 @@ def _update_case(name: str, text: str, folder: Path) -> Case:
     overrides = [r for r in rest if r != "reversed"]
     config = _config(folder / model, layout, *(m.replace("FOLDER", str(folder)) for m in METHODS.get(method, ())), *overrides)
     return Case(f"{name}:{text}", config, reverse_groups="reversed" in rest)
-
-
-def _sequences() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(2, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (5, 17, 2, 30, 11, 24, 9)]
-
-
-def _random_groups(seed: int) -> list[Group]:
-    """Six groups of four ragged samples; one without spread, one sample without a reward."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def ints(n: int) -> list[int]:
-        return torch.randint(2, VOCAB_SIZE, (n,), generator=generator).tolist()
-
-    groups = []
-    for g in range(6):
-        prompt = Prompt(g, "", tuple(ints(3 + g)), "")
-        samples = []
-        for i in range(4):
-            length = int(torch.randint(1, 24, (1,), generator=generator))
-            logprobs = (-5.3 + 0.3 * torch.randn(length, generator=generator)).tolist()  # near those of a random model
-            reward = 1.0 if g == 2 else float(torch.rand(1, generator=generator))
-            sample = Sample(prompt, i, ints(length), logprobs, "stop" if length < 20 else "length", 0)
-            if not g == i == 1:
-                sample.reward = reward
-                sample.step_ends = sorted({length // 3, length - 1})
-                sample.step_rewards = torch.rand(len(sample.step_ends), generator=generator).tolist()
-            samples.append(sample)
-        groups.append(Group(prompt, samples))
-    return groups
