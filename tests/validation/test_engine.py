@@ -60,7 +60,7 @@ def test_a_server_on_a_gpu_needs_the_compiler_that_it_calls(tmp_path: Path, monk
         (2, 16, 8, 8, None),
         (2, 3, 3, 2, None),  # on one node an engine may begin anywhere
         (4, 14, 8, 8, "an engine of 4 ranks would span two nodes of 8 ranks, since it comes after 6 trainer ranks"),
-        (4, 12, 8, 6, "rollout.tp=4 does not divide the job's 6 ranks"),
+        (4, 12, 8, 6, "rollout.tp=4 does not divide the job's 6 engine ranks"),
         (4, 12, 6, 0, "rollout.tp=4 does not divide each node's 6 ranks"),
     ],
 )
