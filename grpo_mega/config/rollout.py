@@ -33,6 +33,7 @@ class RolloutConfig(Section):
     # Begin one sample of each group first, then the others of the groups with the longest: no long response begins last. For
     # more sequences than max_concurrent, with responses that are alike within a group; samples are the same.
     longest_first: bool = False
+    dtype: Literal["float32", "bfloat16"] | None = None  # of the engine's weights and computation; None: model.dtype
     quantization: Literal["fp8"] | None = None  # linear layers are sent in blocks of 128 x 128; see weights/
     # Train each token of an MoE model with the experts that the engine chose for it (R3), since trainer and engine choose
     # differently where two are close; the scores are the trainer's. The reference chooses by itself, except with "reference".

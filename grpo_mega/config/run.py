@@ -263,6 +263,10 @@ class Config(Section):
         longest |= dict.fromkeys(("wake", "sleep", "sync"), self.rollout.start_deadline_s)
         return {phase: seconds + self.hang_deadline_s for phase, seconds in longest.items()}
 
+    @property
+    def engine_dtype(self) -> str:
+        return self.rollout.dtype or self.model.dtype
+
     @model_validator(mode="after")
     def _check(self) -> Config:
         if self.log.profile and self.log.profiled_steps[-1] > self.steps:

@@ -90,6 +90,11 @@ class Setup:
         return item_bytes(self.config.model.dtype)
 
     @property
+    def engine_itemsize(self) -> int:
+        """Return the bytes of a weight that an engine holds, and of a number in its cache."""
+        return item_bytes(self.config.engine_dtype)
+
+    @property
     def num_nodes(self) -> int:
         return -(-self.world_size // self.gpus_per_node)
 

@@ -11,6 +11,7 @@ from grpo_mega.config import Config, RolloutConfig
 from grpo_mega.distributed.launch import num_cores
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.hardware.device import PeakMemory
+from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.rollout.absent import AbsentEngine
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
@@ -38,7 +39,7 @@ def build_engine(config: Config, model: ModelFiles, runtime: Runtime, rendezvous
         model.hf_config,
         model.family,
         model.shape,
-        model.dtype,
+        DTYPES[config.engine_dtype],
         runtime.device,
         config.rollout.max_concurrent,
         rank=runtime.rank - runtime.first_engine_rank,
@@ -90,7 +91,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
         raise_first(missing_engine_problems(rollout, on_gpu=True))
         raise_first(
             served_card_problems(
-                rollout, config.model.dtype, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
+                rollout, config.engine_dtype, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
             )
         )
     else:
@@ -102,7 +103,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
     settings = EngineSettings(
         rollout=rollout,
         model_path=config.model.path,
-        dtype=config.model.dtype,
+        dtype=config.engine_dtype,
         folder=folder,
         context_length=config.data.max_prompt_length + rollout.max_response_length + 1,
         device_type=device.type,

@@ -69,7 +69,7 @@ def served_card_problems(rollout: RolloutConfig, dtype: str, capability: Version
             "leave rollout.quantization out"
         )
     if dtype != "bfloat16":
-        yield f"rollout.quantization={rollout.quantization!r} needs model.dtype=bfloat16 on a GPU, not {dtype}; set it"
+        yield f"rollout.quantization={rollout.quantization!r} needs rollout.dtype=bfloat16 on a GPU, not {dtype}; set it"
 
 
 def padding_problems(shape: ModelShape, tp: int) -> Iterator[str]:
