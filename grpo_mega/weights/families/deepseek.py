@@ -7,7 +7,8 @@ by heads. deepseek_v3 adds a bias per expert to the router's scores when it choo
 from __future__ import annotations
 
 from grpo_mega.weights.families.dense import EMBEDDING, FINAL_NORM, OUTPUT
-from grpo_mega.weights.spec import Copy, Family, GateUp, Row, Span
+from grpo_mega.weights.ops import Copy, GateUp
+from grpo_mega.weights.spec import Family, Row, Span
 
 _HF = "model.layers.{i}."
 _MCORE = "decoder.layers.{i}."

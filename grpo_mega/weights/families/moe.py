@@ -8,7 +8,8 @@ one of expert e is "parameter[e]" here. Its layout is that of SGLang's Triton ke
 from __future__ import annotations
 
 from grpo_mega.weights.families.dense import ATTENTION, EMBEDDING, FINAL_NORM, OUTPUT, QK_NORMS
-from grpo_mega.weights.spec import Copy, Family, GateUp, Row
+from grpo_mega.weights.ops import Copy, GateUp
+from grpo_mega.weights.spec import Family, Row
 
 _HF = "model.layers.{i}."
 _MCORE = "decoder.layers.{i}."
