@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor, prod
 
 from grpo_mega.hardware.cards import Card
@@ -61,7 +61,7 @@ def elements_of(family: Family, shape: ModelShape, layout: EngineLayout | None) 
 
 def received_weights(setup: Setup, label: str) -> Figure:
     """Return what a rank of the engine is sent in a sync, all of it."""
-    layout = EngineLayout(setup.config.rollout.tp, 1) if setup.is_served else None
+    layout = replace(setup.engine_layout, num_engines=1) if setup.is_served else None
     held = elements_of(setup.family, setup.shape, layout)
     if setup.config.rollout.quantization is None:
         return product(label, "B", "exact", elements=held.total, b=setup.itemsize)
