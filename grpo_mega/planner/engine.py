@@ -71,8 +71,13 @@ def received_weights(setup: Setup, label: str) -> Figure:
 
 
 def cache_bytes_per_token(setup: Setup) -> int:
-    """Return the bytes per token on one device; with fewer key-value heads than ranks each rank holds one head."""
+    """Return the bytes per token on one device; with fewer key-value heads than ranks each rank holds one head.
+
+    Of multi-latent attention SGLang keeps the latents, whole on every rank.
+    """
     shape, tp = setup.shape, setup.config.rollout.tp if setup.is_served else 1
+    if shape.kv_lora and setup.is_served:
+        return shape.num_layers * shape.kv_down * setup.itemsize
     heads = max(1, shape.num_kv_heads // tp)
     return shape.num_layers * heads * (shape.head_dim + (shape.v_dim or shape.head_dim)) * setup.itemsize
 

@@ -264,7 +264,8 @@ def engine_blocks(family: Family, shape: ModelShape, layout: EngineLayout, rank:
         shards: RankShards = {}
         for row in rows:
             local, parts = row.engine or row.hf[0], width if row.kind == "expert" else layout.tp
-            shards[local] = row.op.engine(Shard(_hf_names(family, shape, row), local, shape, parts, tp_rank % parts))
+            tensor = row.op.engine(Shard(_hf_names(family, shape, row), local, shape, parts, tp_rank % parts))
+            shards[local] = shards[local].above(tensor) if local in shards else tensor
         return shards
 
     experts = range(first, first + shape.num_experts // layout.ep)

@@ -78,6 +78,14 @@ class ModelShape:
         return self.kv_lora + self.rope_dim
 
     @property
+    def kv_down_alone(self) -> int:
+        return 0 if self.q_lora else self.kv_down
+
+    @property
+    def kv_down_fused(self) -> int:
+        return self.kv_down if self.q_lora else 0  # with the queries' latent, in SGLang
+
+    @property
     def kv_up(self) -> int:
         return self.num_heads * (self.head_dim - self.rope_dim + self.v_dim)
 
@@ -198,7 +206,7 @@ class Row:
     op: Op
     where: Where = "layer"
     megatron_te: str | None = None  # its name where Transformer Engine fuses the norm into the linear layer
-    engine: str | None = None  # SGLang's; None: the (first) Hugging Face name
+    engine: str | None = None  # SGLang's; None: the (first) Hugging Face name. Rows with the same one stand one below the other
     is_linear: bool = False  # the weight of a linear layer of attention, MLP or an expert: these are quantised to FP8
     span: Span | None = None  # the layers that have it; None: all
 
