@@ -152,6 +152,8 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
             "rollout={longest_first: true, oversample: 1.5}",
             "rollout.longest_first=true: must not be with oversample=1.5, which aborts what begins last",
         ),
+        ("rollout={engine: sglang, tp: 4, ep: 3}", "rollout.ep=3 does not divide rollout.tp=4; use a divisor of it"),
+        ("rollout.ep=2", "rollout.ep=2 does not divide rollout.tp=1; use a divisor of it"),
         ("rollout.partial=true", "rollout.partial=true needs rollout.oversample > 1, or nothing is left to continue; use 1.25"),
         ("rollout.max_staleness=-1", "rollout.max_staleness=-1: input should be greater than or equal to 0"),
         ("rollout.placement=separate", "rollout.placement=separate and layout.engine_ranks=0 contradict one another; set"),

@@ -13,6 +13,7 @@ from grpo_mega.config.base import Fraction, NonNegativeInt, PositiveFloat, Posit
 class RolloutConfig(Section):
     engine: Literal["embedded", "sglang"] = "embedded"
     tp: PositiveInt = 1  # ranks per engine: rank r serves engine r // tp; 1 for the embedded engine
+    ep: PositiveInt = 1  # parts in which an engine's ranks hold the experts of an MoE model; a divisor of tp, often tp itself
     # separate: layout.engine_ranks ranks generate for the next steps while the others train; colocated: all do both in turns
     placement: Literal["colocated", "separate"] = "colocated"
     temperature: PositiveFloat = 1.0
@@ -82,6 +83,8 @@ class RolloutConfig(Section):
     def _check(self) -> RolloutConfig:
         if not self.is_served and self.tp > 1:
             raise ValueError(f"rollout.tp={self.tp} needs rollout.engine=sglang; the embedded engine spans one rank")
+        if self.tp % self.ep:
+            raise ValueError(f"rollout.ep={self.ep} does not divide rollout.tp={self.tp}; use a divisor of it")
         if self.is_separate and self.partial:
             raise ValueError("rollout.partial=true: must not be with placement=separate, which always continues; leave it out")
         if self.is_separate and self.carries and self.oversample > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor, prod
 
 from grpo_mega.hardware.cards import Card
@@ -61,7 +61,7 @@ def elements_of(family: Family, shape: ModelShape, layout: EngineLayout | None) 
 
 def received_weights(setup: Setup, label: str) -> Figure:
     """Return what a rank of the engine is sent in a sync, all of it."""
-    layout = EngineLayout(setup.config.rollout.tp, 1) if setup.is_served else None
+    layout = replace(setup.engine_layout, num_engines=1) if setup.is_served else None
     held = elements_of(setup.family, setup.shape, layout)
     if setup.config.rollout.quantization is None:
         return product(label, "B", "exact", elements=held.total, b=setup.engine_itemsize)
@@ -71,8 +71,13 @@ def received_weights(setup: Setup, label: str) -> Figure:
 
 
 def cache_bytes_per_token(setup: Setup) -> int:
-    """Return the bytes per token on one device; with fewer key-value heads than ranks each rank holds one head."""
+    """Return the bytes per token on one device; with fewer key-value heads than ranks each rank holds one head.
+
+    Of multi-latent attention SGLang keeps the latents, whole on every rank.
+    """
     shape, tp = setup.shape, setup.config.rollout.tp if setup.is_served else 1
+    if shape.kv_lora and setup.is_served:
+        return shape.num_layers * shape.kv_down * setup.itemsize
     heads = max(1, shape.num_kv_heads // tp)
     return shape.num_layers * heads * (shape.head_dim + (shape.v_dim or shape.head_dim)) * setup.engine_itemsize
 

@@ -81,8 +81,8 @@ class Setup:
 
     @property
     def engine_layout(self) -> EngineLayout:
-        tp = self.config.rollout.tp
-        return EngineLayout(tp, self.num_engine_ranks // tp)
+        rollout = self.config.rollout
+        return EngineLayout(rollout.tp, self.num_engine_ranks // rollout.tp, rollout.ep)
 
     @property
     def itemsize(self) -> int:

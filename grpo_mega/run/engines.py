@@ -126,7 +126,7 @@ def _engine_side(config: Config, model: ModelFiles, runtime: Runtime) -> ShardLa
     quantise = rollout.quantization is not None
     if not rollout.is_served:
         return hf_shards(model.family, model.shape, size, quantise=quantise)
-    layout = EngineLayout(rollout.tp, size // rollout.tp)
+    layout = EngineLayout(rollout.tp, size // rollout.tp, rollout.ep)
     return engine_shards(model.family, model.shape, layout, size, quantise=quantise)
 
 

@@ -25,7 +25,7 @@ def engine_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelSh
         yield f"rollout.routing_replay={str(rollout.routing_replay).lower()} needs a model with experts; leave it out"
     if not rollout.is_served:
         return
-    for problem in engine_layout_problems(shape, rollout.tp):
+    for problem in engine_layout_problems(shape, rollout.tp, rollout.ep):
         yield f"rollout.{problem}"
     size, owner = (layout.engine_ranks, "engine ranks") if layout.engine_ranks else (layout.world_size, "ranks")
     if (layout.dp is not None or layout.engine_ranks) and size % rollout.tp:
@@ -74,12 +74,12 @@ def served_card_problems(rollout: RolloutConfig, dtype: str, capability: Version
 
 def padding_problems(shape: ModelShape, tp: int) -> Iterator[str]:
     """Yield why SGLang would pad the model on a CPU, so that no checkpoint's tensors fit its own."""
-    rows = shape.moe_ffn or shape.ffn
-    if rows % (CPU_ROWS * tp):
-        yield (
-            f"SGLang pads an MLP of {rows} rows on a CPU, where rollout.tp={tp} wants a multiple of {CPU_ROWS * tp}; "
-            "use rollout.engine=embedded, or another model"
-        )
+    for rows in {shape.moe_ffn or shape.ffn, shape.ffn if shape.num_dense else 0}:
+        if rows % (CPU_ROWS * tp):
+            yield (
+                f"SGLang pads an MLP of {rows} rows on a CPU, where rollout.tp={tp} wants a multiple of {CPU_ROWS * tp}; "
+                "use rollout.engine=embedded, or another model"
+            )
     if shape.num_kv_heads % tp:
         yield (
             f"SGLang pads {shape.num_kv_heads} key-value heads on a CPU, where rollout.tp={tp} does not divide them; "

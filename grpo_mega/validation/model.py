@@ -186,8 +186,6 @@ def latent_problems(config: Config, shape: ModelShape) -> Iterator[str]:
             f"precision.fp8={config.precision.fp8!r}: must be left out for {shape.model_type}, whose layers are Megatron's "
             "local ones and compute in model.dtype; remove it"
         )
-    if config.rollout.is_served:
-        yield f"rollout.engine='sglang' does not serve {shape.model_type} yet; use rollout.engine=embedded"
     if config.rollout.quantization is not None:
         yield f"rollout.quantization={config.rollout.quantization!r}: must be left out for {shape.model_type}; remove it"
 

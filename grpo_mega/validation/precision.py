@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from grpo_mega.config import Config, LayoutConfig, OptimizerConfig, PrecisionConfig, RolloutConfig
 from grpo_mega.hardware.fp8 import PRECISION_AWARE, RECIPES, Needs
@@ -157,7 +158,10 @@ def rollout_block_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: 
     """Yield where a block of rollout.quantization would straddle ranks of the trainer or of an engine."""
     if rollout.quantization is None:
         return
-    sides = [("layout.tp", layout.tp, _trainer_cut), ("rollout.tp", rollout.tp, _engine_cut)]
+    sides: list[tuple[str, int, Callable[[ModelShape, int], str | None]]] = [
+        ("layout.tp", layout.tp, _trainer_cut),
+        ("rollout.tp", rollout.tp, partial(_engine_cut, ep=rollout.ep)),
+    ]
     for key, tp, cut in sides if rollout.is_served else sides[:1]:
         place = cut(shape, tp)
         if place:
@@ -176,11 +180,16 @@ def _trainer_cut(shape: ModelShape, tp: int) -> str | None:
     return _cut(shape, tp, lambda row, rank: row.op.megatron(Shard(row.hf, "", shape, tp, rank)))
 
 
-def _engine_cut(shape: ModelShape, tp: int) -> str | None:
+def _engine_cut(shape: ModelShape, tp: int, ep: int) -> str | None:
     """Return the same for SGLang, where the parts of fused layers must begin with a block too."""
-    if any(engine_layout_problems(shape, tp)):
+    if any(engine_layout_problems(shape, tp, ep)):
         return ""
-    return _cut(shape, tp, lambda row, rank: row.op.engine(Shard(row.hf, "", shape, tp, rank)), fused=True)
+
+    def held(row: Row, rank: int) -> LocalTensor:
+        parts = tp // ep if row.kind == "expert" else tp
+        return row.op.engine(Shard(row.hf, "", shape, parts, rank % parts))
+
+    return _cut(shape, tp, held, fused=True)
 
 
 def _cut(shape: ModelShape, tp: int, held: Callable[[Row, int], LocalTensor], *, fused: bool = False) -> str | None:

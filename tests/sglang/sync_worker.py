@@ -79,6 +79,7 @@ def engine_of(
     rollout = RolloutConfig(
         engine="sglang",
         tp=tp,
+        ep=case.engine_ep,
         max_concurrent=32,
         cache_tokens=2048,
         quantization="fp8" if case.quantise else None,
@@ -217,7 +218,7 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
     rendezvous.all_gather("the checkpoint", None, DEADLINE_S)
     model = model_files.read_model(config)
     sides = {
-        tp: engine_shards(model.family, model.shape, EngineLayout(tp, 1), WORLD_SIZE, quantise=case.quantise)
+        tp: engine_shards(model.family, model.shape, EngineLayout(tp, 1, case.engine_ep), WORLD_SIZE, quantise=case.quantise)
         for tp in case.engine_tps
     }
     with ExitStack() as stack:

@@ -20,6 +20,7 @@ SHAPE = ModelShape("qwen2", 2, 64, 128, 8, 2, 8, 100, tied=False)
         (replace(SHAPE, ffn=48), 1, "pads an MLP of 48 rows on a CPU, where rollout.tp=1 wants a multiple of 32"),
         (replace(SHAPE, ffn=96), 2, "pads an MLP of 96 rows on a CPU, where rollout.tp=2 wants a multiple of 64"),
         (replace(SHAPE, num_experts=4, moe_ffn=24), 1, "pads an MLP of 24 rows"),
+        (replace(SHAPE, num_experts=4, moe_ffn=32, ffn=48, num_dense=1), 1, "pads an MLP of 48 rows"),
         (SHAPE, 4, "pads 2 key-value heads on a CPU, where rollout.tp=4 does not divide them"),
     ],
 )

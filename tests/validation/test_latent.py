@@ -50,7 +50,7 @@ def test_a_model_that_megatron_would_compute_otherwise_is_refused(changes: dict[
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("rollout.engine=sglang", "rollout.engine='sglang' does not serve deepseek_v3 yet; use rollout.engine=embedded"),
+        ("rollout={engine: sglang, tp: 8, ep: 8}", "rollout.ep=8 does not divide the 12 experts of a layer; use a divisor"),
         ("rollout.quantization=fp8", "rollout.quantization='fp8': must be left out for deepseek_v3; remove it"),
         ("precision.fp8=hybrid", "precision.fp8='hybrid': must be left out for deepseek_v3"),
         ("layout.tp=2", "layout.tp=2 with an MoE model needs layout.sequence_parallel=true; set it"),

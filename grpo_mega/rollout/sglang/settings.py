@@ -102,6 +102,8 @@ class EngineSettings:
             "skip_tokenizer_init": True,
             "device": self.device_type,
             "dtype": self.dtype,
+            "disable_shared_experts_fusion": True,  # else SGLang appends them to the experts that tokens are routed to
+            "ep_size": self.rollout.ep,
             "tp_size": self.rollout.tp,
             "base_gpu_id": self.base_gpu_id if self.device_type == "cuda" else None,
             "context_length": self.context_length,

@@ -7,7 +7,8 @@ by heads. deepseek_v3 adds a bias per expert to the router's scores when it choo
 from __future__ import annotations
 
 from grpo_mega.weights.families.dense import EMBEDDING, FINAL_NORM, OUTPUT
-from grpo_mega.weights.spec import Copy, Family, GateUp, Row, Span
+from grpo_mega.weights.ops import Copy, GateUp
+from grpo_mega.weights.spec import Family, Row, Span
 
 _HF = "model.layers.{i}."
 _MCORE = "decoder.layers.{i}."
@@ -15,9 +16,9 @@ _HF_EXPERTS = _HF + "mlp.experts."
 _EXPERT = _MCORE + "mlp.experts.local_experts.{e}."
 
 
-def _attention(hf: str, megatron: str, dims: tuple[str, ...], axis: int | None = None) -> Row:
+def _attention(hf: str, megatron: str, dims: tuple[str, ...], axis: int | None = None, engine: str | None = None) -> Row:
     names = (f"{_HF}self_attn.{hf}.weight",), f"{_MCORE}self_attention.{megatron}.weight"
-    return Row(*names, Copy(dims, axis), is_linear=len(dims) == 2)
+    return Row(*names, Copy(dims, axis), engine=engine, is_linear=len(dims) == 2)
 
 
 def _mlp(block: str, rows: str, span: Span) -> tuple[Row, Row]:
@@ -41,13 +42,16 @@ def _mlp(block: str, rows: str, span: Span) -> tuple[Row, Row]:
     )
 
 
+_FUSED = _HF + "self_attn.fused_qkv_a_proj_with_mqa.weight"  # where the queries have a latent too
+
 _ROWS = (
     Row((_HF + "input_layernorm.weight",), _MCORE + "input_layernorm.weight", Copy(("hidden",))),
     _attention("q_proj", "linear_q_proj", ("q_from_hidden", "hidden"), axis=0),
-    _attention("q_a_proj", "linear_q_down_proj", ("q_lora", "hidden")),
+    _attention("q_a_proj", "linear_q_down_proj", ("q_lora", "hidden"), engine=_FUSED),
     _attention("q_a_layernorm", "q_layernorm", ("q_lora",)),
     _attention("q_b_proj", "linear_q_up_proj", ("q", "q_lora"), axis=0),
-    _attention("kv_a_proj_with_mqa", "linear_kv_down_proj", ("kv_down", "hidden")),
+    _attention("kv_a_proj_with_mqa", "linear_kv_down_proj", ("kv_down_fused", "hidden"), engine=_FUSED),
+    _attention("kv_a_proj_with_mqa", "linear_kv_down_proj", ("kv_down_alone", "hidden")),
     _attention("kv_a_layernorm", "kv_layernorm", ("kv_lora",)),
     _attention("kv_b_proj", "linear_kv_up_proj", ("kv_up", "kv_lora"), axis=0),
     _attention("o_proj", "linear_proj", ("hidden", "v"), axis=1),
@@ -77,5 +81,5 @@ _ROWS = (
 )
 _BIAS = Row((_HF + "mlp.gate.e_score_correction_bias",), _MCORE + "mlp.router.expert_bias", Copy(("num_experts",)), span="moe")
 
-DEEPSEEK_V2 = Family(_ROWS, EMBEDDING, OUTPUT, engine_ties=False)
-DEEPSEEK_V3 = Family((*_ROWS, _BIAS), EMBEDDING, OUTPUT, engine_ties=False)
+DEEPSEEK_V2 = Family(_ROWS, EMBEDDING, OUTPUT)
+DEEPSEEK_V3 = Family((*_ROWS, _BIAS), EMBEDDING, OUTPUT)

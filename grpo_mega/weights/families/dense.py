@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from grpo_mega.weights.spec import QKV, Copy, Family, GateUp, Row, Vocab
+from grpo_mega.weights.ops import QKV, Copy, GateUp, Vocab
+from grpo_mega.weights.spec import Family, Row
 
 EMBEDDING = Row(("model.embed_tokens.weight",), "embedding.word_embeddings.weight", Vocab(), "first")
 OUTPUT = Row(("lm_head.weight",), "output_layer.weight", Vocab(), "last")
