@@ -7,7 +7,7 @@ from models import EOS_ID, VOCAB_SIZE
 
 from grpo_mega.rollout.engine import Sampling
 
-SAMPLING = Sampling(group_size=4, temperature=0.8, max_response_length=12, stop_token_ids=frozenset({EOS_ID}))
+SAMPLING = Sampling(4, temperature=0.8, max_response_length=12, stop_token_ids=frozenset({EOS_ID}), with_routes=True)
 LONG = replace(SAMPLING, max_response_length=36, stop_token_ids=frozenset(range(EOS_ID, VOCAB_SIZE, 20)))
 
 

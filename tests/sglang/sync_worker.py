@@ -32,6 +32,7 @@ from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.rollout.absent import AbsentEngine
+from grpo_mega.rollout.routes import Routers
 from grpo_mega.rollout.sglang.buckets import HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.settings import EngineSettings
@@ -96,6 +97,7 @@ def engine_of(
         rank=rank,
         world_size=tp,
         cores=tuple(sorted(os.sched_getaffinity(0))[:tp]),
+        routers=Routers.of(model.shape, model.hf_config) if model.shape.num_experts else None,
     )
     folder.mkdir(parents=True, exist_ok=True)
     rendezvous = Rendezvous(PrefixStore(f"engine{tp}", runtime.store), rank, WORLD_SIZE)
@@ -166,7 +168,10 @@ def sync_layout(
             assert len(samples) == len(PROMPTS) * SAMPLING.group_size
             assert {sample.policy_version for sample in samples} == {version}
             samples += continued(engine, carried.setdefault(tp, {}), version)
-            said = [(s.prompt.token_ids, s.response_ids, s.rollout_logprobs, s.spans) for s in samples]
+            said = [
+                (s.prompt.token_ids, s.response_ids, s.rollout_logprobs, s.spans, s.routes and s.routes.experts.tolist())
+                for s in samples
+            ]
             (folder / f"samples{version}_tp{tp}.json").write_text(json.dumps(said))
         rendezvous.all_gather("the next sync", None, DEADLINE_S)
     side, engine = engines[max(engines)]
