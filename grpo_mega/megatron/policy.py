@@ -36,6 +36,7 @@ from grpo_mega.megatron.offload import PolicyMemory
 from grpo_mega.megatron.pipeline import Pipeline
 from grpo_mega.megatron.precision import PlainTensors, held, in_bf16, is_quantised, set_level, write_back
 from grpo_mega.megatron.reference import Reference
+from grpo_mega.megatron.routers import Routers
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.megatron.teacher import Teacher
 from grpo_mega.types import PackedBatch, StepMetrics
@@ -57,7 +58,8 @@ class Policy:
         self._layer_group = _layer_groups(self.models, shape.num_layers)
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision)
         self.parameters |= biases_of(self.models)  # which are buffers
-        self.pipeline = Pipeline(self.chunks, uses_te=uses_te)
+        self.routers = Routers(self.models, config.model.router, runtime, shape.num_layers)
+        self.pipeline = Pipeline(self.chunks, uses_te=uses_te, routers=self.routers)
         self._optimizer: Any = None
         self.algorithm: AlgorithmConfig = config.algorithm  # with the kl_beta of now, which algorithm.kl_target adapts
         self.optimizer_step = 0  # optimizer steps taken so far, without dropped mini-batches
@@ -192,7 +194,7 @@ class Policy:
         for _ in range(self._config.batch.epochs):
             for batches in mini_batches:
                 self._seen = []
-                metrics = self._reduced(self.pipeline.forward_backward(batches, self._loss))
+                metrics = self._reduced(self.pipeline.forward_backward(batches, self._loss)) | self.routers.metrics()
                 limit = algorithm.early_stop_imp_ratio
                 if limit is not None and metrics["ratio/mean"] > limit:  # a NaN is no early stop
                     metrics |= {"dropped_mini_batches": 1.0, "nonfinite_mini_batches": 0.0}
@@ -240,6 +242,7 @@ class Policy:
         optimizers.set_rates(self._optimizer, lr, self._config.optimizer.weight_decay)
         self.memory.onload_optimizer()
         self._optimizer.step()
+        self.routers.move_biases()
         self.num_pushed += self.optimizer_step >= self._config.optimizer.warmup_steps and lr > 0 and grad_norm > 0
         self.optimizer_step += 1
         return {"grad_norm": grad_norm, "lr": lr, "dropped_mini_batches": 0.0, "nonfinite_mini_batches": 0.0}

@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from layout_cases import LogitsCase, probe
+from layout_cases import LogitsCase, as_samples, probe, routed
 from models import VOCAB_SIZE, make_model, save_checkpoint
 from ranks import run_forked
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from grpo_mega import config as configs
+from grpo_mega.batching.pack import pack
 from grpo_mega.commands.check import Case, Difference, Outcome, compare
 from grpo_mega.types import Group, Prompt, Sample
 
@@ -62,6 +65,16 @@ MIXTURES = {
     "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 5, "q_lora_rank": 10, "rope_parameters": YARN_ROPE}),
     "deepseek_v3-plain": ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}),
 }
+# Their routers, and what else is changed.
+ROUTERS = {
+    "qwen3_moe": ("model.router={balancing: seq_aux_loss, aux_loss_coeff: 0.05, z_loss_coeff: 0.002}",),
+    "qwen3_moe-unnormalised": ("model.router={balancing: aux_loss, aux_loss_coeff: 0.05}",),
+    "mixtral": ("model.router.freeze=true",),
+    "deepseek_v3-plain": (
+        "model.router={balancing: seq_aux_loss, aux_loss_coeff: 0.05, bias_update_rate: 0.02}",
+        "optimizer.lr=1e-12",  # biases alone move
+    ),
+}
 LOGITS_LAYOUTS = (
     "tp=1",
     "tp=2,dp=2,sequence_parallel=true",
@@ -102,7 +115,12 @@ UPDATES = {
         "tp=2,pp=2,dp=2",
     ),
     "qwen3": ("tp=1", "tp=2,pp=2", "tp=4,sequence_parallel=true", "dp=4"),
-    "qwen3_moe": ("tp=1", *MIXTURES_LAYOUTS[1:], "dp=4,ep=2 model.recompute=selective"),
+    "qwen3_moe": (
+        "tp=1",
+        *MIXTURES_LAYOUTS[1:],
+        "dp=4,ep=2 model.recompute=selective",
+        "tp=1 batch.tokens_per_micro_batch=40 reversed",
+    ),
     "mixtral": ("tp=1", "tp=2,ep=2,sequence_parallel=true"),
     "deepseek_v3": (
         "tp=1",
@@ -111,6 +129,7 @@ UPDATES = {
         "tp=2,ep=2,sequence_parallel=true",
         "pp=2,vpp=2,ep=2",
     ),
+    "deepseek_v3-plain": ("tp=1", "tp=2,ep=2,sequence_parallel=true"),
     "uneven": ("tp=1", "pp=4", "pp=4,layers_per_chunk=[1;2;2;1]", "tp=2,pp=2,sequence_parallel=true", "pp=2,vpp=2,dp=2"),
 }
 
@@ -148,6 +167,11 @@ METHODS = {
         "teachers={main: {path: FOLDER/large}}",
     ),
 }
+# Updates that are compared with no other.
+ALONE = {
+    "deepseek_v3-plain": ("tp=1 algorithm.early_stop_imp_ratio=0.5",),  # which drops every mini-batch
+    "qwen3_moe": ("tp=1 model.router.capacity_factor=0.5",),
+}
 METHODS_LAYOUTS = ("tp=1", "tp=2,dp=2 batch.tokens_per_micro_batch=40 reversed")
 ALL_UPDATES = UPDATES | {f"short+{method}": METHODS_LAYOUTS for method in METHODS}
 for _method in ("reinforce_plus_plus", "clip_cov", "opd", "opd_kl"):  # they need log-probs of the last stage before the update
@@ -165,7 +189,14 @@ GRADIENTS = {
     ),
     "deepseek_v2": ("tp=1", "tp=2,sequence_parallel=true"),
     "deepseek_v3-plain": ("ep=2",),
-    "qwen3_moe": ("tp=2,ep=2,sequence_parallel=true",),
+    "qwen3_moe": (
+        "tp=1",
+        "tp=2,ep=2,sequence_parallel=true",
+        "pp=2,vpp=2,ep=2",
+        "pp=2,vpp=2,ep=2 model.recompute=full",
+        "dp=4,ep=2 model.recompute=selective",
+    ),
+    "qwen3_moe-unnormalised": ("tp=2,sequence_parallel=true",),
 }
 LOGITS |= {name: (*dict.fromkeys((*LOGITS[name], *texts)),) for name, texts in GRADIENTS.items()}
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
@@ -225,17 +256,15 @@ def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         model = _make(name, folder / name)
         with torch.no_grad():
             expected = [model(torch.tensor([tokens])).logits[0] for tokens in sequences]
-        probed = probe(model, sequences, folder / f"{name}-gradients") if name in GRADIENTS else ()
+        probed = _probed(name, model, sequences, folder) if name in GRADIENTS else {}
         for text in LOGITS.get(name, ()):
             if ("logits", f"{name}:{text}") in chosen:
-                config = _config(folder / name, *text.split(" "))
-                cases.append(
-                    LogitsCase(
-                        f"{name}:{text}", config, sequences, expected, *(probed if text in GRADIENTS.get(name, ()) else ())
-                    )
-                )
+                config = _config(folder / name, *text.split(" "), *ROUTERS.get(name, ()))
+                of_gradients = probed if text in GRADIENTS.get(name, ()) else {}
+                cases.append(LogitsCase(f"{name}:{text}", config, sequences, expected, **of_gradients))
     for name, texts in ALL_UPDATES.items():
         torch.save(_random_groups(seed=7), folder / f"groups-{name}.pt")
+        texts = (*texts, *ALONE.get(name, ()))
         cases += [_update_case(name, text, folder) for text in texts if ("update", f"{name}:{text}") in chosen]
     for world_size in sorted({case.world_size for case in cases}):
         torch.save({i: case for i, case in enumerate(cases) if case.world_size == world_size}, folder / "cases.pt")
@@ -269,8 +298,15 @@ def test_logits_equal_those_of_transformers(matrix: Matrix, logits: str) -> None
 @pytest.mark.parametrize("logits", ALL_GRADIENTS)
 def test_the_gradient_of_every_tensor_equals_that_of_transformers(matrix: Matrix, logits: str) -> None:
     """Logits do not show a gradient that a rank loses. transformers in fp32 is itself up to 6e-6 off these, which are fp64."""
-    _, *gradients = (matrix.logits[logits][name] for name in sorted(matrix.logits[logits], key="logits".__ne__))
+    gradients = [value for name, value in matrix.logits[logits].items() if "chunk" in name]
     assert len(gradients) > 40 and max(gradients) < 1e-5, matrix.logits[logits]
+
+
+@pytest.mark.parametrize("logits", ALL_GRADIENTS)
+def test_loads_of_experts_and_losses_of_routers_are_those_of_transformers(matrix: Matrix, logits: str) -> None:
+    """Padding is not counted, nor any token twice."""
+    found = matrix.logits[logits]
+    assert found["loads"] == 0 and all(value < 1e-5 for name, value in found.items() if name.startswith("moe/")), found
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -285,6 +321,38 @@ def test_the_gradient_norm_of_every_layer_is_the_same_in_every_layout(matrix: Ma
     found, baseline = matrix.norms[name], matrix.norms[f"{name.split(':')[0]}:tp=1"]
     assert found.shape == baseline.shape == (3, baseline.shape[1]) and (baseline > 0).all()
     assert ((found - baseline).abs() / baseline).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["mixtral:tp=2,ep=2,sequence_parallel=true"])
+def test_frozen_routers_stay_bit_for_bit_while_all_else_trains(matrix: Matrix, name: str) -> None:
+    before = _make_model("mixtral").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(matrix.updates[name].checkpoint).state_dict()
+    kept = {n for n in before if torch.equal(before[n], after[n])}
+    assert kept == {n for n in before if n.endswith("mlp.gate.weight")} and len(kept) == 4
+
+
+@pytest.mark.parametrize("name", [f"deepseek_v3-plain:{text}" for text in ALONE["deepseek_v3-plain"]])
+def test_biases_follow_the_loads_of_optimizer_steps_that_are_taken(matrix: Matrix, name: str) -> None:
+    """transformers computes the loads, with the biases of each step."""
+    model = _make_model("deepseek_v3-plain")
+    dropped, taken = (
+        _biases(load_file(matrix.updates[n].checkpoint / "model.safetensors")) for n in (name, "deepseek_v3-plain:tp=1")
+    )
+    assert len(dropped) == 4 and all(torch.equal(bias, model.state_dict()[n]) for n, bias in dropped.items())
+    for _ in range(3):
+        with routed(model) as found, torch.no_grad():
+            for sample in (s for group in _random_groups(seed=7) for s in group.samples):
+                model.model(torch.tensor([[*sample.prompt.token_ids, *sample.response_ids]]))
+        for bias, load in zip(_biases(model.state_dict()).values(), map(torch.tensor, found.loads()), strict=True):
+            bias += 0.02 * torch.sign(load.float().mean() - load)
+    assert all((bias - taken[n]).abs().max() < 1e-6 for n, bias in _biases(model.state_dict()).items())
+
+
+@pytest.mark.parametrize("name", [f"qwen3_moe:{text}" for text in ALONE["qwen3_moe"]])
+def test_experts_above_their_capacity_drop_tokens(matrix: Matrix, name: str) -> None:
+    """At a factor of 0.5 and with even loads it would be half of the tokens."""
+    assert all(0.5 < metrics["moe/dropped_tokens"] < 0.8 for metrics in matrix.updates[name].updates)
+    assert "moe/dropped_tokens" not in matrix.updates["qwen3_moe:tp=1"].updates[0]
 
 
 def test_the_updates_compared_are_real_ones(matrix: Matrix) -> None:
@@ -326,6 +394,17 @@ def _is_rounding(d: Difference) -> bool:
     return all(t < 2e-6 for t in terms) and all(x < 1e-5 for x in derived) and d.clipped_tokens < 1.5
 
 
+def _biases(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name.endswith("e_score_correction_bias")}
+
+
+def _probed(name: str, model: Any, sequences: list[list[int]], folder: Path) -> dict[str, Any]:
+    config = _config(folder / name, GRADIENTS[name][0].partition(" ")[0], *ROUTERS.get(name, ()))
+    lengths = {"dp_size": 1, "dp_rank": 0, "length_multiple": config.layout.tp}
+    batches = pack([as_samples(sequences)], [[1.0] * len(sequences)], token_budget=64, **lengths)[0]
+    return probe(model, sequences, folder / f"{name}-gradients", config.model.router, [b.sample_indices for b in batches])
+
+
 def _make(name: str, folder: Path) -> torch.nn.Module:
     model = _make_model(name)
     save_checkpoint(model, folder)
@@ -365,7 +444,8 @@ def _update_case(name: str, text: str, folder: Path) -> Case:
     model, _, method = name.partition("+")
     layout, *rest = text.split(" ")
     overrides = [r for r in rest if r != "reversed"]
-    config = _config(folder / model, layout, *(m.replace("FOLDER", str(folder)) for m in METHODS.get(method, ())), *overrides)
+    overrides = [*ROUTERS.get(model, ()), *(m.replace("FOLDER", str(folder)) for m in METHODS.get(method, ())), *overrides]
+    config = _config(folder / model, layout, *overrides)
     return Case(f"{name}:{text}", config, reverse_groups="reversed" in rest)
 
 
