@@ -223,6 +223,14 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("algorithm={loss_type: clip_cov, cov_low: 7}", "algorithm.cov_low=7.0 is not below algorithm.cov_high=5.0; lower it"),
         ("algorithm.positive_above=0.5", "algorithm.positive_above=0.5 needs algorithm.positive_nll > 0; set it"),
         ("algorithm.recipe=kl_cov", "algorithm.loss_type=kl_cov has a penalty of 0 in the first optimizer step of a rollout"),
+        (
+            "model.router.balancing=aux_loss",
+            "model.router.balancing=aux_loss contradicts model.router.aux_loss_coeff=0; set both or neither",
+        ),
+        (
+            "model.router={freeze: true, z_loss_coeff: 0.1}",
+            "model.router.z_loss_coeff=0.1 contradicts model.router.freeze=true; remove one of them",
+        ),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 is above optimizer.lr=1e-06; lower it"),
         ("data.heldout_fraction=1.0", "data.heldout_fraction=1.0: input should be less than 1"),
         ("data={train: a, heldout: b, heldout_size: 3}", "data.heldout=b and data.heldout_size=3 are set; give one of them"),

@@ -19,7 +19,7 @@ from grpo_mega.config.rollout import RolloutConfig, SyncConfig
 
 
 class RouterConfig(Section):
-    """Of MoE models. Routers compute in fp32; megatron/routers.py says over what the losses are averaged."""
+    """Train the routers of MoE models; they compute in fp32. megatron/routers.py says over what a loss is averaged."""
 
     balancing: Literal["none", "aux_loss", "seq_aux_loss"] = "none"  # loss of uneven loads, within a micro-batch or a sample
     aux_loss_coeff: NonNegativeFloat = 0.0  # of that loss

@@ -155,7 +155,7 @@ class Routers:
         if tokens is None and has_grad and watched.to_recompute:
             tokens = watched.to_recompute.popleft()
         if tokens is None:
-            return watched.route(logits, padding_mask)  # type: ignore[no-any-return]
+            return watched.route(logits, padding_mask)
         sums_C = self._sums_LC[watched.layer]
         if has_grad and self._config.z_loss_coeff:
             z_loss = (torch.logsumexp(logits[:, 0].float(), dim=-1).square() * tokens.is_real_t).sum() / self._totals[1]

@@ -7,10 +7,65 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models import VOCAB_SIZE
 from safetensors.torch import load_file
 
+from grpo_mega import config as configs
 from grpo_mega.config import Config, RouterConfig
-from grpo_mega.types import Prompt, Sample
+from grpo_mega.types import Group, Prompt, Sample
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.5,
+}
+
+# Methods, on a short qwen2, by their changes to the config: between them every loss, advantage and kind of correction.
+METHODS = {
+    "dual_clip": (
+        "algorithm.loss_type=dual_clip",
+        "algorithm.use_valid_token_scale=true",
+        "algorithm.loss_agg_func=token-mean",
+    ),
+    "gspo": ("algorithm.recipe=gspo", "algorithm.correction={importance: sequence, veto_below: 0.1}"),
+    "gspo_token": ("algorithm.recipe=gspo_token", "algorithm.adv_type=grpo_process"),
+    "cispo": ("algorithm.recipe=cispo", "algorithm.correction={importance: token, mask: token, mask_low: 0.3, mask_high: 3.0}"),
+    "sapo": ("algorithm.recipe=sapo", "algorithm.correction={mask: geometric, mask_low: 0.7, mask_high: 1.4}"),
+    "gmpo": ("algorithm.recipe=gmpo", "algorithm.correction={mask: sequence, mask_low: 0.05, mask_high: 20.0}"),
+    "rloo": (
+        "algorithm.recipe=rloo",
+        "algorithm.loss_type=reinforce",
+        "algorithm.correction={importance: icepop, mask_low: 0.8, mask_high: 1.25}",
+    ),
+    "reinforce_plus_plus": ("algorithm.recipe=reinforce_plus_plus", "algorithm.kl_beta=0.1"),
+    "reinforce_plus_plus_baseline": ("algorithm.recipe=reinforce_plus_plus_baseline", "algorithm.overlong_buffer=0.3"),
+    "process_supervision": ("algorithm.recipe=process_supervision", "algorithm.overlong_filter=true"),
+    "clip_cov": (
+        "algorithm={recipe: clip_cov, adv_type: grpo_turn, group_size: 4, cov_share: 1.0, cov_low: 0.02, cov_high: 0.5}",
+        "algorithm.correction={importance: token, batch_normalize: true, reject: seq_max_k3, reject_above: 2.0}",
+    ),
+    "kl_cov": (
+        "algorithm={recipe: kl_cov, adv_type: opo, group_size: 4, cov_share: 0.2, positive_nll: 0.1, positive_above: 0.5}",
+        "algorithm.correction={importance: sequence, batch_normalize: true, off_policy_threshold: 0.01}",
+    ),
+    "opd": ("algorithm.recipe=opd", "teachers={main: {path: FOLDER/uneven}}"),
+    "opd_kl": (
+        "algorithm={recipe: opd, group_size: 4, adv_type: grpo, distill_kl: reverse}",
+        "teachers={main: {path: FOLDER/large}}",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +96,7 @@ def as_samples(sequences: list[list[int]]) -> list[Sample]:
 
 
 class Routed:
-    """What the routers of a transformers model did, by layer: a list of each sequence's logits, and of its chosen experts."""
+    """Hold what the routers of a transformers model did, by layer: each sequence's logits, and its chosen experts."""
 
     def __init__(self, num_layers: int) -> None:
         self.logits: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]  # [tokens, experts]
@@ -116,3 +171,52 @@ def probe(
     metrics |= {"moe/z_loss": float(z_losses.detach().mean()) if config.z_loss_coeff else 0.0}
     balance = {name: value for name, value in metrics.items() if value}
     return {"probes": probes, "gradients": gradients, "loads": found.loads(), "balance": balance}
+
+
+def make_config(model: Path, layout: str, *overrides: str) -> configs.Config:
+    raw = {
+        "run_dir": "unused",
+        "steps": 1,
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": "unused", "max_prompt_length": 12},
+        "rollout": {"max_response_length": 24, "temperature": 0.8},
+        "algorithm": {"group_size": 4, "kl_beta": 0.02, "calculate_entropy": True, "entropy_bonus": 0.01},
+        "batch": {"prompts_per_step": 6, "epochs": 3, "tokens_per_micro_batch": 128},
+        # eps is above the rounding of gradients: Adam would make a whole step of one that is nothing but rounding.
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-6},
+    }
+    for part in layout.split(","):
+        configs.apply_override(raw, f"layout.{part.replace(';', ',')}")
+    for override in overrides:
+        configs.apply_override(raw, override)
+    return configs.validate(raw)
+
+
+def make_sequences() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(2, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (5, 17, 2, 30, 11, 24, 9)]
+
+
+def random_groups(seed: int) -> list[Group]:
+    """Six groups of four ragged samples; one without spread, one sample without a reward."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ints(n: int) -> list[int]:
+        return torch.randint(2, VOCAB_SIZE, (n,), generator=generator).tolist()
+
+    groups = []
+    for g in range(6):
+        prompt = Prompt(g, "", tuple(ints(3 + g)), "")
+        samples = []
+        for i in range(4):
+            length = int(torch.randint(1, 24, (1,), generator=generator))
+            logprobs = (-5.3 + 0.3 * torch.randn(length, generator=generator)).tolist()  # near those of a random model
+            reward = 1.0 if g == 2 else float(torch.rand(1, generator=generator))
+            sample = Sample(prompt, i, ints(length), logprobs, "stop" if length < 20 else "length", 0)
+            if not g == i == 1:
+                sample.reward = reward
+                sample.step_ends = sorted({length // 3, length - 1})
+                sample.step_rewards = torch.rand(len(sample.step_ends), generator=generator).tolist()
+            samples.append(sample)
+        groups.append(Group(prompt, samples))
+    return groups
