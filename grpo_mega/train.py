@@ -154,6 +154,7 @@ def update(job: Job, step: int, groups: Sequence[Group], batches: Sequence[Seque
         recorder().heard(bar.advance),
     ):
         metrics = mean_over_updates(job.policy.update(batches))
+    job.log.log_loads(step + 1, job.policy.routers.loads)
     if job.config.algorithm.kl_target is not None:
         metrics["kl/beta"] = job.policy.algorithm.kl_beta
         job.policy.adapt_kl(metrics["kl/mean"], len(samples))

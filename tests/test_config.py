@@ -75,6 +75,11 @@ def test_a_dumped_config_loads_as_the_same_config(tmp_path: Path) -> None:
     assert config.load(write(tmp_path, config.dump(loaded))) == loaded
 
 
+def test_tokens_that_are_dropped_cannot_be_replayed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.router\.capacity_factor=2 drops tokens that rollout\.routing_replay sends"):
+        load(tmp_path, ["model.router.capacity_factor=2", "rollout.routing_replay=true"])
+
+
 def test_set_overrides_the_file_in_order_and_makes_missing_sections(tmp_path: Path) -> None:
     loaded = load(tmp_path, ["optimizer.lr=1e-5", "optimizer.lr=2e-5", "data.heldout=h.jsonl", "log.wandb=true"])
     assert loaded.optimizer.lr == 2e-5
@@ -225,6 +230,14 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("algorithm={loss_type: clip_cov, cov_low: 7}", "algorithm.cov_low=7.0 is not below algorithm.cov_high=5.0; lower it"),
         ("algorithm.positive_above=0.5", "algorithm.positive_above=0.5 needs algorithm.positive_nll > 0; set it"),
         ("algorithm.recipe=kl_cov", "algorithm.loss_type=kl_cov has a penalty of 0 in the first optimizer step of a rollout"),
+        (
+            "model.router.balancing=aux_loss",
+            "model.router.balancing=aux_loss contradicts model.router.aux_loss_coeff=0; set both or neither",
+        ),
+        (
+            "model.router={freeze: true, z_loss_coeff: 0.1}",
+            "model.router.z_loss_coeff=0.1 contradicts model.router.freeze=true; remove one of them",
+        ),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 is above optimizer.lr=1e-06; lower it"),
         ("data.heldout_fraction=1.0", "data.heldout_fraction=1.0: input should be less than 1"),
         ("data={train: a, heldout: b, heldout_size: 3}", "data.heldout=b and data.heldout_size=3 are set; give one of them"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_mega.megatron.attention import PackedRotary, RMSNorm
+from grpo_mega.megatron.routers import routers_of
 from grpo_mega.weights.spec import ModelShape
 
 BIAS = ".router.expert_bias"  # a buffer: no optimizer changes it
@@ -39,7 +40,6 @@ def settings(shape: ModelShape, hf_config: Any) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": shape.shared_ffn,
         "moe_router_score_function": "sigmoid" if is_sigmoid else "softmax",
         "moe_router_enable_expert_bias": is_sigmoid,
-        "moe_router_bias_update_rate": 0.0,  # Megatron would move the bias at every pass, also of updates that are dropped
         "moe_router_num_groups": hf_config.n_group if is_limited else None,
         "moe_router_group_topk": hf_config.topk_group if is_limited else None,
         "moe_router_topk_scaling_factor": hf_config.routed_scaling_factor,
@@ -78,8 +78,7 @@ class Rotary(PackedRotary):
 def biases_of(models: list[Any]) -> dict[str, Tensor]:
     """Return the biases of all routers by local name, in fp32 again if the model was cast since it was built."""
     for model in models:
-        for layer in model.decoder.layers:
-            if hasattr(layer.mlp, "router"):
-                layer.mlp.router._maintain_float32_expert_bias()
+        for router in routers_of(model):
+            router._maintain_float32_expert_bias()
     buffers = ((f"chunk{i}.{name}", b) for i, model in enumerate(models) for name, b in model.named_buffers())
     return {name: buffer for name, buffer in buffers if name.endswith(BIAS)}

@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_mega.config import Config
-from grpo_mega.megatron import compat, latent
+from grpo_mega.megatron import compat, latent, routers
 from grpo_mega.megatron.attention import PackedAttention, PackedRotary, RMSNorm
 from grpo_mega.megatron.found import in_use
 from grpo_mega.megatron.precision import DTYPES, megatron_settings
@@ -61,7 +61,10 @@ def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Conf
     if uses_transformer_engine(shape, runtime):
         compat.allow_fused_weight_gradients()
     megatron = transformer_config(shape, family, hf_config, config, runtime)
-    return [_build(shape, hf_config, megatron, runtime, chunk) for chunk in range(runtime.layout.vpp)]
+    chunks = [_build(shape, hf_config, megatron, runtime, chunk) for chunk in range(runtime.layout.vpp)]
+    for router in (r for chunk in chunks for r in routers.routers_of(chunk) if config.model.router.freeze):
+        router.weight.requires_grad_(False)
+    return chunks
 
 
 def transformer_config(
@@ -97,7 +100,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         **megatron_settings(config.precision),
-        **_moe_config(shape, hf_config, runtime),
+        **_moe_config(shape, hf_config, config, runtime),
         **(latent.settings(shape, hf_config) if shape.kv_lora else {}),
         use_cpu_initialization=not is_cuda,
         perform_initialization=False,
@@ -117,8 +120,8 @@ def transformer_config(
     )
 
 
-def _moe_config(shape: ModelShape, hf_config: Any, runtime: Runtime) -> dict[str, Any]:
-    """Return Megatron's settings of an MoE model: routing as in the Hugging Face model, nothing added to the loss."""
+def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runtime) -> dict[str, Any]:
+    """Return Megatron's settings of an MoE model: routing as in the Hugging Face model; `Routers` does the rest."""
     if not shape.num_experts:
         return {}
     return {
@@ -127,9 +130,7 @@ def _moe_config(shape: ModelShape, hf_config: Any, runtime: Runtime) -> dict[str
         "moe_router_topk": hf_config.num_experts_per_tok,
         # A softmax over the chosen experts equals one over all experts, normalised over the chosen.
         "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        **routers.settings(config.model.router),
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": runtime.layout.ep,
         "expert_tensor_parallel_size": runtime.layout.tp,

@@ -37,6 +37,7 @@ from grpo_mega.megatron.pipeline import Pipeline
 from grpo_mega.megatron.precision import PlainTensors, held, in_bf16, is_quantised, set_level, write_back
 from grpo_mega.megatron.reference import Reference
 from grpo_mega.megatron.replay import Replay
+from grpo_mega.megatron.routers import Routers
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.megatron.teacher import Teacher
 from grpo_mega.types import PackedBatch, StepMetrics
@@ -58,10 +59,9 @@ class Policy:
         self._layer_group = _layer_groups(self.models, shape.num_layers)
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision)
         self.parameters |= biases_of(self.models)  # which are buffers
-        self.replay: Replay | None = None
-        if config.rollout.routing_replay:
-            self.replay = Replay(self.chunks, shape, runtime)
-        self.pipeline = Pipeline(self.chunks, uses_te=uses_te, replay=self.replay)
+        replay = Replay(self.models, shape, runtime) if config.rollout.routing_replay else None
+        self.routers = Routers(self.models, config.model.router, runtime, shape.num_layers, replay)
+        self.pipeline = Pipeline(self.chunks, uses_te=uses_te, routers=self.routers)
         self._optimizer: Any = None
         self.algorithm: AlgorithmConfig = config.algorithm  # with the kl_beta of now, which algorithm.kl_target adapts
         self.optimizer_step = 0  # optimizer steps taken so far, without dropped mini-batches
@@ -182,8 +182,8 @@ class Policy:
             optimizers.wait_for_param_gather(self.chunks)
             precision = self._config.precision
             in_dtype = in_bf16(self.models[0].config) if precision.fp8 and not precision.fp8_reference else nullcontext()
-            has_own_routes = self.replay and self._config.rollout.routing_replay != "reference"
-            routed = self.replay.off() if self.replay and has_own_routes else nullcontext()
+            is_replayed = self._config.rollout.routing_replay == "reference"
+            routed = nullcontext() if is_replayed else self.routers.choosing()
             with timed("reference"), self.memory.with_weights(self._reference.weights), in_dtype, routed:
                 for batch, values in self._evaluate(batches):
                     batch.ref_logprobs = values
@@ -198,9 +198,7 @@ class Policy:
         for _ in range(self._config.batch.epochs):
             for batches in mini_batches:
                 self._seen = []
-                metrics = self._reduced(self.pipeline.forward_backward(batches, self._loss))
-                if self.replay:
-                    metrics |= self.replay.check()
+                metrics = self._reduced(self.pipeline.forward_backward(batches, self._loss)) | self.routers.metrics()
                 limit = algorithm.early_stop_imp_ratio
                 if limit is not None and metrics["ratio/mean"] > limit:  # a NaN is no early stop
                     metrics |= {"dropped_mini_batches": 1.0, "nonfinite_mini_batches": 0.0}
@@ -248,6 +246,7 @@ class Policy:
         optimizers.set_rates(self._optimizer, lr, self._config.optimizer.weight_decay)
         self.memory.onload_optimizer()
         self._optimizer.step()
+        self.routers.move_biases()
         self.num_pushed += self.optimizer_step >= self._config.optimizer.warmup_steps and lr > 0 and grad_norm > 0
         self.optimizer_step += 1
         return {"grad_norm": grad_norm, "lr": lr, "dropped_mini_batches": 0.0, "nonfinite_mini_batches": 0.0}

@@ -29,29 +29,29 @@ _CHECKED, _WRONG, _MOVED = range(3)  # tokens of a layer: compared; sent to othe
 class Replay:
     """Knows the routers of a model's chunks on this rank; `begin` must precede each of their forward passes."""
 
-    def __init__(self, chunks: Sequence[Any], shape: ModelShape, runtime: Runtime) -> None:
-        """`chunks`: as the schedule passes them, first to last."""
-        self._runtime = runtime
-        self._routers: dict[int, list[_Router]] = {}  # by chunk
+    def __init__(self, models: Sequence[Any], shape: ModelShape, runtime: Runtime) -> None:
+        """`models`: this rank's unwrapped chunks, first to last."""
+        self._runtime, config = runtime, models[0].config
+        assert not config.moe_router_fusion, "the fused router does not ask for experts to replay"
+        self._cuts = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._counts = torch.zeros(shape.num_layers, 3, dtype=torch.int64, device=runtime.device.torch_device)  # by layer
         self._layers = range(shape.num_dense, shape.num_layers)  # those with experts
         self._compared, self._num_checks = self._layers, 0
         self._is_off = False
-        for chunk in chunks:
-            config = chunk.config
-            assert not config.moe_router_fusion, "the fused router does not ask for experts to replay"
-            self._cuts = config.tensor_model_parallel_size if config.sequence_parallel else 1
-            self._routers[id(chunk)] = [
+        self._routers = [
+            [
                 _Router(layer.mlp.router, layer.layer_number - 1, layer.layer_number - 1 - shape.num_dense)
-                for layer in chunk.module.modules()
-                if hasattr(layer, "layer_number") and hasattr(getattr(layer, "mlp", None), "router")
+                for layer in model.decoder.layers
+                if hasattr(layer.mlp, "router")
             ]
+            for model in models
+        ]
 
-    def begin(self, chunk: Any, batch: PackedBatch, is_update: bool) -> None:
-        """Set the experts of the micro-batch whose forward pass through `chunk` comes next."""
+    def begin(self, chunk: int, batch: PackedBatch, is_update: bool) -> None:
+        """Set the experts of the micro-batch whose forward pass through this chunk comes next."""
         routes = batch.routes if not self._is_off else None
         part = None if routes is None else routes.chunk(self._cuts)[self._runtime.tp_rank % self._cuts]
-        for router in self._routers[id(chunk)]:
+        for router in self._routers[chunk]:
             router.routes = None if part is None else part[:, router.column]
             router.is_update = is_update
             router.counts = self._counts[router.layer] if router.layer in self._compared else None
@@ -70,7 +70,7 @@ class Replay:
 
         Return the share of tokens that the trainer's routers would have sent to other experts, in the layers compared.
         """
-        for router in (router for routers in self._routers.values() for router in routers):
+        for router in (router for routers in self._routers for router in routers):
             assert not router.to_recompute, "experts were left over: a recomputation did not happen"
         counts = self._runtime.sum(self._counts).tolist()
         self._counts.zero_()

@@ -22,7 +22,7 @@ from grpo_mega.weights.spec import ModelShape
 
 
 @dataclass(frozen=True)
-class Routers:
+class RouterSizes:
     """The routers of an MoE model."""
 
     num_layers: int  # of the model
@@ -31,7 +31,7 @@ class Routers:
     top_k: int  # experts of each token
 
     @classmethod
-    def of(cls, shape: ModelShape, hf_config: Any) -> Routers:
+    def of(cls, shape: ModelShape, hf_config: Any) -> RouterSizes:
         return cls(shape.num_layers, shape.num_dense, shape.num_experts, hf_config.num_experts_per_tok)
 
     @property
@@ -73,7 +73,7 @@ def share_live(samples: Iterable[Sample]) -> float:
     return 1 - num_known / max(1, num_tokens)
 
 
-def parsed(answer: str, routers: Routers, num_tokens: int) -> NDArray[Any]:
+def parsed(answer: str, routers: RouterSizes, num_tokens: int) -> NDArray[Any]:
     """Return the experts [num_tokens, MoE layers, top_k] of a server's answer: base64 of int32, for all layers.
 
     Raise EngineError for anything that no router can have chosen.

@@ -16,7 +16,7 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.rollout.absent import AbsentEngine
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
-from grpo_mega.rollout.routes import Routers
+from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.settings import EngineSettings
@@ -112,7 +112,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
         base_gpu_id=first_local,
         cores=_cores(first_local, rollout.tp),
         seed=config.seed + engine,
-        routers=Routers.of(model.shape, model.hf_config) if rollout.routing_replay else None,
+        routers=RouterSizes.of(model.shape, model.hf_config) if rollout.routing_replay else None,
         prove=config.sync.prove,
         shows_progress=rank == 0 and config.log.progress,
     )

@@ -190,6 +190,15 @@ def latent_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         yield f"rollout.quantization={config.rollout.quantization!r}: must be left out for {shape.model_type}; remove it"
 
 
+def router_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Yield settings of model.router that the model has no part for."""
+    for name, value in config.model.router.model_dump(exclude_defaults=True).items():
+        if not shape.num_experts:
+            yield f"model.router.{name}={value}: must be left out for {shape.model_type}, which has no experts; remove it"
+        elif name == "bias_update_rate" and shape.model_type != "deepseek_v3":
+            yield f"model.router.{name}={value:g}: {shape.model_type} has no bias per expert; use balancing=seq_aux_loss"
+
+
 def position_problems(config: Config, fields: dict[str, Any]) -> Iterator[str]:
     """Yield why the model has no positions for the longest sample, prompt and response."""
     longest_sample = config.data.max_prompt_length + config.rollout.max_response_length

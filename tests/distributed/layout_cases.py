@@ -1,20 +1,95 @@
 """The cases that the layout tests hand to their ranks, besides grpo_mega.commands.check's cases."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from models import VOCAB_SIZE
 from safetensors.torch import load_file
 
-from grpo_mega.config import Config
-from grpo_mega.rollout.routes import Routers, extended
+from grpo_mega import config as configs
+from grpo_mega.config import Config, RouterConfig
 from grpo_mega.types import Group, Prompt, Routes, Sample
-from grpo_mega.weights.spec import ModelShape
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.5,
+}
+
+# Eight layers for pp=4 with vpp=2; two key-value heads, fewer than tp=4; the vocabulary of 102 does not divide by 4.
+MODELS = {
+    "llama": ("llama", {}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE, "tied": True}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "short": ("qwen2", {"num_hidden_layers": 2}),
+    "qwen2-tied": ("qwen2", {"tied": True}),
+    "qwen3": ("qwen3", {}),
+    "uneven": ("llama", {"num_hidden_layers": 6, "tied": True}),
+    "large": ("qwen3", {"num_hidden_layers": 4, "vocab_size": 111, "hidden_size": 40}),
+}
+MIXTURES = {
+    "mixtral": ("mixtral", {"num_hidden_layers": 4}),
+    "qwen3_moe": ("qwen3_moe", {"num_hidden_layers": 4, "norm_topk_prob": True}),
+    "qwen3_moe-unnormalised": ("qwen3_moe", {"num_hidden_layers": 4, "norm_topk_prob": False, "tied": True}),
+    "deepseek_v2": ("deepseek_v2", {"num_hidden_layers": 5, "rope_parameters": YARN_ROPE | {"factor": 4.0}}),
+    "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 5, "q_lora_rank": 10, "rope_parameters": YARN_ROPE}),
+    "deepseek_v3-plain": ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}),
+    # Every token of these goes to experts that are given.
+    "qwen3_moe-routed": ("qwen3_moe", {"num_hidden_layers": 8, "norm_topk_prob": True}),
+    "deepseek_v3-routed": ("deepseek_v3", {"num_hidden_layers": 5}),
+}
+
+# Methods, on a short qwen2, by their changes to the config: between them every loss, advantage and kind of correction.
+METHODS = {
+    "dual_clip": (
+        "algorithm.loss_type=dual_clip",
+        "algorithm.use_valid_token_scale=true",
+        "algorithm.loss_agg_func=token-mean",
+    ),
+    "gspo": ("algorithm.recipe=gspo", "algorithm.correction={importance: sequence, veto_below: 0.1}"),
+    "gspo_token": ("algorithm.recipe=gspo_token", "algorithm.adv_type=grpo_process"),
+    "cispo": ("algorithm.recipe=cispo", "algorithm.correction={importance: token, mask: token, mask_low: 0.3, mask_high: 3.0}"),
+    "sapo": ("algorithm.recipe=sapo", "algorithm.correction={mask: geometric, mask_low: 0.7, mask_high: 1.4}"),
+    "gmpo": ("algorithm.recipe=gmpo", "algorithm.correction={mask: sequence, mask_low: 0.05, mask_high: 20.0}"),
+    "rloo": (
+        "algorithm.recipe=rloo",
+        "algorithm.loss_type=reinforce",
+        "algorithm.correction={importance: icepop, mask_low: 0.8, mask_high: 1.25}",
+    ),
+    "reinforce_plus_plus": ("algorithm.recipe=reinforce_plus_plus", "algorithm.kl_beta=0.1"),
+    "reinforce_plus_plus_baseline": ("algorithm.recipe=reinforce_plus_plus_baseline", "algorithm.overlong_buffer=0.3"),
+    "process_supervision": ("algorithm.recipe=process_supervision", "algorithm.overlong_filter=true"),
+    "clip_cov": (
+        "algorithm={recipe: clip_cov, adv_type: grpo_turn, group_size: 4, cov_share: 1.0, cov_low: 0.02, cov_high: 0.5}",
+        "algorithm.correction={importance: token, batch_normalize: true, reject: seq_max_k3, reject_above: 2.0}",
+    ),
+    "kl_cov": (
+        "algorithm={recipe: kl_cov, adv_type: opo, group_size: 4, cov_share: 0.2, positive_nll: 0.1, positive_above: 0.5}",
+        "algorithm.correction={importance: sequence, batch_normalize: true, off_policy_threshold: 0.01}",
+    ),
+    "opd": ("algorithm.recipe=opd", "teachers={main: {path: FOLDER/uneven}}"),
+    "opd_kl": (
+        "algorithm={recipe: opd, group_size: 4, adv_type: grpo, distill_kl: reverse}",
+        "teachers={main: {path: FOLDER/large}}",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -26,73 +101,123 @@ class LogitsCase:
     probes: list[torch.Tensor] = field(default_factory=list)  # [length, hidden]: the loss is hidden times probe; none: no pass
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # of that loss, by the checkpoint's names, fp64
     routes: list[Routes] = field(default_factory=list)  # of each sequence; none: routed as the model itself does
+    loads: list[list[int]] = field(default_factory=list)  # tokens of each expert, by layer
+    balance: dict[str, float] = field(default_factory=dict)  # the metrics of the routers' losses
 
     @property
     def world_size(self) -> int:
         return self.config.layout.world_size
 
 
-def probe(model: Any, sequences: list[list[int]], folder: Path) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Probes, and the gradients of hidden states times probes; transformers itself saves these under a checkpoint's names."""
+def as_samples(sequences: list[list[int]]) -> list[Sample]:
+    """All but the first token of each as a response."""
+    samples = [
+        Sample(Prompt(i, "", (tokens[0],), ""), 0, tokens[1:], [0.0] * (len(tokens) - 1), "stop", reward=1.0)
+        for i, tokens in enumerate(sequences)
+    ]
+    for sample in samples:
+        sample.advantages = torch.zeros(sample.response_len)
+    return samples
+
+
+class Routed:
+    """Hold what the routers of a transformers model did, by layer: each sequence's logits, and its chosen experts."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.logits: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]  # [tokens, experts]
+        self.chosen: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]  # [tokens, chosen]
+        self.num_experts = 0
+
+    def loads(self) -> list[list[int]]:
+        return [torch.cat(c).flatten().bincount(minlength=self.num_experts).tolist() if c else [] for c in self.chosen]
+
+
+@contextmanager
+def routed(model: Any) -> Iterator[Routed]:
+    """See all that the model computes inside, one sequence after the other."""
+    found, handles = Routed(len(model.model.layers)), []
+    for i, layer in enumerate(model.model.layers):
+        if hasattr(layer.mlp, "experts"):
+            gate = layer.mlp.gate
+            found.num_experts = gate.weight.shape[0]
+            into = lambda _, args, i=i, gate=gate: found.logits[i].append(args[0].flatten(0, -2) @ gate.weight.t())  # noqa: E731
+            handles.append(layer.mlp.register_forward_pre_hook(into))
+            handles.append(layer.mlp.experts.register_forward_pre_hook(lambda _, args, i=i: found.chosen[i].append(args[1])))
+    yield found
+    for handle in handles:
+        handle.remove()
+
+
+def router_losses(
+    found: Routed, config: RouterConfig, micro_batches: Sequence[Sequence[int]], topk: int, is_sigmoid: bool
+) -> Any:
+    """The balancing loss and the z loss of each layer with experts: tensors [layers]."""
+    balancing, z_losses = [], []
+    for logits in filter(None, found.logits):
+        num_tokens = sum(map(len, logits))
+        z_losses.append(torch.cat(logits).logsumexp(-1).square().mean())
+        is_by_sample = config.balancing == "seq_aux_loss"
+        parts = [[i] for i in range(len(logits))] if is_by_sample else micro_batches
+        loss = torch.zeros((), dtype=torch.float64)
+        for part in parts:
+            own = torch.cat([logits[i] for i in part])
+            scores = own.sigmoid() / own.sigmoid().sum(-1, keepdim=True) if is_sigmoid else own.softmax(-1)
+            f = scores.topk(topk).indices.flatten().bincount(minlength=found.num_experts) / (topk * len(own))
+            weight = 1 / len(logits) if is_by_sample else len(own) / num_tokens
+            loss = loss + weight * found.num_experts * (f * scores.mean(0)).sum()
+        balancing.append(loss)
+    return torch.stack(balancing), torch.stack(z_losses)
+
+
+def probe(
+    model: Any, sequences: list[list[int]], folder: Path, config: RouterConfig, micro_batches: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Probes, and the gradients of hidden states times probes; transformers itself saves these under a checkpoint's names.
+
+    The routers' losses are part of it; aux_loss is right for a layout with these micro-batches only.
+    """
     generator = torch.Generator().manual_seed(6)
-    probes = [torch.randn(len(tokens), model.config.hidden_size, generator=generator) for tokens in sequences]
+    probes = [0.05 * torch.randn(len(tokens), model.config.hidden_size, generator=generator) for tokens in sequences]
     model.config._experts_implementation = "eager"  # others know no fp64
     model = model.double().requires_grad_(True)
-    hidden = [model.model(torch.tensor([tokens])).last_hidden_state[0] for tokens in sequences]
-    sum((h * p).sum() for h, p in zip(hidden, probes, strict=True)).backward()
+    with routed(model) as found:
+        hidden = [model.model(torch.tensor([tokens])).last_hidden_state[0] for tokens in sequences]
+    is_sigmoid, topk = model.config.model_type == "deepseek_v3", model.config.num_experts_per_tok
+    balancing, z_losses = router_losses(found, config, micro_batches, topk, is_sigmoid)
+    loss = sum((h * p).sum() for h, p in zip(hidden, probes, strict=True))
+    (loss + config.aux_loss_coeff * balancing.sum() + config.z_loss_coeff * z_losses.sum()).backward()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     model.save_pretrained(folder)
     gradients = load_file(folder / "model.safetensors")
     assert all(gradient.any() for name, gradient in gradients.items() if "lm_head" not in name and ".experts." not in name)
-    return probes, gradients
+    metrics = {"moe/aux_loss": float(balancing.detach().mean()) if config.aux_loss_coeff else 0.0}
+    metrics |= {"moe/z_loss": float(z_losses.detach().mean()) if config.z_loss_coeff else 0.0}
+    balance = {name: value for name, value in metrics.items() if value}
+    return {"probes": probes, "gradients": gradients, "loads": found.loads(), "balance": balance}
 
 
-def random_routes(routers: Routers, num_tokens: int, seed: int) -> Routes:
-    """Experts that no router chose, for all but the last token; those of a fifth of the tokens are not known."""
-    random = np.random.default_rng(seed)
-    experts = routers.not_known(num_tokens - 1)
-    for token in np.flatnonzero(random.random(len(experts)) < 0.8):
-        experts[token] = [random.permutation(routers.num_experts)[: routers.top_k] for _ in experts[token]]
-    return extended(None, experts)
+def make_config(model: Path, layout: str, *overrides: str) -> configs.Config:
+    raw = {
+        "run_dir": "unused",
+        "steps": 1,
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": "unused", "max_prompt_length": 12},
+        "rollout": {"max_response_length": 24, "temperature": 0.8},
+        "algorithm": {"group_size": 4, "kl_beta": 0.02, "calculate_entropy": True, "entropy_bonus": 0.01},
+        "batch": {"prompts_per_step": 6, "epochs": 3, "tokens_per_micro_batch": 128},
+        # eps is above the rounding of gradients: Adam would make a whole step of one that is nothing but rounding.
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-6},
+    }
+    for part in layout.split(","):
+        configs.apply_override(raw, f"layout.{part.replace(';', ',')}")
+    for override in overrides:
+        configs.apply_override(raw, override)
+    return configs.validate(raw)
 
 
-def force_routes(model: Any, routes: list[Routes]) -> None:
-    """Have transformers' routers send the tokens to these experts, where they are known, one sequence after the other, again
-    and again. The weights are made of the routers' scores, in the precision of the model."""
-    state = {"sequence": -1}
-
-    def next_sequence(*_: Any) -> None:
-        state["sequence"] = (state["sequence"] + 1) % len(routes)
-
-    def experts_of(column: int, own: torch.Tensor) -> torch.Tensor:
-        known = routes[state["sequence"]].experts[:, column].astype(np.int64)  # all tokens but the last
-        forced = torch.cat((torch.from_numpy(known), own[-1:]))
-        return torch.where(forced < 250, forced, own)
-
-    def of_softmax(column: int, router: Any, inputs: Any, output: Any) -> Any:
-        logits, _, own = output
-        experts = experts_of(column, own)
-        weights = logits.softmax(-1).gather(1, experts)
-        normalised = weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights
-        return logits, normalised, experts
-
-    def of_sigmoid(column: int, block: Any, choose: Any, logits: torch.Tensor) -> Any:
-        experts = experts_of(column, choose(logits)[0])
-        weights = logits.sigmoid().gather(1, experts)
-        return experts, weights / weights.sum(-1, keepdim=True) * block.routed_scaling_factor
-
-    model.model.register_forward_pre_hook(next_sequence)
-    blocks = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
-    for column, block in enumerate(blocks):
-        if hasattr(block, "route_tokens_to_experts"):
-            block.route_tokens_to_experts = partial(of_sigmoid, column, block, block.route_tokens_to_experts)
-        else:
-            block.gate.register_forward_hook(partial(of_softmax, column))
-
-
-def sequences() -> list[list[int]]:
+def make_sequences() -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
     return [torch.randint(2, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (5, 17, 2, 30, 11, 24, 9)]
 
@@ -120,9 +245,3 @@ def random_groups(seed: int) -> list[Group]:
             samples.append(sample)
         groups.append(Group(prompt, samples))
     return groups
-
-
-def routes_of(model: Any, lengths: Iterable[int]) -> list[Routes]:
-    shape = ModelShape.from_hf_config(model.config.to_dict())
-    routers = Routers.of(shape, model.config)
-    return [random_routes(routers, length, seed) for seed, length in enumerate(lengths)]

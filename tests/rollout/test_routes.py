@@ -21,19 +21,19 @@ from grpo_mega.rollout import backlog_file, exchange
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.routes import Routers, cut, extended, is_intact, parsed, share_live
+from grpo_mega.rollout.routes import RouterSizes, cut, extended, is_intact, parsed, share_live
 from grpo_mega.rollout.sglang import session
 from grpo_mega.run.batches import check_routes
 from grpo_mega.types import Group, PackedBatch, Prompt, Routes, Sample, Span
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
 
-ROUTERS = Routers(num_layers=5, num_dense=2, num_experts=11, top_k=3)
+ROUTERS = RouterSizes(num_layers=5, num_dense=2, num_experts=11, top_k=3)
 MANY = replace(ROUTERS, num_experts=256)
 PROMPT = Prompt(4, "", (7, 8, 9), "")
 
 
-def experts(num_tokens: int, routers: Routers = ROUTERS, seed: int = 0) -> np.ndarray[Any, Any]:
+def experts(num_tokens: int, routers: RouterSizes = ROUTERS, seed: int = 0) -> np.ndarray[Any, Any]:
     """Return what a server tells: int32 of all layers."""
     random = np.random.default_rng(seed)
     chosen = [random.permutation(routers.num_experts)[: routers.top_k] for _ in range(num_tokens * routers.num_layers)]
@@ -44,7 +44,7 @@ def encoded(numbers: np.ndarray[Any, Any]) -> str:
     return base64.b64encode(numbers.tobytes()).decode()
 
 
-def routes(num_tokens: int, routers: Routers = ROUTERS, seed: int = 0) -> Routes:
+def routes(num_tokens: int, routers: RouterSizes = ROUTERS, seed: int = 0) -> Routes:
     return extended(None, parsed(encoded(experts(num_tokens, routers, seed)), routers, num_tokens))
 
 
@@ -55,7 +55,7 @@ def sample(index: int, response: int, routed: Routes | None) -> Sample:
 
 
 @pytest.mark.parametrize(("routers", "size"), [(ROUTERS, 1), (MANY, 2), (replace(ROUTERS, num_experts=255), 1)])
-def test_a_servers_answer_loses_its_dense_layers_and_three_quarters_or_half_of_its_bytes(routers: Routers, size: int) -> None:
+def test_a_servers_answer_loses_its_dense_layers_and_half_of_its_bytes_or_more(routers: RouterSizes, size: int) -> None:
     told = experts(6, routers)
     told[0, 2, 0], told[0, 2, 1:] = routers.num_experts - 1, (0, 1)
     found = parsed(encoded(told), routers, 6)
@@ -116,7 +116,7 @@ def single_rank() -> Iterator[None]:
 
 @pytest.mark.parametrize("routers", [ROUTERS, MANY])
 def test_ranks_share_experts_in_one_or_two_bytes_and_a_checkpoint_keeps_them(
-    routers: Routers, single_rank: None, tmp_path: Path
+    routers: RouterSizes, single_rank: None, tmp_path: Path
 ) -> None:
     samples = [sample(0, 40, routes(42, routers)), sample(1, 1, None), sample(2, 5, routes(6, routers, seed=3))]
     group = Group(PROMPT, samples)

@@ -32,7 +32,7 @@ from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.rollout.absent import AbsentEngine
-from grpo_mega.rollout.routes import Routers
+from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang.buckets import HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.settings import EngineSettings
@@ -97,7 +97,7 @@ def engine_of(
         rank=rank,
         world_size=tp,
         cores=tuple(sorted(os.sched_getaffinity(0))[:tp]),
-        routers=Routers.of(model.shape, model.hf_config) if model.shape.num_experts else None,
+        routers=RouterSizes.of(model.shape, model.hf_config) if model.shape.num_experts else None,
     )
     folder.mkdir(parents=True, exist_ok=True)
     rendezvous = Rendezvous(PrefixStore(f"engine{tp}", runtime.store), rank, WORLD_SIZE)

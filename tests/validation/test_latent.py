@@ -64,3 +64,25 @@ def test_a_config_that_does_not_fit_is_refused_with_its_remedy(override: str, sa
     assert not list(cut_problems(configs.validate(raw), shape))
     configs.apply_override(raw, override)
     assert any(says in problem for problem in cut_problems(configs.validate(raw), shape))
+
+
+def test_settings_of_routers_need_routers_and_a_bias_to_move() -> None:
+    raw: dict[str, Any] = {"run_dir": "unused", "steps": 1, "data": {"train": "unused"}, "batch": {"prompts_per_step": 8}}
+    raw["model"] = {"path": "unused", "router": {"freeze": False, "bias_update_rate": 0.001}}
+    dense = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    problems = [
+        list(cut_problems(configs.validate(raw), shape_of(fields)))
+        for fields in (FIELDS, dense | experts | {"vocab_size": 102}, dense | {"vocab_size": 102})
+    ]
+    assert problems == [
+        [],
+        ["model.router.bias_update_rate=0.001: mixtral has no bias per expert; use balancing=seq_aux_loss"],
+        ["model.router.bias_update_rate=0.001: must be left out for llama, which has no experts; remove it"],
+    ]

@@ -1,4 +1,4 @@
-"""What routing replay does to the mismatch of engine and trainer: `python tools/benchmarks/replay.py [--engine sglang]`.
+"""Measure what routing replay does to the mismatch of engine and trainer: `replay.py [--engine sglang]`.
 
 A random Qwen3-MoE, whose experts are close in their scores, generates in bf16; the trainer computes the log-probs of the same
 policy in fp32 and in bf16, with and without replay. Without weights that learned anything a changed expert changes a

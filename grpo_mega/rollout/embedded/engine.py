@@ -23,7 +23,7 @@ from grpo_mega.rollout.embedded.expert_views import checkpoint_tensors
 from grpo_mega.rollout.embedded.recorder import Recorder
 from grpo_mega.rollout.embedded.sampler import draw, uniforms
 from grpo_mega.rollout.engine import NONE_BEGUN, Engine, OnSample, Sampling
-from grpo_mega.rollout.routes import Routers
+from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.schedule import Schedule, schedule_of
 from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import FinishReason, Group, Prompt, Routes, Sample, Span
@@ -65,7 +65,7 @@ class EmbeddedEngine(Engine):
         self._model = model.to(self.device).eval().requires_grad_(False)
         speed_up(self._model)
         scale_attention(self._model)
-        self._recorder = Recorder(self._model, Routers.of(shape, hf_config) if shape.num_experts else None)
+        self._recorder = Recorder(self._model, RouterSizes.of(shape, hf_config) if shape.num_experts else None)
         self._tensors = checkpoint_tensors(self._model, family, shape)
         self._received: list[Entry] = []
         self._problems: list[str] = []

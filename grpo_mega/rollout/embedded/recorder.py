@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mega.rollout.routes import Routers, extended
+from grpo_mega.rollout.routes import RouterSizes, extended
 from grpo_mega.types import Routes, Sample
 
 
 class Recorder:
     """While it is on, it must be told after every forward pass what that was: `prefilled` or `fed`."""
 
-    def __init__(self, model: Any, routers: Routers | None) -> None:
+    def __init__(self, model: Any, routers: RouterSizes | None) -> None:
         """`routers`: those of the model; None for a dense one."""
         self._routers, self._is_on = routers, False
         blocks = [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]

@@ -24,7 +24,7 @@ import aiohttp
 
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.routes import Routers, parsed
+from grpo_mega.rollout.routes import RouterSizes, parsed
 from grpo_mega.rollout.routes import extended as extended_routes
 from grpo_mega.types import Sample, Span
 
@@ -65,7 +65,7 @@ class Session:
         *,
         num_connections: int = 1,
         is_seeded: bool = False,
-        routers: Routers | None = None,
+        routers: RouterSizes | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         """`num_connections`: requests under way at once. `is_seeded`: the server samples from a seed per sample, for which a
@@ -266,7 +266,7 @@ def sample_seed(seed: int, step: int, prompt_id: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def extended(sample: Sample, answer: dict[str, Any], sampling: Sampling, routers: Routers | None = None) -> Sample:
+def extended(sample: Sample, answer: dict[str, Any], sampling: Sampling, routers: RouterSizes | None = None) -> Sample:
     """Return the sample with the tokens of the server's answer; unfinished if it was aborted before its end.
 
     A server that was short of cache computed a part of the sample again, and tells the experts of that, not those of the

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_mega.config import RolloutConfig
 from grpo_mega.errors import ConfigError
-from grpo_mega.rollout.routes import Routers
+from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.weights.spec import BLOCK
 
 CACHE_MARGIN = 256  # tokens of KV cache beyond those of the sequences: pages and the server's own warm-up
@@ -34,7 +34,7 @@ class EngineSettings:
     base_gpu_id: int = 0  # of the engine's first rank
     cores: tuple[int, ...] = ()  # of a server on a CPU
     seed: int = 0
-    routers: Routers | None = None  # of the model, if their choices are to be recorded
+    routers: RouterSizes | None = None  # of the model, if their choices are to be recorded
     prove: bool = True  # compare checksums after each sync
     weight_loader: str = LOADER  # dotted path of a function in the server's processes
     shows_progress: bool = False  # print a line from time to time while the server starts

@@ -1,7 +1,7 @@
 """deepseek_v2 and deepseek_v3: multi-latent attention, first layers with an MLP, then experts beside shared experts.
 
 Queries, keys and values are made from latents, which are whole on every tensor-parallel rank; the matrices after them are cut
-by heads. deepseek_v3 adds a bias per expert to the router's scores when it chooses experts. Training keeps it as it is.
+by heads. deepseek_v3 adds a bias per expert to the router's scores when it chooses experts; no optimizer changes it.
 """
 
 from __future__ import annotations
