@@ -47,9 +47,8 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
     acts = activations(setup, pp_rank)
     fixed = _fixed(setup, engine)
     trainer = [*state_figures(setup, state), *_fp8_copies_of(setup, state, pp_rank)]
-    dp, elements = setup.layout.dp, state.elements + state.fp8_elements
-    # A save gathers each part of the optimizer's state over data-parallel ranks, fp32, one part at a time.
-    gathered = figure("gathered for a save", "B", lambda: (1 + 1 / dp) * elements * 4)
+    # A save gathers each part of the optimizer's state over data-parallel ranks, fp32, one part of one bucket at a time.
+    gathered = product("gathered for a save", "B", elements=state.gathered, bytes=FP32)
     bucket = setup.config.sync.bucket_mib * 2**20
     count = 1 if setup.is_served or setup.is_separate else 3
     moving = product("sync buckets in flight", "B", count=count, bucket=bucket)

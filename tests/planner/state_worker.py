@@ -111,6 +111,7 @@ def check_buckets(mine: list[Any], theirs: list[Any], policy: Policy, dp_size: i
     )
     planned = buffer_of(mine, dp_size, SMALL_BUCKET)
     assert planned.size == real.numel, (planned.size, real.numel)
+    assert planned.largest_bucket == max(bucket.grad_data.numel() for bucket in real.buckets)
     assert sum(planned.shares) == sum(p.numel() for p in theirs)
 
 
