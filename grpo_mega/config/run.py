@@ -50,6 +50,8 @@ class ModelConfig(Section):
         "none"  # activations in the backward pass; selective: of core attention and MLP
     )
     router: RouterConfig = RouterConfig()
+    grouped_experts: bool = False  # a product for all experts of a layer at once; Transformer Engine's
+    fused_permutation: bool = False  # of tokens to experts and back; Transformer Engine's
 
 
 class TeacherConfig(Section):

@@ -131,6 +131,8 @@ def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runt
         # A softmax over the chosen experts equals one over all experts, normalised over the chosen.
         "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
         **routers.settings(config.model.router),
+        "moe_grouped_gemm": config.model.grouped_experts,
+        "moe_permute_fusion": config.model.fused_permutation,
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": runtime.layout.ep,
         "expert_tensor_parallel_size": runtime.layout.tp,
@@ -153,7 +155,9 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     theirs = get_transformer_layer_offset(config, vp_stage=vp_stage), get_num_layers_to_build(config, vp_stage=vp_stage)
     assert theirs == (layers.start, len(layers)), (theirs, layers)
     if use_te := uses_transformer_engine(shape, runtime):
-        spec = get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+        )
     else:
         spec = _local_spec(shape, config, layers)
     model = GPTModel(

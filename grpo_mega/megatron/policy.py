@@ -52,7 +52,7 @@ class Policy:
         """Build the model without weights; `load` fills them."""
         self._config, self._shape, self._runtime = config, shape, runtime
         uses_te = uses_transformer_engine(shape, runtime)
-        self._shards = policy_shards(family, shape, runtime)
+        self._shards = policy_shards(family, shape, config, runtime)
         self.models = build_chunks(shape, family, hf_config, config, runtime)  # one per virtual pipeline stage
         self.parameters = parameters_of(self.models, self._shards.rank_shards(runtime.rank))  # by local name
         _check_partitions(self.parameters, runtime, self._shards)
@@ -356,9 +356,10 @@ class Policy:
         return optimizers.state_tensors(self._optimizer) if self._optimizer else []
 
 
-def policy_shards(family: Family, shape: ModelShape, runtime: Runtime) -> ShardLayout:
+def policy_shards(family: Family, shape: ModelShape, config: Config, runtime: Runtime) -> ShardLayout:
     """Return the slices of the policy that each rank of the layout holds, as plans of transfers take them."""
-    return megatron_shards(family, shape, runtime.layout, fused_norms=uses_transformer_engine(shape, runtime))
+    names = {"fused_norms": uses_transformer_engine(shape, runtime), "grouped_experts": config.model.grouped_experts}
+    return megatron_shards(family, shape, runtime.layout, **names)
 
 
 def _layer_groups(models: Sequence[Any], num_layers: int) -> dict[Tensor, int]:

@@ -70,7 +70,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Roll
         stack.callback(log.close)
         gc.freeze()  # Megatron collects garbage in every save; objects alive now live to the end and need not be scanned
         stack.enter_context(_hang_watch(config, runtime, timers))
-        trainer = policy_shards(model.family, model.shape, runtime)
+        trainer = policy_shards(model.family, model.shape, config, runtime)
         sync = build_sync(config, DTYPES[config.engine_dtype], trainer, engine, runtime, rendezvous)
         colocation = Colocation(
             policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message, runtime.first_engine_rank

@@ -190,8 +190,14 @@ def latent_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         yield f"rollout.quantization={config.rollout.quantization!r}: must be left out for {shape.model_type}; remove it"
 
 
-def router_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield settings of model.router that the model has no part for."""
+def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Yield settings of experts and routers that the model has no part for."""
+    for name in ("grouped_experts", "fused_permutation"):
+        lacking = "which has no experts" if not shape.num_experts else "whose layers are Megatron's local ones"
+        if getattr(config.model, name) and (shape.kv_lora or not shape.num_experts):
+            yield f"model.{name}=true: must be left out for {shape.model_type}, {lacking}; remove it"
+    if config.model.grouped_experts and config.precision.fp8 is not None:
+        yield f"model.grouped_experts=true contradicts precision.fp8={config.precision.fp8!r}; remove one of them"
     for name, value in config.model.router.model_dump(exclude_defaults=True).items():
         if not shape.num_experts:
             yield f"model.router.{name}={value}: must be left out for {shape.model_type}, which has no experts; remove it"

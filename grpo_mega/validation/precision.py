@@ -29,6 +29,9 @@ def installed_problems(config: Config, capability: Version | None, name: str) ->
     """Yield what the installed packages lack for a GPU called `name`; `capability` is None where it is not known yet."""
     transformer_engine = transformer_engine_version()
     yield from transformer_engine_problems(config.precision, transformer_engine)
+    for name in ("grouped_experts", "fused_permutation"):
+        if getattr(config.model, name) and transformer_engine is None:
+            yield f"model.{name}=true needs Transformer Engine; install it or leave {name} out"
     yield from cuda_problems(config.precision, cuda_version())
     yield from moments_problems(config.optimizer, transformer_engine)
     if capability is not None:

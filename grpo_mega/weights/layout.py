@@ -185,12 +185,15 @@ class ShardLayout:
         return any(piece.box.tensor in self.quantised for piece in tensor.pieces)
 
 
-def megatron_shards(family: Family, shape: ModelShape, layout: MegatronLayout, *, fused_norms: bool = False) -> ShardLayout:
-    """Return the trainer's layout. `fused_norms`: names as Transformer Engine's layer spec gives them."""
+def megatron_shards(
+    family: Family, shape: ModelShape, layout: MegatronLayout, *, fused_norms: bool = False, grouped_experts: bool = False
+) -> ShardLayout:
+    """Return the trainer's layout. `fused_norms`: names as Transformer Engine's layer spec gives them; `grouped_experts`: as
+    it does where the experts of a layer are one module."""
+    names = {"fused_norms": fused_norms, "grouped_experts": grouped_experts}
     places = [(*layout.place(rank)[:2], layout.ep_rank(rank)) for rank in range(layout.world_size)]
     blocks = {
-        place: tuple(megatron_blocks(family, shape, layout, places.index(place), fused_norms=fused_norms))
-        for place in dict.fromkeys(places)
+        place: tuple(megatron_blocks(family, shape, layout, places.index(place), **names)) for place in dict.fromkeys(places)
     }
     return ShardLayout(tuple(blocks[place] for place in places))
 
@@ -224,9 +227,15 @@ def hf_rank_shards(family: Family, shape: ModelShape, names: Iterable[str] | Non
 
 
 def megatron_blocks(
-    family: Family, shape: ModelShape, layout: MegatronLayout, rank: int, *, fused_norms: bool = False
+    family: Family,
+    shape: ModelShape,
+    layout: MegatronLayout,
+    rank: int,
+    *,
+    fused_norms: bool = False,
+    grouped_experts: bool = False,
 ) -> list[Block]:
-    """Return the shards of a trainer's rank. `fused_norms`: names as Transformer Engine's layer spec gives them."""
+    """Return the shards of a trainer's rank, under names as `megatron_shards` describes them."""
     tp_rank, pp_rank, _ = layout.place(rank)
     experts = layout.experts_of(shape.num_experts, layout.ep_rank(rank))
 
@@ -234,6 +243,8 @@ def megatron_blocks(
         shards: RankShards = {}
         for row in rows:
             local = f"chunk{chunk}.{row.megatron_te if fused_norms and row.megatron_te else row.megatron}"
+            if grouped_experts and row.kind == "expert":
+                local = local.replace("local_experts.{e}.", "") + "{e}"
             shards[local] = row.op.megatron(Shard(_hf_names(family, shape, row), local, shape, layout.tp, tp_rank))
         return shards
 

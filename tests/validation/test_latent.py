@@ -10,6 +10,7 @@ from models import LATENT
 from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError, WeightMappingError
 from grpo_mega.validation.model import shape_of
+from grpo_mega.validation.precision import installed_problems
 from grpo_mega.validation.preflight import cut_problems
 
 FIELDS = LATENT | {
@@ -64,6 +65,22 @@ def test_a_config_that_does_not_fit_is_refused_with_its_remedy(override: str, sa
     assert not list(cut_problems(configs.validate(raw), shape))
     configs.apply_override(raw, override)
     assert any(says in problem for problem in cut_problems(configs.validate(raw), shape))
+
+
+def test_grouped_experts_need_experts_of_transformer_engine_in_the_models_dtype() -> None:
+    raw: dict[str, Any] = {"run_dir": "unused", "steps": 1, "data": {"train": "unused"}, "batch": {"prompts_per_step": 8}}
+    raw["model"] = {"path": "unused", "grouped_experts": True, "fused_permutation": True}
+    problems = list(cut_problems(configs.validate(raw), shape_of(FIELDS)))
+    assert problems == [
+        f"model.{name}=true: must be left out for deepseek_v3, whose layers are Megatron's local ones; remove it"
+        for name in ("grouped_experts", "fused_permutation")
+    ]
+    assert [p.partition(";")[0] for p in installed_problems(configs.validate(raw), None, "cuda")] == [
+        f"model.{name}=true needs Transformer Engine" for name in ("grouped_experts", "fused_permutation")
+    ]
+    raw["precision"] = {"fp8": "hybrid"}
+    problems = list(cut_problems(configs.validate(raw), shape_of(FIELDS | {"model_type": "mixtral", "head_dim": 10})))
+    assert "model.grouped_experts=true contradicts precision.fp8='hybrid'; remove one of them" in problems
 
 
 def test_settings_of_routers_need_routers_and_a_bias_to_move() -> None:
