@@ -33,14 +33,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.5,
-}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 16}
+YARN_ROPE |= {"mscale": 0.707, "mscale_all_dim": 0.5}
 
 # Eight layers for pp=4 with vpp=2; two key-value heads, fewer than tp=4; the vocabulary of 102 does not divide by 4.
 MODELS = {
@@ -60,6 +54,8 @@ MIXTURES = {
     "qwen3_moe-unnormalised": ("qwen3_moe", {"num_hidden_layers": 4, "norm_topk_prob": False, "tied": True}),
     "deepseek_v2": ("deepseek_v2", {"num_hidden_layers": 5, "rope_parameters": YARN_ROPE | {"factor": 4.0}}),
     "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 5, "q_lora_rank": 10, "rope_parameters": YARN_ROPE}),
+    "glm4_moe": ("glm4_moe", {"num_hidden_layers": 4}),
+    "glm4_moe-normed": ("glm4_moe", {"num_hidden_layers": 5, "use_qk_norm": True, "n_group": 1, "topk_group": 1}),
     "deepseek_v3-plain": ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}),
 }
 LOGITS_LAYOUTS = (
@@ -165,6 +161,8 @@ GRADIENTS = {
     ),
     "deepseek_v2": ("tp=1", "tp=2,sequence_parallel=true"),
     "deepseek_v3-plain": ("ep=2",),
+    "glm4_moe": ("tp=1", "pp=2,ep=2"),
+    "glm4_moe-normed": ("tp=2,ep=2,sequence_parallel=true",),
     "qwen3_moe": ("tp=2,ep=2,sequence_parallel=true",),
 }
 LOGITS |= {name: (*dict.fromkeys((*LOGITS[name], *texts)),) for name, texts in GRADIENTS.items()}
