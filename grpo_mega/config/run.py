@@ -24,7 +24,7 @@ class RouterConfig(Section):
     balancing: Literal["none", "aux_loss", "seq_aux_loss"] = "none"  # loss of uneven loads, within a micro-batch or a sample
     aux_loss_coeff: NonNegativeFloat = 0.0  # of that loss
     z_loss_coeff: NonNegativeFloat = 0.0  # of large logits
-    bias_update_rate: NonNegativeFloat = 0.0  # of deepseek_v3's bias per expert, per optimizer step taken; 0: it stays
+    bias_update_rate: NonNegativeFloat = 0.0  # of the bias per expert that some families have, per optimizer step; 0: it stays
     capacity_factor: PositiveFloat | None = None  # an expert drops tokens above this multiple of an even load; None: none
     freeze: bool = False  # no training of routers
 

@@ -23,8 +23,6 @@ BIAS = ".router.expert_bias"  # a buffer: no optimizer changes it
 def settings(shape: ModelShape, hf_config: Any) -> dict[str, Any]:
     """Return the fields of MLATransformerConfig that other models lack, for what validation/model.py accepts."""
     rope = hf_config.rope_parameters
-    is_sigmoid = shape.model_type == "deepseek_v3"
-    is_limited = is_sigmoid and hf_config.topk_group < hf_config.n_group
     return {
         "q_lora_rank": shape.q_lora or None,
         "kv_lora_rank": shape.kv_lora,
@@ -35,6 +33,14 @@ def settings(shape: ModelShape, hf_config: Any) -> dict[str, Any]:
         "rope_type": "yarn",
         "rotary_scaling_factor": rope.get("factor", 1.0),
         "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+    }
+
+
+def routing(shape: ModelShape, hf_config: Any) -> dict[str, Any]:
+    """Return the fields of models with shared experts, of which glm4_moe routes as deepseek_v3 does."""
+    is_sigmoid = shape.model_type != "deepseek_v2"
+    is_limited = is_sigmoid and hf_config.topk_group < hf_config.n_group
+    return {
         # A list makes checkpoints keep layers apart, as layers that differ need it.
         "moe_layer_freq": [0] * shape.num_dense + [1] * (shape.num_layers - shape.num_dense) if shape.num_dense else 1,
         "moe_shared_expert_intermediate_size": shape.shared_ffn,

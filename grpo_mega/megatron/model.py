@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_mega.config import Config
@@ -49,7 +50,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def uses_transformer_engine(shape: ModelShape, runtime: Runtime) -> bool:
-    return in_use(runtime.device).transformer_engine and not shape.kv_lora
+    return in_use(runtime.device).transformer_engine and not shape.shared_ffn
 
 
 def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Config, runtime: Runtime) -> list[GPTModel]:
@@ -88,7 +89,7 @@ def transformer_config(
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=family.qkv_bias,
-        qk_layernorm=family.qk_norm,
+        qk_layernorm=family.qk_norm or bool(shape.qk_norm),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=runtime.layout.tp,
@@ -101,10 +102,11 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         **megatron_settings(config.precision),
         **_moe_config(shape, hf_config, config, runtime),
+        **(latent.routing(shape, hf_config) if shape.shared_ffn else {}),
         **(latent.settings(shape, hf_config) if shape.kv_lora else {}),
         use_cpu_initialization=not is_cuda,
         perform_initialization=False,
-        gradient_accumulation_fusion=in_use(runtime.device).fuses_weight_gradients and not shape.kv_lora,
+        gradient_accumulation_fusion=in_use(runtime.device).fuses_weight_gradients and not shape.shared_ffn,
         # These two are compiled for CUDA.
         bias_dropout_fusion=is_cuda,
         bias_activation_fusion=is_cuda,
@@ -175,7 +177,7 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     if model.post_process:
         model.output_layer.forward = partial(_forward_hidden, model.output_layer)
     # By transformers' own arithmetic, for the rope types that preflight accepts.
-    inv_freq = LlamaRotaryEmbedding(hf_config).inv_freq.float()  # [head_dim / 2]
+    inv_freq = (Glm4MoeRotaryEmbedding if shape.model_type == "glm4_moe" else LlamaRotaryEmbedding)(hf_config).inv_freq.float()
     if shape.kv_lora:
         latent.set_rotary(model, hf_config)
     elif use_te:

@@ -28,13 +28,13 @@ class Setup:
     gpus_per_node: int
     mean_prompt: float  # tokens
     mean_response: float
-    uses_te: bool = True  # Transformer Engine's layers; else Megatron's local ones, as always with multi-latent attention
+    uses_te: bool = True  # Transformer Engine's layers; else Megatron's local ones, as always with shared experts
     assumed: Assumptions = ASSUMED
     teachers: tuple[tuple[ModelShape, int], ...] = ()  # those in the policy's layout, with their experts per token
     lengths: Lengths | None = None  # of responses, with mean_response as their mean; None: not known
 
     def __post_init__(self) -> None:
-        if self.shape.kv_lora:
+        if self.shape.shared_ffn:
             object.__setattr__(self, "uses_te", False)
 
     @property

@@ -27,8 +27,10 @@ _MOE_FIELDS = {
     "qwen3_moe": (("num_experts", "num_local_experts"), "moe_intermediate_size"),
     "deepseek_v2": (("n_routed_experts", "num_experts"), "moe_intermediate_size"),
     "deepseek_v3": (("n_routed_experts", "num_local_experts"), "moe_intermediate_size"),
+    "glm4_moe": (("n_routed_experts", "num_local_experts"), "moe_intermediate_size"),
 }
-_LATENT = ("deepseek_v2", "deepseek_v3")  # model types with multi-latent attention (MLA), shared experts and first dense layers
+_LATENT = ("deepseek_v2", "deepseek_v3")  # model types with multi-latent attention (MLA)
+_SHARED = (*_LATENT, "glm4_moe")  # with shared experts and first dense layers
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class ModelShape:
     q_lora: int = 0  # of the queries' own latent; 0: they are made from the hidden state
     rope_dim: int = 0
     v_dim: int = 0  # of a head's value
+    qk_norm: int = 0  # width of norms of queries and keys, where a family's models differ in having them
 
     @property
     def q(self) -> int:
@@ -126,17 +129,20 @@ class ModelShape:
             more = {"num_experts": field(usual, config.get(other)), "moe_ffn": field(rows)}
             _check_every_layer_has_experts(config)
         head_dim = field("head_dim", field("hidden_size") // heads)
+        if model_type == "glm4_moe" and config.get("use_qk_norm"):
+            more["qk_norm"] = head_dim
         if model_type in _LATENT:
             head_dim = field("qk_nope_head_dim") + field("qk_rope_head_dim")
             kv_heads = heads
             more |= {
-                "num_dense": config.get("first_k_dense_replace") or 0,
-                "shared_ffn": more["moe_ffn"] * field("n_shared_experts"),
                 "kv_lora": field("kv_lora_rank"),
                 "q_lora": field("q_lora_rank") if config.get("q_lora_rank") is not None else 0,
                 "rope_dim": field("qk_rope_head_dim"),
                 "v_dim": field("v_head_dim"),
             }
+        if model_type in _SHARED:
+            more["num_dense"] = config.get("first_k_dense_replace") or 0
+            more["shared_ffn"] = more["moe_ffn"] * field("n_shared_experts")
             if not 0 <= more["num_dense"] < field("num_hidden_layers"):
                 raise WeightMappingError(
                     f"config.json has first_k_dense_replace={more['num_dense']}; it must leave experts in one of the "

@@ -50,6 +50,8 @@ MIXTURES = {
     "qwen3_moe-unnormalised": ("qwen3_moe", {"num_hidden_layers": 4, "norm_topk_prob": False, "tied": True}),
     "deepseek_v2": ("deepseek_v2", {"num_hidden_layers": 5, "rope_parameters": YARN_ROPE | {"factor": 4.0}}),
     "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 5, "q_lora_rank": 10, "rope_parameters": YARN_ROPE}),
+    "glm4_moe": ("glm4_moe", {"num_hidden_layers": 4}),
+    "glm4_moe-normed": ("glm4_moe", {"num_hidden_layers": 5, "use_qk_norm": True, "n_group": 1, "topk_group": 1}),
     "deepseek_v3-plain": ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}),
     # Every token of these goes to experts that are given.
     "qwen3_moe-routed": ("qwen3_moe", {"num_hidden_layers": 8, "norm_topk_prob": True}),

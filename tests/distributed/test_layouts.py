@@ -141,6 +141,8 @@ GRADIENTS = {
     ),
     "deepseek_v2": ("tp=1", "tp=2,sequence_parallel=true"),
     "deepseek_v3-plain": ("ep=2",),
+    "glm4_moe": ("tp=1", "pp=2,ep=2"),
+    "glm4_moe-normed": ("tp=2,ep=2,sequence_parallel=true",),
     "qwen3_moe": (
         "tp=1",
         "tp=2,ep=2,sequence_parallel=true",

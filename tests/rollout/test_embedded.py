@@ -117,6 +117,7 @@ def test_greedy_decoding_of_prompts_of_different_lengths_equals_transformers_one
         ("mixtral", {"hidden_size": 36, "intermediate_size": 50, "head_dim": 10}),
         ("deepseek_v2", {"moe_intermediate_size": 22}),
         ("deepseek_v3", {"moe_intermediate_size": 22, "q_lora_rank": 10, "rope_parameters": YARN}),
+        ("glm4_moe", {"moe_intermediate_size": 22, "use_qk_norm": True}),
     ],
 )
 def test_experts_whose_rows_are_no_multiple_of_16_bytes_are_computed_and_recorded(

@@ -38,6 +38,7 @@ CASES = {
     "qwen3": Case("qwen3", is_full=True, **SOME),
     "qwen3 in FP8": Case("qwen3", BLOCKS, ("{tp: 2, pp: 2}", "{tp: 4}"), (2,), quantise=True),
     "qwen3_moe": Case("qwen3_moe", EXPERTS, SPREAD, (2,), engine_ep=2),
+    "glm4_moe": Case("glm4_moe", EXPERTS | {"use_qk_norm": True}, SPREAD, (2,), is_full=True),
     "deepseek_v3": Case(
         "deepseek_v3", LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}, SPREAD, (2,)
     ),

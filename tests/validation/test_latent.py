@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from models import LATENT
+from models import GLM, LATENT
 
 from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError, WeightMappingError
@@ -45,6 +45,23 @@ def test_a_model_that_megatron_would_compute_otherwise_is_refused(changes: dict[
     shape_of(FIELDS)
     with pytest.raises((ConfigError, WeightMappingError)) as caught:
         shape_of(FIELDS | changes)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"attention_bias": False}, "attention_bias=False; only True is supported for glm4_moe"),
+        ({"partial_rotary_factor": 1.0}, "partial_rotary_factor=1.0; only 0.5"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False; only True"),
+        ({"n_group": 4, "topk_group": 3}, "scores a group by its best 1 experts"),
+    ],
+)
+def test_a_glm_of_another_kind_is_refused(changes: dict[str, Any], says: str) -> None:
+    fields = FIELDS | GLM | {"model_type": "glm4_moe", "head_dim": 12, "partial_rotary_factor": 0.5}
+    assert shape_of(fields).qk_norm == 0 and shape_of(fields | {"use_qk_norm": True}).qk_norm == 12
+    with pytest.raises((ConfigError, WeightMappingError)) as caught:
+        shape_of(fields | changes)
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 

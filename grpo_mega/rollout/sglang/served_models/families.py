@@ -1,6 +1,7 @@
 """One class per `model_type` of the supported families, from SGLang's module of that name (deepseek_v3: of deepseek_v2)."""
 
 from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
+from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.mistral import MistralForCausalLM
 from sglang.srt.models.mixtral import MixtralForCausalLM
@@ -17,6 +18,7 @@ DeepseekV3Config.scoring_func, DeepseekV3Config.topk_method = "sigmoid", "noaux_
 EntryClass = [
     DeepseekV2ForCausalLM,
     DeepseekV3ForCausalLM,
+    Glm4MoeForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     MixtralForCausalLM,
