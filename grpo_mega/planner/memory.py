@@ -216,6 +216,10 @@ def _node(setup: Setup, node: list[State], num_engine_ranks: int) -> HostMemory:
         product("reward workers", "B", leaders=leaders, workers=workers, each=assumed.worker_host_gib * GIB),
     ]
     elements, algorithm = sum(s.num_parameters for s in node), setup.config.algorithm
+    if setup.config.rollout.routing_replay:  # twice, while ranks share them
+        tokens = setup.config.batch.prompts_per_step * algorithm.group_size * setup.mean_sample
+        per_token = setup.shape.num_layers * setup.experts_per_token * (1 if setup.shape.num_experts < 256 else 2)
+        other.append(product("recorded experts", "B", ranks=2 * ranks, tokens=tokens, per_token=per_token))
     if algorithm.averages_reference:
         other.append(product("reference's average", "B", "exact", bytes=FP32, elements=elements))
     if algorithm.has_vocab_kl:

@@ -157,6 +157,7 @@ GRADIENTS |= {name: LOGITS[name] for name in ("qwen3_moe-routed", "deepseek_v3-r
 LOGITS |= {name: (*dict.fromkeys((*LOGITS[name], *texts)),) for name, texts in GRADIENTS.items()}
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
 # Those that every model keeps without --all; qwen2 and qwen3_moe keep all.
+KEPT_ROUTED = ("pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",)
 KEPT_LOGITS = ("tp=1", "tp=2,pp=2", "tp=2,ep=2,sequence_parallel=true")
 FULL_UPDATES = {
     "qwen2": (
@@ -169,6 +170,7 @@ FULL_UPDATES = {
     "qwen3": ("tp=2,pp=2", "dp=4"),
     "qwen3_moe": ("ep=2", "ep=4", "tp=4,sequence_parallel=true", "pp=2,ep=2"),
     "deepseek_v3": ("tp=1 model.recompute=full", "tp=1 batch.tokens_per_micro_batch=40"),
+    "qwen3_moe-routed": ("tp=2,sequence_parallel=true model.recompute=selective", "pp=2", "ep=2"),
     "uneven": ("pp=4", "tp=2,pp=2,sequence_parallel=true"),
     # What they have of their own is in one token's loss, which an oracle and a replay of whole steps hold.
     **{f"short+{m}": METHODS_LAYOUTS for m in ("gspo_token", "cispo", "sapo", "reinforce_plus_plus_baseline", "kl_cov")},
@@ -182,11 +184,13 @@ def parameters(names: Iterable[str], is_full: Callable[[str, str], bool]) -> lis
 
 ALL_LOGITS = parameters(
     (f"{model}:{layout}" for model, layouts in LOGITS.items() for layout in layouts),
-    lambda model, layout: model not in ("qwen2", "qwen3_moe", "qwen3_moe-routed") and layout not in KEPT_LOGITS,
+    lambda model, layout: model not in ("qwen2", "qwen3_moe") and layout not in (*KEPT_LOGITS, *KEPT_ROUTED),
 )
 ALL_GRADIENTS = parameters(
     (f"{model}:{text}" for model, texts in GRADIENTS.items() for text in texts),
-    lambda model, text: model == "deepseek_v3" and text not in (*KEPT_LOGITS, "pp=2,vpp=2,ep=2"),
+    lambda model, text: (
+        model in ("deepseek_v3", "qwen3_moe-routed") and text not in (*KEPT_LOGITS, *KEPT_ROUTED, "pp=2,vpp=2,ep=2")
+    ),
 )
 COMPARED = parameters(
     (f"{model}:{text}" for model, texts in ALL_UPDATES.items() for text in texts[1:]),

@@ -32,7 +32,7 @@ CASES = {
     # First: once some of the ranks have had a group of their own, gloo does not connect one of all.
     "deepseek_v3 over four": Case("deepseek_v3", LATENT | {"q_lora_rank": None}, SPREAD, (4,), engine_ep=2, is_full=True),
     "mixtral over four": Case("mixtral", EXPERTS | {"intermediate_size": 128}, SPREAD, (4,), engine_ep=4, is_full=True),
-    "llama": Case("llama", **SOME),
+    "llama": Case("llama", is_full=True, **SOME),
     "mistral": Case("mistral", {"sliding_window": None}, is_full=True, **SOME),
     "qwen2 tied": Case("qwen2", {"tied": True}),
     "qwen3": Case("qwen3", is_full=True, **SOME),
