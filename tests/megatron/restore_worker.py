@@ -52,8 +52,8 @@ SAVED = {
     "tied, interleaved": (TIED | {"num_hidden_layers": 4}, "bfloat16", "pp=2,vpp=2", {3: ("dp=3",)}),
     "buckets": (SEPARATE, "bfloat16", f"dp=2,{OVERLAP}", {1: ("tp=1",), 2: ("pp=2",), 3: (f"dp=3,{OVERLAP}",)}),
     "one bucket": (SEPARATE, "bfloat16", "pp=2", {}),
-    "biased": (BIASED, "float32", "dp=2", {1: ("tp=1",), 3: ("pp=3",)}),
-    "frozen": (FROZEN, "bfloat16", "pp=2", {1: ("tp=1",)}),
+    "biased": (BIASED, "float32", "dp=2,ep=2", {1: ("tp=1",), 3: ("pp=3",)}),
+    "frozen": (FROZEN, "bfloat16", "pp=2", {2: ("dp=2,ep=2",)}),
 }
 SHIFTED = ("tied", "buckets")  # by Megatron, without the patch; the last of SAVED is in order without it too
 OVERHEAD = 60_000  # bytes of torch's format around a rank's tensors, about 1 kB each
