@@ -83,7 +83,7 @@ def _regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any
     """Return the loaded state of an optimizer as this layout's takes it.
 
     Where ep > 1 Megatron has an optimizer of its own for experts, and its state one level more. All groups of parameters have
-    the same step, and settings that are set anew at each step.
+    the same step, and settings that each step sets.
     """
     saved = next(part for part in (loaded, *loaded.values()) if isinstance(part, dict) and "optimizer" in part)
     group, is_single = saved["optimizer"]["param_groups"][0], len(parts(optimizer)) == 1

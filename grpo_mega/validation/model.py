@@ -215,12 +215,17 @@ def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def position_problems(config: Config, fields: dict[str, Any]) -> Iterator[str]:
-    """Yield why the model has no positions for the longest sample, prompt and response."""
+    """Yield why the model has no positions for the longest sample, prompt and response, or not the same in the engine."""
+    rope = _rope(fields)
+    if config.rollout.is_served and rope.get("mscale_all_dim") and not rope.get("mscale"):
+        yield (
+            f"config.json has mscale_all_dim={rope['mscale_all_dim']:g} without mscale, which SGLang and transformers read "
+            "differently; add mscale, or set rollout.engine=embedded"
+        )
     longest_sample = config.data.max_prompt_length + config.rollout.max_response_length
     positions = fields.get("max_position_embeddings")
     if not isinstance(positions, int):
         return
-    rope = _rope(fields)
     if _rope_type(rope) == "linear":
         positions = int(positions * rope.get("factor", 1))
     if longest_sample > positions:

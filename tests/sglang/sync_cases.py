@@ -30,6 +30,7 @@ LATENT = EXPERTS | {"moe_intermediate_size": 128, "q_lora_rank": 20}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 CASES = {
     # First: once some of the ranks have had a group of their own, gloo does not connect one of all.
+    "deepseek_v2": Case("deepseek_v2", LATENT | {"q_lora_rank": None}, SPREAD, (2,), is_full=True),
     "deepseek_v3 over four": Case("deepseek_v3", LATENT | {"q_lora_rank": None}, SPREAD, (4,), engine_ep=2, is_full=True),
     "mixtral over four": Case("mixtral", EXPERTS | {"intermediate_size": 128}, SPREAD, (4,), engine_ep=4, is_full=True),
     "llama": Case("llama", is_full=True, **SOME),

@@ -9,7 +9,7 @@ from models import GLM, LATENT
 
 from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError, WeightMappingError
-from grpo_mega.validation.model import shape_of
+from grpo_mega.validation.model import position_problems, shape_of
 from grpo_mega.validation.precision import installed_problems
 from grpo_mega.validation.preflight import cut_problems
 
@@ -120,3 +120,14 @@ def test_settings_of_routers_need_routers_and_a_bias_to_move() -> None:
         ["model.router.bias_update_rate=0.001: mixtral has no bias per expert; use balancing=seq_aux_loss"],
         ["model.router.bias_update_rate=0.001: must be left out for llama, which has no experts; remove it"],
     ]
+
+
+def test_yarn_that_server_and_trainer_read_differently_is_refused() -> None:
+    raw = {"run_dir": "r", "steps": 1, "model": {"path": "m"}, "data": {"train": "t", "max_prompt_length": 8}}
+    raw |= {"batch": {"prompts_per_step": 4, "tokens_per_micro_batch": 2048}, "rollout": {"engine": "sglang"}}
+    rope = {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 0.7}
+    (said,) = position_problems(configs.validate(raw), {"rope_parameters": rope})
+    assert "mscale_all_dim=0.7 without mscale" in said
+    assert not list(position_problems(configs.validate(raw), {"rope_parameters": rope | {"mscale": 1.0}}))
+    embedded = configs.validate(raw | {"rollout": {"engine": "embedded"}})
+    assert not list(position_problems(embedded, {"rope_parameters": rope}))
