@@ -1,6 +1,6 @@
-"""Make the quickstart's start model and data: `python examples/arithmetic.py OUT --seed N`.
+"""Make the quickstart's start model and data: `python examples/arithmetic.py OUT --seed N [--moe]`.
 
-Output: OUT/model (a Hugging Face Qwen2 checkpoint in fp32 with tokenizer and chat template), OUT/train.jsonl and
+Output: OUT/model (a Hugging Face Qwen2 or, with --moe, Qwen3-MoE checkpoint in fp32 with its tokenizer), OUT/train.jsonl and
 OUT/heldout.jsonl with {"prompt": "34+7+9+8=?", "answer": "58"}; no held-out prompt is ever trained on. A response adds
 one term per line inside <think> and ends in <answer>.
 The supervised demonstrations are sloppy on purpose, as real pre-training text is: their writer often forgets to carry
@@ -24,7 +24,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads tha
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import (
+    AddedToken,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2Tokenizer,
+    Qwen3MoeConfig,
+)
 from transformers.utils.logging import disable_progress_bar
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
@@ -87,6 +95,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder to write model/, train.jsonl and heldout.jsonl to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of PyTorch")
+    parser.add_argument("--moe", action="store_true", help="make a model with 8 experts per layer, of which a token takes 2")
     options = parser.parse_args()
     started = time.monotonic()
     torch.set_num_threads(options.threads)
@@ -96,7 +105,7 @@ def main() -> None:
 
     train, heldout = make_problems(rng)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    model = make_model(tokenizer, has_experts=options.moe)
     steps = train_supervised(model, tokenizer, train, rng)
     score = greedy_score(model, tokenizer, heldout)
     save(options.out, model, tokenizer, train, heldout)
@@ -144,9 +153,10 @@ def make_tokenizer() -> Qwen2Tokenizer:
     return tokenizer
 
 
-def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
-    """Make a model with even numbers of heads, layers, FFN and vocabulary, which two tensor or pipeline ranks can share."""
-    config = Qwen2Config(
+def make_model(tokenizer: Qwen2Tokenizer, *, has_experts: bool = False) -> PreTrainedModel:
+    """Make a model with even numbers of heads, layers, FFN, experts and vocabulary, which two ranks can share."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 16, "norm_topk_prob": True}
+    config = (Qwen3MoeConfig if has_experts else Qwen2Config)(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=192,
@@ -160,8 +170,9 @@ def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
+        **(experts if has_experts else {}),
     )
-    model = Qwen2ForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -169,7 +180,7 @@ def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
 
 
 def train_supervised(
-    model: Qwen2ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: Qwen2Tokenizer,
     train: Sequence[Problem],
     rng: random.Random,
@@ -232,7 +243,7 @@ def render_prompts(tokenizer: Qwen2Tokenizer, problems: Sequence[Problem]) -> li
 
 
 def greedy_score(
-    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: Sequence[Problem], max_tokens: int = MAX_RESPONSE_TOKENS
+    model: PreTrainedModel, tokenizer: Qwen2Tokenizer, problems: Sequence[Problem], max_tokens: int = MAX_RESPONSE_TOKENS
 ) -> float:
     """Return the share of problems with a greedy response that is right and well-formed."""
     encoded = tokenizer(render_prompts(tokenizer, problems), padding=True, return_tensors="pt")
@@ -249,7 +260,7 @@ def greedy_score(
 
 def save(
     out: Path,
-    model: Qwen2ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: Qwen2Tokenizer,
     train: Sequence[Problem],
     heldout: Sequence[Problem],

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Train a small arithmetic model with GRPO on this machine, from nothing but Python and pip:
-#   examples/quickstart.sh [--out DIR] [--seed N] [--layout tp=2] [--engine embedded|sglang] [--short]
+#   examples/quickstart.sh [--out DIR] [--seed N] [--layout tp=2] [--engine embedded|sglang] [--moe] [--short]
 # It makes .venv and a Hugging Face checkpoint that is right about half the time, and trains that on two processes with real
 # Megatron-core; evaluates held-out prompts before and after; leaves a Hugging Face checkpoint and curves.png in DIR.
-# --layout takes tp, pp and dp, for example pp=2 or tp=2,dp=2. --short: 4 steps of GRPO and 64 held-out prompts, to see that all works.
+# --layout takes tp, pp, dp and ep, for example pp=2 or tp=2,dp=2. --moe: a model with experts, half of them on each process, and
+# routing replay. --short: 4 steps of GRPO and 64 held-out prompts, to see that all works.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-out="$ROOT/runs/quickstart" seed=0 layout="tp=2" engine=embedded short=""
+out="$ROOT/runs/quickstart" seed=0 layout="" engine=embedded moe="" short=""
 while [[ $# -gt 0 ]]; do
     case "$1" in
         --out | --seed | --layout | --engine)
@@ -16,12 +17,14 @@ while [[ $# -gt 0 ]]; do
             declare "${1#--}=$2"
             shift 2
             ;;
+        --moe) moe=yes && shift ;;
         --short) short=yes && shift ;;
         *) _fail "unknown argument '$1'; see the head of examples/quickstart.sh" ;;
     esac
 done
 [[ "$seed" =~ ^[0-9]+$ ]] || _fail "--seed '$seed' is not a whole number"
-[[ "$layout" =~ ^(tp|pp|dp)=[0-9]+(,(tp|pp|dp)=[0-9]+)*$ ]] || _fail "--layout '$layout' is not of the form tp=2 or tp=2,pp=2"
+layout="${layout:-${moe:+dp=2,ep=2}}" && layout="${layout:-tp=2}"
+[[ "$layout" =~ ^(tp|pp|dp|ep)=[0-9]+(,(tp|pp|dp|ep)=[0-9]+)*$ ]] || _fail "--layout '$layout' is not of the form tp=2 or tp=2,pp=2"
 [[ "$engine" =~ ^(embedded|sglang)$ ]] || _fail "--engine '$engine' is neither embedded nor sglang"
 [[ -e "$out/run" ]] && _fail "$out/run exists: a run is never overwritten; remove it or give another --out"
 mkdir -p "$out"
@@ -30,11 +33,11 @@ out="$(cd "$out" && pwd)"
 ensure_env
 [[ "$engine" != sglang ]] || ensure_sglang
 began=$SECONDS
-"$VENV_PYTHON" "$ROOT/examples/arithmetic.py" "$out/task" --seed "$seed"
+"$VENV_PYTHON" "$ROOT/examples/arithmetic.py" "$out/task" --seed "$seed" ${moe:+--moe}
 "$VENV_PYTHON" -m grpo_mega.cli train "$ROOT/examples/quickstart.yaml" \
     --set "run_dir=$out/run" --set "seed=$seed" --set "layout={${layout//=/: }}" --set "rollout.engine=$engine" \
     --set "model.path=$out/task/model" --set "data.train=$out/task/train.jsonl" --set "data.heldout=$out/task/heldout.jsonl" \
-    ${short:+--set steps=4 --set eval.num_prompts=64}
+    ${moe:+--set rollout.routing_replay=true} ${short:+--set steps=4 --set eval.num_prompts=64}
 "$VENV_PYTHON" -m grpo_mega.cli report "$out/run"
 "$VENV_PYTHON" "$ROOT/examples/answer_again.py" "$out/run"
 "$VENV_PYTHON" - "$out" "$((SECONDS - began))" <<'PYTHON'

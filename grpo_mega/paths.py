@@ -11,6 +11,7 @@ LOCK_FILE = "lock"  # held by the process that uses the folder
 STOP_FILE = "stop"  # a user makes it to stop the run after the current step
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+EXPERTS_FILE = "experts.json"  # tokens of each expert, by layer, in the last mini-batch
 MESSAGES_FILE = "messages.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"  # all samples, if rewards.refresh_command is set; see run/refresh.py
 REPLAY_FILE = "replay.jsonl"  # those of them that the command reads

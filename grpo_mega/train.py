@@ -19,6 +19,7 @@ from grpo_mega.observe.tracing import Tracer
 from grpo_mega.paths import FINISHED
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.backlog import Backlog
+from grpo_mega.rollout.routes import share_live
 from grpo_mega.run.batches import attach_logprobs, drop_zero_variance, is_zero_variance, pack
 from grpo_mega.run.build import open_job
 from grpo_mega.run.evaluation import evaluate_if_due
@@ -153,6 +154,7 @@ def update(job: Job, step: int, groups: Sequence[Group], batches: Sequence[Seque
         recorder().heard(bar.advance),
     ):
         metrics = mean_over_updates(job.policy.update(batches))
+    job.log.log_loads(step + 1, job.policy.routers.loads)
     if job.config.algorithm.kl_target is not None:
         metrics["kl/beta"] = job.policy.algorithm.kl_beta
         job.policy.adapt_kl(metrics["kl/mean"], len(samples))
@@ -162,6 +164,8 @@ def update(job: Job, step: int, groups: Sequence[Group], batches: Sequence[Seque
     attach_old_logprobs(samples[:first], old_logprobs)
     if job.config.rollout.carries:
         metrics |= staleness_metrics(samples, old_logprobs, step)
+    if job.config.rollout.routing_replay:
+        metrics["routing/live"] = share_live(samples)
     blamed = [samples[i] for i in sorted(job.policy.nonfinite_samples)]
     messages = [*job.health.observe(step + 1, metrics, blamed), *job.policy.watch(step + 1, engine_mismatch(metrics))]
     for message in messages:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
@@ -42,6 +43,14 @@ class Span(NamedTuple):
     end: int
 
 
+@dataclass(frozen=True)
+class Routes:
+    """The experts that an engine used for the tokens of a sample, from its first; see rollout/routes.py."""
+
+    experts: NDArray[Any]  # [tokens, MoE layers, experts per token] uint8 or uint16; the largest number: not known
+    checksum: int  # CRC-32 of the experts' bytes, from where they were recorded
+
+
 @dataclass
 class Sample:
     """One response to a prompt, with its log-probs, scores and advantages; or as much of it as there is (partial rollouts).
@@ -64,6 +73,7 @@ class Sample:
     step_rewards: list[float] = field(default_factory=list)  # of those steps, weighted
     advantages: Tensor | None = None  # [response_len] float32
     old_logprobs: list[float] | None = None  # of logged samples, after the update
+    routes: Routes | None = None  # of prompt and response, up to the last token but one, if they are to be replayed
 
     @property
     def is_scored(self) -> bool:
@@ -134,6 +144,7 @@ class PackedBatch:
     advantages: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
     sample_indices: list[int]  # index in the step of each segment's sample, without padding
+    lengths: list[int]  # tokens of each sample, on all ranks that share the row, without padding
     cp_size: int = 1  # ranks that share the row
     cp_rank: int = 0
     old_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
@@ -145,6 +156,7 @@ class PackedBatch:
     nll_weights: Tensor | None = None  # [T] float32
     is_chosen: Tensor | None = None  # [T] float32
     importance_mean: float = 1.0
+    routes: Tensor | None = None  # [T, MoE layers, experts per token], as Routes has them; None: not known for any token
 
     @property
     def num_tokens(self) -> int:

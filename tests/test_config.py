@@ -83,6 +83,11 @@ def test_the_token_budget_is_that_of_a_context_parallel_rank(tmp_path: Path) -> 
         load(tmp_path, [*overrides, "batch.tokens_per_micro_batch=1023"])
 
 
+def test_tokens_that_are_dropped_cannot_be_replayed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.router\.capacity_factor=2 drops tokens that rollout\.routing_replay sends"):
+        load(tmp_path, ["model.router.capacity_factor=2", "rollout.routing_replay=true"])
+
+
 def test_set_overrides_the_file_in_order_and_makes_missing_sections(tmp_path: Path) -> None:
     loaded = load(tmp_path, ["optimizer.lr=1e-5", "optimizer.lr=2e-5", "data.heldout=h.jsonl", "log.wandb=true"])
     assert loaded.optimizer.lr == 2e-5
@@ -160,6 +165,8 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
             "rollout={longest_first: true, oversample: 1.5}",
             "rollout.longest_first=true: must not be with oversample=1.5, which aborts what begins last",
         ),
+        ("rollout={engine: sglang, tp: 4, ep: 3}", "rollout.ep=3 does not divide rollout.tp=4; use a divisor of it"),
+        ("rollout.ep=2", "rollout.ep=2 does not divide rollout.tp=1; use a divisor of it"),
         ("rollout.partial=true", "rollout.partial=true needs rollout.oversample > 1, or nothing is left to continue; use 1.25"),
         ("rollout.max_staleness=-1", "rollout.max_staleness=-1: input should be greater than or equal to 0"),
         ("rollout.placement=separate", "rollout.placement=separate and layout.engine_ranks=0 contradict one another; set"),
@@ -235,6 +242,14 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("algorithm={loss_type: clip_cov, cov_low: 7}", "algorithm.cov_low=7.0 is not below algorithm.cov_high=5.0; lower it"),
         ("algorithm.positive_above=0.5", "algorithm.positive_above=0.5 needs algorithm.positive_nll > 0; set it"),
         ("algorithm.recipe=kl_cov", "algorithm.loss_type=kl_cov has a penalty of 0 in the first optimizer step of a rollout"),
+        (
+            "model.router.balancing=aux_loss",
+            "model.router.balancing=aux_loss contradicts model.router.aux_loss_coeff=0; set both or neither",
+        ),
+        (
+            "model.router={freeze: true, z_loss_coeff: 0.1}",
+            "model.router.z_loss_coeff=0.1 contradicts model.router.freeze=true; remove one of them",
+        ),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 is above optimizer.lr=1e-06; lower it"),
         ("data.heldout_fraction=1.0", "data.heldout_fraction=1.0: input should be less than 1"),
         ("data={train: a, heldout: b, heldout_size: 3}", "data.heldout=b and data.heldout_size=3 are set; give one of them"),

@@ -43,7 +43,9 @@ def part_of(batch: PackedBatch, cp_size: int, cp_rank: int) -> PackedBatch:
     chunks = [chunk for begin, end in pairwise(cuts) for chunk in _moved(chunks_of(end - begin, cp_size, cp_rank), begin)]
     rows = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
     values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "cu_seqlens"}
-    kept: dict[str, Any] = {name: v[rows] for name, v in values.items() if isinstance(v, Tensor)}
+    kept: dict[str, Any] = {name: v[rows] for name, v in values.items() if isinstance(v, Tensor) and name != "routes"}
+    if batch.routes is not None:
+        kept["routes"] = torch.from_numpy(batch.routes.numpy()[rows.numpy()])  # torch cannot index uint16
     return replace(batch, **kept, cu_seqlens=batch.cu_seqlens // cp_size, cp_size=cp_size, cp_rank=cp_rank)
 
 

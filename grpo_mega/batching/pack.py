@@ -107,6 +107,7 @@ def _pack_one(
     targets = torch.zeros(num_tokens, dtype=torch.int64)
     position_ids = torch.zeros(num_tokens, dtype=torch.int64)
     loss_mask, loss_weights, advantages, rollout_logprobs = torch.zeros(4, num_tokens).unbind()
+    routes = _routes([samples[member] for member in members], num_tokens)
     boundaries = [0]
     for member in members:
         sample, begin = samples[member], boundaries[-1]
@@ -122,6 +123,8 @@ def _pack_one(
         loss_weights[response] = weights[member]
         advantages[response] = sample.advantages
         rollout_logprobs[response] = torch.from_numpy(np.asarray(sample.rollout_logprobs, dtype=np.float32))
+        if routes is not None and sample.routes is not None:
+            routes[begin : begin + len(sample.routes.experts)] = torch.from_numpy(sample.routes.experts)
         boundaries.append(begin + lengths[member])
     if boundaries[-1] < num_tokens:
         position_ids[boundaries[-1] :] = torch.arange(num_tokens - boundaries[-1])
@@ -136,4 +139,14 @@ def _pack_one(
         advantages=advantages,
         rollout_logprobs=rollout_logprobs,
         sample_indices=[offset + member for member in members],
+        lengths=[samples[member].total_len for member in members],
+        routes=routes,
     )
+
+
+def _routes(samples: Sequence[Sample], num_tokens: int) -> Tensor | None:
+    """Return routes [num_tokens, ...] that are not known of any token; None if no sample has any."""
+    like = next((sample.routes.experts for sample in samples if sample.routes), None)
+    if like is None:
+        return None
+    return torch.from_numpy(np.full((num_tokens, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype))

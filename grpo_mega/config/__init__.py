@@ -21,6 +21,7 @@ from grpo_mega.config.run import (
     ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
+    RouterConfig,
     TeacherConfig,
 )
 
@@ -39,6 +40,7 @@ __all__ = [
     "PrecisionConfig",
     "RewardsConfig",
     "RolloutConfig",
+    "RouterConfig",
     "SyncConfig",
     "TeacherConfig",
     "apply_override",

@@ -13,6 +13,7 @@ from grpo_mega.config.base import Fraction, NonNegativeInt, PositiveFloat, Posit
 class RolloutConfig(Section):
     engine: Literal["embedded", "sglang"] = "embedded"
     tp: PositiveInt = 1  # ranks per engine: rank r serves engine r // tp; 1 for the embedded engine
+    ep: PositiveInt = 1  # parts in which an engine's ranks hold the experts of an MoE model; a divisor of tp, often tp itself
     # separate: layout.engine_ranks ranks generate for the next steps while the others train; colocated: all do both in turns
     placement: Literal["colocated", "separate"] = "colocated"
     temperature: PositiveFloat = 1.0
@@ -33,7 +34,11 @@ class RolloutConfig(Section):
     # Begin one sample of each group first, then the others of the groups with the longest: no long response begins last. For
     # more sequences than max_concurrent, with responses that are alike within a group; samples are the same.
     longest_first: bool = False
+    dtype: Literal["float32", "bfloat16"] | None = None  # of the engine's weights and computation; None: model.dtype
     quantization: Literal["fp8"] | None = None  # linear layers are sent in blocks of 128 x 128; see weights/
+    # Train each token of an MoE model with the experts that the engine chose for it (R3), since trainer and engine choose
+    # differently where two are close; the scores are the trainer's. The reference chooses by itself, except with "reference".
+    routing_replay: bool | Literal["reference"] = False
     # The keys below apply to engine=sglang only.
     cache_tokens: PositiveInt | None = None  # KV cache; None: as many as max_concurrent needs (CPU) or as fit (GPU)
     memory_fraction: Fraction | None = None  # share of GPU memory for weights and KV cache; None: the server's default
@@ -78,6 +83,8 @@ class RolloutConfig(Section):
     def _check(self) -> RolloutConfig:
         if not self.is_served and self.tp > 1:
             raise ValueError(f"rollout.tp={self.tp} needs rollout.engine=sglang; the embedded engine spans one rank")
+        if self.tp % self.ep:
+            raise ValueError(f"rollout.ep={self.ep} does not divide rollout.tp={self.tp}; use a divisor of it")
         if self.is_separate and self.partial:
             raise ValueError("rollout.partial=true: must not be with placement=separate, which always continues; leave it out")
         if self.is_separate and self.carries and self.oversample > 1:

@@ -28,6 +28,30 @@ from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.config.rollout import RolloutConfig, SyncConfig
 
 
+class RouterConfig(Section):
+    """Train the routers of MoE models; they compute in fp32. megatron/routers.py says over what a loss is averaged."""
+
+    balancing: Literal["none", "aux_loss", "seq_aux_loss"] = "none"  # loss of uneven loads, within a micro-batch or a sample
+    aux_loss_coeff: NonNegativeFloat = 0.0  # of that loss
+    z_loss_coeff: NonNegativeFloat = 0.0  # of large logits
+    bias_update_rate: NonNegativeFloat = 0.0  # of the bias per expert that some families have, per optimizer step; 0: it stays
+    capacity_factor: PositiveFloat | None = None  # an expert drops tokens above this multiple of an even load; None: none
+    freeze: bool = False  # no training of routers
+
+    @model_validator(mode="after")
+    def _check(self) -> RouterConfig:
+        if (self.balancing == "none") != (self.aux_loss_coeff == 0):
+            raise ValueError(
+                f"model.router.balancing={self.balancing} contradicts model.router.aux_loss_coeff={self.aux_loss_coeff:g}; "
+                "set both or neither"
+            )
+        moved = {name: getattr(self, name) for name in ("aux_loss_coeff", "z_loss_coeff", "bias_update_rate")}
+        for name, value in moved.items():
+            if self.freeze and value:
+                raise ValueError(f"model.router.{name}={value:g} contradicts model.router.freeze=true; remove one of them")
+        return self
+
+
 class ModelConfig(Section):
     path: Path  # folder of a Hugging Face or converted Megatron checkpoint; with init=random its config.json is enough
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -35,6 +59,9 @@ class ModelConfig(Section):
     recompute: Literal["none", "selective", "full"] = (
         "none"  # activations in the backward pass; selective: of core attention and MLP
     )
+    router: RouterConfig = RouterConfig()
+    grouped_experts: bool = False  # a product for all experts of a layer at once; Transformer Engine's
+    fused_permutation: bool = False  # of tokens to experts and back; Transformer Engine's
 
 
 class TeacherConfig(Section):
@@ -282,10 +309,19 @@ class Config(Section):
         longest |= dict.fromkeys(("wake", "sleep", "sync"), self.rollout.start_deadline_s)
         return {phase: seconds + self.hang_deadline_s for phase, seconds in longest.items()}
 
+    @property
+    def engine_dtype(self) -> str:
+        return self.rollout.dtype or self.model.dtype
+
     @model_validator(mode="after")
     def _check(self) -> Config:
         if self.log.profile and self.log.profiled_steps[-1] > self.steps:
             raise ValueError(f"log.profile={self.log.profile!r} is beyond steps={self.steps}; name steps of the run")
+        if self.rollout.routing_replay and self.model.router.capacity_factor is not None:
+            raise ValueError(
+                f"model.router.capacity_factor={self.model.router.capacity_factor:g} drops tokens that rollout.routing_replay "
+                "sends to the engine's experts; remove one of them"
+            )
         if self.precision.fp8 and self.model.dtype != "bfloat16":
             raise ValueError(f"precision.fp8={self.precision.fp8!r} needs model.dtype=bfloat16, not {self.model.dtype}; set it")
         if self.optimizer.moments_dtype == "bfloat16" and self.model.dtype != "bfloat16":

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_mega.megatron.attention import PackedRotary, RMSNorm
+from grpo_mega.megatron.routers import routers_of
 from grpo_mega.weights.spec import ModelShape
 
 BIAS = ".router.expert_bias"  # a buffer: no optimizer changes it
@@ -22,8 +23,6 @@ BIAS = ".router.expert_bias"  # a buffer: no optimizer changes it
 def settings(shape: ModelShape, hf_config: Any) -> dict[str, Any]:
     """Return the fields of MLATransformerConfig that other models lack, for what validation/model.py accepts."""
     rope = hf_config.rope_parameters
-    is_sigmoid = shape.model_type == "deepseek_v3"
-    is_limited = is_sigmoid and hf_config.topk_group < hf_config.n_group
     return {
         "q_lora_rank": shape.q_lora or None,
         "kv_lora_rank": shape.kv_lora,
@@ -34,12 +33,19 @@ def settings(shape: ModelShape, hf_config: Any) -> dict[str, Any]:
         "rope_type": "yarn",
         "rotary_scaling_factor": rope.get("factor", 1.0),
         "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+    }
+
+
+def routing(shape: ModelShape, hf_config: Any) -> dict[str, Any]:
+    """Return the fields of models with shared experts, of which glm4_moe routes as deepseek_v3 does."""
+    is_sigmoid = shape.model_type != "deepseek_v2"
+    is_limited = is_sigmoid and hf_config.topk_group < hf_config.n_group
+    return {
         # A list makes checkpoints keep layers apart, as layers that differ need it.
         "moe_layer_freq": [0] * shape.num_dense + [1] * (shape.num_layers - shape.num_dense) if shape.num_dense else 1,
         "moe_shared_expert_intermediate_size": shape.shared_ffn,
         "moe_router_score_function": "sigmoid" if is_sigmoid else "softmax",
         "moe_router_enable_expert_bias": is_sigmoid,
-        "moe_router_bias_update_rate": 0.0,  # Megatron would move the bias at every pass, also of updates that are dropped
         "moe_router_num_groups": hf_config.n_group if is_limited else None,
         "moe_router_group_topk": hf_config.topk_group if is_limited else None,
         "moe_router_topk_scaling_factor": hf_config.routed_scaling_factor,
@@ -78,8 +84,7 @@ class Rotary(PackedRotary):
 def biases_of(models: list[Any]) -> dict[str, Tensor]:
     """Return the biases of all routers by local name, in fp32 again if the model was cast since it was built."""
     for model in models:
-        for layer in model.decoder.layers:
-            if hasattr(layer.mlp, "router"):
-                layer.mlp.router._maintain_float32_expert_bias()
+        for router in routers_of(model):
+            router._maintain_float32_expert_bias()
     buffers = ((f"chunk{i}.{name}", b) for i, model in enumerate(models) for name, b in model.named_buffers())
     return {name: buffer for name, buffer in buffers if name.endswith(BIAS)}

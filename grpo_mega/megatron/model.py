@@ -30,10 +30,11 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_mega.config import Config
-from grpo_mega.megatron import compat, latent
+from grpo_mega.megatron import compat, latent, routers
 from grpo_mega.megatron.attention import PackedAttention, PackedRotary, RMSNorm
 from grpo_mega.megatron.found import in_use
 from grpo_mega.megatron.precision import DTYPES, megatron_settings
@@ -49,7 +50,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def uses_transformer_engine(shape: ModelShape, runtime: Runtime) -> bool:
-    return in_use(runtime.device).transformer_engine and not shape.kv_lora
+    return in_use(runtime.device).transformer_engine and not shape.shared_ffn
 
 
 def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Config, runtime: Runtime) -> list[GPTModel]:
@@ -61,7 +62,10 @@ def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Conf
     if uses_transformer_engine(shape, runtime):
         compat.allow_fused_weight_gradients()
     megatron = transformer_config(shape, family, hf_config, config, runtime)
-    return [_build(shape, hf_config, megatron, runtime, chunk) for chunk in range(runtime.layout.vpp)]
+    chunks = [_build(shape, hf_config, megatron, runtime, chunk) for chunk in range(runtime.layout.vpp)]
+    for router in (r for chunk in chunks for r in routers.routers_of(chunk) if config.model.router.freeze):
+        router.weight.requires_grad_(False)
+    return chunks
 
 
 def transformer_config(
@@ -85,7 +89,7 @@ def transformer_config(
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=family.qkv_bias,
-        qk_layernorm=family.qk_norm,
+        qk_layernorm=family.qk_norm or bool(shape.qk_norm),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=runtime.layout.tp,
@@ -98,11 +102,12 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         **megatron_settings(config.precision),
-        **_moe_config(shape, hf_config, runtime),
+        **_moe_config(shape, hf_config, config, runtime),
+        **(latent.routing(shape, hf_config) if shape.shared_ffn else {}),
         **(latent.settings(shape, hf_config) if shape.kv_lora else {}),
         use_cpu_initialization=not is_cuda,
         perform_initialization=False,
-        gradient_accumulation_fusion=in_use(runtime.device).fuses_weight_gradients and not shape.kv_lora,
+        gradient_accumulation_fusion=in_use(runtime.device).fuses_weight_gradients and not shape.shared_ffn,
         # These two are compiled for CUDA.
         bias_dropout_fusion=is_cuda,
         bias_activation_fusion=is_cuda,
@@ -118,8 +123,8 @@ def transformer_config(
     )
 
 
-def _moe_config(shape: ModelShape, hf_config: Any, runtime: Runtime) -> dict[str, Any]:
-    """Return Megatron's settings of an MoE model: routing as in the Hugging Face model, nothing added to the loss."""
+def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runtime) -> dict[str, Any]:
+    """Return Megatron's settings of an MoE model: routing as in the Hugging Face model; `Routers` does the rest."""
     if not shape.num_experts:
         return {}
     return {
@@ -128,9 +133,9 @@ def _moe_config(shape: ModelShape, hf_config: Any, runtime: Runtime) -> dict[str
         "moe_router_topk": hf_config.num_experts_per_tok,
         # A softmax over the chosen experts equals one over all experts, normalised over the chosen.
         "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        **routers.settings(config.model.router),
+        "moe_grouped_gemm": config.model.grouped_experts,
+        "moe_permute_fusion": config.model.fused_permutation,
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": runtime.layout.ep,
         "expert_tensor_parallel_size": runtime.layout.tp,
@@ -153,7 +158,9 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     theirs = get_transformer_layer_offset(config, vp_stage=vp_stage), get_num_layers_to_build(config, vp_stage=vp_stage)
     assert theirs == (layers.start, len(layers)), (theirs, layers)
     if use_te := uses_transformer_engine(shape, runtime):
-        spec = get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+        )
     else:
         spec = _local_spec(shape, config, layers)
     model = GPTModel(
@@ -171,7 +178,7 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     if model.post_process:
         model.output_layer.forward = partial(_forward_hidden, model.output_layer)
     # By transformers' own arithmetic, for the rope types that preflight accepts.
-    inv_freq = LlamaRotaryEmbedding(hf_config).inv_freq.float()  # [head_dim / 2]
+    inv_freq = (Glm4MoeRotaryEmbedding if shape.model_type == "glm4_moe" else LlamaRotaryEmbedding)(hf_config).inv_freq.float()
     if shape.kv_lora:
         latent.set_rotary(model, hf_config)
     elif use_te:

@@ -7,6 +7,7 @@ micro-batches of one call have the same number of tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.megatron.attention import pack_params
+from grpo_mega.megatron.routers import Routers
 from grpo_mega.types import PackedBatch
 
 T = TypeVar("T")
@@ -26,8 +28,9 @@ T = TypeVar("T")
 class Pipeline:
     """This rank's model chunks (wrapped for data parallelism), ready to run micro-batches."""
 
-    def __init__(self, chunks: Sequence[Any], *, uses_te: bool) -> None:
-        self._chunks = list(chunks)
+    def __init__(self, chunks: Sequence[Any], *, uses_te: bool, routers: Routers | None = None) -> None:
+        """`routers` are those of a model that trains."""
+        self._chunks, self._routers = list(chunks), routers
         self._uses_te = uses_te
         # Without this Megatron's casting wrapper copies the hidden states to fp32.
         self._model_kwargs = {"fp32_output": False} if chunks[0].config.bf16 else {}
@@ -62,7 +65,8 @@ class Pipeline:
             outputs = on_hidden(out.squeeze(0), batch)
             return outputs.loss, torch.zeros([], dtype=torch.int32, device=out.device), outputs
 
-        return self._run(batches, loss, forward_only=False)
+        with self._routers.updating(batches) if self._routers else nullcontext():
+            return self._run(batches, loss, forward_only=False)
 
     def _run(self, batches: Sequence[PackedBatch], on_output: Callable[..., Any], **kwargs: Any) -> list[Any]:
         """Return `on_output(batch, hidden states [1, T, hidden], ...)` of each micro-batch on the last stage."""
@@ -70,6 +74,8 @@ class Pipeline:
         def forward_step(items: Iterator[Any], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch, params = next(items)
             recorder().beat()
+            if self._routers:
+                self._routers.begin(self._chunks.index(model), batch)
             hidden = model(batch.tokens[None], batch.position_ids[None], None, packed_seq_params=params, **self._model_kwargs)
             return hidden, partial(on_output, batch)
 

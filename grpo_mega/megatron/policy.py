@@ -36,6 +36,8 @@ from grpo_mega.megatron.offload import PolicyMemory
 from grpo_mega.megatron.pipeline import Pipeline
 from grpo_mega.megatron.precision import PlainTensors, held, in_bf16, is_quantised, set_level, write_back
 from grpo_mega.megatron.reference import Reference
+from grpo_mega.megatron.replay import Replay
+from grpo_mega.megatron.routers import Routers
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.megatron.teacher import Teacher
 from grpo_mega.types import PackedBatch, StepMetrics
@@ -50,14 +52,16 @@ class Policy:
         """Build the model without weights; `load` fills them."""
         self._config, self._shape, self._runtime = config, shape, runtime
         uses_te = uses_transformer_engine(shape, runtime)
-        self._shards = policy_shards(family, shape, runtime)
+        self._shards = policy_shards(family, shape, config, runtime)
         self.models = build_chunks(shape, family, hf_config, config, runtime)  # one per virtual pipeline stage
         self.parameters = parameters_of(self.models, self._shards.rank_shards(runtime.rank))  # by local name
         _check_partitions(self.parameters, runtime, self._shards)
         self._layer_group = _layer_groups(self.models, shape.num_layers)
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision)
         self.parameters |= biases_of(self.models)  # which are buffers
-        self.pipeline = Pipeline(self.chunks, uses_te=uses_te)
+        replay = Replay(self.models, shape, runtime) if config.rollout.routing_replay else None
+        self.routers = Routers(self.models, config.model.router, runtime, shape.num_layers, replay)
+        self.pipeline = Pipeline(self.chunks, uses_te=uses_te, routers=self.routers)
         self._optimizer: Any = None
         self.algorithm: AlgorithmConfig = config.algorithm  # with the kl_beta of now, which algorithm.kl_target adapts
         self.optimizer_step = 0  # optimizer steps taken so far, without dropped mini-batches
@@ -180,7 +184,9 @@ class Policy:
             optimizers.wait_for_param_gather(self.chunks)
             precision = self._config.precision
             in_dtype = in_bf16(self.models[0].config) if precision.fp8 and not precision.fp8_reference else nullcontext()
-            with timed("reference"), self.memory.with_weights(self._reference.weights), in_dtype:
+            is_replayed = self._config.rollout.routing_replay == "reference"
+            routed = nullcontext() if is_replayed else self.routers.choosing()
+            with timed("reference"), self.memory.with_weights(self._reference.weights), in_dtype, routed:
                 for batch, values in self._evaluate(batches):
                     batch.ref_logprobs = values
         return batches
@@ -194,7 +200,7 @@ class Policy:
         for _ in range(self._config.batch.epochs):
             for batches in mini_batches:
                 self._seen = []
-                metrics = self._reduced(self.pipeline.forward_backward(batches, self._loss))
+                metrics = self._reduced(self.pipeline.forward_backward(batches, self._loss)) | self.routers.metrics()
                 limit = algorithm.early_stop_imp_ratio
                 if limit is not None and metrics["ratio/mean"] > limit:  # a NaN is no early stop
                     metrics |= {"dropped_mini_batches": 1.0, "nonfinite_mini_batches": 0.0}
@@ -242,6 +248,7 @@ class Policy:
         optimizers.set_rates(self._optimizer, lr, self._config.optimizer.weight_decay)
         self.memory.onload_optimizer()
         self._optimizer.step()
+        self.routers.move_biases()
         self.num_pushed += self.optimizer_step >= self._config.optimizer.warmup_steps and lr > 0 and grad_norm > 0
         self.optimizer_step += 1
         return {"grad_norm": grad_norm, "lr": lr, "dropped_mini_batches": 0.0, "nonfinite_mini_batches": 0.0}
@@ -352,9 +359,10 @@ class Policy:
         return optimizers.state_tensors(self._optimizer) if self._optimizer else []
 
 
-def policy_shards(family: Family, shape: ModelShape, runtime: Runtime) -> ShardLayout:
+def policy_shards(family: Family, shape: ModelShape, config: Config, runtime: Runtime) -> ShardLayout:
     """Return the slices of the policy that each rank of the layout holds, as plans of transfers take them."""
-    return megatron_shards(family, shape, runtime.layout, fused_norms=uses_transformer_engine(shape, runtime))
+    names = {"fused_norms": uses_transformer_engine(shape, runtime), "grouped_experts": config.model.grouped_experts}
+    return megatron_shards(family, shape, runtime.layout, **names)
 
 
 def _layer_groups(models: Sequence[Any], num_layers: int) -> dict[Tensor, int]:

@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ResumeError
@@ -72,10 +73,26 @@ def load(
     reference |= state.get("reference", {})
     names = {p: name for model in models for name, p in model.named_parameters()}
     with _compared(optimizer) as differing:
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(_regrouped(state["optimizer"], optimizer))
     separate_steps(optimizer)
     _agree(folder, [names[p] for p in differing])
     return {name: state[name] for name in counters}
+
+
+def _regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
+    """Return the loaded state of an optimizer as this layout's takes it.
+
+    Where ep > 1 Megatron has an optimizer of its own for experts, and its state one level more. All groups of parameters have
+    the same step, and settings that each step sets.
+    """
+    saved = next(part for part in (loaded, *loaded.values()) if isinstance(part, dict) and "optimizer" in part)
+    group, is_single = saved["optimizer"]["param_groups"][0], len(parts(optimizer)) == 1
+    states: dict[int, dict[str, Any]] = {}
+    for index, part in enumerate(parts(optimizer)):
+        groups = [group | {name: mine[name] for name in param_group_identifier_keys} for mine in part.optimizer.param_groups]
+        own = {name: v for name, v in loaded.items() if not isinstance(name, int)} if is_single else loaded[index]
+        states[index] = saved | own | {"optimizer": saved["optimizer"] | {"param_groups": groups}}
+    return states[0] if is_single else states
 
 
 @contextmanager

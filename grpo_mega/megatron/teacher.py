@@ -41,7 +41,8 @@ class Teacher:
         self._models = build_chunks(
             shape, family, hf_config, config.model_copy(update={"precision": PrecisionConfig()}), self._runtime
         )
-        self._holding = megatron_shards(family, shape, self._runtime.layout, fused_norms=uses_te).rank_shards(runtime.rank)
+        names = {"fused_norms": uses_te, "grouped_experts": uses_te and config.model.grouped_experts}
+        self._holding = megatron_shards(family, shape, self._runtime.layout, **names).rank_shards(runtime.rank)
         self._parameters = parameters_of(self._models, self._holding)
         self._pipeline = Pipeline([Float16Module(m.config, m) if m.config.bf16 else m for m in self._models], uses_te=uses_te)
         self._parameters |= biases_of(self._models)

@@ -45,6 +45,11 @@ class RunLog:
         for writer in self.writers if rows else ():
             writer.write_samples(rows)
 
+    def log_loads(self, step: int, tokens: Sequence[Sequence[int]]) -> None:
+        """Log the tokens of each expert, by layer; nothing for a dense model."""
+        for writer in self.writers if any(tokens) else ():
+            writer.write_loads(step, tokens)
+
     def close(self) -> None:
         for writer in self.writers:
             writer.close()

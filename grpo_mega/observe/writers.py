@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_mega.json_lines import json_line
-from grpo_mega.paths import MESSAGES_FILE, METRICS_FILE, SAMPLES_FILE
+from grpo_mega.paths import EXPERTS_FILE, MESSAGES_FILE, METRICS_FILE, SAMPLES_FILE, write_atomically
 from grpo_mega.types import StepMetrics
 
 LINE_WIDTH = 120  # columns
@@ -35,6 +35,9 @@ class Writer:
 
     def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
         """`rows` are those of samples.SampleRows, at least one."""
+
+    def write_loads(self, step: int, tokens: Sequence[Sequence[int]]) -> None:
+        """`tokens` are those of each expert, by layer; a dense layer's are empty."""
 
     def write_message(self, text: str, *, level: Level = "info") -> None:
         pass
@@ -72,13 +75,15 @@ class JsonLinesWriter(Writer):
                      and null would hide which it was
     samples.jsonl    some responses of every step
     messages.jsonl   the console's messages, each with the last step that was done by then
+
+    and writes experts.json, of an MoE model's last step, over that of the step before.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         names = (METRICS_FILE, SAMPLES_FILE, MESSAGES_FILE)
         self._metrics, self._samples, self._messages = [(folder / name).open("a", encoding="utf-8") for name in names]
-        self._step = 0
+        self._step, self._experts = 0, folder / EXPERTS_FILE
 
     def write_step(self, step: int, metrics: StepMetrics) -> None:
         self._step = step
@@ -86,6 +91,9 @@ class JsonLinesWriter(Writer):
 
     def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
         _append(self._samples, rows)
+
+    def write_loads(self, step: int, tokens: Sequence[Sequence[int]]) -> None:
+        write_atomically(self._experts, json_line({"step": step, "tokens": tokens}).encode())
 
     def write_message(self, text: str, *, level: Level = "info") -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S")

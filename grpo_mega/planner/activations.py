@@ -83,8 +83,8 @@ def _layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Fi
     """Return the parts of what one layer keeps, and all it keeps without and with selective recompute."""
     shape, tp = setup.shape, setup.layout.tp
     h, b, s, d = shape.hidden, setup.itemsize, setup.sequence_parts, shape.head_dim
-    q, kv, f = shape.q // tp, max(shape.kv // tp, d), (shape.moe_ffn or shape.ffn) // tp
-    r, router, has_qk = experts_share(setup), te_layers.router_elements(setup), int(setup.family.qk_norm)
+    q, kv, f, fs = shape.q // tp, max(shape.kv // tp, d), (shape.moe_ffn or shape.ffn) // tp, shape.shared_ffn // tp
+    r, router, has_qk = experts_share(setup), te_layers.router_elements(setup), int(setup.family.qk_norm or shape.qk_norm > 0)
     if setup.uses_te:
         return te_layers.layer(setup, q, kv, f, r, _share_in_fp8(setup, pp_rank))
     if shape.kv_lora:
@@ -96,7 +96,7 @@ def _layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Fi
     norms, qk = both_norms.value, qk_norms.value
     label = "a layer keeps without recompute, per token"
     dense = figure(label, "", lambda: norms + qk + q + 2 * padding * (q + kv) + 4 * d + 5 * f)
-    moe = figure(label, "", lambda: norms + qk + q + 2 * padding * (q + kv) + 4 * d + r * (h + 6 * f + 4 / b) + router)
+    moe = figure(label, "", lambda: norms + qk + q + 2 * padding * (q + kv) + 4 * d + r * (h + 6 * f + 4 / b) + router + 5 * fs)
     selective = figure("a layer keeps with selective recompute, per token", "", lambda: norms + qk + 3 * q + 3 * kv + 4 * d)
     return [both_norms, qk_norms], moe if shape.num_experts else dense, selective
 

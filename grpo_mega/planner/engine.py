@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor, prod
 
 from grpo_mega.hardware.cards import Card
@@ -61,20 +61,25 @@ def elements_of(family: Family, shape: ModelShape, layout: EngineLayout | None) 
 
 def received_weights(setup: Setup, label: str) -> Figure:
     """Return what a rank of the engine is sent in a sync, all of it."""
-    layout = EngineLayout(setup.config.rollout.tp, 1) if setup.is_served else None
+    layout = replace(setup.engine_layout, num_engines=1) if setup.is_served else None
     held = elements_of(setup.family, setup.shape, layout)
     if setup.config.rollout.quantization is None:
-        return product(label, "B", "exact", elements=held.total, b=setup.itemsize)
-    plain, b, linear, blocks = held.plain, setup.itemsize, held.linear, held.blocks
+        return product(label, "B", "exact", elements=held.total, b=setup.engine_itemsize)
+    plain, b, linear, blocks = held.plain, setup.engine_itemsize, held.linear, held.blocks
     # FP8 values, and a float32 scale for each block of 128 x 128.
     return figure(label, "B", lambda: plain * b + linear + 4 * blocks, "exact")
 
 
 def cache_bytes_per_token(setup: Setup) -> int:
-    """Return the bytes per token on one device; with fewer key-value heads than ranks each rank holds one head."""
+    """Return the bytes per token on one device; with fewer key-value heads than ranks each rank holds one head.
+
+    Of multi-latent attention SGLang keeps the latents, whole on every rank.
+    """
     shape, tp = setup.shape, setup.config.rollout.tp if setup.is_served else 1
+    if shape.kv_lora and setup.is_served:
+        return shape.num_layers * shape.kv_down * setup.itemsize
     heads = max(1, shape.num_kv_heads // tp)
-    return shape.num_layers * heads * (shape.head_dim + (shape.v_dim or shape.head_dim)) * setup.itemsize
+    return shape.num_layers * heads * (shape.head_dim + (shape.v_dim or shape.head_dim)) * setup.engine_itemsize
 
 
 def default_fraction(card: Card, tp: int) -> float:
@@ -87,7 +92,8 @@ def default_fraction(card: Card, tp: int) -> float:
 
 
 def _served(setup: Setup) -> EngineMemory:
-    rollout, card, hidden, vocab, b = setup.config.rollout, setup.card, setup.shape.hidden, setup.shape.vocab, setup.itemsize
+    rollout, card, b = setup.config.rollout, setup.card, setup.engine_itemsize
+    hidden, vocab = setup.shape.hidden, setup.shape.vocab
     held, per_token = received_weights(setup, "engine weights"), cache_bytes_per_token(setup)
     tp, concurrent = rollout.tp, rollout.max_concurrent
     if rollout.cache_tokens is not None:
@@ -120,7 +126,7 @@ def _embedded(setup: Setup) -> EngineMemory:
     """Return the memory of transformers' model in the trainer's process; its cache lasts while it generates."""
     layers, vocab, concurrent = setup.shape.num_layers, setup.shape.vocab, setup.config.rollout.max_concurrent
     elements = elements_of(setup.family, setup.shape, None).total  # never quantised
-    weights = product("engine weights", "B", "exact", elements=elements, b=setup.itemsize)
+    weights = product("engine weights", "B", "exact", elements=elements, b=setup.engine_itemsize)
     longest, per_token = setup.longest_sample, cache_bytes_per_token(setup)
     cached = product("KV cache", "B", concurrent=concurrent, longest=longest, per_token=per_token)
     cache = cached.value

@@ -47,9 +47,8 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
     acts = activations(setup, pp_rank)
     fixed = _fixed(setup, engine)
     trainer = [*state_figures(setup, state), *_fp8_copies_of(setup, state, pp_rank)]
-    dp, elements = setup.layout.dp, state.elements + state.fp8_elements
-    # A save gathers each part of the optimizer's state over data-parallel ranks, fp32, one part at a time.
-    gathered = figure("gathered for a save", "B", lambda: (1 + 1 / dp) * elements * 4)
+    # A save gathers each part of the optimizer's state over data-parallel ranks, fp32, one part of one bucket at a time.
+    gathered = product("gathered for a save", "B", elements=state.gathered, bytes=FP32)
     bucket = setup.config.sync.bucket_mib * 2**20
     count = 1 if setup.is_served or setup.is_separate else 3
     moving = product("sync buckets in flight", "B", count=count, bucket=bucket)
@@ -217,6 +216,10 @@ def _node(setup: Setup, node: list[State], num_engine_ranks: int) -> HostMemory:
         product("reward workers", "B", leaders=leaders, workers=workers, each=assumed.worker_host_gib * GIB),
     ]
     elements, algorithm = sum(s.num_parameters for s in node), setup.config.algorithm
+    if setup.config.rollout.routing_replay:  # twice, while ranks share them
+        tokens = setup.config.batch.prompts_per_step * algorithm.group_size * setup.mean_sample
+        per_token = setup.shape.num_layers * setup.experts_per_token * (1 if setup.shape.num_experts < 256 else 2)
+        other.append(product("recorded experts", "B", ranks=2 * ranks, tokens=tokens, per_token=per_token))
     if algorithm.averages_reference:
         other.append(product("reference's average", "B", "exact", bytes=FP32, elements=elements))
     if algorithm.has_vocab_kl:

@@ -111,7 +111,7 @@ class Plan:
         else:
             target = hf_shards(family, shape, setup.num_engine_ranks, quantise=quantise)
         target = target.after(setup.first_engine_rank)
-        return plan_transfers(source, target, ranks_per_node=setup.gpus_per_node).traffic(setup.itemsize)
+        return plan_transfers(source, target, ranks_per_node=setup.gpus_per_node).traffic(setup.engine_itemsize)
 
 
 def make_plan(setup: Setup) -> Plan:

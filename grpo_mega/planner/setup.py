@@ -28,13 +28,13 @@ class Setup:
     gpus_per_node: int
     mean_prompt: float  # tokens
     mean_response: float
-    uses_te: bool = True  # Transformer Engine's layers; else Megatron's local ones, as always with multi-latent attention
+    uses_te: bool = True  # Transformer Engine's layers; else Megatron's local ones, as always with shared experts
     assumed: Assumptions = ASSUMED
     teachers: tuple[tuple[ModelShape, int], ...] = ()  # those in the policy's layout, with their experts per token
     lengths: Lengths | None = None  # of responses, with mean_response as their mean; None: not known
 
     def __post_init__(self) -> None:
-        if self.shape.kv_lora:
+        if self.shape.shared_ffn:
             object.__setattr__(self, "uses_te", False)
 
     @property
@@ -81,13 +81,18 @@ class Setup:
 
     @property
     def engine_layout(self) -> EngineLayout:
-        tp = self.config.rollout.tp
-        return EngineLayout(tp, self.num_engine_ranks // tp)
+        rollout = self.config.rollout
+        return EngineLayout(rollout.tp, self.num_engine_ranks // rollout.tp, rollout.ep)
 
     @property
     def itemsize(self) -> int:
         """Return the bytes of a weight."""
         return item_bytes(self.config.model.dtype)
+
+    @property
+    def engine_itemsize(self) -> int:
+        """Return the bytes of a weight that an engine holds, and of a number in its cache."""
+        return item_bytes(self.config.engine_dtype)
 
     @property
     def num_nodes(self) -> int:

@@ -93,6 +93,7 @@ class Buffer:
 
     size: int  # elements, padding included
     shares: tuple[int, ...]  # elements that each data-parallel rank's optimizer holds
+    largest_bucket: int  # elements, padding included
     is_fp8: bool = False
     is_spread: bool = False
 
@@ -106,6 +107,7 @@ class State:
     fp8_elements: int  # with padding
     spread_elements: int  # of both, those of experts over expert-parallel ranks
     optimizer_elements: tuple[int, ...]  # by data-parallel rank
+    gathered: float  # elements on the device while a save gathers a bucket: all of it, and this rank's share
     storage: Storage
 
     @property
@@ -150,6 +152,7 @@ def stage_state(
         fp8_elements=sum(b.size for b in buffers if b.is_fp8),
         spread_elements=sum(b.size for b in buffers if b.is_spread),
         optimizer_elements=tuple(shares),
+        gathered=max((1 + 1 / len(b.shares)) * b.largest_bucket for b in buffers),
         storage=storage,
     )
 
@@ -172,12 +175,13 @@ def buffer_of(parameters: Sequence[Parameter], dp_size: int, bucket_size: int | 
     """Lay out one buffer as Megatron does (_ParamAndGradBuffer), with what each rank's optimizer holds of it."""
     end_multiple = math.lcm(dp_size, END_MULTIPLE)
     shares = [0] * dp_size
-    begin = position = 0  # of the bucket, and of what is laid
+    begin = position = largest = 0  # of the bucket, of what is laid, and of all buckets
     spans: list[tuple[int, int]] = []
 
     def close() -> None:
-        nonlocal begin, position
+        nonlocal begin, position, largest
         position = _up(position, end_multiple)
+        largest = max(largest, position - begin)
         width = (position - begin) // dp_size
         for first, last in spans:
             for rank in range((first - begin) // width, (last - 1 - begin) // width + 1):
@@ -196,7 +200,7 @@ def buffer_of(parameters: Sequence[Parameter], dp_size: int, bucket_size: int | 
             close()
     if spans:
         close()
-    return Buffer(position, tuple(shares))
+    return Buffer(position, tuple(shares), largest)
 
 
 def _buffers(

@@ -99,7 +99,7 @@ def _layouts(setup: Setup) -> Iterator[Changes]:
                 "layout.layers_per_chunk": None,
                 "model.recompute": recompute,
                 **({"layout.ep": ep} if shape.num_experts else {}),
-                **({"rollout.tp": rollout_tp} if setup.is_served else {}),
+                **(_engine_cut(setup, rollout_tp) if setup.is_served else {}),
             }
 
 
@@ -119,7 +119,7 @@ def _single_changes(setup: Setup) -> Iterator[Changes]:
     if setup.is_served:
         for rollout_tp in divisors(setup.ranks_per_node):
             if rollout_tp != config.rollout.tp:
-                yield {"rollout.tp": rollout_tp}
+                yield _engine_cut(setup, rollout_tp)
         yield {"rollout.max_concurrent": 2 * config.rollout.max_concurrent}
         for fraction in (0.6, 0.7, 0.75):
             yield {"rollout.memory_fraction": fraction}
@@ -129,6 +129,11 @@ def _single_changes(setup: Setup) -> Iterator[Changes]:
             yield {"layout.tp": tp, "layout.pp": pp, "layout.dp": dp, "layout.sequence_parallel": tp > 1}
     if config.optimizer.moments_dtype == "float32" and config.model.dtype == "bfloat16":
         yield {"optimizer.moments_dtype": "bfloat16"}
+
+
+def _engine_cut(setup: Setup, tp: int) -> Changes:
+    """Return `tp` for the engines, and experts in as many parts as they are, or fewer."""
+    return {"rollout.tp": tp, "rollout.ep": min(tp, setup.config.rollout.ep)}
 
 
 def _get(raw: Any, key: str) -> Any:

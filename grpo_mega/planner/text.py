@@ -96,8 +96,9 @@ def _placement(plan: Plan) -> list[str]:
     lines += _wrapped([f"{'layers by stage':{_LABEL}}{', '.join(sizes)}"], "  ")
     if setup.is_served:
         number, tp = setup.engine_layout.num_engines, config.rollout.tp
+        cut = f"tp={tp}" + (f", ep={config.rollout.ep}" if config.rollout.ep > 1 else "")
         place = _ranks(tuple(range(setup.first_engine_rank, setup.first_engine_rank + tp)))
-        lines.append(f"  {'engines':{_LABEL}}{number:>4} of tp={tp}, each within a node; the first: ranks {place}")
+        lines.append(f"  {'engines':{_LABEL}}{number:>4} of {cut}, each within a node; the first: ranks {place}")
     else:
         lines.append(f"  {'engines':{_LABEL}}{setup.num_engine_ranks:>4}, the whole model in each rank's process (embedded)")
     if setup.is_separate:

@@ -174,7 +174,8 @@ def decoding_step(setup: Setup, weights: Number, concurrent: Number, context: fl
     To read the weights and to multiply by them take their times one after the other: so do published figures of large batches.
     """
     shape, assumed, per_token = setup.shape, setup.assumed, cache_bytes_per_token(setup)
-    tp, layers, hidden, b = setup.config.rollout.tp if setup.is_served else 1, shape.num_layers, shape.hidden, setup.itemsize
+    tp = setup.config.rollout.tp if setup.is_served else 1
+    layers, hidden, b = shape.num_layers, shape.hidden, setup.engine_itemsize
     num_reduced, nvlink = 2 if tp > 1 else 0, setup.card.nvlink_bytes * assumed.nvlink_share  # by a layer
     once, latency, products = assumed.decode_step_s, assumed.all_reduce_s, token_seconds(setup)
     kernels = assumed.decode_layer_s if setup.is_served else assumed.embedded_layer_s

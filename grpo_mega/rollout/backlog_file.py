@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from grpo_mega.rollout.backlog import Backlog, num_tokens
-from grpo_mega.types import Group, Prompt, Sample, Span
+from grpo_mega.types import Group, Prompt, Routes, Sample, Span
 
 FILE = "backlog.safetensors"
 FIELDS = ("index", "finish_reason", "scores", "verdicts", "reward", "step_ends", "step_rewards")
@@ -28,7 +28,9 @@ FIELDS = ("index", "finish_reason", "scores", "verdicts", "reward", "step_ends",
 
 def num_bytes(backlog: Backlog) -> int:
     """Return the size of the file, roughly."""
-    return 8 * num_tokens(backlog.groups) + 512 * sum(1 + len(group.samples) for group in backlog.groups)
+    samples = [sample for group in backlog.groups for sample in group.samples]
+    num_routes = sum(sample.routes.experts.nbytes for sample in samples if sample.routes)
+    return 8 * num_tokens(backlog.groups) + num_routes + 512 * (len(backlog.groups) + len(samples))
 
 
 def write(backlog: Backlog, folder: Path) -> None:
@@ -40,6 +42,8 @@ def write(backlog: Backlog, folder: Path) -> None:
         "tokens": np.fromiter(chain.from_iterable(s.response_ids for s in samples), np.int32),
         "logprobs": np.fromiter(chain.from_iterable(s.rollout_logprobs for s in samples), np.float32),
     }
+    if routes := [s.routes.experts for s in samples if s.routes]:
+        arrays["routes"] = np.concatenate(routes)
     groups = [
         {"prompt": g.prompt.id, "checksum": _checksum(g.prompt), "samples": [_fields(s) for s in g.samples]}
         for g in backlog.groups
@@ -53,9 +57,11 @@ def read(folder: Path, draws: int, prompt_of: Callable[[int], Prompt | None]) ->
         return Backlog(draws)
     with safe_open(folder / FILE, "numpy") as file:
         header = file.metadata()
+        routes = file.get_tensor("routes") if "routes" in file.keys() else None  # noqa: SIM118  # a file has no __contains__
         tokens, logprobs = array("i", file.get_tensor("tokens").tobytes()), array("f", file.get_tensor("logprobs").tobytes())
     rows = json.loads(header["groups"])
     bounds = pairwise(accumulate((s["length"] for row in rows for s in row["samples"]), initial=0))
+    num_routed = 0
     groups, changed = list[Group](), list[Group]()
     for row in rows:
         prompt = prompt_of(row["prompt"])
@@ -65,6 +71,9 @@ def read(folder: Path, draws: int, prompt_of: Callable[[int], Prompt | None]) ->
             begin, end = next(bounds)
             spans = [Span(*span) for span in fields["spans"]]
             kept: dict[str, Any] = {name: fields[name] for name in FIELDS}
+            if routes is not None and "routed" in fields:
+                kept["routes"] = Routes(routes[num_routed : num_routed + fields["routed"]], fields["routes_checksum"])
+                num_routed += fields["routed"]
             kept |= {"response_ids": tokens[begin:end], "rollout_logprobs": logprobs[begin:end]}
             group.samples.append(Sample(prompt=group.prompt, spans=spans, **kept))
         (groups if is_same else changed).append(group)
@@ -72,7 +81,10 @@ def read(folder: Path, draws: int, prompt_of: Callable[[int], Prompt | None]) ->
 
 
 def _fields(sample: Sample) -> dict[str, Any]:
-    return {name: getattr(sample, name) for name in FIELDS} | {"length": sample.response_len, "spans": list(sample.spans)}
+    fields = {name: getattr(sample, name) for name in FIELDS} | {"length": sample.response_len, "spans": list(sample.spans)}
+    if sample.routes:
+        fields |= {"routed": len(sample.routes.experts), "routes_checksum": sample.routes.checksum}
+    return fields
 
 
 def _checksum(prompt: Prompt) -> int:

@@ -33,6 +33,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    with_routes: bool = False  # record the experts of each token, see routes.py
     longest_first: bool = False  # the order in which samples begin, see schedule.py; they are the same
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.rollout.engine import NONE_BEGUN, Engine, OnSample, Sampling
+from grpo_mega.rollout.routes import cut
 from grpo_mega.rollout.stop_condition import StopCondition, UntilTrained
 from grpo_mega.types import Group, Prompt, Sample, StepMetrics
 
@@ -199,4 +200,5 @@ def _cut(sample: Sample, before: Sample | None, most: int) -> Sample | None:
         return before
     spans = [*sample.spans[:-1], sample.spans[-1]._replace(end=length)]
     ids, logprobs = sample.response_ids[:length], sample.rollout_logprobs[:length]
-    return replace(sample, response_ids=ids, rollout_logprobs=logprobs, finish_reason=None, spans=spans)
+    routes = cut(sample.routes, len(sample.prompt.token_ids) + length - 1) if sample.routes else None
+    return replace(sample, response_ids=ids, rollout_logprobs=logprobs, finish_reason=None, spans=spans, routes=routes)

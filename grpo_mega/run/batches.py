@@ -19,10 +19,12 @@ from grpo_mega.algorithm.kl import kl_penalty
 from grpo_mega.algorithm.token_weights import contributes_to_loss, mini_batch_weights, positive_weights
 from grpo_mega.batching import pack as packing
 from grpo_mega.config import AlgorithmConfig, Config
+from grpo_mega.errors import MismatchError
 from grpo_mega.megatron.gather import gather_responses
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.timers import Timers
+from grpo_mega.rollout.routes import is_intact
 from grpo_mega.run.teaching import attach_teacher_logprobs
 from grpo_mega.types import Group, PackedBatch, Sample
 
@@ -48,6 +50,8 @@ def attach_logprobs(
     A KL penalty in the reward needs log-probs before there are advantages: those with which the batches were packed are then
     replaced by advantages that include the penalty.
     """
+    if config.rollout.routing_replay:
+        check_routes(batches, [sample for group in groups for sample in group.samples], runtime)
     with timers("logprobs"):
         batches = policy.attach_logprobs(batches, timers)
     a, samples = policy.algorithm, [sample for group in groups for sample in group.samples]
@@ -81,6 +85,26 @@ def make_batches(config: Config, groups: Sequence[Group], policy: Policy) -> lis
         token_budget=config.batch.tokens_per_micro_batch,
         **policy.packing,
     )
+
+
+def check_routes(batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime) -> None:
+    """Raise MismatchError, on all ranks, if a packed row has other experts for a sample than those that were recorded."""
+    worst = 0  # 1 + index of a sample
+    for batch in (batch for mini_batch in batches for batch in mini_batch):
+        positions, cuts = batch.position_ids.numpy(), batch.cu_seqlens.tolist()
+        for index, begin, end in zip(batch.sample_indices, cuts, cuts[1:], strict=False):
+            if (recorded := samples[index].routes) and batch.routes is not None:
+                here = positions[begin:end]  # in the sample
+                is_there = here < len(recorded.experts)
+                is_same = (batch.routes[begin:end].numpy()[is_there] == recorded.experts[here[is_there]]).all()
+                worst = worst if is_same and is_intact(recorded) else 1 + index
+    worst = int(runtime.max(torch.tensor([worst], device=runtime.device.torch_device)))
+    if worst:
+        sample = samples[worst - 1]
+        raise MismatchError(
+            f"the experts of sample {sample.index} of prompt {sample.prompt.id} are not those that its engine recorded; go on "
+            "from the last checkpoint with --resume"
+        )
 
 
 def is_zero_variance(config: Config, group: Group) -> bool:

@@ -18,6 +18,7 @@ from grpo_mega.hardware.device import PeakMemory
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.found import in_use
 from grpo_mega.megatron.policy import Policy, policy_shards
+from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.run_log import RunLog, open_run_log
 from grpo_mega.observe.timers import Timers
@@ -69,8 +70,8 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Roll
         stack.callback(log.close)
         gc.freeze()  # Megatron collects garbage in every save; objects alive now live to the end and need not be scanned
         stack.enter_context(_hang_watch(config, runtime, timers))
-        trainer = policy_shards(model.family, model.shape, runtime)
-        sync = build_sync(config, model.dtype, trainer, engine, runtime, rendezvous)
+        trainer = policy_shards(model.family, model.shape, config, runtime)
+        sync = build_sync(config, DTYPES[config.engine_dtype], trainer, engine, runtime, rendezvous)
         colocation = Colocation(
             policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message, runtime.first_engine_rank
         )

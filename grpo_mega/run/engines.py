@@ -11,10 +11,12 @@ from grpo_mega.config import Config, RolloutConfig
 from grpo_mega.distributed.launch import num_cores
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.hardware.device import PeakMemory
+from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.rollout.absent import AbsentEngine
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
+from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.settings import EngineSettings
@@ -37,7 +39,7 @@ def build_engine(config: Config, model: ModelFiles, runtime: Runtime, rendezvous
         model.hf_config,
         model.family,
         model.shape,
-        model.dtype,
+        DTYPES[config.engine_dtype],
         runtime.device,
         config.rollout.max_concurrent,
         rank=runtime.rank - runtime.first_engine_rank,
@@ -89,7 +91,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
         raise_first(missing_engine_problems(rollout, on_gpu=True))
         raise_first(
             served_card_problems(
-                rollout, config.model.dtype, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
+                rollout, config.engine_dtype, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
             )
         )
     else:
@@ -101,7 +103,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
     settings = EngineSettings(
         rollout=rollout,
         model_path=config.model.path,
-        dtype=config.model.dtype,
+        dtype=config.engine_dtype,
         folder=folder,
         context_length=config.data.max_prompt_length + rollout.max_response_length + 1,
         device_type=device.type,
@@ -110,6 +112,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
         base_gpu_id=first_local,
         cores=_cores(first_local, rollout.tp),
         seed=config.seed + engine,
+        routers=RouterSizes.of(model.shape, model.hf_config) if rollout.routing_replay else None,
         prove=config.sync.prove,
         shows_progress=rank == 0 and config.log.progress,
     )
@@ -123,7 +126,7 @@ def _engine_side(config: Config, model: ModelFiles, runtime: Runtime) -> ShardLa
     quantise = rollout.quantization is not None
     if not rollout.is_served:
         return hf_shards(model.family, model.shape, size, quantise=quantise)
-    layout = EngineLayout(rollout.tp, size // rollout.tp)
+    layout = EngineLayout(rollout.tp, size // rollout.tp, rollout.ep)
     return engine_shards(model.family, model.shape, layout, size, quantise=quantise)
 
 

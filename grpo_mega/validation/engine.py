@@ -21,9 +21,11 @@ CPU_ROWS = 32  # SGLang's DEFAULT_MOE_PADDING_SIZE: to what multiple it pads the
 def engine_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
     """Yield what is wrong with the engine's own layout and with the weights that it is sent."""
     yield from rollout_block_problems(rollout, layout, shape)
+    if rollout.routing_replay and not shape.num_experts:
+        yield f"rollout.routing_replay={str(rollout.routing_replay).lower()} needs a model with experts; leave it out"
     if not rollout.is_served:
         return
-    for problem in engine_layout_problems(shape, rollout.tp):
+    for problem in engine_layout_problems(shape, rollout.tp, rollout.ep):
         yield f"rollout.{problem}"
     size, owner = (layout.engine_ranks, "engine ranks") if layout.engine_ranks else (layout.world_size, "ranks")
     if (layout.dp is not None or layout.engine_ranks) and size % rollout.tp:
@@ -44,9 +46,9 @@ def missing_engine_problems(rollout: RolloutConfig, *, on_gpu: bool) -> Iterator
 
 def engine_rank_problems(tp: int, world_size: int, ranks_per_node: int, engine_ranks: int = 0) -> Iterator[str]:
     """Yield why engines of `tp` ranks do not fill the last `engine_ranks` ranks (0: all), or would span two nodes."""
-    first = world_size - engine_ranks if engine_ranks else 0
+    first, owner = (world_size - engine_ranks, "engine ranks") if engine_ranks else (0, "ranks")
     if (world_size - first) % tp:
-        yield f"rollout.tp={tp} does not divide the job's {world_size - first} ranks; use a divisor of it"
+        yield f"rollout.tp={tp} does not divide the job's {world_size - first} {owner}; use a divisor of it"
     elif any(leader // ranks_per_node != (leader + tp - 1) // ranks_per_node for leader in range(first, world_size, tp)):
         if not first:
             yield f"rollout.tp={tp} does not divide each node's {ranks_per_node} ranks; use a divisor of it"
@@ -67,17 +69,17 @@ def served_card_problems(rollout: RolloutConfig, dtype: str, capability: Version
             "leave rollout.quantization out"
         )
     if dtype != "bfloat16":
-        yield f"rollout.quantization={rollout.quantization!r} needs model.dtype=bfloat16 on a GPU, not {dtype}; set it"
+        yield f"rollout.quantization={rollout.quantization!r} needs rollout.dtype=bfloat16 on a GPU, not {dtype}; set it"
 
 
 def padding_problems(shape: ModelShape, tp: int) -> Iterator[str]:
     """Yield why SGLang would pad the model on a CPU, so that no checkpoint's tensors fit its own."""
-    rows = shape.moe_ffn or shape.ffn
-    if rows % (CPU_ROWS * tp):
-        yield (
-            f"SGLang pads an MLP of {rows} rows on a CPU, where rollout.tp={tp} wants a multiple of {CPU_ROWS * tp}; "
-            "use rollout.engine=embedded, or another model"
-        )
+    for rows in {shape.moe_ffn or shape.ffn, shape.ffn if shape.num_dense else 0}:
+        if rows % (CPU_ROWS * tp):
+            yield (
+                f"SGLang pads an MLP of {rows} rows on a CPU, where rollout.tp={tp} wants a multiple of {CPU_ROWS * tp}; "
+                "use rollout.engine=embedded, or another model"
+            )
     if shape.num_kv_heads % tp:
         yield (
             f"SGLang pads {shape.num_kv_heads} key-value heads on a CPU, where rollout.tp={tp} does not divide them; "

@@ -89,7 +89,7 @@ def job_problems(config: Config, shape: ModelShape | None, card: Card, world_siz
     if shape is not None:
         yield from cut_problems(config, shape)
     if rollout.is_served:
-        yield from served_card_problems(rollout, config.model.dtype, card.capability, card.title)
+        yield from served_card_problems(rollout, config.engine_dtype, card.capability, card.title)
         yield from engine_rank_problems(rollout.tp, world_size, min(world_size, gpus_per_node), config.layout.engine_ranks)
 
 

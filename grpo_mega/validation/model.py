@@ -22,10 +22,19 @@ from grpo_mega.weights.spec import ModelShape, read_config
 
 STATIC_ROPE = {"default", "linear", "llama3"}  # angles that depend on the position alone
 LATENT_ROPE = {"default", "yarn"}  # of multi-latent attention
-_EXPERTS_PER_TOKEN = {"mixtral": 2, "qwen3_moe": 8, "deepseek_v2": None, "deepseek_v3": 8}  # transformers' defaults
+_EXPERTS_PER_TOKEN = {
+    "mixtral": 2,
+    "qwen3_moe": 8,
+    "deepseek_v2": None,
+    "deepseek_v3": 8,
+    "glm4_moe": 8,
+}  # transformers' defaults
 _LATENT_REQUIRED: dict[str, dict[str, Any]] = {  # of models with multi-latent attention
     "deepseek_v2": {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False},
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "rope_interleave": True},
+}
+_REQUIRED_OF = _LATENT_REQUIRED | {
+    "glm4_moe": {"attention_bias": True, "partial_rotary_factor": 0.5, "norm_topk_prob": True, "scoring_func": "sigmoid"},
 }
 _REQUIRED = {
     "hidden_act": "silu",
@@ -128,12 +137,12 @@ def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
         experts_per_token(fields)
     if model_type in _LATENT_REQUIRED and fields.get("num_key_value_heads", heads) not in (heads, None):
         yield f"config.json has num_key_value_heads={fields['num_key_value_heads']}; it must be num_attention_heads={heads}"
-    if model_type == "deepseek_v3":
+    if model_type in ("deepseek_v3", "glm4_moe"):
         yield from _group_problems(fields)
     # Qwen states a window even where it does not use one; the other families use the window that they state.
     uses_window = fields.get("use_sliding_window", False) if str(model_type).startswith("qwen") else True
     rope = _rope(fields)
-    for name, supported in (_REQUIRED | _LATENT_REQUIRED.get(str(model_type), {})).items():
+    for name, supported in (_REQUIRED | _REQUIRED_OF.get(str(model_type), {})).items():
         value = fields.get(name, rope.get(name, supported))
         if value != supported and (name != "sliding_window" or uses_window):
             yield f"config.json has {name}={value!r}; only {supported!r} is supported for {model_type}, so name another model"
@@ -151,7 +160,7 @@ def experts_per_token(fields: dict[str, Any]) -> int:
     value = fields.get("num_experts_per_tok", _EXPERTS_PER_TOKEN[model_type])
     if not isinstance(value, int) or not 1 <= value <= num_experts:
         raise ConfigError(f"config.json has num_experts_per_tok={value!r}; it must be from 1 to {num_experts}")
-    if value == 1 and fields.get("norm_topk_prob", model_type in ("mixtral", "deepseek_v3")):
+    if value == 1 and fields.get("norm_topk_prob", model_type in ("mixtral", "deepseek_v3", "glm4_moe")):
         raise ConfigError(
             f"config.json has num_experts_per_tok=1 for {model_type}, where the weights of a token's experts add up to 1: with "
             "a single one no gradient reaches the router, and Megatron refuses that; name another model"
@@ -178,27 +187,45 @@ def _group_problems(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def latent_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield what a model with multi-latent attention cannot be combined with: its layers are never Transformer Engine's."""
-    if not shape.kv_lora:
+    """Yield what a model with shared experts cannot be combined with: its layers are never Transformer Engine's."""
+    if not shape.shared_ffn:
         return
     if config.precision.fp8 is not None:
         yield (
             f"precision.fp8={config.precision.fp8!r}: must be left out for {shape.model_type}, whose layers are Megatron's "
             "local ones and compute in model.dtype; remove it"
         )
-    if config.rollout.is_served:
-        yield f"rollout.engine='sglang' does not serve {shape.model_type} yet; use rollout.engine=embedded"
     if config.rollout.quantization is not None:
         yield f"rollout.quantization={config.rollout.quantization!r}: must be left out for {shape.model_type}; remove it"
 
 
+def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Yield settings of experts and routers that the model has no part for."""
+    for name in ("grouped_experts", "fused_permutation"):
+        lacking = "which has no experts" if not shape.num_experts else "whose layers are Megatron's local ones"
+        if getattr(config.model, name) and (shape.kv_lora or not shape.num_experts):
+            yield f"model.{name}=true: must be left out for {shape.model_type}, {lacking}; remove it"
+    if config.model.grouped_experts and config.precision.fp8 is not None:
+        yield f"model.grouped_experts=true contradicts precision.fp8={config.precision.fp8!r}; remove one of them"
+    for name, value in config.model.router.model_dump(exclude_defaults=True).items():
+        if not shape.num_experts:
+            yield f"model.router.{name}={value}: must be left out for {shape.model_type}, which has no experts; remove it"
+        elif name == "bias_update_rate" and shape.model_type not in ("deepseek_v3", "glm4_moe"):
+            yield f"model.router.{name}={value:g}: {shape.model_type} has no bias per expert; use balancing=seq_aux_loss"
+
+
 def position_problems(config: Config, fields: dict[str, Any]) -> Iterator[str]:
-    """Yield why the model has no positions for the longest sample, prompt and response."""
+    """Yield why the model has no positions for the longest sample, prompt and response, or not the same in the engine."""
+    rope = _rope(fields)
+    if config.rollout.is_served and rope.get("mscale_all_dim") and not rope.get("mscale"):
+        yield (
+            f"config.json has mscale_all_dim={rope['mscale_all_dim']:g} without mscale, which SGLang and transformers read "
+            "differently; add mscale, or set rollout.engine=embedded"
+        )
     longest_sample = config.data.max_prompt_length + config.rollout.max_response_length
     positions = fields.get("max_position_embeddings")
     if not isinstance(positions, int):
         return
-    rope = _rope(fields)
     if _rope_type(rope) == "linear":
         positions = int(positions * rope.get("factor", 1))
     if longest_sample > positions:

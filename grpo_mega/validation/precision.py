@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from grpo_mega.config import Config, LayoutConfig, OptimizerConfig, PrecisionConfig, RolloutConfig
 from grpo_mega.hardware.fp8 import PRECISION_AWARE, RECIPES, Needs
@@ -28,6 +29,9 @@ def installed_problems(config: Config, capability: Version | None, name: str) ->
     """Yield what the installed packages lack for a GPU called `name`; `capability` is None where it is not known yet."""
     transformer_engine = transformer_engine_version()
     yield from transformer_engine_problems(config.precision, transformer_engine)
+    for name in ("grouped_experts", "fused_permutation"):
+        if getattr(config.model, name) and transformer_engine is None:
+            yield f"model.{name}=true needs Transformer Engine; install it or leave {name} out"
     yield from cuda_problems(config.precision, cuda_version())
     yield from moments_problems(config.optimizer, transformer_engine)
     if capability is not None:
@@ -157,7 +161,10 @@ def rollout_block_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: 
     """Yield where a block of rollout.quantization would straddle ranks of the trainer or of an engine."""
     if rollout.quantization is None:
         return
-    sides = [("layout.tp", layout.tp, _trainer_cut), ("rollout.tp", rollout.tp, _engine_cut)]
+    sides: list[tuple[str, int, Callable[[ModelShape, int], str | None]]] = [
+        ("layout.tp", layout.tp, _trainer_cut),
+        ("rollout.tp", rollout.tp, partial(_engine_cut, ep=rollout.ep)),
+    ]
     for key, tp, cut in sides if rollout.is_served else sides[:1]:
         place = cut(shape, tp)
         if place:
@@ -176,11 +183,16 @@ def _trainer_cut(shape: ModelShape, tp: int) -> str | None:
     return _cut(shape, tp, lambda row, rank: row.op.megatron(Shard(row.hf, "", shape, tp, rank)))
 
 
-def _engine_cut(shape: ModelShape, tp: int) -> str | None:
+def _engine_cut(shape: ModelShape, tp: int, ep: int) -> str | None:
     """Return the same for SGLang, where the parts of fused layers must begin with a block too."""
-    if any(engine_layout_problems(shape, tp)):
+    if any(engine_layout_problems(shape, tp, ep)):
         return ""
-    return _cut(shape, tp, lambda row, rank: row.op.engine(Shard(row.hf, "", shape, tp, rank)), fused=True)
+
+    def held(row: Row, rank: int) -> LocalTensor:
+        parts = tp // ep if row.kind == "expert" else tp
+        return row.op.engine(Shard(row.hf, "", shape, parts, rank % parts))
+
+    return _cut(shape, tp, held, fused=True)
 
 
 def _cut(shape: ModelShape, tp: int, held: Callable[[Row, int], LocalTensor], *, fused: bool = False) -> str | None:

@@ -15,7 +15,7 @@ from grpo_mega.hardware.kernels import FUSED_PACKED
 from grpo_mega.validation import raise_first
 from grpo_mega.validation.engine import engine_problems, missing_engine_problems
 from grpo_mega.validation.layout import layout_problems
-from grpo_mega.validation.model import check_model, latent_problems, position_problems
+from grpo_mega.validation.model import check_model, expert_problems, latent_problems, position_problems
 from grpo_mega.validation.precision import bf16_layer_problems, block_problems, installed_problems
 from grpo_mega.validation.rewards import reward_problems
 from grpo_mega.validation.teachers import row_problems, teacher_problems
@@ -42,6 +42,7 @@ def cut_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """Yield why the model cannot be cut as the config says: over the trainer's ranks, into FP8 blocks, over an engine's."""
     yield from layout_problems(config.layout, shape)
     yield from latent_problems(config, shape)
+    yield from expert_problems(config, shape)
     yield from engine_problems(config.rollout, config.layout, shape)
     yield from bf16_layer_problems(config.precision, config.layout, shape.num_layers)
     yield from block_problems(config.precision, config.layout, shape)

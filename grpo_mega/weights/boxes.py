@@ -73,6 +73,12 @@ class LocalTensor:
     shape: Index
     pieces: tuple[Piece, ...]
 
+    def above(self, other: LocalTensor) -> LocalTensor:
+        """Return the tensor with the rows of this one, and below them those of `other`."""
+        rows = self.shape[0]
+        below = (Piece(p.box, p.local, (rows + p.offset[0], *p.offset[1:])) for p in other.pieces)
+        return LocalTensor((rows + other.shape[0], *self.shape[1:]), (*self.pieces, *below))
+
     def numbered(self, layer: int, expert: int, first_layer: int = 0, first_expert: int = 0) -> LocalTensor:
         """Return the tensor with numbers in place of {i} and {e}; in local names they count from the first layer and expert."""
         local = {"i": layer - first_layer, "e": expert - first_expert}

@@ -82,10 +82,14 @@ class MegatronLayout:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """Rank r of the world serves engine r // tp at its tensor-parallel rank r % tp; those beyond the engines serve none."""
+    """Rank r of the world serves engine r // tp at its tensor-parallel rank r % tp; those beyond the engines serve none.
+
+    `ep`: an engine's ranks form so many runs of neighbours; each run holds a part of the experts, cut over its ranks.
+    """
 
     tp: int = 1
     num_engines: int = 1
+    ep: int = 1
 
     @property
     def world_size(self) -> int:
@@ -114,11 +118,15 @@ def megatron_layout_problems(shape: ModelShape, layout: MegatronLayout) -> Itera
         yield f"order={layout.order}: must be tp-dp-pp, Megatron's only order for ep={layout.ep} with pp={layout.pp}; change it"
 
 
-def engine_layout_problems(shape: ModelShape, tp: int) -> Iterator[str]:
-    """Yield why SGLang cannot cut the model into `tp` parts, with the remedy."""
-    obstacle = _obstacle(shape, tp)
+def engine_layout_problems(shape: ModelShape, tp: int, ep: int = 1) -> Iterator[str]:
+    """Yield why SGLang cannot cut the model into `tp` parts, and its experts into `ep` runs, with the remedy."""
+    if ep > 1 and not shape.num_experts:
+        yield f"ep={ep} spreads experts, but the model is dense; use ep=1"
+    if shape.num_experts % ep:
+        yield f"ep={ep} does not divide the {shape.num_experts} experts of a layer; use a divisor of them"
+    obstacle = _obstacle(shape, tp, ep)
     if obstacle:
-        yield f"tp={tp} {obstacle}; use {_legal(shape, _obstacle)}"
+        yield f"tp={tp} {obstacle}; use {_legal(shape, partial(_obstacle, ep=ep))}"
 
 
 def _legal(shape: ModelShape, obstacle: Callable[[ModelShape, int], str | None]) -> str:
@@ -136,14 +144,18 @@ def _training_obstacle(shape: ModelShape, tp: int) -> str | None:
     return _obstacle(shape, tp) or fused
 
 
-def _obstacle(shape: ModelShape, tp: int) -> str | None:
-    """Return why a tensor-parallel size fits neither Megatron nor SGLang; None if it fits SGLang."""
-    rows = [(shape.moe_ffn, "rows of an expert"), (shape.shared_ffn, "rows of the shared experts")] if shape.num_experts else []
+def _obstacle(shape: ModelShape, tp: int, ep: int = 1) -> str | None:
+    """Return why a tensor-parallel size fits neither Megatron nor SGLang with `ep`; None if it fits SGLang."""
+    if tp % ep:
+        return f"is no multiple of ep={ep}"
+    rows = [(shape.shared_ffn, "rows of the shared experts")] if shape.num_experts else []
     if shape.num_dense or not shape.num_experts:
         rows.append((shape.ffn, "rows of the MLP"))
     for size, what in ((shape.num_heads, "attention heads"), *rows):
         if size % tp:
             return f"does not divide the model's {size} {what}"
+    if shape.moe_ffn % (tp // ep):
+        return f"does not divide the model's {shape.moe_ffn} rows of an expert"
     kv = shape.num_kv_heads
     return f"is neither a multiple nor a divisor of the model's {kv} key-value heads" if kv % tp and tp % kv else None
 
@@ -186,12 +198,15 @@ class ShardLayout:
         return any(piece.box.tensor in self.quantised for piece in tensor.pieces)
 
 
-def megatron_shards(family: Family, shape: ModelShape, layout: MegatronLayout, *, fused_norms: bool = False) -> ShardLayout:
-    """Return the trainer's layout. `fused_norms`: names as Transformer Engine's layer spec gives them."""
+def megatron_shards(
+    family: Family, shape: ModelShape, layout: MegatronLayout, *, fused_norms: bool = False, grouped_experts: bool = False
+) -> ShardLayout:
+    """Return the trainer's layout. `fused_norms`: names as Transformer Engine's layer spec gives them; `grouped_experts`: as
+    it does where the experts of a layer are one module."""
+    names = {"fused_norms": fused_norms, "grouped_experts": grouped_experts}
     places = [(*layout.place(rank)[:2], layout.ep_rank(rank)) for rank in range(layout.world_size)]
     blocks = {
-        place: tuple(megatron_blocks(family, shape, layout, places.index(place), fused_norms=fused_norms))
-        for place in dict.fromkeys(places)
+        place: tuple(megatron_blocks(family, shape, layout, places.index(place), **names)) for place in dict.fromkeys(places)
     }
     return ShardLayout(tuple(blocks[place] for place in places))
 
@@ -225,9 +240,15 @@ def hf_rank_shards(family: Family, shape: ModelShape, names: Iterable[str] | Non
 
 
 def megatron_blocks(
-    family: Family, shape: ModelShape, layout: MegatronLayout, rank: int, *, fused_norms: bool = False
+    family: Family,
+    shape: ModelShape,
+    layout: MegatronLayout,
+    rank: int,
+    *,
+    fused_norms: bool = False,
+    grouped_experts: bool = False,
 ) -> list[Block]:
-    """Return the shards of a trainer's rank. `fused_norms`: names as Transformer Engine's layer spec gives them."""
+    """Return the shards of a trainer's rank, under names as `megatron_shards` describes them."""
     tp_rank, pp_rank, _ = layout.place(rank)
     experts = layout.experts_of(shape.num_experts, layout.ep_rank(rank))
 
@@ -235,6 +256,8 @@ def megatron_blocks(
         shards: RankShards = {}
         for row in rows:
             local = f"chunk{chunk}.{row.megatron_te if fused_norms and row.megatron_te else row.megatron}"
+            if grouped_experts and row.kind == "expert":
+                local = local.replace("local_experts.{e}.", "") + "{e}"
             shards[local] = row.op.megatron(Shard(_hf_names(family, shape, row), local, shape, layout.tp, tp_rank))
         return shards
 
@@ -258,15 +281,19 @@ def engine_blocks(family: Family, shape: ModelShape, layout: EngineLayout, rank:
     once = [family.embedding, *family.rows_of("model", shape)]
     if not (shape.tied and family.engine_ties):
         once.append(family.output)
+    tp_rank, width = rank % layout.tp, layout.tp // layout.ep  # of an expert: the ranks that cut it
+    first = shape.num_experts // layout.ep * (tp_rank // width)
 
     def tensors(rows: Iterable[Row]) -> RankShards:
         shards: RankShards = {}
         for row in rows:
-            local = row.engine or row.hf[0]
-            shards[local] = row.op.engine(Shard(_hf_names(family, shape, row), local, shape, layout.tp, rank % layout.tp))
+            local, parts = row.engine or row.hf[0], width if row.kind == "expert" else layout.tp
+            tensor = row.op.engine(Shard(_hf_names(family, shape, row), local, shape, parts, tp_rank % parts))
+            shards[local] = shards[local].above(tensor) if local in shards else tensor
         return shards
 
-    return _blocks(family, shape, once, tensors, range(shape.num_layers), range(shape.num_experts))
+    experts = range(first, first + shape.num_experts // layout.ep)
+    return _blocks(family, shape, once, tensors, range(shape.num_layers), experts)
 
 
 def hf_blocks(family: Family, shape: ModelShape) -> list[Block]:

@@ -18,7 +18,6 @@ from grpo_mega.weights.boxes import ONCE, Box, Index, Kind, LocalTensor, Piece
 # Pipeline position: with the embedding, in every layer, for every expert of every layer, with the output layer.
 Where = Literal["first", "layer", "expert", "last"]
 Span = Literal["dense", "moe"]  # layers with an MLP, or with experts
-ENGINE_VOCAB_MULTIPLE = 64  # SGLang allocates a multiple of this many rows for a vocabulary
 FLOAT32 = "e_score_correction_bias"  # ends the names of tensors that are float32 whatever the model's dtype
 BLOCK = 128  # rows and columns of a linear layer that share a scale in FP8
 
@@ -28,8 +27,10 @@ _MOE_FIELDS = {
     "qwen3_moe": (("num_experts", "num_local_experts"), "moe_intermediate_size"),
     "deepseek_v2": (("n_routed_experts", "num_experts"), "moe_intermediate_size"),
     "deepseek_v3": (("n_routed_experts", "num_local_experts"), "moe_intermediate_size"),
+    "glm4_moe": (("n_routed_experts", "num_local_experts"), "moe_intermediate_size"),
 }
-_LATENT = ("deepseek_v2", "deepseek_v3")  # model types with multi-latent attention (MLA), shared experts and first dense layers
+_LATENT = ("deepseek_v2", "deepseek_v3")  # model types with multi-latent attention (MLA)
+_SHARED = (*_LATENT, "glm4_moe")  # with shared experts and first dense layers
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class ModelShape:
     q_lora: int = 0  # of the queries' own latent; 0: they are made from the hidden state
     rope_dim: int = 0
     v_dim: int = 0  # of a head's value
+    qk_norm: int = 0  # width of norms of queries and keys, where a family's models differ in having them
 
     @property
     def q(self) -> int:
@@ -77,6 +79,14 @@ class ModelShape:
     @property
     def kv_down(self) -> int:
         return self.kv_lora + self.rope_dim
+
+    @property
+    def kv_down_alone(self) -> int:
+        return 0 if self.q_lora else self.kv_down
+
+    @property
+    def kv_down_fused(self) -> int:
+        return self.kv_down if self.q_lora else 0  # with the queries' latent, in SGLang
 
     @property
     def kv_up(self) -> int:
@@ -119,17 +129,20 @@ class ModelShape:
             more = {"num_experts": field(usual, config.get(other)), "moe_ffn": field(rows)}
             _check_every_layer_has_experts(config)
         head_dim = field("head_dim", field("hidden_size") // heads)
+        if model_type == "glm4_moe" and config.get("use_qk_norm"):
+            more["qk_norm"] = head_dim
         if model_type in _LATENT:
             head_dim = field("qk_nope_head_dim") + field("qk_rope_head_dim")
             kv_heads = heads
             more |= {
-                "num_dense": config.get("first_k_dense_replace") or 0,
-                "shared_ffn": more["moe_ffn"] * field("n_shared_experts"),
                 "kv_lora": field("kv_lora_rank"),
                 "q_lora": field("q_lora_rank") if config.get("q_lora_rank") is not None else 0,
                 "rope_dim": field("qk_rope_head_dim"),
                 "v_dim": field("v_head_dim"),
             }
+        if model_type in _SHARED:
+            more["num_dense"] = config.get("first_k_dense_replace") or 0
+            more["shared_ffn"] = more["moe_ffn"] * field("n_shared_experts")
             if not 0 <= more["num_dense"] < field("num_hidden_layers"):
                 raise WeightMappingError(
                     f"config.json has first_k_dense_replace={more['num_dense']}; it must leave experts in one of the "
@@ -188,116 +201,6 @@ class Op(Protocol):
 
 
 @dataclass(frozen=True)
-class Copy:
-    """The same tensor on both sides, cut along `axis` for tensor parallelism (None: whole on every rank)."""
-
-    dims: tuple[str, ...]
-    axis: int | None = None
-
-    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
-        return (shape.dims(self.dims),)
-
-    def megatron(self, shard: Shard) -> LocalTensor:
-        start, stop = [0] * len(self.dims), list(shard.shape.dims(self.dims))
-        if self.axis is not None:
-            width = stop[self.axis] // shard.tp_size
-            start[self.axis], stop[self.axis] = width * shard.tp_rank, width * (shard.tp_rank + 1)
-        box = Box(shard.names[0], tuple(start), tuple(stop))
-        return shard.tensor(box.shape, [(box, (0,) * len(start))])
-
-    engine = megatron
-
-
-@dataclass(frozen=True)
-class Vocab:
-    """An embedding: cut into equal runs of the vocabulary, which Megatron pads until it divides by the tensor-parallel size.
-
-    SGLang pads it to a multiple of 64, and where that does not divide, to one of 64 times the size.
-    """
-
-    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
-        return ((shape.vocab, shape.hidden),)
-
-    def megatron(self, shard: Shard) -> LocalTensor:
-        return self._run(shard, padded_vocab(shard.shape.vocab, shard.tp_size))
-
-    def engine(self, shard: Shard) -> LocalTensor:
-        padded = _round_up(shard.shape.vocab, ENGINE_VOCAB_MULTIPLE)
-        if padded % shard.tp_size:
-            padded = _round_up(shard.shape.vocab, ENGINE_VOCAB_MULTIPLE * shard.tp_size)
-        return self._run(shard, padded)
-
-    def _run(self, shard: Shard, padded: int) -> LocalTensor:
-        width, hidden = padded // shard.tp_size, shard.shape.hidden
-        start, stop = width * shard.tp_rank, min(width * (shard.tp_rank + 1), shard.shape.vocab)
-        box = Box(shard.names[0], (start, 0), (stop, hidden))
-        return shard.tensor((width, hidden), [(box, (0, 0))] if start < stop else [])
-
-
-@dataclass(frozen=True)
-class QKV:
-    """Megatron's fused projection: for each key-value head its query heads, then its key, then its value.
-
-    Ranks hold equal runs of its rows. With fewer key-value heads than ranks a run is a part of one head's rows, and Megatron
-    gathers the activations. SGLang has a rank's query heads, then its keys, then its values, and with fewer key-value heads
-    than ranks neighbouring ranks hold the same one.
-    """
-
-    trailing: tuple[str, ...]  # ("hidden",) for weights, () for biases
-
-    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
-        rest = shape.dims(self.trailing)
-        return (shape.q, *rest), (shape.kv, *rest), (shape.kv, *rest)
-
-    def megatron(self, shard: Shard) -> LocalTensor:
-        shape = shard.shape
-        rest = shape.dims(self.trailing)
-        zeros = (0,) * len(rest)
-        rows_of = (shape.q // shape.num_kv_heads, shape.head_dim, shape.head_dim)  # of q, k, v for one key-value head
-        width = (shape.q + 2 * shape.kv) // shard.tp_size
-        first, last = width * shard.tp_rank, width * (shard.tp_rank + 1)  # this rank's rows of the whole fused tensor
-        pieces, row = [], 0
-        for head in range(shape.num_kv_heads):
-            for name, rows in zip(shard.names, rows_of, strict=True):
-                begin, end = max(row, first), min(row + rows, last)
-                if begin < end:
-                    shift = rows * head - row  # from a row of the fused tensor to one of the Hugging Face tensor
-                    pieces.append((Box(name, (begin + shift, *zeros), (end + shift, *rest)), (begin - first, *zeros)))
-                row += rows
-        return shard.tensor((width, *rest), pieces)
-
-    def engine(self, shard: Shard) -> LocalTensor:
-        shape, tp_size = shard.shape, shard.tp_size
-        rest = shape.dims(self.trailing)
-        zeros = (0,) * len(rest)
-        kv_parts = min(tp_size, shape.num_kv_heads)
-        kv = shape.kv // kv_parts, shard.tp_rank // (tp_size // kv_parts)
-        pieces, row = [], 0
-        for name, (rows, part) in zip(shard.names, ((shape.q // tp_size, shard.tp_rank), kv, kv), strict=True):
-            pieces.append((Box(name, (rows * part, *zeros), (rows * (part + 1), *rest)), (row, *zeros)))
-            row += rows
-        return shard.tensor((row, *rest), pieces)
-
-
-@dataclass(frozen=True)
-class GateUp:
-    """The fused gated MLP input: a rank's rows of the gate projection above its rows of the up projection."""
-
-    rows: str = "ffn"
-
-    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
-        return (shape.dims((self.rows, "hidden")),) * 2
-
-    def megatron(self, shard: Shard) -> LocalTensor:
-        rows, hidden = shard.shape.dims((self.rows, "hidden"))
-        rows //= shard.tp_size
-        start, stop = (rows * shard.tp_rank, 0), (rows * (shard.tp_rank + 1), hidden)
-        return shard.tensor((2 * rows, hidden), [(Box(name, start, stop), (rows * i, 0)) for i, name in enumerate(shard.names)])
-
-    engine = megatron
-
-
-@dataclass(frozen=True)
 class Row:
     """One logical tensor of a family. In names {i} is the layer, {e} the expert; Megatron counts both from a rank's first.
 
@@ -309,7 +212,7 @@ class Row:
     op: Op
     where: Where = "layer"
     megatron_te: str | None = None  # its name where Transformer Engine fuses the norm into the linear layer
-    engine: str | None = None  # SGLang's; None: the (first) Hugging Face name
+    engine: str | None = None  # SGLang's; None: the (first) Hugging Face name. Rows with the same one stand one below the other
     is_linear: bool = False  # the weight of a linear layer of attention, MLP or an expert: these are quantised to FP8
     span: Span | None = None  # the layers that have it; None: all
 
@@ -373,7 +276,7 @@ class Family:
 
 def padded_vocab(vocab: int, tp_size: int) -> int:
     """Return the vocabulary rounded up to a multiple of the tensor-parallel size."""
-    return _round_up(vocab, tp_size)
+    return round_up(vocab, tp_size)
 
 
 def num_blocks(shape: Index) -> Index:
@@ -381,7 +284,7 @@ def num_blocks(shape: Index) -> Index:
     return tuple(-(-size // BLOCK) for size in shape)
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 

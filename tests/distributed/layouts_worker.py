@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from layout_cases import LogitsCase
+from layout_cases import LogitsCase, as_samples
 
 from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.batching.pack import pack
@@ -26,7 +26,7 @@ from grpo_mega.megatron.model import output_weight
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.run import model_files
-from grpo_mega.types import PackedBatch, Prompt, Sample
+from grpo_mega.types import PackedBatch
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import region
 
@@ -71,7 +71,9 @@ def compared_with_transformers(case: LogitsCase, runtime: Runtime) -> dict[str, 
     expected value, and over all ranks."""
     model = model_files.read_model(case.config)
     policy = model_files.build_policy(case.config, model, runtime)
-    samples = [_sample(i, tokens) for i, tokens in enumerate(case.sequences)]
+    samples = as_samples(case.sequences)
+    for sample, routes in zip(samples, case.routes, strict=False):
+        sample.routes = routes
     batches = pack(
         [samples],
         [[1.0] * len(samples)],
@@ -84,6 +86,10 @@ def compared_with_transformers(case: LogitsCase, runtime: Runtime) -> dict[str, 
         policy.memory.onload()
         policy.pipeline.forward_backward(batches, partial(_probed, case, runtime.layout.tp))
         worst |= _gradient_differences(case, runtime, policy)
+        metrics, loads = policy.routers.metrics(), policy.routers.loads
+        assert not case.routes or metrics["routing/moved"] > 0.5
+        worst["loads"] = float(loads != case.loads)
+        worst |= {name: abs(metrics[name] / expected - 1) for name, expected in case.balance.items()}
     by_rank: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(by_rank, worst)
     return {name: max(one.get(name, 0.0) for one in by_rank) for one in by_rank for name in one}
@@ -136,13 +142,6 @@ def _differences(
         assert full_TV[rows].shape == expected[positions].shape
         worst.append(float(((full_TV[rows] - expected[positions]).abs() / expected.abs().max()).amax() if len(rows) else 0.0))
     return worst
-
-
-def _sample(index: int, tokens: list[int]) -> Sample:
-    """All but the first token as a response."""
-    sample = Sample(Prompt(index, "", (tokens[0],), ""), 0, tokens[1:], [0.0] * (len(tokens) - 1), "stop", reward=1.0)
-    sample.advantages = torch.zeros(len(tokens) - 1)
-    return sample
 
 
 if __name__ == "__main__":

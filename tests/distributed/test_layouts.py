@@ -13,74 +13,47 @@ from typing import Any
 
 import pytest
 import torch
-from layout_cases import METHODS, LogitsCase, probe
-from models import VOCAB_SIZE, make_model, save_checkpoint
+from forced_routes import force_routes, routes_of
+from layout_cases import (
+    LOGITS_LAYOUTS,
+    METHODS,
+    MIXTURES,
+    MIXTURES_LAYOUTS,
+    MODELS,
+    ROUTED_LAYOUTS,
+    LogitsCase,
+    as_samples,
+    make_config,
+    make_sequences,
+    probe,
+    random_groups,
+    routed,
+)
+from models import make_model, save_checkpoint
 from ranks import run_forked
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from grpo_mega import config as configs
+from grpo_mega.batching.pack import pack
 from grpo_mega.commands.check import Case, Difference, Outcome, compare
-from grpo_mega.types import Group, Prompt, Sample
 
 pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).with_name("layouts_worker.py")
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.5,
-}
 
-# Eight layers for pp=4 with vpp=2; two key-value heads, fewer than tp=4; the vocabulary of 102 does not divide by 4.
-MODELS = {
-    "llama": ("llama", {}),
-    "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE, "tied": True}),
-    "mistral": ("mistral", {"sliding_window": None}),
-    "qwen2": ("qwen2", {}),
-    "short": ("qwen2", {"num_hidden_layers": 2}),
-    "qwen2-tied": ("qwen2", {"tied": True}),
-    "qwen3": ("qwen3", {}),
-    "uneven": ("llama", {"num_hidden_layers": 6, "tied": True}),
-    "large": ("qwen3", {"num_hidden_layers": 4, "vocab_size": 111, "hidden_size": 40}),
+# Their routers, and what else is changed.
+ROUTERS = {
+    "qwen3_moe": ("model.router={balancing: seq_aux_loss, aux_loss_coeff: 0.05, z_loss_coeff: 0.002}",),
+    "qwen3_moe-unnormalised": ("model.router={balancing: aux_loss, aux_loss_coeff: 0.05}",),
+    "mixtral": ("model.router.freeze=true",),
+    "qwen3_moe-routed": ("rollout.routing_replay=true",),
+    "deepseek_v3-routed": ("rollout.routing_replay=true",),
+    "deepseek_v3-plain": (
+        "model.router={balancing: seq_aux_loss, aux_loss_coeff: 0.05, bias_update_rate: 0.02}",
+        "optimizer.lr=1e-12",  # biases alone move
+    ),
 }
-MIXTURES = {
-    "mixtral": ("mixtral", {"num_hidden_layers": 4}),
-    "qwen3_moe": ("qwen3_moe", {"num_hidden_layers": 4, "norm_topk_prob": True}),
-    "qwen3_moe-unnormalised": ("qwen3_moe", {"num_hidden_layers": 4, "norm_topk_prob": False, "tied": True}),
-    "deepseek_v2": ("deepseek_v2", {"num_hidden_layers": 5, "rope_parameters": YARN_ROPE | {"factor": 4.0}}),
-    "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 5, "q_lora_rank": 10, "rope_parameters": YARN_ROPE}),
-    "deepseek_v3-plain": ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}),
-}
-LOGITS_LAYOUTS = (
-    "tp=1",
-    "tp=2,dp=2,sequence_parallel=true",
-    "pp=2,dp=2",
-    "tp=2,pp=2",
-    "pp=4,vpp=2",
-    "tp=4",
-    "cp=4",
-)
-MIXTURES_LAYOUTS = (
-    "tp=1",
-    "ep=2",
-    "ep=4",
-    "dp=4,ep=2",
-    "tp=2,ep=2,sequence_parallel=true",
-    "tp=4,sequence_parallel=true",
-    "pp=2,ep=2",
-    "pp=2,vpp=2,ep=2",
-)
 # Model, layout, and what else is changed.
 UPDATES = {
     "qwen2": (
@@ -113,8 +86,8 @@ UPDATES = {
         "tp=1",
         *MIXTURES_LAYOUTS[1:],
         "dp=4,ep=2 model.recompute=selective",
+        "tp=1 batch.tokens_per_micro_batch=40 reversed",
         "cp=2,ep=2",
-        "cp=2,dp=2,ep=4",
         "cp=2,tp=2,ep=2,sequence_parallel=true",
     ),
     "mixtral": ("tp=1", "tp=2,ep=2,sequence_parallel=true"),
@@ -125,9 +98,16 @@ UPDATES = {
         "tp=2,ep=2,sequence_parallel=true",
         "pp=2,vpp=2,ep=2",
     ),
+    "deepseek_v3-plain": ("tp=1", "tp=2,ep=2,sequence_parallel=true"),
+    "qwen3_moe-routed": ROUTED_LAYOUTS,
     "uneven": ("tp=1", "pp=4", "pp=4,layers_per_chunk=[1;2;2;1]", "tp=2,pp=2,sequence_parallel=true", "pp=2,vpp=2,dp=2"),
 }
 
+# Updates that are compared with no other.
+ALONE = {
+    "deepseek_v3-plain": ("tp=1 algorithm.early_stop_imp_ratio=0.5",),  # which drops every mini-batch
+    "qwen3_moe": ("tp=1 model.router.capacity_factor=0.5",),
+}
 METHODS_LAYOUTS = ("tp=1", "tp=2,dp=2 batch.tokens_per_micro_batch=40 reversed", "cp=4 batch.tokens_per_micro_batch=19")
 ALL_UPDATES = UPDATES | {f"short+{method}": METHODS_LAYOUTS for method in METHODS}
 for _method in ("reinforce_plus_plus", "clip_cov", "opd", "opd_kl"):  # they need log-probs of the last stage before the update
@@ -145,11 +125,23 @@ GRADIENTS = {
     ),
     "deepseek_v2": ("tp=1", "tp=2,sequence_parallel=true"),
     "deepseek_v3-plain": ("ep=2",),
-    "qwen3_moe": ("tp=2,ep=2,sequence_parallel=true",),
+    "glm4_moe": ("tp=1", "pp=2,ep=2"),
+    "glm4_moe-normed": ("tp=2,ep=2,sequence_parallel=true",),
+    "qwen3_moe": (
+        "tp=1",
+        "tp=2,ep=2,sequence_parallel=true",
+        "pp=2,vpp=2,ep=2",
+        "pp=2,vpp=2,ep=2 model.recompute=full",
+        "dp=4,ep=2 model.recompute=selective",
+    ),
+    "qwen3_moe-unnormalised": ("tp=2,sequence_parallel=true",),
 }
+LOGITS |= {"qwen3_moe-routed": ROUTED_LAYOUTS, "deepseek_v3-routed": ("tp=2,ep=2,sequence_parallel=true",)}
+GRADIENTS |= {name: LOGITS[name] for name in ("qwen3_moe-routed", "deepseek_v3-routed")}
 LOGITS |= {name: (*dict.fromkeys((*LOGITS[name], *texts)),) for name, texts in GRADIENTS.items()}
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
 # Those that every model keeps without --all; qwen2 and qwen3_moe keep all.
+KEPT_ROUTED = ("pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",)
 KEPT_LOGITS = ("tp=1", "tp=2,pp=2", "tp=2,ep=2,sequence_parallel=true")
 FULL_UPDATES = {
     "qwen2": (
@@ -162,15 +154,9 @@ FULL_UPDATES = {
         "cp=2,dp=2,overlap_grad_reduce=true,overlap_param_gather=true",
     ),
     "qwen3": ("tp=2,pp=2", "dp=4"),
-    "qwen3_moe": (
-        "ep=2",
-        "ep=4",
-        "tp=4,sequence_parallel=true",
-        "pp=2,ep=2",
-        "cp=2,ep=2",
-        "cp=2,tp=2,ep=2,sequence_parallel=true",
-    ),
+    "qwen3_moe": ("ep=2", "ep=4", "tp=4,sequence_parallel=true", "pp=2,ep=2", "cp=2,ep=2"),
     "deepseek_v3": ("tp=1 model.recompute=full", "tp=1 batch.tokens_per_micro_batch=40"),
+    "qwen3_moe-routed": ("tp=2,sequence_parallel=true model.recompute=selective", "pp=2", "ep=2"),
     "uneven": ("pp=4", "tp=2,pp=2,sequence_parallel=true"),
     # Kept where rows are cut: sums and maxima over responses, what comes from the mini-batch, a teacher's hidden states.
     **{f"short+{m}": METHODS_LAYOUTS[-1:] for m in METHODS if m not in ("gspo", "gmpo", "clip_cov", "opd_kl")},
@@ -186,11 +172,13 @@ def parameters(names: Iterable[str], is_full: Callable[[str, str], bool]) -> lis
 
 ALL_LOGITS = parameters(
     (f"{model}:{layout}" for model, layouts in LOGITS.items() for layout in layouts),
-    lambda model, layout: model not in ("qwen2", "qwen3_moe") and layout not in KEPT_LOGITS,
+    lambda model, layout: model not in ("qwen2", "qwen3_moe") and layout not in (*KEPT_LOGITS, *KEPT_ROUTED),
 )
 ALL_GRADIENTS = parameters(
     (f"{model}:{text}" for model, texts in GRADIENTS.items() for text in texts),
-    lambda model, text: model == "deepseek_v3" and text not in (*KEPT_LOGITS, "pp=2,vpp=2,ep=2"),
+    lambda model, text: (
+        model in ("deepseek_v3", "qwen3_moe-routed") and text not in (*KEPT_LOGITS, *KEPT_ROUTED, "pp=2,vpp=2,ep=2")
+    ),
 )
 COMPARED = parameters(
     (f"{model}:{text}" for model, texts in ALL_UPDATES.items() for text in texts[1:]),
@@ -210,23 +198,29 @@ def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("layouts")
     items = [item for item in request.session.items if item.path == request.path]
     chosen = {case for item in items for case in _cases_of(item)}
-    sequences = _sequences()
+    sequences = make_sequences()
     cases: list[Case | LogitsCase] = []
     for name in MODELS | MIXTURES:
         model = _make(name, folder / name)
+        routes = routes_of(model, map(len, sequences)) if "-routed" in name else []
+        if routes:
+            force_routes(model, routes)
         with torch.no_grad():
             expected = [model(torch.tensor([tokens])).logits[0] for tokens in sequences]
-        probed = probe(model, sequences, folder / f"{name}-gradients") if name in GRADIENTS else ()
+        probed = _probed(name, model, sequences, folder) if name in GRADIENTS else {}
         for text in LOGITS.get(name, ()):
             if ("logits", f"{name}:{text}") in chosen:
-                config = _config(folder / name, *text.split(" "))
-                cases.append(
-                    LogitsCase(
-                        f"{name}:{text}", config, sequences, expected, *(probed if text in GRADIENTS.get(name, ()) else ())
-                    )
-                )
+                config = make_config(folder / name, *text.split(" "), *ROUTERS.get(name, ()))
+                of_gradients = probed if text in GRADIENTS.get(name, ()) else {}
+                cases.append(LogitsCase(f"{name}:{text}", config, sequences, expected, routes=routes, **of_gradients))
     for name, texts in ALL_UPDATES.items():
-        torch.save(_random_groups(seed=7), folder / f"groups-{name}.pt")
+        groups = random_groups(seed=7)
+        if "-routed" in name:
+            samples = [sample for group in groups for sample in group.samples]
+            for sample, routes in zip(samples, routes_of(_make_model(name), (s.total_len for s in samples)), strict=True):
+                sample.routes = routes
+        torch.save(groups, folder / f"groups-{name}.pt")
+        texts = (*texts, *ALONE.get(name, ()))
         cases += [_update_case(name, text, folder) for text in texts if ("update", f"{name}:{text}") in chosen]
     for world_size in sorted({case.world_size for case in cases}):
         torch.save({i: case for i, case in enumerate(cases) if case.world_size == world_size}, folder / "cases.pt")
@@ -260,8 +254,15 @@ def test_logits_equal_those_of_transformers(matrix: Matrix, logits: str) -> None
 @pytest.mark.parametrize("logits", ALL_GRADIENTS)
 def test_the_gradient_of_every_tensor_equals_that_of_transformers(matrix: Matrix, logits: str) -> None:
     """Logits do not show a gradient that a rank loses. transformers in fp32 is itself up to 6e-6 off these, which are fp64."""
-    _, *gradients = (matrix.logits[logits][name] for name in sorted(matrix.logits[logits], key="logits".__ne__))
+    gradients = [value for name, value in matrix.logits[logits].items() if "chunk" in name]
     assert len(gradients) > 40 and max(gradients) < 1e-5, matrix.logits[logits]
+
+
+@pytest.mark.parametrize("logits", ALL_GRADIENTS)
+def test_loads_of_experts_and_losses_of_routers_are_those_of_transformers(matrix: Matrix, logits: str) -> None:
+    """Padding is not counted, nor any token twice."""
+    found = matrix.logits[logits]
+    assert found["loads"] == 0 and all(value < 1e-5 for name, value in found.items() if name.startswith("moe/")), found
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -276,6 +277,39 @@ def test_the_gradient_norm_of_every_layer_is_the_same_in_every_layout(matrix: Ma
     found, baseline = matrix.norms[name], matrix.norms[f"{name.split(':')[0]}:tp=1"]
     assert found.shape == baseline.shape == (3, baseline.shape[1]) and (baseline > 0).all()
     assert ((found - baseline).abs() / baseline).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["mixtral:tp=2,ep=2,sequence_parallel=true"])
+def test_frozen_routers_stay_bit_for_bit_while_all_else_trains(matrix: Matrix, name: str) -> None:
+    before = _make_model("mixtral").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(matrix.updates[name].checkpoint).state_dict()
+    kept = {n for n in before if torch.equal(before[n], after[n])}
+    assert kept == {n for n in before if n.endswith("mlp.gate.weight")} and len(kept) == 4
+
+
+@pytest.mark.parametrize("name", [f"deepseek_v3-plain:{text}" for text in ALONE["deepseek_v3-plain"]])
+def test_biases_follow_the_loads_of_optimizer_steps_that_are_taken(matrix: Matrix, name: str) -> None:
+    """transformers computes the loads, with the biases of each step."""
+    model = _make_model("deepseek_v3-plain")
+    dropped, taken = (
+        _biases(load_file(matrix.updates[n].checkpoint / "model.safetensors")) for n in (name, "deepseek_v3-plain:tp=1")
+    )
+    assert len(dropped) == 4 and all(torch.equal(bias, model.state_dict()[n]) for n, bias in dropped.items())
+    for _ in range(3):
+        with routed(model) as found, torch.no_grad():
+            for sample in (s for group in random_groups(seed=7) for s in group.samples):
+                model.model(torch.tensor([[*sample.prompt.token_ids, *sample.response_ids]]))
+        for bias, load in zip(_biases(model.state_dict()).values(), map(torch.tensor, found.loads()), strict=True):
+            bias += 0.02 * torch.sign(load.float().mean() - load)
+    assert all((bias - taken[n]).abs().max() < 1e-6 for n, bias in _biases(model.state_dict()).items())
+
+
+@pytest.mark.parametrize("name", [f"qwen3_moe:{text}" for text in ALONE["qwen3_moe"]])
+def test_experts_above_their_capacity_drop_tokens(matrix: Matrix, name: str) -> None:
+    """At a factor of 0.5 and with even loads it would be half of the tokens."""
+    dropped = [metrics["moe/dropped_tokens"] for metrics in matrix.updates[name].updates]
+    assert all(0.45 < share < 0.8 for share in dropped), dropped
+    assert "moe/dropped_tokens" not in matrix.updates["qwen3_moe:tp=1"].updates[0]
 
 
 def test_the_updates_compared_are_real_ones(matrix: Matrix) -> None:
@@ -303,7 +337,7 @@ def test_a_teachers_log_probs_are_those_of_transformers_in_every_layout(matrix: 
     """Its family, size and tied weights are not the policy's."""
     model = _make_model("uneven").double()
     found = matrix.updates[name].logprobs["teacher_logprobs"]
-    for group in _random_groups(seed=7):
+    for group in random_groups(seed=7):
         for sample in group.samples:
             tokens, length = torch.tensor([*group.prompt.token_ids, *sample.response_ids]), sample.response_len
             table = torch.log_softmax(model(tokens[None]).logits[0, -length - 1 : -1] / 0.8, -1)
@@ -315,6 +349,17 @@ def _is_rounding(d: Difference) -> bool:
     """Weights get more room: where a gradient is nothing but rounding, Adam makes a whole step of it."""
     terms, derived = (d.loss, d.logprobs, d.ref_logprobs), (d.grad_norm, d.metrics, d.weights)
     return all(t < 2e-6 for t in terms) and all(x < 1e-5 for x in derived) and d.clipped_tokens < 1.5
+
+
+def _biases(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name.endswith("e_score_correction_bias")}
+
+
+def _probed(name: str, model: Any, sequences: list[list[int]], folder: Path) -> dict[str, Any]:
+    config = make_config(folder / name, GRADIENTS[name][0].partition(" ")[0], *ROUTERS.get(name, ()))
+    lengths = {"dp_size": 1, "dp_rank": 0, "length_multiple": config.layout.tp}
+    batches = pack([as_samples(sequences)], [[1.0] * len(sequences)], token_budget=64, **lengths)[0]
+    return probe(model, sequences, folder / f"{name}-gradients", config.model.router, [b.sample_indices for b in batches])
 
 
 def _make(name: str, folder: Path) -> torch.nn.Module:
@@ -333,58 +378,10 @@ def _make_model(name: str) -> torch.nn.Module:
     return model
 
 
-def _config(model: Path, layout: str, *overrides: str) -> configs.Config:
-    raw = {
-        "run_dir": "unused",
-        "steps": 1,
-        "model": {"path": str(model), "dtype": "float32"},
-        "data": {"train": "unused", "max_prompt_length": 12},
-        "rollout": {"max_response_length": 24, "temperature": 0.8},
-        "algorithm": {"group_size": 4, "kl_beta": 0.02, "calculate_entropy": True, "entropy_bonus": 0.01},
-        "batch": {"prompts_per_step": 6, "epochs": 3, "tokens_per_micro_batch": 128},
-        # eps is above the rounding of gradients: Adam would make a whole step of one that is nothing but rounding.
-        "optimizer": {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-6},
-    }
-    for part in layout.split(","):
-        configs.apply_override(raw, f"layout.{part.replace(';', ',')}")
-    for override in overrides:
-        configs.apply_override(raw, override)
-    return configs.validate(raw)
-
-
 def _update_case(name: str, text: str, folder: Path) -> Case:
     model, _, method = name.partition("+")
     layout, *rest = text.split(" ")
     overrides = [r for r in rest if r != "reversed"]
-    config = _config(folder / model, layout, *(m.replace("FOLDER", str(folder)) for m in METHODS.get(method, ())), *overrides)
+    overrides = [*ROUTERS.get(model, ()), *(m.replace("FOLDER", str(folder)) for m in METHODS.get(method, ())), *overrides]
+    config = make_config(folder / model, layout, *overrides)
     return Case(f"{name}:{text}", config, reverse_groups="reversed" in rest)
-
-
-def _sequences() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(2, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (5, 17, 2, 30, 11, 24, 9)]
-
-
-def _random_groups(seed: int) -> list[Group]:
-    """Six groups of four ragged samples; one without spread, one sample without a reward."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def ints(n: int) -> list[int]:
-        return torch.randint(2, VOCAB_SIZE, (n,), generator=generator).tolist()
-
-    groups = []
-    for g in range(6):
-        prompt = Prompt(g, "", tuple(ints(3 + g)), "")
-        samples = []
-        for i in range(4):
-            length = int(torch.randint(1, 24, (1,), generator=generator))
-            logprobs = (-5.3 + 0.3 * torch.randn(length, generator=generator)).tolist()  # near those of a random model
-            reward = 1.0 if g == 2 else float(torch.rand(1, generator=generator))
-            sample = Sample(prompt, i, ints(length), logprobs, "stop" if length < 20 else "length", 0)
-            if not g == i == 1:
-                sample.reward = reward
-                sample.step_ends = sorted({length // 3, length - 1})
-                sample.step_rewards = torch.rand(len(sample.step_ends), generator=generator).tolist()
-            samples.append(sample)
-        groups.append(Group(prompt, samples))
-    return groups

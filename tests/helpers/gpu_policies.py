@@ -5,8 +5,9 @@ FP8 wants sizes in multiples of 16, its blockwise recipe in multiples of 128.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,12 +48,13 @@ def make_policy(
     *,
     recompute: str = "none",
     dtype: str = "bfloat16",
+    model: Mapping[str, Any] = MappingProxyType({}),
     **sections: Any,
 ) -> Policy:
     """With weights: of `read`, or random ones that are the same for every policy. It takes the place of earlier ones."""
     hf_config = hf_config or make_config("qwen2", **SIZES)
     sections = {"batch": {"tokens_per_micro_batch": TOKEN_BUDGET}} | sections
-    config = config_of(Path("unused"), {"path": "unused", "dtype": dtype, "recompute": recompute}, **sections)
+    config = config_of(Path("unused"), {"path": "unused", "dtype": dtype, "recompute": recompute, **model}, **sections)
     runtime = runtimes.arrange(config, device)
     shape = ModelShape.from_hf_config(hf_config.to_dict())
     family = family_of(shape.model_type)

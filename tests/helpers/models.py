@@ -17,6 +17,8 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     GenerationConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -42,6 +44,7 @@ FAMILIES = tuple(CLASSES)  # the dense ones
 MIXTURES: dict[str, tuple[Any, Any]] = {
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
@@ -61,6 +64,20 @@ LATENT = {
     "n_routed_experts": 12,
     "n_shared_experts": 2,
     "num_local_experts": 12,
+    "moe_intermediate_size": 20,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
+
+GLM = {
+    "head_dim": 12,
+    "attention_bias": True,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 12,
+    "n_shared_experts": 1,
+    "num_local_experts": 12,
+    "num_experts_per_tok": 4,
     "moe_intermediate_size": 20,
     "n_group": 3,
     "topk_group": 2,
@@ -100,6 +117,8 @@ def make_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
     own: dict[str, Any] = {"head_dim": 16} if family.startswith("qwen3") else {}
     if family in MIXTURES:
         own |= {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "sliding_window": None}
+    if family == "glm4_moe":
+        own |= GLM
     if family.startswith("deepseek"):
         own |= LATENT | ({"num_experts_per_tok": 4} if family == "deepseek_v3" else {})
     return (CLASSES | MIXTURES)[family][0](**(sizes | own | changes))

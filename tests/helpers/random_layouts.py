@@ -87,7 +87,9 @@ def layouts(draw: st.DrawFn) -> MegatronLayout:
 def cases(draw: st.DrawFn, num_layouts: int = 1) -> Case:
     """Any model whose query heads and ffn divide by tp; kv heads may be fewer, layers and vocabulary need not divide."""
     chosen = [draw(layouts()) for _ in range(num_layouts)]
-    engine = EngineLayout(tp=draw(st.sampled_from([1, 2, 4])), num_engines=draw(st.integers(1, 3)))
+    engine_tp = draw(st.sampled_from([1, 2, 4]))
+    engine_ep = draw(st.sampled_from([n for n in (1, 2, 4) if n <= engine_tp]))
+    engine = EngineLayout(engine_tp, draw(st.integers(1, 3)), engine_ep)
     tp = max(layout.tp for layout in (*chosen, engine))  # a power of 2
     kv_heads = draw(st.sampled_from([n for n in (1, 2, 4, 8) if n <= 2 * tp]))
     head_dim = draw(st.integers(1, 3)) * max(1, tp // kv_heads)
@@ -117,7 +119,7 @@ def cases(draw: st.DrawFn, num_layouts: int = 1) -> Case:
         head_dim=head_dim,
         vocab=draw(st.integers(1, 17) | st.integers(60, 140)),
         tied=draw(st.booleans()),
-        num_experts=max(layout.ep for layout in chosen) * draw(st.integers(1, 2)) if is_mixture else 0,
+        num_experts=max(layout.ep for layout in (*chosen, engine)) * draw(st.integers(1, 2)) if is_mixture else 0,
         moe_ffn=tp * draw(st.integers(1, 2)) if is_mixture else 0,
         **latent,
     )

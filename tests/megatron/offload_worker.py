@@ -53,12 +53,12 @@ Record = tuple[list[dict[str, float]], int, str]
 class Trainee:
     """A policy and the steps it took; a fresh start in the same processes."""
 
-    def __init__(self, config: Config, **changes: Any) -> None:
+    def __init__(self, config: Config, model_type: str = "qwen2", **changes: Any) -> None:
         """`changes`: of the model's config."""
         runtime = runtimes.arrange(config, devices.select("cpu", 0))
-        hf_config = make_config("qwen2", **changes)
+        hf_config = make_config(model_type, **changes)
         shape = ModelShape.from_hf_config(hf_config.to_dict())
-        family = family_of("qwen2")
+        family = family_of(model_type)
         self.config = config
         self.policy = Policy(config, shape, family, hf_config, runtime)
         self.policy.load(random_reader(family.hf_tensors(shape), seed=3, std=0.15))

@@ -39,6 +39,10 @@ SIZES = {
     "vocab_size": 304,
 }
 TIED, SEPARATE = SIZES | {"tie_word_embeddings": True}, SIZES | {"tie_word_embeddings": False}
+# Dense layers first; biases that move, and routers that do not train.
+BIASED = {"model_type": "deepseek_v3", "q_lora_rank": 10, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+FROZEN = {"model_type": "qwen3_moe"}
+ROUTERS = {"deepseek_v3": "model.router.bias_update_rate=0.05", "qwen3_moe": "model.router.freeze=true"}
 SMALL_BUCKET = 1500  # elements, so that a tiny model has as many buckets as one of 40 million parameters
 OVERLAP = "overlap_grad_reduce=true,overlap_param_gather=true"
 
@@ -49,6 +53,8 @@ SAVED = {
     "tied, interleaved": (TIED | {"num_hidden_layers": 4}, "bfloat16", "pp=2,vpp=2", {3: ("dp=3",)}),
     "buckets": (SEPARATE, "bfloat16", f"dp=2,{OVERLAP}", {1: ("tp=1",), 2: ("pp=2",), 3: (f"dp=3,{OVERLAP}",)}),
     "one bucket": (SEPARATE, "bfloat16", "pp=2", {}),
+    "biased": (BIASED, "float32", "dp=2,ep=2", {1: ("tp=1",), 3: ("pp=3",)}),
+    "frozen": (FROZEN, "bfloat16", "pp=2", {2: ("dp=2,ep=2",)}),
 }
 SHIFTED = ("tied", "buckets")  # by Megatron, without the patch; the last of SAVED is in order without it too
 OVERHEAD = 60_000  # bytes of torch's format around a rank's tensors, about 1 kB each
@@ -67,8 +73,9 @@ def small_buckets() -> Iterator[None]:
 
 def trainee_of(name: str, layout: str) -> Trainee:
     sizes, dtype, *_ = SAVED[name]
+    routers = [ROUTERS[sizes["model_type"]]] if "model_type" in sizes else []
     with small_buckets():
-        return Trainee(make_config_of(f"{layout} {dtype}", "batch.tokens_per_micro_batch=256"), **sizes)
+        return Trainee(make_config_of(f"{layout} {dtype}", "batch.tokens_per_micro_batch=256", *routers), **sizes)
 
 
 @contextmanager
@@ -111,8 +118,8 @@ def check_restoring(name: str, layout: str, rank: int, folder: Path) -> None:
     expected = json.loads((folder / f"{name}.json").read_text())
     tolerance = TOLERANCE[SAVED[name][1]]
     for ours, theirs in zip(found, expected, strict=True):
-        for metric in ("loss/total", "grad_norm", "ratio/max", "kl/mean"):
-            a, b = ours[metric], theirs[metric]
+        for metric in ("loss/total", "grad_norm", "ratio/max", "kl/mean", "moe/load_mean"):
+            a, b = ours.get(metric, 0.0), theirs.get(metric, 0.0)
             assert abs(a - b) <= tolerance * max(0.1, abs(b)), (metric, a, b)
 
 

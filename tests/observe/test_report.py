@@ -13,6 +13,8 @@ from run_folders import HOSTILE, make_run, write_lines
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.observe.report import embedded, metrics, read, responses, write_report
+from grpo_mega.observe.run_log import RunLog
+from grpo_mega.observe.writers import JsonLinesWriter
 
 
 def data_of(path: Path) -> dict[str, Any]:
@@ -35,6 +37,21 @@ def test_the_page_holds_curves_samples_answers_config_environment_and_warnings(t
     assert ["steps", "12", False] in data["config"] and ["seed", "0", True] in data["config"]
     assert data["environment"]["starts"][0]["versions"] == {"torch": "2.13.0"}
     assert data["messages"][0]["text"] == "a gradient norm jumped"
+    assert data["experts"] is None  # as of a dense model, and of runs of earlier versions
+
+
+def test_loads_of_experts_are_those_of_the_last_step_and_their_file_may_be_broken(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    log = RunLog([JsonLinesWriter(run)])
+    for step in (11, 12):
+        log.log_loads(step, [[], [step, 0, 5], [1, 2, 3]])
+    expected = {"step": 12, "rows": [{"layer": 1, "tokens": [12, 0, 5]}, {"layer": 2, "tokens": [1, 2, 3]}]}
+    assert data_of(write_report(run))["experts"] == expected
+    log.log_loads(13, [[], []])  # a dense model's
+    assert data_of(write_report(run))["experts"] == expected
+    for text in ("", "{}", "[1]", '{"step": 1, "tokens": [["x"]]}', '{"step": null, "tokens": []}'):
+        (run / "experts.json").write_text(text)
+        assert data_of(write_report(run))["experts"] is None
 
 
 def test_the_page_stands_alone(tmp_path: Path) -> None:

@@ -67,6 +67,27 @@ def test_every_chart_is_drawn_and_the_new_metric_has_one_too(browser: Page, tmp_
     check(browser)
 
 
+def test_loads_of_experts_are_a_map_that_tells_its_cells(browser: Page, tmp_path: Path) -> None:
+    """Two layers of three experts: an idle expert is blue, a busy one red, and one at the mean has the colour of the card."""
+    run = make_run(tmp_path / "run")
+    (run / "experts.json").write_text('{"step": 12, "tokens": [[], [0, 4, 2], [2, 2, 2]]}\n')
+    show(browser, run)
+    cells = browser.run(
+        "(() => { const c = document.querySelector('#experts');"
+        "return [c.width, c.height, ...c.getContext('2d').getImageData(0, 0, c.width, c.height).data]; })()"
+    )
+    assert cells[:2] == [3, 2]
+    idle, busy, mean, *even = (cells[i : i + 4] for i in range(2, len(cells), 4))
+    assert idle[3] == 255 and idle[2] > idle[0] and busy[0] > busy[2] and 60 < busy[3] < 110
+    assert all(cell[3] == 0 for cell in (mean, *even))
+    browser.run(
+        "(() => { const c = document.querySelector('#experts'), b = c.getBoundingClientRect();"
+        "c.dispatchEvent(new MouseEvent('mousemove', { clientX: b.left + b.width / 2, clientY: b.top + 2 })); })()"
+    )
+    assert text(browser, "#tip").split("\n")[0] == "layer 1, expert 1" and "times the mean" in text(browser, "#tip")
+    check(browser)
+
+
 def test_the_pointer_tells_the_values_of_a_step_in_all_charts_and_dragging_zooms_them(browser: Page, tmp_path: Path) -> None:
     show(browser, make_run(tmp_path / "run"))
     browser.wait_for("document.querySelector('.chart path.line')")

@@ -111,6 +111,7 @@ def check_buckets(mine: list[Any], theirs: list[Any], policy: Policy, dp_size: i
     )
     planned = buffer_of(mine, dp_size, SMALL_BUCKET)
     assert planned.size == real.numel, (planned.size, real.numel)
+    assert planned.largest_bucket == max(bucket.grad_data.numel() for bucket in real.buckets)
     assert sum(planned.shares) == sum(p.numel() for p in theirs)
 
 
@@ -156,6 +157,7 @@ def one_batch(num_tokens: int) -> PackedBatch:
         advantages=torch.ones(num_tokens),
         rollout_logprobs=torch.zeros(num_tokens),
         sample_indices=list(range(8)),
+        lengths=[length] * 8,
     )
     return replace(batch)
 

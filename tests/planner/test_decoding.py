@@ -10,7 +10,7 @@ from shapes import LLAMA_70B
 from grpo_mega import config as configs
 from grpo_mega.formats.known_models import KNOWN_MODELS
 from grpo_mega.hardware.cards import card_of
-from grpo_mega.planner.engine import engine_memory
+from grpo_mega.planner.engine import cache_bytes_per_token, engine_memory
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.timing import decoding_step, token_seconds
 from grpo_mega.weights.spec import ModelShape
@@ -29,14 +29,33 @@ LLAMA_405B = dict(KNOWN_MODELS["llama-3.1-405b"].fields)
 CLOSE = 0.15  # of the published figure
 
 
-def setup_of(fields: dict[str, Any], tp: int, quantization: str | None = None) -> Setup:
+LATENT = {  # DeepSeek-V3's
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+def setup_of(fields: dict[str, Any], tp: int, quantization: str | None = None, ep: int = 1) -> Setup:
     raw = {
         "run_dir": "unused",
         "steps": 1,
         "model": {"path": "unused", "dtype": "bfloat16"},
         "layout": {"tp": tp},
         "data": {"train": "unused"},
-        "rollout": {"engine": "sglang", "tp": tp, "quantization": quantization},
+        "rollout": {"engine": "sglang", "tp": tp, "ep": ep, "quantization": quantization},
     }
     return Setup(configs.validate(raw), ModelShape.from_hf_config(fields), 0, card_of("h100"), tp, 8, 64.0, 256.0)
 
@@ -77,3 +96,15 @@ def test_a_step_of_llama_3_3_70b_at_tp2_takes_as_long_as_nvidia_published(contex
     """docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance, read in November 2026: Llama-3.3-70B in FP8 by NIM 1.8.0 on 2
     H100s 80G at TP2, one request at a time of 5,000 tokens in and 500 out, or 500 in and 2,000 out; time between tokens."""
     assert step(setup_of(LLAMA_70B, 2, "fp8"), 1, context) == pytest.approx(published, rel=CLOSE)
+
+
+def test_experts_take_the_same_memory_however_they_are_spread_over_an_engine() -> None:
+    fields = dict(KNOWN_MODELS["qwen3-235b-a22b"].fields)
+    weights = {engine_memory(setup_of(fields, 8, ep=ep)).weights.value for ep in (1, 2, 8)}
+    assert len(weights) == 1
+    spread, cut = (setup_of(LATENT, 8, ep=ep) for ep in (8, 1))
+    assert engine_memory(spread).weights.value == engine_memory(cut).weights.value
+
+
+def test_of_multi_latent_attention_every_rank_keeps_the_latents_of_a_token() -> None:
+    assert cache_bytes_per_token(setup_of(LATENT, 8)) == 61 * (512 + 64) * 2

@@ -200,6 +200,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.full
 def test_training_starts_at_the_tensor_parallel_sizes_that_are_called_legal_and_at_no_others() -> None:
     """Ask Megatron, as the last rank. With fewer key-value heads than ranks head_dim has a say."""
     cases = [(heads, kv, dim, tp) for heads, kv, dim in ((6, 2, 8), (6, 2, 12), (12, 4, 10)) for tp in range(1, heads + 1)]

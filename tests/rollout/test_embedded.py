@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import FAMILIES, VOCAB_SIZE, make_model, save_checkpoint
@@ -116,23 +117,33 @@ def test_greedy_decoding_of_prompts_of_different_lengths_equals_transformers_one
         ("mixtral", {"hidden_size": 36, "intermediate_size": 50, "head_dim": 10}),
         ("deepseek_v2", {"moe_intermediate_size": 22}),
         ("deepseek_v3", {"moe_intermediate_size": 22, "q_lora_rank": 10, "rope_parameters": YARN}),
+        ("glm4_moe", {"moe_intermediate_size": 22, "use_qk_norm": True}),
     ],
 )
-def test_experts_whose_rows_are_no_multiple_of_16_bytes_are_computed(
+def test_experts_whose_rows_are_no_multiple_of_16_bytes_are_computed_and_recorded(
     family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """torch.grouped_mm refuses them. The oracle multiplies in float64, with each token's experts gathered."""
+    sampling = replace(SAMPLING, with_routes=True)
     model = make_model(family, seed=3, **changes)
     save_checkpoint(model, tmp_path / "model")
     with open_hf_reader(tmp_path / "model") as reader:
         engine = make_engine(model, read=reader.read)
-    groups = generate(engine, make_prompts(), SAMPLING, step=0)
+    groups = generate(engine, make_prompts(), sampling, step=0)
     model.set_experts_implementation("batched_mm")
     model.double()
+    blocks = [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    chosen: list[torch.Tensor] = []
+    for block in blocks:
+        block.register_forward_pre_hook(lambda _, inputs: chosen.append(inputs[1]))
     for sample in samples_of(groups):
+        chosen.clear()
         found = torch.tensor(sample.rollout_logprobs, dtype=torch.float64)
         expected = full_logprobs(model, sample, SAMPLING.temperature)
         torch.testing.assert_close(found, expected.double(), rtol=0, atol=1e-5)
+        expected_experts = torch.stack(chosen, dim=1)[:-1].sort(dim=2)[0].numpy()
+        assert sample.routes is not None and (np.sort(sample.routes.experts, axis=2) == expected_experts).all()
+    assert len({bytes(s.routes.experts[-1, 0]) for s in samples_of(groups) if s.routes}) > 3, "the case has become too easy"
 
 
 def test_the_bias_of_a_router_reaches_a_bf16_engine_in_float32(single_rank: None) -> None:

@@ -23,6 +23,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return kills.write_inputs(tmp_path_factory.mktemp("inputs"), "dp=2", rollout, **layers)
 
 
+@pytest.mark.full
 def test_in_turns_the_losses_are_those_of_a_colocated_run(inputs: Path, tmp_path: Path) -> None:
     settings = ("--set", "steps=4")
     code, output = run(inputs, tmp_path / "colocated", *settings)

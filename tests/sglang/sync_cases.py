@@ -7,7 +7,7 @@ from models import EOS_ID, VOCAB_SIZE
 
 from grpo_mega.rollout.engine import Sampling
 
-SAMPLING = Sampling(group_size=4, temperature=0.8, max_response_length=12, stop_token_ids=frozenset({EOS_ID}))
+SAMPLING = Sampling(4, temperature=0.8, max_response_length=12, stop_token_ids=frozenset({EOS_ID}), with_routes=True)
 LONG = replace(SAMPLING, max_response_length=36, stop_token_ids=frozenset(range(EOS_ID, VOCAB_SIZE, 20)))
 
 
@@ -17,18 +17,32 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)  # of the model's config
     layouts: tuple[str, ...] = ("{tp: 1}", "{tp: 2}", "{tp: 2, pp: 2}", "{tp: 4}", "{pp: 4, vpp: 2}")  # of the trainer
     engine_tps: tuple[int, ...] = (1, 2)
+    engine_ep: int = 1
     quantise: bool = False  # linear layers travel in FP8 blocks
     is_full: bool = False  # only with --all
 
 
 BLOCKS = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 512, "head_dim": 128, "initializer_range": 0.06}
 SOME: dict[str, Any] = {"layouts": ("{tp: 2, pp: 2}", "{pp: 4, vpp: 2}"), "engine_tps": (2,)}
+SPREAD = ("{tp: 2, ep: 2, sequence_parallel: true}", "{pp: 2, ep: 2}")
+EXPERTS = {"num_hidden_layers": 3, "moe_intermediate_size": 64, "num_local_experts": 12}
+LATENT = EXPERTS | {"moe_intermediate_size": 128, "q_lora_rank": 20}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 CASES = {
-    "llama": Case("llama", **SOME),
+    # First: once some of the ranks have had a group of their own, gloo does not connect one of all.
+    "deepseek_v2": Case("deepseek_v2", LATENT | {"q_lora_rank": None}, SPREAD, (2,), is_full=True),
+    "deepseek_v3 over four": Case("deepseek_v3", LATENT | {"q_lora_rank": None}, SPREAD, (4,), engine_ep=2, is_full=True),
+    "mixtral over four": Case("mixtral", EXPERTS | {"intermediate_size": 128}, SPREAD, (4,), engine_ep=4, is_full=True),
+    "llama": Case("llama", is_full=True, **SOME),
     "mistral": Case("mistral", {"sliding_window": None}, is_full=True, **SOME),
     "qwen2 tied": Case("qwen2", {"tied": True}),
     "qwen3": Case("qwen3", is_full=True, **SOME),
     "qwen3 in FP8": Case("qwen3", BLOCKS, ("{tp: 2, pp: 2}", "{tp: 4}"), (2,), quantise=True),
+    "qwen3_moe": Case("qwen3_moe", EXPERTS, SPREAD, (2,), engine_ep=2),
+    "glm4_moe": Case("glm4_moe", EXPERTS | {"use_qk_norm": True}, SPREAD, (2,), is_full=True),
+    "deepseek_v3": Case(
+        "deepseek_v3", LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}, SPREAD, (2,)
+    ),
     # What differs between families is their tensors, which the cases above move.
     "llama everywhere": Case("llama", is_full=True),
     "mistral everywhere": Case("mistral", {"sliding_window": None}, is_full=True),

@@ -3,7 +3,8 @@
 `python sync_oracle.py FOLDER` writes FOLDER/differences.json: by case and version, the largest difference of a rollout log-prob
 from transformers' on the same weights, by the engine's tp, and on the weights of the version before. Where they travelled in
 FP8 blocks the same weights are what naive blocks stand for; "exact" is the difference from those that were never quantised.
-"continued" is that of samples which went on after an update, each span on the weights of its version.
+"continued" is that of samples which went on after an update, each span on the weights of its version. "routes" is the share of
+tokens whose experts, in all layers, are those of transformers' routers; null for models without experts.
 """
 
 import json
@@ -31,13 +32,33 @@ def difference(folder: Path, rows: list[Any], weights_of: int, *, quantise: bool
         if quantise and isinstance(layer, torch.nn.Linear) and name != "lm_head":
             layer.weight.copy_(oracle.dequantise(*oracle.quantise(layer.weight), torch.float32))
     worst = 0.0
-    for prompt, response, said, spans in rows:
+    for prompt, response, said, spans, _ in rows:
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / SAMPLING.temperature
         expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
         apart = (expected - torch.tensor(said)).abs()
         chosen = [apart[start:end] for made_by, start, end in spans if version in (None, made_by)]
         worst = max([worst, *(float(part.max()) for part in chosen)])
     return worst
+
+
+@torch.no_grad()
+def same_routes(folder: Path, rows: list[Any], version: int) -> float | None:
+    """Return the share of tokens that the server sent to the same experts as transformers does, with these weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder / f"hf{version}", dtype=torch.float32)
+    chosen: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.experts.register_forward_pre_hook(lambda _, inputs: chosen.append(inputs[1]))
+    num_same = num_tokens = 0
+    for prompt, response, _, _, told in rows:
+        chosen.clear()
+        model(torch.tensor([prompt + response]))
+        if not chosen:
+            return None
+        expected = torch.stack(chosen, dim=1)[:-1].sort(dim=2)[0]
+        is_same = (torch.tensor(told).sort(dim=2)[0] == expected).flatten(1).all(dim=1)
+        num_same, num_tokens = num_same + int(is_same.sum()), num_tokens + len(is_same)
+    return num_same / num_tokens
 
 
 def of_one(rows: list[Any], version: int) -> list[Any]:
@@ -61,6 +82,7 @@ def main(folder: Path) -> None:
                 "same": {tp: difference(folder / name, rows, version, quantise=case.quantise) for tp, rows in by_tp.items()},
                 "before": difference(folder / name, first, version - 1, quantise=case.quantise),
                 "exact": difference(folder / name, first, version, quantise=False),
+                "routes": same_routes(folder / name, first, version),
                 "continued": {tp: continued(folder / name, version, tp, quantise=case.quantise) for tp in case.engine_tps},
             }
             for version in range(1, len(case.layouts) + 1)

@@ -32,6 +32,7 @@ from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.rollout.absent import AbsentEngine
+from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang.buckets import HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.settings import EngineSettings
@@ -79,6 +80,7 @@ def engine_of(
     rollout = RolloutConfig(
         engine="sglang",
         tp=tp,
+        ep=case.engine_ep,
         max_concurrent=32,
         cache_tokens=2048,
         quantization="fp8" if case.quantise else None,
@@ -95,6 +97,7 @@ def engine_of(
         rank=rank,
         world_size=tp,
         cores=tuple(sorted(os.sched_getaffinity(0))[:tp]),
+        routers=RouterSizes.of(model.shape, model.hf_config) if model.shape.num_experts else None,
     )
     folder.mkdir(parents=True, exist_ok=True)
     rendezvous = Rendezvous(PrefixStore(f"engine{tp}", runtime.store), rank, WORLD_SIZE)
@@ -165,7 +168,10 @@ def sync_layout(
             assert len(samples) == len(PROMPTS) * SAMPLING.group_size
             assert {sample.policy_version for sample in samples} == {version}
             samples += continued(engine, carried.setdefault(tp, {}), version)
-            said = [(s.prompt.token_ids, s.response_ids, s.rollout_logprobs, s.spans) for s in samples]
+            said = [
+                (s.prompt.token_ids, s.response_ids, s.rollout_logprobs, s.spans, s.routes and s.routes.experts.tolist())
+                for s in samples
+            ]
             (folder / f"samples{version}_tp{tp}.json").write_text(json.dumps(said))
         rendezvous.all_gather("the next sync", None, DEADLINE_S)
     side, engine = engines[max(engines)]
@@ -217,7 +223,7 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
     rendezvous.all_gather("the checkpoint", None, DEADLINE_S)
     model = model_files.read_model(config)
     sides = {
-        tp: engine_shards(model.family, model.shape, EngineLayout(tp, 1), WORLD_SIZE, quantise=case.quantise)
+        tp: engine_shards(model.family, model.shape, EngineLayout(tp, 1, case.engine_ep), WORLD_SIZE, quantise=case.quantise)
         for tp in case.engine_tps
     }
     with ExitStack() as stack:

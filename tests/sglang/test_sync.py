@@ -47,4 +47,6 @@ def test_the_server_gives_transformers_logprobs_after_a_real_step_in_every_layou
         assert found["before"] > 100 * TOLERANCE, (layout, found)
         if number:
             assert max(found["continued"].values()) < TOLERANCE, (layout, found)
+        assert (found["routes"] is not None) == ("moe" in name or "deepseek" in name or "mixtral" in name)
+        assert found["routes"] in (None, 1.0) or found["routes"] > 0.999, (layout, found)
         assert (found["exact"] > 100 * TOLERANCE) == case.quantise, (layout, found)

@@ -28,6 +28,7 @@ MODELS = {  # its config.json, and the GPUs that it is for
     "llama3_70b_bf16": (LLAMA_70B, 64),
     "qwen2.5_72b": (QWEN_72B, 64),
     "llama3_405b": (KNOWN_MODELS["llama-3.1-405b"].fields, 512),
+    "qwen3_30b_a3b": (KNOWN_MODELS["qwen3-30b-a3b"].fields, 8),
     "qwen3_235b_a22b": (KNOWN_MODELS["qwen3-235b-a22b"].fields, 256),
 }
 

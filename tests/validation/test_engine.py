@@ -20,6 +20,7 @@ SHAPE = ModelShape("qwen2", 2, 64, 128, 8, 2, 8, 100, tied=False)
         (replace(SHAPE, ffn=48), 1, "pads an MLP of 48 rows on a CPU, where rollout.tp=1 wants a multiple of 32"),
         (replace(SHAPE, ffn=96), 2, "pads an MLP of 96 rows on a CPU, where rollout.tp=2 wants a multiple of 64"),
         (replace(SHAPE, num_experts=4, moe_ffn=24), 1, "pads an MLP of 24 rows"),
+        (replace(SHAPE, num_experts=4, moe_ffn=32, ffn=48, num_dense=1), 1, "pads an MLP of 48 rows"),
         (SHAPE, 4, "pads 2 key-value heads on a CPU, where rollout.tp=4 does not divide them"),
     ],
 )
@@ -60,7 +61,7 @@ def test_a_server_on_a_gpu_needs_the_compiler_that_it_calls(tmp_path: Path, monk
         (2, 16, 8, 8, None),
         (2, 3, 3, 2, None),  # on one node an engine may begin anywhere
         (4, 14, 8, 8, "an engine of 4 ranks would span two nodes of 8 ranks, since it comes after 6 trainer ranks"),
-        (4, 12, 8, 6, "rollout.tp=4 does not divide the job's 6 ranks"),
+        (4, 12, 8, 6, "rollout.tp=4 does not divide the job's 6 engine ranks"),
         (4, 12, 6, 0, "rollout.tp=4 does not divide each node's 6 ranks"),
     ],
 )

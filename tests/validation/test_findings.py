@@ -54,6 +54,7 @@ def refusals_of_the_plan(path: Path) -> list[str]:
         return [str(error)]
 
 
+@pytest.mark.full
 def test_the_plan_refuses_what_training_refuses_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a machine that has it.
     monkeypatch.setattr("grpo_mega.validation.precision.transformer_engine_version", lambda: "2.9.0")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from models import LATENT
+from models import GLM, LATENT
 
 from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError, WeightMappingError
-from grpo_mega.validation.model import shape_of
+from grpo_mega.validation.model import position_problems, shape_of
+from grpo_mega.validation.precision import installed_problems
 from grpo_mega.validation.preflight import cut_problems
 
 FIELDS = LATENT | {
@@ -48,9 +49,26 @@ def test_a_model_that_megatron_would_compute_otherwise_is_refused(changes: dict[
 
 
 @pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"attention_bias": False}, "attention_bias=False; only True is supported for glm4_moe"),
+        ({"partial_rotary_factor": 1.0}, "partial_rotary_factor=1.0; only 0.5"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False; only True"),
+        ({"n_group": 4, "topk_group": 3}, "scores a group by its best 1 experts"),
+    ],
+)
+def test_a_glm_of_another_kind_is_refused(changes: dict[str, Any], says: str) -> None:
+    fields = FIELDS | GLM | {"model_type": "glm4_moe", "head_dim": 12, "partial_rotary_factor": 0.5}
+    assert shape_of(fields).qk_norm == 0 and shape_of(fields | {"use_qk_norm": True}).qk_norm == 12
+    with pytest.raises((ConfigError, WeightMappingError)) as caught:
+        shape_of(fields | changes)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("rollout.engine=sglang", "rollout.engine='sglang' does not serve deepseek_v3 yet; use rollout.engine=embedded"),
+        ("rollout={engine: sglang, tp: 8, ep: 8}", "rollout.ep=8 does not divide the 12 experts of a layer; use a divisor"),
         ("rollout.quantization=fp8", "rollout.quantization='fp8': must be left out for deepseek_v3; remove it"),
         ("precision.fp8=hybrid", "precision.fp8='hybrid': must be left out for deepseek_v3"),
         ("layout.cp=2", "layout.cp=2: must be 1 for deepseek_v3, a model with multi-latent attention; set it"),
@@ -65,3 +83,52 @@ def test_a_config_that_does_not_fit_is_refused_with_its_remedy(override: str, sa
     assert not list(cut_problems(configs.validate(raw), shape))
     configs.apply_override(raw, override)
     assert any(says in problem for problem in cut_problems(configs.validate(raw), shape))
+
+
+def test_grouped_experts_need_experts_of_transformer_engine_in_the_models_dtype() -> None:
+    raw: dict[str, Any] = {"run_dir": "unused", "steps": 1, "data": {"train": "unused"}, "batch": {"prompts_per_step": 8}}
+    raw["model"] = {"path": "unused", "grouped_experts": True, "fused_permutation": True}
+    problems = list(cut_problems(configs.validate(raw), shape_of(FIELDS)))
+    assert problems == [
+        f"model.{name}=true: must be left out for deepseek_v3, whose layers are Megatron's local ones; remove it"
+        for name in ("grouped_experts", "fused_permutation")
+    ]
+    assert [p.partition(";")[0] for p in installed_problems(configs.validate(raw), None, "cuda")] == [
+        f"model.{name}=true needs Transformer Engine" for name in ("grouped_experts", "fused_permutation")
+    ]
+    raw["precision"] = {"fp8": "hybrid"}
+    problems = list(cut_problems(configs.validate(raw), shape_of(FIELDS | {"model_type": "mixtral", "head_dim": 10})))
+    assert "model.grouped_experts=true contradicts precision.fp8='hybrid'; remove one of them" in problems
+
+
+def test_settings_of_routers_need_routers_and_a_bias_to_move() -> None:
+    raw: dict[str, Any] = {"run_dir": "unused", "steps": 1, "data": {"train": "unused"}, "batch": {"prompts_per_step": 8}}
+    raw["model"] = {"path": "unused", "router": {"freeze": False, "bias_update_rate": 0.001}}
+    dense = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    problems = [
+        list(cut_problems(configs.validate(raw), shape_of(fields)))
+        for fields in (FIELDS, dense | experts | {"vocab_size": 102}, dense | {"vocab_size": 102})
+    ]
+    assert problems == [
+        [],
+        ["model.router.bias_update_rate=0.001: mixtral has no bias per expert; use balancing=seq_aux_loss"],
+        ["model.router.bias_update_rate=0.001: must be left out for llama, which has no experts; remove it"],
+    ]
+
+
+def test_yarn_that_server_and_trainer_read_differently_is_refused() -> None:
+    raw = {"run_dir": "r", "steps": 1, "model": {"path": "m"}, "data": {"train": "t", "max_prompt_length": 8}}
+    raw |= {"batch": {"prompts_per_step": 4, "tokens_per_micro_batch": 2048}, "rollout": {"engine": "sglang"}}
+    rope = {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 0.7}
+    (said,) = position_problems(configs.validate(raw), {"rope_parameters": rope})
+    assert "mscale_all_dim=0.7 without mscale" in said
+    assert not list(position_problems(configs.validate(raw), {"rope_parameters": rope | {"mscale": 1.0}}))
+    embedded = configs.validate(raw | {"rollout": {"engine": "embedded"}})
+    assert not list(position_problems(embedded, {"rope_parameters": rope}))

@@ -187,7 +187,7 @@ def test_what_is_refused_cannot_be_planned_either(shape: ModelShape) -> None:
     ("dtype", "capability", "message"),
     [
         ("bfloat16", (8, 0), "needs an L40, H100, H200 or later, found A100"),
-        ("float32", (9, 0), "needs model.dtype=bfloat16"),
+        ("float32", (9, 0), "needs rollout.dtype=bfloat16"),
     ],
 )
 def test_a_server_on_a_gpu_that_cannot_hold_blocks_is_refused(dtype: str, capability: tuple[int, int], message: str) -> None:

@@ -27,12 +27,15 @@ from grpo_mega.weights.layout import (
 from grpo_mega.weights.spec import ModelShape
 
 DENSE = sorted(name for name, family in FAMILIES.items() if not any(row.where == "expert" for row in family.rows))
-MIXTURES = sorted(name for name in FAMILIES.keys() - set(DENSE) if "deepseek" not in name)  # which SGLang does not serve here
-EXPERTS = {"num_experts": 3, "moe_ffn": 8}  # heads and rows divide by 4
+MIXTURES = sorted(FAMILIES.keys() - set(DENSE))
+EXPERTS = {"num_experts": 12, "moe_ffn": 8}  # heads and rows divide by 4
+LATENT = {"num_dense": 1, "shared_ffn": 16, "kv_lora": 3, "rope_dim": 1, "v_dim": 3}
 
 
-def shape_of(family: str, *, num_kv_heads: int, tied: bool = False, vocab: int = 70) -> ModelShape:
+def shape_of(family: str, *, num_kv_heads: int, tied: bool = False, vocab: int = 70, q_lora: int = 0) -> ModelShape:
     experts = EXPERTS if family in MIXTURES else {}
+    if "deepseek" in family:
+        experts, num_kv_heads = experts | LATENT | {"q_lora": q_lora}, 8
     sizes = {"num_layers": 2, "hidden": 6, "ffn": 24, "num_heads": 8, "head_dim": 2}
     return ModelShape(model_type=family, num_kv_heads=num_kv_heads, vocab=vocab, tied=tied, **sizes, **experts)
 
@@ -64,33 +67,41 @@ def merged(gate: torch.Tensor, up: torch.Tensor, tp: int) -> list[torch.Tensor]:
     return [torch.cat(parts) for parts in zip(column_parallel(gate, tp), column_parallel(up, tp), strict=True)]
 
 
-def sglang_model(tensors: Tensors, shape: ModelShape, tp: int) -> list[Tensors]:
-    """By tensor-parallel rank: every parameter of SGLang's model, experts as [num_experts, ...]."""
+def sglang_model(tensors: Tensors, shape: ModelShape, tp: int, ep: int = 1) -> list[Tensors]:
+    """By tensor-parallel rank: every parameter of SGLang's model, experts as [num_experts / ep, ...]."""
     shards: dict[str, list[torch.Tensor]] = {}
     for name, whole in tensors.items():
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             shards[name] = vocab_parallel(whole, tp)
+        elif shape.kv_lora and ".self_attn." in name and "o_proj" not in name:
+            if "_a_proj" in name and shape.q_lora:  # both are one tensor there
+                block = name[: name.index("self_attn.") + len("self_attn.")]
+                parts = [tensors[f"{block}{x}.weight"] for x in ("q_a_proj", "kv_a_proj_with_mqa")]
+                shards[f"{block}fused_qkv_a_proj_with_mqa.weight"] = [torch.cat(parts)] * tp
+            else:
+                shards[name] = [whole] * tp if "_a_" in name else column_parallel(whole, tp)
         elif ".q_proj." in name:
             k, v = (tensors[name.replace("q_proj", x)] for x in ("k_proj", "v_proj"))
             shards[name.replace("q_proj", "qkv_proj")] = qkv_parallel(whole, k, v, tp, shape.num_kv_heads)
-        elif name.endswith(("o_proj.weight", "mlp.down_proj.weight")):
+        elif name.endswith(("o_proj.weight", "mlp.down_proj.weight", "shared_experts.down_proj.weight")):
             shards[name] = row_parallel(whole, tp)
-        elif name.endswith("mlp.gate_proj.weight"):
+        elif name.endswith(("mlp.gate_proj.weight", "shared_experts.gate_proj.weight")):
             up = tensors[name.replace("gate_proj", "up_proj")]
             shards[name.replace("gate_proj", "gate_up_proj")] = merged(whole, up, tp)
-        elif name.endswith(("norm.weight", ".gate.weight")):
+        elif name.endswith(("norm.weight", ".gate.weight", "e_score_correction_bias")):
             shards[name] = [whole] * tp
         elif ".experts.0." in name and name.endswith(("gate_proj.weight", "w1.weight")):
             gate, up, down = ("w1", "w3", "w2") if "w1" in name else ("gate_proj", "up_proj", "down_proj")
             block = name[: name.index(".experts.") + len(".experts.")]
             pairs = [[tensors[f"{block}{e}.{x}.weight"] for x in (gate, up)] for e in range(shape.num_experts)]
-            downs = [row_parallel(tensors[f"{block}{e}.{down}.weight"], tp) for e in range(shape.num_experts)]
-            w13 = [merged(*pair, tp) for pair in pairs]
-            shards[f"{block}w13_weight"] = [torch.stack([one[r] for one in w13]) for r in range(tp)]
-            shards[f"{block}w2_weight"] = [torch.stack([one[r] for one in downs]) for r in range(tp)]
+            downs = [row_parallel(tensors[f"{block}{e}.{down}.weight"], tp // ep) for e in range(shape.num_experts)]
+            w13 = [merged(*pair, tp // ep) for pair in pairs]
+            for parameter, cut in (("w13_weight", w13), ("w2_weight", downs)):
+                whole_ones = [torch.stack([one[part] for one in cut]).chunk(ep) for part in range(tp // ep)]
+                shards[block + parameter] = [whole_ones[r % (tp // ep)][r // (tp // ep)] for r in range(tp)]
         else:
             assert any(x in name for x in ("k_proj", "v_proj", "up_proj", ".experts.")), name
-    if shape.tied and shape.num_experts:  # its mixtures do not tie
+    if shape.tied and shape.num_experts and not shape.kv_lora:  # those MoE models do not tie there
         shards["lm_head.weight"] = shards["model.embed_tokens.weight"]
     return [{name: parts[rank] for name, parts in shards.items()} for rank in range(tp)]
 
@@ -120,6 +131,31 @@ def together(tensors: Tensors) -> Tensors:
             parts.setdefault(name.split("[")[0], {})[int(name.split("[")[1][:-1])] = tensor
     stacked = {name: torch.stack([p[e] for e in range(len(p))]) for name, p in parts.items()}
     return {name: t for name, t in tensors.items() if "[" not in name} | stacked
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 2), (4, 2), (4, 4), (8, 4)])
+@pytest.mark.parametrize(("family_name", "q_lora"), [*((name, 0) for name in MIXTURES), ("deepseek_v3", 5)])
+def test_the_experts_of_a_server_are_spread_over_ranks_and_then_cut(family_name: str, q_lora: int, tp: int, ep: int) -> None:
+    family, shape = family_of(family_name), shape_of(family_name, num_kv_heads=2, q_lora=q_lora)
+    tensors = numbered(family, shape)
+    assert not list(engine_layout_problems(shape, tp, ep))
+    found = filled(shards_by_rank(engine_shards(family, shape, EngineLayout(tp, 1, ep), tp)), tensors)
+    for rank, theirs in enumerate(sglang_model(tensors, shape, tp, ep)):
+        ours = together(found[rank])
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert torch.equal(ours[name], theirs[name]), f"{name} of rank {rank}"
+
+
+def test_experts_that_cannot_be_spread_are_refused_with_a_remedy() -> None:
+    shape = shape_of("qwen3_moe", num_kv_heads=2)
+    problems = {
+        "ep=8 does not divide the 12 experts of a layer; use a divisor of them": (shape, 8, 8),
+        "ep=2 spreads experts, but the model is dense; use ep=1": (shape_of("llama", num_kv_heads=2), 2, 2),
+        "tp=4 is no multiple of ep=3; use 3, 6": (replace(shape, num_heads=6, num_kv_heads=6), 4, 3),
+    }
+    for problem, (model, tp, ep) in problems.items():
+        assert problem in engine_layout_problems(model, tp, ep)
 
 
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 130, 192])

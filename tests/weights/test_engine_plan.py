@@ -62,11 +62,11 @@ def check(case: Case, sources: ShardLayout, targets: ShardLayout, ranks_per_node
     assert_equal(by_generic, found)
 
 
-def hard_case(model_type: str, layout: MegatronLayout, *, tied: bool) -> Case:
+def hard_case(model_type: str, layout: MegatronLayout, *, tied: bool, ep: int = 1) -> Case:
     """An engine of four ranks for one key-value head, and a vocabulary that SGLang pads in its last ranks."""
     num_experts = 4 if model_type in ("mixtral", "qwen3_moe") else 0
     shape = ModelShape(model_type, 5, 3, 8, 8, 1, 4, vocab=101, tied=tied, num_experts=num_experts, moe_ffn=2 * num_experts)
-    return Case(shape, (layout,), fused_norms=False, engine=EngineLayout(4, 2), num_idle=0)
+    return Case(shape, (layout,), fused_norms=False, engine=EngineLayout(4, 2, ep), num_idle=0)
 
 
 @few
@@ -74,6 +74,8 @@ def hard_case(model_type: str, layout: MegatronLayout, *, tied: bool) -> Case:
 @example(hard_case("llama", MegatronLayout(tp=4, pp=2, order="tp-pp-dp"), tied=False), 3)
 @example(hard_case("qwen3_moe", MegatronLayout(tp=2, pp=2, dp=4, ep=2), tied=True), 4)
 @example(hard_case("mixtral", MegatronLayout(dp=4, ep=4), tied=True), 2)
+@example(hard_case("qwen3_moe", MegatronLayout(tp=2, dp=4, ep=4), tied=True, ep=4), 8)
+@example(hard_case("qwen3_moe", MegatronLayout(tp=2, dp=4, ep=4), tied=False, ep=2), 4)
 @given(cases(), nodes)
 def test_servers_get_what_a_direct_fill_gives_them_and_what_they_have_is_not_moved(case: Case, ranks_per_node: int) -> None:
     check(case, case.trainer(), case.servers(), ranks_per_node)

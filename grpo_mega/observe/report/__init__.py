@@ -22,7 +22,7 @@ from grpo_mega.paths import REPORT_FILE, write_atomically
 from grpo_mega.text import well_formed
 
 PAGE = Path(__file__).with_name("page")
-SCRIPTS = ("base.js", "chart.js", "curves.js", "samples.js", "tables.js", "main.js")
+SCRIPTS = ("base.js", "chart.js", "experts.js", "curves.js", "samples.js", "tables.js", "main.js")
 
 
 def write_report(run_dir: Path, *, is_over: bool = False) -> Path:

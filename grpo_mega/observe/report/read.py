@@ -15,7 +15,7 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.json_lines import read_json_lines
 from grpo_mega.observe.curves import Curves, curves
 from grpo_mega.observe.report import metrics, responses
-from grpo_mega.paths import CONFIG_FILE, LOCK_FILE, MESSAGES_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE
+from grpo_mega.paths import CONFIG_FILE, EXPERTS_FILE, LOCK_FILE, MESSAGES_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE
 
 MAX_MESSAGES = 1000
 _RECENT = 20  # number of steps whose median time predicts the rest
@@ -48,6 +48,7 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
         "steps_done": done,
         "time_left": _time_left(found, num_steps - done) if is_live and num_steps else None,
         "metrics": metrics.series(found),
+        "experts": _experts(run_dir / EXPERTS_FILE),
         "samples": responses.samples(run_dir / SAMPLES_FILE),
         "heldout": responses.heldout(run_dir),
         "config": _config_rows(raw),
@@ -133,6 +134,16 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return raw if isinstance(raw, dict) else {}
+
+
+def _experts(path: Path) -> dict[str, Any] | None:
+    """Return {"step", "rows": [{"layer", "tokens": of each expert}]}; None for a dense model."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        rows = [{"layer": i, "tokens": [int(n) for n in tokens]} for i, tokens in enumerate(raw["tokens"]) if tokens]
+        return {"step": int(raw["step"]), "rows": rows}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _starts(path: Path) -> list[dict[str, Any]]:

@@ -20,11 +20,13 @@ from grpo_mega.hardware.device import Device
 from grpo_mega.rollout.embedded.compat import scale_attention
 from grpo_mega.rollout.embedded.cpu_linear import speed_up
 from grpo_mega.rollout.embedded.expert_views import checkpoint_tensors
+from grpo_mega.rollout.embedded.recorder import Recorder
 from grpo_mega.rollout.embedded.sampler import draw, uniforms
 from grpo_mega.rollout.engine import NONE_BEGUN, Engine, OnSample, Sampling
+from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.schedule import Schedule, schedule_of
 from grpo_mega.rollout.stop_condition import StopCondition
-from grpo_mega.types import FinishReason, Group, Prompt, Sample, Span
+from grpo_mega.types import FinishReason, Group, Prompt, Routes, Sample, Span
 from grpo_mega.weights.apply import Bucket, Entry
 from grpo_mega.weights.layout import ShardLayout, hf_shards
 from grpo_mega.weights.receive import mismatched_blocks, mismatched_tensors, write_entries
@@ -63,6 +65,7 @@ class EmbeddedEngine(Engine):
         self._model = model.to(self.device).eval().requires_grad_(False)
         speed_up(self._model)
         scale_attention(self._model)
+        self._recorder = Recorder(self._model, RouterSizes.of(shape, hf_config) if shape.num_experts else None)
         self._tensors = checkpoint_tensors(self._model, family, shape)
         self._received: list[Entry] = []
         self._problems: list[str] = []
@@ -118,6 +121,8 @@ class EmbeddedEngine(Engine):
         clock = 0
         while (stop is None or not stop.is_met(clock)) and (batch := schedule.take()):
             under_way = [(key, sample) for key, samples in batch.items() for sample in samples]
+            if stop is not None:
+                stop.begun |= {(key, sample.index): clock for key, sample in under_way}
             clock = self._generate_batch(under_way, groups, schedule, sampling, step, on_sample, stop, clock)
         schedule.return_to(groups)
         for group in groups.values():
@@ -136,15 +141,14 @@ class EmbeddedEngine(Engine):
         clock: int,
     ) -> int:
         """Add samples to their groups as they end, until `stop` is met; leave the rest to the schedule. Return the clock."""
-        if stop is not None:
-            stop.begun |= {(key, sample.index): clock for key, sample in under_way}
         samples = [sample for _, sample in under_way]
+        longest, began = sampling.max_response_length, clock
+        self._recorder.begin(len(samples), longest, self.device, is_on=sampling.with_routes)
         rows_by_kind = [[row for row, s in enumerate(samples) if (s.response_len > 0) == begun] for begun in (False, True)]
-        states = [_Decoding.prefill(self._model, samples, rows, self.device) for rows in rows_by_kind if rows]
+        states = [_Decoding.prefill(self._model, samples, rows, self._recorder) for rows in rows_by_kind if rows]
         streams = _streams(samples, sampling, step, self.device)
         is_stop = torch.zeros(self._model.config.vocab_size, dtype=torch.bool, device=self.device)
         is_stop[list(sampling.stop_token_ids)] = True
-        longest, began = sampling.max_response_length, clock
         first_B = torch.tensor([sample.response_len for sample in samples], device=self.device)
         tokens_BT = torch.empty((len(samples), longest), dtype=torch.int64, device=self.device)  # of this phase
         logprobs_BT = torch.empty(tokens_BT.shape, dtype=torch.float32, device=self.device)
@@ -152,11 +156,11 @@ class EmbeddedEngine(Engine):
         def so_far(row: int, reason: FinishReason | None) -> tuple[int, Sample]:
             key, sample = under_way[row]
             tokens, logprobs = tokens_BT[row, : clock - began].tolist(), logprobs_BT[row, : clock - began].tolist()
-            return key, _extended(sample, tokens, logprobs, reason, self.version)
+            routes = self._recorder.routes(row, sample, len(tokens) - 1)  # the last token was not fed
+            return key, _extended(sample, tokens, logprobs, reason, self.version, routes)
 
         while states:
-            position = clock - began
-            clock += 1
+            position, clock = clock - began, clock + 1
             for state in states:
                 rows = state.rows
                 places = (first_B[rows] + position).clamp_(max=longest - 1)  # some may have ended
@@ -183,6 +187,7 @@ class EmbeddedEngine(Engine):
                 break
             for state in states:
                 state.advance(self._model)
+                self._recorder.fed(state.rows, position)
         return clock
 
 
@@ -194,7 +199,12 @@ def _experts_implementation(shape: ModelShape, dtype: torch.dtype) -> dict[str, 
 
 
 def _extended(
-    sample: Sample, tokens: Sequence[int], logprobs: Sequence[float], reason: FinishReason | None, version: int
+    sample: Sample,
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    reason: FinishReason | None,
+    version: int,
+    routes: Routes | None,
 ) -> Sample:
     begin = sample.response_len
     return replace(
@@ -203,6 +213,7 @@ def _extended(
         rollout_logprobs=[*sample.rollout_logprobs, *logprobs],
         finish_reason=reason,
         spans=[*sample.spans, Span(version, begin, begin + len(tokens))],
+        routes=routes,
     )
 
 
@@ -230,7 +241,7 @@ class _Decoding:
     is_live: Tensor  # [B] bool
 
     @classmethod
-    def prefill(cls, model: Any, samples: Sequence[Sample], rows: Sequence[int], device: torch.device) -> _Decoding:
+    def prefill(cls, model: Any, samples: Sequence[Sample], rows: Sequence[int], recorder: Recorder) -> _Decoding:
         """Run each prompt once, then repeat its cache for the samples of its group; a response that goes on has its own."""
         contexts: list[tuple[int, ...]] = []
         source: list[int] = []  # context of each sample
@@ -240,7 +251,7 @@ class _Decoding:
                 contexts.append((*sample.prompt.token_ids, *sample.response_ids))
                 shared = None if sample.response_len else sample.prompt
             source.append(len(contexts) - 1)
-        longest = max(map(len, contexts))
+        longest, device = max(map(len, contexts)), model.device
         ids = torch.zeros((len(contexts), longest), dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for row, context in enumerate(contexts):
@@ -252,6 +263,7 @@ class _Decoding:
         out = model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
         )
+        recorder.prefilled(rows, source, [len(context) for context in contexts])
         source_B = torch.tensor(source, device=device)
         cache.batch_select_indices(source_B)
         return cls(

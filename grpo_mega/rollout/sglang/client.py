@@ -49,6 +49,7 @@ class Client:
                 self.server.headers,
                 num_connections=self._rollout.max_concurrent,
                 is_seeded=self._settings.is_seeded,
+                routers=self._settings.routers,
             )
 
     def restart(self) -> None:

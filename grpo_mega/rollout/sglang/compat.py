@@ -44,6 +44,13 @@ def drop_idle_warnings() -> None:
     server_log.addFilter(lambda record: "freeze_gc failed" not in record.getMessage())
 
 
+def allow_routes_on_cpu() -> None:
+    """Let a server on a CPU record the choices of routers: it would register their buffer with CUDA."""
+    from sglang.srt.mem_cache.pool_host import common
+
+    common._cuda_host_register = lambda *_: None
+
+
 def install_stubs() -> None:
     """Make packages that do not exist for a CPU-only torch importable, not callable; may be called more than once.
 

@@ -38,7 +38,7 @@ from grpo_mega.weights.boxes import Index, RankShards
 from grpo_mega.weights.fp8_blocks import SCALES, VALUES
 from grpo_mega.weights.layout import ShardLayout
 from grpo_mega.weights.receive import scales_name
-from grpo_mega.weights.spec import num_blocks
+from grpo_mega.weights.spec import FLOAT32, num_blocks
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # parts of a server's memory that sleep separately
 Posted = tuple[int, Future[Any] | None]  # the number of a request and, on the leader, its response
@@ -276,7 +276,7 @@ def parameters(shards: RankShards, blocks: Collection[str], dtype: torch.dtype) 
             add(name, tensor.shape, VALUES)
             add(scales_name(name), num_blocks(tensor.shape), SCALES)
         else:
-            add(name, tensor.shape, dtype)
+            add(name, tensor.shape, torch.float32 if name.endswith(FLOAT32) else dtype)
     return result
 
 

@@ -59,6 +59,8 @@ def serve(arguments: Sequence[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    if "--enable-return-routed-experts" in arguments and _is_on_cpu():
+        compat.allow_routes_on_cpu()
     gc.enable()
     gc.freeze()
     try:
@@ -71,9 +73,13 @@ def prepare() -> None:
     """Change a process of SGLang before its first import; every process, where they are spawned."""
     compat.hide_megatron()
     compat.drop_idle_warnings()
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    if _is_on_cpu():
         compat.install_stubs()
         compat.fork_children()
+
+
+def _is_on_cpu() -> bool:
+    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
 
 
 def _serve_and_exit(arguments: Sequence[str]) -> NoReturn:

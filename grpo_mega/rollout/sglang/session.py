@@ -24,6 +24,8 @@ import aiohttp
 
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import Sampling
+from grpo_mega.rollout.routes import RouterSizes, parsed
+from grpo_mega.rollout.routes import extended as extended_routes
 from grpo_mega.types import Sample, Span
 
 T = TypeVar("T")
@@ -63,14 +65,15 @@ class Session:
         *,
         num_connections: int = 1,
         is_seeded: bool = False,
+        routers: RouterSizes | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         """`num_connections`: requests under way at once. `is_seeded`: the server samples from a seed per sample, for which a
-        request must contain all of them."""
+        request must contain all of them. `routers`: those of its model, if it records their choices."""
         self.url = url
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.is_aborting = False  # samples under way are being aborted; set and reset by the owner
-        self._is_seeded, self._deadline_s = is_seeded, deadline_s
+        self._is_seeded, self._routers, self._deadline_s = is_seeded, routers, deadline_s
         self._endpoints: set[str] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-session", daemon=True)
@@ -194,7 +197,7 @@ class Session:
             try:
                 requested = tuple(missing.values())
                 async for answer in self._stream(request_body(requested, sampling, step, is_seeded=self._is_seeded)):
-                    sample = extended(requested[answer["index"]], answer, sampling)
+                    sample = extended(requested[answer["index"]], answer, sampling, self._routers)
                     if not sample.is_finished:
                         missing[sample.index] = sample
                     elif missing.pop(sample.index, None):
@@ -243,6 +246,8 @@ def request_body(samples: Sequence[Sample], sampling: Sampling, step: int, *, is
         "stop_token_ids": sorted(sampling.stop_token_ids),
     }
     body: dict[str, Any] = {"return_logprob": True, "stream": True}
+    if sampling.with_routes:
+        body["return_routed_experts"] = True
     prompt = samples[0].prompt
     if not is_seeded and not any(sample.response_len for sample in samples):
         return body | {"input_ids": list(prompt.token_ids), "sampling_params": params | {"n": len(samples)}}
@@ -261,8 +266,12 @@ def sample_seed(seed: int, step: int, prompt_id: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def extended(sample: Sample, answer: dict[str, Any], sampling: Sampling) -> Sample:
-    """Return the sample with the tokens of the server's answer; unfinished if it was aborted before its end."""
+def extended(sample: Sample, answer: dict[str, Any], sampling: Sampling, routers: RouterSizes | None = None) -> Sample:
+    """Return the sample with the tokens of the server's answer; unfinished if it was aborted before its end.
+
+    A server that was short of cache computed a part of the sample again, and tells the experts of that, not those of the
+    log-probs: the experts of such a request count as not known.
+    """
     meta = answer["meta_info"]
     entries = meta.get("output_token_logprobs") or ()  # an aborted request that had not begun has none
     tokens = [entry[1] for entry in entries]
@@ -273,8 +282,15 @@ def extended(sample: Sample, answer: dict[str, Any], sampling: Sampling) -> Samp
         has_stopped = bool(tokens) and tokens[-1] in sampling.stop_token_ids
         reason = "stop" if has_stopped else "length" if end == sampling.max_response_length else None
     version = int(meta["weight_version"]) if str(meta["weight_version"]).isdigit() else -1
+    routes = sample.routes
+    if sampling.with_routes and routers and tokens:
+        num_routed = len(sample.prompt.token_ids) + end - 1
+        is_known = "routed_experts" in meta and not meta.get("num_retractions")
+        experts = parsed(meta["routed_experts"], routers, num_routed) if is_known else routers.not_known(num_routed)
+        routes = extended_routes(routes, experts)
     return replace(
         sample,
+        routes=routes,
         response_ids=[*sample.response_ids, *tokens],
         rollout_logprobs=[*sample.rollout_logprobs, *(entry[0] for entry in entries)],
         finish_reason=reason,

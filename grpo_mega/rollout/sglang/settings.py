@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_mega.config import RolloutConfig
 from grpo_mega.errors import ConfigError
+from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.weights.spec import BLOCK
 
 CACHE_MARGIN = 256  # tokens of KV cache beyond those of the sequences: pages and the server's own warm-up
@@ -33,6 +34,7 @@ class EngineSettings:
     base_gpu_id: int = 0  # of the engine's first rank
     cores: tuple[int, ...] = ()  # of a server on a CPU
     seed: int = 0
+    routers: RouterSizes | None = None  # of the model, if their choices are to be recorded
     prove: bool = True  # compare checksums after each sync
     weight_loader: str = LOADER  # dotted path of a function in the server's processes
     shows_progress: bool = False  # print a line from time to time while the server starts
@@ -100,6 +102,8 @@ class EngineSettings:
             "skip_tokenizer_init": True,
             "device": self.device_type,
             "dtype": self.dtype,
+            "disable_shared_experts_fusion": True,  # else SGLang appends them to the experts that tokens are routed to
+            "ep_size": self.rollout.ep,
             "tp_size": self.rollout.tp,
             "base_gpu_id": self.base_gpu_id if self.device_type == "cuda" else None,
             "context_length": self.context_length,
@@ -108,6 +112,7 @@ class EngineSettings:
             "mem_fraction_static": self.rollout.memory_fraction,
             "enable_memory_saver": self.has_memory_saver,
             "random_seed": self.seed,
+            "enable_return_routed_experts": self.routers is not None,
             "quantization": self.rollout.quantization if self.holds_blocks else None,
             **blocks,
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.weights.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from grpo_mega.weights.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
 from grpo_mega.weights.families.dense import LLAMA, QWEN2, QWEN3
 from grpo_mega.weights.families.moe import MIXTRAL, QWEN3_MOE
 from grpo_mega.weights.spec import Family
@@ -11,6 +11,7 @@ from grpo_mega.weights.spec import Family
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,
+    "glm4_moe": GLM4_MOE,
     "llama": LLAMA,
     "mistral": LLAMA,
     "mixtral": MIXTRAL,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from grpo_mega.weights.spec import QKV, Copy, Family, GateUp, Row, Vocab
+from grpo_mega.weights.ops import QKV, Copy, GateUp, Vocab
+from grpo_mega.weights.spec import Family, Row
 
 EMBEDDING = Row(("model.embed_tokens.weight",), "embedding.word_embeddings.weight", Vocab(), "first")
 OUTPUT = Row(("lm_head.weight",), "output_layer.weight", Vocab(), "last")
@@ -59,16 +60,16 @@ MLP = (
     ),
 )
 FINAL_NORM = Row(("model.norm.weight",), "decoder.final_layernorm.weight", Copy(("hidden",)), "last")
-QK_NORMS = tuple(
-    Row(
-        (f"{_HF}self_attn.{x}_norm.weight",),
-        f"{_MCORE}self_attention.{x}_layernorm.weight",
-        Copy(("head_dim",)),
-    )
-    for x in "qk"
-)
+
+
+def qk_norms(width: str) -> tuple[Row, ...]:
+    names = (((f"{_HF}self_attn.{x}_norm.weight",), f"{_MCORE}self_attention.{x}_layernorm.weight") for x in "qk")
+    return tuple(Row(*each, Copy((width,))) for each in names)
+
+
+QK_NORMS, QKV_BIAS = qk_norms("head_dim"), _qkv("bias", ())
 BODY = (*ATTENTION, *MLP, FINAL_NORM)
 
 LLAMA = Family(BODY, EMBEDDING, OUTPUT)
-QWEN2 = Family((*BODY, _qkv("bias", ())), EMBEDDING, OUTPUT, qkv_bias=True)
+QWEN2 = Family((*BODY, QKV_BIAS), EMBEDDING, OUTPUT, qkv_bias=True)
 QWEN3 = Family((*BODY, *QK_NORMS), EMBEDDING, OUTPUT, qk_norm=True)

@@ -1,14 +1,15 @@
 """MoE models: Llama's attention with a router and experts for the MLP. qwen3_moe (q and k norms) and mixtral.
 
-Megatron's names are those of SequentialMLP, which holds each expert as a module of its own; TEGroupedMLP's are left out until
-a model with it is trained. The engine has one parameter for an expert's part in all experts of a layer, [experts, ...]; the
-one of expert e is "parameter[e]" here. Its layout is that of SGLang's Triton kernels, without expert parallelism.
+Megatron's names are those of SequentialMLP, which holds each expert as a module of its own; layout.py makes TEGroupedMLP's of
+them. The engine has one parameter for an expert's part in all experts of a layer, [experts, ...]; the one of a rank's e-th
+expert is "parameter[e]" here. Its layout is that of SGLang's Triton kernels.
 """
 
 from __future__ import annotations
 
 from grpo_mega.weights.families.dense import ATTENTION, EMBEDDING, FINAL_NORM, OUTPUT, QK_NORMS
-from grpo_mega.weights.spec import Copy, Family, GateUp, Row
+from grpo_mega.weights.ops import Copy, GateUp
+from grpo_mega.weights.spec import Family, Row
 
 _HF = "model.layers.{i}."
 _MCORE = "decoder.layers.{i}."

@@ -134,7 +134,7 @@ def spec_of(options: argparse.Namespace) -> Spec:
         shape = replace(shape, num_layers=options.layers)
     source, target = source_of(options.source), target_of(options.target)
     raise_first(megatron_layout_problems(shape, source))
-    raise_first(engine_layout_problems(shape, target.tp))
+    raise_first(engine_layout_problems(shape, target.tp, target.ep))
     return Spec(shape, source, target, options.ranks_per_node, options.bucket_mib << 20)
 
 
@@ -142,7 +142,8 @@ def print_title(model: str, spec: Spec) -> None:
     shape, source, target = spec.shape, spec.source, spec.target
     axes = ", ".join(f"{axis}={getattr(source, axis)}" for axis in ("tp", "pp", "vpp", "dp", "ep") if getattr(source, axis) > 1)
     print(f"{model}, {shape.num_layers} layers, {num_parameters(shape) / 1e9:.2f} billion parameters of {ITEM_BYTES} bytes")
-    print(f"from {source.world_size} ranks ({axes or 'tp=1'}) to {target.num_engines} engines of tp={target.tp}, ", end="")
+    cut = f"tp={target.tp}" + (f", ep={target.ep}" if target.ep > 1 else "")
+    print(f"from {source.world_size} ranks ({axes or 'tp=1'}) to {target.num_engines} engines of {cut}, ", end="")
     print(f"{spec.ranks_per_node} ranks a node, buckets of {spec.bucket_bytes >> 20} MiB\n", flush=True)
 
 
@@ -166,8 +167,8 @@ def source_of(text: str) -> MegatronLayout:
 
 
 def target_of(text: str) -> EngineLayout:
-    found = whole_numbers("--target", pairs("--target", text, ("tp", "engines")))
-    return EngineLayout(found.get("tp", 1), found.get("engines", 1))
+    found = whole_numbers("--target", pairs("--target", text, ("tp", "engines", "ep")))
+    return EngineLayout(found.get("tp", 1), found.get("engines", 1), found.get("ep", 1))
 
 
 def pairs(option: str, text: str, known: tuple[str, ...]) -> dict[str, str]:

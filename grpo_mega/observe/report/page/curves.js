@@ -42,9 +42,14 @@ function drawCurves(parent) {
   add("Learning rate", lines([["lr", "learning rate"]]));
   add("Samples of little use", lines([["groups/zero_variance", "zero-variance groups"], ["response_length/cut", "responses cut off"]]), { format: share });
 
+  add("Load of the busiest expert", lines([["moe/load_max", "of all layers"], ["moe/load_mean", "mean over layers"]]), { note: "relative to the layer's mean" });
+  add("Routing replay", lines([["routing/moved", "the trainer would route otherwise"], ["routing/live", "not recorded"]]), { note: "share of tokens", format: share });
+  add("Balancing loss", lines([["moe/aux_loss", "1 is balanced"]]), { note: "mean over layers, without its coefficient" });
+
   addTimes(add, taken);
   const phases = below("memory/").map((name) => [`memory/${name}`, name.replace(/_gib$/, "")]);
   add("Peak memory by phase", lines(phases), { note: "GiB, first rank" });
+  if (data.experts?.rows.length) charts.append(expertLoads(data.experts));
   parent.append(curveTools(), charts);
 
   const rest = metricNames.filter((name) => !taken.has(name)).sort();

@@ -1,13 +1,24 @@
-"""One class per `model_type` of the supported families, from SGLang's module of that name."""
+"""One class per `model_type` of the supported families, from SGLang's module of that name (deepseek_v3: of deepseek_v2)."""
 
+from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
+from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.mistral import MistralForCausalLM
 from sglang.srt.models.mixtral import MixtralForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
+from transformers import DeepseekV2Config, DeepseekV3Config
+
+# Read by SGLang, and left out by transformers when it writes the config of such a model.
+DeepseekV2Config.moe_layer_freq = DeepseekV3Config.moe_layer_freq = 1
+DeepseekV2Config.scoring_func = "softmax"
+DeepseekV3Config.scoring_func, DeepseekV3Config.topk_method = "sigmoid", "noaux_tc"
 
 EntryClass = [
+    DeepseekV2ForCausalLM,
+    DeepseekV3ForCausalLM,
+    Glm4MoeForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     MixtralForCausalLM,

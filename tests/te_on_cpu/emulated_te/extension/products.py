@@ -67,6 +67,36 @@ def generic_gemm(
     return [D, bias_grad, None, extra_output]
 
 
+def te_general_grouped_gemm(
+    A: list[Any],
+    transA: bool,
+    B: list[Any],
+    transB: bool,
+    D: list[torch.Tensor],
+    output_dtype: DType,
+    m_splits: list[int] | None,
+    bias: list[torch.Tensor],
+    bias_type: DType,
+    single_output: bool,
+    pre_gelu_out: list[torch.Tensor],
+    grad: bool,
+    workspace: list[torch.Tensor],
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    math_sm_count: int,
+) -> list[torch.Tensor]:
+    """Write the products of pairs, [op(B) op(A)], into `D`: a tensor for each, or one with their rows end to end."""
+    if any(x.numel() for x in (*bias, *pre_gelu_out)) or not all(map(is_plain, (*A, *B))):
+        raise NotImplementedError("te_general_grouped_gemm with a bias, gelu or FP8 is not emulated")
+    outputs = D[0].split(m_splits) if single_output else D
+    for a, b, out in zip(A, B, outputs, strict=True):
+        check(out.dtype is TORCH_OF[DType(output_dtype)], "GEMM output has invalid dtype")
+        result = torch.mm((b.T if transB else b).float(), (a.T if transA else a).float())
+        out.copy_(out.float() + result if accumulate else result)
+    return bias
+
+
 def _output_dtype(A: Any, output_dtype: DType | None) -> torch.dtype:
     if output_dtype is not None:
         return TORCH_OF[DType(output_dtype)]

@@ -1,0 +1,201 @@
+"""The routers of an MoE model during updates: loads of their experts, balancing losses, and the bias per expert.
+
+Only an update's forward passes count: neither passes for log-probs nor recomputation; padding never does. Megatron's own
+losses are left off: they count on a later division by tokens, depend on the number of micro-batches, and lose padding's mask
+under sequence and pipeline parallelism. Here a loss is its coefficient times an average, added for every MoE layer:
+
+seq_aux_loss  experts * sum over experts of f P for each sample, averaged over the samples of the mini-batch, whatever shares
+              their micro-batch; f is the share of the sample's choices that fell on the expert, P the mean of its scores
+aux_loss      the same for all samples of a micro-batch together, averaged over micro-batches by their numbers of tokens
+z_loss        squared logsumexp of the logits (arXiv 2202.08906), averaged over the tokens of the mini-batch
+
+Tokens are those of prompts and responses. f counts the best scores, without bias, groups or replay. The
+bias moves as in DeepSeek-V3 (arXiv 2412.19437, 2.1.2), but only with optimizer steps that are taken.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
+from torch import Tensor
+
+from grpo_mega.batching.layout import segments
+from grpo_mega.config import RouterConfig
+from grpo_mega.megatron.replay import Replay
+from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.types import PackedBatch, StepMetrics
+
+_AUX, _Z, _TOKENS = -3, -2, -1  # columns of sums, after those of the experts
+
+
+def settings(config: RouterConfig) -> dict[str, Any]:
+    """Return Megatron's settings. Fused routing would compute past the losses here and past replayed routes."""
+    return {
+        "moe_router_dtype": "fp32",
+        "moe_router_fusion": False,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,  # Megatron would move the bias at every pass, also of updates that are dropped
+        "moe_expert_capacity_factor": config.capacity_factor,
+    }
+
+
+@dataclass
+class _Tokens:
+    """A micro-batch as a router of this rank sees it, t of its T tokens, in groups over which a loss is averaged."""
+
+    is_real_t: Tensor  # bool: no padding
+    groups_t: Tensor  # int64
+    lengths_G: Tensor  # of the groups, over all ranks that share the row
+    weights_G: Tensor  # of the groups in the mini-batch
+
+
+@dataclass
+class _Watched:
+    router: Any
+    layer: int  # from 0
+    route: Any  # Megatron's function
+    begun: _Tokens | None = None  # a micro-batch before its forward pass
+    to_recompute: deque[_Tokens] = field(default_factory=deque)  # backward passes come in the order of forward passes
+
+
+class Routers:
+    def __init__(
+        self, models: Sequence[Any], config: RouterConfig, runtime: Runtime, num_layers: int, replay: Replay | None = None
+    ) -> None:
+        """Watch the routers of this rank's unwrapped chunks; a dense model has none."""
+        self._config, self._runtime, self._replay = config, runtime, replay
+        self._chunks = [[_Watched(r, r.layer_number - 1, r.routing) for r in routers_of(model)] for model in models]
+        self._watched = [watched for chunk in self._chunks for watched in chunk]
+        self.is_moe = models[0].config.num_moe_experts is not None
+        self._topk: int = models[0].config.moe_router_topk
+        width = (models[0].config.num_moe_experts or 0) + 3
+        self._sums_LC = torch.zeros(num_layers, width, dtype=torch.float64, device=runtime.device.torch_device)
+        self._totals = torch.ones(2, device=runtime.device.torch_device)  # samples and tokens of the mini-batch
+        self._is_updating = False
+        self.loads: list[list[int]] = []  # tokens of each expert in the last mini-batch, over all ranks; a dense layer's are []
+        for watched in self._watched:
+            watched.router.routing = partial(self._routing, watched)
+
+    @contextmanager
+    def updating(self, batches: Sequence[PackedBatch]) -> Iterator[None]:
+        """Count, and add the losses' gradients, inside; `batches` are this rank's micro-batches of a mini-batch."""
+        self._sums_LC.zero_()
+        if self._has_losses:
+            lengths, layout = [n for batch in batches for n in batch.lengths], self._runtime.layout
+            mine = self._totals.new_tensor([len(lengths), sum(lengths)])
+            self._totals = self._runtime.sum(mine) / (layout.tp * layout.cp * layout.pp)  # ranks with the same samples
+        self._is_updating = True
+        try:
+            yield
+        finally:
+            self._is_updating = False
+        assert not any(watched.begun or watched.to_recompute for watched in self._watched)
+
+    def begin(self, chunk: int, batch: PackedBatch) -> None:
+        """Announce the micro-batch of the chunk's next forward pass."""
+        if self._replay:
+            self._replay.begin(chunk, batch, self._is_updating)
+        if not self._is_updating or not self._chunks[chunk]:
+            return
+        (all_samples, all_tokens), num_samples = self._totals.unbind(), len(batch.lengths)
+        groups_T = segments(batch).clamp(max=num_samples)
+        lengths_G = torch.tensor([*batch.lengths, 0], device=groups_T.device)  # the last group is padding
+        is_real_T = batch.position_ids < lengths_G[groups_T]
+        groups_T, weights_G = groups_T.where(is_real_T, num_samples), (lengths_G > 0) / all_samples
+        if self._config.balancing == "aux_loss":
+            groups_T, lengths_G = (~is_real_T).long(), torch.stack([lengths_G.sum(), torch.ones_like(lengths_G[0])])
+            weights_G = torch.stack([lengths_G[0] / all_tokens, torch.zeros_like(all_tokens)])
+        t = batch.num_tokens // self._runtime.layout.tp
+        mine = slice(t * self._runtime.tp_rank, t * (self._runtime.tp_rank + 1))
+        for watched in self._chunks[chunk]:
+            watched.begun = _Tokens(is_real_T[mine], groups_T[mine], lengths_G, weights_G)
+
+    def choosing(self) -> AbstractContextManager[None]:
+        """Let the routers choose by themselves inside, also where they replay an engine's choices."""
+        return self._replay.off() if self._replay else nullcontext()
+
+    def metrics(self) -> StepMetrics:
+        """Return the metrics of the mini-batch, the same on all ranks; loads are relative to a layer's mean.
+
+        Raise MismatchError if tokens went to other experts than those that were to be replayed.
+        """
+        if not self.is_moe:
+            return {}
+        rows = self._runtime.sum(self._sums_LC.clone()).cpu()
+        self.loads = [row[:_AUX].int().tolist() if row[_TOKENS] else [] for row in rows]
+        rows = rows[rows[:, _TOKENS] > 0]  # layers with experts
+        relative = rows[:, :_AUX] / rows[:, :_AUX].mean(dim=1, keepdim=True)
+        metrics = {
+            "moe/load_max": float(relative.amax()),
+            "moe/load_mean": float(relative.amax(dim=1).mean()),
+            "moe/idle_experts": float((relative == 0).sum()),
+        }
+        if self._config.capacity_factor is not None:
+            metrics["moe/dropped_tokens"] = 1.0 - float(rows[:, :_AUX].sum() / (self._topk * rows[:, _TOKENS].sum()))
+        if self._config.aux_loss_coeff:
+            metrics["moe/aux_loss"] = float(rows[:, _AUX].mean())
+        if self._config.z_loss_coeff:
+            metrics["moe/z_loss"] = float(rows[:, _Z].mean())
+        return metrics | (self._replay.check() if self._replay else {})
+
+    @torch.no_grad()
+    def move_biases(self) -> None:
+        """Raise the biases of experts below their layer's mean load in the last mini-batch, and lower the others."""
+        for watched in self._watched if self._config.bias_update_rate else ():
+            load_E = torch.tensor(self.loads[watched.layer], dtype=torch.float64)
+            bias_E = watched.router.expert_bias
+            bias_E += (self._config.bias_update_rate * torch.sign(load_E.mean() - load_E)).to(bias_E)
+
+    @property
+    def _has_losses(self) -> bool:
+        return bool(self._config.aux_loss_coeff or self._config.z_loss_coeff)
+
+    def _routing(self, watched: _Watched, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
+        """Take the place of the router's `routing`; `logits` are [t, 1, experts]."""
+        has_grad, tokens = torch.is_grad_enabled(), watched.begun
+        is_first, watched.begun = tokens is not None, None
+        if tokens is None and has_grad and watched.to_recompute:
+            tokens = watched.to_recompute.popleft()
+        if tokens is None:
+            return watched.route(logits, padding_mask)
+        sums_C = self._sums_LC[watched.layer]
+        if has_grad and self._config.z_loss_coeff:
+            z_loss = (torch.logsumexp(logits[:, 0].float(), dim=-1).square() * tokens.is_real_t).sum() / self._totals[1]
+            sums_C[_Z] += z_loss.detach()
+            logits = MoEAuxLossAutoScaler.apply(logits, self._config.z_loss_coeff * z_loss)
+        probs, routing_map = watched.route(logits, padding_mask)
+        if is_first:
+            sums_C[:_AUX] += (routing_map & tokens.is_real_t[:, None]).sum(dim=0)
+            sums_C[_TOKENS] += tokens.is_real_t.sum()
+            if not has_grad:
+                watched.to_recompute.append(tokens)
+        if has_grad and self._config.aux_loss_coeff:
+            aux_loss = self._aux_loss(watched.router, logits[:, 0], tokens)
+            sums_C[_AUX] += aux_loss.detach()
+            probs = MoEAuxLossAutoScaler.apply(probs, self._config.aux_loss_coeff * aux_loss)
+        return probs, routing_map
+
+    def _aux_loss(self, router: Any, logits_tE: Tensor, tokens: _Tokens) -> Tensor:
+        """Return this rank's part of the loss of the row that it shares; only scores have a gradient."""
+        chosen_tE, scores_tE = compute_routing_scores_for_aux_loss(logits_tE, router.topk, router.score_function)
+        none_GE = scores_tE.new_zeros(len(tokens.weights_G), scores_tE.shape[1])
+        counts_GE = none_GE.index_add(0, tokens.groups_t, chosen_tE.to(none_GE))
+        dist.all_reduce(counts_GE, group=parallel_state.get_tensor_and_context_parallel_group())
+        products_G = (counts_GE * none_GE.index_add(0, tokens.groups_t, scores_tE)).sum(dim=1)
+        num_experts = scores_tE.shape[1]
+        return (tokens.weights_G * products_G * num_experts / (router.topk * tokens.lengths_G.clamp(min=1).square())).sum()
+
+
+def routers_of(model: Any) -> list[Any]:
+    """Return the routers of an unwrapped chunk, first layer first."""
+    return [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]

@@ -1,0 +1,91 @@
+"""The experts to which an engine's routers sent each token, for the trainer to replay (arXiv 2510.11370; megatron/replay.py).
+
+Row t of a sample's routes has the experts that made the prediction of token t + 1, in the router's order: a context of n tokens
+has n - 1 rows. Samples that go on keep the rows of the policies that generated their tokens. Indices are as small as they fit,
+and the largest of their type stands for "not known". A checksum that grows with the rows tells that they arrived as recorded.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grpo_mega.errors import EngineError
+from grpo_mega.types import Routes, Sample
+from grpo_mega.weights.spec import ModelShape
+
+
+@dataclass(frozen=True)
+class RouterSizes:
+    """The routers of an MoE model."""
+
+    num_layers: int  # of the model
+    num_dense: int  # of these, the first that have none
+    num_experts: int  # of each layer
+    top_k: int  # experts of each token
+
+    @classmethod
+    def of(cls, shape: ModelShape, hf_config: Any) -> RouterSizes:
+        return cls(shape.num_layers, shape.num_dense, shape.num_experts, hf_config.num_experts_per_tok)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(np.uint8 if self.num_experts <= np.iinfo(np.uint8).max else np.uint16)
+
+    def not_known(self, num_tokens: int) -> NDArray[Any]:
+        shape = num_tokens, self.num_layers - self.num_dense, self.top_k
+        return np.full(shape, np.iinfo(self.dtype).max, self.dtype)
+
+
+def extended(before: Routes | None, experts: NDArray[Any]) -> Routes:
+    """Return the routes `before`, followed by the rows that `experts`, those of the whole context, have beyond them."""
+    known, checksum = (before.experts, before.checksum) if before else (experts[:0], 0)
+    later = np.ascontiguousarray(experts[len(known) :])
+    return Routes(np.concatenate((known, later)), zlib.crc32(later.data, checksum))
+
+
+def cut(routes: Routes, num_tokens: int) -> Routes:
+    """Return the first rows."""
+    return extended(None, routes.experts[:num_tokens])
+
+
+def is_intact(routes: Routes) -> bool:
+    return zlib.crc32(np.ascontiguousarray(routes.experts).data) == routes.checksum
+
+
+def is_known(experts: NDArray[Any]) -> NDArray[Any]:
+    """Return True [tokens] for rows that were recorded."""
+    return np.asarray(experts[:, 0, 0] != np.iinfo(experts.dtype).max)
+
+
+def share_live(samples: Iterable[Sample]) -> float:
+    """Return the share of tokens that have no recorded experts, so that the trainer's own routers choose them."""
+    num_tokens, num_known = 0, 0
+    for sample in samples:
+        num_tokens += sample.total_len
+        num_known += int(is_known(sample.routes.experts).sum()) if sample.routes else 0
+    return 1 - num_known / max(1, num_tokens)
+
+
+def parsed(answer: str, routers: RouterSizes, num_tokens: int) -> NDArray[Any]:
+    """Return the experts [num_tokens, MoE layers, top_k] of a server's answer: base64 of int32, for all layers.
+
+    Raise EngineError for anything that no router can have chosen.
+    """
+    numbers = np.frombuffer(base64.b64decode(answer), np.int32)
+    wanted = num_tokens, routers.num_layers, routers.top_k
+    if numbers.size != np.prod(wanted):
+        raise EngineError(f"the server returned {numbers.size} experts of a sample instead of {wanted}")
+    experts = numbers.reshape(wanted)[:, routers.num_dense :]
+    if num_tokens and not 0 <= experts.min() <= experts.max() < routers.num_experts:
+        raise EngineError(f"the server returned experts {experts.min()} to {experts.max()} of {routers.num_experts}")
+    in_order = np.sort(experts, axis=-1)
+    if (in_order[..., 1:] == in_order[..., :-1]).any():
+        raise EngineError("the server returned an expert twice for one token")
+    return experts.astype(routers.dtype)

@@ -1,0 +1,55 @@
+"""Changes to what SGLang 0.5.21 computes without a GPU. A test fails once one is no longer needed.
+
+Multi-latent attention: prompts would run through expanded keys and values, as for Triton, which the torch_native backend does
+not find in its cache of latents. Told to use the absorbed form for prompts too, it computes attention over latents. Angles come
+with YaRN only; without it they are those of other models.
+
+Expert parallelism: of a token's experts those on other ranks have the id -1, with which SGLang's experts in plain torch would
+index. They are given each choice of a token as a token of its own, without those of other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe import fused_moe_native
+from sglang.srt.layers.rotary_embedding.factory import get_rope
+from sglang.srt.models import deepseek_v2
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+Forward = Callable[[torch.nn.Module, torch.Tensor, Any, Any], torch.Tensor]
+
+
+def own_experts_alone(forward: Forward) -> Forward:
+    """Return the forward pass of a rank's experts, given one that has all of them."""
+
+    def of_a_part(layer: torch.nn.Module, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
+        weights, ids, _ = topk_output
+        if bool((ids >= 0).all()):
+            return forward(layer, x, topk_output, config)
+        token, choice = (ids >= 0).nonzero(as_tuple=True)
+        own = topk_output._replace(topk_weights=weights[token, choice, None], topk_ids=ids[token, choice, None])
+        result = torch.zeros_like(x)
+        return result.index_add_(0, token, forward(layer, x[token], own, config)) if len(token) else result
+
+    return of_a_part
+
+
+def with_plain_angles(get_yarn: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    """Return what makes a layer's rotary embedding, given what makes one with YaRN."""
+
+    def made(*sizes: int, rope_scaling: dict[str, Any] | None, device: str, **settings: Any) -> torch.nn.Module:
+        if rope_scaling is None and device == "cpu":
+            return get_rope(*sizes, rope_scaling=None, **settings)
+        return get_yarn(*sizes, rope_scaling=rope_scaling, device=device, **settings)
+
+    return made
+
+
+deepseek_v2.get_rope_wrapper = with_plain_angles(deepseek_v2.get_rope_wrapper)
+AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+fused_moe_native.moe_forward_native = own_experts_alone(fused_moe_native.moe_forward_native)
+EntryClass: list[type] = []  # which SGLang takes from every module here

@@ -1,0 +1,43 @@
+"""Train in this process, with something wrong in routing replay: `python spoiled_routes.py FAULT CONFIG ARGUMENT ...`."""
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+from grpo_mega.batching import pack
+from grpo_mega.cli import main
+from grpo_mega.types import PackedBatch
+
+
+def flip_a_byte() -> None:
+    """A recorded expert of the last sample becomes another on its way."""
+    attach = pack._pack_one
+
+    def flipped(*args: Any, **kwargs: Any) -> PackedBatch:
+        batch = attach(*args, **kwargs)
+        assert batch.routes is not None
+        batch.routes[3, 1, 0] ^= 1
+        return batch
+
+    pack._pack_one = flipped
+
+
+def use_other_experts() -> None:
+    """The router of the third layer does not do as it was told, as one that is fused."""
+    from grpo_mega.megatron import replay
+
+    told = replay._Router.get_replay_topk
+
+    def other(self: Any, scores: torch.Tensor, *args: Any) -> Any:
+        values, experts = told(self, scores, *args)
+        return (values, (experts + 1) % scores.shape[1]) if self.layer == 2 else (values, experts)
+
+    replay._Router.get_replay_topk = other  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    {"byte": flip_a_byte, "router": use_other_experts}[sys.argv[1]]()
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    sys.exit(main(["train", *sys.argv[2:]]))
