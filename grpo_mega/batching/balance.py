@@ -1,9 +1,11 @@
-"""Balance samples over the micro-batches of all data-parallel ranks, by their numbers of tokens.
+"""Balance samples over the micro-batches of all data-parallel ranks, by their numbers of tokens and by attention's work.
 
 In: the lengths of one mini-batch's samples. Out: for each rank, for each micro-batch, the indices of its samples. Every rank
 has the same number of micro-batches, none over the token budget; some may be empty. All micro-batches are padded to the longest
 (pack.py), so its length is minimised: samples are placed longest first, then exchanged between long and short micro-batches
-("bins"). A pure function of its arguments: all ranks find the same plan without communication.
+("bins"). Equal tokens are equal work but for attention, whose work grows with the square of a sample's length: bins are dealt
+such that the work of each rank is the same. A pure function of its arguments: all ranks find the same plan without
+communication.
 """
 
 from __future__ import annotations
@@ -25,12 +27,19 @@ Ints = NDArray[np.int64]
 
 
 def balance(
-    lengths: Sequence[int], *, dp_size: int, token_budget: int, micro_batch_multiple: int = 1, length_multiple: int = 1
+    lengths: Sequence[int],
+    *,
+    dp_size: int,
+    token_budget: int,
+    micro_batch_multiple: int = 1,
+    length_multiple: int = 1,
+    tokens_per_pair: float = 0.0,
 ) -> list[list[list[int]]]:
     """Return [dp_rank][micro_batch] -> indices into `lengths`, ascending; as few micro-batches per rank as the budget allows.
 
     The number of micro-batches is a multiple of `micro_batch_multiple`, and at least that. They are evened out until rounding
-    the longest up to `length_multiple`, as the caller does, hides the rest. Raises PlanError for a length over the budget.
+    the longest up to `length_multiple`, as the caller does, hides the rest. `tokens_per_pair` is the work of attention for a
+    query and a key, relative to all other work for a token. Raises PlanError for a length over the budget.
     """
     _check_budget(lengths, token_budget)
     lengths_N = np.array(lengths, dtype=np.int64)
@@ -44,7 +53,8 @@ def balance(
         bin_of_N = even_bins(lengths_N, num_bins, token_budget, length_multiple)
     ends_B = np.bincount(bin_of_N, minlength=num_bins).cumsum()
     bins = [members.tolist() for members in np.split(np.argsort(bin_of_N, kind="stable"), ends_B[:-1])]
-    return _deal(bins, loads_B, dp_size)
+    pairs_B = np.bincount(bin_of_N, weights=lengths_N * (lengths_N + 1) / 2, minlength=num_bins)
+    return _deal(bins, loads_B + tokens_per_pair * pairs_B, dp_size)
 
 
 def even_bins(lengths_N: Ints, num_bins: int, token_budget: int, length_multiple: int) -> Ints:
@@ -136,14 +146,15 @@ def _movable(bin_of_N: Ints, num_bins: int) -> Ints:
     return np.where(is_sample_BS, np.append(by_bin_N, -1)[np.where(is_sample_BS, places_BS, -1)], -1)
 
 
-def _deal(bins: list[list[int]], loads_B: Ints, dp_size: int) -> list[list[list[int]]]:
-    """Give each rank one bin per round, heaviest first, in alternating order: this balances each round and the total."""
-    order = np.argsort(-loads_B, kind="stable").tolist()
+def _deal(bins: list[list[int]], work_B: NDArray[np.float64], dp_size: int) -> list[list[list[int]]]:
+    """Give each bin, heaviest first, to the rank with the least work so far of those that still lack bins."""
+    heap = [(0.0, rank) for rank in range(dp_size)]
     ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
-    for round_index, begin in enumerate(range(0, len(order), dp_size)):
-        turn = range(dp_size) if round_index % 2 == 0 else reversed(range(dp_size))
-        for rank, b in zip(turn, order[begin : begin + dp_size], strict=True):
-            ranks[rank].append(bins[b])
+    for b in np.argsort(-work_B, kind="stable").tolist():
+        work, rank = heapq.heappop(heap)
+        ranks[rank].append(bins[b])
+        if len(ranks[rank]) < len(bins) // dp_size:
+            heapq.heappush(heap, (work + float(work_B[b]), rank))
     return ranks
 
 

@@ -59,6 +59,12 @@ def of_totals(
     )
 
 
+def tokens_per_pair(shape: ModelShape, experts_per_token: int = 0) -> float:
+    """Return the work of attention for a query and a key that it sees, relative to all other work for a token."""
+    weights = shape.num_layers * layer_weights(shape, experts_per_token) + shape.hidden * shape.vocab
+    return shape.num_layers * (shape.q + shape.v) / weights
+
+
 def layer_weights(shape: ModelShape, experts_per_token: int = 0) -> float:
     """Return the number of weights of a layer that multiply a token, the mean over all layers. Raises ConfigError as `count`
     does."""

@@ -45,6 +45,7 @@ def pack(
     token_budget: int,
     length_multiple: int = 1,
     micro_batch_multiple: int = 1,
+    tokens_per_pair: float = 0.0,
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> list[list[PackedBatch]]:
@@ -67,6 +68,7 @@ def pack(
             token_budget=token_budget,
             micro_batch_multiple=micro_batch_multiple,
             length_multiple=length_multiple,
+            tokens_per_pair=tokens_per_pair * cp_size,  # a rank's tokens stand for cp_size times as many
         )
         longest = max(sum(lengths[i] for i in members) for micro_batches in ranks for members in micro_batches)
         num_tokens = max(1, -(-longest // length_multiple)) * length_multiple

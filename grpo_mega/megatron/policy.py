@@ -24,6 +24,7 @@ from grpo_mega.algorithm.kl import adapted_beta
 from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 from grpo_mega.algorithm.losses import LossOutputs, accumulate, finalize, policy_loss
 from grpo_mega.algorithm.vocab_kl import vocab_parallel_kl
+from grpo_mega.batching import flops
 from grpo_mega.batching.layout import segments, to_device
 from grpo_mega.config import AlgorithmConfig, Config
 from grpo_mega.hardware.fp8 import length_multiple
@@ -77,7 +78,7 @@ class Policy:
         self.nonfinite_samples: set[int] = set()  # indices of samples with NaN or infinite values in dropped mini-batches
 
     @property
-    def packing(self) -> dict[str, int]:
+    def packing(self) -> dict[str, Any]:
         """Return the arguments of batching's `pack` that depend on layout and precision."""
         layout = self._runtime.layout
         return {
@@ -89,6 +90,7 @@ class Policy:
             "length_multiple": length_multiple(self._config.precision, layout.tp),
             # Interleaved pipelines need whole rounds of micro-batches.
             "micro_batch_multiple": layout.pp if layout.vpp > 1 else 1,
+            "tokens_per_pair": flops.tokens_per_pair(self._shape, self.models[0].config.moe_router_topk),
         }
 
     def rank_shards(self) -> list[RankShards]:
