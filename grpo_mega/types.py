@@ -145,6 +145,9 @@ class PackedBatch:
     rollout_logprobs: Tensor  # [T] float32
     sample_indices: list[int]  # index in the step of each segment's sample, without padding
     lengths: list[int]  # tokens of each sample, on all ranks that share the row, without padding
+    # With shared prompts: of each sample the index of the segment, after those of all samples, that has its prompt but for the
+    # last token; the sample's own segment has the rest, and -1 says that this is all.
+    trunks: list[int] | None = None
     cp_size: int = 1  # ranks that share the row
     cp_rank: int = 0
     old_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage

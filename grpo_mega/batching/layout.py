@@ -20,9 +20,12 @@ from torch import Tensor
 from grpo_mega.types import PackedBatch, Sample
 
 
-def response_slice(segment_start: int, sample: Sample) -> slice:
-    """Return the positions of a packed row that predict the response of a sample with the segment start `segment_start`."""
-    prompt_len = len(sample.prompt.token_ids)
+def response_slice(segment_start: int, sample: Sample, *, is_shared: bool = False) -> slice:
+    """Return the positions of a packed row that predict the response of a sample with the segment start `segment_start`.
+
+    `is_shared`: the segment has the last token of the prompt alone.
+    """
+    prompt_len = min(1, len(sample.prompt.token_ids)) if is_shared else len(sample.prompt.token_ids)
     assert prompt_len > 0, f"prompt {sample.prompt.id} is empty: nothing predicts the first token of its response"
     begin = segment_start + prompt_len - 1
     return slice(begin, begin + sample.response_len)
@@ -56,7 +59,7 @@ def response_places(batch: PackedBatch, samples: Sequence[Sample]) -> Iterator[l
     """
     cuts = batch.cu_seqlens.tolist()
     for begin, end, index in zip(cuts, cuts[1:], batch.sample_indices, strict=False):  # padding has no sample
-        whole, pairs = response_slice(0, samples[index]), []
+        whole, pairs = response_slice(0, samples[index], is_shared=batch.trunks is not None), []
         for chunk in chunks_of((end - begin) * batch.cp_size, batch.cp_size, batch.cp_rank):
             first = min(max(whole.start, chunk.start), chunk.stop)
             last = max(first, min(whole.stop, chunk.stop))

@@ -46,6 +46,7 @@ def pack(
     length_multiple: int = 1,
     micro_batch_multiple: int = 1,
     tokens_per_pair: float = 0.0,
+    share_prompts: bool = False,
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> list[list[PackedBatch]]:
@@ -61,7 +62,8 @@ def pack(
     length_multiple = math.lcm(length_multiple, 1 if cp_size == 1 else 2)  # the last segment, padding, is cut too
     offset = 0
     for samples, weights in zip(mini_batches, token_weights, strict=True):
-        lengths = [tokens_on_rank(sample.total_len, cp_size) for sample in samples]
+        units = _units(samples, token_budget) if share_prompts else [[i] for i in range(len(samples))]
+        lengths = [tokens_on_rank(num_tokens_of([samples[i] for i in unit]), cp_size) for unit in units]
         ranks = balance(
             lengths,
             dp_size=dp_size,
@@ -72,8 +74,8 @@ def pack(
         )
         longest = max(sum(lengths[i] for i in members) for micro_batches in ranks for members in micro_batches)
         num_tokens = max(1, -(-longest // length_multiple)) * length_multiple
-        padded = [length * cp_size for length in lengths]
-        rows = [_pack_one(samples, weights, members, offset, padded, num_tokens * cp_size) for members in ranks[dp_rank]]
+        chosen = [[i for unit in members for i in units[unit]] for members in ranks[dp_rank]]
+        rows = [_pack_one(samples, weights, each, offset, num_tokens * cp_size, cp_size, share_prompts) for each in chosen]
         result.append([part_of(row, cp_size, cp_rank) for row in rows] if cp_size > 1 else rows)
         offset += len(samples)
     return result
@@ -98,10 +100,11 @@ def _pack_one(
     weights: Sequence[float],
     members: list[int],
     offset: int,
-    lengths: Sequence[int],
     num_tokens: int,
+    cp_size: int,
+    share_prompts: bool,
 ) -> PackedBatch:
-    """Pack the samples at `members` into `num_tokens` tokens, each padded to its entry of `lengths`.
+    """Pack the samples at `members` into `num_tokens` tokens, each padded for `cp_size` ranks to share it.
 
     `offset` is the index of samples[0] in the step.
     """
@@ -113,21 +116,35 @@ def _pack_one(
     boundaries = [0]
     for member in members:
         sample, begin = samples[member], boundaries[-1]
-        end = begin + sample.total_len
+        context = sample.prompt.token_ids[-1:] if share_prompts else sample.prompt.token_ids
+        end = begin + len(context) + sample.response_len
+        length = tokens_on_rank(end - begin, cp_size) * cp_size
         assert len(sample.rollout_logprobs) == sample.response_len, f"sample {offset + member} lacks rollout_logprobs"
         assert sample.advantages is not None, f"sample {offset + member} has no advantages; assign them before packing"
-        tokens[begin : end - sample.response_len] = torch.tensor(sample.prompt.token_ids)
+        tokens[begin : end - sample.response_len] = torch.tensor(context)
         tokens[end - sample.response_len : end] = torch.from_numpy(np.asarray(sample.response_ids, dtype=np.int64))
         targets[begin : end - 1] = tokens[begin + 1 : end]
-        position_ids[begin : begin + lengths[member]] = torch.arange(lengths[member])
-        response = response_slice(begin, sample)
+        position_ids[begin : begin + length] = torch.arange(length) + len(sample.prompt.token_ids) - len(context)
+        response = response_slice(begin, sample, is_shared=share_prompts)
         loss_mask[response] = float(weights[member] != 0)
         loss_weights[response] = weights[member]
         advantages[response] = sample.advantages
         rollout_logprobs[response] = torch.from_numpy(np.asarray(sample.rollout_logprobs, dtype=np.float32))
         if routes is not None and sample.routes is not None:
             routes[begin : begin + len(sample.routes.experts)] = torch.from_numpy(sample.routes.experts)
-        boundaries.append(begin + lengths[member])
+        boundaries.append(begin + length)
+    trunks = None
+    if share_prompts:
+        prompts = {samples[member].prompt.id: samples[member].prompt for member in members}
+        places: dict[int, int] = {}
+        for prompt in prompts.values():
+            begin, size = boundaries[-1], len(prompt.token_ids) - 1
+            places[prompt.id] = len(boundaries) - 1 if size else -1
+            if size:
+                tokens[begin : begin + size] = torch.tensor(prompt.token_ids[:-1])
+                position_ids[begin : begin + size] = torch.arange(size)
+                boundaries.append(begin + size)
+        trunks = [places[samples[member].prompt.id] for member in members]
     if boundaries[-1] < num_tokens:
         position_ids[boundaries[-1] :] = torch.arange(num_tokens - boundaries[-1])
         boundaries.append(num_tokens)
@@ -143,7 +160,26 @@ def _pack_one(
         sample_indices=[offset + member for member in members],
         lengths=[samples[member].total_len for member in members],
         routes=routes,
+        trunks=trunks,
     )
+
+
+def num_tokens_of(samples: Sequence[Sample]) -> int:
+    """Return the tokens of samples of one prompt that they share: it is there once, and its last token once for each."""
+    return len(samples[0].prompt.token_ids) - 1 + sum(1 + sample.response_len for sample in samples)
+
+
+def _units(samples: Sequence[Sample], token_budget: int) -> list[list[int]]:
+    """Return runs of samples that share their prompt, as many as a micro-batch has room for."""
+    units: list[list[int]] = []
+    for i, sample in enumerate(samples):
+        before = [samples[j] for j in units[-1]] if units else []
+        fits = bool(before) and before[0].prompt.id == sample.prompt.id and num_tokens_of([*before, sample]) <= token_budget
+        if fits:
+            units[-1].append(i)
+        else:
+            units.append([i])
+    return units
 
 
 def _routes(samples: Sequence[Sample], num_tokens: int) -> Tensor | None:

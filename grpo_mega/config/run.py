@@ -188,6 +188,9 @@ class BatchConfig(Section):
     mini_batches: PositiveInt = 1  # optimizer steps per pass over the rollout
     epochs: PositiveInt = 1  # passes over the rollout
     tokens_per_micro_batch: PositiveInt = 16384  # token budget of one forward and backward pass on each rank
+    # Compute a group's prompt once in each micro-batch instead of once per sample: the same loss and gradients, in less time where
+    # prompts are not much shorter than responses. On Megatron's local layers, for dense models.
+    share_prompts: bool = False
 
     @property
     def optimizer_steps(self) -> int:
@@ -317,6 +320,8 @@ class Config(Section):
     def _check(self) -> Config:
         if self.log.profile and self.log.profiled_steps[-1] > self.steps:
             raise ValueError(f"log.profile={self.log.profile!r} is beyond steps={self.steps}; name steps of the run")
+        if self.batch.share_prompts and self.layout.cp > 1:
+            raise ValueError(f"batch.share_prompts=true: must not be with layout.cp={self.layout.cp}; remove one of them")
         if self.rollout.routing_replay and self.model.router.capacity_factor is not None:
             raise ValueError(
                 f"model.router.capacity_factor={self.model.router.capacity_factor:g} drops tokens that rollout.routing_replay "

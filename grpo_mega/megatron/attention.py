@@ -10,6 +10,7 @@ values of all parts; in the backward pass their gradients are summed over ranks,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
@@ -51,13 +52,21 @@ class LocalPackedSeqParams(PackedSeqParams):
 
 
 def pack_params(
-    cu_seqlens: Tensor, position_ids: Tensor, dtype: torch.dtype, cp_size: int = 1, cp_rank: int = 0
+    cu_seqlens: Tensor,
+    position_ids: Tensor,
+    dtype: torch.dtype,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    trunks: Sequence[int] | None = None,
 ) -> LocalPackedSeqParams:
     """Return the parameters of the segments [cu_seqlens[i], cu_seqlens[i + 1]), which cover all T tokens of this rank, for
-    queries of `dtype`."""
+    queries of `dtype`. `trunks`: as PackedBatch has them."""
     cuts, device = cu_seqlens.tolist(), position_ids.device
-    spans = sorted(((b - a, a) for a, b in pairwise(cuts) if b > a), reverse=True)
+    trunks = trunks or ()
+    branches = {i for i, trunk in enumerate(trunks) if trunk >= 0}
+    spans = sorted(((b - a, a) for i, (a, b) in enumerate(pairwise(cuts)) if b > a and i not in branches), reverse=True)
     found = _whole_segments(spans) if cp_size == 1 else _chunks(spans, cuts[-1], cp_size, cp_rank)
+    found += _branches(cuts, trunks)
     restore = torch.empty(cuts[-1], dtype=torch.int64)
     base = 0
     for stack, is_real in found:
@@ -85,6 +94,20 @@ def _whole_segments(spans: list[tuple[int, int]]) -> list[tuple[Stack, Tensor]]:
         column = torch.arange(longest)[None, :]
         gather = starts + torch.minimum(column, lengths - 1)
         found.append((Stack(gather, gather, None), column < lengths))
+    return found
+
+
+def _branches(cuts: list[int], trunks: Sequence[int]) -> list[tuple[Stack, Tensor]]:
+    """Return a stack for the segments that go on after each trunk, longest or not: their queries see all of its keys."""
+    found = []
+    for trunk in sorted({trunk for trunk in trunks if trunk >= 0}):
+        spans = [(cuts[i], cuts[i + 1] - cuts[i]) for i, other in enumerate(trunks) if other == trunk]
+        starts, lengths = (torch.tensor(column)[:, None] for column in zip(*spans, strict=True))
+        column = torch.arange(int(lengths.max()))
+        queries, before = starts + torch.minimum(column, lengths - 1), torch.arange(cuts[trunk], cuts[trunk + 1])
+        keys = torch.cat((before.expand(len(spans), -1), queries), dim=1)
+        mask = torch.full((len(column), keys.shape[1]), -torch.inf).triu(len(before) + 1)
+        found.append((Stack(queries, keys, mask), column < lengths))
     return found
 
 

@@ -48,7 +48,7 @@ def check(config: Config, device: Device) -> None:
             if value not in (None, "float32"):
                 raise ConfigError(f"{key}={value}: needs Transformer Engine on a GPU, and {reason}; leave {key} out")
         return
-    raise_first(context_problems(config.layout))
+    raise_first(context_problems(config))
     raise_first(transformer_engine_problems(config.precision, version))
     if device.capability is not None:
         flash_attn = kernels.flash_attention_version()

@@ -93,7 +93,7 @@ class Pipeline:
     def packed_seq_params_of(self, batch: PackedBatch) -> PackedSeqParams:
         if not self._uses_te:
             dtype = self._chunks[0].config.params_dtype
-            return pack_params(batch.cu_seqlens, batch.position_ids, dtype, batch.cp_size, batch.cp_rank)
+            return pack_params(batch.cu_seqlens, batch.position_ids, dtype, batch.cp_size, batch.cp_rank, batch.trunks)
         longest = int(batch.cu_seqlens.diff().max())
         return PackedSeqParams(
             qkv_format="thd",

@@ -90,6 +90,7 @@ class Policy:
             "length_multiple": length_multiple(self._config.precision, layout.tp),
             # Interleaved pipelines need whole rounds of micro-batches.
             "micro_batch_multiple": layout.pp if layout.vpp > 1 else 1,
+            "share_prompts": self._config.batch.share_prompts,
             "tokens_per_pair": flops.tokens_per_pair(self._shape, self.models[0].config.moe_router_topk),
         }
 

@@ -84,7 +84,7 @@ def job_problems(config: Config, shape: ModelShape | None, card: Card, world_siz
     """Yield the broken rules that no file decides; without a shape only those that the model has no part in."""
     rollout = config.rollout
     yield from world_size_problems(config.layout, world_size)
-    yield from context_problems(config.layout)
+    yield from context_problems(config)
     yield from card_problems(config.precision, card.capability, card.title)
     if shape is not None:
         yield from cut_problems(config, shape)

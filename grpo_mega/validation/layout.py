@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_mega.config import LayoutConfig
+from grpo_mega.config import Config, LayoutConfig
 from grpo_mega.weights.layout import MegatronLayout, megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape
 
@@ -49,10 +49,12 @@ def world_size_problems(layout: LayoutConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def context_problems(layout: LayoutConfig) -> Iterator[str]:
-    """Yield why Transformer Engine's layers, which plans of GPUs have too, cannot be cut into the layout."""
-    if layout.cp > 1:
-        yield f"layout.cp={layout.cp}: must be 1 on GPUs with Transformer Engine; raise layout.tp or layout.pp instead"
+def context_problems(config: Config) -> Iterator[str]:
+    """Yield what Transformer Engine's layers, which plans of GPUs have too, do not compute."""
+    if config.layout.cp > 1:
+        yield f"layout.cp={config.layout.cp}: must be 1 on GPUs with Transformer Engine; raise layout.tp or layout.pp instead"
+    if config.batch.share_prompts:
+        yield "batch.share_prompts=true: must be left out on GPUs with Transformer Engine, whose attention has no such mask"
 
 
 def layout_problems(layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:

@@ -200,7 +200,9 @@ def latent_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield settings of experts and routers that the model has no part for."""
+    """Yield settings of experts and routers that the model has no part for, and what models with experts do not have."""
+    if config.batch.share_prompts and shape.num_experts:
+        yield f"batch.share_prompts=true: must be left out for {shape.model_type}, a model with experts; remove it"
     for name in ("grouped_experts", "fused_permutation"):
         lacking = "which has no experts" if not shape.num_experts else "whose layers are Megatron's local ones"
         if getattr(config.model, name) and (shape.kv_lora or not shape.num_experts):
