@@ -94,6 +94,35 @@ METHODS = {
 }
 
 
+LOGITS_LAYOUTS = (
+    "tp=1",
+    "tp=2,dp=2,sequence_parallel=true",
+    "pp=2,dp=2",
+    "tp=2,pp=2",
+    "pp=4,vpp=2",
+    "tp=4",
+)
+MIXTURES_LAYOUTS = (
+    "tp=1",
+    "ep=2",
+    "ep=4",
+    "dp=4,ep=2",
+    "tp=2,ep=2,sequence_parallel=true",
+    "tp=4,sequence_parallel=true",
+    "pp=2,ep=2",
+    "pp=2,vpp=2,ep=2",
+)
+ROUTED_LAYOUTS = (
+    "tp=1",
+    "tp=1 model.recompute=full batch.tokens_per_micro_batch=40",
+    "tp=2,sequence_parallel=true model.recompute=selective",
+    "pp=2",
+    "ep=2",
+    "pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",
+    "tp=2,ep=2,sequence_parallel=true",
+)
+
+
 @dataclass(frozen=True)
 class LogitsCase:
     name: str

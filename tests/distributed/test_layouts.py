@@ -15,9 +15,12 @@ import pytest
 import torch
 from forced_routes import force_routes, routes_of
 from layout_cases import (
+    LOGITS_LAYOUTS,
     METHODS,
     MIXTURES,
+    MIXTURES_LAYOUTS,
     MODELS,
+    ROUTED_LAYOUTS,
     LogitsCase,
     as_samples,
     make_config,
@@ -51,33 +54,6 @@ ROUTERS = {
         "optimizer.lr=1e-12",  # biases alone move
     ),
 }
-LOGITS_LAYOUTS = (
-    "tp=1",
-    "tp=2,dp=2,sequence_parallel=true",
-    "pp=2,dp=2",
-    "tp=2,pp=2",
-    "pp=4,vpp=2",
-    "tp=4",
-)
-MIXTURES_LAYOUTS = (
-    "tp=1",
-    "ep=2",
-    "ep=4",
-    "dp=4,ep=2",
-    "tp=2,ep=2,sequence_parallel=true",
-    "tp=4,sequence_parallel=true",
-    "pp=2,ep=2",
-    "pp=2,vpp=2,ep=2",
-)
-ROUTED_LAYOUTS = (
-    "tp=1",
-    "tp=1 model.recompute=full batch.tokens_per_micro_batch=40",
-    "tp=2,sequence_parallel=true model.recompute=selective",
-    "pp=2",
-    "ep=2",
-    "pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",
-    "tp=2,ep=2,sequence_parallel=true",
-)
 # Model, layout, and what else is changed.
 UPDATES = {
     "qwen2": (
@@ -355,6 +331,27 @@ def test_a_teachers_log_probs_are_those_of_transformers_in_every_layout(matrix: 
             table = torch.log_softmax(model(tokens[None]).logits[0, -length - 1 : -1] / 0.8, -1)
             expected = table.gather(1, tokens[-length:, None])[:, 0]
             assert ((found[group.prompt.id, sample.index] - expected) / expected).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe-routed:tp=1", "qwen3_moe-routed:tp=2,ep=2,sequence_parallel=true"])
+def test_the_policy_replays_experts_and_its_reference_chooses_for_itself(matrix: Matrix, name: str) -> None:
+    """Both have the same weights before the first step."""
+    samples = [sample for group in random_groups(seed=7) for sample in group.samples]
+    forced = _make_model("qwen3_moe-routed")
+    force_routes(forced, routes_of(forced, (s.total_len for s in samples)))
+    models, num_compared = {"old_logprobs": forced, "ref_logprobs": _make_model("qwen3_moe-routed")}, 0
+    for sample in samples:
+        tokens, length = torch.tensor([*sample.prompt.token_ids, *sample.response_ids]), sample.response_len
+        expected = {}
+        for kind, model in models.items():
+            table = torch.log_softmax(model(tokens[None]).logits[0, -length - 1 : -1] / 0.8, -1)
+            expected[kind] = table.gather(1, tokens[-length:, None])[:, 0]
+        if sample.reward is not None:  # others are not in the loss, and have no log-probs
+            for kind, values in expected.items():
+                found = matrix.updates[name].logprobs[kind][sample.prompt.id, sample.index]
+                assert ((found - values) / values).abs().max() < 1e-5, kind
+            num_compared += bool((expected["old_logprobs"] - expected["ref_logprobs"]).abs().max() > 0.1)
+    assert num_compared > 10, "the case has become too easy"
 
 
 def _is_rounding(d: Difference) -> bool:
