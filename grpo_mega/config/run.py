@@ -188,8 +188,8 @@ class BatchConfig(Section):
     mini_batches: PositiveInt = 1  # optimizer steps per pass over the rollout
     epochs: PositiveInt = 1  # passes over the rollout
     tokens_per_micro_batch: PositiveInt = 16384  # token budget of one forward and backward pass on each rank
-    # Compute a group's prompt once in each micro-batch instead of once per sample: the same loss and gradients, in less time where
-    # prompts are not much shorter than responses. On Megatron's local layers, for dense models.
+    # Compute a group's prompt once in each micro-batch instead of once per sample: the same loss and gradients, in less time
+    # where prompts are not much shorter than responses. On Megatron's local layers, for dense models.
     share_prompts: bool = False
 
     @property

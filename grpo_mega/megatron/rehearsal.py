@@ -159,7 +159,7 @@ def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
         policy.pipeline.packed_seq_params_of = lambda batch: params  # type: ignore[method-assign]
         kept = Kept(list(policy.parameters.values()))
         zeros, ids = torch.zeros(length), torch.zeros(length, dtype=torch.int64)
-        batch = PackedBatch(ids, ids, ids, cuts, zeros, zeros, zeros, zeros, [], [], cp_size, cp_rank)
+        batch = PackedBatch(ids, ids, ids, cuts, zeros, zeros, zeros, zeros, [], [], cp_size=cp_size, cp_rank=cp_rank)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x):
             if request["num_batches"]:  # 0: the request is only to build the model
                 policy.pipeline.forward_backward([batch] * request["num_batches"], _sum_of_hidden)

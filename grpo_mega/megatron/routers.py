@@ -76,6 +76,7 @@ class Routers:
         self._config, self._runtime, self._replay = config, runtime, replay
         self._chunks = [[_Watched(r, r.layer_number - 1, r.routing) for r in routers_of(model)] for model in models]
         self._watched = [watched for chunk in self._chunks for watched in chunk]
+        self._dispatchers = [layer.mlp.token_dispatcher for model in models for layer in moe_layers_of(model)]
         self.is_moe = models[0].config.num_moe_experts is not None
         self._topk: int = models[0].config.moe_router_topk
         width = (models[0].config.num_moe_experts or 0) + 3
@@ -99,6 +100,7 @@ class Routers:
             yield
         finally:
             self._is_updating = False
+            self._release_graphs()
         assert not any(watched.begun or watched.to_recompute for watched in self._watched)
 
     def begin(self, chunk: int, batch: PackedBatch) -> None:
@@ -156,6 +158,13 @@ class Routers:
             bias_E = watched.router.expert_bias
             bias_E += (self._config.bias_update_rate * torch.sign(load_E.mean() - load_E)).to(bias_E)
 
+    def _release_graphs(self) -> None:
+        """Let go of what Megatron's dispatchers keep of their last pass. Its autograd graph leads back to the model, where no
+        garbage collector looks: in a process that builds another one, memory and process groups would never be freed."""
+        for dispatcher in self._dispatchers:
+            kept = [name for name, value in vars(dispatcher).items() if isinstance(value, Tensor) and value.grad_fn is not None]
+            vars(dispatcher).update(dict.fromkeys(kept))
+
     @property
     def _has_losses(self) -> bool:
         return bool(self._config.aux_loss_coeff or self._config.z_loss_coeff)
@@ -196,6 +205,10 @@ class Routers:
         return (tokens.weights_G * products_G * num_experts / (router.topk * tokens.lengths_G.clamp(min=1).square())).sum()
 
 
+def moe_layers_of(model: Any) -> list[Any]:
+    """Return the layers with experts of an unwrapped chunk, first to last."""
+    return [layer for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+
+
 def routers_of(model: Any) -> list[Any]:
-    """Return the routers of an unwrapped chunk, first layer first."""
-    return [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+    return [layer.mlp.router for layer in moe_layers_of(model)]

@@ -348,6 +348,27 @@ def test_a_teachers_log_probs_are_those_of_transformers_in_every_layout(matrix: 
             assert ((found[group.prompt.id, sample.index] - expected) / expected).abs().max() < 2e-6
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe-routed:tp=1", "qwen3_moe-routed:tp=2,ep=2,sequence_parallel=true"])
+def test_the_policy_replays_experts_and_its_reference_chooses_for_itself(matrix: Matrix, name: str) -> None:
+    """Both have the same weights before the first step."""
+    samples = [sample for group in random_groups(seed=7) for sample in group.samples]
+    forced = _make_model("qwen3_moe-routed")
+    force_routes(forced, routes_of(forced, (s.total_len for s in samples)))
+    models, num_compared = {"old_logprobs": forced, "ref_logprobs": _make_model("qwen3_moe-routed")}, 0
+    for sample in samples:
+        tokens, length = torch.tensor([*sample.prompt.token_ids, *sample.response_ids]), sample.response_len
+        expected = {}
+        for kind, model in models.items():
+            table = torch.log_softmax(model(tokens[None]).logits[0, -length - 1 : -1] / 0.8, -1)
+            expected[kind] = table.gather(1, tokens[-length:, None])[:, 0]
+        if sample.reward is not None:  # others are not in the loss, and have no log-probs
+            for kind, values in expected.items():
+                found = matrix.updates[name].logprobs[kind][sample.prompt.id, sample.index]
+                assert ((found - values) / values).abs().max() < 1e-5, kind
+            num_compared += bool((expected["old_logprobs"] - expected["ref_logprobs"]).abs().max() > 0.1)
+    assert num_compared > 10, "the case has become too easy"
+
+
 def _is_rounding(d: Difference) -> bool:
     """Weights get more room: where a gradient is nothing but rounding, Adam makes a whole step of it."""
     terms, derived = (d.loss, d.logprobs, d.ref_logprobs), (d.grad_norm, d.metrics, d.weights)

@@ -159,8 +159,8 @@ REFUSED: dict[Callable[[Path], None], str] = {
     unknown_dtype: "model.norm.weight has dtype I8, none of F64, F32, F16, BF16; give one that is not quantized",
     fp8_without_scales: "has dtype F8_E4M3, .* there is no model.norm.weight_scale_inv; give one that is not quantized",
     unknown_tensor: "holds 'model.layers.0.mlp.gate_proj.bias', which its model type has no place for; check model_type",
-    unknown_type: "model_type 'gpt2' is not known; known are deepseek_v2, deepseek_v3, llama, mistral, mixtral, qwen2, qwen3, "
-    "qwen3_moe",
+    unknown_type: "model_type 'gpt2' is not known; known are deepseek_v2, deepseek_v3, glm4_moe, llama, mistral, mixtral, "
+    "qwen2, qwen3, qwen3_moe",
     config_without_field: "config.json has no field 'num_attention_heads'",
     no_config: "config.json does not exist; give the folder of a Hugging Face checkpoint",
     broken_config: "config.json is not JSON .*; restore the file",
