@@ -133,18 +133,7 @@ def _pack_one(
         if routes is not None and sample.routes is not None:
             routes[begin : begin + len(sample.routes.experts)] = torch.from_numpy(sample.routes.experts)
         boundaries.append(begin + length)
-    trunks = None
-    if share_prompts:
-        prompts = {samples[member].prompt.id: samples[member].prompt for member in members}
-        places: dict[int, int] = {}
-        for prompt in prompts.values():
-            begin, size = boundaries[-1], len(prompt.token_ids) - 1
-            places[prompt.id] = len(boundaries) - 1 if size else -1
-            if size:
-                tokens[begin : begin + size] = torch.tensor(prompt.token_ids[:-1])
-                position_ids[begin : begin + size] = torch.arange(size)
-                boundaries.append(begin + size)
-        trunks = [places[samples[member].prompt.id] for member in members]
+    trunks = _lay_prompts([samples[i] for i in members], tokens, position_ids, boundaries) if share_prompts else None
     if boundaries[-1] < num_tokens:
         position_ids[boundaries[-1] :] = torch.arange(num_tokens - boundaries[-1])
         boundaries.append(num_tokens)
@@ -162,6 +151,19 @@ def _pack_one(
         routes=routes,
         trunks=trunks,
     )
+
+
+def _lay_prompts(samples: Sequence[Sample], tokens: Tensor, position_ids: Tensor, boundaries: list[int]) -> list[int]:
+    """Append each prompt but for its last token once, after all samples; return each sample's trunk, see PackedBatch."""
+    trunks: dict[int, int] = {}
+    for prompt in {sample.prompt.id: sample.prompt for sample in samples}.values():
+        begin, length = boundaries[-1], len(prompt.token_ids) - 1
+        trunks[prompt.id] = len(boundaries) - 1 if length else -1
+        if length:
+            tokens[begin : begin + length] = torch.tensor(prompt.token_ids[:-1])
+            position_ids[begin : begin + length] = torch.arange(length)
+            boundaries.append(begin + length)
+    return [trunks[sample.prompt.id] for sample in samples]
 
 
 def num_tokens_of(samples: Sequence[Sample]) -> int:

@@ -1,0 +1,155 @@
+"""Which models, layouts and methods the layout tests compare, and which of these wait for --all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from layout_cases import LOGITS_LAYOUTS, METHODS, MIXTURES, MIXTURES_LAYOUTS, MODELS, ROUTED_LAYOUTS
+
+# Their routers, and what else is changed.
+ROUTERS = {
+    "qwen3_moe": ("model.router={balancing: seq_aux_loss, aux_loss_coeff: 0.05, z_loss_coeff: 0.002}",),
+    "qwen3_moe-unnormalised": ("model.router={balancing: aux_loss, aux_loss_coeff: 0.05}",),
+    "mixtral": ("model.router.freeze=true",),
+    "qwen3_moe-routed": ("rollout.routing_replay=true",),
+    "deepseek_v3-routed": ("rollout.routing_replay=true",),
+    "deepseek_v3-plain": (
+        "model.router={balancing: seq_aux_loss, aux_loss_coeff: 0.05, bias_update_rate: 0.02}",
+        "optimizer.lr=1e-12",  # biases alone move
+    ),
+}
+# Model, layout, and what else is changed.
+UPDATES = {
+    "qwen2": (
+        "tp=1",
+        "tp=1 batch.tokens_per_micro_batch=40",
+        "tp=1 model.recompute=full",
+        "tp=1 model.recompute=selective",
+        "tp=1 reversed",
+        "tp=2,dp=2,sequence_parallel=true",
+        "pp=2,dp=2",
+        "pp=2,vpp=2,dp=2",
+        "pp=4,vpp=2",
+        "tp=2,pp=2 batch.tokens_per_micro_batch=40",
+        "tp=2,pp=2,sequence_parallel=true model.recompute=full",
+        "tp=4",
+        "dp=4 batch.tokens_per_micro_batch=40",
+        "dp=4,overlap_grad_reduce=true,overlap_param_gather=true",
+        "pp=2,vpp=2,dp=2,overlap_grad_reduce=true,overlap_param_gather=true",
+        "pp=2,dp=2,order=tp-pp-dp reversed",
+        "tp=2,pp=2,dp=2",
+        "cp=2,dp=2 batch.tokens_per_micro_batch=40 reversed",
+        "tp=1 batch.share_prompts=true",
+        "tp=2,pp=2 batch.share_prompts=true batch.tokens_per_micro_batch=47 model.recompute=full",
+        "dp=4 batch.share_prompts=true batch.tokens_per_micro_batch=40",
+        "cp=2,tp=2,sequence_parallel=true model.recompute=selective",
+        "cp=2,pp=2",
+        "cp=2,pp=2,vpp=2 model.recompute=full",
+        "cp=4 batch.tokens_per_micro_batch=19",
+        "cp=2,dp=2,overlap_grad_reduce=true,overlap_param_gather=true",
+    ),
+    "qwen3": ("tp=1", "tp=2,pp=2", "tp=4,sequence_parallel=true", "dp=4"),
+    "qwen3_moe": (
+        "tp=1",
+        *MIXTURES_LAYOUTS[1:],
+        "dp=4,ep=2 model.recompute=selective",
+        "tp=1 batch.tokens_per_micro_batch=40 reversed",
+        "cp=2,ep=2",
+        "cp=2,tp=2,ep=2,sequence_parallel=true",
+    ),
+    "mixtral": ("tp=1", "tp=2,ep=2,sequence_parallel=true"),
+    "deepseek_v3": (
+        "tp=1",
+        "tp=1 model.recompute=full",
+        "tp=1 batch.tokens_per_micro_batch=40",
+        "tp=2,ep=2,sequence_parallel=true",
+        "pp=2,vpp=2,ep=2",
+    ),
+    "deepseek_v3-plain": ("tp=1", "tp=2,ep=2,sequence_parallel=true"),
+    "qwen3_moe-routed": ROUTED_LAYOUTS,
+    "uneven": ("tp=1", "pp=4", "pp=4,layers_per_chunk=[1;2;2;1]", "tp=2,pp=2,sequence_parallel=true", "pp=2,vpp=2,dp=2"),
+}
+
+# Updates that are compared with no other.
+ALONE = {
+    "deepseek_v3-plain": ("tp=1 algorithm.early_stop_imp_ratio=0.5",),  # which drops every mini-batch
+    "qwen3_moe": ("tp=1 model.router.capacity_factor=0.5",),
+}
+METHODS_LAYOUTS = ("tp=1", "tp=2,dp=2 batch.tokens_per_micro_batch=40 reversed", "cp=4 batch.tokens_per_micro_batch=19")
+ALL_UPDATES = UPDATES | {f"short+{method}": METHODS_LAYOUTS for method in METHODS}
+for _method in ("reinforce_plus_plus", "clip_cov", "opd", "opd_kl"):  # they need log-probs of the last stage before the update
+    ALL_UPDATES[f"short+{_method}"] += ("tp=2,pp=2",)
+LOGITS = {
+    name: MIXTURES_LAYOUTS if name in MIXTURES else LOGITS_LAYOUTS
+    for name in MODELS | MIXTURES
+    if name not in ("short", "large")
+}
+GRADIENTS = {
+    "deepseek_v3": (
+        *MIXTURES_LAYOUTS,
+        "tp=1 model.recompute=full",
+        "tp=2,ep=2,sequence_parallel=true model.recompute=selective",
+    ),
+    "deepseek_v2": ("tp=1", "tp=2,sequence_parallel=true"),
+    "deepseek_v3-plain": ("ep=2",),
+    "glm4_moe": ("tp=1", "pp=2,ep=2"),
+    "glm4_moe-normed": ("tp=2,ep=2,sequence_parallel=true",),
+    "qwen3_moe": (
+        "tp=1",
+        "tp=2,ep=2,sequence_parallel=true",
+        "pp=2,vpp=2,ep=2",
+        "pp=2,vpp=2,ep=2 model.recompute=full",
+        "dp=4,ep=2 model.recompute=selective",
+    ),
+    "qwen3_moe-unnormalised": ("tp=2,sequence_parallel=true",),
+}
+LOGITS |= {"qwen3_moe-routed": ROUTED_LAYOUTS, "deepseek_v3-routed": ("tp=2,ep=2,sequence_parallel=true",)}
+GRADIENTS |= {name: LOGITS[name] for name in ("qwen3_moe-routed", "deepseek_v3-routed")}
+LOGITS |= {name: (*dict.fromkeys((*LOGITS[name], *texts)),) for name, texts in GRADIENTS.items()}
+LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
+# Those that every model keeps without --all; qwen2 and qwen3_moe keep all.
+KEPT_ROUTED = ("pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",)
+KEPT_LOGITS = ("tp=1", "tp=2,pp=2", "tp=2,ep=2,sequence_parallel=true")
+FULL_UPDATES = {
+    "qwen2": (
+        "pp=2,dp=2",
+        "pp=4,vpp=2",
+        "tp=4",
+        "dp=4,overlap_grad_reduce=true,overlap_param_gather=true",
+        "tp=2,pp=2,dp=2",
+        "cp=2,pp=2,vpp=2 model.recompute=full",
+        "cp=2,dp=2,overlap_grad_reduce=true,overlap_param_gather=true",
+    ),
+    "qwen3": ("tp=2,pp=2", "dp=4"),
+    "qwen3_moe": ("ep=2", "ep=4", "tp=4,sequence_parallel=true", "pp=2,ep=2", "cp=2,ep=2"),
+    "deepseek_v3": ("tp=1 model.recompute=full", "tp=1 batch.tokens_per_micro_batch=40"),
+    "qwen3_moe-routed": ("tp=2,sequence_parallel=true model.recompute=selective", "pp=2", "ep=2"),
+    "uneven": ("pp=4", "tp=2,pp=2,sequence_parallel=true"),
+    # Kept where rows are cut: sums and maxima over responses, what comes from the mini-batch, a teacher's hidden states.
+    **{f"short+{m}": METHODS_LAYOUTS[-1:] for m in METHODS if m not in ("gspo", "gmpo", "clip_cov", "opd_kl")},
+    # What they have of their own is in one token's loss, which an oracle and a replay of whole steps hold.
+    **{f"short+{m}": METHODS_LAYOUTS for m in ("gspo_token", "cispo", "sapo", "reinforce_plus_plus_baseline", "kl_cov")},
+}
+
+
+def parameters(names: Iterable[str], is_full: Callable[[str, str], bool]) -> list[Any]:
+    """Return "MODEL:LAYOUT" as parameters of a test."""
+    return [pytest.param(name, marks=[pytest.mark.full] if is_full(*name.split(":")) else []) for name in names]
+
+
+ALL_LOGITS = parameters(
+    (f"{model}:{layout}" for model, layouts in LOGITS.items() for layout in layouts),
+    lambda model, layout: model not in ("qwen2", "qwen3_moe") and layout not in (*KEPT_LOGITS, *KEPT_ROUTED),
+)
+ALL_GRADIENTS = parameters(
+    (f"{model}:{text}" for model, texts in GRADIENTS.items() for text in texts),
+    lambda model, text: (
+        model in ("deepseek_v3", "qwen3_moe-routed") and text not in (*KEPT_LOGITS, *KEPT_ROUTED, "pp=2,vpp=2,ep=2")
+    ),
+)
+COMPARED = parameters(
+    (f"{model}:{text}" for model, texts in ALL_UPDATES.items() for text in texts[1:]),
+    lambda model, text: text in FULL_UPDATES.get(model, ()),
+)
