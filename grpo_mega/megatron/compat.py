@@ -256,6 +256,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = _cpu_for_cuda(kwargs["device"])
+        kwargs.pop("pin_memory", None)  # pages are pinned for a GPU alone
         return factory(*args, **kwargs)
 
     return wrapped

@@ -63,8 +63,6 @@ def layout_problems(layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
         yield f"layout.{problem}"
     if shape.num_experts and layout.tp > 1 and not layout.sequence_parallel:
         yield f"layout.tp={layout.tp} with an MoE model needs layout.sequence_parallel=true; set it"
-    if shape.kv_lora and layout.cp > 1:
-        yield f"layout.cp={layout.cp}: must be 1 for {shape.model_type}, a model with multi-latent attention; set it"
     sizes = layout.layers_per_chunk
     if sizes is not None and sum(sizes) != shape.num_layers:
         yield (

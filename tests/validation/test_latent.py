@@ -71,7 +71,6 @@ def test_a_glm_of_another_kind_is_refused(changes: dict[str, Any], says: str) ->
         ("rollout={engine: sglang, tp: 8, ep: 8}", "rollout.ep=8 does not divide the 12 experts of a layer; use a divisor"),
         ("rollout.quantization=fp8", "rollout.quantization='fp8': must be left out for deepseek_v3; remove it"),
         ("precision.fp8=hybrid", "precision.fp8='hybrid': must be left out for deepseek_v3"),
-        ("layout.cp=2", "layout.cp=2: must be 1 for deepseek_v3, a model with multi-latent attention; set it"),
         ("layout.tp=2", "layout.tp=2 with an MoE model needs layout.sequence_parallel=true; set it"),
         ("layout={tp: 8, sequence_parallel: true}", "layout.tp=8 does not divide the model's 4 attention heads; use 1, 2, 4"),
     ],
