@@ -47,8 +47,13 @@ class Span(NamedTuple):
 class Routes:
     """The experts that an engine used for the tokens of a sample, from its first; see rollout/routes.py."""
 
-    experts: NDArray[Any]  # [tokens, MoE layers, experts per token] uint8 or uint16; the largest number: not known
+    experts: NDArray[Any]  # [tokens, MoE layers, experts per token] uint8 or uint16
     checksum: int  # CRC-32 of the experts' bytes, from where they were recorded
+
+
+def unknown_expert(dtype: Any) -> int:
+    """Return the number that stands for an expert that was not recorded: the largest of the type, numpy's or torch's."""
+    return int(2 ** (8 * dtype.itemsize) - 1)
 
 
 @dataclass

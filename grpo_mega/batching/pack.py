@@ -20,7 +20,7 @@ from grpo_mega.batching.balance import balance
 from grpo_mega.batching.layout import from_samples, part_of, response_slice
 from grpo_mega.config.base import tokens_on_rank
 from grpo_mega.errors import PlanError
-from grpo_mega.types import Group, PackedBatch, Sample
+from grpo_mega.types import Group, PackedBatch, Sample, unknown_expert
 
 
 def split(groups: Sequence[Group], num_mini_batches: int) -> list[list[Sample]]:
@@ -189,4 +189,4 @@ def _routes(samples: Sequence[Sample], num_tokens: int) -> Tensor | None:
     like = next((sample.routes.experts for sample in samples if sample.routes), None)
     if like is None:
         return None
-    return torch.from_numpy(np.full((num_tokens, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype))
+    return torch.from_numpy(np.full((num_tokens, *like.shape[1:]), unknown_expert(like.dtype), like.dtype))

@@ -60,7 +60,7 @@ class Policy:
         self._layer_group = _layer_groups(self.models, shape.num_layers)
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision)
         self.parameters |= biases_of(self.models)  # which are buffers
-        replay = Replay(self.models, shape, runtime) if config.rollout.routing_replay else None
+        replay = Replay(self.models[0].config, shape, runtime) if config.rollout.routing_replay else None
         self.routers = Routers(self.models, config.model.router, runtime, shape.num_layers, replay)
         self.pipeline = Pipeline(self.chunks, uses_te=uses_te, routers=self.routers)
         self._optimizer: Any = None

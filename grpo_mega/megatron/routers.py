@@ -30,7 +30,7 @@ from torch import Tensor
 
 from grpo_mega.batching.layout import segments
 from grpo_mega.config import RouterConfig
-from grpo_mega.megatron.replay import Replay
+from grpo_mega.megatron.replay import Replay, Replayed
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.types import PackedBatch, StepMetrics
 
@@ -60,12 +60,21 @@ class _Tokens:
 
 
 @dataclass
+class _Pass:
+    """A micro-batch's pass through a router."""
+
+    tokens: _Tokens | None = None  # in updates only
+    routes: Tensor | None = None  # the experts to replay, see Replay.part_of
+
+
+@dataclass
 class _Watched:
     router: Any
     layer: int  # from 0
     route: Any  # Megatron's function
-    begun: _Tokens | None = None  # a micro-batch before its forward pass
-    to_recompute: deque[_Tokens] = field(default_factory=deque)  # backward passes come in the order of forward passes
+    replayed: Replayed | None = None
+    begun: _Pass | None = None  # announced, before its forward pass
+    to_recompute: deque[_Pass] = field(default_factory=deque)  # backward passes come in the order of forward passes
 
 
 class Routers:
@@ -85,6 +94,7 @@ class Routers:
         self._is_updating = False
         self.loads: list[list[int]] = []  # tokens of each expert in the last mini-batch, over all ranks; a dense layer's are []
         for watched in self._watched:
+            watched.replayed = replay.attach(watched.router) if replay else None
             watched.router.routing = partial(self._routing, watched)
 
     @contextmanager
@@ -105,22 +115,11 @@ class Routers:
 
     def begin(self, chunk: int, batch: PackedBatch) -> None:
         """Announce the micro-batch of the chunk's next forward pass."""
-        if self._replay:
-            self._replay.begin(chunk, batch, self._is_updating)
-        if not self._is_updating or not self._chunks[chunk]:
-            return
-        (all_samples, all_tokens), num_samples = self._totals.unbind(), len(batch.lengths)
-        groups_T = segments(batch).clamp(max=num_samples)
-        lengths_G = torch.tensor([*batch.lengths, 0], device=groups_T.device)  # the last group is padding
-        is_real_T = batch.position_ids < lengths_G[groups_T]
-        groups_T, weights_G = groups_T.where(is_real_T, num_samples), (lengths_G > 0) / all_samples
-        if self._config.balancing == "aux_loss":
-            groups_T, lengths_G = (~is_real_T).long(), torch.stack([lengths_G.sum(), torch.ones_like(lengths_G[0])])
-            weights_G = torch.stack([lengths_G[0] / all_tokens, torch.zeros_like(all_tokens)])
-        t = batch.num_tokens // self._runtime.layout.tp
-        mine = slice(t * self._runtime.tp_rank, t * (self._runtime.tp_rank + 1))
-        for watched in self._chunks[chunk]:
-            watched.begun = _Tokens(is_real_T[mine], groups_T[mine], lengths_G, weights_G)
+        if self._chunks[chunk]:
+            tokens = self._tokens_of(batch) if self._is_updating else None
+            routes = self._replay.part_of(batch) if self._replay else None
+            for watched in self._chunks[chunk]:
+                watched.begun = _Pass(tokens, routes)
 
     def choosing(self) -> AbstractContextManager[None]:
         """Let the routers choose by themselves inside, also where they replay an engine's choices."""
@@ -169,13 +168,34 @@ class Routers:
     def _has_losses(self) -> bool:
         return bool(self._config.aux_loss_coeff or self._config.z_loss_coeff)
 
+    def _tokens_of(self, batch: PackedBatch) -> _Tokens:
+        (all_samples, all_tokens), num_samples = self._totals.unbind(), len(batch.lengths)
+        groups_T = segments(batch).clamp(max=num_samples)
+        lengths_G = torch.tensor([*batch.lengths, 0], device=groups_T.device)  # the last group is padding
+        is_real_T = batch.position_ids < lengths_G[groups_T]
+        groups_T, weights_G = groups_T.where(is_real_T, num_samples), (lengths_G > 0) / all_samples
+        if self._config.balancing == "aux_loss":
+            groups_T, lengths_G = (~is_real_T).long(), torch.stack([lengths_G.sum(), torch.ones_like(lengths_G[0])])
+            weights_G = torch.stack([lengths_G[0] / all_tokens, torch.zeros_like(all_tokens)])
+        t = batch.num_tokens // self._runtime.layout.tp
+        mine = slice(t * self._runtime.tp_rank, t * (self._runtime.tp_rank + 1))
+        return _Tokens(is_real_T[mine], groups_T[mine], lengths_G, weights_G)
+
+    def _next_pass(self, watched: _Watched) -> tuple[_Pass, bool]:
+        """Return the pass that a router begins, and whether it is the first of its micro-batch, no recomputation."""
+        begun, watched.begun = watched.begun, None
+        if begun is None:
+            return watched.to_recompute.popleft() if watched.to_recompute and torch.is_grad_enabled() else _Pass(), False
+        if begun.tokens and not torch.is_grad_enabled():
+            watched.to_recompute.append(begun)
+        return begun, True
+
     def _routing(self, watched: _Watched, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
         """Take the place of the router's `routing`; `logits` are [t, 1, experts]."""
-        has_grad, tokens = torch.is_grad_enabled(), watched.begun
-        is_first, watched.begun = tokens is not None, None
-        if tokens is None and has_grad and watched.to_recompute:
-            tokens = watched.to_recompute.popleft()
-        if tokens is None:
+        (begun, is_first), has_grad = self._next_pass(watched), torch.is_grad_enabled()
+        if self._replay and watched.replayed:
+            watched.replayed.begin(begun.routes, self._replay.is_compared(watched.layer))
+        if (tokens := begun.tokens) is None:
             return watched.route(logits, padding_mask)
         sums_C = self._sums_LC[watched.layer]
         if has_grad and self._config.z_loss_coeff:
@@ -186,8 +206,6 @@ class Routers:
         if is_first:
             sums_C[:_AUX] += (routing_map & tokens.is_real_t[:, None]).sum(dim=0)
             sums_C[_TOKENS] += tokens.is_real_t.sum()
-            if not has_grad:
-                watched.to_recompute.append(tokens)
         if has_grad and self._config.aux_loss_coeff:
             aux_loss = self._aux_loss(watched.router, logits[:, 0], tokens)
             sums_C[_AUX] += aux_loss.detach()

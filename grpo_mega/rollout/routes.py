@@ -2,7 +2,8 @@
 
 Row t of a sample's routes has the experts that made the prediction of token t + 1, in the router's order: a context of n tokens
 has n - 1 rows. Samples that go on keep the rows of the policies that generated their tokens. Indices are as small as they fit,
-and the largest of their type stands for "not known". A checksum that grows with the rows tells that they arrived as recorded.
+and the largest of their type stands for an expert that was not recorded. A checksum that grows with the rows tells that they
+arrived as recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_mega.errors import EngineError
-from grpo_mega.types import Routes, Sample
+from grpo_mega.types import Routes, Sample, unknown_expert
 from grpo_mega.weights.spec import ModelShape
 
 
@@ -40,7 +41,7 @@ class RouterSizes:
 
     def not_known(self, num_tokens: int) -> NDArray[Any]:
         shape = num_tokens, self.num_layers - self.num_dense, self.top_k
-        return np.full(shape, np.iinfo(self.dtype).max, self.dtype)
+        return np.full(shape, unknown_expert(self.dtype), self.dtype)
 
 
 def extended(before: Routes | None, experts: NDArray[Any]) -> Routes:
@@ -61,7 +62,7 @@ def is_intact(routes: Routes) -> bool:
 
 def is_known(experts: NDArray[Any]) -> NDArray[Any]:
     """Return True [tokens] for rows that were recorded."""
-    return np.asarray(experts[:, 0, 0] != np.iinfo(experts.dtype).max)
+    return np.asarray(experts[:, 0, 0] != unknown_expert(experts.dtype))
 
 
 def share_live(samples: Iterable[Sample]) -> float:

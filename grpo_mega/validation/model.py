@@ -205,7 +205,7 @@ def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         yield f"batch.share_prompts=true: must be left out for {shape.model_type}, a model with experts; remove it"
     for name in ("grouped_experts", "fused_permutation"):
         lacking = "which has no experts" if not shape.num_experts else "whose layers are Megatron's local ones"
-        if getattr(config.model, name) and (shape.kv_lora or not shape.num_experts):
+        if getattr(config.model, name) and (shape.shared_ffn or not shape.num_experts):
             yield f"model.{name}=true: must be left out for {shape.model_type}, {lacking}; remove it"
     if config.model.grouped_experts and config.precision.fp8 is not None:
         yield f"model.grouped_experts=true contradicts precision.fp8={config.precision.fp8!r}; remove one of them"

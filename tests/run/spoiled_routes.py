@@ -28,13 +28,13 @@ def use_other_experts() -> None:
     """The router of the third layer does not do as it was told, as one that is fused."""
     from grpo_mega.megatron import replay
 
-    told = replay._Router.get_replay_topk
+    told = replay.Replayed.get_replay_topk
 
     def other(self: Any, scores: torch.Tensor, *args: Any) -> Any:
         values, experts = told(self, scores, *args)
         return (values, (experts + 1) % scores.shape[1]) if self.layer == 2 else (values, experts)
 
-    replay._Router.get_replay_topk = other  # type: ignore[method-assign]
+    replay.Replayed.get_replay_topk = other  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

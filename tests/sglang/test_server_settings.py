@@ -114,6 +114,10 @@ def test_every_change_of_sglang_is_still_needed() -> None:
     assert "from megatron.core import" in sglang_source("srt/debug_utils/dumper.py")
     assert '"post-warmup freeze_gc failed"' in sglang_source("srt/entrypoints/http_server.py")
     assert all(importlib.util.find_spec(name) is None for name in compat.STUBBED) or torch.version.cuda
+    register = (
+        sglang_source("srt/mem_cache/pool_host/common.py").partition("def _cuda_host_register(")[2].partition("\ndef ")[0]
+    )
+    assert "cudart = torch.cuda.cudart()" in register and "is_available" not in register
     # Those of served_models/on_cpu.py: experts' ids may be -1, angles are YaRN's, and prompts are not computed over latents.
     native = sglang_source("srt/layers/moe/fused_moe_native.py").partition("def moe_forward_native(")[2]
     assert "cnts.scatter_(1, topk_ids.to(torch.int64), 1)" in native

@@ -87,11 +87,12 @@ def test_a_config_that_does_not_fit_is_refused_with_its_remedy(override: str, sa
 def test_grouped_experts_need_experts_of_transformer_engine_in_the_models_dtype() -> None:
     raw: dict[str, Any] = {"run_dir": "unused", "steps": 1, "data": {"train": "unused"}, "batch": {"prompts_per_step": 8}}
     raw["model"] = {"path": "unused", "grouped_experts": True, "fused_permutation": True}
-    problems = list(cut_problems(configs.validate(raw), shape_of(FIELDS)))
-    assert problems == [
-        f"model.{name}=true: must be left out for deepseek_v3, whose layers are Megatron's local ones; remove it"
-        for name in ("grouped_experts", "fused_permutation")
-    ]
+    glm = FIELDS | GLM | {"model_type": "glm4_moe", "head_dim": 12, "partial_rotary_factor": 0.5}
+    for fields in (FIELDS, glm):
+        assert list(cut_problems(configs.validate(raw), shape_of(fields))) == [
+            f"model.{name}=true: must be left out for {fields['model_type']}, whose layers are Megatron's local ones; remove it"
+            for name in ("grouped_experts", "fused_permutation")
+        ]
     assert [p.partition(";")[0] for p in installed_problems(configs.validate(raw), None, "cuda")] == [
         f"model.{name}=true needs Transformer Engine" for name in ("grouped_experts", "fused_permutation")
     ]
