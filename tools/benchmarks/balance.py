@@ -110,7 +110,14 @@ def main() -> int:
 
 def report(found: dict[str, Figures], bound: float, long: dict[str, Figures]) -> int:
     ours = found["ours"]
-    result = {"waste": ours.waste, "work": ours.work, "ms": ours.ms, "cpu_ms": ours.cpu_ms, "bound": bound}
+    result = {
+        "waste": ours.waste,
+        "imbalance": ours.imbalance,
+        "work": ours.work,
+        "ms": ours.ms,
+        "cpu_ms": ours.cpu_ms,
+        "bound": bound,
+    }
     result |= {f"work_at_32k{suffix}": long[name].work for name, suffix in (("ours", ""), ("kk", "_kk"))}
     for name in ("kk", "in order"):
         result |= {f"{key}_{name.replace(' ', '_')}": getattr(found[name], key) for key in ("waste", "work", "cpu_ms")}
