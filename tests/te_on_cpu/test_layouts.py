@@ -37,6 +37,12 @@ CASES = (
     ("qwen3", "delayed", "dp=2"),
     ("qwen3", "tensorwise", "tp=2,pp=2,sequence_parallel=true"),
     ("qwen3", "delayed", "pp=2,vpp=2,dp=2"),
+    *(("qwen3", recipe, "cp=2") for recipe in RECIPES),
+    ("qwen3", "bf16", "cp=2,cp_comm_type=a2a"),
+    ("qwen3", "tensorwise", "cp=2,cp_comm_type=a2a"),
+    ("qwen3", "bf16", "cp=2,tp=2,sequence_parallel=true"),
+    ("qwen3", "blockwise", "cp=2,tp=2,sequence_parallel=true"),
+    ("qwen3", "bf16", "cp=4"),
     *(("qwen3_moe", recipe, "ep=2") for recipe in RECIPES),
     ("qwen3_moe", "grouped", "ep=2"),
 )
