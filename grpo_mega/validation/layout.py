@@ -62,7 +62,7 @@ def context_problems(config: Config) -> Iterator[str]:
 
 
 def exchange_problems(layout: LayoutConfig, version: str | None) -> Iterator[str]:
-    """Yield why Transformer Engine of `version` (None: it is not there) does not exchange packed samples as the layout has it."""
+    """Yield why Transformer Engine of `version`, None without one, does not exchange packed samples as the layout has it."""
     if layout.cp > 1 and layout.cp_comm_type == "a2a" and version is not None and as_version(version) < PACKED_A2A:
         yield (
             f"layout.cp_comm_type=a2a: must have Transformer Engine {as_text(PACKED_A2A)} or later for packed samples, found "
@@ -81,8 +81,8 @@ def layout_problems(layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
     heads = shape.num_kv_heads // layout.tp
     if layout.cp_comm_type == "a2a" and heads % layout.cp:
         yield (
-            f"layout.cp_comm_type=a2a: must have a layout.cp that divides the {heads} key-value heads of a tensor-parallel rank, "
-            f"found {layout.cp}; use p2p, or another cp or tp"
+            f"layout.cp_comm_type=a2a: must have a cp that divides the {heads} key-value heads of a tensor-parallel rank, "
+            f"found layout.cp={layout.cp}; use p2p, or another cp or tp"
         )
     sizes = layout.layers_per_chunk
     if sizes is not None and sum(sizes) != shape.num_layers:

@@ -38,9 +38,7 @@ def test_rows_of_a_rank_are_turned_by_their_positions_in_the_whole_sequence(rank
     expected = apply_rotary_pos_emb(whole, freqs, tensor_format="thd", fused=True, cu_seqlens=CU)[rows_of(rank)]
     for is_fused in (True, False):
         x = whole[rows_of(rank)].requires_grad_()
-        found = apply_rotary_pos_emb(
-            x, freqs, tensor_format="thd", fused=is_fused, cu_seqlens=CU, cp_size=3, cp_rank=rank
-        )
+        found = apply_rotary_pos_emb(x, freqs, tensor_format="thd", fused=is_fused, cu_seqlens=CU, cp_size=3, cp_rank=rank)
         assert (found - expected).abs().max() < 1e-5
         found.backward(expected)  # a rotation is undone by its transpose
         assert x.grad is not None and (x.grad - x).abs().max() < 1e-5
@@ -48,7 +46,10 @@ def test_rows_of_a_rank_are_turned_by_their_positions_in_the_whole_sequence(rank
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    worker, command = Path(__file__).with_name("context_worker.py"), launcher.command(transformer_engine.__version__, str(FORKED))
+    worker, command = (
+        Path(__file__).with_name("context_worker.py"),
+        launcher.command(transformer_engine.__version__, str(FORKED)),
+    )
     return launch(worker, 4, tmp_path_factory.mktemp("ranks"), command=command)
 
 
