@@ -138,10 +138,8 @@ class LayoutConfig(Section):
     pp: PositiveInt = 1
     vpp: PositiveInt | None = None  # model chunks per pipeline rank; None or 1: no interleaving
     cp: PositiveInt = 1  # ranks that share each sequence, for long ones; every sample is padded to a multiple of 2 * cp tokens
-    # How Transformer Engine's attention sees the tokens of other cp ranks; local layers gather keys and values. p2p: keys and
-    # values go round, while attention computes. a2a: each rank has all tokens for its share of the heads; cp divides those of
-    # keys, too.
-    cp_comm_type: Literal["p2p", "a2a", "all_gather", "a2a+p2p"] = "p2p"
+    # Of Transformer Engine's attention. p2p: keys and values go round. a2a: a rank has all tokens for some heads, of keys too.
+    cp_comm_type: Literal["p2p", "a2a"] = "p2p"
     dp: PositiveInt | None = None  # None: under torchrun world size / (tp * cp * pp), else the smallest that ep fits
     ep: PositiveInt = 1  # expert-parallel size of MoE models; must divide dp * cp
     sequence_parallel: bool = False
@@ -169,11 +167,6 @@ class LayoutConfig(Section):
     def _check(self) -> LayoutConfig:
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("layout.sequence_parallel=true needs layout.tp > 1; set it to false or raise tp")
-        if self.cp_comm_type not in ("p2p", "a2a"):
-            raise ValueError(
-                f"layout.cp_comm_type={self.cp_comm_type}: must be p2p or a2a, since Transformer Engine has no other for packed "
-                "samples; use one of them"
-            )
         if self.dp is not None and self.dp * self.cp % self.ep:
             times = f" times layout.cp={self.cp}" if self.cp > 1 else ""
             raise ValueError(

@@ -54,8 +54,8 @@ def context_problems(config: Config) -> Iterator[str]:
     """Yield what Transformer Engine's layers, which plans of GPUs have too, do not compute."""
     if config.layout.cp > 1 and config.model.dtype == "float32":
         yield (
-            f"layout.cp={config.layout.cp}: must be 1 with model.dtype=float32 on GPUs with Transformer Engine, whose attention "
-            "over several ranks takes bfloat16 alone; use that, or raise layout.tp or layout.pp instead"
+            f"layout.cp={config.layout.cp}: must be 1 with model.dtype=float32 on GPUs with Transformer Engine, whose "
+            "attention over ranks takes bfloat16 alone; use that, or raise layout.tp or layout.pp instead"
         )
     if config.batch.share_prompts:
         yield "batch.share_prompts=true: must be left out on GPUs with Transformer Engine, whose attention has no such mask"

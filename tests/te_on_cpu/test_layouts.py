@@ -191,7 +191,7 @@ def test_context_parallel_ranks_give_the_numbers_of_one(found: Found, family: st
     """By the L2 norm of log-probs, the loss of each update and the gradient norm of the first: later ones depend on which
     tokens were clipped before.
 
-    Over four models (seeds 3 to 6), in bf16: log-probs 1.4e-3 to 1.8e-3 with p2p (2.0e-3 with tp=2), at most 1.6e-4 with a2a;
+    Over four models (seeds 3 to 6) in bf16: log-probs 1.4e-3 to 1.8e-3 with p2p (2.0e-3 with tp=2), at most 1.6e-4 with a2a;
     loss 1.7e-3, gradient norm 0.7e-3. In FP8 attention's other roundings move scales: log-probs 1.6e-2 to 2.3e-2, as far as FP8
     is from bf16 (2.0e-2 to 2.2e-2), gradient norm 1.4e-2.
     """
@@ -200,7 +200,7 @@ def test_context_parallel_ranks_give_the_numbers_of_one(found: Found, family: st
     losses = [abs(a["loss/total"] - b["loss/total"]) for a, b in zip(ranks.updates, one_rank.updates, strict=True)]
     norm = abs(ranks.updates[0]["grad_norm"] / one_rank.updates[0]["grad_norm"] - 1)
     print(recipe, layout, logprobs, own, losses, norm)
-    assert logprobs < (3e-3 if recipe == "bf16" else 1.3 * own)
+    assert logprobs < (1.3 * own if recipe != "bf16" else 5e-4 if "a2a" in layout else 3e-3)
     assert max(losses) < (3e-3 if recipe == "bf16" else 3e-2)
     assert norm < (3e-3 if recipe == "bf16" else 3e-2)
 
