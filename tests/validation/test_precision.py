@@ -252,7 +252,7 @@ def test_a_gpu_without_an_attention_for_packed_samples_is_refused_in_one_line(
             {"cp": 2, "tp": 8, "cp_comm_type": "a2a"},
             "bfloat16",
             "2.11.0",
-            r"a cp that divides the 1 key-value heads .* cp=2; use",
+            r"a cp that divides the 1 key-value heads .*cp=2; use",
         ),
         ({"cp": 8, "cp_comm_type": "a2a"}, "bfloat16", "2.10.0", None),
         ({"cp": 16}, "bfloat16", "2.9.0", None),
