@@ -191,6 +191,8 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
             "layout={cp: 2, dp: 3, ep: 4}",
             "layout.ep=4 does not divide layout.dp=3 times layout.cp=2; use 1, 2, 3 or 6",
         ),
+        ("layout.cp_comm_type=all_gather", "layout.cp_comm_type='all_gather': input should be 'p2p' or 'a2a'"),
+        ("layout.cp_comm_type=a2a+p2p", "layout.cp_comm_type='a2a+p2p': input should be 'p2p' or 'a2a'"),
         ("layout.vpp=2", "layout.vpp=2 needs layout.pp > 1; leave vpp out or raise pp"),
         ("layout.overlap_param_gather=true", "layout.overlap_param_gather=true needs layout.overlap_grad_reduce=true"),
         ("algorithm.entropy_bonus=0.01", "algorithm.entropy_bonus=0.01 needs algorithm.calculate_entropy=true; set both"),

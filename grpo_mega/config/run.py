@@ -138,6 +138,8 @@ class LayoutConfig(Section):
     pp: PositiveInt = 1
     vpp: PositiveInt | None = None  # model chunks per pipeline rank; None or 1: no interleaving
     cp: PositiveInt = 1  # ranks that share each sequence, for long ones; every sample is padded to a multiple of 2 * cp tokens
+    # Of Transformer Engine's attention. p2p: keys and values go round. a2a: a rank has all tokens for some heads, of keys too.
+    cp_comm_type: Literal["p2p", "a2a"] = "p2p"
     dp: PositiveInt | None = None  # None: under torchrun world size / (tp * cp * pp), else the smallest that ep fits
     ep: PositiveInt = 1  # expert-parallel size of MoE models; must divide dp * cp
     sequence_parallel: bool = False

@@ -19,6 +19,7 @@ APEX_REPOSITORY = "https://github.com/NVIDIA/apex"
 
 Version = tuple[int, ...]
 UNFUSED_PACKED: Version = (2, 11)  # the first Transformer Engine with packed samples in its unfused attention, which has fp32
+PACKED_A2A: Version = (2, 10)  # the first with packed samples in the a2a form of context parallelism
 FUSED_PACKED: Version = (9, 0)  # the least compute capability with packed samples in its fused attention
 FLASH_ATTENTION: Version = (2, 1, 1)  # the oldest flash-attn that it uses
 

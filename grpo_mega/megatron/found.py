@@ -15,7 +15,7 @@ from grpo_mega.hardware import kernels
 from grpo_mega.hardware.device import Device
 from grpo_mega.hardware.kernels import Kernels
 from grpo_mega.validation import raise_first
-from grpo_mega.validation.layout import context_problems
+from grpo_mega.validation.layout import context_problems, exchange_problems
 from grpo_mega.validation.precision import attention_problems, card_problems, transformer_engine_problems
 
 
@@ -50,6 +50,7 @@ def check(config: Config, device: Device) -> None:
         return
     raise_first(context_problems(config))
     raise_first(transformer_engine_problems(config.precision, version))
+    raise_first(exchange_problems(config.layout, version))
     if device.capability is not None:
         flash_attn = kernels.flash_attention_version()
         raise_first(attention_problems(config.model.dtype, device.capability, device.name, version, flash_attn))

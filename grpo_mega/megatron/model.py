@@ -94,6 +94,7 @@ def transformer_config(
         hidden_dropout=0.0,
         tensor_model_parallel_size=runtime.layout.tp,
         context_parallel_size=runtime.layout.cp,
+        cp_comm_type=config.layout.cp_comm_type,
         pipeline_model_parallel_size=runtime.layout.pp,
         virtual_pipeline_model_parallel_size=runtime.layout.vpp if is_interleaved else None,
         pipeline_model_parallel_layout=_uneven_stages(shape, runtime),

@@ -94,11 +94,15 @@ class Pipeline:
         if not self._uses_te:
             dtype = self._chunks[0].config.params_dtype
             return pack_params(batch.cu_seqlens, batch.position_ids, dtype, batch.cp_size, batch.cp_rank, batch.trunks)
-        longest = int(batch.cu_seqlens.diff().max())
+        # Of whole segments; with context parallelism Transformer Engine asks for padded ones too, and padding is part of ours.
+        cuts = batch.cu_seqlens * batch.cp_size
+        padded, longest = None if batch.cp_size == 1 else cuts, int(cuts.diff().max())
         return PackedSeqParams(
             qkv_format="thd",
-            cu_seqlens_q=batch.cu_seqlens,
-            cu_seqlens_kv=batch.cu_seqlens,
+            cu_seqlens_q=cuts,
+            cu_seqlens_kv=cuts,
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_mega.config import Config, LayoutConfig
+from grpo_mega.hardware.kernels import PACKED_A2A, as_text, as_version
 from grpo_mega.weights.layout import MegatronLayout, megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape
 
@@ -51,10 +52,22 @@ def world_size_problems(layout: LayoutConfig, world_size: int) -> Iterator[str]:
 
 def context_problems(config: Config) -> Iterator[str]:
     """Yield what Transformer Engine's layers, which plans of GPUs have too, do not compute."""
-    if config.layout.cp > 1:
-        yield f"layout.cp={config.layout.cp}: must be 1 on GPUs with Transformer Engine; raise layout.tp or layout.pp instead"
+    if config.layout.cp > 1 and config.model.dtype == "float32":
+        yield (
+            f"layout.cp={config.layout.cp}: must be 1 with model.dtype=float32 on GPUs with Transformer Engine, whose "
+            "attention over ranks takes bfloat16 alone; use that, or raise layout.tp or layout.pp instead"
+        )
     if config.batch.share_prompts:
         yield "batch.share_prompts=true: must be left out on GPUs with Transformer Engine, whose attention has no such mask"
+
+
+def exchange_problems(layout: LayoutConfig, version: str | None) -> Iterator[str]:
+    """Yield why Transformer Engine of `version`, None without one, does not exchange packed samples as the layout has it."""
+    if layout.cp > 1 and layout.cp_comm_type == "a2a" and version is not None and as_version(version) < PACKED_A2A:
+        yield (
+            f"layout.cp_comm_type=a2a: must have Transformer Engine {as_text(PACKED_A2A)} or later for packed samples, found "
+            f"{version}; install a newer one, or use p2p"
+        )
 
 
 def layout_problems(layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
@@ -63,6 +76,12 @@ def layout_problems(layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
         yield f"layout.{problem}"
     if shape.num_experts and layout.tp > 1 and not layout.sequence_parallel:
         yield f"layout.tp={layout.tp} with an MoE model needs layout.sequence_parallel=true; set it"
+    heads = shape.num_kv_heads // layout.tp
+    if layout.cp_comm_type == "a2a" and heads % layout.cp:
+        yield (
+            f"layout.cp_comm_type=a2a: must have a cp that divides the {heads} key-value heads of a tensor-parallel rank, "
+            f"found layout.cp={layout.cp}; use p2p, or another cp or tp"
+        )
     sizes = layout.layers_per_chunk
     if sizes is not None and sum(sizes) != shape.num_layers:
         yield (

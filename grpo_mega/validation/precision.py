@@ -19,6 +19,7 @@ from grpo_mega.hardware.kernels import (
     flash_attention_version,
     transformer_engine_version,
 )
+from grpo_mega.validation.layout import exchange_problems
 from grpo_mega.weights.boxes import LocalTensor
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, engine_layout_problems, megatron_layout_problems
@@ -29,6 +30,7 @@ def installed_problems(config: Config, capability: Version | None, name: str) ->
     """Yield what the installed packages lack for a GPU called `name`; `capability` is None where it is not known yet."""
     transformer_engine = transformer_engine_version()
     yield from transformer_engine_problems(config.precision, transformer_engine)
+    yield from exchange_problems(config.layout, transformer_engine)
     for name in ("grouped_experts", "fused_permutation"):
         if getattr(config.model, name) and transformer_engine is None:
             yield f"model.{name}=true needs Transformer Engine; install it or leave {name} out"

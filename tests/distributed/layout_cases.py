@@ -199,7 +199,7 @@ def router_losses(
             weight = 1 / len(logits) if is_by_sample else len(own) / num_tokens
             loss = loss + weight * found.num_experts * (f * scores.mean(0)).sum()
         balancing.append(loss)
-    return torch.stack(balancing), torch.stack(z_losses)
+    return tuple(torch.stack(losses) if losses else torch.zeros(0) for losses in (balancing, z_losses))
 
 
 def probe(
@@ -215,7 +215,7 @@ def probe(
     model = model.double().requires_grad_(True)
     with routed(model) as found:
         hidden = [model.model(torch.tensor([tokens])).last_hidden_state[0] for tokens in sequences]
-    is_sigmoid, topk = model.config.model_type == "deepseek_v3", model.config.num_experts_per_tok
+    is_sigmoid, topk = model.config.model_type == "deepseek_v3", getattr(model.config, "num_experts_per_tok", 0)
     balancing, z_losses = router_losses(found, config, micro_batches, topk, is_sigmoid)
     loss = sum((h * p).sum() for h, p in zip(hidden, probes, strict=True))
     (loss + config.aux_loss_coeff * balancing.sum() + config.z_loss_coeff * z_losses.sum()).backward()

@@ -87,6 +87,8 @@ def compared_with_transformers(case: LogitsCase, runtime: Runtime) -> dict[str, 
     found = policy.pipeline.forward(batches, partial(_differences, case, runtime, policy, model.shape.vocab))
     worst = {"logits": max((d for micro_batch in found for d in micro_batch), default=0.0)}
     if case.gradients:
+        policy.memory.offload_optimizer()
+        policy.memory.offload_weights()
         policy.memory.onload()
         policy.pipeline.forward_backward(batches, partial(_probed, case, runtime.layout.tp))
         worst |= _gradient_differences(case, runtime, policy)

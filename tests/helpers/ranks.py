@@ -20,13 +20,15 @@ from grpo_mega.processes import die_with_parent
 HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
 FORKED = HELPERS / "forked.py"
+COMMAND = (sys.executable, str(FORKED))
 
 Results = dict[str, list[str]]  # by case: what went wrong, a traceback for each rank that failed
 
 
-def launch(worker: Path, world_size: int, folder: Path, timeout_s: float = 900) -> Results:
+def launch(worker: Path, world_size: int, folder: Path, timeout_s: float = 900, command: Sequence[str] = COMMAND) -> Results:
     """Runs `worker` with arguments RANK WORLD_SIZE FOLDER; returns what `run_cases` wrote."""
-    run_forked(str(worker), world_size, "{rank}", str(world_size), str(folder), timeout_s=timeout_s, threads=1)
+    arguments = "{rank}", str(world_size), str(folder)
+    run_forked(str(worker), world_size, *arguments, timeout_s=timeout_s, threads=1, command=command)
     found = [json.loads((folder / f"results_{rank}.json").read_text()) for rank in range(world_size)]
     return {case: [results[case] for results in found if results.get(case)] for case in found[0]}
 
@@ -37,7 +39,7 @@ def run_forked(
     *arguments: str,
     timeout_s: float = 1800,  # ranks that wait for one another end sooner, by their groups' own limit
     threads: int | None = None,
-    command: Sequence[str] = (sys.executable, str(FORKED)),
+    command: Sequence[str] = COMMAND,
 ) -> None:
     """Run a module or file as ranks that share one import (forked.py, or a `command` that runs it); fail with their errors."""
     folders = (ROOT, HELPERS, *filter(None, [os.environ.get("PYTHONPATH")]))

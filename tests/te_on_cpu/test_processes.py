@@ -22,15 +22,16 @@ from grpo_mega.processes import die_with_parent
 ROOT, HERE = launcher.ROOT, Path(__file__).parent
 GPU = ROOT / "tests" / "gpu"
 EVERY_VERSION = (
-    *(HERE / f"test_{name}.py" for name in ("attention_backends", "extension", "modules", "optimizers")),
+    *(HERE / f"test_{name}.py" for name in ("attention_backends", "context", "extension", "modules", "optimizers")),
     f"{GPU / 'test_checkpoint.py'}::test_a_restored_policy_goes_on_as_the_saved_one",
     GPU / "test_recompute.py",
     f"{GPU / 'test_fp8.py'}::test_layers_in_bf16_are_bit_for_bit_those_of_a_run_without_fp8",
 )
-LAYOUTS = HERE / "test_layouts.py"  # its ranks take as long as all others of the default version
+# Their ranks take as long as all others of the default version.
+LAYOUTS = (HERE / "test_layouts.py", HERE / "test_context.py")
 TARGETS: dict[str, tuple[str, tuple[object, ...]]] = {  # what each process runs, and on which version
-    "layouts": (launcher.DEFAULT, (LAYOUTS,)),
-    launcher.DEFAULT: (launcher.DEFAULT, (HERE, GPU, f"--ignore={LAYOUTS}")),
+    "layouts": (launcher.DEFAULT, LAYOUTS),
+    launcher.DEFAULT: (launcher.DEFAULT, (HERE, GPU, *(f"--ignore={path}" for path in LAYOUTS))),
     **{version: (version, EVERY_VERSION) for version in launcher.OTHERS},
 }
 TESTS = {  # that read the output of a process
@@ -109,7 +110,7 @@ def test_everything_that_needs_transformer_engine_passes_on_emulated_kernels(run
 
 
 def test_its_layouts_give_the_numbers_of_one_rank(running: dict[str, Running]) -> None:
-    assert num_passed(output_of(running, "layouts")) >= 15
+    assert num_passed(output_of(running, "layouts")) >= 45
 
 
 @pytest.mark.full

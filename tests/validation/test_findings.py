@@ -162,7 +162,7 @@ def test_every_broken_rule_is_named_once(folder: Path) -> None:
     raw = {
         "run_dir": "out",
         "steps": 1,
-        "model": {"path": str(folder / "model"), "init": "random"},
+        "model": {"path": str(folder / "model"), "init": "random", "dtype": "float32"},
         "layout": {"tp": 3, "pp": 4, "cp": 2, "dp": 2, "ep": 2, "order": "tp-pp-dp", "layers_per_chunk": [1, 1, 1, 1]},
         "data": {"train": str(folder / "train.jsonl"), "max_prompt_length": 64},
         "rollout": {"engine": "sglang", "tp": 5, "max_response_length": 64},

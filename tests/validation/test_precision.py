@@ -10,6 +10,7 @@ from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig, val
 from grpo_mega.errors import ConfigError
 from grpo_mega.hardware.fp8 import RECIPES
 from grpo_mega.validation import raise_first
+from grpo_mega.validation.layout import context_problems, exchange_problems, layout_problems
 from grpo_mega.validation.precision import (
     attention_problems,
     bf16_layer_problems,
@@ -230,3 +231,43 @@ def test_a_gpu_without_an_attention_for_packed_samples_is_refused_in_one_line(
     with pytest.raises(ConfigError, match=message) as caught:
         check()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "version", "message"),
+    [
+        (
+            {"cp": 2},
+            "float32",
+            "2.11.0",
+            r"layout\.cp=2: must be 1 with model\.dtype=float32 .*; use that, or raise layout\.tp",
+        ),
+        (
+            {"cp": 2, "cp_comm_type": "a2a"},
+            "bfloat16",
+            "2.9.0",
+            r"layout\.cp_comm_type=a2a: must have .* 2\.10 .* found 2\.9\.0",
+        ),
+        (
+            {"cp": 2, "tp": 8, "cp_comm_type": "a2a"},
+            "bfloat16",
+            "2.11.0",
+            r"a cp that divides the 1 key-value heads .*cp=2; use",
+        ),
+        ({"cp": 8, "cp_comm_type": "a2a"}, "bfloat16", "2.10.0", None),
+        ({"cp": 16}, "bfloat16", "2.9.0", None),
+        ({"cp_comm_type": "a2a"}, "float32", "2.9.0", None),
+        ({"cp": 2, "cp_comm_type": "a2a"}, "bfloat16", None, None),
+    ],
+)
+def test_what_transformer_engine_lacks_for_context_parallelism_is_refused_in_one_line(
+    layout: dict[str, object], dtype: str, version: str | None, message: str | None
+) -> None:
+    config = validate(RAW | {"layout": layout, "model": {"path": "m", "dtype": dtype}})
+    problems = [
+        *context_problems(config),
+        *exchange_problems(config.layout, version),
+        *layout_problems(config.layout, LLAMA_70B),
+    ]
+    assert len(problems) == (message is not None) and all(re.search(str(message), problem) for problem in problems), problems
+    assert not any("\n" in problem for problem in problems)

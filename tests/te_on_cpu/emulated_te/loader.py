@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +43,8 @@ def install(version: str) -> None:
     sys.modules[extension.NAME] = extension.module()
     with _environment(SETTINGS):
         _import()
-    _everywhere("canonicalize_device", lambda device: torch.device("cpu"))
+    _everywhere("canonicalize_device", lambda function: lambda device: torch.device("cpu"))
+    _everywhere("flash_attn_p2p_communicate", machine.waited_for_once)
 
 
 def _import() -> None:
@@ -70,10 +71,10 @@ def _common() -> Any:
     return common
 
 
-def _everywhere(name: str, replacement: Any) -> None:
-    """Replace a function of TE in all of its modules that have imported it by name."""
+def _everywhere(name: str, replacement: Callable[[Any], Any]) -> None:
+    """Replace a function of TE, by one made from it, in all of its modules that have imported it by name."""
     for module in [m for n, m in sys.modules.items() if n.startswith(f"{TE}.") and hasattr(m, name)]:
-        setattr(module, name, replacement)
+        setattr(module, name, replacement(getattr(module, name)))
 
 
 @contextmanager

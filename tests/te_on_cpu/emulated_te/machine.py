@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +67,24 @@ def put_up() -> None:
     _patch_tensors()
     distributed: Any = torch.distributed
     distributed._coalescing_manager = _one_by_one
+
+
+class _Once:
+    """A send or receive under way."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+
+
+def waited_for_once(communicate: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Return a function of TE that sends and receives such that gloo is asked to wait for each once: TE does so again, and gloo
+    would never return."""
+    return lambda *args: [_Once(work) for work in communicate(*args)]
 
 
 def _properties(device: Any = None) -> SimpleNamespace:

@@ -11,10 +11,22 @@ import importlib.machinery
 import types
 from typing import Any
 
-from emulated_te.extension import attention, blocks, casts, missing, names, norms, optimizers, others, positions, products
+from emulated_te.extension import (
+    attention,
+    blocks,
+    casts,
+    context,
+    missing,
+    names,
+    norms,
+    optimizers,
+    others,
+    positions,
+    products,
+)
 
 NAME = "transformer_engine_torch"
-PARTS = (names, casts, blocks, products, norms, positions, attention, optimizers, others)
+PARTS = (names, casts, blocks, products, norms, positions, attention, context, optimizers, others)
 
 
 class _Missing(NotImplementedError, AttributeError):

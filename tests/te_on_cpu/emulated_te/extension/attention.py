@@ -1,8 +1,8 @@
 """Fused attention as cuDNN's, computed in fp32 sequence by sequence, and the rules by which TE chooses its backend.
 
 The rules are those of nvte_get_fused_attn_backend that a decoder without bias, window and dropout meets, on the card and with
-the cuDNN that `machine` plays. Not emulated: bf16 roundings inside, dropout, windows, sinks, attention in FP8. The statistics
-of the softmax are not kept: the backward pass computes the forward again.
+the cuDNN that `machine` plays. Not emulated: bf16 roundings inside, dropout, windows, sinks, attention in FP8. As in cuDNN the
+backward pass starts from the output and the statistics that it is given: with context parallelism those of all ranks' keys.
 """
 
 from __future__ import annotations
@@ -102,15 +102,18 @@ def fused_attn_fwd(
     return_max_logit: bool = False,
     cuda_graph: bool = False,
 ) -> list[Any]:
-    """Return [output], and for training empty statistics and a random state."""
+    """Return [output], and for training a random state after the statistics: log-sum-exps in fp32, packed [T, heads, 1]."""
     check(q.dtype in (torch.bfloat16, torch.float16), "Fused attention only supports FP8 and BF16/FP16 data types.")
     if dropout or o_quantizer is not None or return_max_logit or page_k is not None:
         raise NotImplementedError("fused attention with dropout, FP8, maximal logits or pages is not emulated")
     check(int((cu_q[1:] - cu_q[:-1]).max()) <= max_q, "a sequence is longer than max_seqlen_q")
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    statistics = torch.full((*q.shape[:-1], 1), -torch.inf)
     for rows, cols in _sequences(layout, cu_q, cu_kv, padded_q, padded_kv):
-        out[rows] = _attend(q[rows].float(), k[cols].float(), v[cols].float(), scale, mask).to(out.dtype)
-    return [out, torch.zeros(0), torch.zeros(2, dtype=torch.int64)] if is_training else [out]
+        scores, values = _scores(q[rows], k[cols], scale, mask), _by_head(v[cols], q.shape[-2])
+        statistics[rows] = scores.logsumexp(-1).t()[..., None]
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(out.dtype)
+    return [out, statistics, torch.zeros(2, dtype=torch.int64)] if is_training else [out]
 
 
 def fused_attn_bwd(
@@ -143,14 +146,21 @@ def fused_attn_bwd(
     cuda_graph: bool = False,
 ) -> list[Any]:
     """Return the gradients of q, k and v, and None for those of bias and sinks."""
+    statistics, num_heads = aux[0], q.shape[-2]
+    check(statistics.shape == (*q.shape[:-1], 1) and statistics.dtype is torch.float32, "expected statistics [T, heads, 1]")
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     for rows, cols in _sequences(layout, cu_q, cu_kv, padded_q, padded_kv):
-        with torch.enable_grad():
-            parts = [x[index].detach().float().requires_grad_() for x, index in ((q, rows), (k, cols), (v, cols))]
-            out = _attend(*parts, scale, mask)
-        found = torch.autograd.grad(out, parts, d_o[rows].float())
+        shares = (_scores(q[rows], k[cols], scale, mask) - statistics[rows][..., 0].t()[..., None]).exp()  # [h, q, k]
+        upstream = d_o[rows].float()
+        d_shares = torch.einsum("qhd,khd->hqk", upstream, _by_head(v[cols], num_heads))
+        d_scores = shares * (d_shares - (upstream * o[rows].float()).sum(-1).t()[..., None]) * scale
+        found = (
+            torch.einsum("hqk,khd->qhd", d_scores, _by_head(k[cols], num_heads)),
+            torch.einsum("hqk,qhd->khd", d_scores, q[rows].float()),
+            torch.einsum("hqk,qhd->khd", shares, upstream),
+        )
         for grad, index, part in zip(grads, (rows, cols, cols), found, strict=True):
-            grad[index] = part.to(grad.dtype)
+            grad[index] = part.unflatten(1, (grad.shape[-2], -1)).sum(2).to(grad.dtype)
     return [*grads, None, None]
 
 
@@ -175,16 +185,19 @@ def _sequences(
             raise NotImplementedError(f"fused attention in layout {name} is not emulated")
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: Any) -> torch.Tensor:
-    """Return [s, h, d] in fp32 of one sequence; each key-value head serves a group of query heads."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, mask: Any) -> torch.Tensor:
+    """Return [h, q, k] in fp32 of one sequence, -inf where the mask has it."""
+    scores = torch.einsum("qhd,khd->hqk", q.float(), _by_head(k, q.shape[1])) * scale
     if "CAUSAL" in mask.name:
         shift = k.shape[0] - q.shape[0] if "BOTTOM" in mask.name else 0
         is_allowed = torch.ones(scores.shape[1:], dtype=torch.bool).tril(shift)
         scores = scores.masked_fill(~is_allowed, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    return scores
+
+
+def _by_head(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Return keys or values [s, heads, d] in fp32; each of theirs serves a group of query heads."""
+    return x.float().repeat_interleave(num_heads // x.shape[1], 1)
 
 
 def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, max_seq_len: int) -> torch.Tensor:

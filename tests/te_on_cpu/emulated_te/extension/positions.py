@@ -1,4 +1,7 @@
-"""Rotary positions: halves are paired, values beyond the angles pass; in sbhd, bshd and packed (thd) form."""
+"""Rotary positions: halves are paired, values beyond the angles pass; in sbhd, bshd and packed (thd) form.
+
+With context parallelism packed sequences alone, whose `cu_seqlens` are then those of the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,12 @@ def fused_rope_forward(
     cp_size: int,
     cp_rank: int,
 ) -> torch.Tensor:
-    return _rope(x, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, sign=1.0)
+    return _rope(x, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank, sign=1.0)
 
 
 def fused_rope_backward(x: torch.Tensor, freqs: torch.Tensor, *rest: Any) -> torch.Tensor:
     """`rest` is the forward's; TE 2.9 leaves out the start positions."""
-    start, qkv_format, interleaved, cu_seqlens, cp_size, _ = rest if len(rest) == 6 else (None, *rest)
-    return _rope(x, freqs, start, qkv_format, interleaved, cu_seqlens, cp_size, sign=-1.0)
+    return _rope(x, freqs, *(rest if len(rest) == 6 else (None, *rest)), sign=-1.0)
 
 
 def _rope(
@@ -38,15 +40,17 @@ def _rope(
     interleaved: bool,
     cu_seqlens: Any,
     cp_size: int,
+    cp_rank: int,
     *,
     sign: float,
 ) -> torch.Tensor:
-    if interleaved or cp_size != 1 or start is not None:
-        raise NotImplementedError("rope that is interleaved, over context-parallel ranks or from a start is not emulated")
+    is_packed = qkv_format == NVTE_QKV_Format.NVTE_THD
+    if interleaved or start is not None or (cp_size != 1 and not is_packed):
+        raise NotImplementedError("rope that is interleaved, from a start, or unpacked over ranks is not emulated")
     check(freqs.dim() == 4 and freqs.shape[1] == freqs.shape[2] == 1, "expected freqs [s, 1, 1, d]")
     check(freqs.dtype is torch.float32, "Dtype of the freqs tensor must be float")
-    if qkv_format == NVTE_QKV_Format.NVTE_THD:
-        return _rope_packed(x, freqs, cu_seqlens, sign)
+    if is_packed:
+        return _rope_packed(x, freqs, cu_seqlens, cp_size, cp_rank, sign)
     check(x.dim() == 4, "expected 4D tensor")
     is_sbhd = qkv_format == NVTE_QKV_Format.NVTE_SBHD
     length = x.shape[0] if is_sbhd else x.shape[1]
@@ -54,16 +58,26 @@ def _rope(
     return _rotated(x, freqs[:length] if is_sbhd else freqs[:length].transpose(0, 1), sign)
 
 
-def _rope_packed(x: torch.Tensor, freqs: torch.Tensor, cu_seqlens: torch.Tensor, sign: float) -> torch.Tensor:
+def _rope_packed(
+    x: torch.Tensor, freqs: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int, sign: float
+) -> torch.Tensor:
     check(x.dim() == 3, "expected 3D tensor")
     check_int32(cu_seqlens)
     lengths = [end - begin for begin, end in pairwise(cu_seqlens.tolist())]
     longest = max(lengths, default=0)
     check(longest <= freqs.shape[0], f"a segment of {longest} reads past the end of {freqs.shape[0]} angles")
-    places = torch.cat([torch.arange(length) for length in lengths])
+    places = torch.cat([_places(length, cp_size, cp_rank) for length in lengths])
     result = torch.zeros_like(x, memory_format=torch.contiguous_format)  # a GPU leaves rows beyond the segments unset
     result[: len(places)] = _rotated(x[: len(places)], freqs[places, 0], sign)
     return result
+
+
+def _places(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Return the positions in a sequence that a rank has: of its two chunks, counted from either end."""
+    if cp_size == 1:
+        return torch.arange(length)
+    half = length // cp_size // 2
+    return torch.cat((torch.arange(half) + cp_rank * half, torch.arange(half) + length - (cp_rank + 1) * half))
 
 
 def _rotated(x: torch.Tensor, angles: torch.Tensor, sign: float) -> torch.Tensor:

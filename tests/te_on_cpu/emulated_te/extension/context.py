@@ -1,0 +1,97 @@
+"""Rows of packed sequences over context-parallel ranks: which a rank has, and sums of what it finds with others' keys.
+
+A rank has two chunks of every sequence, its first and its second half here. `cu_seqlens` are this rank's, the whole ones
+divided by the number of ranks, but for thd_get_partitioned_indices. Statistics are log-sum-exps in fp32, [heads, T]: the packed
+form, in which cuDNN gives them from version 9.6 on. A GPU leaves rows beyond the sequences unset; here they are 0.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from emulated_te.extension.common import check, check_int32
+
+
+def thd_get_partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int) -> torch.Tensor:
+    """Return the rows of the whole batch that a rank has, in its order."""
+    check_int32(cu_seqlens)
+    check(int(cu_seqlens[-1]) <= total_tokens, "the sequences are longer than the batch")
+    rows = []
+    for begin, end in pairwise(cu_seqlens.tolist()):
+        check((end - begin) % (2 * world_size) == 0, "a sequence is not cut into equal chunks")
+        chunks = torch.arange(begin, end, dtype=torch.int32).chunk(2 * world_size)
+        rows += [chunks[rank], chunks[-1 - rank]]
+    return torch.cat(rows)
+
+
+def thd_read_half_tensor(tensor: torch.Tensor, cu_seqlens: torch.Tensor, half_idx: int) -> torch.Tensor:
+    """Return the first or the second halves, end to end, of [T, heads, d], or of two of these, [2, T, heads, d]."""
+    dim = tensor.dim() - 3
+    check(tensor.shape[-1] * tensor.shape[-2] * tensor.element_size() % 16 == 0, "a token's bytes are no multiple of 16")
+    rows = _halves(cu_seqlens)[half_idx]
+    half = tensor.new_zeros(*tensor.shape[:dim], tensor.shape[dim] // 2, *tensor.shape[-2:])
+    half.narrow(dim, 0, len(rows)).copy_(tensor.index_select(dim, rows))
+    return half
+
+
+def thd_read_second_half_lse(
+    lse: torch.Tensor, cu_seqlens: torch.Tensor, lse_packed: bool, second_half_lse_seqlen: int
+) -> torch.Tensor:
+    _check_packed(lse_packed)
+    rows = _halves(cu_seqlens)[1]
+    half = lse.new_zeros(lse.shape[0], second_half_lse_seqlen)
+    half[:, : len(rows)] = lse[:, rows]
+    return half
+
+
+def thd_second_half_lse_correction(
+    lse: torch.Tensor, lse_per_step: torch.Tensor, cu_seqlens: torch.Tensor, lse_packed: bool
+) -> None:
+    """Add to the second halves, in place, the statistics of further keys."""
+    _check_packed(lse_packed)
+    rows = _halves(cu_seqlens)[1]
+    lse[:, rows] = torch.logaddexp(lse[:, rows], lse_per_step[:, : len(rows)])
+
+
+def thd_out_correction(
+    out: torch.Tensor,
+    out_per_step: torch.Tensor,
+    lse: torch.Tensor,
+    lse_per_step: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    only_second_half: bool,
+    lse_packed: bool,
+) -> None:
+    """Add, in place, the output of some keys by their share in the softmax over all; `out` is rounded at every step."""
+    _check_packed(lse_packed)
+    rows = _halves(cu_seqlens)[1] if only_second_half else torch.arange(int(cu_seqlens[-1]))
+    share = (lse_per_step[:, : len(rows)] - lse[:, rows]).exp().t()[..., None]  # [rows, heads, 1]
+    out[rows] = (out[rows].float() + out_per_step[: len(rows)].float() * share).to(out.dtype)
+
+
+def thd_grad_correction(
+    grad: torch.Tensor, grad_per_step: torch.Tensor, cu_seqlens: torch.Tensor, first_half: str, second_half: str
+) -> None:
+    """Copy or add a step's gradient to each half of `grad`, in place, or leave it: then the step has the other half alone."""
+    dim = grad.dim() - 3
+    for rows, change in zip(_halves(cu_seqlens), (first_half, second_half), strict=True):
+        if change != "none":
+            source = torch.arange(len(rows)) if "none" in (first_half, second_half) else rows
+            found = grad_per_step.index_select(dim, source)
+            grad.index_copy_(dim, rows, found + grad.index_select(dim, rows) if change == "add" else found)
+
+
+def _halves(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of all first and of all second halves, in order."""
+    check_int32(cu_seqlens)
+    pairs = [torch.arange(begin, end).chunk(2) for begin, end in pairwise(cu_seqlens.tolist())]
+    check(all(len(pair) == 2 and len(pair[0]) == len(pair[1]) for pair in pairs), "a sequence is not cut into equal halves")
+    first, second = (torch.cat(halves) for halves in zip(*pairs, strict=True))
+    return first, second
+
+
+def _check_packed(lse_packed: bool) -> None:
+    if not lse_packed:
+        raise NotImplementedError("statistics as cuDNN gives them before version 9.6 are not emulated")
