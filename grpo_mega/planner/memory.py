@@ -47,7 +47,7 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
     acts = activations(setup, pp_rank)
     fixed = _fixed(setup, engine)
     trainer = [*state_figures(setup, state), *_fp8_copies_of(setup, state, pp_rank)]
-    # A save gathers each part of the optimizer's state over data-parallel ranks, fp32, one part of one bucket at a time.
+    # A save gathers each part of the optimizer's state over replicas, fp32, one part of one bucket at a time.
     gathered = product("gathered for a save", "B", elements=state.gathered, bytes=FP32)
     bucket = setup.config.sync.bucket_mib * 2**20
     count = 1 if setup.is_served or setup.is_separate else 3
@@ -63,7 +63,7 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
     forward = max([acts.forward_only, *(a.forward_only for _, a in guests)], key=lambda f: f.value)
     phases = {
         "sampling": [*fixed, *stays, *awake],
-        "log-probs": [*fixed, *trainer, *resident, taught, *_with_slack(setup, [forward, acts.logprobs])],
+        "log-probs": [*fixed, *trainer, *resident, taught, *_with_slack(setup, [forward, acts.exchanged, acts.logprobs])],
         "update": [*fixed, *trainer, *resident, head, *_with_slack(setup, acts.training)],
         "checkpoint": [*fixed, *trainer, *resident, *_with_slack(setup, [gathered])],
         "sync": [*fixed, *(trainer[:1] if setup.keeps_host_copies else stays), *awake[:1], *resident[1:], moving],
@@ -134,9 +134,10 @@ def communicators(setup: Setup) -> list[str]:
     sizes = {
         "tensor parallel": layout.tp,
         "pipeline": layout.pp,
-        "data parallel": layout.dp,
+        "context parallel": layout.cp,
+        "data parallel": layout.num_replicas,
         "experts": layout.ep * layout.tp if layout.ep > 1 else 1,
-        "experts' data parallel": layout.dp // layout.ep if layout.ep > 1 else 1,
+        "experts' data parallel": layout.num_replicas // layout.ep if layout.ep > 1 else 1,
         "embeddings": layout.pp if setup.shape.tied else 1,
         "model parallel": layout.tp * layout.pp,  # the gradient norm
         "world": setup.world_size,  # the sync
@@ -223,9 +224,9 @@ def _node(setup: Setup, node: list[State], num_engine_ranks: int) -> HostMemory:
     if algorithm.averages_reference:
         other.append(product("reference's average", "B", "exact", bytes=FP32, elements=elements))
     if algorithm.has_vocab_kl:
-        tokens = setup.config.batch.prompts_per_step * algorithm.group_size * setup.mean_response / layout.dp
+        tokens = setup.config.batch.prompts_per_step * algorithm.group_size * setup.mean_response / layout.num_replicas
         width = max((one.shape.hidden for one in setup.of_teachers()), default=0)
-        holders = min(ranks, layout.tp * layout.dp)  # ranks of the last stage
+        holders = min(ranks, layout.tp * layout.num_replicas)  # ranks of the last stage
         label = "teacher's hidden states"
         other.append(product(label, "B", ranks=holders, tokens=tokens, width=width, itemsize=setup.itemsize))
     staged = checkpoint_bytes(setup).value * ranks / layout.world_size

@@ -32,8 +32,11 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
         "num_nodes": setup.num_nodes,
         "peak_phase": plan.peak_phase,
         "peak_stage": plan.worst.pp_rank,
-        "layout": {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "dp": layout.dp, "ep": layout.ep},
-        "ranks": [dict(zip(("tp", "pp", "dp"), layout.place(r), strict=True)) for r in range(layout.world_size)],
+        "layout": {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp, "dp": layout.dp, "ep": layout.ep},
+        "ranks": [
+            {**dict(zip(("tp", "pp", "dp"), layout.place(r), strict=True)), "cp": layout.cp_rank(r)}
+            for r in range(layout.world_size)
+        ],
         "engine_ranks": setup.config.layout.engine_ranks,
         "engines": setup.engine_layout.num_engines,
         "stages": [
@@ -41,7 +44,7 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
                 "stage": stage.pp_rank,
                 "weights_bytes": stage.state.weights,
                 "gradients_bytes": stage.state.gradients,
-                "optimizer_bytes": [stage.state.optimizer(dp_rank) for dp_rank in range(layout.dp)],
+                "optimizer_bytes": [stage.state.optimizer(replica) for replica in range(layout.num_replicas)],
                 "phases_gib": {phase: round(figure.gib, 3) for phase, figure in stage.totals.items()},
             }
             for stage in plan.stages
