@@ -13,6 +13,7 @@ from grpo_mega.planner.engine import EngineMemory, elements_of, engine_memory
 from grpo_mega.planner.figures import GIB, Figure, Trust, figure, product, total
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.state import FP32, State, Storage, stage_state
+from grpo_mega.rollout.routes import RouterSizes
 
 PHASES = ("sampling", "log-probs", "update", "checkpoint", "sync")
 
@@ -219,7 +220,8 @@ def _node(setup: Setup, node: list[State], num_engine_ranks: int) -> HostMemory:
     elements, algorithm = sum(s.num_parameters for s in node), setup.config.algorithm
     if setup.config.rollout.routing_replay:  # twice, while ranks share them
         tokens = setup.config.batch.prompts_per_step * algorithm.group_size * setup.mean_sample
-        per_token = setup.shape.num_layers * setup.experts_per_token * (1 if setup.shape.num_experts < 256 else 2)
+        shape = setup.shape
+        per_token = RouterSizes(shape.num_layers, shape.num_dense, shape.num_experts, setup.experts_per_token).token_bytes
         other.append(product("recorded experts", "B", ranks=2 * ranks, tokens=tokens, per_token=per_token))
     if algorithm.averages_reference:
         other.append(product("reference's average", "B", "exact", bytes=FP32, elements=elements))
