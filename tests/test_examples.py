@@ -49,6 +49,7 @@ SHAPES = {  # of the models that the recipes name
     "qwen2.5-1.5b": ModelShape("qwen2", 28, 1536, 8960, num_heads=12, num_kv_heads=2, head_dim=128, vocab=151936, tied=True),
     "qwen3-8b": ModelShape("qwen3", 36, 4096, 12288, num_heads=32, num_kv_heads=8, head_dim=128, vocab=151936, tied=False),
 }
+SHAPES["qwen3-8b-32k"] = SHAPES["qwen3-8b"]
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -32,6 +32,18 @@ _LLAMA: Fields = {
     "rms_norm_eps": 1e-5,
     "rope_scaling": None,
 }
+_LLAMA_3_1: Fields = {
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
 _QWEN2: Fields = {
     **_COMMON,
     "architectures": ["Qwen2ForCausalLM"],
@@ -88,21 +100,15 @@ KNOWN_MODELS: Mapping[str, KnownModel] = {
         "meta-llama/Llama-3.1-405B-Instruct",
         {
             **_LLAMA,
+            **_LLAMA_3_1,
             "hidden_size": 16384,
             "intermediate_size": 53248,
             "num_hidden_layers": 126,
             "num_attention_heads": 128,
-            "vocab_size": 128256,
-            "max_position_embeddings": 131072,
-            "rope_theta": 500000.0,
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
         },
+    ),
+    "llama-3.1-70b": KnownModel(
+        "meta-llama/Llama-3.1-70B-Instruct", {**_LLAMA, **_LLAMA_3_1, **_LARGE, "intermediate_size": 28672}
     ),
     "qwen2.5-72b": KnownModel(
         "Qwen/Qwen2.5-72B-Instruct",

@@ -25,6 +25,8 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+CONTEXT = "CONTEXT_PARALLEL_GROUP"  # Megatron's description of the group that shares a sequence
+
 
 class _Done:
     def wait(self, *args: Any) -> bool:
@@ -38,12 +40,12 @@ class Counted:
     """Count the bytes that this rank sends to others with ring algorithms, by the participating ranks."""
 
     def __init__(self) -> None:
-        self.sent: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self.sent: Counter[tuple[tuple[int, ...], str, bool]] = Counter()  # the last: between context-parallel ranks
 
     def add(self, group: dist.ProcessGroup | None, name: str, num_bytes: float) -> None:
         ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
         if len(ranks) > 1:
-            self.sent[tuple(ranks), name] += int(num_bytes)
+            self.sent[tuple(ranks), name, group is not None and group.group_desc == CONTEXT] += int(num_bytes)
 
     def install(self) -> None:
         """Replace the functions of torch.distributed; before Megatron imports them by name."""
@@ -171,7 +173,7 @@ def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
         "weights": sum(b.param_data.nbytes for b in buffers),
         "gradients": sum(b.grad_data.nbytes for b in buffers),
         "kept": kept.most,
-        "sent": [[list(ranks), name, sent] for (ranks, name), sent in sorted(counted.sent.items())],
+        "sent": [[list(key[0]), key[1], sent, key[2]] for key, sent in sorted(counted.sent.items())],
     }
 
 

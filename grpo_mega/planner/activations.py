@@ -25,6 +25,7 @@ class Activations:
     saved: Figure  # waiting for their backward pass
     recomputed: Figure  # of the layer whose backward pass is under way
     work: Figure  # of that layer, what autograd does not keep
+    exchanged: Figure  # of that layer's attention, what comes from other context-parallel ranks or goes to them
     logprobs: Figure  # tiles of logits and the hidden states they are made of; on the last stage
     forward_only: Figure  # of a pass without gradients
     layer: list[Figure]  # what one layer keeps, part by part
@@ -36,7 +37,7 @@ class Activations:
 
     @property
     def training(self) -> list[Figure]:
-        return [*self.kept, self.work, self.logprobs]
+        return [*self.kept, self.work, self.exchanged, self.logprobs]
 
 
 def activations(setup: Setup, pp_rank: int, padding: float = PADDING) -> Activations:
@@ -67,6 +68,7 @@ def activations(setup: Setup, pp_rank: int, padding: float = PADDING) -> Activat
         recomputed=figure("activations recomputed", "B", lambda: tokens * b * max(0, whole - kept - final * h / s), trust),
         # Gradients of the widest tensors, and the gathered sequence.
         work=figure("a layer at work", "B", lambda: tokens * b * (2 * f * wide + 2 * q + 3 * h + combined), trust),
+        exchanged=_exchanged(setup),
         logprobs=_logprobs(setup, pp_rank),
         forward_only=figure("a layer at work", "B", lambda: tokens * b * (3 * f * wide + 3 * q + 4 * h + combined)),
         layer=[part.trusted(trust) for part in shown],
@@ -89,14 +91,20 @@ def _layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Fi
         return te_layers.layer(setup, q, kv, f, r, _share_in_fp8(setup, pp_rank))
     if shape.kv_lora:
         return _latent_layer(setup, pp_rank, padding)
+    # Attention keeps chunks without padding, each with the keys before it.
+    padded, keys = (padding, padding) if setup.layout.cp == 1 else (1.0, setup.layout.cp + 0.5)
     # What Megatron's local layers keep, in elements per token. Norms are torch's own on a CPU: input and normalised input in
     # fp32, and the output.
     both_norms = figure("norms keep, per token", "", lambda: 2 * h * (8 / b + 1) / s)
     qk_norms = figure("norms of queries and keys keep, per token", "", lambda: has_qk * 8 / b * (q + kv))
     norms, qk = both_norms.value, qk_norms.value
     label = "a layer keeps without recompute, per token"
-    dense = figure(label, "", lambda: norms + qk + q + 2 * padding * (q + kv) + 4 * d + 5 * f)
-    moe = figure(label, "", lambda: norms + qk + q + 2 * padding * (q + kv) + 4 * d + r * (h + 6 * f + 4 / b) + router + 5 * fs)
+    dense = figure(label, "", lambda: norms + qk + q + 2 * (padded * q + keys * kv) + 4 * d + 5 * f)
+    moe = figure(
+        label,
+        "",
+        lambda: norms + qk + q + 2 * (padded * q + keys * kv) + 4 * d + r * (h + 6 * f + 4 / b) + router + 5 * fs,
+    )
     selective = figure("a layer keeps with selective recompute, per token", "", lambda: norms + qk + 3 * q + 3 * kv + 4 * d)
     return [both_norms, qk_norms], moe if shape.num_experts else dense, selective
 
@@ -143,6 +151,23 @@ def layers_in_flight(setup: Setup, pp_rank: int) -> int:
         num_layers += sizes[chunk % layout.vpp] * min(passes, layout.pp)
         passes, chunk = passes - layout.pp, chunk + 1
     return num_layers
+
+
+def _exchanged(setup: Setup) -> Figure:
+    """Return what attention holds of other context-parallel ranks' keys and values, and of results of its parts.
+
+    Local layers: the keys and values of all, and in the backward pass gradients of these, before and after they are put in
+    order. Transformer Engine: forward each rank's keys and values, and the part of the output that they give, until all are
+    there; backward two buffers for keys, values and their gradients, and the gradients of one part.
+    """
+    tokens, b, cp = setup.micro_batch_tokens, setup.itemsize, setup.layout.cp
+    q, kv = setup.shape.q // setup.layout.tp, max(setup.shape.kv // setup.layout.tp, setup.shape.head_dim)
+    label = "exchanged keys and values"
+    if cp == 1:
+        return product(label, "B")
+    if setup.uses_te:
+        return figure(label, "B", lambda: tokens * b * max(cp * (2 * kv + q), 10 * kv + q))
+    return figure(label, "B", lambda: tokens * b * 2 * kv * (3 * cp + 0.5))
 
 
 def _logprobs(setup: Setup, pp_rank: int) -> Figure:

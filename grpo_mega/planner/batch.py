@@ -13,9 +13,9 @@ from grpo_mega.planner.setup import Setup
 class Batch:
     samples: Figure  # per step
     tokens: Figure  # per step, prompts included
-    micro_batches: Figure  # of one data-parallel rank in one optimizer step, with samples of mean length
+    micro_batches: Figure  # of one rank in one optimizer step, with samples of mean length
     most_micro_batches: Figure  # the same with all samples as long as can be
-    micro_batch_tokens: Figure  # on average
+    micro_batch_tokens: Figure  # on a rank, on average
     bubble: Figure  # share of an update that a pipeline stage waits
 
     @property
@@ -24,8 +24,8 @@ class Batch:
 
 
 def batch(setup: Setup) -> Batch:
-    config, pp, vpp, dp = setup.config, setup.layout.pp, setup.layout.vpp, setup.layout.dp
-    mean_prompt, mean_response, longest = setup.mean_prompt, setup.mean_response, setup.longest_sample
+    config, pp, vpp, dp, cp = setup.config, setup.layout.pp, setup.layout.vpp, setup.layout.dp, setup.layout.cp
+    mean_prompt, mean_response, longest = setup.mean_prompt, setup.mean_response, setup.longest_on_rank
     mini_batches, budget, fill = config.batch.mini_batches, config.batch.tokens_per_micro_batch, setup.assumed.packing_fill
     rounds = pp if vpp > 1 else 1
     all_samples = product("samples per step", "", prompts=config.batch.prompts_per_step, group=config.algorithm.group_size)
@@ -35,7 +35,7 @@ def batch(setup: Setup) -> Batch:
     mean = figure(
         "micro-batches per rank",
         "",
-        lambda: ceil(max(tokens / mini_batches / (dp * budget * fill), 1e-9) / rounds) * rounds,
+        lambda: ceil(max(tokens / mini_batches / (dp * cp * budget * fill), 1e-9) / rounds) * rounds,
     )
     most = figure(
         "micro-batches per rank, at most",
@@ -43,6 +43,6 @@ def batch(setup: Setup) -> Batch:
         lambda: ceil(ceil(samples / mini_batches) / (dp * floor(budget / longest)) / rounds) * rounds,
     )
     micro_batches = mean.value
-    mean_tokens = figure("tokens per micro-batch", "tokens", lambda: tokens / (mini_batches * dp * micro_batches))
+    mean_tokens = figure("tokens per micro-batch", "tokens", lambda: tokens / (mini_batches * dp * cp * micro_batches))
     bubble = figure("pipeline bubble", "", lambda: (pp - 1) / (vpp * micro_batches + pp - 1))
     return Batch(all_samples, all_tokens, mean, most, mean_tokens, bubble)

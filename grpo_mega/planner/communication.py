@@ -34,31 +34,36 @@ class Link:
 
 @functools.cache
 def groups(layout: MegatronLayout, axis: str) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of ranks that differ along one axis only: tp, pp, dp, ep (within dp) or edp (same experts in dp)."""
+    """Return the groups of ranks that differ along one axis only: tp, cp, pp, dp (with cp), ep (within these) or edp (same
+    experts)."""
     members: dict[tuple[int, ...], list[int]] = {}
-    key: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {
-        "tp": lambda tp, pp, dp: (pp, dp),
-        "pp": lambda tp, pp, dp: (tp, dp),
-        "dp": lambda tp, pp, dp: (tp, pp),
-        "ep": lambda tp, pp, dp: (tp, pp, dp // layout.ep),
-        "edp": lambda tp, pp, dp: (tp, pp, dp % layout.ep),
+    key: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {  # of a rank's tp_rank, pp_rank and place among replicas
+        "tp": lambda tp, pp, replica: (pp, replica),
+        "cp": lambda tp, pp, replica: (tp, pp, replica // layout.cp),
+        "pp": lambda tp, pp, replica: (tp, replica),
+        "dp": lambda tp, pp, replica: (tp, pp),
+        "ep": lambda tp, pp, replica: (tp, pp, replica // layout.ep),
+        "edp": lambda tp, pp, replica: (tp, pp, replica % layout.ep),
     }
     for rank in range(layout.world_size):
-        members.setdefault(key[axis](*layout.place(rank)), []).append(rank)
+        tp_rank, pp_rank, dp_rank = layout.place(rank)
+        members.setdefault(key[axis](tp_rank, pp_rank, dp_rank * layout.cp + layout.cp_rank(rank)), []).append(rank)
     return tuple(map(tuple, members.values()))
 
 
 def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
     """Return what a step's update, log-probs and sync send. `state` is that of the stage that holds most."""
     layout, config, hidden, b = setup.layout, setup.config, setup.shape.hidden, setup.itemsize
-    tp, vpp, ep, dp = layout.tp, layout.vpp, layout.ep, layout.dp
-    layers, tokens, cut = largest_stage(setup), tokens_per_dp_rank(setup, batch), setup.sequence_parts
+    tp, vpp, ep, replicas = layout.tp, layout.vpp, layout.ep, layout.num_replicas
+    layers, tokens, cut = largest_stage(setup), tokens_per_rank(setup, batch), setup.sequence_parts
     updates, forwards = num_passes(setup)
     moe_layers = max(setup.num_moe_layers(pp_rank) for pp_rank in range(layout.pp))
     links = []
     if tp > 1:
         sent = _tensor_parallel(setup, layers, moe_layers, tokens)
         links.append(_link(setup, sent, groups(layout, "tp")))
+    if layout.cp > 1:
+        links.append(_link(setup, _context_parallel(setup, layers, tokens), groups(layout, "cp")))
     if layout.pp > 1:
         sent = figure("pipeline", "B", lambda: vpp * tokens * hidden * b / cut * (2 * updates + forwards))
         links.append(_link(setup, sent, groups(layout, "pp")))
@@ -70,7 +75,7 @@ def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
             lambda: moe_layers * tokens / cut * chosen * hidden * b * (ep - 1) / ep * (passes * updates + 2 * forwards),
         )
         links.append(_link(setup, sent, groups(layout, "ep")))
-    if dp > 1:
+    if replicas > 1:
         optimizer_steps, elements, fp8_elements = config.batch.optimizer_steps, state.elements, state.fp8_elements
         spread = state.spread_elements / (elements + fp8_elements)  # share of experts, which fewer ranks have in common
         sent = figure(
@@ -79,7 +84,7 @@ def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
             lambda: (
                 optimizer_steps
                 * (4 * (elements + fp8_elements) + b * elements + fp8_elements)
-                * (1 - (1 - spread) / dp - spread * ep / dp)
+                * (1 - (1 - spread) / replicas - spread * ep / replicas)
             ),
         )
         links.append(_link(setup, sent, groups(layout, "dp")))
@@ -124,15 +129,31 @@ def _tensor_parallel(setup: Setup, layers: int, moe_layers: int, tokens: float) 
     )
 
 
+def _context_parallel(setup: Setup, layers: int, tokens: float) -> Figure:
+    """Return the bytes between context-parallel ranks: each sends the keys and values of its tokens to all others.
+
+    That is once forward, by a gather or from neighbour to neighbour (Transformer Engine), and again where attention is
+    recomputed. Backward the gradients come back in the same way, and Transformer Engine sends keys and values again.
+    """
+    cp, b, kv = setup.layout.cp, setup.itemsize, max(setup.shape.kv // setup.layout.tp, setup.shape.head_dim)
+    updates, forwards = num_passes(setup)
+    again = int(setup.config.model.recompute != "none") + int(setup.uses_te)
+    return figure(
+        "context parallel",
+        "B",
+        lambda: layers * tokens * 2 * kv * b * (cp - 1) * (updates * (2 + again) + forwards),
+    )
+
+
 def num_passes(setup: Setup) -> tuple[int, int]:
     """Return how often a step passes its tokens: forward and backward in updates; forward only, for log-probs."""
     batch = setup.config.batch
     return batch.epochs, int(setup.config.needs_old_logprobs) + int(setup.has_reference)
 
 
-def tokens_per_dp_rank(setup: Setup, batch: Batch) -> float:
-    """Return the tokens of a step that each data-parallel rank passes through the model once."""
-    return batch.tokens.value / setup.layout.dp
+def tokens_per_rank(setup: Setup, batch: Batch) -> float:
+    """Return the tokens of a step that each rank of a stage passes through the model once."""
+    return batch.tokens.value / setup.layout.num_replicas
 
 
 def largest_stage(setup: Setup) -> int:

@@ -77,7 +77,7 @@ def cache_bytes_per_token(setup: Setup) -> int:
     """
     shape, tp = setup.shape, setup.config.rollout.tp if setup.is_served else 1
     if shape.kv_lora and setup.is_served:
-        return shape.num_layers * shape.kv_down * setup.itemsize
+        return shape.num_layers * shape.kv_down * setup.engine_itemsize
     heads = max(1, shape.num_kv_heads // tp)
     return shape.num_layers * heads * (shape.head_dim + (shape.v_dim or shape.head_dim)) * setup.engine_itemsize
 

@@ -13,6 +13,7 @@ from grpo_mega.planner.engine import EngineMemory, elements_of, engine_memory
 from grpo_mega.planner.figures import GIB, Figure, Trust, figure, product, total
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.state import FP32, State, Storage, stage_state
+from grpo_mega.rollout.routes import RouterSizes
 
 PHASES = ("sampling", "log-probs", "update", "checkpoint", "sync")
 
@@ -47,7 +48,7 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
     acts = activations(setup, pp_rank)
     fixed = _fixed(setup, engine)
     trainer = [*state_figures(setup, state), *_fp8_copies_of(setup, state, pp_rank)]
-    # A save gathers each part of the optimizer's state over data-parallel ranks, fp32, one part of one bucket at a time.
+    # A save gathers each part of the optimizer's state over replicas, fp32, one part of one bucket at a time.
     gathered = product("gathered for a save", "B", elements=state.gathered, bytes=FP32)
     bucket = setup.config.sync.bucket_mib * 2**20
     count = 1 if setup.is_served or setup.is_separate else 3
@@ -63,7 +64,7 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
     forward = max([acts.forward_only, *(a.forward_only for _, a in guests)], key=lambda f: f.value)
     phases = {
         "sampling": [*fixed, *stays, *awake],
-        "log-probs": [*fixed, *trainer, *resident, taught, *_with_slack(setup, [forward, acts.logprobs])],
+        "log-probs": [*fixed, *trainer, *resident, taught, *_with_slack(setup, [forward, acts.exchanged, acts.logprobs])],
         "update": [*fixed, *trainer, *resident, head, *_with_slack(setup, acts.training)],
         "checkpoint": [*fixed, *trainer, *resident, *_with_slack(setup, [gathered])],
         "sync": [*fixed, *(trainer[:1] if setup.keeps_host_copies else stays), *awake[:1], *resident[1:], moving],
@@ -134,9 +135,10 @@ def communicators(setup: Setup) -> list[str]:
     sizes = {
         "tensor parallel": layout.tp,
         "pipeline": layout.pp,
-        "data parallel": layout.dp,
+        "context parallel": layout.cp,
+        "data parallel": layout.num_replicas,
         "experts": layout.ep * layout.tp if layout.ep > 1 else 1,
-        "experts' data parallel": layout.dp // layout.ep if layout.ep > 1 else 1,
+        "experts' data parallel": layout.num_replicas // layout.ep if layout.ep > 1 else 1,
         "embeddings": layout.pp if setup.shape.tied else 1,
         "model parallel": layout.tp * layout.pp,  # the gradient norm
         "world": setup.world_size,  # the sync
@@ -218,14 +220,15 @@ def _node(setup: Setup, node: list[State], num_engine_ranks: int) -> HostMemory:
     elements, algorithm = sum(s.num_parameters for s in node), setup.config.algorithm
     if setup.config.rollout.routing_replay:  # twice, while ranks share them
         tokens = setup.config.batch.prompts_per_step * algorithm.group_size * setup.mean_sample
-        per_token = setup.shape.num_layers * setup.experts_per_token * (1 if setup.shape.num_experts < 256 else 2)
+        shape = setup.shape
+        per_token = RouterSizes(shape.num_layers, shape.num_dense, shape.num_experts, setup.experts_per_token).token_bytes
         other.append(product("recorded experts", "B", ranks=2 * ranks, tokens=tokens, per_token=per_token))
     if algorithm.averages_reference:
         other.append(product("reference's average", "B", "exact", bytes=FP32, elements=elements))
     if algorithm.has_vocab_kl:
-        tokens = setup.config.batch.prompts_per_step * algorithm.group_size * setup.mean_response / layout.dp
+        tokens = setup.config.batch.prompts_per_step * algorithm.group_size * setup.mean_response / layout.num_replicas
         width = max((one.shape.hidden for one in setup.of_teachers()), default=0)
-        holders = min(ranks, layout.tp * layout.dp)  # ranks of the last stage
+        holders = min(ranks, layout.tp * layout.num_replicas)  # ranks of the last stage
         label = "teacher's hidden states"
         other.append(product(label, "B", ranks=holders, tokens=tokens, width=width, itemsize=setup.itemsize))
     staged = checkpoint_bytes(setup).value * ranks / layout.world_size

@@ -48,9 +48,9 @@ def _fastest(options: Sequence[Option]) -> Option | None:
 
 
 def _others(setup: Setup) -> Iterator[Changes]:
-    """Yield the changes that lead to the other placement, with the same tp and pp."""
+    """Yield the changes that lead to the other placement, with the same tp, cp and pp."""
     layout, rollout, world = setup.layout, setup.config.rollout, setup.world_size
-    unit = layout.tp * layout.pp
+    unit = layout.tp * layout.cp * layout.pp
     if setup.is_separate:
         yield {"layout.engine_ranks": 0, "layout.dp": world // unit, "rollout.placement": "colocated"}
         return

@@ -10,6 +10,7 @@ from grpo_mega.planner.placement import compare
 from grpo_mega.planner.plan import Plan, disk_bytes
 from grpo_mega.planner.suggest import Option, first_changes
 from grpo_mega.validation.findings import Findings
+from grpo_mega.weights.layout import MegatronLayout
 
 
 def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) -> dict[str, Any]:
@@ -32,8 +33,8 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
         "num_nodes": setup.num_nodes,
         "peak_phase": plan.peak_phase,
         "peak_stage": plan.worst.pp_rank,
-        "layout": {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "dp": layout.dp, "ep": layout.ep},
-        "ranks": [dict(zip(("tp", "pp", "dp"), layout.place(r), strict=True)) for r in range(layout.world_size)],
+        "layout": {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp, "dp": layout.dp, "ep": layout.ep},
+        "ranks": [_place(layout, rank) for rank in range(layout.world_size)],
         "engine_ranks": setup.config.layout.engine_ranks,
         "engines": setup.engine_layout.num_engines,
         "stages": [
@@ -41,7 +42,7 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
                 "stage": stage.pp_rank,
                 "weights_bytes": stage.state.weights,
                 "gradients_bytes": stage.state.gradients,
-                "optimizer_bytes": [stage.state.optimizer(dp_rank) for dp_rank in range(layout.dp)],
+                "optimizer_bytes": [stage.state.optimizer(replica) for replica in range(layout.num_replicas)],
                 "phases_gib": {phase: round(figure.gib, 3) for phase, figure in stage.totals.items()},
             }
             for stage in plan.stages
@@ -103,6 +104,11 @@ def sections(plan: Plan) -> Iterator[tuple[str, list[Figure]]]:
     yield "communication", [figure for link in plan.links for figure in (link.sent, link.seconds)]
     timing = plan.timing
     yield "time", [timing.decoding, *timing.phases, timing.step, timing.tokens_per_second_per_gpu, timing.model_flops_share]
+
+
+def _place(layout: MegatronLayout, rank: int) -> dict[str, int]:
+    tp_rank, pp_rank, dp_rank = layout.place(rank)
+    return {"tp": tp_rank, "cp": layout.cp_rank(rank), "pp": pp_rank, "dp": dp_rank}
 
 
 def _placement(plan: Plan) -> dict[str, Any] | None:

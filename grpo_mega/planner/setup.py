@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from grpo_mega.config import Config, PrecisionConfig
+from grpo_mega.config.base import tokens_on_rank
 from grpo_mega.formats.dtypes import item_bytes
 from grpo_mega.hardware.cards import ASSUMED, Assumptions, Card
 from grpo_mega.hardware.fp8 import length_multiple
@@ -146,17 +148,22 @@ class Setup:
     @property
     def length_multiple(self) -> int:
         """Return the number whose multiples the lengths of micro-batches are padded to."""
-        return length_multiple(self.config.precision, self.layout.tp)
+        return math.lcm(length_multiple(self.config.precision, self.layout.tp), 1 if self.layout.cp == 1 else 2)
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Return the length of the longest micro-batch."""
+        """Return the tokens that a rank has of the longest micro-batch."""
         budget, multiple = self.config.batch.tokens_per_micro_batch, self.length_multiple
         return -(-budget // multiple) * multiple
 
     @property
     def longest_sample(self) -> int:
         return self.config.data.max_prompt_length + self.config.rollout.max_response_length
+
+    @property
+    def longest_on_rank(self) -> int:
+        """Return the tokens that a rank has of the longest sample."""
+        return tokens_on_rank(self.longest_sample, self.layout.cp)
 
     @property
     def mean_sample(self) -> float:

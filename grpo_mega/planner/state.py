@@ -1,9 +1,9 @@
 """Parameters, gradients and optimizer state of a rank, exact to the byte, from the shape tables.
 
 Megatron lays a chunk's parameters into buffers, in reverse order: each begins at a multiple of 64 elements, and each bucket
-ends at a multiple of lcm(128, data-parallel ranks). Weights and fp32 gradients are such buffers whole, padding included; the
-optimizer holds this rank's share of each bucket, padding excluded. Experts that are spread over ranks have buffers of their
-own, and so have weights in FP8.
+ends at a multiple of lcm(128, replicas); the replicas are the data- and context-parallel ranks. Weights and fp32 gradients are
+such buffers whole, padding included; the optimizer holds this rank's share of each bucket, padding excluded. Experts that are
+spread over ranks have buffers of their own, and so have weights in FP8.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Buffer:
     """A chunk's parameters of one kind, laid end to end."""
 
     size: int  # elements, padding included
-    shares: tuple[int, ...]  # elements that each data-parallel rank's optimizer holds
+    shares: tuple[int, ...]  # elements that each replica's optimizer holds
     largest_bucket: int  # elements, padding included
     is_fp8: bool = False
     is_spread: bool = False
@@ -106,7 +106,7 @@ class State:
     elements: int  # with padding, less those in FP8
     fp8_elements: int  # with padding
     spread_elements: int  # of both, those of experts over expert-parallel ranks
-    optimizer_elements: tuple[int, ...]  # by data-parallel rank
+    optimizer_elements: tuple[int, ...]  # by replica: context-parallel ranks are neighbours among them
     gathered: float  # elements on the device while a save gathers a bucket: all of it, and this rank's share
     storage: Storage
 
@@ -120,9 +120,9 @@ class State:
         """Return the bytes of the fp32 gradients."""
         return (self.elements + self.fp8_elements) * FP32
 
-    def optimizer(self, dp_rank: int) -> int:
+    def optimizer(self, replica: int) -> int:
         """Return the bytes of masters and moments, once Adam has made them."""
-        return self.optimizer_elements[dp_rank] * self.storage.optimizer_bytes
+        return self.optimizer_elements[replica] * self.storage.optimizer_bytes
 
     @property
     def largest_share(self) -> int:
@@ -142,10 +142,10 @@ def stage_state(
     rank = next(r for r in range(layout.world_size) if layout.place(r) == (0, pp_rank, 0))
     chunks = chunk_parameters(family, shape, layout, rank, fused_norms=fused_norms)
     buffers = [b for i, chunk in enumerate(chunks) for b in _buffers(chunk, layout, storage, has_buckets=i + pp_rank == 0)]
-    shares = [0] * layout.dp
+    shares = [0] * layout.num_replicas
     for buffer in buffers:
-        for dp_rank in range(layout.dp):  # experts' ranks are neighbours within dp
-            shares[dp_rank] += buffer.shares[dp_rank * len(buffer.shares) // layout.dp]
+        for replica in range(layout.num_replicas):  # experts' ranks are neighbours among them
+            shares[replica] += buffer.shares[replica * len(buffer.shares) // layout.num_replicas]
     return State(
         num_parameters=sum(p.size for chunk in chunks for p in chunk),
         elements=sum(b.size for b in buffers if not b.is_fp8),
@@ -207,12 +207,12 @@ def _buffers(
     parameters: Sequence[Parameter], layout: MegatronLayout, storage: Storage, *, has_buckets: bool
 ) -> Iterator[Buffer]:
     """Yield one chunk's buffers; only the first chunk of the first stage is cut into buckets."""
-    bucket_size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * layout.dp) if storage.is_overlapped and has_buckets else None
+    bucket_size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * layout.num_replicas) if storage.is_overlapped and has_buckets else None
     for is_spread in (False, True):
         for is_fp8 in (False, True):
             chosen = [p for p in parameters if p.is_spread == is_spread and _is_fp8(p, storage) == is_fp8]
             if chosen:
-                dp_size = layout.dp // layout.ep if is_spread else layout.dp
+                dp_size = layout.num_replicas // (layout.ep if is_spread else 1)
                 yield replace(buffer_of(chosen, dp_size, bucket_size), is_fp8=is_fp8, is_spread=is_spread)
 
 

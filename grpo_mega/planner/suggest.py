@@ -9,14 +9,14 @@ from typing import Any
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
-from grpo_mega.config.base import divisors
+from grpo_mega.config.base import divisors, tokens_on_rank
 from grpo_mega.errors import ConfigError
 from grpo_mega.planner.plan import Plan, make_plan
 from grpo_mega.planner.setup import Setup
 from grpo_mega.validation.findings import job_problems
 
 Changes = dict[str, Any]  # values by dotted key of the config
-MAX_VPP = 4
+MAX_VPP, MAX_CP = 4, 8
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,15 @@ def _layouts(setup: Setup) -> Iterator[Changes]:
     shape, world = setup.shape, setup.layout.world_size
     node = divisors(setup.ranks_per_node)
     served = node if setup.is_served else [1]
-    for tp, pp in product(node, divisors(world)):
-        if world % (tp * pp) or pp > shape.num_layers:
+    contexts = {setup.layout.cp: {}, **dict(_contexts(setup, range(1, MAX_CP + 1)))}
+    for tp, pp, cp in product(node, divisors(world), contexts):
+        if world % (tp * pp * cp) or pp > shape.num_layers:
             continue
-        dp = world // (tp * pp)
+        dp = world // (tp * pp * cp)
         chunks = [v for v in range(1, MAX_VPP + 1) if v == 1 or (pp > 1 and shape.num_layers % (pp * v) == 0)]
-        spread = [ep for ep in divisors(dp) if shape.num_experts % ep == 0] if shape.num_experts else [1]
+        spread = [ep for ep in divisors(dp * cp) if shape.num_experts % ep == 0] if shape.num_experts else [1]
         for vpp, ep, recompute, rollout_tp in product(chunks, spread, ("none", "selective", "full"), served):
-            yield {
+            yield contexts[cp] | {
                 "layout.tp": tp,
                 "layout.pp": pp,
                 "layout.vpp": vpp if vpp > 1 else None,
@@ -114,7 +115,7 @@ def _single_changes(setup: Setup) -> Iterator[Changes]:
         yield {"layout.overlap_grad_reduce": True, "layout.overlap_param_gather": True}
     for factor in (0.5, 2.0):
         budget = round(config.batch.tokens_per_micro_batch * factor)
-        if budget >= setup.longest_sample:
+        if budget >= setup.longest_on_rank:
             yield {"batch.tokens_per_micro_batch": budget}
     if setup.is_served:
         for rollout_tp in divisors(setup.ranks_per_node):
@@ -123,12 +124,25 @@ def _single_changes(setup: Setup) -> Iterator[Changes]:
         yield {"rollout.max_concurrent": 2 * config.rollout.max_concurrent}
         for fraction in (0.6, 0.7, 0.75):
             yield {"rollout.memory_fraction": fraction}
+    for cp, context in _contexts(setup, (2 * layout.cp, 4 * layout.cp)):
+        if layout.num_replicas % cp == 0:
+            yield context | {"layout.dp": layout.num_replicas // cp}
     for tp, pp in ((2 * layout.tp, layout.pp), (layout.tp, 2 * layout.pp), (2 * layout.tp, layout.pp // 2)):
-        if pp and layout.world_size % (tp * pp) == 0 and tp <= setup.ranks_per_node:
-            dp = layout.world_size // (tp * pp)
+        if pp and layout.world_size % (tp * pp * layout.cp) == 0 and tp <= setup.ranks_per_node:
+            dp = layout.world_size // (tp * pp * layout.cp)
             yield {"layout.tp": tp, "layout.pp": pp, "layout.dp": dp, "layout.sequence_parallel": tp > 1}
     if config.optimizer.moments_dtype == "float32" and config.model.dtype == "bfloat16":
         yield {"optimizer.moments_dtype": "bfloat16"}
+
+
+def _contexts(setup: Setup, sizes: Iterable[int]) -> Iterator[tuple[int, Changes]]:
+    """Yield other sizes of context parallelism, with as many tokens in a micro-batch of all ranks together; none where the
+    longest sample leaves room to halve the token budget instead."""
+    now, budget = setup.layout.cp, setup.config.batch.tokens_per_micro_batch
+    for cp in sizes:
+        least, scaled = tokens_on_rank(setup.longest_sample, cp), -(-budget * now // cp)
+        if cp != now and 2 * setup.longest_on_rank > budget and scaled >= least:
+            yield cp, {"layout.cp": cp, "batch.tokens_per_micro_batch": scaled}
 
 
 def _engine_cut(setup: Setup, tp: int) -> Changes:

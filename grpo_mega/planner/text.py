@@ -83,12 +83,15 @@ def _named(plan: Plan) -> str:
 
 def _placement(plan: Plan) -> list[str]:
     setup, layout, config = plan.setup, plan.setup.layout, plan.setup.config
-    cuts = [f"tp={layout.tp}", f"pp={layout.pp}", *([f"vpp={layout.vpp}"] if layout.vpp > 1 else []), f"dp={layout.dp}"]
+    cuts = [f"tp={layout.tp}", *([f"cp={layout.cp}"] if layout.cp > 1 else []), f"pp={layout.pp}"]
+    cuts += [*([f"vpp={layout.vpp}"] if layout.vpp > 1 else []), f"dp={layout.dp}"]
     cuts += [f"ep={layout.ep}"] if setup.shape.num_experts else []
     cuts += ["sequence parallel"] if config.layout.sequence_parallel else []
     nodes = "1 node" if setup.num_nodes == 1 else f"{setup.num_nodes} nodes"
     lines = [_head("Rank placement", f"{', '.join(cuts)}; {nodes} of {setup.ranks_per_node}, order {layout.order}")]
-    for axis, name in (("tp", "tensor parallel"), ("pp", "pipeline"), ("dp", "data parallel"), ("ep", "experts")):
+    axes = {"tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline", "ep": "experts"}
+    axes["dp"] = "data parallel" if layout.cp == 1 else "data and context parallel"
+    for axis, name in axes.items():
         first, *others = groups(layout, axis)
         if len(first) > 1:
             lines.append(f"  {name:{_LABEL}}{len(others) + 1:>4} groups of {len(first):<4} the first: ranks {_ranks(first)}")

@@ -11,7 +11,7 @@ from math import ceil
 
 from grpo_mega.batching import flops as model_flops
 from grpo_mega.planner.batch import Batch
-from grpo_mega.planner.communication import Link, largest_stage, num_passes, tokens_per_dp_rank
+from grpo_mega.planner.communication import Link, largest_stage, num_passes, tokens_per_rank
 from grpo_mega.planner.engine import EngineMemory, cache_bytes_per_token, sequences_per_engine
 from grpo_mega.planner.figures import Figure, Number, figure, product, total
 from grpo_mega.planner.generation import Engines, Schedule, mean_wait
@@ -59,7 +59,9 @@ def _passes(setup: Setup, batch: Batch, by_kind: dict[str, float], state: State)
     layout, config, in_fp8 = setup.layout, setup.config, len(setup.layers_in_fp8)
     layers, output = _layers_seconds(setup, batch, in_fp8), _output_seconds(setup, batch)
     reference_layers = layers if config.precision.fp8_reference else _layers_seconds(setup, batch, 0)
-    within = by_kind.get("tensor parallel", 0.0) + by_kind.get("experts", 0.0)
+    # Transformer Engine computes with some keys and values while it sends others.
+    ring = by_kind.get("context parallel", 0.0) * (1 - setup.assumed.overlap_share * setup.uses_te)
+    within = by_kind.get("tensor parallel", 0.0) + by_kind.get("experts", 0.0) + ring
     (updates, forwards), reference = num_passes(setup), int(setup.has_reference)
     taught = sum(_forward_seconds(one, batch) for one in setup.of_teachers())
     again = {"none": 0.0, "selective": 0.5, "full": 1.0}[config.model.recompute]
@@ -112,9 +114,9 @@ def _layers_seconds(setup: Setup, batch: Batch, num_in_fp8: int) -> float:
     bf16_rate = card.bf16_flops * assumed.matmul_share
     fp8_rate = (card.fp8_flops or card.bf16_flops) * assumed.fp8_matmul_share
     products = 2 * weights * imbalance * ((1 - in_fp8) / bf16_rate + in_fp8 / fp8_rate)
-    # Causal: on average a token sees half of its sample.
+    # Causal: on average a token sees half of its sample; so do those of a context-parallel rank.
     attention = (setup.shape.q + setup.shape.v) * setup.mean_sample / (card.bf16_flops * assumed.attention_share)
-    return largest_stage(setup) * tokens_per_dp_rank(setup, batch) / setup.layout.tp * (products + attention)
+    return largest_stage(setup) * tokens_per_rank(setup, batch) / setup.layout.tp * (products + attention)
 
 
 def _forward_seconds(of_teacher: Setup, batch: Batch) -> float:
@@ -125,7 +127,7 @@ def _forward_seconds(of_teacher: Setup, batch: Batch) -> float:
 
 def _output_seconds(setup: Setup, batch: Batch) -> float:
     """Return the time of one product of the responses' hidden states with the output weight, on the last stage."""
-    tokens, shape = batch.samples.value * setup.mean_response / setup.layout.dp, setup.shape
+    tokens, shape = batch.samples.value * setup.mean_response / setup.layout.num_replicas, setup.shape
     return 2 * tokens * shape.hidden * shape.vocab / setup.layout.tp / (setup.card.bf16_flops * setup.assumed.logprob_share)
 
 

@@ -39,6 +39,11 @@ class RouterSizes:
     def dtype(self) -> np.dtype[Any]:
         return np.dtype(np.uint8 if self.num_experts <= np.iinfo(np.uint8).max else np.uint16)
 
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of one row."""
+        return self.not_known(1).nbytes
+
     def not_known(self, num_tokens: int) -> NDArray[Any]:
         shape = num_tokens, self.num_layers - self.num_dense, self.top_k
         return np.full(shape, unknown_expert(self.dtype), self.dtype)

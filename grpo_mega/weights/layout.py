@@ -114,8 +114,9 @@ def megatron_layout_problems(shape: ModelShape, layout: MegatronLayout) -> Itera
     for size, parts in ((layout.num_replicas, replicas), (shape.num_experts, "experts of a layer")):
         if size % layout.ep:
             yield f"ep={layout.ep} does not divide the {size} {parts}; use a divisor of them"
-    if layout.ep > 1 and layout.pp > 1 and layout.order != "tp-dp-pp":
-        yield f"order={layout.order}: must be tp-dp-pp, Megatron's only order for ep={layout.ep} with pp={layout.pp}; change it"
+    for axis, n in (("ep", layout.ep), ("cp", layout.cp)):
+        if n > 1 and layout.pp > 1 and layout.order != "tp-dp-pp":
+            yield f"order={layout.order}: must be tp-dp-pp, Megatron's only order for {axis}={n} with pp={layout.pp}; change it"
 
 
 def engine_layout_problems(shape: ModelShape, tp: int, ep: int = 1) -> Iterator[str]:

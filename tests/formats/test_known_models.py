@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PARAMETERS = {  # as the hub states them for the files of each model
     "llama-3-70b": 70_553_706_496,
     "llama-3.1-405b": 405_853_388_800,
+    "llama-3.1-70b": 70_553_706_496,
     "qwen2.5-72b": 72_706_203_648,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen3-8b": 8_190_735_360,
@@ -71,11 +72,14 @@ def test_a_folder_named_as_a_model_stands_for_it_and_for_no_other() -> None:
     [
         ("slurm/llama3_70b.yaml", "meta-llama/Meta-Llama-3-70B-Instruct"),
         ("slurm/llama3_70b_bf16.yaml", "meta-llama/Meta-Llama-3-70B-Instruct"),
+        ("slurm/llama3_70b_32k.yaml", "meta-llama/Llama-3.1-70B-Instruct"),
         ("slurm/qwen2.5_72b.yaml", "Qwen/Qwen2.5-72B-Instruct"),
         ("examples/qwen2.5-1.5b.yaml", "Qwen/Qwen2.5-1.5B-Instruct"),
         ("examples/qwen3-8b.yaml", "Qwen/Qwen3-8B"),
+        ("examples/qwen3-8b-32k.yaml", "Qwen/Qwen3-8B"),
     ],
 )
+@pytest.mark.usefixtures("plans_take_cp")
 def test_the_recipes_are_planned_in_a_fresh_clone(
     config: str, source: str, clone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

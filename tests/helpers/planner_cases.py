@@ -79,7 +79,12 @@ MIXTURES = [
     StateCase("mixtral", {"tp": 2, "dp": 2, "sequence_parallel": True}),
     StateCase("qwen3_moe", {"dp": 2, "pp": 2}, "bfloat16", tied=True),
 ]
-CASES = [*DENSE, *UNEVEN, *MIXTURES]
+CONTEXT = [
+    StateCase("qwen2", {"cp": 2, "dp": 2, **_OVERLAP}, tied=True),
+    StateCase("llama", {"cp": 4}, "bfloat16", changes=_ODD),
+    StateCase("qwen3_moe", {"cp": 2, "dp": 2, "ep": 4}, "bfloat16"),
+]
+CASES = [*DENSE, *UNEVEN, *MIXTURES, *CONTEXT]
 
 # Wide enough for what autograd saves to be the layers' activations.
 _WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 8}
@@ -94,5 +99,7 @@ ACTIVATIONS = [
         ({"tp": 4, "sequence_parallel": True}, "float32", "none"),
         ({"tp": 4, "sequence_parallel": True}, "float32", "selective"),
         ({"tp": 4, "sequence_parallel": True}, "float32", "full"),
+        ({"cp": 2, "tp": 2, "sequence_parallel": True}, "bfloat16", "none"),
+        ({"cp": 4}, "bfloat16", "selective"),
     )
 ]

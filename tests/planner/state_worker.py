@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -82,16 +81,16 @@ def check_state(case: StateCase, runtime: Runtime) -> None:
     assert planned.num_parameters == sum(p.numel() for p in policy.parameters.values())
     assert planned.weights == weights == sum(b.param_data.nbytes for b in buffers)
     assert planned.gradients == gradients
-    assert planned.optimizer(runtime.dp_rank) == policy.memory.device_bytes - weights - gradients
+    assert planned.optimizer(runtime.dp_rank * layout.cp + runtime.cp_rank) == policy.memory.device_bytes - weights - gradients
 
     chunks = chunk_parameters(family, shape, layout, runtime.rank, fused_norms=False)
     for index, (model, chunk) in enumerate(zip(policy.models, chunks, strict=True)):
         assert [p.name for p in chunk] == [f"chunk{index}.{name}" for name, _ in model.named_parameters()]
         dense = [(mine, theirs) for mine, theirs in zip(chunk, model.parameters(), strict=True) if not mine.is_spread]
-        check_buckets([mine for mine, _ in dense], [theirs for _, theirs in dense], policy, layout.dp)
+        check_buckets([mine for mine, _ in dense], [theirs for _, theirs in dense], policy, layout.num_replicas)
 
 
-def check_buckets(mine: list[Any], theirs: list[Any], policy: Policy, dp_size: int) -> None:
+def check_buckets(mine: list[Any], theirs: list[Any], policy: Policy, num_replicas: int) -> None:
     """Cut into several buckets, as only models of 40 million parameters would be."""
     chunk = policy.chunks[0]
     groups = ProcessGroupCollection()
@@ -109,7 +108,7 @@ def check_buckets(mine: list[Any], theirs: list[Any], policy: Policy, dp_size: i
         False,
         groups,
     )
-    planned = buffer_of(mine, dp_size, SMALL_BUCKET)
+    planned = buffer_of(mine, num_replicas, SMALL_BUCKET)
     assert planned.size == real.numel, (planned.size, real.numel)
     assert planned.largest_bucket == max(bucket.grad_data.numel() for bucket in real.buckets)
     assert sum(planned.shares) == sum(p.numel() for p in theirs)
@@ -135,7 +134,7 @@ def check_activations(case: StateCase, runtime: Runtime) -> None:
         return LossOutputs(loss=hidden_TH.float().sum() * 0, sums={}, maxima={})
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        policy.pipeline.forward_backward([one_batch(setup.micro_batch_tokens)], on_hidden)
+        policy.pipeline.forward_backward([one_batch(setup.micro_batch_tokens, runtime)], on_hidden)
     planned = activations(setup, 0, padding=1.0).saved.value  # segments of equal length need no padding
     # What does not grow with the model's width, such as positions, is not planned.
     assert abs(planned - at_the_end[0]) < 0.05 * at_the_end[0] + 2**15, (
@@ -143,11 +142,11 @@ def check_activations(case: StateCase, runtime: Runtime) -> None:
     )
 
 
-def one_batch(num_tokens: int) -> PackedBatch:
+def one_batch(num_tokens: int, runtime: Runtime) -> PackedBatch:
     """Eight segments of equal length."""
     length = num_tokens // 8
     tokens = torch.arange(num_tokens) % 90
-    batch = PackedBatch(
+    return PackedBatch(
         tokens=tokens,
         targets=tokens,
         position_ids=torch.arange(num_tokens) % length,
@@ -157,9 +156,10 @@ def one_batch(num_tokens: int) -> PackedBatch:
         advantages=torch.ones(num_tokens),
         rollout_logprobs=torch.zeros(num_tokens),
         sample_indices=list(range(8)),
-        lengths=[length] * 8,
+        lengths=[length * runtime.layout.cp] * 8,
+        cp_size=runtime.layout.cp,
+        cp_rank=runtime.cp_rank,
     )
-    return replace(batch)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from grpo_mega import config as configs
 from grpo_mega.formats.known_models import KNOWN_MODELS
 from grpo_mega.hardware.cards import card_of
 from grpo_mega.planner.engine import cache_bytes_per_token, engine_memory
+from grpo_mega.planner.memory import host_memory
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.timing import decoding_step, token_seconds
 from grpo_mega.weights.spec import ModelShape
@@ -107,4 +109,18 @@ def test_experts_take_the_same_memory_however_they_are_spread_over_an_engine() -
 
 
 def test_of_multi_latent_attention_every_rank_keeps_the_latents_of_a_token() -> None:
-    assert cache_bytes_per_token(setup_of(LATENT, 8)) == 61 * (512 + 64) * 2
+    in_bf16 = setup_of(LATENT, 8)
+    assert cache_bytes_per_token(in_bf16) == 61 * (512 + 64) * 2
+    raw = in_bf16.config.model_dump()
+    raw["model"]["dtype"], raw["rollout"]["dtype"] = "float32", "bfloat16"  # the trainer's weights alone are wider
+    wider = replace(in_bf16, config=configs.validate(raw))
+    assert cache_bytes_per_token(wider) == cache_bytes_per_token(in_bf16)
+
+
+def test_recorded_experts_take_the_host_memory_of_layers_that_have_experts() -> None:
+    """DeepSeek-V3 has 58 of them, each with 8 of 256 experts for a token, which one byte cannot number and tell "not known"."""
+    setup = setup_of(LATENT, 8)
+    config = setup.config.model_copy(update={"rollout": setup.config.rollout.model_copy(update={"routing_replay": True})})
+    host = host_memory(replace(setup, config=config, experts_per_token=8))
+    [recorded] = [figure for figure in host.other if figure.label == "recorded experts"]
+    assert recorded.value == 2 * 8 * recorded.inputs["tokens"] * 58 * 8 * 2

@@ -184,7 +184,7 @@ def test_json_has_what_scripts_ask(make_config: MakeConfig, capsys: pytest.Captu
     assert found["fits"] is True and found["violations"] == []
     assert 0 < found["peak_gib"] < found["capacity_gib"]
     assert found["tokens_per_second_per_gpu"] > 0 and found["step_seconds"] > 0
-    assert len(found["ranks"]) == 64 and found["ranks"][4] == {"tp": 0, "pp": 0, "dp": 1}
+    assert len(found["ranks"]) == 64 and found["ranks"][4] == {"tp": 0, "pp": 0, "dp": 1, "cp": 0}
     assert all("formula" in figure for figures in found["figures"].values() for figure in figures)
     assert len(found["suggestions"]) == 5
 

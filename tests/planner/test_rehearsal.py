@@ -52,6 +52,11 @@ LAYOUTS = (
     "tp=1,dp=2 model.recompute=full",
     "tp=2,dp=4,sequence_parallel=true model.dtype=float32",
     "pp=2,dp=2,overlap_grad_reduce=true,overlap_param_gather=true",
+    "cp=2,dp=1",
+    "cp=4,dp=2 model.recompute=full",
+    "cp=2,tp=2,dp=2,sequence_parallel=true model.recompute=selective",
+    "cp=2,pp=2,dp=2",
+    "cp=2,pp=2,vpp=2,tp=2,sequence_parallel=true model.dtype=float32",
 )
 
 
@@ -75,6 +80,7 @@ MOE_LAYOUTS = (
     "pp=2,dp=1",
     "tp=2,pp=2,dp=6,ep=3,sequence_parallel=true model.recompute=full",
     "pp=3,vpp=2,dp=2,ep=2 model.dtype=float32",
+    "tp=2,cp=2,dp=3,ep=6,sequence_parallel=true model.recompute=selective",
 )
 
 
@@ -143,6 +149,7 @@ FULL = (  # repeat what the others have
     "tp=1,dp=2 model.recompute=full",
     "moe tp=1,dp=2",
     "moe pp=2,dp=1",
+    "cp=2,pp=2,dp=2",
 )
 
 

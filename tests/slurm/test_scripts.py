@@ -26,6 +26,7 @@ CONFIGS = sorted((ROOT / "slurm").glob("*.yaml"))
 MODELS = {  # its config.json, and the GPUs that it is for
     "llama3_70b": (LLAMA_70B, 64),
     "llama3_70b_bf16": (LLAMA_70B, 64),
+    "llama3_70b_32k": (KNOWN_MODELS["llama-3.1-70b"].fields, 64),
     "qwen2.5_72b": (QWEN_72B, 64),
     "llama3_405b": (KNOWN_MODELS["llama-3.1-405b"].fields, 512),
     "qwen3_30b_a3b": (KNOWN_MODELS["qwen3-30b-a3b"].fields, 8),
@@ -76,6 +77,7 @@ def test_every_config_is_valid_and_begins_with_what_it_needs(path: Path) -> None
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("plans_take_cp")
 def test_a_large_model_fits_its_gpus_of_80_gb_with_room_to_spare(name: str, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     fields, num_gpus = MODELS[name]

@@ -278,6 +278,7 @@ def _about(job: Job) -> dict[str, Any]:
             "tp": layout.tp,
             "pp": layout.pp,
             "vpp": layout.vpp,
+            "cp": layout.cp,
             "dp": layout.dp,
             "ep": layout.ep,
             "order": layout.order,

@@ -1,0 +1,129 @@
+"""Plans with context parallelism: what a rank keeps at 32k tokens beside real Megatron, places, times, and when to use it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil, floor
+from pathlib import Path
+
+import pytest
+
+from grpo_mega.commands.options import PlanOptions
+from grpo_mega.commands.plan import prepare
+from grpo_mega.formats.known_models import KNOWN_MODELS
+from grpo_mega.planner.activations import activations
+from grpo_mega.planner.communication import groups
+from grpo_mega.planner.memory import communicators
+from grpo_mega.planner.plan import Plan, make_plan
+from grpo_mega.planner.rehearsal import rehearse
+from grpo_mega.planner.report import sections
+from grpo_mega.planner.suggest import first_changes, suggest
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG_70B, LONG_8B = "slurm/llama3_70b_32k.yaml", "examples/qwen3-8b-32k.yaml"
+
+pytestmark = pytest.mark.usefixtures("plans_take_cp")
+
+
+def plan_of(config: str, *overrides: str, model: str | None = None) -> Plan:
+    setup, findings = prepare(PlanOptions(ROOT / config, overrides=overrides, model=model, gpu="h100", gpus_per_node=8))
+    assert setup is not None and not findings.violations, findings.violations
+    return make_plan(setup)
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[tuple[str, int], float]:
+    """Return the most bytes that autograd keeps for 32,768 tokens, by recompute and ranks that share them: 4 layers of 8B."""
+    fields = dict(KNOWN_MODELS["qwen3-8b"].fields) | {"num_hidden_layers": 4}
+    cases = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo_mega.validation.findings.context_problems", lambda config: iter(()))
+        for recompute in ("none", "selective", "full"):
+            for cp in (1, 2):
+                layout = {"tp": 1, "sequence_parallel": "false", "cp": cp, "dp": 1}
+                overrides = [f"layout.{name}={size}" for name, size in layout.items()]
+                overrides += [f"model.recompute={recompute}", f"batch.tokens_per_micro_batch={32768 // cp}", "rollout.tp=1"]
+                setup = plan_of(LONG_8B, *overrides).setup
+                cases[recompute, cp] = replace(setup, shape=replace(setup.shape, num_layers=4)), [cp - 1], fields
+    found = [[c.rehearsed for c in comparisons if c.label == "activations kept"] for comparisons in rehearse([*cases.values()])]
+    return {case: size for case, [size] in zip(cases, found, strict=True)}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_each_of_two_ranks_keeps_half_of_the_activations_of_32k_tokens(
+    kept: dict[tuple[str, int], float], recompute: str
+) -> None:
+    assert kept[recompute, 2] == pytest.approx(kept[recompute, 1] / 2, rel=0.05)
+    assert kept["none", 1] > 1.4 * kept["selective", 1] > 2 * kept["full", 1] > 2**31
+
+
+@pytest.mark.parametrize("config", [LONG_70B, LONG_8B])
+def test_context_parallelism_is_advised_first_where_a_long_samples_activations_do_not_fit(config: str) -> None:
+    plan = plan_of(config, "layout.cp=1", "layout.dp=4", "batch.tokens_per_micro_batch=32768")
+    assert not plan.fits and "most of it activations saved" in plan.shortfalls[0]
+    advised = first_changes(plan)[0]
+    sizes = advised.changes
+    assert sizes["layout.cp"] * sizes["layout.dp"] == 4
+    assert sizes["layout.cp"] * sizes["batch.tokens_per_micro_batch"] == 32768
+    again = plan_of(config, *advised.flags.replace("--set ", "").split())
+    assert again.fits and again.peak_gib == advised.plan.peak_gib
+    assert any(option.plan.setup.layout.cp > 1 for option in suggest(plan.setup))
+
+
+def test_it_is_not_advised_where_fewer_samples_in_a_micro_batch_do() -> None:
+    plan = plan_of("slurm/llama3_70b_bf16.yaml", "batch.tokens_per_micro_batch=32768", "model.recompute=selective")
+    assert not plan.fits and "most of it activations saved" in plan.shortfalls[0]
+    assert first_changes(plan)
+    assert all(option.plan.setup.layout.cp == 1 for option in [*first_changes(plan), *suggest(plan.setup)])
+
+
+def test_context_parallel_ranks_come_next_to_tensor_parallel_ones_and_cross_nodes_where_these_fill_them() -> None:
+    layout = plan_of(LONG_70B).setup.layout
+    assert groups(layout, "tp")[0] == (0, 1, 2, 3) and groups(layout, "cp")[1] == (1, 5, 9, 13)
+    assert groups(layout, "pp")[0] == (0, 16, 32, 48) and groups(layout, "dp") == groups(layout, "cp")
+    crossing = {}
+    for tp, cp, dp in ((2, 4, 2), (4, 4, 1), (1, 8, 2)):
+        sizes = [f"layout.tp={tp}", f"layout.cp={cp}", f"layout.dp={dp}", f"layout.sequence_parallel={str(tp > 1).lower()}"]
+        plan = plan_of(LONG_70B, *sizes)
+        assert {"context parallel", "data parallel"} <= set(communicators(plan.setup))
+        [link] = [link for link in plan.links if link.kind == "context parallel"]
+        crossing[tp, cp, dp] = link.num_crossing, link.num_groups
+    assert crossing == {(2, 4, 2): (0, 16), (4, 4, 1): (16, 16), (1, 8, 2): (0, 8)}
+
+
+def test_ranks_that_share_samples_take_the_batches_and_optimizer_shares_of_data_parallel_ones() -> None:
+    """Work and state are the same, but for what they exchange."""
+    apart, shared = plan_of(LONG_8B, "layout.cp=1", "layout.dp=4", "batch.tokens_per_micro_batch=32768"), plan_of(LONG_8B)
+    assert apart.batch.tokens.value == shared.batch.tokens.value
+    assert shared.batch.micro_batches.value == pytest.approx(2 * apart.batch.micro_batches.value, abs=1)  # each half as long
+    assert shared.batch.most_micro_batches.value == 2 * apart.batch.most_micro_batches.value
+    assert [stage.state for stage in apart.stages] == [stage.state for stage in shared.stages]
+    seconds = [{phase.label: phase.value for phase in plan.timing.phases} for plan in (apart, shared)]
+    assert seconds[0]["update"] < seconds[1]["update"] < 1.1 * seconds[0]["update"]
+    sent = {link.kind: link.sent.value for link in shared.links}
+    assert "context parallel" not in {link.kind for link in apart.links}
+    # Keys and values of a step's tokens, 36 layers: forward, recomputed, and twice backward with their gradients.
+    tokens, keys_and_values = shared.batch.tokens.value / 4, 2 * 4 * 128 * 2
+    assert sent["context parallel"] == pytest.approx(tokens * keys_and_values * 36 * (4 + 1))
+
+
+@pytest.mark.parametrize("uses_te", [True, False])
+def test_every_formula_of_a_plan_with_context_parallelism_gives_its_figure(uses_te: bool) -> None:
+    plan = make_plan(replace(plan_of(LONG_70B).setup, uses_te=uses_te))
+    for _, figures in sections(plan):
+        for figure in figures:
+            value = eval(figure.formula, {"ceil": ceil, "floor": floor, **figure.inputs})
+            assert value == pytest.approx(figure.value, rel=1e-12), figure
+    assert plan.worst.phases["update"][-3].label == "exchanged keys and values"
+
+
+def test_a_rank_holds_what_it_exchanges_whatever_the_number_of_its_own_tokens() -> None:
+    """Attention of cp ranks holds keys and values of cp times a rank's tokens: of as many samples, always the same."""
+    setup = plan_of(LONG_70B).setup
+    sizes = []
+    for cp, tokens in ((2, 16384), (4, 8192)):
+        layout = setup.config.layout.model_copy(update={"cp": cp, "dp": 4 // cp})
+        batch = setup.config.batch.model_copy(update={"tokens_per_micro_batch": tokens})
+        changed = replace(setup, config=setup.config.model_copy(update={"layout": layout, "batch": batch}), uses_te=False)
+        sizes.append(activations(changed, 0).exchanged.value)
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
