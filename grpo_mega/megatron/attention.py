@@ -34,7 +34,7 @@ class Stack:
     queries: Tensor  # [runs, longest], indices into T; padding repeats a run's last token
     keys: Tensor  # [runs, most], indices into the keys of all ranks, one rank after the other
     # [longest, most], 0 for the keys that each query sees, else -inf, in the dtype of the queries: torch would convert a bool
-    # one, and keep it, in every layer. None: causal, keys stand beside their queries.
+    # one, and keep it, in every layer. Queries come last first. None: causal, keys stand beside their queries, first first.
     mask: Tensor | None
 
 
@@ -65,8 +65,8 @@ def pack_params(
     trunks = trunks or ()
     branches = {i for i, trunk in enumerate(trunks) if trunk >= 0}
     spans = sorted(((b - a, a) for i, (a, b) in enumerate(pairwise(cuts)) if b > a and i not in branches), reverse=True)
-    found = _whole_segments(spans) if cp_size == 1 else _chunks(spans, cuts[-1], cp_size, cp_rank)
-    found += _branches(cuts, trunks)
+    found = _whole_segments(spans) if cp_size == 1 else _chunks(spans, cuts[-1], dtype, cp_size, cp_rank)
+    found += _branches(cuts, trunks, dtype)
     restore = torch.empty(cuts[-1], dtype=torch.int64)
     base = 0
     for stack, is_real in found:
@@ -77,8 +77,7 @@ def pack_params(
         qkv_format="packed",
         position_ids=position_ids,
         stacks=tuple(
-            Stack(s.queries.to(device), s.keys.to(device), None if s.mask is None else s.mask.to(device, dtype))
-            for s, _ in found
+            Stack(s.queries.to(device), s.keys.to(device), None if s.mask is None else s.mask.to(device)) for s, _ in found
         ),
         restore=restore.to(device),
     )
@@ -97,7 +96,7 @@ def _whole_segments(spans: list[tuple[int, int]]) -> list[tuple[Stack, Tensor]]:
     return found
 
 
-def _branches(cuts: list[int], trunks: Sequence[int]) -> list[tuple[Stack, Tensor]]:
+def _branches(cuts: list[int], trunks: Sequence[int], dtype: torch.dtype) -> list[tuple[Stack, Tensor]]:
     """Return a stack for the segments that go on after each trunk, longest or not: their queries see all of its keys."""
     found = []
     for trunk in sorted({trunk for trunk in trunks if trunk >= 0}):
@@ -106,12 +105,24 @@ def _branches(cuts: list[int], trunks: Sequence[int]) -> list[tuple[Stack, Tenso
         column = torch.arange(int(lengths.max()))
         queries, before = starts + torch.minimum(column, lengths - 1), torch.arange(cuts[trunk], cuts[trunk + 1])
         keys = torch.cat((before.expand(len(spans), -1), queries), dim=1)
-        mask = torch.full((len(column), keys.shape[1]), -torch.inf).triu(len(before) + 1)
-        found.append((Stack(queries, keys, mask), column < lengths))
+        mask = _seen_by_last_first(len(column), keys.shape[1], dtype)
+        found.append((Stack(queries.flip(1), keys, mask), (column < lengths).flip(1)))
     return found
 
 
-def _chunks(spans: list[tuple[int, int]], num_tokens: int, cp_size: int, cp_rank: int) -> list[tuple[Stack, Tensor]]:
+def _seen_by_last_first(num_queries: int, num_keys: int, dtype: torch.dtype) -> Tensor:
+    """Return the mask of queries that come last first, of which the last sees all keys and each other one key less.
+
+    Rows are views of one vector, each a place further on: a matrix for a long sample would be as large as activations.
+    """
+    seen = torch.zeros(num_queries + num_keys - 1, dtype=dtype)
+    seen[num_keys:] = -torch.inf
+    return seen.as_strided((num_queries, num_keys), (1, 1))
+
+
+def _chunks(
+    spans: list[tuple[int, int]], num_tokens: int, dtype: torch.dtype, cp_size: int, cp_rank: int
+) -> list[tuple[Stack, Tensor]]:
     """Return stacks of this rank's chunks of the segments (length, start): of one length, and of one place in their segments,
     since causal attention of queries to more keys allows no padding."""
     found = []
@@ -123,8 +134,8 @@ def _chunks(spans: list[tuple[int, int]], num_tokens: int, cp_size: int, cp_rank
             places[rows] = rank * num_tokens + torch.arange(length)
         for first, chunk in zip((0, length // 2), chunks_of(length * cp_size, cp_size, cp_rank), strict=True):
             queries = starts[:, None] + first + torch.arange(len(chunk))
-            mask = torch.full((len(chunk), chunk.stop), -torch.inf).triu(chunk.start + 1)
-            stack = Stack(queries, starts[:, None] + places[: chunk.stop], mask if chunk.start else None)
+            mask = _seen_by_last_first(len(chunk), chunk.stop, dtype) if chunk.start else None
+            stack = Stack(queries.flip(1) if chunk.start else queries, starts[:, None] + places[: chunk.stop], mask)
             found.append((stack, torch.ones_like(queries, dtype=torch.bool)))
     return found
 

@@ -33,11 +33,12 @@ def plan_of(config: str, *overrides: str, model: str | None = None) -> Plan:
 
 @pytest.fixture(scope="module")
 def kept() -> dict[tuple[str, int], float]:
-    """Return the most bytes that autograd keeps for 32,768 tokens, by recompute and ranks that share them: 4 layers of 8B."""
+    """Return the most bytes that autograd keeps for a sample of 32,768 tokens, by recompute and ranks: 4 layers of 8B."""
     fields = dict(KNOWN_MODELS["qwen3-8b"].fields) | {"num_hidden_layers": 4}
     cases = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("grpo_mega.validation.findings.context_problems", lambda config: iter(()))
+        patch.setattr("grpo_mega.planner.rehearsal.SEGMENTS", 1)
         for recompute in ("none", "selective", "full"):
             for cp in (1, 2):
                 layout = {"tp": 1, "sequence_parallel": "false", "cp": cp, "dp": 1}
@@ -45,7 +46,8 @@ def kept() -> dict[tuple[str, int], float]:
                 overrides += [f"model.recompute={recompute}", f"batch.tokens_per_micro_batch={32768 // cp}", "rollout.tp=1"]
                 setup = plan_of(LONG_8B, *overrides).setup
                 cases[recompute, cp] = replace(setup, shape=replace(setup.shape, num_layers=4)), [cp - 1], fields
-    found = [[c.rehearsed for c in comparisons if c.label == "activations kept"] for comparisons in rehearse([*cases.values()])]
+        rehearsed = rehearse([*cases.values()])
+    found = [[c.rehearsed for c in comparisons if c.label == "activations kept"] for comparisons in rehearsed]
     return {case: size for case, [size] in zip(cases, found, strict=True)}
 
 
