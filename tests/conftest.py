@@ -24,12 +24,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(left_out)]
 
 
-@pytest.fixture
-def plans_take_cp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let plans of Transformer Engine's layers have context parallelism."""
-    monkeypatch.setattr("grpo_mega.validation.findings.context_problems", lambda config: iter(()))
-
-
 def is_asked_for(item: pytest.Item, asked: list[tuple[Path, str]]) -> bool:
     name = item.nodeid[item.nodeid.index("::") :]
     return any(item.path == path and name.startswith(test) for path, test in asked)

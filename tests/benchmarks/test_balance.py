@@ -48,6 +48,6 @@ def test_the_last_line_is_the_headline(capsys, monkeypatch):
     assert bench_balance.main() == 0
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
-    assert {"waste", "work", "work_at_32k", "ms", "cpu_ms", "bound"} <= result.keys()
-    assert result["bound"] <= result["waste"] < 1e-3 and result["work"] < 2e-2
+    assert {"waste", "imbalance", "work", "work_at_32k", "ms", "cpu_ms", "bound"} <= result.keys()
+    assert result["bound"] <= result["waste"] < 1e-3 and result["imbalance"] < 1e-3 and result["work"] < 2e-2
     assert len(table) == 2 + 3 * len(CASES)

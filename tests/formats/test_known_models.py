@@ -79,7 +79,6 @@ def test_a_folder_named_as_a_model_stands_for_it_and_for_no_other() -> None:
         ("examples/qwen3-8b-32k.yaml", "Qwen/Qwen3-8B"),
     ],
 )
-@pytest.mark.usefixtures("plans_take_cp")
 def test_the_recipes_are_planned_in_a_fresh_clone(
     config: str, source: str, clone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

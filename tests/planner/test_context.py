@@ -22,8 +22,6 @@ from grpo_mega.planner.suggest import first_changes, suggest
 ROOT = Path(__file__).resolve().parents[2]
 LONG_70B, LONG_8B = "slurm/llama3_70b_32k.yaml", "examples/qwen3-8b-32k.yaml"
 
-pytestmark = pytest.mark.usefixtures("plans_take_cp")
-
 
 def plan_of(config: str, *overrides: str, model: str | None = None) -> Plan:
     setup, findings = prepare(PlanOptions(ROOT / config, overrides=overrides, model=model, gpu="h100", gpus_per_node=8))
@@ -37,7 +35,6 @@ def kept() -> dict[tuple[str, int], float]:
     fields = dict(KNOWN_MODELS["qwen3-8b"].fields) | {"num_hidden_layers": 4}
     cases = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_mega.validation.findings.context_problems", lambda config: iter(()))
         patch.setattr("grpo_mega.planner.rehearsal.SEGMENTS", 1)
         for recompute in ("none", "selective", "full"):
             for cp in (1, 2):

@@ -22,6 +22,9 @@ from grpo_mega.commands.plan import prepare
 from grpo_mega.hardware.cards import ASSUMED, card_of
 from grpo_mega.planner import te_layers
 from grpo_mega.planner.activations import activations
+from grpo_mega.planner.batch import batch
+from grpo_mega.planner.communication import communication
+from grpo_mega.planner.memory import device_memory
 from grpo_mega.planner.rehearsal import default_ranks, request_of
 from grpo_mega.planner.setup import Setup
 from grpo_mega.weights.spec import ModelShape
@@ -80,6 +83,13 @@ class Layer:
     def request(self, num_layers: int) -> dict[str, Any]:
         return request_of(self.setup(num_layers), 0, self.fields | {"num_hidden_layers": num_layers}) | {"num_batches": 1}
 
+    def planned_sent(self, num_layers: int) -> float:
+        """Return the bytes that context-parallel ranks exchange for one micro-batch, by the plan's formula."""
+        setup = self.setup(num_layers)
+        state = device_memory(setup)[0].state
+        [link] = [link for link in communication(setup, batch(setup), state) if link.kind == "context parallel"]
+        return link.sent.at(layers=num_layers, tokens=self.tokens, updates=1, forwards=0)
+
     def planned(self) -> float:
         """By the plan's formula, without what is recomputed."""
         more, fewer = (float(activations(self.setup(n), 0).saved.value) for n in (3, 2))
@@ -100,6 +110,15 @@ OTHERS = [
     )
     for recipe in recipes
     for recompute in ("none", "selective")
+]
+SHARED = [
+    Layer("llama 70B", LLAMA_70B, recipe, recompute, {"tp": 4, "cp": cp, "dp": 1, "sequence_parallel": True}, 2048)
+    for cp, recipe, recompute in (
+        (2, "bf16", "none"),
+        (4, "bf16", "selective"),
+        (4, "tensorwise", "none"),
+        (2, "tensorwise", "full"),
+    )
 ]
 # The first stage of the FP8 layout, which holds most.
 RANKS = [("llama3_70b", LLAMA_70B, (0,))]
@@ -127,7 +146,8 @@ def measure(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Measured:
-    layers: list[float]  # bytes, of TABLE and OTHERS
+    layers: list[float]  # bytes, of TABLE, OTHERS and SHARED
+    sent: list[float]  # bytes that three layers of each send between pairs of ranks
     ranks: dict[tuple[str, int], tuple[float, float]]  # by config and rank: planned and measured bytes
 
 
@@ -135,7 +155,7 @@ class Measured:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     if reason := launcher.why_not(launcher.DEFAULT):
         pytest.skip(reason)
-    layers = [layer.request(n) for layer in (*TABLE, *OTHERS) for n in (2, 3)]
+    layers = [layer.request(n) for layer in (*TABLE, *OTHERS, *SHARED) for n in (2, 3)]
     folder = tmp_path_factory.mktemp("model")
     ranks, requests = [], []
     for name, fields, stages in RANKS:
@@ -144,11 +164,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
             planned = sum(f.value for f in activations(setup, setup.layout.place(rank)[1]).kept)
             ranks.append((name, rank, planned))
             requests.append(request_of(setup, rank, fields))
-    kept = [answer["kept"] for answer in measure([*layers, *requests])]
+    answers = measure([*layers, *requests])
+    kept = [answer["kept"] for answer in answers]
     assert len(kept) == len(layers) + len(ranks)
     of_ranks = {(name, rank): (planned, found) for (name, rank, planned), found in zip(ranks, kept[len(layers) :], strict=True)}
     pairs = zip(kept[: len(layers) : 2], kept[1 : len(layers) : 2], strict=True)
-    return Measured([more - fewer for fewer, more in pairs], of_ranks)
+    sent = [sum(size for _, name, size, _ in answer["sent"] if name == "isend") for answer in answers[1 : len(layers) : 2]]
+    return Measured([more - fewer for fewer, more in pairs], sent, of_ranks)
 
 
 @pytest.mark.full
@@ -165,8 +187,16 @@ def test_the_formulas_give_the_table() -> None:
 @pytest.mark.full
 def test_the_formulas_hold_for_other_models_and_layouts(measured: Measured) -> None:
     """With norms of queries and keys, heads of an odd width, the sequence cut and not."""
-    for layer, size in zip(OTHERS, measured.layers[len(TABLE) :], strict=True):
+    for layer, size in zip(OTHERS, measured.layers[len(TABLE) :], strict=False):
         assert layer.planned() == pytest.approx(size, rel=1e-3), layer
+
+
+@pytest.mark.full
+def test_context_parallel_ranks_keep_their_own_tokens_and_send_what_the_plan_says(measured: Measured) -> None:
+    first = len(TABLE) + len(OTHERS)
+    for layer, size, sent in zip(SHARED, measured.layers[first:], measured.sent[first:], strict=True):
+        assert layer.planned() == pytest.approx(size, rel=1e-3), layer
+        assert layer.planned_sent(3) == sent > 0, layer
 
 
 @pytest.mark.full

@@ -77,7 +77,6 @@ def test_every_config_is_valid_and_begins_with_what_it_needs(path: Path) -> None
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.usefixtures("plans_take_cp")
 def test_a_large_model_fits_its_gpus_of_80_gb_with_room_to_spare(name: str, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     fields, num_gpus = MODELS[name]

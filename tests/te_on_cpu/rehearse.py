@@ -78,16 +78,38 @@ def attend_backward(*args: Any, **kwargs: Any) -> list[Any]:
     return [*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in args[13:16]), None, None]
 
 
-def packed_params(cuts: Tensor, position_ids: Tensor) -> PackedSeqParams:
-    """Make what step.py gives to Transformer Engine's layers."""
-    longest = int(cuts.diff().max())
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cuts, cu_seqlens_kv=cuts, max_seqlen_q=longest, max_seqlen_kv=longest)
+def packed_params(
+    cuts: Tensor, position_ids: Tensor, dtype: torch.dtype, cp_size: int = 1, cp_rank: int = 0
+) -> PackedSeqParams:
+    """Make what pipeline.py gives to Transformer Engine's layers."""
+    whole = cuts * cp_size
+    padded, longest = None if cp_size == 1 else whole, int(whole.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=whole,
+        cu_seqlens_kv=whole,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def read_half(tensor: Tensor, cu_seqlens: Tensor, half: int) -> Tensor:
+    """Make the shape of one half of each sequence's rows, [T, heads, d] or [2, T, heads, d]."""
+    dim = tensor.dim() - 3
+    return tensor.new_empty(*tensor.shape[:dim], tensor.shape[dim] // 2, *tensor.shape[-2:])
 
 
 def make_shapes_only() -> None:
     """Replace what reads values, and what asks whether a tensor is fake."""
     functions: Any = sys.modules[extension.NAME]
     functions.fused_attn_fwd, functions.fused_attn_bwd = attend, attend_backward
+    functions.thd_read_half_tensor = read_half
+    functions.thd_read_second_half_lse = lambda lse, cu_seqlens, is_packed, length: lse.new_empty(lse.shape[0], length)
+    for name in ("thd_second_half_lse_correction", "thd_out_correction", "thd_grad_correction"):
+        setattr(functions, name, lambda *args: None)  # what they change in place keeps its shape
+    torch.equal = lambda a, b: True  # asked of whether sequences are padded
     positions._rope = lambda x, *args, **kwargs: torch.empty_like(x, memory_format=torch.contiguous_format)
     choose = attention_utils.get_attention_backend
 
