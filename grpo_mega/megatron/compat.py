@@ -183,12 +183,15 @@ def patch_moe() -> None:
 @functools.cache
 def patch_latent_attention() -> None:
     """Let multi-latent attention run without Transformer Engine: Megatron's module believes that it is there wherever its own
-    wrapper can be imported, and then asks isinstance of a mock."""
+    wrapper can be imported, and then asks isinstance of a mock. Leave out its table of angles, which nothing here reads, and
+    which it cuts into as many parts as context-parallel ranks, in pinned memory."""
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
     from megatron.core.transformer import multi_latent_attention
 
     patched: Any = multi_latent_attention
     if not isinstance(patched.TELinear, type):
         patched.HAVE_TE = False
+    YarnRotaryEmbedding._set_cos_sin_cache = lambda self, *args, **kwargs: None
 
 
 def _pad_uneven_gathers() -> None:
@@ -256,7 +259,6 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = _cpu_for_cuda(kwargs["device"])
-        kwargs.pop("pin_memory", None)  # pages are pinned for a GPU alone
         return factory(*args, **kwargs)
 
     return wrapped

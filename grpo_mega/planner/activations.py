@@ -89,10 +89,10 @@ def _layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Fi
     r, router, has_qk = experts_share(setup), te_layers.router_elements(setup), int(setup.family.qk_norm or shape.qk_norm > 0)
     if setup.uses_te:
         return te_layers.layer(setup, q, kv, f, r, _share_in_fp8(setup, pp_rank))
-    if shape.kv_lora:
-        return _latent_layer(setup, pp_rank, padding)
-    # Attention keeps chunks without padding, each with the keys before it.
+    # Context-parallel attention keeps chunks without padding, each with the keys before it.
     padded, keys = (padding, padding) if setup.layout.cp == 1 else (1.0, setup.layout.cp + 0.5)
+    if shape.kv_lora:
+        return _latent_layer(setup, pp_rank, padded, keys)
     # What Megatron's local layers keep, in elements per token. Norms are torch's own on a CPU: input and normalised input in
     # fp32, and the output.
     both_norms = figure("norms keep, per token", "", lambda: 2 * h * (8 / b + 1) / s)
@@ -109,7 +109,7 @@ def _layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Fi
     return [both_norms, qk_norms], moe if shape.num_experts else dense, selective
 
 
-def _latent_layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Figure, Figure]:
+def _latent_layer(setup: Setup, pp_rank: int, padded: float, keys: float) -> tuple[list[Figure], Figure, Figure]:
     """Return the same for local layers with multi-latent attention: the means of a stage's layers with experts and without.
 
     With recompute the layer whose activations are made again counts, at worst the largest.
@@ -126,7 +126,7 @@ def _latent_layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figu
     whole = figure(
         "a layer keeps without recompute, per token",
         "",
-        lambda: attention + angles + v + 4 * padding * q + moe * (routed + 5 * fs) + (1 - moe) * 5 * f,
+        lambda: attention + angles + v + 2 * (padded + keys) * q + moe * (routed + 5 * fs) + (1 - moe) * 5 * f,
     )
     selective = figure("a layer keeps with selective recompute, per token", "", lambda: attention + angles + 2 * (q + v))
     return [norms], whole, selective
@@ -158,16 +158,19 @@ def _exchanged(setup: Setup) -> Figure:
 
     Local layers: the keys and values of all, and in the backward pass gradients of these, before and after they are put in
     order. Transformer Engine: forward each rank's keys and values, and the part of the output that they give, until all are
-    there; backward two buffers for keys, values and their gradients, and the gradients of one part.
+    there; backward two buffers for keys, values and their gradients, and the gradients of one part. By a2a the same sizes as
+    its own: queries, keys, values and output, and in the backward pass their gradients.
     """
     tokens, b, cp = setup.micro_batch_tokens, setup.itemsize, setup.layout.cp
-    q, kv = setup.shape.q // setup.layout.tp, max(setup.shape.kv // setup.layout.tp, setup.shape.head_dim)
+    q, kv = setup.shape.q // setup.layout.tp, setup.keys_and_values
     label = "exchanged keys and values"
     if cp == 1:
         return product(label, "B")
+    if setup.uses_te and setup.config.layout.cp_comm_type == "a2a":
+        return figure(label, "B", lambda: tokens * b * 2 * (2 * q + kv))
     if setup.uses_te:
-        return figure(label, "B", lambda: tokens * b * max(cp * (2 * kv + q), 10 * kv + q))
-    return figure(label, "B", lambda: tokens * b * 2 * kv * (3 * cp + 0.5))
+        return figure(label, "B", lambda: tokens * b * max(cp * (kv + q), 5 * kv + q))
+    return figure(label, "B", lambda: tokens * b * kv * (3 * cp + 0.5))
 
 
 def _logprobs(setup: Setup, pp_rank: int) -> Figure:

@@ -132,17 +132,18 @@ def _tensor_parallel(setup: Setup, layers: int, moe_layers: int, tokens: float) 
 def _context_parallel(setup: Setup, layers: int, tokens: float) -> Figure:
     """Return the bytes between context-parallel ranks: each sends the keys and values of its tokens to all others.
 
-    That is once forward, by a gather or from neighbour to neighbour (Transformer Engine), and again where attention is
-    recomputed. Backward the gradients come back in the same way, and Transformer Engine sends keys and values again.
+    That is once forward, by a gather or from neighbour to neighbour (Transformer Engine's p2p), and again where attention is
+    recomputed. Backward the gradients come back in the same way, and p2p sends keys and values again. With a2a each rank gives
+    the others their heads of queries, keys and values, and gets its tokens' output; backward the same of the gradients.
     """
-    cp, b, kv = setup.layout.cp, setup.itemsize, max(setup.shape.kv // setup.layout.tp, setup.shape.head_dim)
-    updates, forwards = num_passes(setup)
-    again = int(setup.config.model.recompute != "none") + int(setup.uses_te)
-    return figure(
-        "context parallel",
-        "B",
-        lambda: layers * tokens * 2 * kv * b * (cp - 1) * (updates * (2 + again) + forwards),
-    )
+    tp, cp, b, kv = setup.layout.tp, setup.layout.cp, setup.itemsize, setup.keys_and_values
+    (updates, forwards), again, q = num_passes(setup), int(setup.config.model.recompute != "none"), setup.shape.q // tp
+    label = "context parallel"
+    if setup.uses_te and setup.config.layout.cp_comm_type == "a2a":
+        passes = updates * (2 + again) + forwards
+        return figure(label, "B", lambda: layers * tokens * (2 * q + kv) * b * (cp - 1) / cp * passes)
+    again += int(setup.uses_te)
+    return figure(label, "B", lambda: layers * tokens * kv * b * (cp - 1) * (updates * (2 + again) + forwards))
 
 
 def num_passes(setup: Setup) -> tuple[int, int]:

@@ -166,5 +166,12 @@ class Setup:
         return tokens_on_rank(self.longest_sample, self.layout.cp)
 
     @property
+    def keys_and_values(self) -> int:
+        """Return the numbers that a rank has of a token's keys and values in a layer, of latents as attention takes them."""
+        shape, tp = self.shape, self.layout.tp
+        keys = max(shape.kv // tp, shape.head_dim)
+        return keys + (shape.v // tp if shape.kv_lora else keys)
+
+    @property
     def mean_sample(self) -> float:
         return self.mean_prompt + self.mean_response

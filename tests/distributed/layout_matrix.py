@@ -111,9 +111,10 @@ LOGITS |= {"qwen3_moe-routed": ROUTED_LAYOUTS, "deepseek_v3-routed": ("tp=2,ep=2
 GRADIENTS |= {name: LOGITS[name] for name in ("qwen3_moe-routed", "deepseek_v3-routed")}
 LOGITS |= {name: (*dict.fromkeys((*LOGITS[name], *texts)),) for name, texts in GRADIENTS.items()}
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
-# Those that every model keeps without --all; qwen2 and qwen3_moe keep all.
+# Those that every model keeps without --all; qwen2 keeps all.
 KEPT_ROUTED = ("pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",)
 KEPT_LOGITS = ("tp=1", "tp=2,pp=2", "tp=2,ep=2,sequence_parallel=true")
+IN_ONE_TOKEN = ("gspo_token", "cispo", "sapo", "reinforce_plus_plus_baseline", "kl_cov", "dual_clip", "rloo")
 FULL_UPDATES = {
     "qwen2": (
         "pp=2,dp=2",
@@ -123,16 +124,27 @@ FULL_UPDATES = {
         "tp=2,pp=2,dp=2",
         "cp=2,pp=2,vpp=2 model.recompute=full",
         "cp=2,dp=2,overlap_grad_reduce=true,overlap_param_gather=true",
+        "tp=1 model.recompute=selective",
+        "pp=2,vpp=2,dp=2",
+        "tp=2,pp=2 batch.tokens_per_micro_batch=40",
+        "dp=4 batch.tokens_per_micro_batch=40",
+        "dp=4 batch.share_prompts=true batch.tokens_per_micro_batch=40",
+        "cp=2,pp=2",
     ),
     "qwen3": ("tp=2,pp=2", "dp=4"),
-    "qwen3_moe": ("ep=2", "ep=4", "tp=4,sequence_parallel=true", "pp=2,ep=2", "cp=2,ep=2"),
-    "deepseek_v3": ("tp=1 model.recompute=full", "tp=1 batch.tokens_per_micro_batch=40"),
-    "qwen3_moe-routed": ("tp=2,sequence_parallel=true model.recompute=selective", "pp=2", "ep=2"),
+    "qwen3_moe": ("ep=2", "ep=4", "dp=4,ep=2", "tp=4,sequence_parallel=true", "pp=2,ep=2", "cp=2,ep=2"),
+    "deepseek_v3": ("tp=1 model.recompute=full", "tp=1 batch.tokens_per_micro_batch=40", "pp=2,vpp=2,ep=2"),
+    "qwen3_moe-routed": (
+        "tp=2,sequence_parallel=true model.recompute=selective",
+        "pp=2",
+        "ep=2",
+        "tp=2,ep=2,sequence_parallel=true",
+    ),
     "uneven": ("pp=4", "tp=2,pp=2,sequence_parallel=true"),
     # Kept where rows are cut: sums and maxima over responses, what comes from the mini-batch, a teacher's hidden states.
     **{f"short+{m}": METHODS_LAYOUTS[-1:] for m in METHODS if m not in ("gspo", "gmpo", "clip_cov", "opd_kl")},
     # What they have of their own is in one token's loss, which an oracle and a replay of whole steps hold.
-    **{f"short+{m}": METHODS_LAYOUTS for m in ("gspo_token", "cispo", "sapo", "reinforce_plus_plus_baseline", "kl_cov")},
+    **{f"short+{m}": METHODS_LAYOUTS for m in IN_ONE_TOKEN},
 }
 
 
@@ -143,7 +155,7 @@ def parameters(names: Iterable[str], is_full: Callable[[str, str], bool]) -> lis
 
 ALL_LOGITS = parameters(
     (f"{model}:{layout}" for model, layouts in LOGITS.items() for layout in layouts),
-    lambda model, layout: model not in ("qwen2", "qwen3_moe") and layout not in (*KEPT_LOGITS, *KEPT_ROUTED),
+    lambda model, layout: model != "qwen2" and layout not in (*KEPT_LOGITS, *KEPT_ROUTED),
 )
 ALL_GRADIENTS = parameters(
     (f"{model}:{text}" for model, texts in GRADIENTS.items() for text in texts),

@@ -16,8 +16,6 @@ from ranks import run_forked
 from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
 from grpo_mega.formats.detect import describe
 
-pytestmark = pytest.mark.distributed
-
 WORKER = Path(__file__).with_name("megatron_worker.py")
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("llama2", {"tp": 2, "pp": 2}),

@@ -49,7 +49,7 @@ OVERLAP = "overlap_grad_reduce=true,overlap_param_gather=true"
 # By name: the model, its dtype and the layout that saves; the layouts that restore, by world size.
 SAVED = {
     "tied": (TIED, "float32", "pp=2", {1: ("tp=1",), 2: ("dp=2", "cp=2"), 3: ("pp=3",)}),
-    "context parallel": (TIED, "float32", "cp=2", {1: ("tp=1",), 2: ("pp=2",), 3: ("cp=3",)}),
+    "context parallel": (TIED, "float32", "cp=2", {1: ("tp=1",), 3: ("cp=3",)}),
     "tied, interleaved": (TIED | {"num_hidden_layers": 4}, "bfloat16", "pp=2,vpp=2", {3: ("dp=3",)}),
     "buckets": (SEPARATE, "bfloat16", f"dp=2,{OVERLAP}", {1: ("tp=1",), 2: ("pp=2",), 3: (f"dp=3,{OVERLAP}",)}),
     "one bucket": (SEPARATE, "bfloat16", "pp=2", {}),

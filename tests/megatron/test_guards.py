@@ -104,6 +104,7 @@ def test_what_the_guard_says_is_what_megatron_computes_in_bf16() -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "code",
     [
@@ -153,6 +154,14 @@ def test_latent_attention_still_believes_in_transformer_engine_wherever_its_wrap
     assert "import transformer_engine" not in head and "HAVE_TE\n            and isinstance(self.linear_proj, TELinear)" in body
 
 
+def test_megatron_still_cuts_a_table_of_angles_that_nothing_reads_over_ranks() -> None:
+    """The other reason for compat.patch_latent_attention."""
+    source = megatron_source("models/common/embeddings/yarn_rotary_pos_embedding.py")
+    constructor = source.partition("def __init__(")[2].partition("def get_emb")[0]
+    assert "self._set_cos_sin_cache(" in constructor and "get_pos_emb_on_this_cp_rank(" in source
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("first", ["import grpo_mega.megatron", "import transformers.models.llama.modeling_llama"])
 def test_transformers_loads_the_same_model_whether_the_stand_in_came_before_it_or_after(first: str, tmp_path: Path) -> None:
     """It builds the model without memory by `with torch.device("meta")`, which has to know the wrapped factories."""
@@ -175,6 +184,7 @@ torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=0
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.full
 def test_importing_megatron_imports_no_compiler_and_its_own_decorator_still_would() -> None:
     code = (
         "import importlib.util, sys, torch; import grpo_mega.megatron.policy; "

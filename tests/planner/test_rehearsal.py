@@ -116,6 +116,7 @@ LATENT_LAYOUTS = (
     "tp=2,dp=4,ep=2,sequence_parallel=true model.recompute=selective",
     "pp=2,dp=2,ep=2 model.dtype=float32",
     "tp=2,pp=2,dp=6,ep=3,sequence_parallel=true model.recompute=full",
+    "tp=2,cp=3,dp=2,ep=2,sequence_parallel=true",
 )
 
 
@@ -150,6 +151,12 @@ FULL = (  # repeat what the others have
     "moe tp=1,dp=2",
     "moe pp=2,dp=1",
     "cp=2,pp=2,dp=2",
+    "tp=1,dp=4",
+    "pp=4,vpp=2",
+    "tp=2,pp=2,dp=2,sequence_parallel=true model.recompute=selective",
+    "cp=2,dp=1",
+    "moe tp=1,dp=2,ep=2",
+    "moe tp=2,dp=2,ep=2,sequence_parallel=true",
 )
 
 

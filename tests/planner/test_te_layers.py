@@ -112,7 +112,14 @@ OTHERS = [
     for recompute in ("none", "selective")
 ]
 SHARED = [
-    Layer("llama 70B", LLAMA_70B, recipe, recompute, {"tp": 4, "cp": cp, "dp": 1, "sequence_parallel": True}, 2048)
+    Layer(
+        "llama 70B",
+        LLAMA_70B,
+        recipe,
+        recompute,
+        {"tp": 4, "cp": cp, "dp": 1, "sequence_parallel": True},
+        2048,
+    )
     for cp, recipe, recompute in (
         (2, "bf16", "none"),
         (4, "bf16", "selective"),

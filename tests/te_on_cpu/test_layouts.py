@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ CASES = (
     *(("qwen3", recipe, "cp=2,tp=2,sequence_parallel=true model.recompute=selective") for recipe in ("bf16", "blockwise")),
     *(("qwen3_moe", recipe, "ep=2") for recipe in RECIPES),
     ("qwen3_moe", "grouped", "ep=2"),
+    ("qwen3_moe", "bf16", "cp=2,ep=2,cp_comm_type=a2a"),
 )
 # With context parallelism, logits and gradients against transformers too.
 PASSES = (
@@ -54,6 +56,12 @@ PASSES = (
     *((recipe, "cp=2,tp=2,sequence_parallel=true") for recipe in ("bf16", "blockwise")),
     *((recipe, "cp=4") for recipe in ("bf16", "delayed")),
 )
+FULL = {  # they repeat what others have
+    ("qwen3", "delayed", "cp=2,cp_comm_type=a2a model.recompute=full"),
+    ("qwen3", "blockwise", "cp=2,tp=2,sequence_parallel=true model.recompute=selective"),
+    ("qwen3_moe", "bf16", "cp=2,ep=2,cp_comm_type=a2a"),
+    *((recipe, layout) for recipe, layout in PASSES if layout not in ("cp=2", "cp=2,cp_comm_type=a2a")),
+}
 FAMILIES = tuple(dict.fromkeys(family for family, _, _ in CASES))
 # Rows that are cut must be whole blocks of 128 on each of two ranks, as must hidden states that such ranks gather.
 SIZES = {
@@ -119,16 +127,22 @@ class Found:
     passes: dict[tuple[str, str], dict[str, float]]  # by recipe and layout: differences from transformers, by name
 
 
+def parameters(cases: Sequence[tuple[str, ...]]) -> list[Any]:
+    return [pytest.param(*case, marks=[pytest.mark.full] * (case in FULL)) for case in cases]
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Run all cases, in one launch of ranks for each world size."""
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Run the cases of tests that were selected, in one launch of ranks for each world size."""
+    items: list[Any] = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    chosen = {tuple(item.callspec.params.values()) for item in items}
     folder = tmp_path_factory.mktemp("layouts")
     rows = [json.dumps({"prompt": f"Say {number}.", "answer": str(number)}) for number in range(4)]
     (folder / "unused.jsonl").write_text("\n".join(rows) + "\n")
     for family in FAMILIES:
         make_inputs(folder, family)
-    updates = [*((family, recipe, "tp=1") for family in FAMILIES for recipe in RECIPES), *CASES]
-    passes = [*((recipe, "tp=1") for recipe in RECIPES), *PASSES]
+    updates = [*((family, recipe, "tp=1") for family in FAMILIES for recipe in RECIPES), *(c for c in CASES if c in chosen)]
+    passes = [*((recipe, "tp=1") for recipe in RECIPES), *(case for case in PASSES if case in chosen)]
     cases: list[Case | LogitsCase] = [Case(" ".join(key), config_of(folder, *key)) for key in updates]
     for case in cases:
         torch.save(make_groups(), folder / f"groups-{case.name}.pt")
@@ -150,7 +164,7 @@ def exact_pass(folder: Path) -> dict[str, Any]:
     return {"expected": expected} | probe(model, make_sequences(), folder / "gradients", RouterConfig(), [])
 
 
-@pytest.mark.parametrize(("family", "recipe", "layout"), CASES)
+@pytest.mark.parametrize(("family", "recipe", "layout"), parameters(CASES))
 def test_a_layout_differs_from_one_rank_by_rounding(found: Found, family: str, recipe: str, layout: str) -> None:
     """Two roundings of the same numbers are up to twice as far apart as each is from them. Pipeline stages round alike.
 
@@ -186,7 +200,7 @@ def test_each_recipe_was_in_use_and_near_to_bf16(found: Found, family: str) -> N
         assert 1e-3 < difference.logprobs < 0.3, (recipe, other, difference)
 
 
-@pytest.mark.parametrize(("family", "recipe", "layout"), [case for case in CASES if "cp=" in case[2]])
+@pytest.mark.parametrize(("family", "recipe", "layout"), parameters([case for case in CASES if "cp=" in case[2]]))
 def test_context_parallel_ranks_give_the_numbers_of_one(found: Found, family: str, recipe: str, layout: str) -> None:
     """By the L2 norm of log-probs, the loss of each update and the gradient norm of the first: later ones depend on which
     tokens were clipped before.
@@ -205,7 +219,7 @@ def test_context_parallel_ranks_give_the_numbers_of_one(found: Found, family: st
     assert norm < (3e-3 if recipe == "bf16" else 3e-2)
 
 
-@pytest.mark.parametrize(("recipe", "layout"), PASSES)
+@pytest.mark.parametrize(("recipe", "layout"), parameters(PASSES))
 def test_context_parallel_ranks_are_as_near_to_transformers_as_one(found: Found, recipe: str, layout: str) -> None:
     """By the worst logit, and the mean over tensors of their gradients' worst elements, which fp64 has.
 
