@@ -111,9 +111,10 @@ LOGITS |= {"qwen3_moe-routed": ROUTED_LAYOUTS, "deepseek_v3-routed": ("tp=2,ep=2
 GRADIENTS |= {name: LOGITS[name] for name in ("qwen3_moe-routed", "deepseek_v3-routed")}
 LOGITS |= {name: (*dict.fromkeys((*LOGITS[name], *texts)),) for name, texts in GRADIENTS.items()}
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
-# Those that every model keeps without --all; qwen2 keeps all.
+# Those that every model keeps without --all; qwen2 keeps two more.
 KEPT_ROUTED = ("pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",)
 KEPT_LOGITS = ("tp=1", "tp=2,pp=2", "tp=2,ep=2,sequence_parallel=true")
+KEPT_GRADIENTS = (*KEPT_LOGITS, *KEPT_ROUTED, "pp=2,vpp=2,ep=2")
 IN_ONE_TOKEN = ("gspo_token", "cispo", "sapo", "reinforce_plus_plus_baseline", "kl_cov", "dual_clip", "rloo")
 FULL_UPDATES = {
     "qwen2": (
@@ -155,14 +156,16 @@ def parameters(names: Iterable[str], is_full: Callable[[str, str], bool]) -> lis
 
 ALL_LOGITS = parameters(
     (f"{model}:{layout}" for model, layouts in LOGITS.items() for layout in layouts),
-    lambda model, layout: model != "qwen2" and layout not in (*KEPT_LOGITS, *KEPT_ROUTED),
+    lambda model, layout: layout not in (*KEPT_LOGITS, *KEPT_ROUTED, *(("cp=4", "pp=4,vpp=2") if model == "qwen2" else ())),
 )
 ALL_GRADIENTS = parameters(
     (f"{model}:{text}" for model, texts in GRADIENTS.items() for text in texts),
     lambda model, text: (
-        model in ("deepseek_v3", "qwen3_moe-routed") and text not in (*KEPT_LOGITS, *KEPT_ROUTED, "pp=2,vpp=2,ep=2")
+        model in ("deepseek_v3", "qwen3_moe", "qwen3_moe-routed")
+        and text not in (*KEPT_LOGITS, *KEPT_ROUTED, "pp=2,vpp=2,ep=2")
     ),
 )
+ALL_METHODS = [pytest.param(m, marks=[pytest.mark.full] * (m in IN_ONE_TOKEN)) for m in METHODS]
 COMPARED = parameters(
     (f"{model}:{text}" for model, texts in ALL_UPDATES.items() for text in texts[1:]),
     lambda model, text: text in FULL_UPDATES.get(model, ()),

@@ -25,7 +25,7 @@ from layout_cases import (
     random_groups,
     routed,
 )
-from layout_matrix import ALL_GRADIENTS, ALL_LOGITS, ALL_UPDATES, ALONE, COMPARED, GRADIENTS, LOGITS, ROUTERS
+from layout_matrix import ALL_GRADIENTS, ALL_LOGITS, ALL_METHODS, ALL_UPDATES, ALONE, COMPARED, GRADIENTS, LOGITS, ROUTERS
 from models import make_model, save_checkpoint
 from ranks import run_forked
 from safetensors.torch import load_file
@@ -174,7 +174,7 @@ def test_the_updates_compared_are_real_ones(matrix: Matrix) -> None:
     assert last["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 def test_the_methods_compared_do_what_they_are_for(matrix: Matrix, method: str) -> None:
     metrics = matrix.updates[f"short+{method}:tp=1"].updates[-1]
     assert metrics["grad_norm"] > 0 and metrics["loss/policy"] != 0

@@ -22,8 +22,6 @@ from grpo_mega.commands.check import Case, Outcome, run_cases
 from grpo_mega.types import Group, Prompt, Sample
 from tools.conformance import oracle_advantages, oracle_losses
 
-pytestmark = pytest.mark.distributed
-
 TEMPERATURE, KL_BETA, ENTROPY_BONUS, CLIP_EPS = 0.9, 0.3, 0.02, 0.2
 MINI_BATCHES, EPOCHS, PROMPTS, GROUP_SIZE = 2, 3, 4, 3
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP_GRAD = 4e-3, (0.8, 0.97), 1e-4, 3.0, 0.25

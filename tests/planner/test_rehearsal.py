@@ -153,7 +153,6 @@ FULL = (  # repeat what the others have
     "cp=2,pp=2,dp=2",
     "tp=1,dp=4",
     "pp=4,vpp=2",
-    "tp=2,pp=2,dp=2,sequence_parallel=true model.recompute=selective",
     "cp=2,dp=1",
     "moe tp=1,dp=2,ep=2",
     "moe tp=2,dp=2,ep=2,sequence_parallel=true",
