@@ -14,6 +14,7 @@ EXIT_CONFIG=2              # of grpo-mega: an error that the user must fix, so a
 MAX_STARTS_WITHOUT_SAVE=2  # in a row, before the job gives up
 SECONDS_TO_REPORT=10       # from the first failure to the end of all nodes, in which others report theirs
 SECONDS_TO_ANSWER=10       # for a node that is asked if it is alive
+TRIES_TO_REQUEUE=5         # each after 5 seconds
 
 main() {
     require_arguments "$@"
@@ -330,22 +331,35 @@ requeue_or_give_up() {
     requeue "the last checkpoint is ${now:-none}"
 }
 
-# Ends the script. Slurm ends this start of the job and sends TERM; the next one has the same id and arguments.
+# Ends the script. Slurm ends this start of the job and sends TERM; the next one has the same id and arguments. Slurm itself
+# requeues a job of which it has given up a node, and a controller under load may not answer at once.
 requeue() {
-    if [[ -n "$IS_TERMINATED" && "$(field JobState "$(scontrol show job "$SLURM_JOB_ID")")" != RUNNING ]]; then
-        say "left to Slurm, which has cancelled the job or requeues it"
-        exit 0
-    fi
+    [[ -z "$IS_TERMINATED" ]] || leave_ended_job
     say "requeued: $*"
     IS_REQUEUED=1
-    if ! scontrol requeue "$SLURM_JOB_ID"; then
-        say "error: cannot be requeued; sbatch again with RUN_DIR=$RUN_DIR"
-        exit 1
-    fi
+    local tries=1
+    until scontrol requeue "$SLURM_JOB_ID"; do
+        leave_ended_job
+        if ((tries++ >= TRIES_TO_REQUEUE)); then
+            say "error: cannot be requeued; sbatch again with RUN_DIR=$RUN_DIR"
+            exit 1
+        fi
+        sleep 5 &
+        wait $!
+    done
     while true; do
         sleep 1 &
         wait $!
     done
+}
+
+leave_ended_job() {
+    local state
+    state="$(field JobState "$(scontrol show job "$SLURM_JOB_ID")")"
+    if [[ -n "$state" && "$state" != RUNNING ]]; then
+        say "left to Slurm, which has cancelled the job or requeues it"
+        exit 0
+    fi
 }
 
 # The excluded nodes of a running job cannot be changed, and a pending job may get its nodes at once. While the requeued start

@@ -96,6 +96,37 @@ def test_the_lead_covers_a_step_and_a_save_that_is_read_back() -> None:
     assert printed.stdout.split() == [str(3 * 85 + 2 * 988 // 2 + 180), "600"]
 
 
+@pytest.mark.parametrize(
+    ("states", "answers", "code", "said"),
+    [
+        (["RUNNING"] * 5, [1] * 5, 1, "error: cannot be requeued; sbatch again with RUN_DIR=/run"),
+        (["RUNNING", "PENDING"], [1, 1], 0, "left to Slurm, which has cancelled the job or requeues it"),
+        ([""], [1, 0], 0, "requeued: after a failure"),  # the controller did not answer, and then did
+    ],
+    ids=["forbidden", "already_requeued", "no_answer_at_first"],
+)
+def test_a_requeue_that_slurm_refuses(states: list[str], answers: list[int], code: int, said: str, tmp_path: Path) -> None:
+    """Of a job whose node is lost: Slurm may have requeued it by itself."""
+    for name, lines in (("show", [state and f"JobState={state}" for state in states]), ("requeue", answers)):
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+    script = f"""
+        source "{ROOT}/slurm/job.sh"
+        SLURM_JOB_NAME=tiny SLURM_JOB_ID=1 RUN_DIR=/run IS_TERMINATED="" BAD_NODES=""
+        trap on_term TERM
+        next() {{ head -n 1 "{tmp_path}/$1"; sed -i 1d "{tmp_path}/$1"; }}
+        sleep() {{ [[ "$1" == 5 ]] || kill -TERM $$; }}
+        scontrol() {{
+            [[ "$1" == show ]] && next show && return
+            return "$(next requeue)"
+        }}
+        requeue "after a failure"
+    """
+    environ = os.environ | {"GRPO_MEGA_ROOT": str(ROOT)}
+    result = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, timeout=60)
+    assert result.returncode == code and result.stdout.splitlines()[-1].endswith(f"tiny 1: {said}"), result
+    assert not (tmp_path / "show").read_text() and not (tmp_path / "requeue").read_text(), "each was asked as often as expected"
+
+
 def _bash(path: Path, arguments: list[str], **more: str) -> tuple[int, str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     environ |= {"SLURM_SUBMIT_DIR": str(ROOT)} | more
