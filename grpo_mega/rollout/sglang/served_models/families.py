@@ -1,10 +1,13 @@
 """One class per `model_type` of the supported families, from SGLang's module of that name (deepseek_v3: of deepseek_v2)."""
 
+from typing import Any
+
+from sglang.srt.models import mixtral
 from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.mistral import MistralForCausalLM
-from sglang.srt.models.mixtral import MixtralForCausalLM
+from sglang.srt.models.mixtral import MixtralForCausalLM, MixtralMoE
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
@@ -14,6 +17,17 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 DeepseekV2Config.moe_layer_freq = DeepseekV3Config.moe_layer_freq = 1
 DeepseekV2Config.scoring_func = "softmax"
 DeepseekV3Config.scoring_func, DeepseekV3Config.topk_method = "sigmoid", "noaux_tc"
+
+
+class NumberedMixtralMoE(MixtralMoE):
+    """Tells its router the number of its layer: without it the experts of all layers are recorded in one place."""
+
+    def __init__(self, *args: Any, layer_id: int, **kwargs: Any) -> None:
+        super().__init__(*args, layer_id=layer_id, **kwargs)
+        self.topk.layer_id = layer_id
+
+
+mixtral.MixtralMoE = NumberedMixtralMoE
 
 EntryClass = [
     DeepseekV2ForCausalLM,
