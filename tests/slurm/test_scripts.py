@@ -106,7 +106,7 @@ def test_the_lead_covers_a_step_and_a_save_that_is_read_back() -> None:
     ids=["forbidden", "already_requeued", "no_answer_at_first"],
 )
 def test_a_requeue_that_slurm_refuses(states: list[str], answers: list[int], code: int, said: str, tmp_path: Path) -> None:
-    """Of a job whose node is lost: Slurm may have requeued it by itself."""
+    """Slurm may have requeued a job that lost a node by itself."""
     for name, lines in (("show", [state and f"JobState={state}" for state in states]), ("requeue", answers)):
         (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
     script = f"""
