@@ -94,15 +94,22 @@ class Pipeline:
         if not self._uses_te:
             dtype = self._chunks[0].config.params_dtype
             return pack_params(batch.cu_seqlens, batch.position_ids, dtype, batch.cp_size, batch.cp_rank, batch.trunks)
-        # Of whole segments; with context parallelism Transformer Engine asks for padded ones too, and padding is part of ours.
-        cuts = batch.cu_seqlens * batch.cp_size
-        padded, longest = None if batch.cp_size == 1 else cuts, int(cuts.diff().max())
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=cuts,
-            cu_seqlens_kv=cuts,
-            cu_seqlens_q_padded=padded,
-            cu_seqlens_kv_padded=padded,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
+        return te_params(batch.cu_seqlens, batch.cp_size)
+
+
+def te_params(cu_seqlens: Tensor, cp_size: int) -> PackedSeqParams:
+    """Return what Transformer Engine's attention asks for: lengths of whole segments, of which a rank has 1 / cp_size.
+
+    With context parallelism it asks for padded lengths too, and padding is part of ours.
+    """
+    cuts = cu_seqlens * cp_size
+    padded, longest = None if cp_size == 1 else cuts, int(cuts.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cuts,
+        cu_seqlens_kv=cuts,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )

@@ -31,6 +31,7 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from grpo_mega.megatron import attention as packed
 from grpo_mega.megatron import model as models
 from grpo_mega.megatron import rehearsal as rehearse_rank
+from grpo_mega.megatron.pipeline import te_params
 
 Saved = tuple[tuple[int, ...], str, int]
 
@@ -81,18 +82,8 @@ def attend_backward(*args: Any, **kwargs: Any) -> list[Any]:
 def packed_params(
     cuts: Tensor, position_ids: Tensor, dtype: torch.dtype, cp_size: int = 1, cp_rank: int = 0
 ) -> PackedSeqParams:
-    """Make what pipeline.py gives to Transformer Engine's layers."""
-    whole = cuts * cp_size
-    padded, longest = None if cp_size == 1 else whole, int(whole.diff().max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=whole,
-        cu_seqlens_kv=whole,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    """Take the place of what Megatron's local layers are given."""
+    return te_params(cuts, cp_size)
 
 
 def read_half(tensor: Tensor, cu_seqlens: Tensor, half: int) -> Tensor:
