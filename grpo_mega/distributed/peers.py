@@ -1,58 +1,50 @@
-"""The ranks that share one engine, on one node: they exchange texts among themselves, without the job's store.
+"""The ranks that share one engine, on one node: they exchange texts among themselves, in a store of their own.
 
-The store is one process for the whole job; a sync of a large model would bring it thousands of requests per engine.
+The job's store is one process for all ranks; a sync of a large model would bring it thousands of requests per engine. A process
+group of these ranks alone would not do: torch names it by the number of groups that a rank is in, which differs between stages
+of Megatron's pipelines, and they would wait for each other under different names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
 
-import torch.distributed as dist
+from torch.distributed import DistError, TCPStore
 
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
-
-PEERS = "peers"  # description of these groups, which outlive an arrangement of Megatron's
 
 
 class Peers:
-    """Ranks leader, ..., leader + size - 1 of the job. All of them call every method together."""
+    """`size` ranks of the job, one after another, of which this is number `index`. All of them call every method together."""
 
-    def __init__(self, leader: int, size: int, deadline_s: float) -> None:
-        self._leader, self._size, self._deadline_s = leader, size, deadline_s
-
-    @cached_property
-    def _group(self) -> dist.ProcessGroup:
-        ranks, timeout = list(range(self._leader, self._leader + self._size)), timedelta(seconds=self._deadline_s)
-        return dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc=PEERS)
+    def __init__(self, job: Rendezvous, index: int, size: int, deadline_s: float) -> None:
+        self._job, self._leader, self._size, self._deadline_s = job, job.rank - index, size, deadline_s
+        self._met: tuple[Rendezvous, TCPStore] | None = None  # the leader's store ends with this object
 
     def gather(self, phase: str, text: str) -> list[str]:
-        """Return the texts of all ranks, in their order, on the leader; an empty list on the others."""
+        """Return the texts of all ranks, in their order. Raise EngineError if one does not come within the deadline."""
         if self._size == 1:
             return [text]
-        texts: list[str] | None = [""] * self._size if dist.get_rank() == self._leader else None
-        with self._named(phase):
-            dist.gather_object(text, texts, dst=self._leader, group=self._group)
-        return texts or []
+        try:
+            if self._met is None:
+                self._met = self._meet()
+            return self._met[0].all_gather(phase, text, self._deadline_s)
+        except DistError as error:
+            raise EngineError(f"rank {self._leader}, which leads an engine, is gone: {phase} ({error}); see its log") from None
 
     def broadcast(self, phase: str, text: str) -> str:
-        """Return the leader's text."""
-        if self._size == 1:
-            return text
-        texts = [text]
-        with self._named(phase):
-            dist.broadcast_object_list(texts, src=self._leader, group=self._group)
-        return texts[0]
+        """Return the text of the leader, which is the first."""
+        return self.gather(phase, text)[0]
 
-    @contextmanager
-    def _named(self, phase: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # a rank is gone, or the deadline has passed
-            last = self._leader + self._size - 1
-            raise EngineError(
-                f"ranks {self._leader} to {last} of an engine did not meet within {self._deadline_s:.0f} s, {phase} ({error}); "
-                "see their logs in RUN_DIR/logs"
-            ) from None
+    def _meet(self) -> tuple[Rendezvous, TCPStore]:
+        key, timeout, leads = f"peers/{self._leader}", timedelta(seconds=self._deadline_s), self._job.rank == self._leader
+        port = 0 if leads else int(self._job.get(key, self._deadline_s))
+        store = TCPStore("127.0.0.1", port, is_master=leads, wait_for_workers=False, timeout=timeout)
+        if leads:
+            self._job.set(key, str(store.port))
+        met = Rendezvous(store, self._job.rank, self._size, first=self._leader)
+        met.all_gather("meeting the others of an engine", None, self._deadline_s)
+        if leads:
+            self._job.delete(key)
+        return met, store

@@ -19,9 +19,11 @@ _MAX_NAMED = 8  # missing ranks in an error
 
 
 class Rendezvous:
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    """Ranks first, ..., first + world_size - 1."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, *, first: int = 0) -> None:
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # a connection that waits serves nothing else meanwhile
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self._ranks = rank, world_size, range(first, first + world_size)
         self._num_gathers = self._num_keys = 0
 
     def all_gather(self, phase: str, value: Any, deadline_s: float) -> list[Any]:
@@ -35,14 +37,14 @@ class Rendezvous:
             for name in ("values", "count", "done"):  # all ranks have ended the call before, since they have made this one
                 self._store.delete_key(f"gather/{self._num_gathers - 1}/{name}")
         elif not self._is_set(done, deadline_s):
-            missing = sorted(set(range(self.world_size)) - self._read(values).keys())
+            missing = sorted(set(self._ranks) - self._read(values).keys())
             more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
             names = f"rank{'s'[: len(missing) - 1]} {', '.join(map(str, missing[:_MAX_NAMED]))}{more}"
             raise EngineError(
                 f"rank {self.rank} waited {deadline_s:.0f} s in vain for {names} in {phase}; see their logs in RUN_DIR/logs"
             )
         by_rank = self._read(values)
-        return [by_rank[rank] for rank in range(self.world_size)]
+        return [by_rank[rank] for rank in self._ranks]
 
     def unique_key(self, kind: str) -> str:
         """Return a key that was not given before. All ranks call equally often and get the same key."""
@@ -55,6 +57,12 @@ class Rendezvous:
 
     def set(self, key: str, text: str) -> None:
         self._store.set(key, text)
+
+    def get(self, key: str, deadline_s: float) -> str:
+        """Return the text of a key once it is set. Raise EngineError if that takes longer than the deadline."""
+        if not self._is_set(key, deadline_s):
+            raise EngineError(f"rank {self.rank} waited {deadline_s:.0f} s in vain for {key}; see the logs in RUN_DIR/logs")
+        return self._store.get(key).decode()
 
     def try_get(self, key: str) -> str | None:
         """Return the text of a key, or None if it is not set."""

@@ -12,9 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from grpo_mega.distributed.peers import PEERS
-
-EVERYONE = "everyone"
+EVERYONE = "everyone"  # name and description of the group of both sides, which outlives an arrangement of Megatron's
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def join(backend: str, rank: int, world_size: int, num_engine_ranks: int, timeou
         dist.PrefixStore(EVERYONE, store),
         group_name=EVERYONE,  # type: ignore[arg-type]  # a NewType of str
         timeout=timeout,
-        group_desc=PEERS,
+        group_desc=EVERYONE,
     )
     # Ranks of the default group to ranks of this one: what `dist.get_rank(group)` looks up.
     distributed_c10d._world.pg_group_ranks[group] = {i: first + i for i in range(size)}

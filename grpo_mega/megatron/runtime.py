@@ -22,7 +22,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from grpo_mega.config import Config
 from grpo_mega.distributed import sides
-from grpo_mega.distributed.peers import PEERS
 from grpo_mega.errors import UserError
 from grpo_mega.hardware import device as devices
 from grpo_mega.megatron.found import check as check_kernels
@@ -188,7 +187,9 @@ def _leave_groups() -> None:
     parallel_state.destroy_model_parallel()
     forget_fp8_state()
     gc.collect()
-    for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD and g.group_desc != PEERS]:
+    for group in [
+        g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD and g.group_desc != sides.EVERYONE
+    ]:
         dist.destroy_process_group(group)
 
 

@@ -52,7 +52,7 @@ class SGLangEngine(Engine):
     ) -> None:
         """Begin to start the server, where this rank leads; `wait_until_ready` finishes that."""
         self._settings, self._side, self._rendezvous, self._buckets = settings, side, rendezvous, buckets
-        self._peers = Peers(settings.leader, settings.rollout.tp, settings.leader_deadline_s)
+        self._peers = Peers(rendezvous, settings.tp_rank, settings.rollout.tp, settings.leader_deadline_s)
         self._has_weights = False
         self._num_phases = self._num_requests = 0
         self._opened: dict[int, object] = {}  # by slot, the buffer that the server has opened

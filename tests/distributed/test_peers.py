@@ -1,0 +1,69 @@
+"""The ranks of one engine meet in a store of their own, whatever process groups each of them is in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from grpo_mega.distributed.peers import Peers
+from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.errors import EngineError
+
+TEXT = "\u2028 a line\nof \ud800 its own"
+
+
+def as_ranks(ranks: range, act: Callable[[Peers, int], Any], *, leader: int, size: int, deadline_s: float = 60.0) -> Any:
+    """Return what `act` returns for each of the ranks, and the number of keys that are left in the job's store."""
+    job = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline_s))
+    num_keys = job.num_keys()
+
+    peers = {rank: Peers(Rendezvous(job, rank, 9), rank - leader, size, deadline_s) for rank in ranks}
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(act, peers.values(), peers)), job.num_keys() - num_keys
+
+
+def test_all_have_the_texts_of_all_in_order_and_the_leaders() -> None:
+    def act(peers: Peers, rank: int) -> tuple[list[str], list[str]]:
+        said = [peers.broadcast("saying", f"{rank}, {turn}") for turn in range(3)]
+        return peers.gather("gathering", f"{rank}{TEXT}"), said
+
+    found, num_left = as_ranks(range(4, 7), act, leader=4, size=3)
+    assert found == [([f"{rank}{TEXT}" for rank in (4, 5, 6)], ["4, 0", "4, 1", "4, 2"])] * 3
+    assert num_left == 0
+
+
+def test_one_alone_needs_no_store() -> None:
+    found, _ = as_ranks(range(2, 3), lambda peers, rank: [*peers.gather("g", "x"), peers.broadcast("b", "y")], leader=2, size=1)
+    assert found == [["x", "y"]]
+
+
+def test_a_leader_that_has_gone_is_named() -> None:
+    def act(peers: Peers, rank: int) -> str:
+        peers.gather("gathering", "")
+        if rank == 4:
+            peers._met = None
+            return ""
+        with pytest.raises(EngineError) as error:
+            peers.gather("gathering", "")
+        return str(error.value)
+
+    (_, said), _ = as_ranks(range(4, 6), act, leader=4, size=2)
+    assert said.startswith("rank 4, which leads an engine, is gone: gathering (")
+
+
+@pytest.mark.parametrize(("ranks", "missing"), [(range(4, 6), "rank 6 in meeting"), (range(5, 6), "peers/4")])
+def test_a_rank_that_does_not_come_is_named(ranks: range, missing: str) -> None:
+    """By its number in the job."""
+
+    def act(peers: Peers, rank: int) -> str:
+        with pytest.raises(EngineError) as error:
+            peers.gather("gathering", "")
+        return str(error.value)
+
+    found, _ = as_ranks(ranks, act, leader=4, size=3, deadline_s=1.0)
+    assert all("waited 1 s in vain for" in said for said in found) and missing in found[-1], found
