@@ -19,7 +19,7 @@ class Peers:
     """`size` ranks of the job, one after another, of which this is number `index`. All of them call every method together."""
 
     def __init__(self, job: Rendezvous, index: int, size: int, deadline_s: float) -> None:
-        self._job, self._leader, self._size, self._deadline_s = job, job.rank - index, size, deadline_s
+        self._job, self._index, self._size, self._deadline_s = job, index, size, deadline_s
         self._met: tuple[Rendezvous, TCPStore] | None = None  # the leader's store ends with this object
 
     def gather(self, phase: str, text: str) -> list[str]:
@@ -31,19 +31,21 @@ class Peers:
                 self._met = self._meet()
             return self._met[0].all_gather(phase, text, self._deadline_s)
         except DistError as error:
-            raise EngineError(f"rank {self._leader}, which leads an engine, is gone: {phase} ({error}); see its log") from None
+            leader = self._job.rank - self._index
+            raise EngineError(f"rank {leader}, which leads an engine, is gone: {phase} ({error}); see its log") from None
 
     def broadcast(self, phase: str, text: str) -> str:
         """Return the text of the leader, which is the first."""
         return self.gather(phase, text)[0]
 
     def _meet(self) -> tuple[Rendezvous, TCPStore]:
-        key, timeout, leads = f"peers/{self._leader}", timedelta(seconds=self._deadline_s), self._job.rank == self._leader
+        leader, leads = self._job.rank - self._index, self._index == 0
+        key, timeout = f"peers/{leader}", timedelta(seconds=self._deadline_s)
         port = 0 if leads else int(self._job.get(key, self._deadline_s))
         store = TCPStore("127.0.0.1", port, is_master=leads, wait_for_workers=False, timeout=timeout)
         if leads:
             self._job.set(key, str(store.port))
-        met = Rendezvous(store, self._job.rank, self._size, first=self._leader)
+        met = Rendezvous(store, self._job.rank, self._size, first=leader)
         met.all_gather("meeting the others of an engine", None, self._deadline_s)
         if leads:
             self._job.delete(key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import pytest
@@ -43,11 +44,15 @@ def test_one_alone_needs_no_store() -> None:
 
 
 def test_a_leader_that_has_gone_is_named() -> None:
+    has_read = Event()
+
     def act(peers: Peers, rank: int) -> str:
         peers.gather("gathering", "")
         if rank == 4:
+            has_read.wait()
             peers._met = None
             return ""
+        has_read.set()
         with pytest.raises(EngineError) as error:
             peers.gather("gathering", "")
         return str(error.value)
