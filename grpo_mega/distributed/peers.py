@@ -40,7 +40,7 @@ class Peers:
 
     def _meet(self) -> tuple[Rendezvous, TCPStore]:
         leader, leads = self._job.rank - self._index, self._index == 0
-        key, timeout = f"peers/{leader}", timedelta(seconds=self._deadline_s)
+        key, timeout = f"the store of rank {leader}", timedelta(seconds=self._deadline_s)
         port = 0 if leads else int(self._job.get(key, self._deadline_s))
         store = TCPStore("127.0.0.1", port, is_master=leads, wait_for_workers=False, timeout=timeout)
         if leads:

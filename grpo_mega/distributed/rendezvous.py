@@ -19,7 +19,7 @@ _MAX_NAMED = 8  # missing ranks in an error
 
 
 class Rendezvous:
-    """Ranks first, ..., first + world_size - 1."""
+    """One of `world_size` ranks, numbered from `first` on, that exchange values."""
 
     def __init__(self, store: Store, rank: int, world_size: int, *, first: int = 0) -> None:
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # a connection that waits serves nothing else meanwhile

@@ -62,7 +62,7 @@ def test_a_leader_that_has_gone_is_named() -> None:
     assert said.startswith("rank 4, which leads an engine, is gone: gathering (")
 
 
-@pytest.mark.parametrize(("ranks", "missing"), [(range(4, 6), "rank 6 in meeting"), (range(5, 6), "peers/4")])
+@pytest.mark.parametrize(("ranks", "missing"), [(range(4, 6), "rank 6 in meeting"), (range(5, 6), "the store of rank 4;")])
 def test_a_rank_that_does_not_come_is_named(ranks: range, missing: str) -> None:
     """By its number in the job."""
 

@@ -7,7 +7,7 @@ from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCa
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.mistral import MistralForCausalLM
-from sglang.srt.models.mixtral import MixtralForCausalLM, MixtralMoE
+from sglang.srt.models.mixtral import MixtralForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
@@ -19,7 +19,7 @@ DeepseekV2Config.scoring_func = "softmax"
 DeepseekV3Config.scoring_func, DeepseekV3Config.topk_method = "sigmoid", "noaux_tc"
 
 
-class NumberedMixtralMoE(MixtralMoE):
+class NumberedMixtralMoE(mixtral.MixtralMoE):
     """Tells its router the number of its layer: without it the experts of all layers are recorded in one place."""
 
     def __init__(self, *args: Any, layer_id: int, **kwargs: Any) -> None:
