@@ -67,6 +67,6 @@ def test_it_says_the_same_as_the_regular_expression(text: str) -> None:
 @pytest.mark.parametrize("piece", [*TAGS, "<", " ", "<think>a</think>", "<answer>"])
 def test_it_takes_linear_time_on_adversarial_text(piece: str) -> None:
     text = "<think>" + piece * (1_000_000 // len(piece)) + "</think><answer>" + " " * 1_000_000
-    started = time.monotonic()
+    started = time.process_time()
     assert not is_well_formed(text)
-    assert time.monotonic() - started < 1.0
+    assert time.process_time() - started < 1.0

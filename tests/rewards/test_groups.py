@@ -98,7 +98,7 @@ def test_a_function_gets_only_what_it_names_and_none_and_coroutines_are_as_in_tr
 
 def test_a_group_has_one_deadline_and_what_fails_costs_its_own_group() -> None:
     name = "trl_functions.obey"
-    with pool_of({"name": name}, deadline_s=1.5) as pool:
+    with pool_of({"name": name}, deadline_s=3) as pool:
         deeds = ("take long", "hang", "raise", "be short", "give text")
         results = dict(zip(deeds, scored(pool, *([deed, "b", "c"] for deed in deeds), prompt="p"), strict=True))
         counters = pool.counters

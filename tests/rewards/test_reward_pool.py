@@ -90,21 +90,23 @@ def test_a_users_function_gets_prompt_response_answer_and_extras() -> None:
 
 @pytest.mark.parametrize("deed", ["hang in C", "sleep"])
 def test_a_hung_check_is_killed_and_counted_and_the_others_are_right(deed: str) -> None:
-    with reward_pool([(OBEY, 1.0)], num_workers=2, deadline_s=1.0) as pool:
+    with reward_pool([(OBEY, 1.0)], num_workers=2, deadline_s=2) as pool:
         _score(pool, "warm", "warm")
         started = time.monotonic()
         results = _score(pool, deed, *["fine"] * 20)
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < 10  # a check sleeps for 600 s
         assert results[0] == RewardResult(0.0, {OBEY: 0.0}, {OBEY: "timeout"})
         assert [r.total for r in results[1:]] == [1.0] * 20
         assert pool.counters == {"scored": 22, "timeout": 1, "killed_workers": 1}
         assert _score(pool, "fine")[0].total == 1.0  # the replacement works
 
 
-def test_neither_start_up_nor_queueing_counts_towards_the_deadline() -> None:
-    with reward_pool([("accuracy", 1.0)], num_workers=1, deadline_s=0.3) as pool:  # math-verify's import takes longer
-        results = _score(pool, *(f"{n}+1" for n in range(60)))  # and so do all checks together
-    assert {r.verdicts["accuracy"] for r in results} == {"correct", "wrong"}
+def test_neither_start_up_nor_queueing_counts_towards_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nap = "def nap(prompt, response, answer, extras):\n    time.sleep(0.4)\n    return 1.0\n"
+    (tmp_path / "slow_to_import.py").write_text(f"import time\n\ntime.sleep(1.5)\n\n\n{nap}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with reward_pool([("slow_to_import.nap", 1.0)], num_workers=1, deadline_s=1.3) as pool:  # below the import, and four naps
+        assert [result.total for result in _score(pool, *"abcd")] == [1.0] * 4
 
 
 @pytest.mark.parametrize(("deed", "cause"), [("segfault", "SIGSEGV"), ("exit", "status 3"), ("exhaust memory", "status 71")])
@@ -194,7 +196,7 @@ def _children(pid: int) -> list[int]:
 
 
 def test_a_killed_worker_is_replaced_from_the_template_that_has_imported_all_and_nothing_is_left_of_it() -> None:
-    with reward_pool([("accuracy", 1.0), (OBEY, 1.0)], num_workers=2, deadline_s=0.5) as pool:
+    with reward_pool([("accuracy", 1.0), (OBEY, 1.0)], num_workers=2, deadline_s=2) as pool:
         _score(pool, "fine", "fine")
         assert _wait_until(lambda: len(pool.worker_pids) == 2)
         before, template, fds = pool.worker_pids, _parent(pool.worker_pids[0]), len(os.listdir("/proc/self/fd"))
@@ -249,7 +251,7 @@ def test_the_same_answers_get_the_same_score_whether_checked_shared_or_remembere
 
 
 def test_a_shared_check_that_hangs_costs_every_sample_its_own_deadline() -> None:
-    with reward_pool([("accuracy", 1.0)], num_workers=2, deadline_s=0.5) as pool:
+    with reward_pool([("accuracy", 1.0)], num_workers=2, deadline_s=2) as pool:
         results = _score(pool, *[r"\boxed{9^{9^{9^{9}}}+x}"] * 2, r"\boxed{1}")
         assert [result.verdicts["accuracy"] for result in results] == ["timeout", "timeout", "correct"]
         assert pool.counters["killed_workers"] == 2
@@ -265,14 +267,13 @@ def test_a_key_is_submitted_once_and_a_closed_pool_says_so() -> None:
 
 
 def test_submit_does_not_block_and_checks_run_before_collect() -> None:
-    with reward_pool([("format", 1.0)], num_workers=1, deadline_s=20) as pool:
-        started = time.monotonic()
+    with reward_pool([(OBEY, 1.0)], num_workers=1, deadline_s=2) as pool:
+        pool.submit("slow", "p", "sleep", "a", {})
         for number in range(50):
-            pool.submit(number, "p", "r", "a", {})
-        assert time.monotonic() - started < 0.5
-        pool.wait_until_ready()
-        assert _wait_until(lambda: pool.counters.get("malformed") == 50)
-        assert len(pool.collect()) == 50
+            pool.submit(number, "p", "fine", "a", {})
+        assert not pool.counters.get("timeout")  # the one worker is still busy with the first, or not even started
+        assert _wait_until(lambda: pool.counters.get("scored") == 50)
+        assert len(pool.collect()) == 51
 
 
 def test_what_is_discarded_is_not_waited_for_and_counts_for_nothing() -> None:
@@ -298,7 +299,7 @@ def test_close_leaves_no_process_even_if_a_check_hangs() -> None:
         assert len(pids) == 3 and all(map(_is_alive, pids))
         pool.submit(0, "p", "hang in C", "1", {})
         started = time.monotonic()
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 10  # of a check's 600 s
     assert _wait_until(lambda: not any(map(_is_alive, pids)))  # the child of a check goes with its worker
     pool.close()
 
@@ -314,9 +315,9 @@ def test_checks_that_hang_one_after_the_other_are_progress() -> None:
     """Each costs its deadline, and hundreds of them more than a rank may be silent for."""
     with reward_pool([(OBEY, 1.0)], num_workers=1, deadline_s=1.2) as pool:
         pool.wait_until_ready()
-        for key in range(4):
+        for key in range(6):
             pool.submit(key, "p", "sleep", "1", {})
         beats = [time.monotonic()]
         pool.collect(lambda: beats.append(time.monotonic()))
-        assert pool.counters["timeout"] == 4
-    assert len(beats) == 5 and max(later - sooner for sooner, later in itertools.pairwise(beats)) < 2 * 1.2 + 1
+        assert pool.counters["timeout"] == 6
+    assert len(beats) == 7 and max(later - sooner for sooner, later in itertools.pairwise(beats)) < 5

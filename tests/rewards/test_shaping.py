@@ -204,9 +204,9 @@ def test_it_goes_by_unicodes_names_of_the_letters(words: list[str]) -> None:
 @pytest.mark.parametrize("name", ["reasoning_steps", "tag_count", "soft_format", "repetition_penalty", "language_consistency"])
 @pytest.mark.parametrize("piece", ["</think>", "<answer> ", "Step 1", "\n-", "a ", "\\frac", " ", "答"])
 def test_they_take_linear_time_on_adversarial_text(name: str, piece: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     value_of(name, piece * (200_000 // len(piece)))
-    assert time.monotonic() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 def test_open_r1s_names_mean_these_functions() -> None:
