@@ -105,7 +105,7 @@ def test_a_failed_rank_stops_the_others_and_is_named_with_its_log(tmp_path: Path
     )
     began = time.monotonic()
     assert run_ranks(python(program), 3, tmp_path) == 7
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30  # the others sleep for 60 s
     assert capfd.readouterr().err == (
         f"grpo-mega: rank 1 exited with code 7; {tmp_path}/rank_1.log ends: loading | out of memory\n"
     )
@@ -159,7 +159,7 @@ def test_a_signal_is_passed_on_once_and_the_launcher_waits(tmp_path: Path, numbe
     launcher = start_launcher(program, 2, tmp_path)
     pids = wait_for_pids(tmp_path, 2)
     launcher.send_signal(number)
-    _, errors = launcher.communicate(timeout=20)
+    _, errors = launcher.communicate(timeout=60)
     assert (launcher.returncode, errors) == (0, "")
     assert [(tmp_path / f"caught_{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
     assert not any(map(is_alive, pids))
@@ -169,7 +169,7 @@ def test_ranks_that_die_of_the_signal_give_its_exit_code(tmp_path: Path) -> None
     launcher = start_launcher(write_pid(tmp_path) + "time.sleep(60)", 2, tmp_path)
     pids = wait_for_pids(tmp_path, 2)
     launcher.send_signal(signal.SIGTERM)
-    _, errors = launcher.communicate(timeout=20)
+    _, errors = launcher.communicate(timeout=60)
     assert (launcher.returncode, errors) == (128 + signal.SIGTERM, "")
     assert not any(map(is_alive, pids))
 
@@ -180,7 +180,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     pids = wait_for_pids(tmp_path, 2)
     launcher.kill()
     assert wait_until_dead(pids)
-    launcher.communicate(timeout=20)
+    launcher.communicate(timeout=60)
 
 
 def test_launch_local_runs_the_command_line_in_every_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

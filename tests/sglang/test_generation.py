@@ -286,7 +286,7 @@ def test_a_server_that_hangs_is_noticed_in_time_though_all_its_connections_are_i
         try:
             began = time.monotonic()
             groups = generate(client, sampling=greedy)
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 30
         finally:
             os.kill(scheduler, signal.SIGCONT)
         assert groups == {}
@@ -299,7 +299,7 @@ def test_what_the_server_refuses_is_said_and_not_tried_again(client: Client) -> 
     prompts = {0: replace(PROMPTS[0], token_ids=(5,) * 600)}
     began = time.monotonic()
     groups = generate(client, prompts, step=2)
-    assert groups == {} and time.monotonic() - began < 5
+    assert groups == {} and time.monotonic() - began < 15
     assert re.match(
         r"generating in step 2: the server at http://\S+ (refused a request \(400|could not generate)", client.failure or ""
     )

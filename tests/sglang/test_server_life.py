@@ -120,7 +120,7 @@ def test_another_port_is_taken_if_one_is_in_use_and_an_exception_ends_the_server
         assert len(tree.pids) == 4  # guardian, SGLang, scheduler, detokenizer
         began = time.monotonic()
         raise ZeroDivisionError
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     check_gone(tree, empty, seconds=0)
     assert server.is_alive()
     generate(server)
@@ -160,7 +160,7 @@ def test_a_server_that_still_starts_ends_with_any_of_its_processes(
     tree = wait_for_sglang(lambda: Tree.below(owner.pid))
     guardian, sglang = tree.pids
     os.kill({"owner": owner.pid, "guardian": guardian, "SGLang": sglang}[victim], signal.SIGKILL)
-    _, _ = owner.communicate(timeout=20)  # the two others raise in it
+    _, _ = owner.communicate(timeout=60)  # the two others raise in it
     assert owner.returncode == (-signal.SIGKILL if victim == "owner" else 1)
     check_gone(tree, empty)
 
