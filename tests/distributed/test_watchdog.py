@@ -38,15 +38,15 @@ def lost_in_thought():
     time.sleep(60)
 
 checkpoint_writer._CHUNK = 1000
-config = SimpleNamespace(run_dir=folder, hang_deadline_s=1.5, deadline_of_phase={"sample": 4.0})
+config = SimpleNamespace(run_dir=folder, hang_deadline_s=3.0, deadline_of_phase={"sample": 9.0})
 config.checkpoint, config.log = CheckpointConfig(), SimpleNamespace(progress=False)
 checkpoints = Checkpoints(config, rank, store, print)
-slow = SlowPolicy(rank, num_parts=8 if behaviour == "well" else 1000, pause_s=0.5 if rank == 2 else 0.0)
+slow = SlowPolicy(rank, num_parts=8 if behaviour == "well" else 1000, pause_s=0.8 if rank == 2 else 0.0)
 dist.barrier()
 with HangWatch(config, store, rank, 4, timers, lambda: "the last good one is step-7"):
     with timers("sample"):
-        time.sleep(2.5)  # longer than any other phase may take
-    for _ in range(20):  # longer than the deadline too, but there is progress
+        time.sleep(5)  # longer than any other phase may take
+    for _ in range(40):  # longer than the deadline too, but there is progress
         dist.all_reduce(torch.zeros(8))
         time.sleep(0.1)
     checkpoints.save(slow, manifest(3))  # rank 2's part takes longer than the deadline, which a rank may wait for

@@ -15,7 +15,7 @@ import pytest
 from tools.benchmarks import kills
 
 pytestmark = [pytest.mark.distributed, pytest.mark.waiting]
-SETTINGS = ("steps=1000", "checkpoint.interval=2", "hang_deadline_s=4", "log.progress=false")
+SETTINGS = ("steps=1000", "checkpoint.interval=2", "hang_deadline_s=8", "log.progress=false")
 SECONDS = 300
 
 
