@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import run_forked
+from ranks import launch, run_forked
 
 CASES = """
 import pytest
@@ -22,6 +22,25 @@ import os, sys
 assert __name__ != "__main__" or os.environ["RANK"] == sys.argv[1] and os.environ["WORLD_SIZE"] == "2"
 if __name__ == "__main__" and sys.argv[1] == sys.argv[2]:
     raise ValueError("this rank fails")
+"""
+CASES_OF_RANKS = """
+import os
+from ranks import run_cases
+
+def fails(rank, folder):
+    assert rank == 0, "one rank fails while the other waits"
+    import torch.distributed as dist
+    dist.barrier()
+
+def ends(rank, folder):
+    if rank == 0:
+        os._exit(3)
+
+def passes(rank, folder):
+    (folder / f"passed {rank}").touch(exist_ok=False)
+
+if __name__ == "__main__":
+    run_cases({"fails": fails, "passes": passes, "ends": ends, "is the last": lambda *_: None})
 """
 
 
@@ -43,3 +62,22 @@ def test_forked_ranks_run_the_file_each_and_one_that_fails_is_named(tmp_path: Pa
     run_forked(str(worker), 2, "{rank}", "none")
     with pytest.raises(AssertionError, match=r"ValueError: this rank fails\n(.|\n)*rank 1 failed"):
         run_forked(str(worker), 2, "{rank}", "1")
+
+
+@pytest.mark.distributed
+def test_a_case_that_fails_is_named_and_the_others_still_run(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(CASES_OF_RANKS)
+    found = launch(tmp_path / "worker.py", 2, tmp_path)
+    assert list(found) == ["fails", "passes", "ends", "is the last"]
+    assert any("one rank fails while the other waits" in line for line in found["fails"])
+    assert found["passes"] == found["is the last"] == []
+    assert any("rank 0 ended inside this case" in line for line in found["ends"])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("end", ["{}", '{"passes": lambda *_: None}'])
+def test_ranks_that_fail_outside_of_a_case_fail_the_launch(end: str, tmp_path: Path) -> None:
+    text = f'from ranks import run_cases\nif __name__ == "__main__":\n    run_cases({end})\n    raise ValueError("outside")\n'
+    (tmp_path / "worker.py").write_text(text)
+    with pytest.raises(AssertionError, match="outside"):
+        launch(tmp_path / "worker.py", 2, tmp_path)

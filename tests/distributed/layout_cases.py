@@ -11,6 +11,7 @@ from models import VOCAB_SIZE
 from safetensors.torch import load_file
 
 from grpo_mega import config as configs
+from grpo_mega.commands.check import Case
 from grpo_mega.config import Config, RouterConfig
 from grpo_mega.types import Group, Prompt, Routes, Sample
 
@@ -140,6 +141,11 @@ class LogitsCase:
     @property
     def world_size(self) -> int:
         return self.config.layout.world_size
+
+
+def label(case: LogitsCase | Case) -> str:
+    """Return the name of a case among those of both kinds."""
+    return f"{'logits' if isinstance(case, LogitsCase) else 'update'} {case.name}"
 
 
 def as_samples(sequences: list[list[int]]) -> list[Sample]:

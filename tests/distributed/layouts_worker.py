@@ -1,8 +1,8 @@
 """One rank of the layout tests: all cases of one world size, one after the other in the same processes.
 
-`python layouts_worker.py FOLDER` reads cases.pt. A logits case compares the policy's logits with those that the parent
-computed with transformers, and leaves the largest difference; an update case is that of commands.check_rank, and leaves the
-gradient norms by layer too, whose total is compared with Megatron's own.
+`python layouts_worker.py RANK WORLD_SIZE FOLDER` reads cases.pt. A logits case compares the policy's logits with transformers'
+logits, which the parent computed, and leaves the largest difference. An update case is a case of commands.check_rank, and
+leaves the gradient norms by layer too, whose total is compared with Megatron's own.
 """
 
 import gc
@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from layout_cases import LogitsCase, as_samples
+from layout_cases import LogitsCase, as_samples, label
 from megatron.core.models.gpt import GPTModel
+from ranks import run_each
 
 from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.batching.pack import pack
 from grpo_mega.commands.check import Case
 from grpo_mega.commands.check_rank import run_case
+from grpo_mega.hardware.device import Device
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.model import output_weight
@@ -47,27 +49,34 @@ def checked_norms(
     return squares
 
 
-def main(folder: Path) -> None:
+def main(rank: int, world_size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     cases: dict[int, Case | LogitsCase] = torch.load(folder / "cases.pt", weights_only=False)
     device = runtimes.join(next(iter(cases.values())).config)
-    for index, case in cases.items():
-        runtime = runtimes.arrange(case.config, device)
-        if isinstance(case, LogitsCase):
-            differences = compared_with_transformers(case, runtime)
-            if runtime.rank == 0:
-                torch.save(differences, folder / f"{index}.pt")
-        else:
-            groups = torch.load(folder / f"groups-{case.name.split(':')[0]}.pt", weights_only=False)
-            norms: list[list[float]] = []
-            optimizers.squared_norms = partial(checked_norms, SQUARED_NORMS, norms)
-            run_case(case, groups[::-1] if case.reverse_groups else groups, runtime, folder / str(index))
-            if runtime.rank == 0:
-                torch.save(norms, folder / str(index) / "norms.pt")
+    has_passed = run_each(
+        {label(case): partial(run_one, index, case, device) for index, case in cases.items()}, rank, world_size, folder
+    )
+    if not has_passed:
+        return  # the ranks may be out of step
     dist.barrier()
     runtimes.stop()
     alive = sum(isinstance(found, GPTModel) for found in gc.get_objects())
     assert alive <= 2, f"{alive} chunks outlive their policies, with all groups"  # Megatron keeps those of the last
+
+
+def run_one(index: int, case: Case | LogitsCase, device: Device, rank: int, folder: Path) -> None:
+    runtime = runtimes.arrange(case.config, device)
+    if isinstance(case, LogitsCase):
+        differences = compared_with_transformers(case, runtime)
+        if rank == 0:
+            torch.save(differences, folder / f"{index}.pt")
+        return
+    groups = torch.load(folder / f"groups-{case.name.split(':')[0]}.pt", weights_only=False)
+    norms: list[list[float]] = []
+    optimizers.squared_norms = partial(checked_norms, SQUARED_NORMS, norms)
+    run_case(case, groups[::-1] if case.reverse_groups else groups, runtime, folder / str(index))
+    if rank == 0:
+        torch.save(norms, folder / str(index) / "norms.pt")
 
 
 def compared_with_transformers(case: LogitsCase, runtime: Runtime) -> dict[str, float]:
@@ -151,4 +160,4 @@ def _differences(
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

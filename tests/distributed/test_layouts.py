@@ -19,6 +19,7 @@ from layout_cases import (
     MODELS,
     LogitsCase,
     as_samples,
+    label,
     make_config,
     make_sequences,
     probe,
@@ -27,12 +28,12 @@ from layout_cases import (
 )
 from layout_matrix import ALL_GRADIENTS, ALL_LOGITS, ALL_METHODS, ALL_UPDATES, ALONE, COMPARED, GRADIENTS, LOGITS, ROUTERS
 from models import make_model, save_checkpoint
-from ranks import run_forked
+from ranks import CaseValues, Results, launch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from grpo_mega.batching.pack import pack
-from grpo_mega.commands.check import Case, Difference, Outcome, compare
+from grpo_mega.commands.check import Case, Difference, compare
 
 pytestmark = pytest.mark.distributed
 
@@ -41,9 +42,9 @@ WORKER = Path(__file__).with_name("layouts_worker.py")
 
 @dataclass
 class Matrix:
-    logits: dict[str, dict[str, float]]  # "model:layout" -> largest relative differences of logits and gradients
-    updates: dict[str, Outcome]
-    norms: dict[str, torch.Tensor]  # [optimizer steps, the guard's groups]
+    logits: CaseValues  # "model:layout" -> largest relative differences of logits and gradients by name
+    updates: CaseValues  # "model:layout" -> Outcome
+    norms: CaseValues  # "model:layout" -> [optimizer steps, the guard's groups]
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +76,14 @@ def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         torch.save(groups, folder / f"groups-{name}.pt")
         texts = (*texts, *ALONE.get(name, ()))
         cases += [_update_case(name, text, folder) for text in texts if ("update", f"{name}:{text}") in chosen]
+    problems: Results = {}
     for world_size in sorted({case.world_size for case in cases}):
         torch.save({i: case for i, case in enumerate(cases) if case.world_size == world_size}, folder / "cases.pt")
-        run_forked(str(WORKER), world_size, str(folder))
-    logits, updates, norms = {}, {}, {}
+        problems |= launch(WORKER, world_size, folder)
+    logits, updates, norms = (CaseValues(kind, problems) for kind in ("logits", "update", "update"))
     for i, case in enumerate(cases):
+        if problems[label(case)]:
+            continue
         if isinstance(case, LogitsCase):
             logits[case.name] = torch.load(folder / f"{i}.pt")
         else:

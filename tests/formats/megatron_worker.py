@@ -1,4 +1,4 @@
-"""One rank of the layout tests: `python megatron_worker.py FOLDER` reads cases.json and runs all of them in turn.
+"""One rank of the layout tests: `python megatron_worker.py RANK WORLD_SIZE FOLDER` runs the cases of cases.json in turn.
 
 Each case loads a converted checkpoint with Megatron's own loader into a model of the case's layout, whose parameters are NaN
 before, and saves that model with Megatron's own saver. It also builds the policy from the converted checkpoint as training
@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import run_each
 
 from grpo_mega import config as configs
+from grpo_mega.hardware.device import Device
 from grpo_mega.megatron import model as models
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.state import InProcessSave
@@ -25,43 +28,47 @@ from grpo_mega.run import model_files
 from megatron.core import dist_checkpointing, parallel_state
 
 
-def main(folder: Path) -> None:
+def main(rank: int, world_size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     cases: list[dict[str, Any]] = json.loads((folder / "cases.json").read_text())
     device = runtimes.join(_config(cases[0], "hf"))
-    for case in cases:
-        config = _config(case, "megatron")
-        runtime = runtimes.arrange(config, device)
-        model = model_files.read_model(config)
-        chunks = models.build_chunks(model.shape, model.family, model.hf_config, config, runtime)
-        with torch.no_grad():
-            for chunk in chunks:
-                for parameter in chunk.parameters():
-                    parameter.fill_(float("nan"))
-        _load(chunks, Path(case["megatron"]))
-        out = Path(case["out"])
-        if runtime.rank == 0:
-            out.mkdir()
+    named = {f"layout {number}": partial(load_and_save, case, device) for number, case in enumerate(cases)}
+    if run_each(named, rank, world_size, folder):
         dist.barrier()
-        dist_checkpointing.save(_state(chunks), str(out), sharded_strategy=InProcessSave("torch_dist", 1))
+        runtimes.stop()
 
-        policy = model_files.build_policy(config, model, runtime)
-        trained = out.with_name(f"{out.name}-trained")
-        if runtime.rank == 0:
-            trained.mkdir()
-        dist.barrier()
-        policy.save(trained)
-        for tensor in policy.tensors().values():
-            tensor.detach().zero_()
-        policy.restore(trained)
-        loaded = policy.tensors()
-        expected_config = _config(case, "hf")
-        expected = model_files.build_policy(expected_config, model_files.read_model(expected_config), runtime).tensors()
-        assert loaded.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(loaded[name], tensor), (case["layout"], name)
+
+def load_and_save(case: dict[str, Any], device: Device, rank: int, folder: Path) -> None:
+    config = _config(case, "megatron")
+    runtime = runtimes.arrange(config, device)
+    model = model_files.read_model(config)
+    chunks = models.build_chunks(model.shape, model.family, model.hf_config, config, runtime)
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(float("nan"))
+    _load(chunks, Path(case["megatron"]))
+    out = Path(case["out"])
+    if runtime.rank == 0:
+        out.mkdir()
     dist.barrier()
-    runtimes.stop()
+    dist_checkpointing.save(_state(chunks), str(out), sharded_strategy=InProcessSave("torch_dist", 1))
+
+    policy = model_files.build_policy(config, model, runtime)
+    trained = out.with_name(f"{out.name}-trained")
+    if runtime.rank == 0:
+        trained.mkdir()
+    dist.barrier()
+    policy.save(trained)
+    for tensor in policy.tensors().values():
+        tensor.detach().zero_()
+    policy.restore(trained)
+    loaded = policy.tensors()
+    expected_config = _config(case, "hf")
+    expected = model_files.build_policy(expected_config, model_files.read_model(expected_config), runtime).tensors()
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(loaded[name], tensor), (case["layout"], name)
 
 
 def _config(case: dict[str, Any], source: str) -> configs.Config:
@@ -90,4 +97,4 @@ def _state(chunks: list[Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from families import CASES, assert_same_folder, save
-from ranks import run_forked
+from ranks import CaseValues, launch
 
 from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
 from grpo_mega.formats.detect import describe
@@ -33,8 +33,8 @@ NAMES = [f"{model} {' '.join(f'{k}{v}' for k, v in layout.items())}" for model, 
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with "<model>-hf" and "<model>-megatron", and by number of the layout what Megatron saved there."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> CaseValues:
+    """By number of the layout the folder that Megatron saved, in one folder with "<model>-hf" and "<model>-megatron"."""
     folder = tmp_path_factory.mktemp("layouts")
     for name in {model for model, _ in LAYOUTS}:
         save(CASES[name], folder / f"{name}-hf")
@@ -50,20 +50,24 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number, (name, layout) in enumerate(LAYOUTS)
     ]
     (folder / "cases.json").write_text(json.dumps(cases))
-    run_forked(str(WORKER), 4, str(folder))
-    return folder
+    problems = launch(WORKER, 4, folder)
+    found = CaseValues("layout", problems)
+    found |= {str(number): folder / str(number) for number in range(len(LAYOUTS)) if not problems[f"layout {number}"]}
+    return found
 
 
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=NAMES)
-def test_what_megatron_loads_and_saves_converts_back_to_the_same_bits(saved: Path, tmp_path: Path, number: int) -> None:
-    source = saved / f"{LAYOUTS[number][0]}-hf"
-    convert_mcore_to_hf(saved / str(number), tmp_path / "back", config_folder=source, show_progress=False)
+def test_what_megatron_loads_and_saves_converts_back_to_the_same_bits(saved: CaseValues, tmp_path: Path, number: int) -> None:
+    megatron: Path = saved[str(number)]
+    source = megatron.with_name(f"{LAYOUTS[number][0]}-hf")
+    convert_mcore_to_hf(megatron, tmp_path / "back", config_folder=source, show_progress=False)
     assert_same_folder(tmp_path / "back", source)
 
 
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=NAMES)
-def test_a_training_checkpoint_converts_and_its_optimizer_is_passed_over(saved: Path, tmp_path: Path, number: int) -> None:
-    source, trained = saved / f"{LAYOUTS[number][0]}-hf", saved / f"{number}-trained"
+def test_a_training_checkpoint_converts_without_its_optimizer(saved: CaseValues, tmp_path: Path, number: int) -> None:
+    megatron: Path = saved[str(number)]
+    source, trained = megatron.with_name(f"{LAYOUTS[number][0]}-hf"), megatron.with_name(f"{number}-trained")
     assert describe(trained, source)["optimizer"] is True
     convert_mcore_to_hf(trained, tmp_path / "back", config_folder=source, show_progress=False)
     assert_same_folder(tmp_path / "back", source)

@@ -1,6 +1,7 @@
 """Starts a test's worker script as several gloo ranks, and joins them from inside.
 
-A launch is mostly imports, so one launch should carry many cases: a worker calls `run_cases`, the test reads what each said.
+A launch is mostly imports, so one launch should carry many cases: a worker calls `run_cases`, and the test reads what went
+wrong in each.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from grpo_mega.processes import die_with_parent
 
@@ -22,15 +24,64 @@ ROOT = HELPERS.parents[1]
 FORKED = HELPERS / "forked.py"
 COMMAND = (sys.executable, str(FORKED))
 
-Results = dict[str, list[str]]  # by case: what went wrong, a traceback for each rank that failed
+Results = dict[str, list[str]]  # what went wrong by case, a traceback per rank that failed; an empty list if it passed
+
+DONE, RECORDS = "done.json", "rank_{rank}.jsonl"
+
+
+class CaseValues(dict[Any, Any]):
+    """What the cases of one kind left, by the words of their names. Reading a case that failed raises AssertionError with its
+    tracebacks; `problems` has it as "KIND NAME", or as "NAME" with the kind ""."""
+
+    def __init__(self, kind: str, problems: Results) -> None:
+        super().__init__()
+        self._kind, self._problems = kind, problems
+
+    def __missing__(self, key: str | tuple[str, ...]) -> Any:
+        name = " ".join(filter(None, [self._kind, *([key] if isinstance(key, str) else key)]))
+        raise AssertionError("\n".join([f"case {name!r} left nothing", *self._problems.get(name, ["it was not run"])]))
 
 
 def launch(worker: Path, world_size: int, folder: Path, timeout_s: float = 900, command: Sequence[str] = COMMAND) -> Results:
-    """Runs `worker` with arguments RANK WORLD_SIZE FOLDER; returns what `run_cases` wrote."""
-    arguments = "{rank}", str(world_size), str(folder)
-    run_forked(str(worker), world_size, *arguments, timeout_s=timeout_s, threads=1, command=command)
-    found = [json.loads((folder / f"results_{rank}.json").read_text()) for rank in range(world_size)]
-    return {case: [results[case] for results in found if results.get(case)] for case in found[0]}
+    """Run `worker` with arguments RANK WORLD_SIZE FOLDER, and return what went wrong by case, in the order of `run_cases`.
+
+    A case that fails ends its launch, because the ranks may be out of step. Another launch then runs the cases after it.
+    Raises AssertionError if ranks fail outside of a case.
+    """
+    results: Results = {}
+    while True:
+        for path in (folder / "store", folder / "status", *folder.glob(RECORDS.format(rank="*"))):
+            path.unlink(missing_ok=True)
+        (folder / DONE).write_text(json.dumps(list(results)))
+        arguments = "{rank}", str(world_size), str(folder)
+        errors = ""
+        try:
+            run_forked(str(worker), world_size, *arguments, timeout_s=timeout_s, threads=1, command=command)
+        except AssertionError as error:
+            errors = str(error)
+        all_cases, found = _read_records(folder, world_size, errors)
+        assert found or not errors, errors
+        results |= found
+        if set(results) >= set(all_cases):
+            assert not errors or any(results.values()), errors
+            return {name: results[name] for name in all_cases}
+
+
+def _read_records(folder: Path, world_size: int, errors: str) -> tuple[list[str], Results]:
+    """Return the names of all cases, and what went wrong in those that ran; a rank that died in one fails it with `errors`."""
+    all_cases: list[str] = []
+    found: Results = {}
+    for rank in range(world_size):
+        path = folder / RECORDS.format(rank=rank)
+        record: dict[str, Any] = {}
+        for line in path.read_text().split("\n")[:-1] if path.exists() else ():
+            record = json.loads(line)
+            all_cases = record.get("cases", all_cases)
+            if "case" in record:
+                found.setdefault(record["case"], []).extend([record["error"]] * bool(record["error"]))
+        if "started" in record:  # the last record: the rank ended inside this case
+            found.setdefault(record["started"], []).append(f"rank {rank} ended inside this case: {errors}")
+    return all_cases, found
 
 
 def run_forked(
@@ -56,8 +107,8 @@ def run_forked(
     assert process.returncode == 0, errors
 
 
-def run_cases(cases: dict[str, Callable[[int, Path], None]]) -> None:
-    """In a worker: joins the ranks and runs each case as `case(rank, folder)`, up to the first that fails here."""
+def run_cases(cases: Mapping[str, Callable[[int, Path], None]]) -> None:
+    """Join the ranks in a worker, and run each case as `case(rank, folder)`, up to the first that fails on any rank."""
     import torch
     import torch.distributed as dist
 
@@ -65,13 +116,36 @@ def run_cases(cases: dict[str, Callable[[int, Path], None]]) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
-    results = dict.fromkeys(cases, "not run, since another case failed")
-    for name, case in cases.items():
-        try:
-            case(rank, folder)
-            results[name] = ""
-        except Exception:
-            results[name] = f"rank {rank}: {traceback.format_exc()}"
-            break  # the ranks may be out of step
-    (folder / f"results_{rank}.json").write_text(json.dumps(results))
+    run_each(cases, rank, world_size, folder)
     dist.destroy_process_group()
+
+
+def run_each(cases: Mapping[str, Callable[[int, Path], None]], rank: int, world_size: int, folder: Path) -> bool:
+    """Run the cases that no earlier launch ran, up to the first that fails on any rank. Return whether all have passed.
+
+    For ranks that are joined already. A rank that failed does not wait for the others: they see its end as an error.
+    """
+    import torch.distributed as dist
+
+    done = set(json.loads((folder / DONE).read_text()))
+    status = dist.FileStore(str(folder / "status"), world_size)
+    with open(folder / RECORDS.format(rank=rank), "w", buffering=1) as records:
+
+        def write(record: Mapping[str, Any]) -> None:
+            records.write(json.dumps(record) + "\n")
+
+        write({"cases": list(cases)})
+        for name, case in cases.items():
+            if name in done:
+                continue
+            write({"started": name})
+            error = ""
+            try:
+                case(rank, folder)
+            except Exception:
+                error = f"rank {rank}: {traceback.format_exc()}"
+            write({"case": name, "error": error})
+            status.set(f"{name} {rank}", "failed" if error else "passed")
+            if error or any(status.get(f"{name} {other}") != b"passed" for other in range(world_size)):
+                return False
+    return True

@@ -16,7 +16,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("restore")
     results: Results = {}
     for world_size in (2, 1, 3, 4):
-        (folder / "store").unlink(missing_ok=True)
         results |= launch(Path(__file__).with_name("restore_worker.py"), world_size, folder)
     return results
 

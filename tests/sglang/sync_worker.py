@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 from models import VOCAB_SIZE, make_model, save_checkpoint
+from ranks import run_each
 from sync_cases import CASES, LONG, SAMPLING, Case
 from torch.distributed import HashStore, PrefixStore
 
@@ -245,18 +245,16 @@ def main(rank: int, folder: Path) -> None:
     os.environ["MASTER_PORT"] = (folder / "port").read_text()
     torch.set_num_threads(1)
     device = runtimes.join(config_of(CASES["llama"], folder, 1))
-    for name in json.loads((folder / "cases.json").read_text()):
+    names: list[str] = json.loads((folder / "cases.json").read_text())
+
+    def sync(name: str, rank: int, folder: Path) -> None:
         sync_case(CASES[name], device, folder / name)
-    runtimes.stop()
+
+    if run_each({name: partial(sync, name) for name in names}, rank, WORLD_SIZE, folder):
+        runtimes.stop()
 
 
 if __name__ == "__main__":
-    rank, folder = int(sys.argv[1]), Path(sys.argv[3])
-    try:
-        main(rank, folder)
-        problem = ""
-    except Exception:
-        problem = f"rank {rank}: {traceback.format_exc()}"
-    (folder / f"results_{rank}.json").write_text(json.dumps({"syncs": problem}))
+    main(int(sys.argv[1]), Path(sys.argv[3]))
     sys.stdout.flush()
     os._exit(0)  # without waiting for ranks that went another way

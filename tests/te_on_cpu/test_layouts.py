@@ -19,9 +19,9 @@ import pytest
 import torch
 from emulated_te import launcher
 from gpu_policies import precision_of
-from layout_cases import LogitsCase, make_sequences, probe
+from layout_cases import LogitsCase, label, make_sequences, probe
 from models import VOCAB_SIZE, make_model, save_checkpoint
-from ranks import FORKED, run_forked
+from ranks import FORKED, CaseValues, Results, launch
 
 from grpo_mega import config as configs
 from grpo_mega.commands import check as checks
@@ -123,8 +123,8 @@ def config_of(folder: Path, family: str, recipe: str, text: str) -> Config:
 
 @dataclass
 class Found:
-    outcomes: dict[tuple[str, str, str], Outcome]  # by family, recipe and layout
-    passes: dict[tuple[str, str], dict[str, float]]  # by recipe and layout: differences from transformers, by name
+    outcomes: CaseValues  # (family, recipe, layout) -> Outcome
+    passes: CaseValues  # (recipe, layout) -> differences from transformers by name
 
 
 def parameters(cases: Sequence[tuple[str, ...]]) -> list[Any]:
@@ -148,12 +148,19 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         torch.save(make_groups(), folder / f"groups-{case.name}.pt")
     sequences, exact = make_sequences(), exact_pass(folder)
     cases += [LogitsCase(" ".join(key), config_of(folder, "qwen3", *key), sequences, **exact) for key in passes]
+    problems: Results = {}
     for world_size in sorted({case.world_size for case in cases}):
         torch.save({i: case for i, case in enumerate(cases) if case.world_size == world_size}, folder / "cases.pt")
-        run_forked(str(WORKER), world_size, str(folder), command=launcher.command(launcher.DEFAULT, str(FORKED)))
-    outcomes = [torch.load(folder / str(i) / "outcome.pt", weights_only=False) for i in range(len(updates))]
-    differences = [torch.load(folder / f"{i}.pt") for i in range(len(updates), len(cases))]
-    return Found(dict(zip(updates, outcomes, strict=True)), dict(zip(passes, differences, strict=True)))
+        problems |= launch(WORKER, world_size, folder, command=launcher.command(launcher.DEFAULT, str(FORKED)))
+    found = Found(CaseValues("update", problems), CaseValues("logits", problems))
+    for i, (key, case) in enumerate(zip([*updates, *passes], cases, strict=True)):
+        if problems[label(case)]:
+            continue
+        if isinstance(case, LogitsCase):
+            found.passes[key] = torch.load(folder / f"{i}.pt")
+        else:
+            found.outcomes[key] = torch.load(folder / str(i) / "outcome.pt", weights_only=False)
+    return found
 
 
 def exact_pass(folder: Path) -> dict[str, Any]:
