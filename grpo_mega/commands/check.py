@@ -119,7 +119,9 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[Outcome]:
             [sys.executable, "-m", "grpo_mega.commands.check_rank", str(folder)], world_size, folder / f"logs-{world_size}"
         )
         if code:
-            raise ConfigError(f"the ranks of {', '.join(c.name for c in members.values())} ended with code {code}; see above")
+            names = [c.name for i, c in members.items() if not (folder / str(i) / "outcome.pt").exists()]
+            failed = names[0] if names else "the end of the launch"
+            raise ConfigError(f"{failed}: its ranks ended with code {code}; see above")
     return [torch.load(folder / str(i) / "outcome.pt", weights_only=False) for i in range(len(cases))]
 
 

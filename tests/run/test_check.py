@@ -7,10 +7,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from grpo_mega.commands import check
 from grpo_mega.commands.check import TOLERANCE, Difference, _worst, table
+from grpo_mega.config import load
+from grpo_mega.errors import ConfigError
 from tools.benchmarks import kills
 
 SAME = Difference(
@@ -42,6 +47,18 @@ def test_check_prints_a_line_a_layout_and_succeeds_where_all_are_the_same(tmp_pa
     assert result.returncode == 0, result.stdout + result.stderr
     lines = [line for line in result.stdout.splitlines() if line.endswith("same")]
     assert [line.split()[0] for line in lines] == ["tp=2", "pp=2,layers_per_chunk=[1;1]", "cp=2"]
+
+
+def test_the_layout_whose_ranks_failed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_ranks(*_: Any) -> int:
+        (tmp_path / "0").mkdir()
+        torch.save(None, tmp_path / "0" / "outcome.pt")
+        return 3
+
+    monkeypatch.setattr(check, "run_ranks", run_ranks)
+    config = load(kills.write_inputs(tmp_path, "tp=1"), ["run_dir=unused"])
+    with pytest.raises(ConfigError, match=r"^reversed: its ranks ended with code 3"):
+        check.run_cases([check.Case("tp=1", config), check.Case("reversed", config, True), check.Case("x", config)], tmp_path)
 
 
 @pytest.mark.parametrize(
