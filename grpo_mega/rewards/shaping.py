@@ -32,13 +32,18 @@ def reasoning_steps(prompt: str, response: str, answer: str, extras: dict[str, A
     return min(1.0, sum(1 for _ in _SIGN_OF_STEP.finditer(response)) / _SIGNS_WANTED)
 
 
-def len_reward(completions: Sequence[str], solution: Sequence[str], prefill: Sequence[str] = ()) -> list[Score]:
+def len_reward(
+    completions: Sequence[str], solution: Sequence[str], prefill: Sequence[str] = (), finish_reason: Sequence[str | None] = ()
+) -> list[Score]:
     """Return Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3) for the responses of one prompt:
 
     0.5 - (length - shortest) / (longest - shortest); for a wrong answer at most 0; 0 where all are equally long
     """
-    rows = zip(completions, solution, prefill or [""] * len(completions), strict=True)
-    judged = [accuracy("", text, gold, {"prefill": opening}) for text, gold, opening in rows]
+    openings, endings = prefill or [""] * len(completions), finish_reason or [None] * len(completions)
+    judged = [
+        accuracy("", text, gold, {"prefill": opening, "finish_reason": ending})
+        for text, gold, opening, ending in zip(completions, solution, openings, endings, strict=True)
+    ]
     lengths = [len(text) for text in completions]
     spread = max(lengths) - min(lengths)
     values = [0.5 - (length - min(lengths)) / spread if spread else 0.0 for length in lengths]

@@ -23,7 +23,6 @@ CORRECT = [  # (gold, response)
     ("18", "18.00"),
     ("18", "x = 18"),
     ("18", "9 * 2 = 18"),
-    ("18", "9*2"),
     ("x = 5", "5"),
     ("0.50", "1/2"),
     ("1/2", ".5"),
@@ -131,7 +130,86 @@ WRONG = [
     ("2516_8", "2516_9"),
 ]
 
+ARITHMETIC = {  # of numerals, where the gold answer has plain numbers
+    "51": [
+        *(
+            "40+11",
+            "40 + 11 apples",
+            "(40)+(11)",
+            "60-9",
+            r"\$40+\$11",
+            "1{,}000-949",
+            "40+5+6",
+            "(40+11)",
+            "{40+11}",
+            "51+0",
+            "--51",
+        ),
+        *("-(-51)", "x = 40+11", "51 = 40+11", r"40+\text{ }11", "|-51|+0", "7^2+2", r"\sqrt{2500+101}", r"\sqrt{49}+44"),
+        *("x-x+51", r"\pi-\pi+51", r"\frac{51x}{x}", r"\frac{100+2}{2}", "2^{5}+19", "(40+11)^1", "e^{0}+50"),
+        *(
+            r"17\times 3",
+            r"3\cdot 17",
+            "3*17",
+            "3×17",
+            "3 · 17",
+            "3 x 17",
+            "3(17)",
+            "(3)(17)",
+            r"51\cdot 1",
+            r"0.5\cdot 102",
+            "5.1*10",
+        ),
+        *(
+            r"100\%\cdot 51",
+            "102/2",
+            "102 ÷ 2",
+            r"102\div 2",
+            "102:2",
+            r"\frac{102}{2}",
+            r"\dfrac{510}{10}",
+            r"\frac{25.5}{0.5}",
+        ),
+        *(r"{102\over 2}", r"\frac{51}{1}\cdot 1", r"\frac{2^{5}\cdot 51}{32}", r"3\cdot 17=3\cdot 17", r"\text{40 plus 11}"),
+    ],
+    "12.5": ["50/4", r"\frac{25.0}{2}", "10+2.5"],
+    r"\frac{3}{4}": [r"\frac{1}{2}+\frac{1}{4}", r"3\cdot\frac14", "1.5/2", r"1-\frac{1}{4}"],
+    "-5": ["-(2+3)", "-2-3", "1-6"],
+    "50%": ["25%+25%", r"5\cdot 10\%"],
+    "forty-two": ["40+2", r"6\times 7"],
+    "(3,5)": ["(1+2,5)", r"(3,\frac{10}{2})"],
+    r"\{1,2\}": [r"\{1,1+1\}"],
+    "x=5": ["x=2+3", "2+3"],
+    "3,5": ["3,4+1", "x=3 or x=4+1"],
+    r"(-\infty,2]": [r"(-\infty,1+1]", r"x\leq 1+1"],
+    r"\begin{pmatrix}1\\2\end{pmatrix}": [r"\begin{pmatrix}1\\1+1\end{pmatrix}"],
+}
+CLOSED_FORMS = [
+    *(("1024", "2^{10}"), ("1024", "(2^5)^2"), ("120", "5!"), ("120", r"\binom{10}{3}"), ("120", r"\frac{10!}{3!7!}")),
+    *(("42", r"\sqrt{1764}"), ("42", r"\frac{42}{1}"), ("42", "40+2=42"), ("540", "6!-180"), ("33", r"\binom{11}{2}-22")),
+    *(("300000000", r"3\times 10^8"), ("0.5", "1/2"), ("1/2", "2/4"), ("1.5", r"1\frac12"), ("12.34", r"\frac{1234}{100}")),
+    *(
+        ("1/8", r"(\frac{1}{2})^3"),
+        ("-3/4", r"\frac{-3}{4}"),
+        ("3,-5", "x=3, y=-5"),
+        ("3,-5", "-5 and 3"),
+        ("(3,-5)", "(3, -5)"),
+    ),
+    *((r"\begin{pmatrix}1\\-2\end{pmatrix}", r"\begin{pmatrix} 1 \\ -2 \end{pmatrix}"), (r"\{1,2\}", "a=1, b=1+1=2")),
+    *(
+        (r"(-\infty,-1]\cup[2,3)", r"(-\infty, -1] \cup [2, 3)"),
+        ("x+1", "1+x"),
+        ("2^{10}-1", "2^{10}-1"),
+        (r"2\pi", r"\pi+\pi"),
+    ),
+]
+
 UNPARSABLE = [
+    *(
+        ("51", text)
+        for text in ("51=", "51 +", r"\boxed{51=}", r"\boxed{51+}", r"\boxed{51\times}", r"\boxed{\times 51}", "#### 51 -")
+    ),
+    *(("51", text) for text in (r"\boxed{40+11=}", "has 40 + 11 =", "has 40 + 11 = ?", "x+1 =", "<answer>51 = </answer>")),
     ("18", ""),
     ("18", "<answer></answer> 18"),
     ("18", r"\boxed{\frac{1}"),
@@ -158,6 +236,38 @@ def test_different_answers_are_wrong(gold: str, response: str) -> None:
 @pytest.mark.parametrize(("gold", "response"), UNPARSABLE)
 def test_a_response_without_a_readable_answer_is_unparsable(gold: str, response: str) -> None:
     assert accuracy("", response, gold, {}) == Score(0.0, "unparsable")
+
+
+@pytest.mark.parametrize(("gold", "answer"), [(gold, answer) for gold, answers in ARITHMETIC.items() for answer in answers])
+def test_arithmetic_is_no_answer_where_the_gold_answer_is_evaluated(gold: str, answer: str) -> None:
+    for response in (
+        answer,
+        rf"\boxed{{{answer}}}",
+        f"<answer>{answer}</answer>",
+        f"So\n#### {answer}",
+        f"The answer is ${answer}$.",
+    ):
+        for finish_reason in ("stop", "length", None):
+            assert accuracy("", response, gold, {"finish_reason": finish_reason}).value == 0.0, (response, finish_reason)
+
+
+@pytest.mark.parametrize(("gold", "answer"), CLOSED_FORMS)
+def test_a_closed_form_is_an_answer(gold: str, answer: str) -> None:
+    assert accuracy("", rf"\boxed{{{answer}}}", gold, {}) == Score(1.0, "correct")
+
+
+def test_an_option_accepts_arithmetic_but_no_unfinished_text() -> None:
+    for answer in ("40+11", r"17\times 3", "102/2", r"\boxed{60-9}"):
+        assert accuracy("", answer, "51", {}, unevaluated=True) == Score(1.0, "correct")
+    for response, finish_reason in ((r"\boxed{51=}", "stop"), ("40 + 11 =", "stop"), ("so 40 + 11", "length")):
+        assert accuracy("", response, "51", {"finish_reason": finish_reason}, unevaluated=True).value == 0.0
+
+
+def test_a_response_that_was_cut_off_is_paid_for_what_it_completed() -> None:
+    extras = {"finish_reason": "length"}
+    assert accuracy("", r"so \boxed{51}, which is 40 +", "51", extras) == Score(1.0, "correct")
+    assert accuracy("", "in another. 40 + 11 is 51", "51", extras) == Score(0.0, "unparsable")
+    assert accuracy("", "in another. 40 + 11 is 51", "51", {"finish_reason": "stop"}) == Score(1.0, "correct")
 
 
 @pytest.mark.parametrize("gold", ["", "####", r"\boxed{\frac{1", r"\frac{1", "???", "<answer></answer>"])
@@ -226,8 +336,8 @@ def test_math_verify_itself_agrees_on_gsm8k() -> None:
     """Written as sums, so that no answer takes the way of the plain numbers."""
     for solution in _gsm8k()[::20]:
         value = int(solution.rpartition("####")[2].replace(",", ""))
-        assert accuracy("", rf"\boxed{{{value - 7}+7}}", solution, {}) == Score(1.0, "correct")
-        assert accuracy("", rf"\boxed{{{value - 7}+8}}", solution, {}) == Score(0.0, "wrong")
+        assert accuracy("", rf"\boxed{{{value - 7}+7}}", solution, {}, unevaluated=True) == Score(1.0, "correct")
+        assert accuracy("", rf"\boxed{{{value - 7}+8}}", solution, {}, unevaluated=True) == Score(0.0, "wrong")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ EXTRACTED = [
     ("<answer>1</answer> again <answer>2", "1"),
     (r"\boxed{1} then \boxed{\frac{1}{2}} #### 3", r"\frac{1}{2}"),
     (r"\boxed{\{1,2\}}", r"\{1,2\}"),
-    (r"\boxed{4} but \boxed{\frac{1}{2}", "4"),
+    (r"\boxed{4} but \boxed{\frac{1}{2}", None),
+    (r"so x = 3 and \boxed{\frac{3", None),
     (r"stray } and { \boxed{4}", "4"),
     (r"\boxed{x = \boxed{5}}", "5"),
     (r"\fbox{6}", "6"),
@@ -104,8 +105,62 @@ EXTRACTED = [
     ("#### Step 2: Add 3\n\nThat is 7", "7"),
     ("#### Friday", "Friday"),
     ("#### Friday\nThat is in 3 days", "3"),
+    # arithmetic that is not read whole, and text that stops in the middle of it
+    ("She has 40 apples + 11 apples", None),
+    ("She has 40 plus 11", None),
+    ("She has 40 + x", None),
+    ("That is x + 11", None),
+    ("So 5 + 3 = 8. Then 8 * 2 =", None),
+    ("That is half of 84", None),
+    ("It is the sum of 40 and 11", None),
+    ("The answer is 40 plus 11.", "40 plus 11"),
+    ("* 16 apples are left", "16"),
+    ("Total - 16 apples", "16"),
     ("", None),
     ("I have no idea what this could be about", None),
+]
+
+CUT = [  # of a response that ended at the length limit
+    (r"so \boxed{51}. Wait, 40 +", "51"),
+    (r"\boxed{51", None),
+    (r"\boxed{5} no, \boxed{51", None),
+    (r"\boxed{3} and", None),
+    (r"\boxed{3} and $\boxed{5", None),
+    (r"\boxed{3} or $x = \box", None),
+    (r"\boxed{3}, so", "3"),
+    (r"$\boxed{3}$", "3"),
+    (r"\boxed 5", None),
+    (r"\boxed 5 apples", "5"),
+    ("<answer>51</answer>", "51"),
+    ("<answer>It is 51</answer> and", "It is 51"),
+    ("<answer>51", None),
+    ("#### 51", None),
+    ("#### 51 ", None),
+    ("#### 51\n", "51"),
+    ("The answer is 51", None),
+    ("The answer is 51.", None),
+    ("The answer is 51. Now", "51"),
+    ("The answer is 51\n", "51"),
+    ("The answer is 51 apples", "51"),
+    ("The answer is 51, because", "51"),
+    ("The answer is $51$", "$51$"),
+    (r"The answer is \(51\)", r"\(51\)"),
+    ("The answer is **51**", "51"),
+    ("**Answer:** 51\n\nLet us check: 40 +", "51"),
+    ("The answer is 2 hours and 3", None),
+    ("The answer is 3 mil", None),
+    ("The answer is 3 million", None),
+    ("The answer is 40 + 11", None),
+    ("The answer is 40 + 11 =", None),
+    ("The answer is 40 + 11 = 51", None),
+    ("The answer is 40 + 11 = 51 apples", "51"),
+    ("The answer is 1,", None),
+    (r"The answer is \frac{3", None),
+    ("51", None),
+    ("David has 40 + 11 = 51 apples.\nHe", None),
+    ("So he has **51** apples.", None),
+    ("We find $x = 51$.", None),
+    ("<think>The answer is 51. Now", None),
 ]
 
 NORMALIZED = [
@@ -162,6 +217,11 @@ NORMALIZED = [
 @pytest.mark.parametrize(("response", "answer"), EXTRACTED)
 def test_the_answer_is_found_where_the_rule_says(response: str, answer: str | None) -> None:
     assert extract_answer(response) == answer
+
+
+@pytest.mark.parametrize(("response", "answer"), CUT)
+def test_a_response_that_was_cut_off_has_the_answer_that_it_completed(response: str, answer: str | None) -> None:
+    assert extract_answer(response, is_cut=True) == answer
 
 
 @pytest.mark.parametrize(("text", "canonical"), NORMALIZED)

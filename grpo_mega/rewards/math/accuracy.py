@@ -6,7 +6,9 @@ answer alone, so that all samples of a prompt get it and the caller can drop the
 
 Two plain numbers are compared exactly, and so are pairs, intervals and sets of them (`numbers`); two times of day and two
 phrases by their text; everything else by math-verify: equations against their right-hand side, sets in any order, tuples and
-intervals in order, expressions up to algebra. There is no timeout here, since none that lives inside the process can stop
+intervals in order, expressions up to algebra. Where the gold answer has plain numbers, arithmetic on numerals is no answer
+(`evaluated`). Of a response that ended at the length limit (extras["finish_reason"] is "length") only an answer counts that
+it states explicitly and completely (`answer`). There is no timeout here, since none that lives inside the process can stop
 every input: run it in the pool.
 
 `quick` is for the process that runs the training: the same verdict where exact arithmetic and text decide. It looks at short
@@ -20,6 +22,7 @@ from typing import Any
 from grpo_mega.rewards.api import Score
 from grpo_mega.rewards.math import mathverify
 from grpo_mega.rewards.math.answer import locate_answer, read_located, whole_turn
+from grpo_mega.rewards.math.evaluated import has_plain_numbers, is_open, is_unevaluated
 from grpo_mega.rewards.math.normalize import normalize_answer
 from grpo_mega.rewards.math.numbers import (
     in_words,
@@ -30,6 +33,7 @@ from grpo_mega.rewards.math.numbers import (
     parse_number,
 )
 
+CUT = "length"  # the finish reason of a response that ended at the length limit
 MAX_CHARS = 100  # of an answer that `quick` looks at
 UNPARSABLE, GOLD_UNPARSABLE = Score(0.0, "unparsable"), Score(None, "gold_unparsable")
 CORRECT, WRONG = Score(1.0, "correct"), Score(0.0, "wrong")
@@ -68,31 +72,37 @@ _FORMS = (
 )
 
 
-def accuracy(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
-    """Score the response against the gold `answer`; the verdicts are in the module's docstring."""
-    gold, text = _without_choices(read(answer), read(whole_turn(response, extras)))
-    return _judge(gold, text) or _judge_by_math_verify(gold, text)
+def accuracy(prompt: str, response: str, answer: str, extras: dict[str, Any], *, unevaluated: bool = False) -> Score:
+    """Score the response against the gold `answer`; the verdicts are in the module's docstring.
+
+    With `unevaluated`, arithmetic on numerals is accepted as an answer.
+    """
+    turn = whole_turn(response, extras)
+    gold, text = _without_choices(read(answer), read(turn, is_cut=extras.get("finish_reason") == CUT))
+    return _judge(gold, text, unevaluated) or _judge_by_math_verify(gold, text)
 
 
-def quick(response: str, answer: str) -> tuple[Score | None, tuple[str, str] | None]:
+def quick(
+    response: str, answer: str, finish_reason: str | None = None, *, unevaluated: bool = False
+) -> tuple[Score | None, tuple[str, str] | None]:
     """Return (the Score, None) if that is clear at once, else (None, the normalized gold answer and answer, on which alone it
     depends, if they are short).
 
     It takes time linear in the texts' lengths and some dozen microseconds for the answers in them, whatever they hold.
     """
     try:
-        gold, text = _read_gold(answer), _read_if_short(response)
+        gold, text = _read_gold(answer), _read_if_short(response, finish_reason == CUT)
         if gold is None or text is None:
             return None, None
-        score = _judge(*_without_choices(gold, text))
+        score = _judge(*_without_choices(gold, text), unevaluated)
     except Exception:  # costs the check, in the worker, which meets it as well
         return None, None
     return score, None if score is not None else (gold, text)
 
 
-def read(text: str) -> str:
+def read(text: str, is_cut: bool = False) -> str:
     """Return the normalized answer of a response or of a gold answer; "" if it has none."""
-    return _normalize(*locate_answer(text))
+    return _normalize(*locate_answer(text, is_cut), is_cut)
 
 
 def warm_up() -> None:
@@ -118,13 +128,18 @@ def _is_plain(gold: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _judge(gold: str, text: str) -> Score | None:
+def _judge(gold: str, text: str, unevaluated: bool) -> Score | None:
     """Return the Score of a normalized answer against a normalized gold one; None if it takes math-verify to tell."""
     if not gold:
         return GOLD_UNPARSABLE
+    if text and text != gold and has_plain_numbers(gold):
+        if is_open(text):
+            return UNPARSABLE
+        if not unevaluated and is_unevaluated(_right_side(gold, text), gold):
+            return WRONG
     if not _is_plain(gold):
         return None
-    if not text:
+    if not text or (text != gold and is_open(text)):
         return UNPARSABLE
     is_correct = _compare(gold, text)
     if is_correct is None:
@@ -135,7 +150,7 @@ def _judge(gold: str, text: str) -> Score | None:
 def _judge_by_math_verify(gold: str, text: str) -> Score:
     if not _is_plain(gold) and not _parse_gold(gold):
         return GOLD_UNPARSABLE
-    if not text:
+    if not text or (text != gold and is_open(text)):
         return UNPARSABLE
     is_correct = _compare(gold, text)
     if is_correct is None:
@@ -204,16 +219,16 @@ def _choice(text: str) -> tuple[str, str]:
     return (text.upper() if len(text) == 1 and text.upper() in "ABCDEFGHIJ" else ""), ""
 
 
-def _read_if_short(text: str) -> str | None:
-    marked, conclusion = locate_answer(text)
-    return _normalize_short(marked, conclusion) if len(marked or conclusion) <= MAX_CHARS else None
+def _read_if_short(text: str, is_cut: bool = False) -> str | None:
+    marked, conclusion = locate_answer(text, is_cut)
+    return _normalize_short(marked, conclusion, is_cut) if len(marked or conclusion) <= MAX_CHARS else None
 
 
 _read_gold = lru_cache(maxsize=1024)(_read_if_short)  # a group shares it
 
 
-def _normalize(marked: str | None, conclusion: str) -> str:
-    extracted = read_located(marked, conclusion)
+def _normalize(marked: str | None, conclusion: str, is_cut: bool) -> str:
+    extracted = read_located(marked, conclusion, is_cut)
     return normalize_answer(extracted) if extracted is not None else ""
 
 

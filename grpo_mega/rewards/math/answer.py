@@ -5,15 +5,17 @@ has no answer. Give `whole_turn`: where the chat template opens the thought, the
 
 The answer is the content of the last complete `<answer>...</answer>`; else of the last `\\boxed{...}` with balanced braces, or
 of several that a comma or "and" joins; else the rest of the line after the last `####`, unless that is a heading with text
-below it; else the answer that the text states (`prose`). Gold answers are read by the same rule, so that a bare `1/2`, a worked
-solution ending in `#### 18` and one ending in `\\boxed{18}` all serve. Time is linear in the text's length.
+below it; else the answer that the text states (`prose`). A last box that is never closed is no answer, and nothing else is one
+then. Of a response that was cut at the length limit counts a box or a tag that is closed, a `####` line that ends, and an
+announced answer with what follows it; not the last expression. Gold answers are read by the same rule, so that a bare `1/2`, a
+worked solution ending in `#### 18` and one ending in `\\boxed{18}` all serve. Time is linear in the text's length.
 """
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_mega.rewards.math.prose import is_prose, plain, read_passage, read_start
+from grpo_mega.rewards.math.prose import is_prose, plain, read_announced, read_passage, read_start
 
 _THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>"), ("[THINK]", "[/THINK]"))
 _TOKEN = re.compile(r"\\(?:boxed|fbox) *\{|\\.|[{}]", re.DOTALL)
@@ -21,6 +23,7 @@ _UNBRACED = re.compile(r"\\(?:boxed|fbox) *(?=[^ {}])")
 _JOIN = re.compile(
     r"\}[\s$]*(?:[,;]\s*(?:(?:and|or)\b)?|(?:and|or)\b|\\text ?\{ ?(?:and|or) ?\})[\s$]*(?:[A-Za-z] ?= ?)?\\(?:boxed|fbox) *\{$"
 )
+_JOIN_OPEN = re.compile(r"(?:[,;]|[,;]?\s*(?:an?d?|or?\b|\\text ?\{ ?(?:and|or) ?\}))[\s$]*(?:[A-Za-z] ?= ?)?(?:\\[a-z]*)?")
 _JOIN_CHARS, _MAX_JOINED = 40, 10
 _NUMBERED, _NUMBER = re.compile(r"\d+[.)]\s"), re.compile(r"[-$€£\\(*_ ]*\d")
 _MAX_HASHED = 400  # characters of a line after ####; a longer one is no answer
@@ -31,32 +34,34 @@ def whole_turn(response: str, extras: Mapping[str, Any]) -> str:
     return str(extras.get("prefill") or "") + response
 
 
-def extract_answer(response: str) -> str | None:
+def extract_answer(response: str, is_cut: bool = False) -> str | None:
     """Return the answer's text, stripped but otherwise as written; None where there is none."""
-    return read_located(*locate_answer(response))
+    return read_located(*locate_answer(response, is_cut), is_cut)
 
 
-def locate_answer(response: str) -> tuple[str | None, str]:
+def locate_answer(response: str, is_cut: bool = False) -> tuple[str | None, str]:
     """Return (the text that is marked as the answer, ""), or (None, the text that states it).
+
+    Of a response that `is_cut` at the length limit, only a mark that is complete counts.
 
     It searches without any regex that could go back over the text.
     """
     conclusion = _conclusion(response)
     tagged = _last_tagged(conclusion)
     text = conclusion if tagged is None else tagged
-    marked = _boxed(text)
+    marked = _boxed(text, is_cut and tagged is None)
     if marked is None:
-        marked = _hashed(text)
+        marked = _hashed(text, is_cut and tagged is None)
     if marked is None:
         marked = tagged
     return (None, conclusion) if marked is None else (marked, "")
 
 
-def read_located(marked: str | None, conclusion: str) -> str | None:
+def read_located(marked: str | None, conclusion: str, is_cut: bool = False) -> str | None:
     """Return the answer, as `extract_answer` does, from the result of `locate_answer`."""
     if marked is not None:
         return marked.strip() or None
-    return read_passage(conclusion)
+    return read_announced(conclusion) if is_cut else read_passage(conclusion)
 
 
 def _conclusion(response: str) -> str:
@@ -80,30 +85,38 @@ def _last_tagged(text: str) -> str | None:
     return text[start + len("<answer>") : text.index("</answer>", start)]
 
 
-def _hashed(text: str) -> str | None:
-    """Return the rest of the line after the last `####`, unless it is a title or too long for an answer."""
+def _hashed(text: str, is_cut: bool) -> str | None:
+    """Return the rest of the line after the last `####`, unless it is a title, too long for an answer, or may be cut off."""
     _, mark, rest = text.rpartition("####")
-    line, _, below = rest.partition("\n") if mark else ("", "", "")
+    line, end, below = rest.partition("\n") if mark else ("", "", "")
     line = line.strip()
-    if not line or len(line) > _MAX_HASHED:
+    if not line or len(line) > _MAX_HASHED or (is_cut and not end):
         return None
     is_title = line.isalpha() or is_prose(plain(line))
     is_title = bool(_NUMBERED.match(line)) or (is_title and not _NUMBER.match(line))
     return None if is_title and below.strip() else line
 
 
-def _boxed(text: str) -> str | None:
-    r"""Return the content of the last box, or of the last ones if they are joined: "\boxed{3} and \boxed{5}" gives "3, 5"."""
+def _boxed(text: str, is_cut: bool) -> str | None:
+    r"""Return the content of the last box, or of the last ones if they are joined: "\boxed{3} and \boxed{5}" gives "3, 5".
+
+    A last box that is never closed is an answer that was cut off: "" then.
+    """
     start = _last_command(text, len(text))
     if start < 0:
         return None
     if unbraced := _UNBRACED.match(text, start):  # \boxed 5
-        found = read_start(text[unbraced.end() : unbraced.end() + _MAX_HASHED])
+        rest = text[unbraced.end() : unbraced.end() + _MAX_HASHED]
+        found = read_start(rest)
         if found is not None:
-            return found
+            return "" if is_cut and len(rest) == len(found) else found
+    if _is_opened(text, start) and _closed_box(text, start) is None:
+        return ""
     last = _last_boxed(text)
     if last is None:
         return None
+    if is_cut and _JOIN_OPEN.fullmatch(text[last[1] + 1 :][:_MAX_HASHED].strip("$ \n")):
+        return ""
     contents = [text[slice(*last)].strip()]
     for _ in range(_MAX_JOINED):
         last = _joined_box(text, last[0])
@@ -129,6 +142,12 @@ def _joined_box(text: str, start: int) -> tuple[int, int] | None:
     return found if found and join and found[1] == first + join.start() else None
 
 
+def _is_opened(text: str, start: int) -> bool:
+    """Return whether a box is opened at `start`."""
+    box = _TOKEN.match(text, start)
+    return box is not None and box[0][-1] == "{" and _is_token(text, start)
+
+
 def _last_boxed(text: str) -> tuple[int, int] | None:
     """Return where the content of the balanced `\\boxed{...}` or `\\fbox{...}` that starts last begins and ends."""
     start = _last_command(text, len(text))
@@ -138,7 +157,7 @@ def _last_boxed(text: str) -> tuple[int, int] | None:
 def _closed_box(text: str, start: int) -> tuple[int, int] | None:
     """Return the same for the box at `start` with no other box in it, if it is closed."""
     box = _TOKEN.match(text, start)
-    if box is None or box[0][-1] != "{" or not _is_token(text, start):
+    if box is None or not _is_opened(text, start):
         return None
     end = text.find("}", box.end())
     if text.find("{", box.end(), end) < 0 and text.find("\\", box.end(), end) < 0:  # the usual case

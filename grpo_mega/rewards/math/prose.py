@@ -64,7 +64,28 @@ _FORMULA = re.compile(
     r"|(?<!\\)\$(?!\s)(?P<dollar>[^$\n]+)(?<![\s\\])\$(?!\d)"  # "$5 and $6" are prices, not a formula
 )
 _JOIN = re.compile(r"\s*(?P<equals>=|\\approx|≈)\s*|\s*(?:[,;]\s*(?:and|or)\b|[,;]|and\b|or\b)\s*")
-_COMPOUND = re.compile(r"\s*[A-Za-z]+,?\s+(?:and|or|to)\s+[$€£]?\d|\s*(?:to|through)\s+[$€£]?\d")  # 2 hours and 30 minutes
+_TIMES = r"[+*/^\u00d7÷·]|\\times\b|\\cdot\b|\\div\b"
+_WORD_FOR_OPERATOR = r"(?:plus|minus|times|divided by|multiplied by)"
+_COMPOUND = re.compile(  # 2 hours and 30 minutes; 40 plus 11; 40 apples + 11 apples; 50% of 84
+    rf"(?:\s*[A-Za-z]+,?)?\s+(?:and|or|to|{_WORD_FOR_OPERATOR})\s+\\?[$€£]?[\d(\\]|\s*(?:to|through)\s+[$€£]?\d"
+    rf"|(?:\s*[A-Za-z]+)?\s*(?:{_TIMES})\s*\\?[$€£]?[\d(\\A-Za-z]|\s*[A-Za-z]*\s*-\s*\\?[$€£]?\d"
+    r"|(?<=%)\s*of\s+[$€£]?\d"
+)
+_OPERATOR_BEFORE = re.compile(  # x + 11, 40 plus 11, 40 apples - 11; a bullet or a dash is none
+    rf"(?:\S ?(?:{_TIMES}|\\pm)|(?:[\d)}}\]]|\b[A-Za-z]|\d\s[A-Za-z]+) ?-|\b{_WORD_FOR_OPERATOR})[ $(]*$"
+    r"|\b(?:sum|product|difference|quotient) (?:of|between) [\d\s.,$-]*(?:and )?$|\b(?:half|twice|double|triple|%) (?:of )?$"
+)
+_OPERATOR_AFTER = re.compile(
+    r"[$)]* ?(?:[+*^\u00d7÷·]|\\times\b|\\cdot\b|\\div\b|/ ?[\d(\\]|/ ?[A-Za-z]\b|- ?(?:[\d$(\\]|[A-Za-z]\b))"
+)
+_OPEN = re.compile(rf"(?:[-=<>≈]|{_TIMES}|\\approx|\bequals|\b{_WORD_FOR_OPERATOR})[ $?_.*…\\)\]]*$")
+# What may follow a response that was cut off: an answer that one of them changes may not be complete.
+_AFTER_NUMBER, _AFTER_WORD = ("7", "/7", " + 7", " 7", " million"), (" 7", " million")
+_WORD_AFTER_NUMBER = re.compile(r"[\d)}$*],? ?([A-Za-z]+)$")
+_WORDS_OF_NUMBERS = (
+    *("hundred", "thousand", "million", "billion", "trillion", "percent", "and", "or", "to", "plus", "minus", "times"),
+    *("divided", "multiplied"),
+)
 
 _LETTER = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f"
 _WORD = re.compile(
@@ -140,6 +161,19 @@ def read_passage(text: str) -> str | None:
     bold = _emphasized(written)
     found = _announced(tail, bold) or bold or _chosen(tail) or _last_expression(tail)
     return found or (_phrase(tail) if is_whole else None)
+
+
+def read_announced(text: str) -> str | None:
+    """Return the answer that a text which was cut off announces, if nothing that may have followed can change it."""
+    found, last = _announced(plain(text[-TAIL:])), text[-1:]
+    word = _WORD_AFTER_NUMBER.search(text[-TAIL:])
+    if found is None or (word and any(whole.startswith(word[1].lower()) for whole in _WORDS_OF_NUMBERS)):
+        return None
+    if last in "$*)]}\n":
+        return found if not _OPEN.search(found) else None
+    continuations = _AFTER_WORD if last.isalpha() else _AFTER_NUMBER
+    is_complete = all(_announced(plain(text[-TAIL:] + more)) == found for more in continuations)
+    return found if is_complete else None
 
 
 def read_marked(text: str) -> str | None:
@@ -250,22 +284,29 @@ def _chosen(text: str) -> str | None:
 
 def _last_expression(text: str) -> str | None:
     """Return the last formula, or the last number or expression after it; but none that is denied, or in a remark alone."""
+    if _OPEN.search(text[-_DENIED_CHARS:]):
+        return None
     formulas = [match for match in _FORMULA.finditer(text) if match[match.lastgroup or 0].strip()]
     start = formulas[-1].end() if formulas else 0
     end = len(text)
     while end > start:  # sentence by sentence, the last one first
         begin = max(start, text.rfind("\n", start, end - 1) + 1, text.rfind(". ", start, end - 1) + 1)
-        if found := _last_stated(text, [*_EXPRESSION.finditer(text, begin, end)]):
-            return found
+        found = _last_stated(text, [*_EXPRESSION.finditer(text, begin, end)])
+        if found is not None:
+            return found or None
         end = begin
-    return _last_stated(text, formulas)
+    return _last_stated(text, formulas) or None
 
 
 def _last_stated(text: str, found: list[re.Match[str]]) -> str | None:
+    """Return the last one that is neither denied nor a remark; "" if it is an operand of arithmetic that is not read."""
     while found:
         match = found.pop()
-        if _DENIED.search(text[max(0, match.start() - _DENIED_CHARS) : match.start()]):
+        before = text[max(0, match.start() - _DENIED_CHARS) : match.start()]
+        if _DENIED.search(before):
             continue
+        if _OPERATOR_BEFORE.search(before.rpartition("\n")[2]) or _OPERATOR_AFTER.match(text, match.end()):
+            return ""
         line = text.rfind("\n", 0, match.start()) + 1
         remark = text.rfind("(", line, match.start())
         is_remark = remark >= 0 and (span := _REMARK.match(text, remark)) is not None and span.end() >= match.end()

@@ -1,0 +1,220 @@
+r"""Tell evaluated answers from arithmetic that is left to the reader (`is_unevaluated`).
+
+A policy that is paid for 40+11 in place of 51 stops calculating within a few steps. So where the gold answer consists of plain
+numbers, a sum, a difference, a product or a quotient of numerals is no answer. A power, factorial, binomial or radical is one,
+and so are 3\times 10^8, 6!-180 (one numeral) and a fraction in lowest terms. 2/4 is accepted for 1/2, but 84/2 is not for 42.
+
+An answer that ends in an operator (`is_open`) is unfinished, whatever the gold answer is. Input: normalized answers.
+"""
+
+import re
+from enum import IntEnum
+from fractions import Fraction
+from functools import lru_cache
+
+from grpo_mega.rewards.math.numbers import MAX_DIGITS, in_words, parse_number
+
+MAX_DEPTH = 30  # of nested brackets; a deeper answer counts as unevaluated
+
+_OPEN = re.compile(
+    r"(?:[-+*/=<>^]|\\(?:times|cdot|div|pm|mp|leq?|geq?|neq?|approx|equiv|sim))[ ?_.]*\Z"
+    r"|\A[ ?_]*(?:[*/=]|\\(?:times|cdot|div)(?![A-Za-z]))"
+)
+_SIGNS = re.compile(r"[-+] ?[({\[ ]*[-+]")
+_POWERS_OF_TEN = frozenset(10**power for power in range(1, 19))
+_RELATION = r"[&=<>]|\\(?:cup|cap|in|leq?|geq?|neq?|approx|equiv|sim|pm|mp|quad|pmod|setminus)(?![A-Za-z])"
+_SEPARATOR = re.compile(
+    r"(?<![A-Za-z\\])[A-Za-z](?:_\w)? ?(?=[=<>]|\\(?:[lg]eq?|neq?|in)(?![A-Za-z]))"
+    rf"|\\\\|\\(?:begin|end) ?\{{[a-z]*\*?\}}|\\[{{}}]|[,;()\[\]{{}}]|\\(?:infty|[lr]angle)(?![A-Za-z])"
+    rf"|{_RELATION}|\b(?:and|or)\b"
+)
+_TOKENS = {
+    "number": r"\d+(?:\.\d+)?|\.\d+",
+    "space": r"\\(?:left|right)(?![A-Za-z])|[ _'$%~|]",
+    "sum": r"[-+]",
+    "product": r"[*/:]|\\(?:times|cdot|div|ast|star|bullet|over|bmod|mod)(?![A-Za-z])",
+    "factorial": r"!",
+    "power": r"\^",
+    "open": r"\\\{|[({\[]|\\(?:lfloor|lceil|lvert|lbrace)(?![A-Za-z])",
+    "close": r"\\\}|[)}\]]|\\(?:rfloor|rceil|rvert|rbrace)(?![A-Za-z])",
+    "end": rf"\\\\|\\(?:begin|end) ?\{{[a-z]*\*?\}}|[,;]|{_RELATION}|(?<!\\)[A-Za-z]{{2,}}",
+    "fraction": r"\\[dtc]?frac(?![A-Za-z])",
+    "binomial": r"\\[dt]?binom(?![A-Za-z])",
+    "root": r"\\sqrt(?![A-Za-z])",
+    "function": r"\\(?:log|ln|lg|gcd|max|min|(?:arc)?(?:sin|cos|tan|cot|sec|csc))(?![A-Za-z])",
+    "letter": r"\\?[A-Za-z]+|.",
+}
+_TOKEN = re.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in _TOKENS.items()), re.DOTALL | re.ASCII)
+
+
+@lru_cache(maxsize=1024)
+def has_plain_numbers(gold: str) -> bool:
+    """Return whether a gold answer is a plain number, or plain numbers in a list, an interval, a matrix or the like."""
+    if parse_number(gold) or in_words(gold):
+        return True
+    parts = [part.strip() for part in _SEPARATOR.split(gold)]
+    return any(parts) and all(part in ("", "-", "+") or parse_number(part) is not None for part in parts)
+
+
+def is_open(text: str) -> bool:
+    """Return whether an answer ends in an operator or an equals sign, or starts with one that needs a left side."""
+    return _OPEN.search(text) is not None
+
+
+def is_unevaluated(text: str, gold: str) -> bool:
+    """Return whether an answer is arithmetic on numerals, for a gold answer that has plain numbers."""
+    if _SIGNS.search(text):
+        return True
+    last_sides = [part.rpartition("=")[2] for part in re.split(r"([,;])", text)]  # of a = 1 + 1 = 2 the 2
+    try:
+        _Reader("".join(last_sides), is_gold_fraction="/" in gold or "frac" in gold).read_group(0)
+    except _Unevaluated:
+        return True
+    return False
+
+
+class _Unevaluated(Exception):
+    """The answer has arithmetic on numerals."""
+
+
+class _Kind(IntEnum):
+    NUMERAL = 0  # a number, or a power or root of one
+    CLOSED_FORM = 1  # a factorial, a binomial or the value of a function
+    LETTER = 2  # a variable, or a constant such as pi
+
+
+_Operand = tuple[_Kind, Fraction | None]  # the value of an integer that is written out
+
+
+class _Term:
+    """Operands and operators read since the last separator."""
+
+    def __init__(self) -> None:
+        self.operands: list[_Operand] = []
+        self.has_operator = False
+        self.is_after_operand = False
+
+    def add(self, operand: _Operand | None) -> None:
+        if operand is not None:
+            self.operands.append(operand)
+            self.is_after_operand = True
+
+    def add_operator(self) -> None:
+        self.has_operator, self.is_after_operand = True, False
+
+    def finish(self) -> _Operand | None:
+        """Return the operand that the term is, if any. Raises _Unevaluated."""
+        kinds = [kind for kind, _ in self.operands]
+        if self.has_operator and (kinds.count(_Kind.NUMERAL) > 1 or _Kind.LETTER in kinds):
+            raise _Unevaluated
+        return self.operands[0] if len(kinds) == 1 else (max(kinds), None) if kinds else None
+
+
+class _Reader:
+    """Reads an answer from left to right, once; raises _Unevaluated at the first arithmetic on numerals."""
+
+    def __init__(self, text: str, is_gold_fraction: bool) -> None:
+        self._tokens = [(match.lastgroup or "", match[0]) for match in _TOKEN.finditer(text) if match.lastgroup != "space"]
+        self._next = 0
+        self._is_gold_fraction = is_gold_fraction
+
+    def read_group(self, depth: int) -> _Operand | None:
+        """Read up to a closing bracket or the end, and return the operand that the group is, if any."""
+        if depth > MAX_DEPTH:
+            raise _Unevaluated
+        term = _Term()
+        while (token := self._take()) is not None and token[0] != "close":
+            kind, text = token
+            if kind == "end":
+                term.finish()
+                term = _Term()
+            elif kind == "sum":
+                if term.is_after_operand:
+                    term.add_operator()
+            elif kind == "product":
+                self._add_product(term, text, depth)
+            elif kind == "power":
+                self._read_atom(depth, is_argument=False)
+                if term.operands:
+                    term.operands[-1] = (term.operands[-1][0], None)
+            elif kind == "factorial":
+                if term.operands:
+                    term.operands[-1] = (_Kind.CLOSED_FORM, None)
+            else:
+                self._add_operand(term, kind, text, depth)
+        return term.finish()
+
+    def _take(self) -> tuple[str, str] | None:
+        self._next += 1
+        return self._tokens[self._next - 1] if self._next <= len(self._tokens) else None
+
+    def _peek(self, offset: int = 0) -> tuple[str, str]:
+        place = self._next + offset
+        return self._tokens[place] if place < len(self._tokens) else ("", "")
+
+    def _add_operand(self, term: _Term, kind: str, text: str, depth: int) -> None:
+        if kind == "number":
+            term.add((_Kind.NUMERAL, _value(text)))
+        elif kind == "open":
+            is_product = term.is_after_operand and term.operands[-1][0] is not _Kind.LETTER
+            operand = self.read_group(depth + 1)
+            term.has_operator |= is_product and operand is not None
+            term.add(operand)
+        elif kind == "fraction":
+            above, below = self._read_atom(depth), self._read_atom(depth)
+            term.add(self._fraction(above, below))
+        elif kind == "binomial":
+            self._read_atom(depth), self._read_atom(depth)
+            term.add((_Kind.CLOSED_FORM, None))
+        elif kind == "root":
+            if self._peek()[1] == "[":
+                self._read_atom(depth)
+            self._read_atom(depth)
+            term.add((_Kind.NUMERAL, None))
+        elif kind == "letter" and text == "x" and term.is_after_operand and self._peek()[0] in ("number", "open"):
+            term.add_operator()  # 6 x 7
+        else:
+            term.add((_Kind.CLOSED_FORM if kind == "function" else _Kind.LETTER, None))
+            term.is_after_operand = kind != "function"
+
+    def _add_product(self, term: _Term, text: str, depth: int) -> None:
+        if text != "/" and self._peek()[1] == "10" and self._peek(1)[0] == "power" and term.is_after_operand:
+            self._next += 2  # 3 \times 10^8
+            self._read_atom(depth, is_argument=False)
+        elif text in "/:" and term.operands and term.is_after_operand:
+            term.operands[-1] = self._fraction(term.operands[-1], self._read_atom(depth, is_argument=False))
+        else:
+            term.add_operator()
+
+    def _read_atom(self, depth: int, is_argument: bool = True) -> _Operand | None:
+        """Read a group or a single token; of a number that is an argument, as in \frac12, one digit."""
+        while self._peek()[0] == "sum":
+            self._next += 1
+        token = self._take()
+        if token is None:
+            return None
+        kind, text = token
+        if kind == "open":
+            return self.read_group(depth + 1)
+        if kind == "number" and is_argument and len(text) > 1:
+            self._next -= 1
+            self._tokens[self._next] = (kind, text[1:])
+            text = text[0]
+        return (_Kind.NUMERAL, _value(text)) if kind == "number" else (_Kind.LETTER, None)
+
+    def _fraction(self, above: _Operand | None, below: _Operand | None) -> _Operand:
+        """Return the operand that a quotient is. Raises _Unevaluated, unless it is the way to write the value."""
+        kinds = {operand[0] if operand else _Kind.LETTER for operand in (above, below)}
+        if above and below and above[1] is not None and below[1]:
+            value = above[1] / below[1]
+            is_accepted = self._is_gold_fraction or below[1] in _POWERS_OF_TEN
+            if value.denominator == below[1] or (value.denominator > 1 and is_accepted):
+                return _Kind.NUMERAL, None
+            raise _Unevaluated
+        if kinds == {_Kind.NUMERAL} or _Kind.LETTER in kinds:
+            raise _Unevaluated
+        return min(kinds), None
+
+
+def _value(text: str) -> Fraction | None:
+    return Fraction(text) if text.isdigit() and len(text) <= MAX_DIGITS else None
