@@ -1,18 +1,19 @@
 """The reward of a reward-model server, for a response or for each of its steps; the options are the fields of `Server`.
 
-A response without a reward, because the server failed or refused it, has no score (verdict "error"), not 0.
+A response that the server did not score has no score (NoScore, verdict "error"), not 0: the server is away, slow, refuses or
+redirects, or its reply is too long, cannot be read or is no finite number.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import re
+import reprlib
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -21,12 +22,15 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from grpo_mega.config.base import PositiveInt, Section
 from grpo_mega.config.loading import one_line
 from grpo_mega.errors import ConfigError
+from grpo_mega.http_client import NoReply, Reply, send
 from grpo_mega.rewards.api import NoScore, Score, Step
 from grpo_mega.rewards.steps import splitter
 from grpo_mega.text import well_formed
 
 FIRST_PAUSE_S = 0.2  # twice as long before every further try
 START_TIMEOUT_S = 30.0
+MOST_BYTES = 16 << 20  # of a reply; thousands of steps, or embeddings of a model that is no reward model
+HEALTH_BYTES = 4096  # read of the reply to /health, whose status is all that counts
 SHOWN = 200  # characters of a server's complaint
 
 TEXT_TEMPLATE = "{prompt}{response}"
@@ -101,37 +105,46 @@ class Server(Section):
         else:
             values = self._label_scores(texts, deadline)
         scale = self.scale if self.scale is not None else 0.1 if self.api == "chat" and not self.template else 1.0
-        return [scale * value for value in values]
+        return [self._finite(scale * value) for value in values]
 
-    def open(self, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> bytes:
-        """Return the answer to POST, or to GET without a body. Raises OSError, such as HTTPError, or ValueError."""
+    def open(self, path: str, body: Mapping[str, Any] | None, timeout_s: float, most_bytes: int = MOST_BYTES) -> Reply:
+        """Return the reply to POST, or to GET without a body. Raises NoReply."""
         headers = {"Content-Type": "application/json"}
         if self.api_key_env:
             headers["Authorization"] = f"Bearer {os.environ[self.api_key_env]}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url.rstrip("/") + path, data, headers)
-        is_here = urllib.parse.urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")
-        opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
-        with opener.open(request, timeout=timeout_s) as answer:
-            return bytes(answer.read())
+        return send(self.url.rstrip("/") + path, data, headers, deadline_s=timeout_s, most_bytes=most_bytes)
 
     def _ask(self, path: str, body: Mapping[str, Any], deadline: float) -> Any:
         """Return the reply of the server, after further tries where they may help, as long as there is time."""
         pause = FIRST_PAUSE_S
         for num_left in range(self.retries, -1, -1):
             try:
-                return json.loads(self.open(path, body, max(deadline - time.monotonic(), 0.01)))
-            except urllib.error.HTTPError as error:
-                problem = f"answers {error.code} ({_one_line(error.read().decode(errors='replace'))})"
-                if error.code != 429 and error.code < 500:
-                    raise self._failure(path, problem, "correct the options, or the server's settings") from None
-            except (OSError, ValueError) as error:
-                problem = f"does not answer ({_reason(error)})"
+                reply = self.open(path, body, max(deadline - time.monotonic(), 0.01))
+                if 200 <= reply.status < 300:
+                    return self._parsed(path, reply)
+                problem = _status(reply)
+                if reply.status != 429 and reply.status < 500:
+                    remedy = "set url to that address" if _redirects(reply) else "correct the options, or the server's settings"
+                    raise self._failure(path, problem, remedy)
+            except NoReply as error:
+                problem = f"does not answer ({_one_line(str(error))})"
+            except ValueError as error:
+                problem = f"sent what is not JSON ({_one_line(str(error))})"
             if num_left == 0 or time.monotonic() + pause >= deadline:
                 break
             time.sleep(pause)
             pause *= 2
         raise self._failure(path, problem, "see its log, or raise timeout_s and rewards.deadline_s") from None
+
+    def _parsed(self, path: str, reply: Reply) -> Any:
+        """Return the JSON of a reply. Raises ValueError for what is none, NoScore for more of it than anything needs."""
+        if not reply.is_whole:
+            raise self._failure(path, f"sent more than {MOST_BYTES >> 20} MiB", "is url the address of a reward model?")
+        try:
+            return json.loads(reply.body)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
 
     def _failure(self, path: str, problem: str, remedy: str) -> NoScore:
         return NoScore(f"the server at {self.url}{path} {problem}; {remedy}")
@@ -139,7 +152,7 @@ class Server(Section):
     def _items(self, reply: Any, count: int) -> list[dict[str, Any]]:
         items = reply if isinstance(reply, list) else [reply]
         if len(items) != count or not all(isinstance(item, dict) for item in items):
-            raise self._failure("/classify", f"gave {_one_line(reply)}, not {count} embeddings", "is it SGLang?")
+            raise self._failure("/classify", f"gave {_shown(reply)}, not {count} embeddings", "is it SGLang?")
         return items
 
     def _label_scores(self, texts: list[str], deadline: float) -> list[float]:
@@ -150,17 +163,27 @@ class Server(Section):
         reply = self._ask("/v1/score", body, deadline)
         rows = reply.get("scores") if isinstance(reply, dict) else None
         if not isinstance(rows, list) or len(rows) != len(texts):
-            raise self._failure("/v1/score", f"gave {_one_line(reply)}, not {len(texts)} scores", "is it SGLang?")
+            raise self._failure("/v1/score", f"gave {_shown(reply)}, not {len(texts)} scores", "is it SGLang?")
         return [self._output_of(row[:1] if labels and isinstance(row, list) else row) for row in rows]
 
     def _output_of(self, values: Any) -> float:
-        if not isinstance(values, list) or not values or not all(isinstance(value, int | float) for value in values):
-            raise self._failure("", f"gave {_one_line(values)} for a text", "serve a reward model, with --is-embedding")
+        if not isinstance(values, list) or not values or not all(type(value) in (int, float) for value in values):  # no bool
+            raise self._failure("", f"gave {_shown(values)} for a text", "serve a reward model, with --is-embedding")
         if len(values) > 1 and self.output is None:
             raise self._failure("", f"has a model of {len(values)} outputs", f"set output to one of 0 to {len(values) - 1}")
         if (self.output or 0) >= len(values):
             raise self._failure("", f"has a model of {len(values)} outputs", f"output={self.output} is not one; lower it")
-        return float(values[self.output or 0])
+        return self._finite(values[self.output or 0])
+
+    def _finite(self, value: float) -> float:
+        """Return the value as a float. Raises NoScore for NaN, infinity and what becomes it."""
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise self._failure("", f"gave the reward {number}", "see its log; its model may overflow in half precision")
+        return number
 
     def _judgement(self, text: str, deadline: float) -> float:
         """Return the last number of the judge's reply."""
@@ -168,13 +191,15 @@ class Server(Section):
         body = {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": self.max_tokens}
         reply = self._ask("/v1/chat/completions", body, deadline)
         try:
-            text = str(reply["choices"][0]["message"]["content"] or "")
+            content = reply["choices"][0]["message"]["content"] or ""
         except (TypeError, KeyError, IndexError):
-            raise self._failure("", f"gave {_one_line(reply)}, not a message", "correct url or api") from None
-        numbers = _NUMBER.findall(text.rpartition("</think>")[2])
+            content = None
+        if not isinstance(content, str):
+            raise self._failure("", f"gave {_shown(reply)}, not a message", "correct url or api")
+        numbers = _NUMBER.findall(content.rpartition("</think>")[2])
         if not numbers:
-            raise self._failure("", f"replied without a number ({_one_line(text[-SHOWN:])})", "ask for one in template")
-        return float(numbers[-1])
+            raise self._failure("", f"replied without a number ({_one_line(content[-SHOWN:])})", "ask for one in template")
+        return self._finite(float(numbers[-1]))
 
 
 def reward_model(prompt: str, response: str, answer: str, extras: dict[str, Any], **options: Any) -> Score:
@@ -218,21 +243,32 @@ def check_reachable(options: Mapping[str, Any]) -> None:
     """Raise ConfigError unless the server answers and is ready; one without /health need only answer."""
     server = server_of(options)
     try:
-        server.open("/health", None, START_TIMEOUT_S)
-    except urllib.error.HTTPError as error:
-        if error.code >= 500:
-            raise ConfigError(
-                f"reward_model: the server at url={server.url} answers {error.code} to /health; start training when it is ready"
-            ) from None
-    except (OSError, ValueError) as error:
+        reply = server.open("/health", None, START_TIMEOUT_S, HEALTH_BYTES)
+    except NoReply as error:
+        problem = f"no server answers at url={server.url} ({_one_line(str(error))})"
+        raise ConfigError(f"reward_model: {problem}; start it, or correct the option url") from None
+    if _redirects(reply):
+        raise ConfigError(f"reward_model: the server at url={server.url} {_status(reply)}; set the option url to that address")
+    if reply.status >= 500:
         raise ConfigError(
-            f"reward_model: no server answers at url={server.url} ({_reason(error)}); start it, or correct the option url"
-        ) from None
+            f"reward_model: the server at url={server.url} answers {reply.status} to /health; start training when it is ready"
+        )
 
 
-def _reason(error: BaseException) -> str:
-    return _one_line(error.reason if isinstance(error, urllib.error.URLError) else error) or type(error).__name__
+def _redirects(reply: Reply) -> bool:
+    return 300 <= reply.status < 400
 
 
-def _one_line(value: Any) -> str:
-    return " ".join(str(value).split())[:SHOWN]
+def _status(reply: Reply) -> str:
+    if _redirects(reply):
+        return f"answers {reply.status}, a redirect to {_one_line(reply.redirects_to) or 'somewhere'}, which is not followed"
+    return f"answers {reply.status} ({_one_line(reply.body[: 4 * SHOWN].decode(errors='replace'))})"
+
+
+def _shown(reply: Any) -> str:
+    """Return the outermost of a parsed reply, which may be large and deep."""
+    return _one_line(reprlib.repr(reply))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:SHOWN]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from http_servers import Answer, serving
 from reward_pools import reward_pool
 
 from grpo_mega.config import Config, validate
@@ -24,35 +20,7 @@ from grpo_mega.rewards.reward_model import JUDGE_TEMPLATE, reward_model
 from grpo_mega.validation import raise_first
 from grpo_mega.validation.rewards import reward_problems
 
-Answer = Callable[[str, Any], tuple[int, Any]]  # (path, body) -> (status, what is sent as JSON, or as it is if it is text)
-
-
-@contextmanager
-def serving(answer: Answer) -> Iterator[str]:
-    """A server that answers so; gives its url."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.do_POST()
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            status, found = answer(self.path, json.loads(body) if body else dict(self.headers))
-            data = found.encode() if isinstance(found, str) else json.dumps(found).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
+CHAT = {"api": "chat", "model": "m"}
 
 
 def lengths(path: str, body: Any) -> tuple[int, Any]:
@@ -119,8 +87,8 @@ def test_the_last_number_of_a_judges_reply_counts(reply: str, value: float) -> N
 @pytest.mark.parametrize(
     ("answer", "options", "error"),
     [
-        (says("no idea"), {"api": "chat", "model": "m"}, "replied without a number (no idea); ask for one in template"),
-        (lambda path, body: (200, {"x": 1}), {"api": "chat", "model": "m"}, "not a message; correct url or api"),
+        (says("no idea"), CHAT, "replied without a number (no idea); ask for one in template"),
+        (lambda path, body: (200, {"x": 1}), CHAT, "not a message; correct url or api"),
         (lambda path, body: (200, [{"embedding": []}]), {}, "gave [] for a text; serve a reward model, with --is-embedding"),
         (lambda path, body: (200, [{"embedding": [1, 2]}]), {}, "has a model of 2 outputs; set output to one of 0 to 1"),
         (lambda path, body: (200, [{"embedding": [1]}]), {"output": 1}, "output=1 is not one; lower it"),
@@ -128,7 +96,13 @@ def test_the_last_number_of_a_judges_reply_counts(reply: str, value: float) -> N
         (lambda path, body: (200, {"scores": 3}), {"api": "score"}, "not 1 scores"),
         (lambda path, body: (400, "input is\ntoo long"), {}, "/classify answers 400 (input is too long); correct the options"),
         (lambda path, body: (503, "busy"), {"retries": 1}, "answers 503 (busy); see its log"),
-        (lambda path, body: (200, "<html>"), {"retries": 0}, "does not answer (Expecting value"),
+        (lambda path, body: (200, "<html>"), {"retries": 0}, "sent what is not JSON (Expecting value"),
+        (lambda path, body: (200, "[" * 100_000), {"retries": 0}, "sent what is not JSON (it is nested too deeply)"),
+        (lambda path, body: (200, '[{"embedding": [%s]}]' % ("1" * 5_000)), {"retries": 0}, "sent what is not JSON (Exceeds"),
+        (lambda path, body: (200, [{"embedding": ["7"]}]), {}, "gave ['7'] for a text"),
+        (lambda path, body: (200, [{"embedding": [True]}]), {}, "gave [True] for a text"),
+        (lambda path, body: (200, {"choices": [{"message": {"content": [{"text": "8"}]}}]}), CHAT, "not a message"),
+        (lambda path, body: (200, {"scores": [[0.5], [0.5]]}), {"api": "score"}, "not 1 scores"),
     ],
 )
 def test_a_reply_without_a_reward_is_a_missing_score(answer: Answer, options: dict[str, Any], error: str) -> None:

@@ -1,0 +1,95 @@
+"""One HTTP request with a deadline for all of it, a limit on the reply and no redirects.
+
+To follow a redirect would send the request's headers, and an API key among them, to an address that nobody configured; it is
+returned like any other reply. The request runs in a thread, because neither looking up a name nor reading a reply that arrives
+byte by byte keeps to the timeout of a socket.
+"""
+
+from __future__ import annotations
+
+import http.client
+import queue
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_CHUNK = 1 << 16  # bytes
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    body: bytes  # at most most_bytes of it
+    is_whole: bool  # False: the server sent more than most_bytes
+    redirects_to: str = ""  # scheme and host of a redirect
+
+
+class NoReply(OSError):
+    """The server sent no reply in time, or nothing that is HTTP; the text is the cause in one line."""
+
+
+def send(url: str, body: bytes | None, headers: Mapping[str, str], *, deadline_s: float, most_bytes: int) -> Reply:
+    """Return the reply to a POST, or to a GET without a body, whatever its status. Raises NoReply."""
+    outcome: queue.SimpleQueue[Reply | BaseException] = queue.SimpleQueue()
+    end = time.monotonic() + deadline_s
+
+    def work() -> None:
+        try:
+            outcome.put(_exchange(urllib.request.Request(url, body, dict(headers)), end, most_bytes))
+        except BaseException as error:
+            outcome.put(error)
+
+    try:
+        threading.Thread(target=work, name="http", daemon=True).start()
+        found = outcome.get(timeout=deadline_s)
+    except queue.Empty:
+        raise NoReply(f"no whole reply within {deadline_s:g} s") from None
+    except RuntimeError as error:  # no more threads
+        raise NoReply(str(error)) from None
+    if isinstance(found, Reply):
+        return found
+    if isinstance(found, MemoryError) or not isinstance(found, Exception):
+        raise found
+    raise NoReply(_reason(found)) from found
+
+
+def is_on_this_machine(url: str) -> bool:
+    return urllib.parse.urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def _exchange(request: urllib.request.Request, end: float, most_bytes: int) -> Reply:
+    proxies = [urllib.request.ProxyHandler({})] if is_on_this_machine(request.full_url) else []
+    try:
+        response = urllib.request.build_opener(_NoRedirects, *proxies).open(request, timeout=max(end - time.monotonic(), 0.01))
+    except urllib.error.HTTPError as error:
+        response = error
+    with response:
+        body = bytearray()
+        while len(body) <= most_bytes and (chunk := response.read1(min(_CHUNK, most_bytes + 1 - len(body)))):
+            body += chunk
+            if time.monotonic() >= end:
+                raise TimeoutError("the reply takes too long")
+        target = urllib.parse.urlsplit(response.headers.get("Location") or "") if 300 <= response.status < 400 else None
+    return Reply(
+        response.status,
+        bytes(body[:most_bytes]),
+        len(body) <= most_bytes,
+        f"{target.scheme}://{target.netloc.rpartition('@')[2]}" if target and target.netloc else "",
+    )
+
+
+def _reason(error: Exception) -> str:
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    text = " ".join(str(cause).split())
+    if isinstance(cause, http.client.HTTPException):
+        return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+    return text or type(cause).__name__
