@@ -12,12 +12,15 @@ from grpo_mega.types import Group, Sample, StepMetrics
 COUNTS = ("num_tokens", "dropped_mini_batches", "nonfinite_mini_batches")
 BY_STEP = ("grad_norm", "lr")  # a dropped mini-batch has none
 MISMATCH = "mismatch/k3"  # KL (k3) of engine and trainer, nats per token
+ORACLE_WRONG = "oracle_wrong"
+ORACLE = frozenset({"oracle_right", ORACLE_WRONG})
 K3_STALE = f"{MISMATCH}_stale_"  # before the staleness, in versions, of the tokens
 
 
 def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group], bool]) -> StepMetrics:
-    """Return "reward/<function>", "reward/mean", "verdict/<function>/<verdict>", "response_length/...", and
-    "groups/zero_variance": the share of groups from which the update learns nothing."""
+    """Return "reward/<function>", "reward/mean", "reward/excluded" (samples without a reward, which do not train),
+    "reward/paid_but_wrong" (where an oracle judges too; see `paid_but_wrong`), "verdict/<function>/<verdict>",
+    "response_length/..." and "groups/zero_variance": the share of groups from which the update learns nothing."""
     samples = [s for g in groups for s in g.samples]
     if not samples:
         return {}
@@ -26,6 +29,8 @@ def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group],
         "reward/mean": _mean([s.reward for s in samples]),
         **_spread([s.reward for s in samples if s.reward is not None]),
         **{f"reward/{name}": _mean([s.scores[name] for s in samples]) for name in samples[0].scores},
+        "reward/excluded": float(sum(not s.is_scored for s in samples)),
+        **paid_but_wrong(samples),
         **_verdicts(samples),
         "response_length/mean": sum(lengths) / len(lengths),
         "response_length/min": float(min(lengths)),
@@ -75,6 +80,16 @@ def has_full_marks(sample: Sample) -> bool:
     """Return True if every reward function that applies gave at least 1, and there is one; those that shape do not count."""
     marks = [value for name, value in sample.scores.items() if value is not None and name not in SHAPING]
     return bool(marks) and min(marks) >= 1.0
+
+
+def paid_but_wrong(samples: Sequence[Sample]) -> StepMetrics:
+    """Return the share of the responses that a reward function calls correct and an oracle of the task calls wrong.
+
+    An oracle is a reward function, usually of weight 0, with the verdicts of ORACLE. Empty without one.
+    """
+    judged = [set(s.verdicts.values()) for s in samples if not ORACLE.isdisjoint(s.verdicts.values())]
+    paid = [verdicts for verdicts in judged if "correct" in verdicts]
+    return {"reward/paid_but_wrong": sum(ORACLE_WRONG in v for v in paid) / max(len(paid), 1)} if judged else {}
 
 
 def _verdicts(samples: Sequence[Sample]) -> StepMetrics:

@@ -43,7 +43,7 @@ class Score:
 class NoScore(Exception):
     """Raised where a score is missing through no fault of the response, such as when a server does not answer.
 
-    The sample then has no score (None) with the verdict "error"; any other exception costs it the score: 0.
+    The sample then has no score (None) with the verdict "error", and does not train; any other exception costs it the score: 0.
     """
 
 
@@ -78,7 +78,9 @@ def as_score(returned: Any, response: str) -> Score:
 class RewardResult:
     """The outcome of one sample.
 
-    `total` is the weighted sum over the functions that gave a value, times those that multiply; None if nothing is summed.
+    `total` is the weighted sum over the functions that gave a value, times those that multiply. It is None if nothing is summed,
+    and if a score is missing through no fault of the response: the sum without it would be too small, as with a score of 0.
+
     `scores` are the values, and for a function that rewarded steps alone the mean over them. `steps` are weighted, by ascending
     end; those of two functions may end at the same place. A function of weight 0 is only watched: its steps are not among them.
     """
@@ -97,12 +99,15 @@ def result_of(
 
     Those of `factors` multiply the sum of the others; the sum is 1 where there are no others.
     """
+    missing = [name for name in weights if name in errors and outcomes[name].value is None]
     weighted = {name: w * score.value for name, w in weights.items() if (score := outcomes[name]).value is not None}
     terms = [value for name, value in weighted.items() if name not in factors]
     multiplied = [value for name, value in weighted.items() if name in factors and weights[name]]
     if factors and all(name in factors or not weight for name, weight in weights.items()):
         terms = [1.0] if multiplied else []
     counted = [(weight, step) for name, weight in weights.items() if weight for step in outcomes[name].steps]
+    if any(weights[name] for name in missing):
+        terms, counted = [], []
     return RewardResult(
         math.prod(multiplied, start=sum(terms)) if terms else None,
         {name: outcomes[name].metric for name in weights},

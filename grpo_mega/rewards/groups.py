@@ -1,8 +1,9 @@
 """Call a reward function of TRL's signature, `(completions, solution, **kwargs) -> list`, on all samples of a prompt at once.
 
 It is one that names completions, prompts or completion_ids, and gets lists with one entry per sample: these three; the gold
-answer as solution, answer and ground_truth, and under its column's name; every other column of the data; prefill. Completions
-and prompts are texts where the data's prompts are, and messages where those are. It may be a coroutine function.
+answer as solution, answer and ground_truth, and under its column's name; every other column of the data; prefill; and
+finish_reason, "stop" or "length" for each sample. Completions and prompts are texts where the data's prompts are, and messages
+where those are. It may be a coroutine function.
 """
 
 import asyncio
@@ -12,7 +13,8 @@ from typing import Any
 
 NAMES = frozenset({"prompts", "completions", "completion_ids"})
 GOLD = ("solution", "answer", "ground_truth")
-GIVEN = NAMES | {*GOLD, "prefill"}  # are no options of a function
+FINISH_REASON = "finish_reason"  # of extras; it differs within a group
+GIVEN = NAMES | {*GOLD, "prefill", FINISH_REASON}  # are no options of a function
 
 Texts = tuple[str, str, str, dict[str, Any]]  # prompt, response, gold answer, extras
 
@@ -48,6 +50,8 @@ def call(
     columns = {**dict.fromkeys(GOLD, answer), **extras, **given, "prompts": prompt}
     values = {name: [value] * len(samples) for name, value in columns.items()}
     values |= {"completions": completions, "completion_ids": list(token_ids)}
+    if FINISH_REASON in extras:
+        values[FINISH_REASON] = [one[FINISH_REASON] for _, _, _, one in samples]
     parameters = parameters_of(function)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         values = {name: value for name, value in values.items() if name in parameters}

@@ -35,6 +35,7 @@ BUILT_IN = {  # dotted paths, and for an example's function its file in the repo
     "tag_count": "grpo_mega.rewards.format.tag_count",
 }
 OF_GROUPS = frozenset({"len"})  # of these, the ones that are called once for all samples of a prompt
+OF_SERVERS = frozenset({"reward_model"})  # wait for a server: what takes too long is no fault of the response
 _NUM_ARGUMENTS = 4  # prompt, response, answer, extras
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult, Step
+from grpo_mega.rewards.groups import FINISH_REASON
 from grpo_mega.rewards.steps import tokens_at
 from grpo_mega.rewards.workers.pool import RewardPool
 from grpo_mega.types import Group, Sample
@@ -25,6 +26,8 @@ VERDICTS = (
     "gold_unparsable",
     "well_formed",
     "malformed",
+    "oracle_right",
+    "oracle_wrong",
     "steps_right",
     "steps_wrong",
     "no_steps",
@@ -45,7 +48,7 @@ class Scorer:
         self._key_of: dict[int, int] = {}  # by id() of a sample in _samples
         self._scored: list[tuple[Sample, RewardResult]] = []  # of the last rollout
         self._failures = Failures()
-        self.has_warned = False  # the log says that a function failed
+        self.warned_of: set[str] = set()  # kinds of failures that the log names already; see run/rollout.py
         self._keys = itertools.count()
 
     def submit(self, sample: Sample) -> None:
@@ -54,7 +57,7 @@ class Scorer:
         self._samples[key] = sample
         self._key_of[id(sample)] = key
         prompt = sample.prompt
-        extras = {**prompt.extras, "prefill": prompt.prefill}
+        extras = {**prompt.extras, "prefill": prompt.prefill, FINISH_REASON: sample.finish_reason}
         self._pool.submit(key, prompt.text, self._decode(sample.response_ids), prompt.answer, extras)
 
     def submit_group(self, samples: Iterable[Sample]) -> None:
@@ -110,6 +113,15 @@ def drop_unusable(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
     for group in groups:
         (dropped if any("gold_unparsable" in s.verdicts.values() for s in group.samples) else usable).append(group)
     return usable, dropped
+
+
+def failures_of(sample: Sample) -> set[str]:
+    """Return what failed checks left the sample with: "zero" for a score of 0, "missing" for none where there should be one."""
+    failed = [
+        (sample.scores.get(name), verdict) for name, verdict in sample.verdicts.items() if verdict in ("error", "timeout")
+    ]
+    missing = {"missing" for score, _ in failed if score is None}
+    return missing | {"zero" for score, verdict in failed if score is not None and verdict == "error"}
 
 
 class Failures:

@@ -35,16 +35,20 @@ def reasoning_steps(prompt: str, response: str, answer: str, extras: dict[str, A
 def len_reward(
     completions: Sequence[str], solution: Sequence[str], prefill: Sequence[str] = (), finish_reason: Sequence[str | None] = ()
 ) -> list[Score]:
-    """Return Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3) for the responses of one prompt:
-
-    0.5 - (length - shortest) / (longest - shortest); for a wrong answer at most 0; 0 where all are equally long
-    """
+    """Return Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3) for the responses of one prompt; see `len_of`."""
     openings, endings = prefill or [""] * len(completions), finish_reason or [None] * len(completions)
     judged = [
         accuracy("", text, gold, {"prefill": opening, "finish_reason": ending})
         for text, gold, opening, ending in zip(completions, solution, openings, endings, strict=True)
     ]
-    lengths = [len(text) for text in completions]
+    return len_of(judged, [len(text) for text in completions])
+
+
+def len_of(judged: Sequence[Score], lengths: Sequence[int]) -> list[Score]:
+    """Return the length reward for the accuracy reward's Scores and the lengths of a group:
+
+    0.5 - (length - shortest) / (longest - shortest); for a wrong answer at most 0; 0 where all are equally long
+    """
     spread = max(lengths) - min(lengths)
     values = [0.5 - (length - min(lengths)) / spread if spread else 0.0 for length in lengths]
     return [
@@ -65,16 +69,37 @@ def cosine(
     max_value_correct: float = 1.0,
     max_len: float = 1000,
 ) -> Score:
-    """Return the cosine reward (arXiv 2502.03373, section 4): half a period of a cosine over the length, up to max_len.
+    """Return the cosine reward (arXiv 2502.03373, section 4); see `cosine_of`."""
+    _require("max_len", max_len, max_len > 0, "be above 0")
+    return cosine_of(
+        accuracy(prompt, response, answer, extras),
+        len(response),
+        min_value_wrong=min_value_wrong,
+        max_value_wrong=max_value_wrong,
+        min_value_correct=min_value_correct,
+        max_value_correct=max_value_correct,
+        max_len=max_len,
+    )
+
+
+def cosine_of(
+    judged: Score,
+    length: int,
+    *,
+    min_value_wrong: float = -1.0,
+    max_value_wrong: float = -0.5,
+    min_value_correct: float = 0.5,
+    max_value_correct: float = 1.0,
+    max_len: float = 1000,
+) -> Score:
+    """Return the cosine reward for the accuracy reward's Score: half a period of a cosine over the length, up to max_len.
 
     A right answer falls from max_value_correct to min_value_correct, a wrong one rises from min_value_wrong to max_value_wrong.
     """
-    _require("max_len", max_len, max_len > 0, "be above 0")
-    judged = accuracy(prompt, response, answer, extras)
     if judged.value is None:
         return judged
     short, long = (max_value_correct, min_value_correct) if judged.value else (min_value_wrong, max_value_wrong)
-    share = min(len(response) / max_len, 1.0)
+    share = min(length / max_len, 1.0)
     return Score(long + (short - long) * (1.0 + math.cos(math.pi * share)) / 2, judged.verdict)
 
 

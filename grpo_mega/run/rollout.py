@@ -11,7 +11,7 @@ from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import progress
 from grpo_mega.observe.timers import Timers
-from grpo_mega.rewards.scorer import VERDICTS, Scorer
+from grpo_mega.rewards.scorer import VERDICTS, Scorer, failures_of
 from grpo_mega.rollout import exchange
 from grpo_mega.rollout.backlog import Backlog, needed_of
 from grpo_mega.rollout.engine import Sampling
@@ -105,9 +105,7 @@ class Rollouts:
         after = dict(enumerate(groups)) | dict(zip(places, found, strict=True))
         kept = [after.pop(place) for place in phase.places]
         exchange.check_versions(kept, oldest, step)
-        if is_evaluation or not self.scorer.has_warned:  # training warns once, since each step counts the failures
-            has_failures = self._warn_of_failures(kept, description)
-            self.scorer.has_warned |= has_failures and not is_evaluation
+        self._warn_of_failures(kept, description, is_evaluation)
         return kept, list(after.values())
 
     def _generate(
@@ -154,15 +152,21 @@ class Rollouts:
                 self.rendezvous.delete(counter)
         return phase
 
-    def _warn_of_failures(self, groups: Sequence[Group], description: str) -> bool:
-        """Warn with the first error of a reward function on any rank, if there is one. All ranks call it."""
+    def _warn_of_failures(self, groups: Sequence[Group], description: str, is_evaluation: bool) -> None:
+        """Warn with the first error of a reward function on any rank, if there is one. All ranks call it.
+
+        Training warns of each kind once, because metrics count the failures of each step.
+        """
         samples = [sample for group in groups for sample in group.samples]
-        num_failed = sum("error" in sample.verdicts.values() for sample in samples)
-        if not num_failed:
-            return False
+        failures = {kind: sum(kind in failures_of(sample) for sample in samples) for kind in ("zero", "missing")}
+        kinds = {kind for kind, number in failures.items() if number}
+        if not kinds or (not is_evaluation and kinds <= self.scorer.warned_of):
+            return
+        if not is_evaluation:
+            self.scorer.warned_of |= kinds
         texts = self.rendezvous.all_gather("scoring", self.scorer.first_error, self.config.rollout.phase_deadline_s)
         self.warn(
-            f"{description}: reward functions failed on {num_failed} of {len(samples)} samples, which then have 0 or no score; "
+            f"{description}: reward functions failed on samples: {failures['zero']} of {len(samples)} have the score 0 for it, "
+            f"{failures['missing']} have no score and are excluded from training; "
             f"the first: {next(filter(None, texts), 'a worker process ended')}"
         )
-        return True

@@ -4,6 +4,7 @@ from grpo_mega.rewards.api import Score
 from grpo_mega.rewards.workers.checks import Check, Checks
 
 RIGHT, WRONG = Score(1.0, "correct"), Score(0.0, "wrong")
+TIMEOUT, NO_GOLD = Score(0.0, "timeout"), Score(None, "gold_unparsable")
 
 
 def _next(checks: Checks) -> Check:
@@ -19,21 +20,45 @@ def test_samples_with_the_same_texts_wait_for_one_check_and_its_score_is_remembe
     checks.add(Check("format", [0]))
     first = _next(checks)
     checks.add(Check("accuracy", [3], ("x", "y")))  # while it is under way
-    assert checks.finish(first, RIGHT) == [0, 2, 3]
+    assert checks.finish(first, RIGHT, is_own=True) == [0, 2, 3]
     assert checks.known(("x", "y")) == RIGHT and checks.known(("x", "z")) is None
     second, third = _next(checks), _next(checks)
     assert (second.keys, third.name, checks.next()) == ([1], "format", None)
-    assert checks.finish(second, WRONG) == [1] and checks.finish(third, RIGHT) == [0]
+    assert checks.finish(second, WRONG, is_own=True) == [1] and checks.finish(third, RIGHT, is_own=True) == [0]
 
 
-def test_a_check_that_fails_costs_the_first_sample_and_the_others_are_checked_again() -> None:
+def test_a_failure_is_for_all_that_wait_and_forgotten_with_the_rollout() -> None:
     checks = Checks()
     for key in range(3):
         checks.add(Check("accuracy", [key], ("x", "y")))
-    assert checks.finish(_next(checks), None) == [0]
+    assert checks.finish(_next(checks), TIMEOUT, is_own=False) == [0, 1, 2]
+    assert checks.known(("x", "y")) == TIMEOUT and checks.next() is None
+    checks.end_rollout()
     assert checks.known(("x", "y")) is None
-    again = _next(checks)
-    assert checks.finish(again, RIGHT) == [1, 2] and checks.next() is None
+
+
+def test_a_check_that_is_tried_again_comes_first_and_is_still_shared() -> None:
+    checks = Checks()
+    for key, text in enumerate("abc"):
+        checks.add(Check("accuracy", [key], ("x", text)))
+    first = _next(checks)
+    checks.again(first)
+    checks.add(Check("accuracy", [3], ("x", "a")))
+    assert _next(checks) is first and first.keys == [0, 3]
+    checks.forget({0, 3})
+    checks.again(first)
+    assert _next(checks).keys == [1], "nobody waits for it any more"
+
+
+def test_a_refused_gold_answer_takes_all_its_checks_from_the_queue() -> None:
+    checks = Checks()
+    for key, texts in enumerate([("x", "a"), ("x", "b"), ("z", "a")]):
+        checks.add(Check("accuracy", [key], texts))
+    assert [check.keys for check in checks.refuse_gold("x", NO_GOLD)] == [[0], [1]]
+    assert checks.known(("x", "c")) == NO_GOLD and checks.known(("z", "a")) is None
+    assert (_next(checks).keys, checks.next()) == ([2], None)
+    checks.end_rollout()
+    assert checks.known(("x", "c")) is None
 
 
 def test_a_discarded_sample_takes_no_other_with_it() -> None:
@@ -45,17 +70,17 @@ def test_a_discarded_sample_takes_no_other_with_it() -> None:
     assert checks.next() is None, "no sample waits for the second any more"
     checks.add(Check("accuracy", [4], ("x", "z")))
     assert _next(checks).keys == [4]
-    assert checks.finish(under_way, WRONG) == [1]
+    assert checks.finish(under_way, WRONG, is_own=True) == [1]
     checks.add(Check("accuracy", [5], ("x", "w")))
     lost = _next(checks)
     checks.forget({5})
-    assert checks.finish(lost, None) == [] and checks.next() is None
+    assert checks.finish(lost, TIMEOUT, is_own=False) == [] and checks.next() is None
 
 
 def test_the_memory_is_bounded_and_keeps_what_was_asked_for_last() -> None:
     checks = Checks(capacity=3)
     for number in range(5):
         checks.add(Check("accuracy", [number], ("x", str(number))))
-        checks.finish(_next(checks), RIGHT)
+        checks.finish(_next(checks), RIGHT, is_own=True)
         checks.known(("x", "0"))
     assert [checks.known(("x", str(number))) for number in range(5)] == [RIGHT, None, None, RIGHT, RIGHT]

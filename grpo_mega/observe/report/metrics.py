@@ -13,6 +13,7 @@ from grpo_mega.observe.curves import Curves
 from grpo_mega.observe.metrics import MISMATCH, engine_mismatch
 
 MAX_POINTS = 2000
+_PAID_BUT_WRONG = 0.01
 _MANY_CUT, _MANY_EQUAL = 0.2, 0.9  # shares above which they are findings
 _NAMED = 6  # maximum number of steps named in a finding
 
@@ -53,6 +54,10 @@ def findings(found: Curves, mismatch_warn: float | None) -> list[str]:
     for name in sorted(found):
         if name.startswith("verdict/") and name.rsplit("/", 1)[1] in ("timeout", "crashed", "error") and (steps := above(name)):
             sentences.append(f"checks ended as {name.removeprefix('verdict/')} {_at(steps)}")
+    if steps := above("reward/excluded"):
+        sentences.append(f"samples had no reward and were excluded {_at(steps)}")
+    if steps := above("reward/paid_but_wrong", _PAID_BUT_WRONG):
+        sentences.append(f"more than {_PAID_BUT_WRONG:.0%} of the paid responses were wrong {_at(steps)}")
     of_mismatch = {name: curve for name, curve in found.items() if name.startswith(MISMATCH)}
     by_step = {s: {name: c[s] for name, c in of_mismatch.items() if s in c} for s in found.get(MISMATCH, {})}
     if mismatch_warn is not None and (steps := [s for s, one in by_step.items() if engine_mismatch(one) > mismatch_warn]):

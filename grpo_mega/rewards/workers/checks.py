@@ -12,7 +12,7 @@ from grpo_mega.rewards.api import Score
 
 CAPACITY = 10_000  # verdicts; some megabytes
 
-Texts = tuple[str, str]  # the normalized gold answer and answer, on which alone a verdict depends
+Texts = tuple[str, str]  # what stands for the gold answer and for the answer, on which alone a verdict depends
 
 
 @dataclass(eq=False)
@@ -24,6 +24,8 @@ class Check:
     keys: list[Hashable]
     texts: Texts | None = None
     group: bytes | None = None  # what the call needs beside the samples, pickled
+    num_deaths: int = 0  # workers that ended during it
+    failure: Score | None = None  # the score if the gold answer alone can be checked, which is the next thing to try
 
 
 class Checks:
@@ -33,13 +35,16 @@ class Checks:
         self._queue: deque[Check] = deque()
         self._shared: dict[Texts, Check] = {}  # queued or under way
         self._verdicts: OrderedDict[Texts, Score] = OrderedDict()  # the most recently used ones are last
+        self._failures: dict[Texts, Score] = {}  # of checks that hung or crashed in this rollout
+        self._refused: dict[str, Score] = {}  # by gold answer that itself hung or crashed in this rollout
         self._capacity = capacity
 
     def known(self, texts: Texts) -> Score | None:
         """Return the Score of these texts, if it is remembered."""
         if texts in self._verdicts:
             self._verdicts.move_to_end(texts)
-        return self._verdicts.get(texts)
+            return self._verdicts[texts]
+        return self._refused.get(texts[0]) or self._failures.get(texts)
 
     def add(self, check: Check) -> None:
         """Queue a check, or have its samples wait for one with the same texts."""
@@ -54,18 +59,38 @@ class Checks:
         """Return the check to begin with now; None if none waits."""
         return self._queue.popleft() if self._queue else None
 
-    def finish(self, check: Check, score: Score | None) -> list[Hashable]:
-        """Return the samples that have an outcome now that this check has ended. With the function's own `score` these are all
-        its samples, and it is remembered; with None (it hung, crashed or raised) only the first, and the others wait again."""
+    def again(self, check: Check) -> None:
+        """Queue a check that was under way before all others, unless all its samples were discarded."""
+        if check.keys:
+            self._queue.appendleft(check)
+        else:
+            self._end(check)
+
+    def finish(self, check: Check, score: Score, *, is_own: bool) -> list[Hashable]:
+        """Return all samples of a check that has ended. The function's own score is remembered; what it gets for a hang or a
+        crash is remembered until `end_rollout`, since the cause may have been the machine."""
+        self._end(check)
         if check.texts is not None:
-            if self._shared.get(check.texts) is check:
-                del self._shared[check.texts]
-            if score is not None:
-                self._remember(check.texts, score)
-        done = check.keys if score is not None else check.keys[:1]
-        if others := check.keys[len(done) :]:
-            self.add(Check(check.name, others, check.texts))
-        return done
+            if not is_own:
+                self._failures[check.texts] = score
+            else:
+                self._verdicts[check.texts] = score
+                if len(self._verdicts) > self._capacity:
+                    self._verdicts.popitem(last=False)
+        return check.keys
+
+    def refuse_gold(self, gold: str, score: Score) -> list[Check]:
+        """Let every check of this gold answer have this score until `end_rollout`. Return those that were queued."""
+        self._refused[gold] = score
+        refused = [check for check in self._queue if check.texts is not None and check.texts[0] == gold]
+        self._queue = deque(check for check in self._queue if check not in refused)
+        for check in refused:
+            self._end(check)
+        return refused
+
+    def end_rollout(self) -> None:
+        """Forget hangs and crashes."""
+        self._failures, self._refused = {}, {}
 
     def forget(self, keys: Collection[Hashable]) -> None:
         """Drop the checks for which no other samples than these wait."""
@@ -74,7 +99,6 @@ class Checks:
         self._queue = deque(check for check in self._queue if check.keys)
         self._shared = {texts: check for texts, check in self._shared.items() if check.keys}
 
-    def _remember(self, texts: Texts, score: Score) -> None:
-        self._verdicts[texts] = score
-        if len(self._verdicts) > self._capacity:
-            self._verdicts.popitem(last=False)
+    def _end(self, check: Check) -> None:
+        if check.texts is not None and self._shared.get(check.texts) is check:
+            del self._shared[check.texts]

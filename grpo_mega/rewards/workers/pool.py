@@ -6,14 +6,19 @@ or raises costs its own score only; no worker outlives the pool or its process. 
 methods only touch queues.
 
 The accuracy reward's verdict depends on two short texts alone, the normalized answers, and often needs no math-verify. So
-`submit` looks for it by `quick` and among the verdicts so far, and samples with the same texts wait for one check. Only a
-score is shared: where that check hangs or crashes, the next of the samples is checked by itself.
+`submit` looks for it by `quick` and among the verdicts so far, and samples with the same texts wait for one check, whatever its
+outcome. `len` and `cosine` are computed here from that verdict and lengths. Where a check hangs, the gold answer alone is
+checked: if that hangs too, it is "gold_unparsable", for all samples that have it.
+
+A check whose worker ends is tried once more in another worker, since the system may have killed it; the second time it is the
+response's fault. A check of a reward server that takes too long is no fault of the response: no score.
 
 A function of TRL's signature is called once per group, which `submit_group` tells. Only the workers know which of the user's
 functions are of it: both kinds of checks are queued for these, and a worker passes over those that are not for it.
 """
 
 import contextlib
+import hashlib
 import pickle
 import threading
 import time
@@ -26,14 +31,16 @@ from typing import Any
 from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult, Score, result_of
-from grpo_mega.rewards.math.accuracy import quick
-from grpo_mega.rewards.math.answer import whole_turn
-from grpo_mega.rewards.registry import BUILT_IN, OF_GROUPS
-from grpo_mega.rewards.workers.checks import Check, Checks
+from grpo_mega.rewards.groups import FINISH_REASON
+from grpo_mega.rewards.math.accuracy import GOLD_UNPARSABLE, quick
+from grpo_mega.rewards.math.answer import locate_answer, whole_turn
+from grpo_mega.rewards.registry import BUILT_IN, OF_SERVERS
+from grpo_mega.rewards.shaping import cosine_of, len_of
+from grpo_mega.rewards.workers.checks import Check, Checks, Texts
 from grpo_mega.rewards.workers.process import ForkServer, Worker, WorkerEnded
-from grpo_mega.rewards.workers.worker import USES_MATH_VERIFY, Job, Outcome, Request
+from grpo_mega.rewards.workers.worker import ACCURACY, JUDGED, Job, Outcome, Request
 
-ACCURACY = "accuracy"
+COSINE, LENGTH = "cosine", "len"  # computed from the accuracy reward's verdict
 SECONDS_BETWEEN_LOOKS = 1.0  # at the progress while results are waited for, and at whether an idle worker is still alive
 _MAX_STARTS, _PAUSE_S = 5, 0.2  # of one worker while the fork server ends each time, and the pause between two of them
 
@@ -41,7 +48,9 @@ _MAX_STARTS, _PAUSE_S = 5, 0.2  # of one worker while the fork server ends each 
 @dataclass
 class _Pending:
     payload: bytes
-    is_grouped: bool = False
+    length: int  # characters of the response
+    group: Sequence[Hashable] = ()  # the keys of its group, once that is whole
+    judged: Score | None = None  # by the accuracy reward, for `len`
     outcomes: dict[str, Score] = field(default_factory=dict)  # by function
     errors: dict[str, str] = field(default_factory=dict)  # the exceptions that were raised, by function
 
@@ -60,7 +69,10 @@ class RewardPool:
         self._rewards = rewards
         self._weights = {function.name: function.weight for function in rewards.functions}
         self._factors = frozenset(function.name for function in rewards.functions if function.multiplies)
-        self._maybe_of_groups = frozenset(name for name in self._weights if name in OF_GROUPS or name not in BUILT_IN)
+        self._options = {function.name: function.options for function in rewards.functions}
+        self._is_judged = not JUDGED.isdisjoint(self._weights)
+        self._in_workers = [name for name in self._weights if name not in JUDGED]
+        self._maybe_of_groups = frozenset(name for name in self._in_workers if name not in BUILT_IN)
 
         self._lock = threading.Lock()  # guards everything up to the blank line
         self._changed = threading.Condition(self._lock)  # for those who wait for results or for a worker
@@ -74,7 +86,7 @@ class RewardPool:
         self._is_ready = not has_workers  # a worker has imported all functions
         self._pids: list[int] = []
 
-        self._server = ForkServer(imports_math_verify=not USES_MATH_VERIFY.isdisjoint(self._weights))
+        self._server = ForkServer(imports_math_verify=self._is_judged)
         num_workers = rewards.num_workers if has_workers else 0
         self._threads = [threading.Thread(target=self._serve, name="rewards", daemon=True) for _ in range(num_workers)]
         for thread in self._threads:
@@ -114,35 +126,38 @@ class RewardPool:
     def submit(self, key: Hashable, prompt: str, response: str, answer: str, extras: dict[str, Any]) -> None:
         """Queue one sample for all functions; `key`, which must be new, is its name in what `collect` returns."""
         assert self._threads, "a pool without workers"
-        score, texts = quick(whole_turn(response, extras), answer) if ACCURACY in self._weights else (None, None)
-        is_known = score is not None and len(self._weights) == 1
+        score, texts = self._judge_now(response, answer, extras) if self._is_judged else (None, None)
+        is_known = score is not None and not self._in_workers
         payload = b"" if is_known else pickle.dumps((prompt, response, answer, extras))
         with self._lock:
             self._raise_failure()
             if key in self._pending:
                 raise ValueError(f"key {key!r} is submitted twice before a collect")
-            self._pending[key] = _Pending(payload)
+            self._pending[key] = _Pending(payload, len(response))
             self._unfinished += len(self._weights)
             if texts is not None:
                 score = self._checks.known(texts)
-            for name in self._weights:
-                if name == ACCURACY and score is not None:
-                    self._record(key, name, score)
-                elif name not in OF_GROUPS:
-                    self._checks.add(Check(name, [key], texts if name == ACCURACY else None))
-                    self._has_work.notify()
+            if score is not None:
+                self._record(key, ACCURACY, score)
+            elif self._is_judged:
+                self._checks.add(Check(ACCURACY, [key], texts))
+                self._has_work.notify()
+            for name in self._in_workers:
+                self._checks.add(Check(name, [key]))
+                self._has_work.notify()
 
     def submit_group(self, keys: Sequence[Hashable], given: Mapping[str, Any], token_ids: Sequence[list[int]]) -> None:
         """Queue the functions that take a whole group, whose samples have all been submitted; `given` is that of groups.call.
 
         A sample that is in no group when results are collected is a group by itself.
         """
-        if not self._maybe_of_groups:
+        if not self._maybe_of_groups and LENGTH not in self._weights:
             return
         group = pickle.dumps((given, token_ids))
         with self._lock:
             for key in keys:
-                self._pending[key].is_grouped = True
+                self._pending[key].group = keys
+            self._score_lengths(keys)
             for name in self._maybe_of_groups:
                 self._checks.add(Check(name, list(keys), group=group))
                 self._has_work.notify()
@@ -154,6 +169,8 @@ class RewardPool:
             forgotten = {key: self._pending.pop(key) for key in keys}
             self._checks.forget(forgotten)
             self._unfinished -= sum(len(self._weights) - len(sample.outcomes) for sample in forgotten.values())
+            for sample in forgotten.values():
+                self._score_lengths(sample.group)
 
     def collect(self, on_progress: Callable[[], None] = lambda: None) -> dict[Any, RewardResult]:
         """Wait for all samples submitted since the last collect; return their results in the order of submission.
@@ -163,7 +180,7 @@ class RewardPool:
         Raises:
             RewardError: the workers cannot start.
         """
-        for key in [key for key, sample in self._pending.items() if not sample.is_grouped]:
+        for key in [key for key, sample in self._pending.items() if not sample.group]:
             self.submit_group([key], {}, [[]])
         with self._lock:
             while (before := self._unfinished) and self._failure is None:
@@ -172,6 +189,7 @@ class RewardPool:
                     on_progress()
             self._raise_failure()
             pending, self._pending = self._pending, {}
+            self._checks.end_rollout()
         return {key: result_of(self._weights, one.outcomes, one.errors, self._factors) for key, one in pending.items()}
 
     def close(self) -> None:
@@ -191,10 +209,35 @@ class RewardPool:
             self._changed.notify_all()
             self._has_work.notify_all()
 
+    def _judge_now(self, response: str, answer: str, extras: Mapping[str, Any]) -> tuple[Score | None, Texts | None]:
+        """Return (the accuracy reward's Score, None) if that is clear at once, else (None, the texts on which it depends)."""
+        turn, reason = whole_turn(response, extras), extras.get(FINISH_REASON)
+        score, texts = quick(turn, answer, reason, **self._options.get(ACCURACY, {}))
+        if score is not None or texts is not None:
+            return score, texts
+        marked = None
+        if reason != "length":
+            with contextlib.suppress(Exception):  # costs the check, in the worker, which meets it as well
+                marked = locate_answer(turn)[0]
+        return None, (_digest(answer), _digest(turn if marked is None else marked, reason))
+
     def _record(self, key: Hashable, name: str, score: Score, error: str | None = None) -> None:
-        """Take one outcome; `error` is the text of the exception that was raised, if any."""
+        """Take the outcome of a check; `error` is the text of the exception that was raised, if any."""
         if (sample := self._pending.get(key)) is None:  # it was discarded
             return
+        if name != ACCURACY:
+            self._record_one(sample, name, score, error)
+            return
+        sample.judged = score
+        if error is not None and LENGTH in self._weights:
+            sample.errors[LENGTH] = error
+        if ACCURACY in self._weights:
+            self._record_one(sample, ACCURACY, score, error)
+        if COSINE in self._weights:
+            self._record_one(sample, COSINE, cosine_of(score, sample.length, **self._options[COSINE]), error)
+        self._score_lengths(sample.group)
+
+    def _record_one(self, sample: _Pending, name: str, score: Score, error: str | None) -> None:
         sample.outcomes[name] = score
         self._counters[score.verdict] += 1
         if error is not None:
@@ -203,6 +246,15 @@ class RewardPool:
         self._unfinished -= 1
         if not self._unfinished:
             self._changed.notify_all()
+
+    def _score_lengths(self, keys: Sequence[Hashable]) -> None:
+        """Compute `len` for a group once all its samples that are left are judged."""
+        group = [sample for key in keys if (sample := self._pending.get(key)) is not None]
+        judged = [sample.judged for sample in group if sample.judged is not None]
+        if LENGTH not in self._weights or not group or len(judged) < len(group) or LENGTH in group[0].outcomes:
+            return
+        for sample, score in zip(group, len_of(judged, [sample.length for sample in group]), strict=True):
+            self._record_one(sample, LENGTH, score, sample.errors.get(LENGTH))
 
     # Everything below runs in the workers' threads.
 
@@ -232,7 +284,7 @@ class RewardPool:
                 with self._lock:
                     self._pids.append(worker.pid)
                     self._is_ready = True
-                    self._maybe_of_groups = worker.of_groups
+                    self._maybe_of_groups = worker.of_groups - JUDGED
                     self._changed.notify_all()
                 return worker
             time.sleep(_PAUSE_S)  # the fork server has ended; the next worker starts it again
@@ -242,20 +294,18 @@ class RewardPool:
         """Give the worker checks until it has ended or the pool has."""
         while (next_check := self._next_check(worker)) is not None:
             check, request = next_check
-            num_samples = len(request[1])
             try:
                 outcomes = worker.run(request, self._rewards.deadline_s)
             except WorkerEnded as ended:
-                with self._lock:
-                    self._first_error = self._first_error or f"{check.name}: the worker process ended with {ended}"
-                self._finish(check, [(Score(0.0, "error"), None)] * num_samples, is_own=False)
+                self._retry_or_fail(check, f"the worker process ended with {ended}")
                 return
             if outcomes is None:
                 with self._lock:
                     self._counters["killed_workers"] += 1
-                self._finish(check, [(Score(0.0, "timeout"), None)] * num_samples, is_own=False)
+                    self._fail_check(check, Score(None if check.name in OF_SERVERS else 0.0, "timeout"))
                 return
-            self._finish(check, outcomes, is_own=outcomes[0][1] is None)
+            with self._lock:
+                self._finish(check, outcomes)
 
     def _next_check(self, worker: Worker) -> tuple[Check, Request] | None:
         """Wait for a check, and return it with its samples; None if the worker has ended or the pool has."""
@@ -264,20 +314,70 @@ class RewardPool:
                 if (check := self._checks.next()) is None:
                     self._has_work.wait(SECONDS_BETWEEN_LOOKS)
                 elif (check.group is not None) == (check.name in worker.of_groups):
-                    keys = check.keys if check.group is not None else check.keys[:1]
-                    return check, (check.name, [self._pending[key].payload for key in keys], check.group)
+                    return check, self._request_of(check)
                 if worker.has_ended:
                     break
         return None
 
-    def _finish(self, check: Check, outcomes: list[Outcome], is_own: bool) -> None:
-        """Record the outcomes of a check; `is_own` if the function gave the score of a check without a group."""
+    def _request_of(self, check: Check) -> Request:
+        keys = check.keys if check.group is not None else check.keys[:1]
+        payloads = [self._pending[key].payload for key in keys]
+        if check.failure is not None:
+            _, _, answer, _ = pickle.loads(payloads[0])
+            payloads = [pickle.dumps(("", answer, answer, {}))]
+        return check.name, payloads, check.group
+
+    # The lock is held by the callers of all below but the first.
+
+    def _retry_or_fail(self, check: Check, problem: str) -> None:
+        """Try a check once more whose worker has ended; the second time it has failed."""
         with self._lock:
-            if check.group is None:
-                done = self._checks.finish(check, outcomes[0][0] if is_own else None)
-                outcomes = outcomes * len(done)
-            else:
-                done = check.keys
-            for key, (score, error) in zip(done, outcomes, strict=True):
-                self._record(key, check.name, score, error)
-            self._has_work.notify()  # the other samples of a failed check wait again
+            check.num_deaths += 1
+            if check.num_deaths == 1:
+                self._counters["retried"] += 1
+                self._again(check)
+                return
+            self._first_error = self._first_error or f"{check.name}: {problem}"
+            self._fail_check(check, Score(0.0, "error"))
+
+    def _fail_check(self, check: Check, score: Score) -> None:
+        """Give a check that hung or crashed this score; first look whether that is the gold answer's fault."""
+        if check.failure is not None:
+            self._refuse_gold(check)
+        elif check.texts is not None and self._checks.known(check.texts) is None:
+            check.failure, check.num_deaths = score, 0
+            self._again(check)
+        elif check.texts is not None:
+            self._give(check, [(self._checks.known(check.texts) or score, None)], is_own=False)
+        else:
+            error = None if score.value is not None else f"no answer within rewards.deadline_s={self._rewards.deadline_s:g}"
+            self._give(check, [(score, error)] * len(check.keys), is_own=False)
+
+    def _again(self, check: Check) -> None:
+        left = [key for key in check.keys if key in self._pending]  # the others were discarded in the meantime
+        check.keys[:] = left if check.group is None or len(left) == len(check.keys) else []
+        self._checks.again(check)
+        self._has_work.notify()
+
+    def _refuse_gold(self, check: Check) -> None:
+        assert check.texts is not None
+        for refused in (check, *self._checks.refuse_gold(check.texts[0], GOLD_UNPARSABLE)):
+            self._give(refused, [(GOLD_UNPARSABLE, None)], is_own=False)
+
+    def _finish(self, check: Check, outcomes: list[Outcome]) -> None:
+        """Take what the function gave."""
+        if check.failure is not None:
+            self._give(check, [(check.failure, None)], is_own=False)
+        else:
+            self._give(check, outcomes, is_own=outcomes[0][1] is None)
+
+    def _give(self, check: Check, outcomes: list[Outcome], *, is_own: bool) -> None:
+        """Record outcomes, one for each sample or one for all; `is_own`: the function gave the score."""
+        keys = check.keys if check.group is not None else self._checks.finish(check, outcomes[0][0], is_own=is_own)
+        for key, (score, error) in zip(keys, outcomes * (len(keys) if len(outcomes) == 1 else 1), strict=True):
+            self._record(key, check.name, score, error)
+
+
+def _digest(*parts: object) -> str:
+    """Return what stands for a text that is too long to keep."""
+    return hashlib.blake2b(repr(parts).encode(errors="backslashreplace"), digest_size=16).hexdigest()

@@ -23,7 +23,8 @@ from grpo_mega.rewards import groups, registry
 from grpo_mega.rewards.api import NoScore, RewardFunction, Score, as_score
 from grpo_mega.text import well_formed
 
-USES_MATH_VERIFY = frozenset({"accuracy", "len", "cosine"})
+ACCURACY = "accuracy"
+JUDGED = frozenset({ACCURACY, "len", "cosine"})  # need the accuracy reward's verdict, which workers find once for all of them
 GUARDIAN, WARM = "grpo_mega.rewards.workers.guardian", "grpo_mega.rewards.workers.warm"  # what the fork server imports
 MEMORY_LIMIT_BYTES = 4 << 30  # address space of one worker
 _MAX_ERROR_CHARS = 2000
@@ -67,15 +68,18 @@ class Job:
         forms = {f.name: "text" if f.name in registry.BUILT_IN else f.completions for f in self.rewards.functions}
         while True:
             name, samples, group = connection.recv()
-            connection.send(_run(functions[name], samples, group, forms[name]))
+            connection.send(_run(functions[name], samples, group, forms.get(name, "text")))
 
     def _import(self) -> dict[str, RewardFunction]:
         if GUARDIAN not in sys.modules:  # a fork server passes over modules that it cannot import
             raise ImportError("a new Python process cannot import grpo_mega; install it, or set PYTHONPATH to its folder")
         functions: dict[str, RewardFunction] = {}
-        for name, options in ((function.name, function.options) for function in self.rewards.functions):
+        wanted = {function.name: function.options for function in self.rewards.functions}
+        if not JUDGED.isdisjoint(wanted):
+            wanted.setdefault(ACCURACY, {})
+        for name, options in wanted.items():
             functions[name] = registry.bind(name, options, self.rewards.step_splitter)
-            if name in USES_MATH_VERIFY:
+            if name == ACCURACY:
                 importlib.import_module(WARM)
             elif name == "reward_model" and not self.is_replacement:  # a server that restarts must not end the run
                 from grpo_mega.rewards.reward_model import check_reachable
