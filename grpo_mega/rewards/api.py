@@ -78,8 +78,8 @@ def as_score(returned: Any, response: str) -> Score:
 class RewardResult:
     """The outcome of one sample.
 
-    `total` is the weighted sum over the functions that gave a value, times those that multiply. It is None if nothing is summed,
-    and if a score is missing through no fault of the response: the sum without it would be too small, as with a score of 0.
+    `total` is the weighted sum over the functions that gave a value, times those that multiply. It is None if nothing is
+    summed, and if a score is missing through no fault of the response: without it the sum is too small, as with a score of 0.
 
     `scores` are the values, and for a function that rewarded steps alone the mean over them. `steps` are weighted, by ascending
     end; those of two functions may end at the same place. A function of weight 0 is only watched: its steps are not among them.

@@ -182,6 +182,19 @@ def test_a_missing_score_is_none() -> None:
         assert lost.errors["user_functions.no_score"].startswith("NoScore: the scales are broken")
 
 
+@pytest.mark.parametrize(("weight", "total"), [(1.0, None), (-0.5, None), (0.0, 2.0)])
+def test_a_sample_that_lacks_one_of_its_scores_is_excluded(weight: float, total: float | None) -> None:
+    with _pool(("user_functions.no_score", weight), (MARKED, 1.0)) as pool:
+        for key, response in enumerate(["lost", "@.", "lost@."]):
+            pool.submit(key, "p", response, "1", {})
+        lost, whole, _ = pool.collect().values()
+        assert lost.total is None and whole.total == 2.0 + weight
+    with _pool(("user_functions.lose_all", weight), (MARKED, 1.0)) as pool:
+        pool.submit(0, "p", "@.", "1", {})
+        result = pool.collect()[0]
+        assert (result.total, bool(result.steps)) == (total, weight == 0.0)
+
+
 def test_a_function_of_the_users_may_return_a_number_or_none() -> None:
     name = "user_functions.half_of_them"
     with _pool((name, 2.0)) as pool:

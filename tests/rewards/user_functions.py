@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from grpo_mega.rewards.api import NoScore, Score, Step
@@ -25,6 +26,7 @@ def obey(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Any
         "hang in C": lambda: re.match(r"(a|a)*b", "a" * 60),
         "sleep": lambda: time.sleep(600),
         "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+        "be killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "exit": lambda: os._exit(3),
         "exhaust memory": lambda: bytearray(1 << 45),
         "raise": lambda: 1 / 0,
@@ -36,6 +38,11 @@ def obey(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Any
         "pid": lambda: float(os.getpid()),
         "torch": lambda: float("torch" in sys.modules),
     }
+    if response.startswith("sleep at first: "):
+        mark = Path(response.removeprefix("sleep at first: "))
+        if not mark.exists():
+            mark.write_text(str(os.getpid()))
+            time.sleep(600)
     return deeds[response]() if response in deeds else 1.0
 
 
@@ -89,3 +96,7 @@ def other_marks(prompt: str, response: str, answer: str, extras: dict[str, Any])
 def bad_steps(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
     """Return steps that end where the response says; a letter is an infinite reward."""
     return Score(1.0, "x", tuple(Step(int(c), 1.0) if c.isdigit() else Step(1, float("inf")) for c in response))
+
+
+def lose_all(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float:
+    raise NoScore("the scales are broken")
