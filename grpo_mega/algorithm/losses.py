@@ -66,7 +66,7 @@ def policy_loss(inputs: LossInputs, a: AlgorithmConfig) -> LossOutputs:
     with torch.no_grad():
         sums = {"num_tokens": _sum(x.loss_mask), "loss/total": _sum(loss_T)}
         sums |= {name: _sum(term_T) for name, term_T in terms.items()}
-        diagnostics, maxima = _diagnostics(x, objective)
+        diagnostics, maxima = _diagnostics(x, objective, a.kl_clamp)
         sums |= diagnostics | {
             f"correction/{name}": _sum(x.loss_mask * values_T) for name, values_T in correction.metrics.items()
         }
@@ -100,7 +100,7 @@ def finalize(sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> dict[s
     return metrics
 
 
-def _diagnostics(x: LossInputs, objective: Objective) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _diagnostics(x: LossInputs, objective: Objective, kl_clamp: float | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the sums and maxima that every loss reports; `x` is without masked values."""
     ratio_T = x.log_ratio().exp()
     mismatch_T = x.old_logprobs - x.rollout_logprobs
@@ -111,7 +111,7 @@ def _diagnostics(x: LossInputs, objective: Objective) -> tuple[dict[str, Tensor]
         "clip/fraction_high": objective.is_high,
     }
     if x.ref_logprobs is not None:
-        means["kl/mean"] = kl_penalty(x.logprobs, x.ref_logprobs, "low_var_kl")
+        means["kl/mean"] = kl_penalty(x.logprobs, x.ref_logprobs, "low_var_kl", kl_clamp=kl_clamp)
     if x.teacher_logprobs is not None:
         means["distill/kl"] = x.log_lead()
     if x.teacher_kl is not None:

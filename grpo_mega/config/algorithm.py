@@ -170,7 +170,7 @@ class AlgorithmConfig(Section):
     kl_beta: NonNegativeFloat = 0.0
     kl_in: Literal["loss", "reward"] = "loss"
     kl_penalty_type: KLPenalty = "low_var_kl"
-    kl_clamp: PositiveFloat | None = KL_CLAMP  # upper bound of low_var_kl (in any form) per token; None: none
+    kl_clamp: PositiveFloat | None = KL_CLAMP  # upper bound of low_var_kl (in any form) and of kl/mean per token; None: none
     # Adapt kl_beta after each step so that kl/mean gets near this (nats per token), by at most 0.2 / kl_horizon per sample.
     kl_target: PositiveFloat | None = None
     kl_horizon: PositiveFloat = 10000.0

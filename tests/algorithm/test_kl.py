@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from grpo_mega.algorithm.kl import k3, kl_penalty
+from grpo_mega.algorithm.kl import adapted_beta, k3, kl_penalty
+from grpo_mega.config import AlgorithmConfig
 
 KINDS = ["kl", "abs", "mse", "low_var_kl"]
 
@@ -115,3 +116,37 @@ def test_the_clamp_of_k3_can_be_moved_and_removed():
     assert kl_penalty(logprobs, reference, "low_var_kl", kl_clamp=25.0).item() == 25.0
     assert kl_penalty(logprobs, reference, "low_var_kl", kl_clamp=None).item() == pytest.approx(exact, rel=1e-12)
     assert kl_penalty(logprobs - 100, reference, "low_var_kl", kl_clamp=None).item() < math.exp(20)
+
+
+# Ziegler et al. (arXiv 1909.08593), section 2.2, worked by hand for a target of 0.05, a horizon of 7,000 and a beta of 0.3:
+# the relative error of the KL, at most 0.2 in size, times 350 / 7,000 = 0.05, moves beta by that share.
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        (0.05, 0.3),  # at the target
+        (0.0505, 0.3 * (1 + 0.01 * 0.05)),  # 1% above
+        (0.0495, 0.3 * (1 - 0.01 * 0.05)),
+        (0.0595, 0.3 * (1 + 0.19 * 0.05)),  # just within the clip
+        (0.0405, 0.3 * (1 - 0.19 * 0.05)),
+        (0.0605, 0.303),  # just outside: 0.3 (1 + 0.2 * 0.05)
+        (0.0395, 0.297),
+        (0.09, 0.303),  # far above: no further
+        (1e6, 0.303),
+        (0.0, 0.297),
+        (-0.02, 0.297),  # an estimate may be negative
+        (math.nan, 0.3),
+        (math.inf, 0.3),
+        (-math.inf, 0.3),
+    ],
+)
+def test_beta_moves_by_the_clipped_relative_error_of_the_kl(kl, expected):
+    a = AlgorithmConfig(kl_beta=0.9, kl_target=0.05, kl_horizon=7000.0)  # kl_beta is where a run starts, not where it is
+    assert adapted_beta(0.3, kl, 350, a) == pytest.approx(expected, rel=1e-12)
+
+
+def test_beta_moves_in_proportion_to_samples_and_over_the_horizon():
+    a = AlgorithmConfig(kl_beta=0.9, kl_target=0.05, kl_horizon=7000.0)
+    assert adapted_beta(0.3, 0.053, 700, a) == pytest.approx(0.3 * (1 + 0.06 * 0.1), rel=1e-12)
+    half = a.model_copy(update={"kl_horizon": 3500.0})
+    assert adapted_beta(0.3, 0.053, 350, half) == pytest.approx(0.3 * (1 + 0.06 * 0.1), rel=1e-12)
+    assert adapted_beta(0.3, 0.5, 350, AlgorithmConfig(kl_beta=0.9)) == 0.3  # without a target it stays

@@ -257,6 +257,31 @@ def test_metrics_are_means_over_the_trained_tokens():
     assert expected["clip/fraction_low"] > 0 and expected["clip/fraction_high"] > 0
 
 
+@pytest.mark.parametrize("kl_clamp", [0.31, 10.0, 47.0, None])
+def test_the_mean_kl_is_the_loss_part_over_beta_for_any_clamp(kl_clamp):
+    """With token-mean and low_var_kl; kl_target steers by the mean, so both must have the same bound."""
+    inputs = make_inputs(41, 11)
+    gaps = torch.linspace(-4.4, 4.4, 41, dtype=torch.float64)  # k3 up to 76
+    weights = inputs.loss_mask / inputs.loss_mask.sum()
+    inputs = replace(inputs, ref_logprobs=inputs.logprobs.detach() + gaps, loss_weights=weights)
+    metrics = finalize(*accumulate([loss_of(inputs, kl_beta=0.37, kl_clamp=kl_clamp, loss_agg_func="token-mean")]))
+    kept = gaps[inputs.loss_mask > 0].tolist()
+    expected = [min(math.exp(gap) - 1 - gap, math.inf if kl_clamp is None else kl_clamp) for gap in kept]
+    assert metrics["kl/mean"] == pytest.approx(sum(expected) / len(expected), rel=1e-9)
+    assert metrics["loss/kl"] == pytest.approx(0.37 * metrics["kl/mean"], rel=1e-12)
+    assert kl_clamp is None or max(math.exp(gap) - 1 - gap for gap in kept) > kl_clamp  # a token is clamped
+
+
+@pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl_weighted"])
+def test_the_mean_kl_is_the_same_whatever_the_penalty_is(kind):
+    inputs = make_inputs(30, 12)
+    options = OPTIONS | {"kl_beta": 0.3, "kl_clamp": 0.2}
+    expected, found = (loss_of(inputs, **(options | {"kl_penalty_type": name})) for name in ("low_var_kl", kind))
+    assert found.sums["kl/mean"] == expected.sums["kl/mean"] and found.sums["loss/kl"] != expected.sums["loss/kl"]
+    in_reward = loss_of(inputs, **(options | {"kl_penalty_type": kind, "kl_in": "reward"}))
+    assert in_reward.sums["kl/mean"] == expected.sums["kl/mean"]
+
+
 def test_metrics_of_what_is_not_computed_are_left_out():
     inputs = replace(make_inputs(), ref_logprobs=None, entropy=None)
     outputs = loss_of(inputs, **OPTIONS)
