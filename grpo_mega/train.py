@@ -20,7 +20,7 @@ from grpo_mega.paths import FINISHED
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.routes import share_live
-from grpo_mega.run.batches import attach_logprobs, drop_zero_variance, is_zero_variance, pack
+from grpo_mega.run.batches import assign_advantages, attach_logprobs, drop_zero_variance, is_zero_variance, pack
 from grpo_mega.run.build import open_job
 from grpo_mega.run.evaluation import evaluate_if_due
 from grpo_mega.run.health import staleness_metrics
@@ -61,13 +61,15 @@ def run(config: Config) -> None:
 def train_step(job: Job, step: int) -> None:
     """Do one rollout and its optimizer steps, and save a checkpoint if one is due; then the engine has policy step + 1."""
     groups, backlog, metrics = generate(job, step)
-    metrics |= rollout_metrics(groups, partial(is_zero_variance, job.config))
     with job.colocation.training():  # while this lasts, the GPUs' memory is the trainer's
         if len(groups) >= job.config.batch.mini_batches:
             with job.timers("pack"):
                 batches = pack(job.config, groups, job.policy)
             batches = attach_logprobs(job.config, groups, batches, job.policy, job.runtime, job.timers, step)
             metrics |= update(job, step, groups, batches)
+        else:
+            assign_advantages(job.config, job.config.algorithm, groups)
+        metrics |= rollout_metrics(groups, partial(is_zero_variance, job.config))
         job.steps_done, job.backlog = step + 1, backlog
         if job.config.algorithm.ends_iteration(step + 1):
             with job.timers("reference"):
@@ -103,9 +105,9 @@ def generate(job: RolloutJob, step: int) -> tuple[list[Group], Backlog, StepMetr
     """Return the step's scored groups, the backlog after it, and counts of what was left out.
 
     With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), groups without an advantage other than 0 are replaced from
-    further rollouts, at most algorithm.dynamic_sampling_tries of them.
+    further rollouts, at most algorithm.dynamic_sampling_tries of them. They are judged anew after each, over all groups so far.
     """
-    config, groups, seen = job.config, list[Group](), set[int]()
+    config, groups, usable, seen = job.config, list[Group](), list[Group](), set[int]()
     wanted, is_dynamic = config.batch.prompts_per_step, config.algorithm.dynamic_sampling_tries > 0
     carries = config.rollout.carries
     backlog = job.backlog.restarted(oldest=step - config.rollout.max_staleness)
@@ -117,14 +119,12 @@ def generate(job: RolloutJob, step: int) -> tuple[list[Group], Backlog, StepMetr
         seen |= {group.prompt.id for group in backlog.groups}
         description = "sampling" if attempt == 0 else f"sampling again ({attempt})"
         missing = wanted - len(groups) if carries else wanted
-        useful, backlog = job.rollouts.generate_from(backlog, step, description, missing)
+        found, backlog = job.rollouts.generate_from(backlog, step, description, missing)
         if not config.teachers:  # a teacher needs no gold answers
-            useful, unusable = drop_unusable(useful)
+            found, unusable = drop_unusable(found)
             dropped["gold_unparsable"] += unusable
-        if is_dynamic:
-            useful, equal = drop_zero_variance(config, useful)
-            dropped["equal_rewards"] += equal
-        groups += useful
+        usable += found
+        groups, dropped["equal_rewards"] = drop_zero_variance(config, usable) if is_dynamic else (usable, [])
         if len(groups) >= wanted:
             break
     metrics = {"prompts_dropped/gold_unparsable": float(len(dropped["gold_unparsable"]))}
@@ -137,7 +137,7 @@ def generate(job: RolloutJob, step: int) -> tuple[list[Group], Backlog, StepMetr
     if carries:
         for reason, given_up in dropped.items():
             backlog = backlog.dropped(reason, given_up)
-        backlog = backlog.trained(groups)
+        backlog = backlog.trained(groups[:wanted]).dropped("surplus", groups[wanted:])
         metrics |= backlog.metrics(config.algorithm.group_size)
     else:
         metrics |= job.rollouts.generator.flush_stats()

@@ -1,8 +1,8 @@
 """Advantages from rewards: one pure function of a group's samples per `algorithm.adv_type`.
 
-In: the scored groups of a step. Out: the same samples with `advantages`, one float32 value per response token. All are finite:
-zero-variance groups, groups of one sample and samples without a reward get exactly 0. reinforce_plus_plus has no group
-baseline: there only samples without a reward get 0, and whole steps of equal values.
+In: the scored groups of a step. Out: the same samples with `advantages`, one float32 value per response token. All are finite.
+Zero-variance groups and groups of one sample get exactly 0, unless the step's mean, which gdpo and whitening subtract, is not
+0. Samples without a reward always get 0. reinforce_plus_plus has no group baseline: only whole steps of equal values get 0.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def assign_advantages(
         _scale(counted, torch.tensor(sums, dtype=torch.float64), a, shift=sum(sums) / max(len(sums), 1))
     if a.normalize_advantages or a.adv_type in _WHITENED:
         whiten(counted)
+    _drop_rounding(counted)
     for sample in samples:  # not before: whitening advantages that differ by little would amplify the rounding of float32
         assert sample.advantages is not None
         sample.advantages = sample.advantages.float()
@@ -196,6 +197,7 @@ def none(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
 ADVANTAGES: Mapping[str, Callable[[Scored, AlgorithmConfig], list[Tensor]]] = {
     f.__name__: f for f in (grpo, grpo_process, grpo_turn, grpo_leave_one_out, rloo, opo, pass_at_k, gdpo)
 } | {f.__name__: f for f in (reinforce_plus_plus, reinforce_plus_plus_baseline, none)}
+WITHOUT_BASELINE = frozenset({"reinforce_plus_plus"})  # equal rewards of a group teach, too
 _WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 
 
@@ -255,6 +257,15 @@ def _scale(samples: Sequence[Sample], values: Tensor, a: AlgorithmConfig, *, shi
         assert sample.advantages is not None
         scaled_R = (sample.advantages - shift) / (deviation + a.std_eps)
         sample.advantages = scaled_R if deviation > 0 else torch.zeros_like(sample.advantages)
+
+
+def _drop_rounding(samples: Sequence[Sample]) -> None:
+    """Set advantages to 0, in place, that are 0 but for rounding. The mean of a step's z-scores is 0, but its sum in floating
+    point is about 1e-17, and once that is subtracted a zero-variance group would seem to teach."""
+    values = [sample.advantages for sample in samples if sample.advantages is not None and sample.response_len]
+    largest = max((float(values_R.abs().max()) for values_R in values), default=0.0)
+    for values_R in values:
+        values_R[values_R.abs() < 1e-12 * largest] = 0.0
 
 
 def _centered(rewards: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_mega.algorithm import covariance
-from grpo_mega.algorithm.advantages import assign_advantages
+from grpo_mega.algorithm import advantages, covariance
+from grpo_mega.algorithm.advantages import WITHOUT_BASELINE
 from grpo_mega.algorithm.correction import mean_importance
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.kl import kl_penalty
@@ -32,7 +32,7 @@ from grpo_mega.types import Group, PackedBatch, Sample
 def pack(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[PackedBatch]]:
     """Set the samples' advantages; return this data-parallel rank's micro-batches of each mini-batch. `groups` are all of the
     step."""
-    _assign_advantages(config, config.algorithm, groups)
+    assign_advantages(config, config.algorithm, groups)
     return make_batches(config, groups, policy)
 
 
@@ -61,7 +61,7 @@ def attach_logprobs(
     with timers("pack"):
         if a.has_kl_reward:
             penalties = gather_responses(lambda batch: _penalty(a, batch), batches, samples, runtime)
-            _assign_advantages(config, a, groups, penalties)
+            assign_advantages(config, a, groups, penalties)
             for mini_batch in batches:
                 packing.attach_advantages(mini_batch, samples)
         if a.positive_nll > 0:
@@ -110,29 +110,38 @@ def check_routes(batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sam
 def is_zero_variance(config: Config, group: Group) -> bool:
     """Return True unless a sample that contributes to the loss has an advantage other than 0: the update learns nothing then.
 
-    Judged as if the group were the whole step, and without a KL penalty in the reward, whose log-probs are not known yet.
-    A teacher teaches any group.
+    The advantages must be assigned, over all groups of the step. A teacher teaches any group.
     """
     if config.algorithm.distill_beta > 0:
         return False
-    alone = Group(group.prompt, [replace(sample) for sample in group.samples])
-    counted = [s for s in _assign_advantages(config, config.algorithm, [alone]) if contributes_to_loss(s, config.algorithm)]
-    return not any(bool(sample.advantages.any()) for sample in counted if sample.advantages is not None)
+    rows = [sample.advantages for sample in group.samples if contributes_to_loss(sample, config.algorithm)]
+    assert all(row is not None for row in rows), f"prompt {group.prompt.id} has no advantages yet"
+    return not any(bool(row.any()) for row in rows if row is not None)
 
 
 def drop_zero_variance(config: Config, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-    """Return the groups from which the update learns something, and the others."""
+    """Return the groups from which the update learns something, and the others.
+
+    They are judged by advantages over all `groups`, all usable ones that the step generated so far: a group whose rewards are
+    all equal may differ from the others. The KL penalty of a reward is not known yet. Without a group baseline, equal rewards
+    are no reason to generate others: no group is dropped. The samples' own advantages are not set.
+    """
+    if config.algorithm.adv_type in WITHOUT_BASELINE:
+        return list(groups), []
+    judged = [Group(group.prompt, [replace(sample) for sample in group.samples]) for group in groups]
+    assign_advantages(config, config.algorithm, judged)
     useful, equal = list[Group](), list[Group]()
-    for group in groups:
-        (equal if is_zero_variance(config, group) else useful).append(group)
+    for group, copy in zip(groups, judged, strict=True):
+        (equal if is_zero_variance(config, copy) else useful).append(group)
     return useful, equal
 
 
-def _assign_advantages(
+def assign_advantages(
     config: Config, a: AlgorithmConfig, groups: Sequence[Group], kl_penalties: Sequence[Tensor] | None = None
-) -> list[Sample]:
+) -> None:
+    """Set the samples' advantages; `groups` are all of the step, `kl_penalties` as in algorithm/advantages.py."""
     longest, weights = config.rollout.max_response_length, {f.name: f.weight for f in config.rewards.functions}
-    return assign_advantages(groups, a, max_response_length=longest, kl_penalties=kl_penalties, reward_weights=weights)
+    advantages.assign_advantages(groups, a, max_response_length=longest, kl_penalties=kl_penalties, reward_weights=weights)
 
 
 def _attach_from_whole(

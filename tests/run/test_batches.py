@@ -15,12 +15,13 @@ import torch
 import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega import config as configs
 from grpo_mega.algorithm.advantages import ADVANTAGES, assign_advantages
-from grpo_mega.run.batches import is_zero_variance, make_batches
+from grpo_mega.run.batches import drop_zero_variance, is_zero_variance, make_batches
 from grpo_mega.types import Group, Prompt, Sample
 from tools.conformance import oracle_advantages
 
 ONE_RANK: Any = SimpleNamespace(packing={"dp_size": 1, "dp_rank": 0})
 MAX_LENGTH = 10
+WEIGHTS = {"accuracy": 1.0, "format": 0.5}  # those of the config
 
 
 def config(**algorithm: Any) -> configs.Config:
@@ -104,12 +105,13 @@ def sampled_group(rng: random.Random) -> Group:
     return group
 
 
-def oracle_is_zero_variance(settings: configs.Config, group: Group) -> bool:
-    """By the advantages as the papers print them, of a step that has no other group."""
+def oracle_are_zero_variance(settings: configs.Config, step: list[Group]) -> list[bool]:
+    """By the advantages as the papers print them, over all groups of the step; 0 but for rounding."""
     a = settings.algorithm
     names = (
         "adv_type",
         "normalize_by_std",
+        "std_over",
         "std_ddof",
         "std_eps",
         "normalize_advantages",
@@ -117,18 +119,26 @@ def oracle_is_zero_variance(settings: configs.Config, group: Group) -> bool:
         "overlong_penalty",
     )
     values = {name: getattr(a, name) for name in names} | {"max_response_length": MAX_LENGTH}
-    values |= {"reward_weights": {"accuracy": 1.0, "format": 0.5}}  # those of the config
+    values |= {"reward_weights": WEIGHTS}
     scored = [
-        oracle_advantages.Scored(s.response_len, s.reward, s.step_rewards, s.step_ends, scores=s.scores) for s in group.samples
+        [
+            oracle_advantages.Scored(s.response_len, s.reward, s.step_rewards, s.step_ends, scores=s.scores)
+            for s in group.samples
+        ]
+        for group in step
     ]
-    (rows,) = oracle_advantages.advantages([scored], oracle_advantages.AdvantageSettings(**values))
-    is_cut = [a.overlong_filter and sample.finish_reason == "length" for sample in group.samples]
-    return not any(any(row) for row, cut in zip(rows, is_cut, strict=True) if not cut)
+    found = []
+    for group, rows in zip(
+        step, oracle_advantages.advantages(scored, oracle_advantages.AdvantageSettings(**values)), strict=True
+    ):
+        is_cut = [a.overlong_filter and sample.finish_reason == "length" for sample in group.samples]
+        found.append(not any(abs(x) > 1e-9 for row, cut in zip(rows, is_cut, strict=True) if not cut for x in row))
+    return found
 
 
 @pytest.mark.parametrize("adv_type", sorted(ADVANTAGES.keys() - {"none"}))
 def test_a_group_has_zero_variance_where_its_advantages_are_all_zero(adv_type: str) -> None:
-    """Whatever shapes them: steps, punished length, normalisation, responses that were cut off and do not train."""
+    """Whatever shapes them: steps, punished length, normalisation, other groups, responses that do not train."""
     rng = random.Random(3)
     found: Counter[tuple[bool, bool]] = Counter()
     for number in range(400):
@@ -139,17 +149,56 @@ def test_a_group_has_zero_variance_where_its_advantages_are_all_zero(adv_type: s
             "overlong_filter": number % 3 == 0,
         }
         algorithm |= {"normalize_by_std": number % 5 > 0, "normalize_advantages": number % 7 == 0}
-        settings, group = config(**algorithm), sampled_group(rng)
-        for sample in group.samples:
+        if adv_type == "grpo" and number % 5 > 0 and number % 2:
+            algorithm |= {"std_over": "batch"}
+        settings, step = config(**algorithm), [sampled_group(rng) for _ in range(rng.randint(1, 3))]
+        for sample in (sample for group in step for sample in group.samples):
             sample.scores = {"accuracy": sample.reward, "format": rng.choice([None, 0.0, 0.0, 1.0])}
-        before = [copy.copy(sample) for sample in group.samples]
-        expected = oracle_is_zero_variance(settings, group)
-        assert is_zero_variance(settings, group) == expected, (algorithm, group.samples)
-        assert group.samples == before  # judged on copies
-        rewards = {sample.reward for sample in group.samples} - {None}
-        differ = len(rewards) > 1 or len({r for sample in group.samples for r in sample.step_rewards}) > 1
-        found[expected, differ] += 1
+        before = [copy.copy(sample) for group in step for sample in group.samples]
+        expected = oracle_are_zero_variance(settings, step)
+        useful, equal = drop_zero_variance(settings, step)
+        assert [sample for group in step for sample in group.samples] == before  # judged on copies
+        is_kept = [adv_type == "reinforce_plus_plus" or not is_zero for is_zero in expected]
+        assert useful == [group for group, kept in zip(step, is_kept, strict=True) if kept], (algorithm, step)
+        assert equal == [group for group, kept in zip(step, is_kept, strict=True) if not kept]
+        assign_advantages(step, settings.algorithm, max_response_length=MAX_LENGTH, reward_weights=WEIGHTS)
+        assert [is_zero_variance(settings, group) for group in step] == expected, (algorithm, step)
+        for group, is_zero in zip(step, expected, strict=True):
+            rewards = {sample.reward for sample in group.samples} - {None}
+            differ = len(rewards) > 1 or len({r for sample in group.samples for r in sample.step_rewards}) > 1
+            found[is_zero, differ] += 1
     assert len(found) == 4 and min(found.values()) >= 5, found  # rewards that differ are neither needed nor enough
+
+
+def test_a_group_of_equal_rewards_is_kept_where_the_step_is_whitened() -> None:
+    """All right among groups that are mostly wrong: without a group baseline its advantages are the largest of the step."""
+    step = groups([[3, 5], [4, 2], [6, 1]])
+    for group, rewards in zip(step, [(1.0, 1.0), (0.0, 0.0), (0.0, 1.0)], strict=True):
+        for sample, reward in zip(group.samples, rewards, strict=True):
+            sample.reward = reward
+    assert drop_zero_variance(config(recipe="reinforce_plus_plus"), step) == (step, [])
+    assert drop_zero_variance(config(recipe="reinforce_plus_plus"), step[:1]) == (step[:1], [])  # nothing to compare with yet
+    assert drop_zero_variance(config(recipe="rlinf"), step) == (step, [])  # the mean over tokens is not 0
+    assert drop_zero_variance(config(recipe="rlinf"), step[:2]) == ([], step[:2])
+    assert drop_zero_variance(config(), step) == (step[2:], step[:2])
+
+
+@pytest.mark.parametrize("recipe", ["rlinf", "reinforce_plus_plus_baseline", "gdpo"])
+def test_a_group_at_the_mean_of_the_step_has_advantages_of_exactly_zero(recipe: str) -> None:
+    """The mean of z-scores, 0, is so only but for rounding: divided by a deviation it would look like an advantage."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        step = groups([[7] * 2 for _ in range(5)])
+        for group in step[1:]:
+            for sample in group.samples:
+                sample.reward = rng.random()
+                sample.scores = {"accuracy": sample.reward, "format": rng.random()}
+        for sample in step[0].samples:
+            sample.reward, sample.scores = 0.3, {"accuracy": 0.3, "format": 0.1}
+        functions = [{"name": "accuracy"}, {"name": "format", "weight": 0.5}]
+        settings = config(recipe=recipe, group_size=2)
+        settings = settings.model_copy(update={"rewards": settings.rewards.model_validate({"functions": functions})})
+        assert drop_zero_variance(settings, step) == (step[1:], step[:1])
 
 
 def test_a_long_response_is_punished_where_steps_alone_are_rewarded() -> None:
