@@ -20,7 +20,9 @@ class RolloutConfig(Section):
     top_p: Fraction = 1.0
     top_k: NonNegativeInt = 0  # 0: off
     max_response_length: PositiveInt = 1024  # tokens
-    stop_token_ids: tuple[int, ...] = ()  # in addition to all eos ids of the model's generation config
+    # In addition to all eos ids of the model, its generation config and the tokenizer. Rewards see the text of a token that is
+    # named here alone, such as </answer>, at the end of the response.
+    stop_token_ids: tuple[int, ...] = ()
     max_concurrent: PositiveInt = 256  # sequences that an engine decodes at once
     # A step begins oversample * batch.prompts_per_step prompts, and aborts the rest once enough groups are complete: faster if
     # few responses are long, but biased towards short ones (rollout/kept_length, aborted_length). Needs room in max_concurrent.

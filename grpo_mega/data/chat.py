@@ -74,6 +74,19 @@ def _find_prefill(tokenizer: Any) -> str:
     return opening[shared:] or _open_thought(opening)
 
 
+def find_turn_end(tokenizer: Any) -> str:
+    """Return the text that the chat template writes after the content of a last assistant turn, such as "<|im_end|>\\n".
+
+    Return "" without a template, or if the template cannot render a question and its answer.
+    """
+    conversation = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARKER}]
+    try:
+        check_chat_template(tokenizer)
+        return _apply(tokenizer, conversation, add_generation_prompt=False).partition(_MARKER)[2]
+    except Exception:  # templates raise any exception; `find_prefill` reports it
+        return ""
+
+
 def _header(conversation: str, before_turn: str) -> str | None:
     """Return the text between the user's turn and the assistant's content; None if the template rearranges the turns."""
     if not conversation.startswith(before_turn) or _MARKER not in conversation:

@@ -52,7 +52,7 @@ class Scorer:
         self._keys = itertools.count()
 
     def submit(self, sample: Sample) -> None:
-        """Hand a sample to the workers, without waiting. The response is scored as text without special tokens."""
+        """Hand a sample to the workers, without waiting. The response is scored as the text that `decode` returns."""
         key = next(self._keys)
         self._samples[key] = sample
         self._key_of[id(sample)] = key

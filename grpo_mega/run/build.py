@@ -75,7 +75,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Roll
         colocation = Colocation(
             policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message, runtime.first_engine_rank
         )
-        decode = decoder(tokenizer)
+        decode = decoder(tokenizer, model)
         job = RolloutJob(
             config=config,
             runtime=runtime,

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from grpo_mega.config import Config
+from grpo_mega.data.chat import find_turn_end
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.export import export
 from grpo_mega.formats.reader import open_reader, random_reader
@@ -68,30 +69,54 @@ def read_tokenizer(model: ModelFiles) -> Any:
     return tokenizer
 
 
-def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Return the function that turns token ids into the text that rewards score: without special tokens."""
+def decoder(tokenizer: Any, model: ModelFiles | None = None) -> Callable[[Sequence[int]], str]:
+    """Return the function that turns a response's token ids into the text that rewards, samples, reports and evaluation see.
+
+    Left out are the control tokens alone: end of sequence, padding and begin of sequence, as the tokenizer, the model and its
+    generation config name them, and the end of a turn in the chat template. Every other special token, such as <think> or
+    <answer>, is text. So is a token that only rollout.stop_token_ids names, such as </answer>: a format may need it.
+    """
+    hidden = frozenset(_control_ids(tokenizer, model))
 
     def decode(token_ids: Sequence[int]) -> str:
-        return well_formed(tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        shown = [token for token in token_ids if token not in hidden]
+        return well_formed(tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     return decode
+
+
+def _control_ids(tokenizer: Any, model: ModelFiles | None) -> set[int]:
+    ids = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id} - {None}
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder} - {tokenizer.unk_token_id}
+    turn_end = special.intersection(tokenizer(find_turn_end(tokenizer), add_special_tokens=False)["input_ids"])
+    ids |= {token for token in turn_end if tokenizer.convert_ids_to_tokens(token).strip()}  # some tokenizers add line breaks
+    if model is not None:
+        # A config's defaults, here of transformers, may name any token: what neither stops a response nor is special is text.
+        ids |= _ids_of(model, "eos_token_id") | (special & (_ids_of(model, "pad_token_id") | _ids_of(model, "bos_token_id")))
+    return ids
+
+
+def _ids_of(model: ModelFiles, name: str) -> set[int]:
+    """Return the ids that the model's config and its generation config have under a name such as eos_token_id."""
+    sources = [model.hf_config]
+    if (model.folder / "generation_config.json").exists():
+        sources.append(GenerationConfig.from_pretrained(model.folder))
+    ids: set[int] = set()
+    for source in sources:
+        value = getattr(source, name, None)
+        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return ids
 
 
 def training_sampling(config: Config, model: ModelFiles, tokenizer: Any) -> Sampling:
     """Return the sampling parameters of training. Every end-of-sequence id stops a response: those of the config, the model,
     its generation config and the tokenizer."""
-    stops = {*config.rollout.stop_token_ids, tokenizer.eos_token_id}
-    sources = [model.hf_config]
-    if (model.folder / "generation_config.json").exists():
-        sources.append(GenerationConfig.from_pretrained(model.folder))
-    for source in sources:
-        eos = source.eos_token_id
-        stops.update(eos if isinstance(eos, (list, tuple)) else [eos])
+    stops = {*config.rollout.stop_token_ids, *_ids_of(model, "eos_token_id"), tokenizer.eos_token_id} - {None}
     return Sampling(
         group_size=config.algorithm.group_size,
         temperature=config.rollout.temperature,
         max_response_length=config.rollout.max_response_length,
-        stop_token_ids=frozenset(s for s in stops if s is not None),
+        stop_token_ids=frozenset(stops),
         top_p=config.rollout.top_p,
         top_k=config.rollout.top_k,
         seed=config.seed,

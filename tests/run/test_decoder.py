@@ -1,0 +1,128 @@
+"""The text of a response: every token but those that end or pad it, whatever the tokenizer calls special."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+import grpo_mega.megatron  # noqa: F401  # its patches come first
+from grpo_mega.config import RewardsConfig
+from grpo_mega.rewards.scorer import Scorer
+from grpo_mega.rewards.workers.pool import RewardPool
+from grpo_mega.run.model_files import decoder
+from grpo_mega.types import Prompt, Sample
+
+CONTROL = ["<pad>", "<bos>", "<eos>", "<turn_end>"]
+TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "<|vision|>"]
+TEMPLATE = (
+    "{% for m in messages %}<role>{{ m.role }}</role>{{ m.content }}<turn_end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<role>assistant</role>{% endif %}"
+)
+RIGHT = "<think>2 + 2, as é 漢\u2028 , is 4 .\n</think> <answer> 4 </answer>"
+
+
+def byte_level(tags: list[str], *, is_special: bool = True, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """A token a byte, as Qwen's and Llama's tokenizers have, and one for each control token and tag."""
+    names = [*CONTROL, "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in [*CONTROL, "<unk>"]])
+    backend.add_tokens([AddedToken(name, special=is_special, normalized=False) for name in tags])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        chat_template=template,
+        clean_up_tokenization_spaces=True,
+    )
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+@pytest.mark.parametrize("ending", ["", "<eos>", "<turn_end>", "<turn_end><eos><pad><pad>"])
+def test_tags_are_text_and_what_ends_or_pads_a_response_is_not(is_special: bool, ending: str) -> None:
+    tokenizer = byte_level(TAGS, is_special=is_special)
+    for text in (RIGHT, "".join(TAGS), "a<|vision|> <tool_call>{}", "<unk> ,  ."):
+        ids = ids_of(tokenizer, f"<bos>{text}{ending}")
+        assert (len(ids) < len(text.encode()) + 6) == ("<" in text)  # tags are single tokens
+        assert decoder(tokenizer)(ids) == text
+
+
+def test_a_response_of_special_tags_gets_the_reward_of_one_in_plain_text() -> None:
+    config = RewardsConfig.model_validate({"functions": [{"name": "accuracy"}, {"name": "format"}], "num_workers": 1})
+    prompt = Prompt(0, "2 + 2", (5,), "4")
+    scores = []
+    for tags in (TAGS, []):
+        tokenizer = byte_level(tags)
+        samples = [
+            Sample(prompt, i, ids, [-1.0] * len(ids), "stop")
+            for i, text in enumerate((RIGHT, RIGHT.replace(" 4 ", " 5 "), RIGHT.replace("</think>", "")))
+            for ids in [ids_of(tokenizer, f"{text}<turn_end>")]
+        ]
+        with RewardPool(config) as pool:
+            pool.wait_until_ready()
+            scorer = Scorer(pool, decoder(tokenizer))
+            for sample in samples:
+                scorer.submit(sample)
+            scorer.finish()
+        scores.append([sample.scores for sample in samples])
+    assert scores[0] == scores[1]
+    assert scores[0][0] == {"accuracy": 1.0, "format": 1.0}
+    assert [one["accuracy"] for one in scores[0]][1] == 0.0 and [one["format"] for one in scores[0]][2] == 0.0
+
+
+def model_of(folder: Path, generation: dict[str, Any] | None, **config: Any) -> Any:
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return SimpleNamespace(folder=folder, hf_config=LlamaConfig(**config))
+
+
+def test_ids_that_only_the_model_or_its_generation_config_names_are_no_text(tmp_path: Path) -> None:
+    tokenizer = byte_level([*TAGS, "<call>", "<return>", "<fill>", "<start>"])
+    call, back, fill, start = (tokenizer.convert_tokens_to_ids(f"<{name}>") for name in ("call", "return", "fill", "start"))
+    ids = ids_of(tokenizer, "<start>x<call>y<return><fill>")
+    plain = model_of(tmp_path, None, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    assert decoder(tokenizer, plain)(ids) == "<start>x<call>y<return><fill>"
+    named = model_of(tmp_path, {"eos_token_id": [call, 2], "pad_token_id": fill}, eos_token_id=back, bos_token_id=start)
+    assert decoder(tokenizer, named)(ids) == "xy"
+
+
+def test_a_default_id_of_the_models_class_hides_no_ordinary_character(tmp_path: Path) -> None:
+    tokenizer = byte_level(TAGS)
+    a = tokenizer.convert_tokens_to_ids("a")
+    model = model_of(tmp_path, None, bos_token_id=a, pad_token_id=a, eos_token_id=2)
+    assert decoder(tokenizer, model)(ids_of(tokenizer, "banana")) == "banana"
+
+
+def test_the_end_of_a_turn_is_found_only_where_the_template_ends_the_assistants() -> None:
+    opens_next = "{% for m in messages %}<think>{{ m.role }}</think>{{ m.content }}{% endfor %}<answer>"
+    closing = "{% for m in messages %}{{ m.content }}{{ '</answer>' if m.role == 'user' else '\\n' }}{% endfor %}"
+    for template in (closing, "{{ raise_exception('none') }}", "{{ undefined.content }}", None):
+        tokenizer = byte_level(TAGS, template=template)
+        assert decoder(tokenizer)(ids_of(tokenizer, RIGHT + "<eos>")) == RIGHT
+    tokenizer = byte_level(TAGS, template=opens_next)
+    assert decoder(tokenizer)(ids_of(tokenizer, "<think>a<answer>")) == "<think>a"
+
+
+def test_pieces_of_sentencepiece_keep_their_spaces_around_tags() -> None:
+    names = ["<unk>", "<s>", "</s>", *"▁abc4", "▁a"]
+    backend = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [("▁", "a")], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    backend.decoder = decoders.Metaspace(prepend_scheme="never")
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ("<s>", "</s>", *TAGS)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    text = "<think>a b a</think><answer>4</answer> c"
+    assert decoder(tokenizer)(ids_of(tokenizer, f"<s>{text}</s>")) == text
