@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import sys
 from pathlib import Path
@@ -50,7 +49,7 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
         from grpo_mega import config as configs
         from grpo_mega.commands.trl_flags.rewards import overrides_of
 
-        profile = [] if options.profile is None else [f"log.profile={json.dumps(options.profile)}"]
+        profile = [] if options.profile is None else [f"log.profile={options.profile}"]
         return train(configs.load(options.config, [*overrides_of(options), *profile]), options.resume, argv)
     if options.command == "grpo":
         return grpo(argv)

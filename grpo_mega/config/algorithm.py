@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from grpo_mega.config import rlinf
-from grpo_mega.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from grpo_mega.config.base import MAX_NUMBER, NonNegativeFloat, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section
 
 Recipe = Literal[
     "grpo",
@@ -166,7 +166,7 @@ class AlgorithmConfig(Section):
         "actor", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce", "clip_cov", "kl_cov"
     ] = "actor"
     loss_agg_func: Aggregation = "seq-mean-token-mean"
-    group_size: Annotated[int, Field(ge=2)] = 16
+    group_size: Annotated[int, Field(ge=2, le=100_000)] = 16
     kl_beta: NonNegativeFloat = 0.0
     kl_in: Literal["loss", "reward"] = "loss"
     kl_penalty_type: KLPenalty = "low_var_kl"
@@ -179,27 +179,29 @@ class AlgorithmConfig(Section):
     ref_model_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: the policy itself
     normalize_by_std: bool = True  # divide by the group's standard deviation; Dr. GRPO does not
     std_over: Literal["group", "batch"] = "group"  # batch: the deviation of all rewards of the step
-    std_ddof: Literal[0, 1] = 1  # the deviation divides by group_size - std_ddof
+    std_ddof: Annotated[int, Field(ge=0, le=1)] = 1  # the deviation divides by group_size - std_ddof
     std_eps: NonNegativeFloat = 1e-6  # added to the deviation
     ratio_clip_eps: Annotated[float, Field(gt=0, le=1)] = 0.2  # gmpo: bound of the ratio's logarithm
     ratio_clip_eps_low: Annotated[float, Field(gt=0, le=1)] | None = None  # None: ratio_clip_eps
     ratio_clip_eps_high: PositiveFloat | None = None  # None: ratio_clip_eps
-    ratio_clip_c: Annotated[float, Field(gt=1)] = 3.0  # dual_clip: upper bound of the ratio for negative advantages
+    ratio_clip_c: Annotated[float, Field(gt=1, le=MAX_NUMBER)] = (
+        3.0  # dual_clip: upper bound of the ratio for negative advantages
+    )
     sapo_tau_positive: PositiveFloat = 1.0  # sapo: temperature of the gate for positive advantages
     sapo_tau_negative: PositiveFloat = 1.05  # and for negative ones
     cov_share: Annotated[float, Field(gt=0, le=1)] = 2e-4  # clip_cov, kl_cov: largest share of tokens that they treat apart
-    cov_low: float = 1.0  # clip_cov: these tokens have a covariance between both
-    cov_high: float = 5.0
+    cov_low: Number = 1.0  # clip_cov: these tokens have a covariance between both
+    cov_high: Number = 5.0
     cov_kl: PositiveFloat = 1.0  # kl_cov: weight of the penalty
-    pass_k: Annotated[int, Field(ge=2)] | None = None  # pass_at_k: k; None: group_size
+    pass_k: Annotated[int, Field(ge=2, le=100_000)] | None = None  # pass_at_k: k; None: group_size
     positive_nll: NonNegativeFloat = 0.0  # weight of the negative log-likelihood of right answers
-    positive_above: float = 0.0  # the reward above which a response is a right answer
+    positive_above: Number = 0.0  # the reward above which a response is a right answer
     # A teacher's part of the advantage of a token, -distill_beta (log p_policy - log p_teacher); needs `teachers`.
     distill_beta: NonNegativeFloat = 0.0
     # sampled: that; reverse, forward: in the loss, the KL(policy || teacher) or KL(teacher || policy) over the vocabulary.
     distill_kl: Literal["sampled", "reverse", "forward"] = "sampled"
     calculate_entropy: bool = False
-    entropy_bonus: float = 0.0
+    entropy_bonus: Number = 0.0
     normalize_advantages: bool = False  # whiten over all tokens of the rollout, after the group's normalisation
     early_stop_imp_ratio: PositiveFloat | None = None  # skip a mini-batch with a larger mean importance ratio
     use_valid_token_scale: bool = False  # divide by the valid tokens of the rollout, not of the mini-batch

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+# Larger values are mistakes, and arithmetic on them overflows: a sum over all samples, a deadline in nanoseconds.
+MAX_COUNT = 10**9
+MAX_RANKS = 10**6
+MAX_NUMBER = 1e12
+MAX_SECONDS = 1e8
+
+PositiveInt = Annotated[int, Field(gt=0, le=MAX_COUNT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+NumRanks = Annotated[int, Field(gt=0, le=MAX_RANKS)]
+Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+PositiveFloat = Annotated[float, Field(gt=0, le=MAX_NUMBER)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+def _named(path: Path) -> Path:
+    if path == Path() or "\0" in str(path):
+        raise ValueError("must be the name of a file or folder; give one")
+    return path
+
+
+FilePath = Annotated[Path, Field(strict=False), AfterValidator(_named)]  # text in YAML
+LIST = Field(strict=False)  # a tuple that is a list in YAML
 
 
 def tokens_on_rank(length: int, cp: int) -> int:
@@ -23,4 +43,7 @@ def divisors(n: int) -> list[int]:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    """Strict: a value is of its key's type, or it is refused. Only an int may stand for a float."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+    is_text_too: ClassVar[bool] = False  # text may stand for it, such as a data set's path

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_mega.config.base import PositiveFloat, PositiveInt, Section
+from grpo_mega.config.base import LIST, FilePath, PositiveFloat, PositiveInt, Section
 from grpo_mega.text import find_surrogate
 
 
 class DataSource(Section):
-    """One data set; data/sources.py describes the forms of a path."""
+    """One data set; data/sources.py describes the forms of a path. In YAML the path alone may stand for it."""
+
+    is_text_too: ClassVar[bool] = True
 
     path: Annotated[str, Field(min_length=1)]  # .jsonl, .json, .parquet, a folder of these, or hub:owner/name[:config][@split]
     prompt_column: str | None = None  # None: data.prompt_column
@@ -30,7 +32,7 @@ class TrainSource(DataSource):
 
 
 class DataConfig(Section):
-    train: tuple[TrainSource, ...]  # in YAML also a path, or a list of paths
+    train: Annotated[tuple[TrainSource, ...], LIST]  # in YAML also a path, or a list of paths
     heldout: DataSource | None = None  # in YAML also a path
     heldout_sets: dict[str, DataSource] = Field(default={})  # in place of heldout: several sets, by the names in their metrics
     heldout_size: PositiveInt | None = None  # number of prompts split off from train, never trained on
@@ -42,7 +44,7 @@ class DataConfig(Section):
     max_prompt_length: PositiveInt = 1024  # tokens; longer prompts are dropped and counted
     shuffle: bool = True
     replay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1  # of earlier iterations' samples, for rewards.refresh_command
-    pass_rates: Path | None = None  # file from `grpo-mega eval --train-set --samples N --out FILE`
+    pass_rates: FilePath | None = None  # file from `grpo-mega eval --train-set --samples N --out FILE`
     min_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = None  # drop prompts of data.train with a lower pass rate
     max_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = None  # drop those with a higher one
 

@@ -1,26 +1,46 @@
-"""Read a config from YAML with `--set a.b=c` on top. An error is one line with the key, its value and the remedy."""
+"""Read a config from YAML with `--set a.b=c` on top. An error is one line with the key, its value and the remedy.
+
+Values are of the type that the schema has: `yes` is no number and no boolean, and text is what was written.
+"""
 
 from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
+from grpo_mega.config.base import Section
 from grpo_mega.config.run import Config
 from grpo_mega.errors import ConfigError
+from grpo_mega.files import read_file
+from grpo_mega.yaml_text import dump_yaml, parse_value, parse_yaml
+
+MAX_BYTES = 4 << 20  # of a config
+_MAX_SHOWN = 200
+_UNION_LABELS = ("bool", "literal['reference']")  # that pydantic adds to a key of several types
+_REMEDIES = {
+    "bool_type": "must be true or false; write one of them",
+    "int_type": "must be a whole number; write it in digits, like 16",
+    "float_type": "must be a number; write it like 0.5 or 1e-6",
+    "string_type": "must be text; put it in quotes",
+    "path_type": "must be the name of a file or folder; put it in quotes",
+    "tuple_type": "must be a list; write it like [1, 2]",
+    "model_type": "must be a section of keys; write it like {key: value}",
+    "dict_type": "must be a section of keys; write it like {key: value}",
+}
 
 
 def load(path: Path, overrides: list[str] | None = None) -> Config:
-    """Read `path` (YAML), apply `overrides` ("a.b=c", c in YAML) in order, and validate. Raises ConfigError."""
+    """Read `path` (YAML), apply `overrides` ("a.b=c") in order, and validate. Raises ConfigError."""
     try:
-        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
+        raw = parse_yaml(read_file(path, MAX_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}; name an existing YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path} is not YAML ({' '.join(str(error).split())}); correct the file") from None
+    except ValueError as error:
+        raise ConfigError(f"config {path}: {error}; correct the file") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"config {path} holds {type(raw).__name__}, not a mapping of keys; see examples/*.yaml")
     for override in overrides or []:
@@ -38,39 +58,84 @@ def validate(raw: dict[str, Any]) -> Config:
 
 def dump(config: Config) -> str:
     """Return the whole config as YAML, defaults included; `load` of it gives the same Config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return dump_yaml(config.model_dump(mode="json"))
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Set one value of a nested dict, by "a.b=c" with c in YAML. Raises ConfigError."""
+    """Set one value of a nested dict, by "a.b=c". Raises ConfigError.
+
+    Where the schema wants text, c is the text as it stands, and only null is None where the key may be None. Elsewhere c is a
+    number, true, false, null, or a list or section in YAML's flow style.
+    """
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"--set {override!r} is not of the form key.subkey=value")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {override!r}: {text!r} is not a YAML value") from None
     *parents, leaf = key.split(".")
     node = raw
     for parent in parents:
         if not isinstance(node.setdefault(parent, {}), dict):
             raise ConfigError(f"--set {override!r}: {parent!r} is a value, not a section")
         node = node[parent]
-    node[leaf] = value
+    try:
+        node[leaf] = _value_of(text, _forms(Config, key.split(".")))
+    except ValueError as error:
+        raise ConfigError(f"--set {override!r}: {text!r} is not a YAML value ({error}); correct it") from None
+
+
+def _value_of(text: str, forms: set[Any]) -> Any:
+    if NoneType in forms and text.strip() == "null":
+        return None
+    is_flow = text.lstrip()[:1] in ("[", "{") and any(form in (tuple, dict) or _is_section(form) for form in forms)
+    return text if not is_flow and str in forms and not forms & {bool, int, float} else parse_value(text)
+
+
+def _forms(annotation: Any, path: list[str]) -> set[Any]:
+    """Return the types of values that the schema has at a path: str, int, tuple, a section, ...; empty for an unknown key."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _forms(inner[0], path)
+    if origin in (Union, UnionType):
+        return set().union(*(_forms(one, path) for one in inner))
+    if origin is Literal:
+        return set() if path else {type(value) for value in inner}
+    if origin is tuple:
+        return set() if path else {tuple} | (_forms(inner[0], []) & {str})
+    if origin is dict:
+        return _forms(inner[1], path[1:]) if path else {dict}
+    if _is_section(annotation):
+        if path:
+            field = annotation.model_fields.get(path[0])
+            return _forms(field.annotation, path[1:]) if field else set()
+        return {annotation, str} if annotation.is_text_too else {annotation}
+    return set() if path else {str if annotation is Path else annotation}
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 def one_line(schema: type[BaseModel], error: ValidationError) -> str:
     """Return the first problem that `schema` has with its values."""
     problem = error.errors()[0]
-    key = ".".join(str(part) for part in problem["loc"])
+    location = [part for part in problem["loc"] if part not in _UNION_LABELS]
+    key = ".".join(str(part) for part in location)
     if problem["type"] == "extra_forbidden":
         return f"unknown key {key!r}; {_nearest(schema, problem['loc'])}"
     if problem["type"] == "missing":
         return f"{key} is missing; it has no default"
     message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "value_error":
-        return message
-    return f"{key}={problem['input']!r}: {message[0].lower()}{message[1:]}"
+    if problem["type"] == "value_error" and not message.startswith("must "):
+        return message  # which names the key
+    message = _REMEDIES.get(problem["type"], message)
+    return f"{key}={_shown(problem['input'])}: {message[0].lower()}{message[1:]}"
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an int of too many digits to print
+        text = "a huge number"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _nearest(schema: type[BaseModel], location: tuple[int | str, ...]) -> str:

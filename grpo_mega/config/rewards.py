@@ -6,11 +6,11 @@ validation/ checks the names and options of functions; workers check those of th
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from grpo_mega.config.base import PositiveFloat, PositiveInt, Section
+from grpo_mega.config.base import LIST, Number, PositiveInt, Seconds, Section
 
 STEP_SPLITTERS = {  # see rewards/steps.py
     "blank-lines": r"\n[^\S\n]*\n\s*",
@@ -24,7 +24,7 @@ ALIASES = {f"{name}_reward": name for name in _OPEN_R1} | {"length": "len", "cos
 
 class RewardFunctionConfig(Section):
     name: str
-    weight: float = 1.0
+    weight: Number = 1.0
     multiplies: bool = False  # the weighted sum of the others is multiplied by weight * value; steps keep their rewards
     options: dict[str, str | int | float | bool] = Field(default={})  # keyword arguments of the function
     # For functions of TRL's signature: completions as texts or as messages; as_data: as the data's prompts are.
@@ -37,15 +37,15 @@ class RewardFunctionConfig(Section):
 
 
 class RewardsConfig(Section):
-    functions: tuple[RewardFunctionConfig, ...] = (
+    functions: Annotated[tuple[RewardFunctionConfig, ...], LIST] = (
         RewardFunctionConfig(name="accuracy"),
         RewardFunctionConfig(name="format", weight=0.5),
     )
     num_workers: PositiveInt = 2  # worker processes per engine (embedded: per rank)
-    deadline_s: PositiveFloat = 5.0  # of one call (TRL's signature: on a group); then the worker is killed: "timeout"
+    deadline_s: Seconds = 5.0  # of one call (TRL's signature: on a group); then the worker is killed: "timeout"
     # Run by the shell between iterations (algorithm.ref_model_sync_steps), to train the reward model on; see run/refresh.py.
     refresh_command: str | None = None
-    refresh_deadline_s: PositiveFloat = 14400.0
+    refresh_deadline_s: Seconds = 14400.0
     step_splitter: str = "blank-lines"  # for functions that score steps; see rewards/steps.py
 
     @field_validator("functions")

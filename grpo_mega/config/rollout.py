@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_mega.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from grpo_mega.config.base import LIST, Fraction, NonNegativeInt, NumRanks, PositiveFloat, PositiveInt, Seconds, Section
 
 
 class RolloutConfig(Section):
     engine: Literal["embedded", "sglang"] = "embedded"
-    tp: PositiveInt = 1  # ranks per engine: rank r serves engine r // tp; 1 for the embedded engine
-    ep: PositiveInt = 1  # parts in which an engine's ranks hold the experts of an MoE model; a divisor of tp, often tp itself
+    tp: NumRanks = 1  # ranks per engine: rank r serves engine r // tp; 1 for the embedded engine
+    ep: NumRanks = 1  # parts in which an engine's ranks hold the experts of an MoE model; a divisor of tp, often tp itself
     # separate: layout.engine_ranks ranks generate for the next steps while the others train; colocated: all do both in turns
     placement: Literal["colocated", "separate"] = "colocated"
     temperature: PositiveFloat = 1.0
@@ -22,17 +22,17 @@ class RolloutConfig(Section):
     max_response_length: PositiveInt = 1024  # tokens
     # In addition to all eos ids of the model, its generation config and the tokenizer. Rewards see the text of a token that is
     # named here alone, such as </answer>, at the end of the response.
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[tuple[NonNegativeInt, ...], LIST] = ()
     max_concurrent: PositiveInt = 256  # sequences that an engine decodes at once
     # A step begins oversample * batch.prompts_per_step prompts, and aborts the rest once enough groups are complete: faster if
     # few responses are long, but biased towards short ones (rollout/kept_length, aborted_length). Needs room in max_concurrent.
-    oversample: Annotated[float, Field(ge=1)] = 1.0
+    oversample: Annotated[float, Field(ge=1, le=1000)] = 1.0
     # Keep what is aborted, and continue it in the next step with the policy of then: nothing is thrown away, and no length
     # preferred. Correct for it with algorithm.recipe=partial. Needs oversample > 1.
     partial: bool = False
     # partial or separate: steps after its first token by which a group is trained. With placement=separate groups of so many
     # steps are begun ahead of the one that trains: 1 is one step ahead, 0 generates and trains in turns.
-    max_staleness: NonNegativeInt = 2
+    max_staleness: Annotated[int, Field(ge=0, le=1000)] = 2
     # Begin one sample of each group first, then the others of the groups with the longest: no long response begins last. For
     # more sequences than max_concurrent, with responses that are alike within a group; samples are the same.
     longest_first: bool = False
@@ -46,9 +46,9 @@ class RolloutConfig(Section):
     memory_fraction: Fraction | None = None  # share of GPU memory for weights and KV cache; None: the server's default
     sleep: Literal["auto", "always", "never"] = "auto"  # free GPU memory while training; auto: unless both fit
     max_restarts: NonNegativeInt = 3  # per server and run; then the run stops with a checkpoint
-    start_deadline_s: PositiveFloat = 900.0
-    stall_deadline_s: PositiveFloat = 60.0  # a server without a finished sample or a healthy answer for so long hangs
-    phase_deadline_s: PositiveFloat = 14400.0  # of one generation phase
+    start_deadline_s: Seconds = 900.0
+    stall_deadline_s: Seconds = 60.0  # a server without a finished sample or a healthy answer for so long hangs
+    phase_deadline_s: Seconds = 14400.0  # of one generation phase
     mismatch_warn: PositiveFloat = 0.02  # KL (k3) of engine and trainer, nats per token, above which a step warns
     mismatch_stop: PositiveFloat | None = 1.0  # the same, above which the run stops; None: never
     server_args: dict[str, str | int | float | bool] = Field(default={})  # more arguments of SGLang, by its names

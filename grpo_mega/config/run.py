@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from grpo_mega.config.algorithm import AlgorithmConfig
 from grpo_mega.config.base import (
+    LIST,
+    MAX_NUMBER,
+    MAX_RANKS,
+    FilePath,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
+    NumRanks,
     PositiveFloat,
     PositiveInt,
+    Seconds,
     Section,
     divisors,
     tokens_on_rank,
@@ -26,6 +31,8 @@ from grpo_mega.config.base import (
 from grpo_mega.config.data import DataConfig
 from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.config.rollout import RolloutConfig, SyncConfig
+
+Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RouterConfig(Section):
@@ -53,7 +60,7 @@ class RouterConfig(Section):
 
 
 class ModelConfig(Section):
-    path: Path  # folder of a Hugging Face or converted Megatron checkpoint; with init=random its config.json is enough
+    path: FilePath  # folder of a Hugging Face or converted Megatron checkpoint; with init=random its config.json is enough
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     init: Literal["checkpoint", "random"] = "checkpoint"
     recompute: Literal["none", "selective", "full"] = (
@@ -67,17 +74,17 @@ class ModelConfig(Section):
 class TeacherConfig(Section):
     """A model of the policy's tokenizer to distil from; it computes in model.dtype, in the policy's layout."""
 
-    path: Path  # folder of a Hugging Face or converted Megatron checkpoint; with a url its config and tokenizer are enough
+    path: FilePath  # folder of a Hugging Face or converted Megatron checkpoint; with a url its config and tokenizer are enough
     url: Annotated[str, Field(pattern=r"^https?://[^/]+$")] | None = None  # of an SGLang server that has it, to ask instead
 
 
 class GuardConfig(Section):
     """Watch for spikes of gradient norms per layer, and for train-inference mismatch; see megatron/guard.py."""
 
-    grad_spike: Annotated[float, Field(gt=1)] | None = (
+    grad_spike: Annotated[float, Field(gt=1, le=MAX_NUMBER)] | None = (
         10.0  # warn at this multiple of the median of the layer's last norms; None: off
     )
-    history: Annotated[int, Field(ge=4)] = 32  # optimizer steps over which the median is taken
+    history: Annotated[int, Field(ge=4, le=100_000)] = 32  # optimizer steps over which the median is taken
     fall_back: bool = False  # FP8 only: at a spike, compute the first and last `layers` decoder layers, then all, in bf16
     layers: PositiveInt = 2
     steps: PositiveInt = 20  # optimizer steps that a fallback lasts
@@ -94,7 +101,7 @@ class PrecisionConfig(Section):
     fp8_parameters: bool = False  # keep the weights, and gather them over DP ranks, in FP8; master weights stay fp32
     # fp8_recipe=delayed: scale by the largest or the newest of the maxima of this many past micro-batches. These are
     # Transformer Engine's defaults; Megatron's, 1 and most_recent, saturate whenever a maximum grows.
-    fp8_amax_history_len: PositiveInt = 1024
+    fp8_amax_history_len: Annotated[int, Field(gt=0, le=1_000_000)] = 1024
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     guard: GuardConfig = GuardConfig()
 
@@ -134,20 +141,24 @@ class PrecisionConfig(Section):
 
 
 class LayoutConfig(Section):
-    tp: PositiveInt = 1
-    pp: PositiveInt = 1
-    vpp: PositiveInt | None = None  # model chunks per pipeline rank; None or 1: no interleaving
-    cp: PositiveInt = 1  # ranks that share each sequence, for long ones; every sample is padded to a multiple of 2 * cp tokens
+    tp: NumRanks = 1
+    pp: NumRanks = 1
+    vpp: NumRanks | None = None  # model chunks per pipeline rank; None or 1: no interleaving
+    cp: NumRanks = 1  # ranks that share each sequence, for long ones; every sample is padded to a multiple of 2 * cp tokens
     # Of Transformer Engine's attention. p2p: keys and values go round. a2a: a rank has all tokens for some heads, of keys too.
     cp_comm_type: Literal["p2p", "a2a"] = "p2p"
-    dp: PositiveInt | None = None  # None: under torchrun world size / (tp * cp * pp), else the smallest that ep fits
-    ep: PositiveInt = 1  # expert-parallel size of MoE models; must divide dp * cp
+    dp: NumRanks | None = None  # None: under torchrun world size / (tp * cp * pp), else the smallest that ep fits
+    ep: NumRanks = 1  # expert-parallel size of MoE models; must divide dp * cp
     sequence_parallel: bool = False
     order: Literal["tp-dp-pp", "tp-pp-dp"] = "tp-dp-pp"  # axes of the rank placement, fastest first
-    layers_per_chunk: tuple[PositiveInt, ...] | None = None  # pp * vpp numbers, in model order; None: as even as possible
+    layers_per_chunk: Annotated[tuple[PositiveInt, ...], LIST] | None = (
+        None  # pp * vpp numbers, in model order; None: as even as possible
+    )
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    engine_ranks: NonNegativeInt = 0  # ranks after those of the trainer that only generate; for rollout.placement=separate
+    engine_ranks: Annotated[int, Field(ge=0, le=MAX_RANKS)] = (
+        0  # ranks after those of the trainer that only generate; for rollout.placement=separate
+    )
 
     @property
     def num_trainers(self) -> int:
@@ -214,7 +225,7 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0  # optimizer steps
     weight_decay: NonNegativeFloat = 0.0  # decoupled; applies to matrices and embeddings, not to norms and biases
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Annotated[tuple[Momentum, Momentum], LIST] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     clip_grad: NonNegativeFloat = 1.0  # global L2 norm; 0: off
     moments_dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: Transformer Engine's precision-aware Adam
@@ -233,7 +244,7 @@ class EvalConfig(Section):
     samples: Annotated[int, Field(ge=0, le=1024)] = 0  # sampled responses per prompt: eval/mean@N, pass@K, majority@K
     temperature: PositiveFloat = 1.0  # of the sampled responses
     top_p: Fraction = 1.0
-    ks: tuple[PositiveInt, ...] | None = None  # the K above; None: powers of two up to samples
+    ks: Annotated[tuple[PositiveInt, ...], LIST] | None = None  # the K above; None: powers of two up to samples
 
     @property
     def all_ks(self) -> tuple[int, ...]:
@@ -280,7 +291,7 @@ class LogConfig(Section):
 
 
 class Config(Section):
-    run_dir: Path
+    run_dir: FilePath
     steps: PositiveInt
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -298,7 +309,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
-    hang_deadline_s: PositiveFloat = 480.0  # longest time without progress of a rank, in phases without a deadline of their own
+    hang_deadline_s: Seconds = 480.0  # longest time without progress of a rank, in phases without a deadline of their own
     max_nonfinite_steps: PositiveInt = 3  # consecutive steps with a non-finite loss or gradient, after which the run stops
 
     @property

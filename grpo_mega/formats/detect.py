@@ -13,8 +13,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.checkpoint_files import LATEST, MANIFEST, STATE, without_checkpoints
 from grpo_mega.formats.dcp_read import SavedTensor, is_distributed_checkpoint, read_metadata
@@ -25,6 +23,7 @@ from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE, FINISHED
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import Family, ModelShape, read_config
+from grpo_mega.yaml_text import parse_yaml
 
 _TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM's own training
 
@@ -140,7 +139,7 @@ def _side_of(state: Path) -> Path:
         if (folder / "config.json").is_file():
             return folder
         if (folder / CONFIG_FILE).is_file():
-            model = Path(yaml.safe_load((folder / CONFIG_FILE).read_text())["model"]["path"])
+            model = Path(parse_yaml((folder / CONFIG_FILE).read_text(encoding="utf-8"))["model"]["path"])
             if (model / "config.json").is_file():
                 return model
     raise WeightMappingError(f"{state} has no config.json, and no run's config.yaml leads to one; give its folder by --config")

@@ -28,8 +28,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from grpo_mega import config as configs
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError, ResumeError, UserError
@@ -48,6 +46,7 @@ from grpo_mega.paths import (
     heldout_files,
     write_atomically,
 )
+from grpo_mega.yaml_text import parse_yaml
 
 PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang", "math-verify")
 # These may differ when a run is resumed: where and how fast it runs, and settings adjusted to keep it healthy. Any other key
@@ -141,7 +140,10 @@ def _is_free(folder: Path) -> bool:
 
 def _changes(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     """Return the old and new value of each changed setting. Raises ResumeError for one that must not change."""
-    recorded = yaml.safe_load((folder / CONFIG_FILE).read_text())
+    try:
+        recorded = parse_yaml((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ResumeError(f"{folder / CONFIG_FILE} cannot be read ({error}); restore it, or name another run_dir") from None
     with suppress(ConfigError):  # keys added since then have their defaults
         recorded = configs.validate(recorded).model_dump(mode="json")
     return dict(_differences("", recorded, config.model_dump(mode="json"), is_free=False))

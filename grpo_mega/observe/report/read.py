@@ -8,14 +8,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
 from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError
 from grpo_mega.json_lines import read_json_lines
 from grpo_mega.observe.curves import Curves, curves
 from grpo_mega.observe.report import metrics, responses
 from grpo_mega.paths import CONFIG_FILE, EXPERTS_FILE, LOCK_FILE, MESSAGES_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE
+from grpo_mega.yaml_text import parse_yaml
 
 MAX_MESSAGES = 1000
 _RECENT = 20  # number of steps whose median time predicts the rest
@@ -130,8 +129,8 @@ def _leaves(value: Any, prefix: str = "") -> dict[str, str]:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        raw = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     return raw if isinstance(raw, dict) else {}
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
+from grpo_mega.yaml_text import dump_yaml
 from tools.benchmarks.gpu.engine import write_config
 from tools.benchmarks.gpu.rank import Figure, Options
 
@@ -32,7 +32,7 @@ def run(options: Options) -> list[Figure]:
         folder = Path(name)
         settings = settings_of(options, folder)
         write_inputs(folder, "tiny" if options.tiny else "qwen2.5-1.5b")
-        (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+        (folder / "config.yaml").write_text(dump_yaml(settings))
         command = [sys.executable, "-m", "grpo_mega.cli", "train", str(folder / "config.yaml")]
         with (folder / "output.txt").open("w") as output:
             code = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT).returncode

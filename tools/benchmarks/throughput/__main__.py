@@ -35,8 +35,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from grpo_mega import config as configs
 from grpo_mega import paths
 from grpo_mega.cli import CLAIMED
@@ -47,6 +45,7 @@ from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, Use
 from grpo_mega.hardware.cards import CARDS
 from grpo_mega.run import folder as run_folder
 from grpo_mega.validation import preflight
+from grpo_mega.yaml_text import parse_yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python tools/benchmarks/throughput`
 
@@ -222,7 +221,7 @@ def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) ->
 def started(config: Config, argv: Sequence[str]) -> int:
     """The exit code of the layout's ranks."""
     path = config.run_dir / paths.CONFIG_FILE
-    assert configs.validate(yaml.safe_load(path.read_text())) == config
+    assert configs.validate(parse_yaml(path.read_text())) == config
     own = {CLAIMED: str(os.getpid()), FOLDER: str(path)}
     os.environ.update(own)
     try:

@@ -1,0 +1,27 @@
+"""Read files that people name, but never a pipe or a device, which may have no end, nor more bytes than the reader expects."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError unless a path leads to a file: not a folder, a pipe, a socket or a device."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """Return the bytes of a file. Raise OSError if it is none, or larger than `max_bytes`."""
+    check_regular(path)
+    with Path(path).open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes", str(path))
+    return content
