@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
+
+MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json have tens of MB
 
 
 def check_regular(path: Path) -> None:
@@ -25,3 +29,16 @@ def read_file(path: Path, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes", str(path))
     return content
+
+
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Return the value in a file of JSON in UTF-8. Raise OSError or ValueError."""
+    return parse_json(read_file(path, max_bytes).decode("utf-8"))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of JSON. Raise ValueError, also for what is nested too deeply or has numbers of thousands of digits."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

@@ -47,7 +47,7 @@ CORE_SCHEMA: dict[str, Any] = {
 TEXTS = st.text(st.characters(exclude_characters="\0"), max_size=40)
 WHOLE_TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=9)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | WHOLE_TEXTS,
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | WHOLE_TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WHOLE_TEXTS, inner, max_size=3),
     max_leaves=9,
 )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ConfigError
+from grpo_mega.files import parse_json
 
 DEFAULT_SPLIT = "train"
 _HUB = re.compile(r"hub:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[^:@]+))?(?:@(?P<split>.+))?")
@@ -39,6 +40,8 @@ def read_rows(path: str) -> Iterator[Row]:
         return _read_folder(path, folder, split)
     if not folder.exists():
         raise ConfigError(f"data set {path} does not exist; name a file, a folder or hub:owner/name")
+    if not folder.is_file():
+        raise ConfigError(f"data set {path} is no regular file; name a file, a folder or hub:owner/name")
     reader = _READERS.get(Path(path).suffix)
     if reader is None:
         raise ConfigError(
@@ -77,9 +80,9 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 
 def _parse(line: str, place: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg}, column {error.colno}"
+        row = parse_json(line)
+    except ValueError as error:
+        reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise ConfigError(f"{place} is not JSON ({reason}); write one JSON object per line") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{place} holds a JSON {type(row).__name__}, not an object; write one JSON object per line")
@@ -88,7 +91,7 @@ def _parse(line: str, place: str) -> dict[str, Any]:
 
 def _read_json(path: Path) -> Iterator[Row]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+        rows = parse_json(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"data file {path}: {error.strerror}; name a file that can be read") from None
     except ValueError as error:  # not JSON, or not UTF-8

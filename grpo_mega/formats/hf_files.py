@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.files import read_json
 from grpo_mega.formats.dtypes import ITEM_BYTES
 from grpo_mega.formats.extra_layers import extra_names
 from grpo_mega.formats.safetensors_files import TensorInfo
@@ -35,9 +36,9 @@ def weight_files(folder: Path) -> list[Path]:
 def shards_of(index: Path) -> list[Path]:
     """Return the files that an index names, which lie beside it. Raise WeightMappingError."""
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
         outside = next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), None)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightMappingError(f"{index} is no index of shards ({error!r}); fetch the file again") from None
     if outside is not None:
         raise WeightMappingError(f"{index} names {outside!r}, outside of its folder; fetch index and shards again")

@@ -6,7 +6,6 @@ the file each tensor lies.
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Mapping
 from math import prod
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.files import check_regular, read_json
 from grpo_mega.formats.dtypes import FP8, FROM_TORCH, ITEM_BYTES, WEIGHTS
 from grpo_mega.formats.hf_files import INDEX, SCALE_SUFFIX, SINGLE, check_shapes, shards_of, weight_files
 from grpo_mega.formats.safetensors_files import TensorInfo, read_headers
@@ -49,7 +49,7 @@ class HfWeights:
 
     def check_index(self) -> None:
         """Raise WeightMappingError if the index does not name the file of each tensor."""
-        weight_map = json.loads(self._index.read_text())["weight_map"] if self._index.exists() else {}
+        weight_map = read_json(self._index)["weight_map"] if self._index.exists() else {}
         for name, file in weight_map.items():
             if name not in self.tensors or self.tensors[name][0].name != file:
                 raise WeightMappingError(
@@ -107,6 +107,10 @@ def _read_bin(path: Path) -> dict[str, TensorInfo]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    try:
+        check_regular(path)
+    except OSError as error:
+        raise WeightMappingError(f"{path} cannot be read ({error.strerror}); fetch the file again") from None
     if _is_cut_archive(path):
         raise WeightMappingError(f"{path} is cut short: it ends without a zip archive's directory; fetch the file again")
     try:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.files import check_regular
 from grpo_mega.formats.dtypes import ITEM_BYTES
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -41,6 +42,10 @@ def read_headers(paths: Sequence[Path]) -> dict[str, tuple[Path, TensorInfo]]:
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Return the tensors of a file. Raise WeightMappingError if it is damaged, or has other bytes than theirs."""
+    try:
+        check_regular(path)
+    except OSError as error:
+        raise _broken(path, str(error.strerror)) from None
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -63,8 +68,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             if begin > end:
                 raise _broken(path, f"its header leaves a hole of {begin - end} bytes before {name}")
             end, before = stop, name
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise _broken(path, f"its header is damaged: {error!r}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise _broken(path, f"its header is damaged: {repr(error)[:200]}") from None
     whole = 8 + length + end
     if size < whole:
         raise _broken(path, f"it is cut short: {size} bytes of {whole}")

@@ -26,7 +26,8 @@ from grpo_mega.validation import raise_first
 from grpo_mega.validation.model import architecture_problems
 from grpo_mega.validation.tokenizer import check_vocabulary
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.spec import Family, ModelShape
+from grpo_mega.weights.hf_config import difference, resolve
+from grpo_mega.weights.spec import Family, ModelShape, read_config
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,11 @@ def _read(folder: Path, config: Config) -> ModelFiles:
         raise ConfigError(
             f"transformers refuses {folder / 'config.json'} ({' '.join(str(error).split())}); correct the file"
         ) from None
-    raise_first(architecture_problems(hf_config.to_dict()))
-    shape = ModelShape.from_hf_config(hf_config.to_dict())
+    fields = resolve(hf_config.to_dict())
+    if problem := difference(hf_config.model_type, resolve(read_config(folder)), fields):
+        raise ConfigError(f"{folder / 'config.json'}: {problem}, as this version reads it; write the field into the file")
+    raise_first(architecture_problems(fields))
+    shape = ModelShape.from_hf_config(fields)
     return ModelFiles(folder, hf_config, shape, family_of(shape.model_type), DTYPES[config.model.dtype])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from grpo_mega.config import Config, ModelConfig
 from grpo_mega.errors import ConfigError
+from grpo_mega.files import MAX_JSON_BYTES, parse_json, read_file
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
 from grpo_mega.formats.hf_files import check_tied, weight_files
 from grpo_mega.formats.hf_weights import HfWeights
@@ -18,17 +18,12 @@ from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.paths import CONFIG_FILE, FINISHED
 from grpo_mega.validation import raise_first
 from grpo_mega.weights.families import family_of
+from grpo_mega.weights.hf_config import resolve
 from grpo_mega.weights.spec import ModelShape, read_config
 
 STATIC_ROPE = {"default", "linear", "llama3"}  # angles that depend on the position alone
 LATENT_ROPE = {"default", "yarn"}  # of multi-latent attention
-_EXPERTS_PER_TOKEN = {
-    "mixtral": 2,
-    "qwen3_moe": 8,
-    "deepseek_v2": None,
-    "deepseek_v3": 8,
-    "glm4_moe": 8,
-}  # transformers' defaults
+_WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe")
 _LATENT_REQUIRED: dict[str, dict[str, Any]] = {  # of models with multi-latent attention
     "deepseek_v2": {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False},
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "rope_interleave": True},
@@ -64,11 +59,11 @@ def read_model(config: Config, model_config: Path | None = None, name: str | Non
     folder, note = config.model.path, None
     is_here = model_config is None and name is None and (folder / "config.json").is_file()
     if model_config is not None:
-        fields = _read_fields(model_config)
+        fields = resolve(_read_fields(model_config))
     elif name is not None:
-        fields = dict(known_model(name).fields)
+        fields = resolve(known_model(name).fields)
     elif is_here:
-        fields = read_config(folder)
+        fields = resolve(read_config(folder))
     else:
         known = model_of_folder(folder)
         if known is None:
@@ -76,7 +71,7 @@ def read_model(config: Config, model_config: Path | None = None, name: str | Non
                 f"model.path={folder} holds no config.json here; name the folder of a Hugging Face checkpoint, "
                 f"or plan with --model NAME ({', '.join(KNOWN_MODELS)}) or --model-config FILE"
             )
-        fields = dict(known.fields)
+        fields = resolve(known.fields)
         note = f"model.path={folder} is not here: planned with the fields of {known.source}'s config.json; --model names others"
     shape = shape_of(fields)
     return Model(shape, experts_per_token(fields) if shape.num_experts else 0, fields, is_here, note)
@@ -102,6 +97,7 @@ def check_model(model: ModelConfig) -> ModelShape:
 
 def shape_of(fields: dict[str, Any]) -> ModelShape:
     """Return the shape in a config.json's fields. Raise ConfigError or WeightMappingError if it cannot be trained."""
+    fields = resolve(fields)
     shape = ModelShape.from_hf_config(fields)
     family_of(shape.model_type)
     raise_first(architecture_problems(fields))
@@ -124,7 +120,7 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
 def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
     """Yield what would be computed differently from the Hugging Face model, or not at all.
 
-    `fields` are those of a config.json, or of a transformers config, which has the defaults of its model type filled in.
+    `fields` are resolved (weights/hf_config.py).
     """
     model_type = fields.get("model_type")
     yield from _quantization_problems(fields)
@@ -133,7 +129,7 @@ def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
     head_dim = fields.get(width) or (hidden // heads if heads and hidden else 0)
     if isinstance(head_dim, int) and head_dim % 2:
         yield f"config.json has {width}={head_dim}: must be even, since rotary embeddings pair its halves; name another model"
-    if model_type in _EXPERTS_PER_TOKEN:
+    if model_type in _WITH_EXPERTS:
         experts_per_token(fields)
     if model_type in _LATENT_REQUIRED and fields.get("num_key_value_heads", heads) not in (heads, None):
         yield f"config.json has num_key_value_heads={fields['num_key_value_heads']}; it must be num_attention_heads={heads}"
@@ -157,7 +153,7 @@ def experts_per_token(fields: dict[str, Any]) -> int:
     """Return the number of a layer's experts that a token goes to. Raise ConfigError."""
     model_type = str(fields.get("model_type"))
     num_experts = next((fields[n] for n in ("n_routed_experts", "num_local_experts", "num_experts") if fields.get(n)), 0)
-    value = fields.get("num_experts_per_tok", _EXPERTS_PER_TOKEN[model_type])
+    value = fields.get("num_experts_per_tok")
     if not isinstance(value, int) or not 1 <= value <= num_experts:
         raise ConfigError(f"config.json has num_experts_per_tok={value!r}; it must be from 1 to {num_experts}")
     if value == 1 and fields.get("norm_topk_prob", model_type in ("mixtral", "deepseek_v3", "glm4_moe")):
@@ -262,7 +258,7 @@ def _read_fields(path: Path) -> dict[str, Any]:
     if path.is_dir():
         return read_config(path)
     try:
-        fields = json.loads(path.read_text(encoding="utf-8-sig"))
+        fields = parse_json(read_file(path, MAX_JSON_BYTES).decode("utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model-config {path} cannot be read as JSON ({error}); name a model's config.json") from None
     if not isinstance(fields, dict):

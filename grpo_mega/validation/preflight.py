@@ -20,6 +20,7 @@ from grpo_mega.validation.precision import bf16_layer_problems, block_problems, 
 from grpo_mega.validation.rewards import reward_problems
 from grpo_mega.validation.teachers import row_problems, teacher_problems
 from grpo_mega.validation.tokenizer import check_tokenizer_files
+from grpo_mega.weights.hf_config import resolve
 from grpo_mega.weights.spec import ModelShape, read_config
 
 
@@ -27,7 +28,7 @@ def check(config: Config) -> None:
     """Raise ConfigError or WeightMappingError in one line for the first thing that cannot work."""
     raise_first(reward_problems(config.rewards))
     shape = check_model(config.model)
-    raise_first(position_problems(config, read_config(config.model.path)))
+    raise_first(position_problems(config, resolve(read_config(config.model.path))))
     raise_first(cut_problems(config, shape))
     # What the card lacks is for the ranks to find out.
     raise_first(installed_problems(config, FUSED_PACKED if config.device == "cuda" else None, "cuda"))

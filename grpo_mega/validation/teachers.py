@@ -10,6 +10,7 @@ from grpo_mega.errors import UserError
 from grpo_mega.validation.layout import layout_problems
 from grpo_mega.validation.model import check_model, position_problems
 from grpo_mega.validation.tokenizer import check_tokenizer_files, vocabulary_difference
+from grpo_mega.weights.hf_config import resolve
 from grpo_mega.weights.spec import ModelShape, read_config
 
 
@@ -33,7 +34,7 @@ def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
                 f"{key}={settings.path}: must have the vocabulary of model.path={config.model.path}, but vocab_size is "
                 f"{theirs.vocab} there and {shape.vocab} here, so that it knows not every token; name a larger one"
             )
-        problems = list(position_problems(config, read_config(settings.path)))
+        problems = list(position_problems(config, resolve(read_config(settings.path))))
         if settings.url is None:
             problems += layout_problems(_layout(config, theirs), theirs)
         yield from (f"{key}={settings.path}: {problem}" for problem in problems)

@@ -6,11 +6,11 @@ For tokenizers without a tokenizer.json the vocabulary is checked once the token
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ConfigError
+from grpo_mega.files import read_json
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -84,7 +84,7 @@ def _token_ids(folder: Path, settings: dict[str, Any]) -> list[int]:
 def _read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if there is no file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

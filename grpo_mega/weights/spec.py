@@ -1,19 +1,20 @@
 """A model's shape as its Hugging Face config states it, and the rows of a family's table.
 
-`ModelShape.from_hf_config` is the only reader of config.json's field names. `Row` ties the Hugging Face names of a logical
+`ModelShape.from_hf_config` reads a config.json's sizes, as hf_config.py resolves them. `Row` ties the Hugging Face names of a logical
 tensor to its names in Megatron and in the engine, SGLang, through an op, which says how each cuts it for tensor parallelism.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.files import read_json
 from grpo_mega.weights.boxes import ONCE, Box, Index, Kind, LocalTensor, Piece
+from grpo_mega.weights.hf_config import resolve
 
 # Pipeline position: with the embedding, in every layer, for every expert of every layer, with the output layer.
 Where = Literal["first", "layer", "expert", "last"]
@@ -105,6 +106,7 @@ class ModelShape:
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelShape:
         """Read the contents of a config.json. Raise WeightMappingError naming the field that is missing or wrong."""
+        config = resolve(config)
 
         def field(name: str, default: int | None = None) -> int:
             value = config.get(name) or default
@@ -292,9 +294,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return the contents of config.json. Raise WeightMappingError if it is missing or not JSON."""
     path = Path(folder) / "config.json"
     try:
-        config = json.loads(path.read_text())
-    except OSError:
+        config = read_json(path)
+    except FileNotFoundError:
         raise WeightMappingError(f"{path} does not exist; give the folder of a Hugging Face checkpoint") from None
+    except OSError as error:
+        raise WeightMappingError(f"{path} cannot be read ({error.strerror}); restore the file") from None
     except ValueError as error:
         raise WeightMappingError(f"{path} is not JSON ({error}); restore the file") from None
     if not isinstance(config, dict):

@@ -1,0 +1,190 @@
+"""The fields of a config.json as transformers resolves them: its defaults, other names, precedence and types, without it.
+
+The launcher, the plan and the converters read a config.json by `resolve`; the ranks read transformers' own config by it, and
+refuse a model for which both differ. What transformers refuses is refused here too, and so are values that no model can have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_mega.errors import WeightMappingError
+from grpo_mega.weights.hf_fields import ALIASES, FIELDS, ROPE_THETA, SHARED_FIELDS
+
+Fields = dict[str, Any]
+_MAX_LAYERS, _MAX_SIZE, _MAX_POSITIONS = 10_000, 10**8, 10**10
+_SIZES = ["vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "decoder_sparse_step"]
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+_DTYPES = ("float32", "float", "float16", "half", "bfloat16", "float64", "double", "float8_e4m3fn", "float8_e5m2")
+_DIVIDING_HEADS = ("llama", "deepseek_v2")  # model types whose hidden_size must be a multiple of the heads
+_LATENT = ("deepseek_v2", "deepseek_v3")
+_ROPE_NEEDS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+
+
+def resolve(raw: Mapping[str, Any]) -> Fields:
+    """Return all fields of a config.json's contents. Raise WeightMappingError for a value that cannot be.
+
+    A model type without a table of fields is returned as it is. `resolve` of the result gives the same.
+    """
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FIELDS:
+        return dict(raw)
+    fields = dict(raw)
+    for name, field in (FIELDS[model_type] | SHARED_FIELDS).items():
+        fields.setdefault(name, field.default)
+        if name in raw and (must_be := field.refuses(raw[name])):
+            raise _wrong(name, raw[name], must_be)
+    for alias, name in ALIASES.get(model_type, {}).items():
+        if alias in raw and (must_be := FIELDS[model_type][name].refuses(raw[alias])):
+            raise _wrong(alias, raw[alias], must_be)
+        fields[alias] = fields[name] = raw.get(alias, fields[name])
+    for name in ("id2label", "label2id"):
+        if not isinstance(fields.get(name), dict | None):
+            raise _wrong(name, fields[name], "an object or null")
+    _check_sizes(fields)
+    _check_numbers(fields)
+    heads = fields["num_attention_heads"]
+    if fields["num_key_value_heads"] is None:
+        fields["num_key_value_heads"] = heads
+    if model_type in _DIVIDING_HEADS and fields["hidden_size"] % heads:
+        raise _wrong("hidden_size", fields["hidden_size"], f"a multiple of num_attention_heads={heads}")
+    if model_type in _LATENT:
+        fields["head_dim"] = fields["qk_rope_head_dim"]
+    elif fields.get("head_dim") is None:
+        fields["head_dim"] = fields["hidden_size"] // heads
+    if "use_sliding_window" in fields and not fields["use_sliding_window"]:
+        fields["sliding_window"] = None
+    if "mlp_only_layers" in fields and fields["mlp_only_layers"] is None:
+        fields["mlp_only_layers"] = []
+    if model_type == "glm4_moe":
+        fields.setdefault("partial_rotary_factor", 0.5)
+    _check_layer_types(fields)
+    fields["rope_parameters"] = _rope(fields, ROPE_THETA.get(model_type, 1e4))
+    return {name: value for name, value in fields.items() if name not in ("rope_scaling", "rope_theta")}
+
+
+def difference(model_type: str, ours: Fields, theirs: Fields) -> str | None:
+    """Return the first field of a model type that two resolved configs have different values for; None if there is none."""
+    for name in (*FIELDS.get(model_type, {}), "head_dim", "rope_parameters"):
+        if ours.get(name) != theirs.get(name) and name != "layer_types":
+            return f"{name} is {theirs.get(name)!r} for transformers, not {ours.get(name)!r}"
+    return None
+
+
+def _check_sizes(fields: Fields) -> None:
+    for name in _SIZES:
+        value = fields.get(name)
+        if value is not None and not (_is_int(value) and 1 <= value <= _MAX_SIZE):
+            raise _wrong(name, value, f"a positive whole number up to {_MAX_SIZE:,}")
+    if not 1 <= fields["num_hidden_layers"] <= _MAX_LAYERS:
+        raise _wrong("num_hidden_layers", fields["num_hidden_layers"], f"from 1 to {_MAX_LAYERS:,}")
+    if not 1 <= fields["max_position_embeddings"] <= _MAX_POSITIONS:
+        raise _wrong("max_position_embeddings", fields["max_position_embeddings"], f"from 1 to {_MAX_POSITIONS:,}")
+    if (fields.get("first_k_dense_replace") or 0) < 0:
+        raise _wrong("first_k_dense_replace", fields["first_k_dense_replace"], "0 or more")
+
+
+def _check_numbers(fields: Fields) -> None:
+    for name, most in (("rms_norm_eps", 1.0), ("routed_scaling_factor", 1e6)):
+        if name in fields and not 0 < fields[name] <= most:
+            raise _wrong(name, fields[name], f"above 0 and at most {most:g}")
+    if not 0 <= fields["initializer_range"] <= 1:
+        raise _wrong("initializer_range", fields["initializer_range"], "from 0 to 1")
+    partial = fields.get("partial_rotary_factor")
+    if partial is not None and not (_is_number(partial) and 0 < partial <= 1):
+        raise _wrong("partial_rotary_factor", partial, "above 0 and at most 1")
+    for name in _TOKENS:
+        ids = fields[name] if isinstance(fields[name], list) else [fields[name]]
+        if any(i is not None and not (0 <= i < fields["vocab_size"] or (name, i) == ("pad_token_id", -1)) for i in ids):
+            if name in fields and fields[name] != FIELDS[fields["model_type"]][name].default:
+                raise _wrong(name, fields[name], f"below vocab_size={fields['vocab_size']}, and not negative")
+    for name in ("dtype", "torch_dtype"):
+        if fields.get(name) is not None and fields[name] not in _DTYPES:
+            raise _wrong(name, fields[name], f"one of {', '.join(_DTYPES)}")
+
+
+def _check_layer_types(fields: Fields) -> None:
+    types, num_layers = fields.get("layer_types"), fields["num_hidden_layers"]
+    if types is None:
+        return
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise _wrong("layer_types", types, f"a list of num_hidden_layers={num_layers} texts")
+    other = next((one for one in types if one != "full_attention"), None)
+    if other is not None:
+        raise WeightMappingError(
+            f"config.json has {other!r} among layer_types; only 'full_attention' is supported, so name another model"
+        )
+
+
+def _rope(fields: Fields, default_theta: float) -> Fields:
+    """Return the rotary embedding's parameters, which stand in `rope_parameters`, `rope_scaling`, `rope_theta` or by themselves."""
+    scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
+    for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        if value is not None and not isinstance(value, dict):
+            raise _wrong(name, value, "an object or null")
+    if scaling and parameters and dict(scaling) != dict(parameters):
+        raise WeightMappingError(
+            f"config.json has rope_scaling={_shown(scaling)}, which contradicts rope_parameters={_shown(parameters)}; "
+            "remove one of them"
+        )
+    rope = dict(scaling or parameters or {})
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if fields.get(name) is not None and rope.get(name, fields[name]) != fields[name]:
+            raise WeightMappingError(
+                f"config.json has {name}={_shown(fields[name])}, which contradicts {_shown(rope[name])} in rope_parameters or "
+                "rope_scaling; remove one of them"
+            )
+    rope.setdefault("rope_theta", fields.get("rope_theta", default_theta))
+    if fields.get("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
+    if rope.get("type", rope.get("rope_type")) != rope.get("rope_type", rope.get("type")):
+        raise WeightMappingError(
+            f"config.json has rope_type={rope['rope_type']!r} and type={rope['type']!r}; remove one of them"
+        )
+    rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    if rope["rope_type"] in ("llama3", "yarn"):
+        rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
+    _check_rope(rope)
+    return rope
+
+
+def _check_rope(rope: Fields) -> None:
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            raise WeightMappingError(
+                f"config.json has rope_parameters.{name}, of one kind of layers; one rotary embedding for all is supported, so "
+                "name another model"
+            )
+    for name in _ROPE_NEEDS.get(str(rope["rope_type"]), ()):
+        if name not in rope:
+            raise WeightMappingError(f"config.json has rope_type {rope['rope_type']!r} without {name}; add it")
+    for name in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+        if name in rope and not (_is_number(rope[name]) and 0 < rope[name] <= 1e15):
+            raise _wrong(name, rope[name], "a positive number")
+    if rope.get("factor", 1) < 1:
+        raise _wrong("factor", rope["factor"], "at least 1, as the factor of rope_parameters")
+    if rope["rope_type"] == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
+        raise _wrong("high_freq_factor", rope["high_freq_factor"], f"above low_freq_factor={rope['low_freq_factor']}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _wrong(name: str, value: Any, must_be: str) -> WeightMappingError:
+    return WeightMappingError(f"config.json has {name}={_shown(value)}: must be {must_be}; correct the file")
