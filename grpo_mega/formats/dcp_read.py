@@ -2,6 +2,7 @@
 
 That file is a pickle, read with stand-ins for the few classes it is made of; everything else it names becomes an empty object,
 so that nothing of it is ever called. Each piece is a file of `torch.save` within a file: a zip archive of stored records.
+Torch's own reader needs the classes themselves: `load_metadata` and `check_extra_state` refuse every name but theirs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,16 @@ from grpo_mega.formats.dtypes import FROM_STORAGE, FROM_TORCH, ITEM_BYTES
 from grpo_mega.weights.boxes import Index
 
 METADATA = ".metadata"
+_CHECKPOINT = "torch.distributed.checkpoint"
+_METADATA_NAMES = {
+    *((f"{_CHECKPOINT}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((f"{_CHECKPOINT}.metadata", f"{name}StorageMetadata") for name in ("Bytes", "Chunk", "Tensor")),
+    *((f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"), (f"{_CHECKPOINT}.filesystem", "_StorageInfo")),
+    *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
+    *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("pathlib", "PurePosixPath")),
+}
+_TENSOR_NAMES = {("torch._utils", "_rebuild_tensor_v2"), ("torch.storage", "_load_from_bytes")}
+_RECIPES = "transformer_engine.common.recipe"  # its classes have names that begin with a capital letter
 FORMAT = "metadata.json"
 COMMON = "common.pt"
 
@@ -59,6 +70,16 @@ def read_metadata(folder: Path) -> dict[str, SavedTensor]:
         raise WeightMappingError(f"{path} does not exist; give the folder of a Megatron distributed checkpoint") from None
     except Exception as error:  # a damaged pickle raises what it likes
         raise WeightMappingError(f"{path} cannot be read ({error!r}); save the checkpoint again") from None
+
+
+def load_metadata(file: BinaryIO) -> Any:
+    """Return torch's Metadata from a `.metadata` file. Raise UnpicklingError, and call nothing, if it names another class."""
+    return _MetadataUnpickler(file).load()
+
+
+def check_extra_state(content: bytes) -> None:
+    """Raise UnpicklingError if the pickled state of a layer's FP8 scales names what no such state does. Call nothing."""
+    _ExtraStateUnpickler(io.BytesIO(content)).load()
 
 
 @dataclass(frozen=True)
@@ -145,6 +166,26 @@ class _Unpickler(pickle.Unpickler):
         known = {"collections": (OrderedDict, defaultdict), "builtins": (list, dict, set, tuple, int, str)}.get(module, ())
         stand_in = _Properties if name == "TensorProperties" else _Record
         return next((kind for kind in known if kind.__name__ == name), stand_in)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes the classes of torch's metadata, whose constructors only store their arguments, and refuses all other names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _METADATA_NAMES or (module == "torch" and name in FROM_TORCH):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint does")
+
+
+class _ExtraStateUnpickler(pickle.Unpickler):
+    """Makes empty objects in place of the classes in Transformer Engine's state of a layer, and refuses all other names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if (module, name) in _TENSOR_NAMES or (module == _RECIPES and name.isidentifier() and name.lstrip("_")[:1].isupper()):
+            return _Record
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no layer's state does")
 
 
 def _begin(file: BinaryIO, record: zipfile.ZipInfo) -> int:

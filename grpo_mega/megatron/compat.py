@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import pickle
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._device import _device_constructors
 
 from grpo_mega.distributed.recorder import recorder
+from grpo_mega.formats.dcp_read import load_metadata
 
 CPU = torch.device("cpu")
+_ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange")
 
 
@@ -54,6 +58,12 @@ def install() -> bool:
     _patch_placement()
     _leave_functions_uncompiled()
     return True
+
+
+def hide_wandb() -> None:
+    """Keep Megatron's timers and transformers from importing W&B where the run does not log to it: the import takes a second,
+    and makes two temporary folders."""
+    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # makes the import fail
 
 
 def _leave_functions_uncompiled() -> None:
@@ -98,6 +108,28 @@ def beat_per_loaded_tensor() -> None:
         recorder().beat()
 
     MCoreLoadPlanner.commit_tensor = commit_tensor
+
+
+@contextlib.contextmanager
+def only_plain_pickles() -> Iterator[None]:
+    """Have torch and Megatron make only tensors and plain values from the files of a checkpoint, while the context lasts.
+
+    torch's reader unpickles `.metadata` and the objects among a checkpoint's tensors without restriction: whoever can write
+    into a checkpoint could run code in the trainer. The variable restricts torch.load wherever Megatron or Transformer Engine
+    calls it; torch refuses it beside the variable that lifts the restriction.
+    """
+    from torch.distributed.checkpoint import filesystem
+
+    patched: Any = filesystem
+    variables = {name: os.environ.pop(name, None) for name in ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", _ONLY_WEIGHTS)}
+    os.environ[_ONLY_WEIGHTS] = "1"
+    patched.pickle = types.SimpleNamespace(**vars(pickle) | {"load": load_metadata})
+    try:
+        yield
+    finally:
+        patched.pickle = pickle
+        del os.environ[_ONLY_WEIGHTS]
+        os.environ.update({name: value for name, value in variables.items() if value is not None})
 
 
 @functools.cache

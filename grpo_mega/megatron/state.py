@@ -7,6 +7,7 @@ and their fp32 masters are saved separately, and a load proves that they still b
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,9 +31,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ResumeError
+from grpo_mega.formats.dcp_read import COMMON, METADATA, check_extra_state, load_metadata
 from grpo_mega.megatron import compat
 from grpo_mega.megatron.optimizer import parts, separate_steps
 from grpo_mega.megatron.precision import is_rounded_from
@@ -56,27 +59,56 @@ def load(
 ) -> dict[str, Any]:
     """Fill models, optimizer and `reference` from `folder`; return its counters, named by `counters`.
 
-    Raises ResumeError if the checkpoint is of another model, and on all ranks if any weight is not its fp32 master in the
-    model's dtype.
+    Raises ResumeError if the checkpoint is of another model, damaged, or holds objects that are no state of a model; and on all
+    ranks if any weight is not its fp32 master in the model's dtype. Nothing in the files is ever called.
     """
     compat.keep_adam_steps_apart()
     compat.beat_per_loaded_tensor()
     _make_states(optimizer)
-    try:
+    names = {p: name for model in models for name, p in model.named_parameters()}
+    with compat.only_plain_pickles(), _one_line(folder), _compared(optimizer) as differing:
+        with (folder / METADATA).open("rb") as file:
+            load_metadata(file)  # torch would report a refusal with two tracebacks
         strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
         state = dist_checkpointing.load(_state(models, optimizer, counters, reference, is_loading=True), str(folder), strategy)
-    except (dist_checkpointing.core.CheckpointingException, RuntimeError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ResumeError(f"checkpoint {folder} does not fit this model ({reason}); give the run_dir of its own run") from None
-    for index, model in enumerate(models):
-        model.load_state_dict(state[f"model{index}"])
-    reference |= state.get("reference", {})
-    names = {p: name for model in models for name, p in model.named_parameters()}
-    with _compared(optimizer) as differing:
+        for index, model in enumerate(models):
+            _check_extra_states(state[f"model{index}"])
+            model.load_state_dict(state[f"model{index}"])
+        reference |= state.get("reference", {})
         optimizer.load_state_dict(_regrouped(state["optimizer"], optimizer))
+        restored = {name: state[name] for name in counters}
     separate_steps(optimizer)
     _agree(folder, [names[p] for p in differing])
-    return {name: state[name] for name in counters}
+    return restored
+
+
+@contextmanager
+def _one_line(folder: Path) -> Iterator[None]:
+    """Raise ResumeError in place of what a checkpoint that cannot be loaded raises: damaged files raise what they like."""
+    try:
+        yield
+    except (CheckpointException, Exception) as error:  # torch's is a BaseException, and has the errors of all ranks
+        if isinstance(error, CheckpointException) and error.failures:
+            error = next(iter(error.failures.values()))[0]
+        if isinstance(error, (pickle.UnpicklingError, EOFError, OSError)):
+            name = "" if getattr(error, "filename", None) else f"{METADATA}, {COMMON} or a .distcp file "
+            raise ResumeError(
+                f"checkpoint {folder} cannot be read: {name}{_reason(error)}; put the name of an older step-N into latest"
+            ) from error
+        raise ResumeError(
+            f"checkpoint {folder} does not fit this model ({_reason(error)}); give the run_dir of its own run"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _check_extra_states(state: dict[str, Any]) -> None:
+    """Raise UnpicklingError unless the pickled states of layers, which Transformer Engine loads, are such states."""
+    for name, value in state.items():
+        if "_extra_state" in name and isinstance(value, torch.Tensor) and value.numel():
+            check_extra_state(value.cpu().numpy().tobytes())
 
 
 def _regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
