@@ -92,7 +92,7 @@ def train(config: Config, resume: bool, argv: list[str]) -> int:
     if CLAIMED in os.environ or os.environ.get("RANK", "0") != "0":
         return _train_as_rank(config)
     preflight.check(config)
-    with run_folder.claim(config, resume=resume, argv=argv):
+    with run_folder.claim(config, resume=resume, argv=argv) as claim:
         if not is_rank and config.layout.world_size > 1:
             os.environ[CLAIMED] = str(os.getpid())  # the ranks are part of this claim
             try:
@@ -100,7 +100,7 @@ def train(config: Config, resume: bool, argv: list[str]) -> int:
             finally:
                 del os.environ[CLAIMED]
             if code == EXIT_USER_ERROR:
-                run_folder.discard_unstarted(config.run_dir)
+                claim.discard_unstarted()
             return code
         if not is_rank:
             os.environ.update(rank_environments(os.environ, world_size=1)[0])

@@ -28,7 +28,8 @@ prepare() {
 discard_state() {
     [[ -e "$RUN_DIR/run.json" ]] && return
     rm -rf "$STATE"
-    rmdir "$RUN_DIR/logs" "$RUN_DIR" 2> /dev/null
+    rmdir "$RUN_DIR/logs" 2> /dev/null
+    [[ -z "$MADE_RUN_DIR" ]] || rmdir "$RUN_DIR" 2> /dev/null
 }
 
 # Each node by itself, then all of them together; a node that fails is named, and the job is requeued without it. Where the

@@ -4,6 +4,8 @@ axes. They run too where an argument names them (`FILE::TEST`), or where `-m` ha
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB; skips where none may be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(folder)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here ({mounted.stderr.strip()})")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def full_disk(small_disk: Path) -> Path:
+    """A file system on which files can be made, and nothing be written into them."""
+    fill(small_disk)
+    return small_disk
+
+
+def fill(folder: Path) -> None:
+    """Fill the file system of `folder` with the file `filler`."""
+    with pytest.raises(OSError, match="No space left"), (folder / "filler").open("ab", buffering=0) as file:
+        while True:
+            file.write(b"x" * 512)
 
 
 def is_asked_for(item: pytest.Item, asked: list[tuple[Path, str]]) -> bool:

@@ -18,12 +18,13 @@ import fcntl
 import json
 import os
 import platform
-import shutil
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -65,42 +66,100 @@ FREE_ON_RESUME |= {f"algorithm.ratio_clip_{name}" for name in ("eps", "eps_low",
 FREE_ON_RESUME |= {"algorithm.early_stop_imp_ratio", "rewards.refresh_command", "rewards.refresh_deadline_s"}
 
 
+@dataclass
+class Claim:
+    """The folder that a start of a run owns, and what it has made there: a refused start removes nothing else."""
+
+    folder: Path  # without links
+    before: frozenset[str]  # the names in the folder and in its logs, except of empty logs of ranks, that were there before
+    is_new: bool  # the start made the folder
+
+    def discard_unstarted(self) -> None:
+        """Remove what this start made if no run has begun to log, so that the same command works once the error is fixed."""
+        if not {path.name for path in self.folder.iterdir()} <= {CONFIG_FILE, RUN_FILE, LOCK_FILE, LOGS} | self.before:
+            return
+        logs = sorted((self.folder / LOGS).glob("rank_*.log"))
+        for path in (*logs, *(self.folder / name for name in (CONFIG_FILE, RUN_FILE, LOCK_FILE))):
+            if _name(path, self.folder) not in self.before:
+                path.unlink(missing_ok=True)
+        for path in ((self.folder / LOGS), *([self.folder] if self.is_new else [])):
+            if path == self.folder or _name(path, self.folder) not in self.before:
+                with suppress(OSError):  # something else lies there, such as the log of a server that an error names
+                    path.rmdir()
+
+
 @contextmanager
-def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[None]:
+def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim]:
     """Own the folder while the context lasts. Raises ConfigError or ResumeError, and then has written nothing."""
-    folder = config.run_dir
-    is_run = (folder / RUN_FILE).exists()
-    if not is_run and folder.exists() and not _is_free(folder):
-        raise ConfigError(f"run_dir={folder} exists and is not a run's folder; name a new or empty one")
-    if is_run and not resume:
-        raise ConfigError(f"run_dir={folder} holds a run; go on with it by --resume, or name another run_dir")
-    if is_run:
-        _changes(folder, config)
-    elif resume:
-        raise ResumeError(f"run_dir={folder} holds no run to resume; start without --resume")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the responses, and the logs, may be confidential
-    with (folder / LOCK_FILE).open("w") as lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"run_dir={folder} is in use by another process; wait for it or name another run_dir") from None
-        if is_run:
-            latest(folder / CHECKPOINTS)  # raises ResumeError before any rank starts if it names a missing checkpoint
-        else:
-            (folder / CONFIG_FILE).write_text(configs.dump(config))
-        starts = _starts(folder)
-        write_atomically(folder / RUN_FILE, json.dumps({"starts": [*starts, _start(argv)]}, indent=1).encode() + b"\n")
+            claimed = stack.enter_context(_claimed(config, resume=resume, argv=argv))
+        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"run_dir={config.run_dir} cannot be written ({reason}); free its disk or name another") from None
         try:
-            yield
+            yield claimed
         except UserError:
-            discard_unstarted(folder)
+            claimed.discard_unstarted()
             raise
 
 
-def discard_unstarted(folder: Path) -> None:
-    """Remove a folder in which no run has begun to log, so that the same command works once the error is fixed."""
-    if {path.name for path in folder.iterdir()} <= {CONFIG_FILE, RUN_FILE, LOCK_FILE, LOGS}:
-        shutil.rmtree(folder)
+@contextmanager
+def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim]:
+    folder = config.run_dir.resolve()  # of a link that leads nowhere yet, the folder is made where it leads
+    is_run = (folder / RUN_FILE).exists()
+    if not is_run and folder.exists() and not _is_free(folder):
+        raise ConfigError(f"run_dir={config.run_dir} exists and is not a run's folder; name a new or empty one")
+    if is_run and not resume:
+        raise ConfigError(f"run_dir={config.run_dir} holds a run; go on with it by --resume, or name another run_dir")
+    if is_run:
+        _changes(folder, config)
+    elif resume:
+        raise ResumeError(f"run_dir={config.run_dir} holds no run to resume; start without --resume")
+    claimed = Claim(folder, _names(folder), is_new=not folder.exists())
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the responses, and the logs, may be confidential
+    _warn_if_open(folder)
+    with ExitStack() as undo:
+        undo.callback(claimed.discard_unstarted)
+        with (folder / LOCK_FILE).open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                undo.pop_all()  # what is there belongs to the other process
+                raise ConfigError(
+                    f"run_dir={config.run_dir} is in use by another process; wait for it or name another run_dir"
+                ) from None
+            if is_run:
+                latest(folder / CHECKPOINTS)  # raises ResumeError before any rank starts if it names a missing checkpoint
+            else:
+                write_atomically(folder / CONFIG_FILE, configs.dump(config).encode())
+            starts = _starts(folder)
+            write_atomically(folder / RUN_FILE, json.dumps({"starts": [*starts, _start(argv)]}, indent=1).encode() + b"\n")
+            undo.pop_all()
+            yield claimed
+
+
+def _names(folder: Path) -> frozenset[str]:
+    """Return the names in a folder and in its logs, except of empty logs of ranks: the others of this start may be there."""
+    paths = [path for pattern in ("*", f"{LOGS}/*") for path in folder.glob(pattern)]
+    is_empty_log = {path: path.match(f"{LOGS}/rank_*.log") and not path.stat().st_size for path in paths}
+    return frozenset(_name(path, folder) for path in paths if not is_empty_log[path])
+
+
+def _name(path: Path, folder: Path) -> str:
+    return str(path.relative_to(folder))
+
+
+def _warn_if_open(folder: Path) -> None:
+    """Warn where other users can read the folder. Its mode stays as its owner has set it."""
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if mode & 0o055 and all(parent.stat().st_mode & 0o011 for parent in folder.parents):
+        print(
+            f"grpo-mega: warning: run_dir={folder} has mode {mode:o}: other users can read prompts, responses and logs; "
+            "close it by chmod 700",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def adopt(config: Config) -> list[str]:
@@ -133,9 +192,13 @@ def last_step(folder: Path) -> int:
 
 
 def _is_free(folder: Path) -> bool:
-    """Return True if the folder is empty except for logs, or was left by a start that was killed before it became a run's."""
+    """Return True if the folder is empty except for logs, or was left by a start that was killed before it became a run's.
+
+    Such a start made the lock before the config: a config without a lock is the user's.
+    """
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {RUN_FILE}
-    return {name for name in names if not name.startswith(f".{RUN_FILE}.")} <= {CONFIG_FILE, LOCK_FILE, LOGS}
+    names -= {name for name in names if name.startswith((f".{RUN_FILE}.", f".{CONFIG_FILE}."))}
+    return names <= {CONFIG_FILE, LOCK_FILE, LOGS} and not (CONFIG_FILE in names and LOCK_FILE not in names)
 
 
 def _changes(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import yaml
 
 from grpo_mega import config as configs
-from grpo_mega.errors import ResumeError
+from grpo_mega.errors import ConfigError, EngineError, ResumeError
 from grpo_mega.paths import CONFIG_FILE
 from grpo_mega.run.folder import adopt, claim, trim
 
@@ -94,6 +95,114 @@ def test_the_machine_is_described_at_the_start(tmp_path: Path) -> None:
     started(tmp_path / "run")
     (start,) = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]
     assert start["machine"]["cores"] >= 1 and start["machine"]["memory_gib"] >= 1 and start["machine"]["gpus"] is not None
+
+
+def refused(run_dir: Path, logs: tuple[str, ...] = ()) -> None:
+    """Start a run that the ranks refuse, once they have written their logs."""
+    with pytest.raises(ConfigError, match="tp must"), claim(config(run_dir), resume=False, argv=["train"]):
+        for name in logs:
+            (run_dir / "logs").mkdir(exist_ok=True)
+            with (run_dir / "logs" / name).open("a") as log:
+                log.write("tp must divide the heads\n")
+        raise ConfigError("tp must divide the heads")
+
+
+def content(folder: Path) -> dict[str, str | None]:
+    return {str(p.relative_to(folder)): p.read_text() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def test_a_refused_start_leaves_nothing_of_its_own(tmp_path: Path) -> None:
+    refused(tmp_path / "runs" / "new", logs=("rank_1.log",))
+    assert content(tmp_path) == {"runs": None}
+
+
+def test_a_refused_start_leaves_a_folder_that_it_did_not_make(tmp_path: Path) -> None:
+    run_dir = tmp_path / "mine"
+    run_dir.mkdir()
+    refused(run_dir, logs=("rank_1.log",))
+    assert content(tmp_path) == {"mine": None}
+    (run_dir / "logs").mkdir()
+    (run_dir / "logs" / "out.txt").write_text("my own log\n")
+    (run_dir / "logs" / "rank_1.log").write_text("of an earlier start\n")
+    before = content(tmp_path)
+    refused(run_dir, logs=("rank_2.log",))
+    assert content(tmp_path) == before
+
+
+def test_the_log_of_a_server_that_did_not_start_is_kept(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises(EngineError), claim(config(run_dir), resume=False, argv=["train"]):
+        (run_dir / "logs").mkdir()
+        (run_dir / "logs" / "server.log").write_text("no memory\n")
+        raise EngineError(f"the server did not start; see {run_dir}/logs/server.log")
+    assert content(run_dir) == {"logs": None, "logs/server.log": "no memory\n"}
+
+
+def test_a_folder_with_a_users_own_config_is_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("steps: 3  # my notes\n")
+    with pytest.raises(ConfigError, match="is not a run's folder"), claim(config(tmp_path), resume=False, argv=["train"]):
+        pass
+    assert content(tmp_path) == {"config.yaml": "steps: 3  # my notes\n"}
+
+
+def test_a_folder_in_use_by_another_process_is_left_as_it_is(tmp_path: Path) -> None:
+    with claim(config(tmp_path), resume=False, argv=["train"]):
+        (tmp_path / "run.json").rename(tmp_path / "elsewhere")  # as if it were not written yet
+        (tmp_path / "elsewhere").unlink()
+        before = content(tmp_path)
+        code = "import sys; from pathlib import Path; sys.path[:0] = sys.argv[2:]\n"
+        code += "from test_folder import refused; refused(Path(sys.argv[1]))"
+        paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+        other = subprocess.run([sys.executable, "-c", code, str(tmp_path), *paths], capture_output=True, text=True)
+        assert "is in use by another process" in other.stderr, other.stderr
+        assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_is_followed_and_outlives_a_refused_start(tmp_path: Path, is_there: bool) -> None:
+    link, target = tmp_path / "link", tmp_path / "far" / "target"
+    link.symlink_to("far/target")
+    if is_there:
+        target.mkdir(parents=True)
+    refused(link, logs=("rank_1.log",))
+    assert link.is_symlink() and target.exists() == is_there
+    started(link)
+    assert (target / "run.json").exists() and link.is_symlink()
+    assert is_there or target.stat().st_mode & 0o777 == 0o700
+    with claim(config(link), resume=True, argv=["train"]):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    (tmp_path / "file").touch()
+    for name in ("circle", "file", "file/run", "x" * 300):
+        with pytest.raises(ConfigError, match=r"run_dir=.*/(circle|file|run|x+) .*; (name|free)") as error:
+            started(tmp_path / name)
+        assert "\n" not in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["circle", "file"]
+
+
+def test_a_full_disk_refuses_the_start_in_one_line(full_disk: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run_dir=.*/run cannot be written \(No space left on device\); free its disk"):
+        started(full_disk / "run")
+    assert {path.name for path in full_disk.iterdir()} == {"filler"}
+
+
+def test_a_folder_keeps_its_mode_and_one_open_to_others_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as above:
+        for mode, is_told in ((0o700, False), (0o750, True), (0o755, True), (0o711, True)):
+            os.chmod(above, 0o755)
+            run = Path(above, f"{mode:o}")
+            run.mkdir()
+            run.chmod(mode)
+            started(run)
+            assert run.stat().st_mode & 0o777 == mode
+            assert (f"run_dir={run} has mode {mode:o}: other users can read" in capsys.readouterr().err) == is_told
+        os.chmod(above, 0o700)  # which closes what is below it
+        with claim(config(run), resume=True, argv=["train"]):
+            pass
+        assert capsys.readouterr().err == ""
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to become another user (run as root)")
