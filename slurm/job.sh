@@ -84,7 +84,11 @@ settings() {
     export STATE RUN_DIR RANKS_PER_NODE NODE_SILENCE_SECONDS
     export START="$SLURM_JOB_ID.$RESTARTS"
     mkdir -p "$(dirname "$RUN_DIR")"
-    [[ -d "$RUN_DIR" ]] || mkdir -m 700 "$RUN_DIR" # other users of the nodes may not look into it
+    MADE_RUN_DIR=""
+    if [[ ! -d "$RUN_DIR" ]]; then
+        mkdir -m 700 "$RUN_DIR" # other users of the nodes may not look into it
+        MADE_RUN_DIR=1
+    fi
     mkdir -p "$STATE/beats" "$STATE/failures"
     rm -f "$STATE"/beats/* "$STATE"/failures/*
     ((RESTARTS > 0)) || rm -f "$STATE/finished" # a new job may have a finished run go on to more steps
@@ -315,15 +319,21 @@ ranks_of() {
     done
 }
 
-# After a failure, start again if this start saved something, or is the first that did not.
+# After a failure, start again if this start saved something, or is the first that did not. Starts that cannot be counted, as on
+# a full disk, are not repeated: they would be for ever.
 requeue_or_give_up() {
-    local count=0 now
+    local count=0 now file="$STATE/starts_without_save"
     now="$(latest_checkpoint)"
     if [[ -z "$now" || "$now" == "${CHECKPOINT_BEFORE-$now}" ]]; then
-        count=$(($(cat "$STATE/starts_without_save" 2> /dev/null || echo 0) + 1))
+        [[ ! -e "$file" ]] || count="$(cat "$file" 2> /dev/null)"
+        [[ "$count" =~ ^[0-9]{1,6}$ ]] || count=$MAX_STARTS_WITHOUT_SAVE # it was not written whole
+        count=$((10#$count + 1))
     fi
-    mkdir -p "$STATE"
-    echo "$count" > "$STATE/starts_without_save"
+    mkdir -p "$STATE" 2> /dev/null
+    if ! { echo "$count" > "$file.new" && mv "$file.new" "$file"; } 2> /dev/null || [[ "$(cat "$file")" != "$count" ]]; then
+        say "given up: $file cannot be written; free its disk, then sbatch again with RUN_DIR=$RUN_DIR"
+        exit 1
+    fi
     if ((count >= MAX_STARTS_WITHOUT_SAVE)); then
         say "given up after $count starts in a row that saved nothing; fix the cause, then sbatch again with RUN_DIR=$RUN_DIR"
         exit 1

@@ -41,14 +41,22 @@ class Node:
         threading.Thread(target=self.watch, daemon=True).start()
         code = subprocess.run([sys.executable, "-m", "torch.distributed.run", *torchrun_arguments(), *arguments]).returncode
         if code and not self.is_ending and not self.failures():
-            write(self.state / "failures" / f"{self.name}-", code, f"node {self.name}: its torchrun exited with code {code}")
+            report(self.state / "failures" / f"{self.name}-", code, f"node {self.name}: its torchrun exited with code {code}")
         return code
 
     def watch(self) -> None:
+        """Watch until the end; a watch that fails is the end, too."""
+        try:
+            self.watch_for_ever()
+        except BaseException as error:
+            self.end(f"its watch ended with {type(error).__name__}: {error}")
+
+    def watch_for_ever(self) -> None:
         heard, heard_at, failed_at = "", time.monotonic(), 0.0
         while True:
             now = time.monotonic()
-            write(self.state / "beats" / self.name, "alive")
+            with contextlib.suppress(OSError):  # the job's script asks a node without beats whether it is alive
+                write(self.state / "beats" / self.name, "alive")
             beat = self.job_beat()
             if beat != heard:
                 heard, heard_at = beat, now
@@ -107,6 +115,15 @@ def write(path: Path, *fields: object) -> None:
     fresh = path.parent.parent / f".{path.parent.name}-{path.name}"
     fresh.write_text("\t".join(map(str, (f"{time.time():.3f}", *fields))) + "\n")
     os.replace(fresh, path)
+
+
+def report(path: Path, code: int, text: str) -> None:
+    """Write a failure, or say it where the disk takes nothing."""
+    try:
+        write(path, code, text)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            print(f"{text}; {path} cannot be written ({error.strerror})", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from node import write
+from node import report
 
 from grpo_mega.distributed.launch import die_with_launcher, exit_description, log_tail
 
@@ -40,7 +40,7 @@ def main() -> int:
         node = os.environ["SLURMD_NODENAME"]
         output_at = "see above" if rank == 0 else log_tail(log, start)
         failure = Path(os.environ["STATE"]) / "failures" / f"{node}-{rank}"
-        write(failure, code, f"node {node}: rank {rank} {exit_description(code)}; {output_at}")
+        report(failure, code, f"node {node}: rank {rank} {exit_description(code)}; {output_at}")
     return code if code >= 0 else 128 - code
 
 

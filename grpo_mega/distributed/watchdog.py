@@ -18,8 +18,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from torch.distributed import Store
 
@@ -32,6 +35,8 @@ FOLDER = "hang"
 LONGEST_PAUSE_S = 5.0  # between looks, each of which costs the store a few requests per rank; below SECONDS_TO_ANSWER
 SECONDS_TO_ANSWER = 10.0
 SECONDS_AFTER_FIRST = 20.0  # rank 0 asks first; others only if it does not
+SECONDS_TO_REPORT = 60.0  # for the rank that asked; another then takes its place
+SECONDS_TO_WRITE = 5.0
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -66,6 +71,7 @@ class HangWatch:
     def _watch(self) -> None:
         has_answered = False
         store_answered = time.monotonic()
+        others_report: float | None = None  # since when another rank is to end the run
         while not self._is_over.wait(min(LONGEST_PAUSE_S, self._deadline_s / 10)):
             try:
                 self._store.add(f"hang/beats/{self._rank}", 1)
@@ -74,10 +80,13 @@ class HangWatch:
                     self._answer()
                     has_answered = True
                 reason = self._reason()
-                if reason and self._store.add("hang/claims", 1) == 1:
+                others_report = (others_report or time.monotonic()) if reason else None
+                if reason and (
+                    self._store.add("hang/claims", 1) == 1 or time.monotonic() - (others_report or 0) > SECONDS_TO_REPORT
+                ):
                     self._report(reason)
                 store_answered = time.monotonic()
-            except RuntimeError as error:  # the store's process is dead or stopped, or this process is on its way out
+            except Exception as error:  # the store's process is dead or stopped, or this process is on its way out
                 silence = time.monotonic() - store_answered
                 if silence > self._deadline_s and not self._is_over.is_set():
                     problem = str(error).split("\n", 1)[0][:100]
@@ -114,16 +123,27 @@ class HangWatch:
         return max(self._timers.current()[1], recorder().last_beat)
 
     def _answer(self) -> None:
+        self._store.set(f"hang/{self._rank}", self._where())
+        _attempt(self._write_stacks)
+
+    def _write_stacks(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / f"rank_{self._rank}.txt").open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        self._store.set(f"hang/{self._rank}", self._where())
 
     def _where(self) -> str:
         phase, _ = self._timers.current()
         return f"{phase}, {recorder().last()}, at {_place(sys._current_frames().get(self._main_thread or 0))}"
 
     def _report(self, reason: str) -> None:
+        try:
+            lines = self._answers()
+        except Exception as error:
+            lines = [f"the other ranks cannot be asked ({str(error).splitlines()[0][:100]})", self._where()]
+        self._end(reason, lines)
+
+    def _answers(self) -> list[str]:
+        """Ask all ranks; return a line for those of equal answers, the rarest first."""
         self._store.set("hang/asked", "1")
         self._answer()
         ranks = range(self._world_size)
@@ -136,23 +156,51 @@ class HangWatch:
             by_answer.setdefault(answer, []).append(rank)
         nodes = [self._try_get(f"hang/node/{rank}") or "" for rank in ranks]
         rarest_first = sorted(by_answer.items(), key=lambda item: len(item[1]))
-        self._end(reason, [f"{_ranks(numbers)}{_on_nodes(numbers, nodes)}: {answer}" for answer, numbers in rarest_first])
+        return [f"{_ranks(numbers)}{_on_nodes(numbers, nodes)}: {answer}" for answer, numbers in rarest_first]
 
     def _try_get(self, key: str) -> str | None:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def _end(self, reason: str, lines: list[str]) -> None:
-        text = "\n  ".join(
-            [
-                f"grpo-mega: {reason}, reported by rank {self._rank}; the run ends here",
-                *lines,
-                f"stacks are in {self._folder}; {self._last_checkpoint()}",
-            ]
-        )
+    def _end(self, reason: str, lines: list[str]) -> NoReturn:
+        """Report and end this process, whatever fails."""
+        try:
+            found = _attempt(self._last_checkpoint)
+            last = found.result or f"the last checkpoint cannot be read ({found.problem})"
+            head = f"grpo-mega: {reason}, reported by rank {self._rank}; the run ends here"
+            text = "\n  ".join([head, *lines, f"stacks are in {self._folder}; {last}"])
+            problem = _attempt(partial(self._write_report, text + "\n")).problem
+            if problem:
+                text = "\n  ".join([head, *lines, f"stacks cannot be written to {self._folder} ({problem}); {last}"])
+            _attempt(partial(print, text, file=sys.stderr, flush=True))
+        finally:
+            os._exit(EXIT_HANG)
+
+    def _write_report(self, text: str) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / "report.txt").write_text(text + "\n")
-        print(text, file=sys.stderr, flush=True)
-        os._exit(EXIT_HANG)
+        (self._folder / "report.txt").write_text(text)
+
+
+@dataclass
+class _Attempt:
+    result: str | None = None
+    problem: str = f"no answer in {SECONDS_TO_WRITE:.0f} s"  # "": it was done
+
+
+def _attempt(act: Callable[[], str | None]) -> _Attempt:
+    """Call `act` in a thread of its own, and wait for SECONDS_TO_WRITE at most: a file system may never answer."""
+    attempt = _Attempt()
+
+    def run() -> None:
+        try:
+            attempt.result = act()
+            attempt.problem = ""
+        except BaseException as error:
+            attempt.problem = str(error) or repr(error)
+
+    thread = threading.Thread(target=run, name="hang report", daemon=True)
+    thread.start()
+    thread.join(SECONDS_TO_WRITE)
+    return attempt
 
 
 def _place(frame: object) -> str:

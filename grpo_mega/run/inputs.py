@@ -107,8 +107,8 @@ class RunInputs(threading.Thread):
                         left -= len(chunk)
                         self._num_done += 1
                 self._digests[name, index] = digest.hexdigest()
-        except OSError as error:
-            self._problem = str(error)
+        except BaseException as error:  # a digest that lacks a piece must not be recorded
+            self._problem = str(error) or repr(error)
 
 
 def model_files(folder: Path, *, has_weights: bool) -> list[Path]:

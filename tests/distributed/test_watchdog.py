@@ -106,6 +106,54 @@ def test_a_run_that_makes_progress_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000003\n"
 
 
+STUCK = """
+import os, sys, time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+import torch.distributed as dist
+from grpo_mega.distributed.watchdog import HangWatch
+from grpo_mega.observe.timers import Timers
+
+store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=60))
+config = SimpleNamespace(run_dir=Path(sys.argv[1]), hang_deadline_s=1.0, deadline_of_phase={})
+
+def last_checkpoint():
+    raise OSError("Stale file handle")
+
+timers = Timers()
+with HangWatch(config, store, 0, 1, timers, last_checkpoint), timers("update"):
+    time.sleep(600)
+"""
+
+
+def stuck(run_dir: Path, stderr: Path) -> int:
+    with stderr.open("w") as file:
+        environment = os.environ | {"PYTHONPATH": str(HELPERS.parents[1])}
+        return subprocess.run([sys.executable, "-c", STUCK, str(run_dir)], stderr=file, env=environment, timeout=120).returncode
+
+
+def test_a_stuck_run_ends_though_its_folder_and_terminal_are_full(full_disk: Path, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    assert stuck(full_disk, said) == EXIT_HANG
+    assert re.search(r"no progress for \d+ s in update, reported by rank 0; the run ends here", said.read_text())
+    assert "stacks cannot be written to" in said.read_text() and "No space left on device" in said.read_text()
+    assert "the last checkpoint cannot be read (Stale file handle)" in said.read_text()
+    assert stuck(full_disk, Path("/dev/full")) == EXIT_HANG
+
+
+def test_a_stuck_run_ends_though_its_folder_is_gone_or_never_answers(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    (tmp_path / "file").touch()
+    assert stuck(tmp_path / "file", said) == EXIT_HANG
+    assert "stacks cannot be written to" in said.read_text() and "Not a directory" in said.read_text()
+    (tmp_path / "run" / "hang").mkdir(parents=True)
+    for name in ("rank_0.txt", "report.txt"):
+        os.mkfifo(tmp_path / "run" / "hang" / name)  # which nobody reads, so that opening it waits for ever
+    assert stuck(tmp_path / "run", said) == EXIT_HANG
+    assert "stacks cannot be written to" in said.read_text() and "no answer in 5 s" in said.read_text()
+
+
 @pytest.mark.parametrize(("numbers", "text"), [([4], "rank 4"), ([0, 1, 2, 3, 5], "ranks 0-3, 5"), ([1, 3, 4], "ranks 1, 3-4")])
 def test_ranks_are_named_by_runs(numbers: list[int], text: str) -> None:
     assert _ranks(numbers) == text

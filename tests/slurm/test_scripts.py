@@ -69,6 +69,44 @@ def test_what_slurm_is_asked_for_is_there_in_both() -> None:
             assert any(wanted in line for line in asked), (path.name, wanted)
 
 
+def _requeue(state: Path) -> str:
+    """What a failed start that saved nothing comes to."""
+    code = 'source slurm/job.sh; say() { echo "$*"; }; requeue() { echo "requeued: $*"; exit 0; }; requeue_or_give_up'
+    environment = os.environ | {"GRPO_MEGA_ROOT": str(ROOT), "STATE": str(state), "RUN_DIR": str(state / "none")}
+    return subprocess.run(["bash", "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True).stdout
+
+
+def test_starts_that_save_nothing_are_counted_and_end(tmp_path: Path) -> None:
+    assert _requeue(tmp_path / "state") == "requeued: the last checkpoint is none\n"
+    assert _requeue(tmp_path / "state").startswith("given up after 2 starts in a row that saved nothing; ")
+    for damaged in ("", "many", "1\n1", "0x", "08"):
+        (tmp_path / "state" / "starts_without_save").write_text(damaged)
+        assert _requeue(tmp_path / "state").startswith("given up after "), damaged
+
+
+def test_starts_that_cannot_be_counted_are_not_repeated(full_disk: Path) -> None:
+    for state in (full_disk, full_disk / "filler" / "state"):
+        for _ in range(2):
+            assert _requeue(state).startswith(f"given up: {state}/starts_without_save cannot be written; free its disk, ")
+
+
+def _watched(state: Path) -> str:
+    """What the watch of a node says at its end. The node itself would wait for ever."""
+    code = "import sys, time; sys.path[:0] = ['slurm', '.']; import node, threading; watched = node.Node()\n"
+    code += "threading.Thread(target=watched.watch, daemon=True).start(); time.sleep(600)"
+    environment = {"SLURMD_NODENAME": "n0", "STATE": str(state), "START": "7.0", "NODE_SILENCE_SECONDS": "0.5"}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    return result.stderr
+
+
+def test_a_node_is_watched_though_its_beats_cannot_be_written(full_disk: Path, tmp_path: Path) -> None:
+    assert "no beat from the job's script for 2 s" in _watched(full_disk)
+    (tmp_path / "job_beat").write_bytes(b"\xff\xfe")
+    assert "node n0: its watch ended with UnicodeDecodeError" in _watched(tmp_path)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_is_valid_and_begins_with_what_it_needs(path: Path) -> None:
     assert load(path).steps > 0

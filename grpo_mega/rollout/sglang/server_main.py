@@ -91,10 +91,12 @@ def _serve_and_exit(arguments: Sequence[str]) -> NoReturn:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the disk of the log is full
+            traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 
