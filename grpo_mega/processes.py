@@ -89,24 +89,33 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def make_locked_folder(prefix: str, base: Path) -> tuple[Path, int]:
-    """Return a new folder of this user alone, and the descriptor that locks it for this process and those forked from it."""
+    """Return a new folder of this user alone, and the descriptor that locks it for this process and those forked from it.
+
+    Raises OSError where none can be made, or its file system knows no locks.
+    """
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        with contextlib.suppress(OSError):  # another process removed it before it was locked
+        try:
             lock = _lock(folder)
-            if folder.exists():
-                return folder, lock
-            os.close(lock)
+        except (FileNotFoundError, BlockingIOError):  # another process, which removes unlocked ones, was faster
+            continue
+        except OSError:
+            folder.rmdir()
+            raise
+        if folder.exists():
+            return folder, lock
+        os.close(lock)
 
 
-def remove_unlocked(prefix: str, base: Path) -> None:
-    """Remove this user's folders of that prefix that no living process has locked."""
-    for folder in base.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # in use, a link, another user's, or removed meanwhile
-            lock = _lock(folder)
-            if os.fstat(lock).st_uid == os.geteuid():
-                shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
+def remove_unlocked(prefix: str, base: Path, keep: str = "") -> None:
+    """Remove this user's folders of that prefix that no living process has locked, and that hold no file called `keep`."""
+    with contextlib.suppress(OSError):  # the base is gone, or closed
+        for folder in list(base.glob(f"{prefix}*")):
+            with contextlib.suppress(OSError):  # in use, a link, another user's, or removed meanwhile
+                lock = _lock(folder)
+                if os.fstat(lock).st_uid == os.geteuid() and not (keep and (folder / keep).exists()):
+                    shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
 
 
 def _lock(folder: Path) -> int:

@@ -13,8 +13,8 @@ PACKAGE = ROOT / "grpo_mega"
 
 # A module or package directly below grpo_mega imports only those before it.
 ORDER = """
-__init__ errors text files yaml_text json_lines processes http_client types paths config weights batching rewards data algorithm
-hardware observe distributed formats validation rollout megatron planner sync run commands train cli grpo
+__init__ errors text files yaml_text json_lines processes temporary http_client types paths config weights batching rewards data
+algorithm hardware observe distributed formats validation rollout megatron planner sync run commands train cli grpo
 """
 
 # Third-party packages that only some may import, by path below the package.
@@ -24,6 +24,7 @@ CONFINED = {"megatron": "megatron/", "sglang": "rollout/sglang/"}
 WITHOUT = {
     "errors": {"torch", "transformers", "numpy", "pydantic"},
     "json_lines": {"torch", "transformers", "numpy", "pydantic"},
+    "temporary": {"torch", "transformers", "numpy", "pydantic"},
     "processes": {"torch", "transformers", "numpy", "pydantic"},
     "text": {"torch", "transformers", "numpy", "pydantic"},
     "files": {"torch", "transformers", "numpy", "pydantic"},

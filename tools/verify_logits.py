@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.formats.detect import Checkpoint, find_checkpoint
 from grpo_mega.formats.reader import open_reader
 from grpo_mega.rollout.embedded.compat import scale_attention
+from grpo_mega.temporary import private_folder
 from grpo_mega.weights.apply import load_shards
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,8 +49,8 @@ def outputs(checkpoint: Checkpoint) -> Outputs:
         return _by_megatron(checkpoint)
     if "quantization_config" in checkpoint.config():
         raise ConfigError(f"{checkpoint.path} is quantized; convert it, and verify what was written")
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "outputs.pt"
+    with private_folder() as folder:
+        out = folder / "outputs.pt"
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         command = [sys.executable, __file__, str(checkpoint.weights), str(out)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)

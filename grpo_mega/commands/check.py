@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from grpo_mega.config import Config
 from grpo_mega.distributed.launch import run_ranks
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.reader import open_hf_reader
+from grpo_mega.temporary import private_folder
 from grpo_mega.types import StepMetrics
 from grpo_mega.validation import preflight
 from grpo_mega.weights.boxes import Box
@@ -94,8 +94,8 @@ def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
     )
     cases = [Case("one rank", with_layout(config, "tp=1"))]
     cases += [Case(text, with_layout(config, text)) for text in layouts]
-    with tempfile.TemporaryDirectory() as folder:
-        baseline, *outcomes = run_cases(cases, Path(folder))
+    with private_folder() as folder:
+        baseline, *outcomes = run_cases(cases, folder)
         return [compare(case.name, outcome, baseline) for case, outcome in zip(cases[1:], outcomes, strict=True)]
 
 

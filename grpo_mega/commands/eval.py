@@ -19,6 +19,7 @@ from grpo_mega.commands.ranks import check_world_size, prepare_rank
 from grpo_mega.distributed.launch import launch_local, only_rank
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from grpo_mega.paths import LOGS
+from grpo_mega.temporary import KEEP, private_folder
 from grpo_mega.validation import preflight
 
 FOLDER = "GRPO_MEGA_EVAL_FOLDER"  # set by the launcher for its ranks: their temporary folder
@@ -38,7 +39,11 @@ def run(options: EvalOptions, argv: list[str]) -> int:
 
 
 def _start(request: EvalRequest, argv: list[str]) -> int:
-    folder = Path(tempfile.mkdtemp(prefix="grpo_mega-eval-"))
+    with private_folder() as folder:
+        return _start_in(folder, request, argv)
+
+
+def _start_in(folder: Path, request: EvalRequest, argv: list[str]) -> int:
     code = 1  # of an unexpected exception
     try:
         if request.config.layout.world_size == 1:
@@ -55,9 +60,8 @@ def _start(request: EvalRequest, argv: list[str]) -> int:
         code = 0
         raise
     finally:
-        if code in (0, EXIT_USER_ERROR, EXIT_INTERRUPTED):
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
+        if code not in (0, EXIT_USER_ERROR, EXIT_INTERRUPTED):
+            (folder / KEEP).touch()
             print(f"grpo-mega: logs of the ranks are in {folder}", file=sys.stderr, flush=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from grpo_mega import temporary
 from grpo_mega.config import Config, LayoutConfig
 from grpo_mega.errors import ConfigError
 
@@ -21,11 +22,18 @@ def check_world_size(environ: Mapping[str, str], layout: LayoutConfig) -> None:
 
 
 def prepare_rank(config: Config) -> None:
-    """Set the environment of the libraries, and raise ConfigError if a kernel that the run needs does not load."""
+    """Set the environment of the libraries, and raise ConfigError if a kernel that the run needs does not load.
+
+    From here on TMPDIR is a folder of this process.
+    """
+    temporary.enter()
     from grpo_mega.hardware.environment import library_environment
     from grpo_mega.hardware.fp8 import environment
 
     os.environ.update(environment(config) | library_environment(os.environ) | os.environ)
+    from grpo_mega.megatron.compat import hide_wandb
     from grpo_mega.megatron.found import check_loads  # imported after the environment is set: it imports Megatron
 
+    if not config.log.wandb:
+        hide_wandb()
     check_loads()

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from grpo_mega import temporary
 from grpo_mega.errors import EXIT_USER_ERROR
 from grpo_mega.processes import die_with_parent
 
@@ -53,6 +54,7 @@ def run_ranks(command: list[str], world_size: int, log_dir: Path) -> int:
     A rank killed by a signal counts as 128 + the signal's number.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
+    temporary.remove_unused()
     environments = rank_environments(os.environ, world_size)
     ranks: list[Rank] = []
     with _signals_passed_on(ranks) as caught:
@@ -66,6 +68,7 @@ def run_ranks(command: list[str], world_size: int, log_dir: Path) -> int:
             for rank in ranks:
                 _kill_group(rank)
                 rank.process.wait()
+            temporary.remove_unused()  # of ranks that were killed
 
 
 def rank_environments(environ: Mapping[str, str], world_size: int) -> list[dict[str, str]]:

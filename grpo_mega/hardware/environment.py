@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from grpo_mega.temporary import shared_folder
+
 LIBRARIES = {
     # Tensor parallelism with sequence parallelism overlaps communication with GEMMs only if kernels start in the order in which
     # they were launched, which one hardware queue guarantees.
@@ -93,7 +95,7 @@ def server_cache(environ: Mapping[str, str]) -> Path:
     SGLang's default lies in the home, which nodes often share: the servers of all nodes would wait for one lock.
     Others of the node may write to the folder above, so a folder that is not this user's own is passed by.
     """
-    parent = Path(environ.get("NODE_LOCAL") or tempfile.gettempdir())
+    parent = Path(environ.get("NODE_LOCAL") or shared_folder())
     folder = parent / f"grpo_mega-sglang-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from grpo_mega.json_lines import json_line, read_json_lines
 from grpo_mega.paths import LOGS, REPLAY_FILE, ROLLOUTS_FILE, write_atomically
 from grpo_mega.rewards.reward_model import check_reachable
 from grpo_mega.run.job import RolloutJob
+from grpo_mega.temporary import shared_folder
 from grpo_mega.types import Group
 
 # The beginnings of variables that are meant for the ranks.
@@ -75,6 +76,7 @@ def _run_command(config: Config, command: str, step: int, iteration: int) -> str
     folder, deadline_s = config.run_dir.resolve(), config.rewards.refresh_deadline_s
     given = {"REPLAY": folder / REPLAY_FILE, "RUN_DIR": folder, "ITERATION": iteration, "STEP": step}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
+    environment["TMPDIR"] = str(shared_folder())  # the run's own ends with the run
     environment |= {f"GRPO_MEGA_{name}": str(value) for name, value in given.items()}
     log = config.run_dir / LOGS / f"refresh-{step:06d}.log"
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -4,25 +4,26 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 from servers import is_true_within
 
+from grpo_mega import temporary
 from grpo_mega.processes import descendants
 from grpo_mega.rollout.sglang import leftovers
 
 
 @pytest.fixture(autouse=True)
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(leftovers, "_base", lambda: tmp_path)
+    monkeypatch.setattr(temporary, "_bases", lambda: [tmp_path])
+    monkeypatch.setattr(temporary, "_check_socket", lambda folder: None)  # the folders of pytest have long names
     monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
     return tmp_path
 
 
 def test_a_folder_stays_as_long_as_a_process_forked_from_its_maker_lives(base: Path) -> None:
-    folder, lock = leftovers.make_folder()
+    folder, lock = temporary.make_folder()
     (folder / "socket").touch()
     child = os.fork()
     if child == 0:
@@ -38,7 +39,7 @@ def test_a_folder_stays_as_long_as_a_process_forked_from_its_maker_lives(base: P
 
 
 def test_the_folder_of_a_maker_that_was_killed_goes_and_what_others_made_stays(base: Path) -> None:
-    (base / f"{leftovers.FOLDER_PREFIX}dead").mkdir()
+    (base / f"{temporary._prefix()}dead").mkdir()
     (base / "someone-elses").mkdir()
     leftovers.remove_unused()
     assert [path.name for path in base.iterdir()] == ["someone-elses"]
@@ -64,11 +65,3 @@ def test_descendants_are_found_at_any_depth_and_zombies_are_none() -> None:
     child.kill()
     assert is_true_within(20, lambda: child.pid not in descendants(os.getpid()))  # though no one has waited for it
     child.wait()
-
-
-def test_a_temporary_folder_with_a_long_name_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 60)
-    assert leftovers._base() == Path("/tmp")
-    monkeypatch.setattr(tempfile, "tempdir", "/scratch")
-    assert leftovers._base() == Path("/scratch")

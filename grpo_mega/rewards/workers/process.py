@@ -13,6 +13,7 @@ import sys
 import threading
 from multiprocessing import Pipe, connection, forkserver
 
+from grpo_mega import temporary
 from grpo_mega.errors import RewardError
 from grpo_mega.processes import descendants
 from grpo_mega.rewards.workers.worker import GUARDIAN, WARM, Job, Outcome, Request
@@ -29,6 +30,7 @@ class ForkServer(forkserver.ForkServer):
     """
 
     def __init__(self, imports_math_verify: bool) -> None:
+        temporary.enter()  # the server listens on a socket below TMPDIR
         super().__init__()
         self.set_forkserver_preload([GUARDIAN, *([WARM] if imports_math_verify else [])])
         self._connecting = threading.Lock()

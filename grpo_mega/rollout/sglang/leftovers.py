@@ -1,8 +1,8 @@
 """Remove temporary folders and shared memory of servers that are gone.
 
-SGLang ends its processes with SIGKILL even when all is well, so it never cleans up. Each server has a temporary folder, locked
-by its processes as long as one of them lives; its shared memory is open in them for as long. A folder that is not locked, or
-memory that is not open, belongs to no living server, so `remove_unused` needs no record of servers.
+SGLang ends its processes with SIGKILL even when all is well, so it never cleans up. Each server has a folder of
+temporary.py, locked by its processes as long as one of them lives; its shared memory is open in them for as long. A folder
+that is not locked, or memory that is not open, belongs to no living server, so `remove_unused` needs no record of servers.
 """
 
 from __future__ import annotations
@@ -10,36 +10,23 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import tempfile
 from pathlib import Path
 
-from grpo_mega.processes import make_locked_folder, remove_unlocked
+from grpo_mega import temporary
 
-FOLDER_PREFIX = "grpo-mega-server-"
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_PREFIXES = ("sglang_loads_", "sgl_shm_")  # SGLang's load snapshots and message queues
-LONGEST_BASE = 60  # characters: the path of a Unix socket, which lies two names deeper, has at most 107
-
-
-def make_folder() -> tuple[Path, int]:
-    """Return a new temporary folder and the file descriptor that locks it, for this process and those forked from it."""
-    return make_locked_folder(FOLDER_PREFIX, _base())
 
 
 def remove_unused() -> None:
     """Remove the temporary folders and the shared memory of servers that are gone."""
-    remove_unlocked(FOLDER_PREFIX, _base())
+    temporary.remove_unused()
     segments = [path for path in SHARED_MEMORY.glob("*") if path.name.startswith(SHARED_MEMORY_PREFIXES)]
     in_use = _open_files() if segments else set()
     for segment in segments:
         if str(segment) not in in_use:
             with contextlib.suppress(OSError):
                 segment.unlink()
-
-
-def _base() -> Path:
-    base = tempfile.gettempdir()
-    return Path(base if len(base) <= LONGEST_BASE else "/tmp")
 
 
 def _open_files() -> set[str]:

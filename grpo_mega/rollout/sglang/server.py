@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_mega import temporary
 from grpo_mega.distributed.launch import LINES_OF_LOG, free_ports, log_lines, log_tail
 from grpo_mega.errors import EngineError
 from grpo_mega.hardware.environment import server_cache
@@ -70,7 +71,7 @@ class Server:
         self._name = f"policy-{secrets.token_hex(8)}"
         self._num_starts += 1
         arguments = server_arguments(self._settings, self._name, port, nccl_port)
-        self.private_folder, lock = leftovers.make_folder()
+        self.private_folder, lock = temporary.make_folder()
         owner = [str(os.getpid()), str(self.private_folder), str(lock)]
         with self._log.open("ab") as log:
             self._log_start = log.tell()
@@ -216,7 +217,8 @@ def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> 
         for name, value in environ.items()
         if name not in NOT_INHERITED and not name.startswith(NOT_INHERITED_PREFIXES)
     }
-    own = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    # The server has a folder of its own in place of the trainer's, which ends with the trainer.
+    own = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary.shared_folder())}
     # After the death of a process SGLang would spend 5 s on diagnostics before it ends, and 60 s more on a GPU.
     own |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
     own["SGLANG_TIMEOUT_KEEP_ALIVE"] = "60"  # seconds, longer than aiohttp keeps an idle connection: aiohttp must close it

@@ -1,0 +1,117 @@
+"""Temporary folders: short enough for sockets wherever TMPDIR is, removed once their processes are dead, and not before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_mega import temporary
+from grpo_mega.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder with a name that is short enough for sockets, unlike pytest's."""
+    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def python(code: str, tmpdir: Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", "from grpo_mega import temporary\n" + code],
+        env={**os.environ, "TMPDIR": str(tmpdir), "PYTHONPATH": str(ROOT), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def output(process: subprocess.Popen[str]) -> str:
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    return said.strip()
+
+
+@pytest.mark.parametrize("length", [70, 107, 200])
+def test_sockets_below_a_long_tmpdir_work(length: int, tmp_path: Path) -> None:
+    long = tmp_path / ("x" * length)
+    long.mkdir()
+    code = "temporary.enter()\nfrom multiprocessing import Manager\nwith Manager() as m: print(m.dict(a=1)['a'])\n"
+    code += "import os; print(os.environ['TMPDIR'], temporary.shared_folder())"
+    one, folder, shared = output(python(code, long)).split()
+    assert one == "1" and folder.startswith("/tmp/grpo-mega-") and not Path(folder).exists()
+    assert Path(shared) == long and not list(long.iterdir())
+
+
+def test_a_short_tmpdir_is_used_and_left_empty(short: Path) -> None:
+    code = "from pathlib import Path; import tempfile\n"
+    code += "folder = temporary.enter(); print(folder.stat().st_mode & 0o777, folder.parent, temporary.enter() == folder)\n"
+    code += "print(Path(tempfile.mkdtemp()).parent == folder)"
+    assert output(python(code, short)).split() == [str(0o700), str(short), "True", "True"]
+    assert not list(short.iterdir())
+
+
+def test_a_child_that_is_given_another_tmpdir_uses_that(short: Path) -> None:
+    (short / "other").mkdir()
+    code = "import os, subprocess, sys; temporary.enter()\n"
+    code += "show = [sys.executable, '-c', 'from grpo_mega import temporary; print(temporary.shared_folder())']\n"
+    code += "for more in ({}, {'TMPDIR': sys.argv[1]}): subprocess.run(show, env=os.environ | more)"
+    process = python(code.replace("sys.argv[1]", repr(str(short / "other"))), short)
+    assert output(process).split() == [str(short), str(short / "other")]
+
+
+def test_a_folder_without_sockets_everywhere_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(temporary, "_bases", lambda: [long, tmp_path / "file", tmp_path / "none"])
+    with pytest.raises(ConfigError, match=r"TMPDIR=.*x: no folder takes a Unix socket \(.*; set TMPDIR to a writable") as error:
+        temporary.make_folder()
+    for reason in ("too long", "Not a directory", "No such file"):
+        assert reason in str(error.value)
+    assert not list(long.iterdir())
+
+
+def test_folders_of_the_dead_go_and_those_of_the_living_and_of_other_hosts_stay(short: Path) -> None:
+    wait = "import time; print(temporary.enter(), flush=True); time.sleep(600)"
+    dead, living = python(wait, short), python(wait, short)
+    assert dead.stdout is not None and living.stdout is not None
+    left, used = Path(dead.stdout.readline().strip()), Path(living.stdout.readline().strip())
+    (left / "pymp-1").mkdir()
+    dead.send_signal(signal.SIGKILL)
+    dead.communicate()
+    other_host, kept = short / "grpo-mega-000000-12345678", short / f"{temporary._prefix()}kept"
+    for folder in (other_host, kept):
+        folder.mkdir(mode=0o700)
+    (kept / temporary.KEEP).touch()
+    assert left.exists() and used.exists()
+    output(python("temporary.remove_unused()", short))
+    assert sorted(short.iterdir()) == sorted([used, other_host, kept])
+    living.kill()
+    living.communicate()
+    output(python("temporary.enter()", short))
+    assert sorted(short.iterdir()) == sorted([other_host, kept])
+
+
+def test_a_file_system_without_locks_is_passed_over(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    monkeypatch.setattr(temporary, "_bases", lambda: [short])
+    with pytest.raises(ConfigError, match="Operation not supported"):
+        temporary.make_folder()
+    assert not list(short.iterdir())
