@@ -11,10 +11,11 @@ import argparse
 import io
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from grpo_mega.errors import DISK_ERRORS, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 
 if TYPE_CHECKING:
     from grpo_mega.config import Config
@@ -33,15 +34,25 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        rank = os.environ.get("RANK", "0")
-        message = " ".join(str(error).split())
-        print(f"grpo-mega: error: {'' if rank == '0' else f'rank {rank}: '}{message}", file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
+        return _refuse(str(error))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has gone; Python writes to stdout once more at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_INTERRUPTED
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        return _refuse(f"{error.filename or 'a file'} cannot be written ({error.strerror}); free its disk")
+
+
+def _refuse(text: str) -> int:
+    """Print an error that the user can correct; return the exit code."""
+    rank = os.environ.get("RANK", "0")
+    with suppress(OSError):  # stderr may be a file on a full disk
+        prefix = "" if rank == "0" else f"rank {rank}: "
+        print(f"grpo-mega: error: {prefix}{' '.join(text.split())}", file=sys.stderr, flush=True)
+    return EXIT_USER_ERROR
 
 
 def _run(options: argparse.Namespace, argv: list[str]) -> int:

@@ -3,8 +3,12 @@
 The command line prints the text without a traceback and exits with code 2. Conditions that cannot happen are asserts instead.
 """
 
+import errno
+
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+# Of a disk that takes nothing more: full, past a quota or a limit, read-only, or gone.
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 
 
 class UserError(Exception):
@@ -29,6 +33,10 @@ class SyncError(UserError):
 
 class ResumeError(UserError):
     """A checkpoint from which the run cannot go on."""
+
+
+class RunFolderError(UserError):
+    """A run's folder that cannot be written any more, or is gone."""
 
 
 class RewardError(UserError):

@@ -23,6 +23,7 @@ from grpo_mega.rollout.routes import share_live
 from grpo_mega.run.batches import assign_advantages, attach_logprobs, drop_zero_variance, is_zero_variance, pack
 from grpo_mega.run.build import open_job
 from grpo_mega.run.evaluation import evaluate_if_due
+from grpo_mega.run.folder import explained
 from grpo_mega.run.health import staleness_metrics
 from grpo_mega.run.job import Job, RolloutJob
 from grpo_mega.run.model_files import export_policy
@@ -35,7 +36,7 @@ def run(config: Config) -> None:
 
     If asked to stop, end after the current step, with a checkpoint. Ranks without a policy generate, step by step.
     """
-    with open_job(config) as job, job.saved_on_failure():
+    with explained(config.run_dir), open_job(config) as job, job.saved_on_failure():
         first, runtime = job.resume(), job.runtime
         tracer = Tracer(config, runtime.rank, runtime.device, job.timers, job.log, runtime.everyone)
         job.colocation.sync_weights(version=first)

@@ -18,6 +18,7 @@ from urllib.parse import urlparse
 
 from grpo_mega.config import Config
 from grpo_mega.observe.writers import Writer
+from grpo_mega.paths import write_atomically
 from grpo_mega.text import well_formed
 from grpo_mega.types import StepMetrics
 
@@ -119,7 +120,7 @@ class WandbWriter(Writer):
 def _run_id(path: Path) -> str:
     """Return the run's id, kept in its folder, so that a resumed run continues the same W&B run."""
     if not path.exists():
-        path.write_text(uuid.uuid4().hex[:8])
+        write_atomically(path, uuid.uuid4().hex[:8].encode())
     return path.read_text().strip()
 
 

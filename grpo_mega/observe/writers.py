@@ -6,6 +6,7 @@ when a run is killed; a resumed run appends to the same files, where the last li
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -88,6 +89,7 @@ class JsonLinesWriter(Writer):
     def write_step(self, step: int, metrics: StepMetrics) -> None:
         self._step = step
         _append(self._metrics, [{"step": step, **metrics}])
+        os.stat(self._metrics.name)  # raises once the folder is removed: what is written into an open file is then lost
 
     def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
         _append(self._samples, rows)

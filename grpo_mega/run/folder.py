@@ -31,8 +31,8 @@ from typing import Any
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
-from grpo_mega.errors import ConfigError, ResumeError, UserError
-from grpo_mega.formats.checkpoint_files import latest
+from grpo_mega.errors import DISK_ERRORS, ConfigError, ResumeError, RunFolderError, UserError
+from grpo_mega.formats.checkpoint_files import latest, tell_latest
 from grpo_mega.json_lines import read_json_lines
 from grpo_mega.paths import (
     CHECKPOINTS,
@@ -137,6 +137,25 @@ def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim
             write_atomically(folder / RUN_FILE, json.dumps({"starts": [*starts, _start(argv)]}, indent=1).encode() + b"\n")
             undo.pop_all()
             yield claimed
+
+
+@contextmanager
+def explained(run_dir: Path) -> Iterator[None]:
+    """Raise RunFolderError, with the remedy, in place of an OSError because the folder takes nothing more or is gone."""
+    try:
+        yield
+    except OSError as error:
+        if not run_dir.is_dir():
+            raise RunFolderError(
+                f"run_dir={run_dir} was removed or moved while the run used it; start again in another"
+            ) from error
+        name = error.filename if isinstance(error.filename, str) else ""
+        if error.errno not in DISK_ERRORS and not Path(name).is_relative_to(run_dir):
+            raise
+        raise RunFolderError(
+            f"run_dir={run_dir} cannot be written ({name and f'{name}: '}{error.strerror}); free its disk and start again; "
+            f"{tell_latest(run_dir / CHECKPOINTS)}"
+        ) from error
 
 
 def _names(folder: Path) -> frozenset[str]:
