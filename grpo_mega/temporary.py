@@ -10,7 +10,6 @@ removes only its own. Neither a process id that is used again nor a container's 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
 import os
@@ -19,6 +18,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
+from multiprocessing import util
 from pathlib import Path
 
 from grpo_mega.errors import ConfigError
@@ -44,7 +44,8 @@ def enter() -> Path:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{shared_folder()}/torchinductor_{os.getuid()}")  # for later runs
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
         _entered = os.getpid(), folder
-        atexit.register(_leave, *_entered)
+        # After the fork server, which removes its own folder in this one at the exit with priority -100. Not in forks.
+        util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-1000)  # type: ignore[no-untyped-call]
     return _entered[1]
 
 
@@ -99,11 +100,6 @@ def remove_unused() -> None:
     """Remove the folders that this user's dead processes left on this host."""
     for base in _bases():
         remove_unlocked(_prefix(), base, keep=KEEP)
-
-
-def _leave(pid: int, folder: Path) -> None:
-    if os.getpid() == pid:  # not in a fork
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _bases() -> list[Path]:

@@ -4,11 +4,11 @@ axes. They run too where an argument names them (`FILE::TEST`), or where `-m` ha
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from disks import fill, mounted
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,16 +28,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB; skips where none may be mounted."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(folder)], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here ({mounted.stderr.strip()})")
-    try:
+    """A file system of 256 KiB."""
+    with mounted(tmp_path / "disk", "256k") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture
@@ -45,13 +38,6 @@ def full_disk(small_disk: Path) -> Path:
     """A file system on which files can be made, and nothing be written into them."""
     fill(small_disk)
     return small_disk
-
-
-def fill(folder: Path) -> None:
-    """Fill the file system of `folder` with the file `filler`."""
-    with pytest.raises(OSError, match="No space left"), (folder / "filler").open("ab", buffering=0) as file:
-        while True:
-            file.write(b"x" * 512)
 
 
 def is_asked_for(item: pytest.Item, asked: list[tuple[Path, str]]) -> bool:

@@ -38,6 +38,7 @@ WITHOUT = {
     "distributed.launch": {"torch", "transformers", "numpy", "pydantic"},
     "cli": {"torch", "transformers", "numpy"},
     "planner": {"torch"},
+    "hardware.driver": {"torch"},
     "hardware.fp8": {"torch"},
     "hardware.kernels": {"torch"},
     "data": {"torch"},

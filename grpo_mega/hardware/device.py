@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,7 @@ from typing import Literal
 import torch
 
 from grpo_mega.errors import ConfigError
+from grpo_mega.hardware.driver import unusable_gpu_problems
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,10 @@ class PeakMemory:
 
 
 def select(choice: Literal["auto", "cpu", "cuda"], local_rank: int) -> Device:
-    """Return the device of this rank. Raise ConfigError if CUDA is asked for and absent."""
+    """Return the device of this rank. Raise ConfigError if CUDA is asked for and absent, or a GPU is there and unusable."""
     has_cuda = torch.cuda.is_available()
+    for problem in unusable_gpu_problems(choice, os.environ, sees_gpu=has_cuda):
+        raise ConfigError(problem)
     if choice == "cuda" and not has_cuda:
         raise ConfigError("device='cuda', but torch sees no GPU here; use device=auto or device=cpu")
     if choice == "cpu" and has_cuda:

@@ -76,7 +76,8 @@ class Claim:
 
     def discard_unstarted(self) -> None:
         """Remove what this start made if no run has begun to log, so that the same command works once the error is fixed."""
-        if not {path.name for path in self.folder.iterdir()} <= {CONFIG_FILE, RUN_FILE, LOCK_FILE, LOGS} | self.before:
+        names = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else {METRICS_FILE}
+        if not names <= {CONFIG_FILE, RUN_FILE, LOCK_FILE, LOGS} | self.before:
             return
         logs = sorted((self.folder / LOGS).glob("rank_*.log"))
         for path in (*logs, *(self.folder / name for name in (CONFIG_FILE, RUN_FILE, LOCK_FILE))):

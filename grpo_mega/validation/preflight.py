@@ -7,10 +7,12 @@ values or the user's code, before the first step.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from grpo_mega.config import Config
 from grpo_mega.data.load import check_data
+from grpo_mega.hardware.driver import unusable_gpu_problems
 from grpo_mega.hardware.kernels import FUSED_PACKED
 from grpo_mega.validation import raise_first
 from grpo_mega.validation.engine import engine_problems, missing_engine_problems
@@ -26,6 +28,7 @@ from grpo_mega.weights.spec import ModelShape, read_config
 
 def check(config: Config) -> None:
     """Raise ConfigError or WeightMappingError in one line for the first thing that cannot work."""
+    raise_first(unusable_gpu_problems(config.device, os.environ))
     raise_first(reward_problems(config.rewards))
     shape = check_model(config.model)
     raise_first(position_problems(config, resolve(read_config(config.model.path))))

@@ -1,8 +1,18 @@
-"""The memory that the device layer reports, on a CPU."""
+"""The device layer on a CPU: the memory that it reports, and a GPU that torch cannot use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from grpo_mega.errors import ConfigError
+from grpo_mega.hardware import device as devices
+from grpo_mega.hardware import driver
 from grpo_mega.hardware.device import Device, PeakMemory
 
 CPU = Device("cpu", torch.device("cpu"))
@@ -20,3 +30,57 @@ def test_a_peak_is_seen_once_though_the_memory_is_gone() -> None:
     torch.ones(64 << 20, dtype=torch.uint8).sum()
     during, after = peak.take(), peak.take()
     assert during - before > 60 << 20 and after < during - (30 << 20)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+SIGNS = ("dev/nvidia0", "dev/nvidiactl", "proc/driver/nvidia/version", "proc/driver/nvidia/gpus/0000:1b:00.0/information")
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    """A folder for PATH with an nvidia-smi that finds no driver."""
+    folder = tmp_path / "tools"
+    folder.mkdir()
+    (folder / "nvidia-smi").write_text("#!/bin/sh\necho cannot communicate with the NVIDIA driver >&2; exit 9\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_a_gpu_is_known_by_what_its_driver_leaves(sign: str, tmp_path: Path) -> None:
+    assert driver.gpu_sign({}, tmp_path) is None
+    (tmp_path / sign).parent.mkdir(parents=True)
+    (tmp_path / sign).touch()
+    found = driver.gpu_sign({}, tmp_path)
+    assert found is not None and f"/{sign}".startswith(found)
+    for hidden in ("", "-1", " "):
+        assert driver.gpu_sign({"CUDA_VISIBLE_DEVICES": hidden}, tmp_path) is None
+    assert driver.gpu_sign({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == found
+
+
+def test_a_rank_does_not_train_on_the_cpu_where_a_gpu_is_unusable(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("torch sees a GPU here")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("PATH", str(tools))
+    with pytest.raises(ConfigError, match=r"device=auto: this machine has .*nvidia.*, but torch sees no GPU; .* device: cpu"):
+        devices.select("auto", 0)
+    assert devices.select("cpu", 0).type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices.select("auto", 0).type == "cpu"
+
+
+@pytest.mark.parametrize("command", ["train", "check", "eval"])
+def test_an_unusable_gpu_is_refused_before_any_rank_starts(command: str, tools: Path, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("torch sees a GPU here")
+    config = tmp_path / "config.yaml"
+    config.write_text(f"{{run_dir: {tmp_path}/run, steps: 1, model: {{path: none}}, data: {{train: none.jsonl, heldout: none.jsonl}}}}")
+    words = [command, str(config), *(["--layouts", "tp=2"] if command == "check" else [])]
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
+    run = [sys.executable, "-m", "grpo_mega.cli", *words]
+    done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("grpo-mega: error: device=auto: this machine has "), done.stderr
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+    done = subprocess.run(run, cwd=ROOT, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    assert done.returncode == 2 and "device" not in done.stderr, done.stderr
