@@ -41,7 +41,6 @@ def enter() -> Path:
         remove_unused()
         folder, _ = make_folder()
         os.environ[SHARED] = str(shared_folder())
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{shared_folder()}/torchinductor_{os.getuid()}")  # for later runs
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
         _entered = os.getpid(), folder
         # After the fork server, which removes its own folder in this one at the exit with priority -100. Not in forks.

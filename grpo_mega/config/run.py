@@ -294,7 +294,7 @@ class Config(Section):
     run_dir: FilePath
     steps: PositiveInt
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU where torch sees one; one that it cannot use is an error
     model: ModelConfig
     teachers: dict[str, TeacherConfig] = Field(default={})  # by name; for algorithm.distill_beta
     precision: PrecisionConfig = PrecisionConfig()

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from grpo_mega.hardware.driver import gpu_sign
 from grpo_mega.temporary import shared_folder
 
 LIBRARIES = {
@@ -57,6 +58,8 @@ def library_environment(environ: Mapping[str, str]) -> dict[str, str]:
         values |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
     elif interface := interface_to(environ.get("MASTER_ADDR", "")):
         values["GLOO_SOCKET_IFNAME"] = interface
+    if gpu_sign(environ):  # what torch compiles is for later runs too; its default lies in TMPDIR, which ends with the rank
+        values["TORCHINDUCTOR_CACHE_DIR"] = str(shared_folder() / f"torchinductor_{os.getuid()}")
     return {name: value for name, value in values.items() if name not in environ}
 
 

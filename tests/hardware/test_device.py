@@ -75,7 +75,8 @@ def test_an_unusable_gpu_is_refused_before_any_rank_starts(command: str, tools: 
     if torch.cuda.is_available():
         pytest.skip("torch sees a GPU here")
     config = tmp_path / "config.yaml"
-    config.write_text(f"{{run_dir: {tmp_path}/run, steps: 1, model: {{path: none}}, data: {{train: none.jsonl, heldout: none.jsonl}}}}")
+    data = "{train: none.jsonl, heldout: none.jsonl}"
+    config.write_text(f"{{run_dir: {tmp_path}/run, steps: 1, model: {{path: none}}, data: {data}}}")
     words = [command, str(config), *(["--layouts", "tp=2"] if command == "check" else [])]
     environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
     run = [sys.executable, "-m", "grpo_mega.cli", *words]

@@ -82,7 +82,6 @@ def test_every_file_of_the_log_names_the_folder_once_the_disk_is_full(small_disk
         lambda: writer.write_samples([{"response": text}]),
         lambda: writer.write_message(text),
         lambda: writer.write_loads(2, [[1] * 9999]),
-        writer.close,
     ):
         expected = r"run_dir=.* cannot be written \(.*No space left on device\); free its disk"
         with pytest.raises(RunFolderError, match=expected), explained(small_disk):
