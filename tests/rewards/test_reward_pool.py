@@ -27,9 +27,9 @@ def _user_functions_are_importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[
     yield
 
 
-def _score(pool: RewardPool, *responses: str) -> list[RewardResult]:
+def _score(pool: RewardPool, *responses: str, answer: str = "1") -> list[RewardResult]:
     for number, response in enumerate(responses):
-        pool.submit(number, "p", response, "1", {})
+        pool.submit(number, "p", response, answer, {})
     return list(pool.collect().values())
 
 

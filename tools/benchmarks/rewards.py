@@ -38,7 +38,7 @@ from grpo_mega.rewards.workers.pool import RewardPool
 GROUP_SIZE = 8
 SLICES = 5
 DEADLINE_S = 1.0
-HANGING = ("9^{9^{9^{9}}}", "123456789^{987654321^{12345}}")
+HANGING = (r"\int_0^1 e^{x^2}\sin(x^3)dx", r"\int_0^1 e^{x^3}\cos(x^2)dx")
 WARM_UP_SEED = 1_000_003
 
 Judge = Callable[[Sequence["Case"]], tuple[list[bool], float]]  # verdicts, and the seconds that they took

@@ -22,6 +22,7 @@ from typing import Any
 from grpo_mega.rewards.api import Score
 from grpo_mega.rewards.math import mathverify
 from grpo_mega.rewards.math.answer import locate_answer, read_located, whole_turn
+from grpo_mega.rewards.math.bounds import cpu_limit, is_bounded
 from grpo_mega.rewards.math.evaluated import has_plain_numbers, is_open, is_unevaluated
 from grpo_mega.rewards.math.normalize import normalize_answer
 from grpo_mega.rewards.math.numbers import (
@@ -33,6 +34,7 @@ from grpo_mega.rewards.math.numbers import (
     parse_number,
 )
 
+GOLD_SECONDS = 2.0  # processor time for parsing a gold answer
 CUT = "length"  # the finish reason of a response that ended at the length limit
 MAX_CHARS = 100  # of an answer that `quick` looks at
 UNPARSABLE, GOLD_UNPARSABLE = Score(0.0, "unparsable"), Score(None, "gold_unparsable")
@@ -130,16 +132,17 @@ def _is_plain(gold: str) -> bool:
 @lru_cache(maxsize=1024)
 def _judge(gold: str, text: str, unevaluated: bool) -> Score | None:
     """Return the Score of a normalized answer against a normalized gold one; None if it takes math-verify to tell."""
-    if not gold:
+    is_plain = _is_plain(gold)
+    if not gold or not (is_plain or is_bounded(gold)):
         return GOLD_UNPARSABLE
     if text and text != gold and has_plain_numbers(gold):
         if is_open(text):
             return UNPARSABLE
         if not unevaluated and is_unevaluated(_right_side(gold, text), gold):
             return WRONG
-    if not _is_plain(gold):
+    if not is_plain:
         return None
-    if not text or (text != gold and is_open(text)):
+    if not _is_readable(gold, text):
         return UNPARSABLE
     is_correct = _compare(gold, text)
     if is_correct is None:
@@ -150,7 +153,7 @@ def _judge(gold: str, text: str, unevaluated: bool) -> Score | None:
 def _judge_by_math_verify(gold: str, text: str) -> Score:
     if not _is_plain(gold) and not _parse_gold(gold):
         return GOLD_UNPARSABLE
-    if not text or (text != gold and is_open(text)):
+    if not _is_readable(gold, text):
         return UNPARSABLE
     is_correct = _compare(gold, text)
     if is_correct is None:
@@ -161,10 +164,16 @@ def _judge_by_math_verify(gold: str, text: str) -> Score:
     return CORRECT if is_correct else WRONG
 
 
+def _is_readable(gold: str, text: str) -> bool:
+    return bool(text) and (text == gold or not (is_open(text) or (parse_number(text) is None and not is_bounded(text))))
+
+
 @lru_cache(maxsize=256)
 def _parse_gold(gold: str) -> tuple[Any, ...]:
-    """Parse a gold answer; cached because a group shares it."""
-    return mathverify.parse(gold)
+    """Parse a gold answer; cached because a group shares it. One that takes GOLD_SECONDS of the processor is not parsed."""
+    with cpu_limit(GOLD_SECONDS):
+        return mathverify.parse(gold)
+    return ()
 
 
 def _compare(gold: str, text: str) -> bool | None:

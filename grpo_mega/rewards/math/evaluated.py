@@ -41,6 +41,7 @@ _TOKENS = {
     "fraction": r"\\[dtc]?frac(?![A-Za-z])",
     "binomial": r"\\[dt]?binom(?![A-Za-z])",
     "root": r"\\sqrt(?![A-Za-z])",
+    "loop": r"\\(?:i*nt|oint|sum|prod|lim)(?![A-Za-z])",
     "function": r"\\(?:log|ln|lg|gcd|max|min|(?:arc)?(?:sin|cos|tan|cot|sec|csc))(?![A-Za-z])",
     "letter": r"\\?[A-Za-z]+|.",
 }
@@ -71,6 +72,11 @@ def is_unevaluated(text: str, gold: str) -> bool:
     except _Unevaluated:
         return True
     return False
+
+
+def tokenize(text: str) -> list[tuple[str, str]]:
+    """Return (kind, text) of the tokens of a normalized answer, without spaces; the kinds are the keys of _TOKENS."""
+    return [(match.lastgroup or "", match[0]) for match in _TOKEN.finditer(text) if match.lastgroup != "space"]
 
 
 class _Unevaluated(Exception):
@@ -114,7 +120,7 @@ class _Reader:
     """Reads an answer from left to right, once; raises _Unevaluated at the first arithmetic on numerals."""
 
     def __init__(self, text: str, is_gold_fraction: bool) -> None:
-        self._tokens = [(match.lastgroup or "", match[0]) for match in _TOKEN.finditer(text) if match.lastgroup != "space"]
+        self._tokens = tokenize(text)
         self._next = 0
         self._is_gold_fraction = is_gold_fraction
 
@@ -173,6 +179,8 @@ class _Reader:
             term.add((_Kind.NUMERAL, None))
         elif kind == "letter" and text == "x" and term.is_after_operand and self._peek()[0] in ("number", "open"):
             term.add_operator()  # 6 x 7
+        elif kind == "loop":
+            raise _Unevaluated
         else:
             term.add((_Kind.CLOSED_FORM if kind == "function" else _Kind.LETTER, None))
             term.is_after_operand = kind != "function"

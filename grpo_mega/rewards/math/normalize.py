@@ -109,6 +109,8 @@ def normalize_answer(text: str) -> str:
 
 
 def _by_rules(text: str) -> str:
+    if len(text) > TAIL and not is_prose(text):  # its end is another answer
+        return ""
     text = plain(text[-TAIL:]).translate(_CHARACTERS)
     text = _last_row(text)
     if choice := _CHOICE.match(text):

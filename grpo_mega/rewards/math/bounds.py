@@ -1,0 +1,122 @@
+r"""Refuse answers whose value or form is too large to compute (`is_bounded`), before math-verify and sympy see them.
+
+sympy computes 9^{9^{9}}, 1000000! and \binom{10^9}{5\cdot 10^8} as soon as it reads them, and math-verify's parser needs time
+exponential in the depth of brackets. The digits of a value are estimated from above, in one pass over the text.
+"""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from functools import lru_cache
+from math import log10
+from types import FrameType
+
+from grpo_mega.rewards.math.evaluated import tokenize
+
+MAX_DEPTH = 10  # of nested brackets
+MAX_SIZE = 20_000.0  # decimal digits of a value: 2^{50000} has 15,052, and is computed in milliseconds
+MAX_EXPONENT_SIZE = 6.0  # decimal digits of an exponent, for bases of any kind
+_OF_SUMS = 0.31  # more digits that a value may have for each further operand
+
+
+@lru_cache(maxsize=4096)
+def is_bounded(text: str) -> bool:
+    """Return whether a normalized answer can be parsed and computed in a moment, as far as numbers and brackets go."""
+    try:
+        _Sizes(text).read_group(0)
+    except OverflowError:
+        return False
+    return True
+
+
+class _TimeUp(BaseException):
+    """The processor time is used up; no Exception, since libraries catch those."""
+
+
+@contextlib.contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Leave the block once it has used so much processor time. Without effect outside a process's main thread."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _TimeUp
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds / 10)  # again, where a finally block has swallowed the first
+    try:
+        with contextlib.suppress(_TimeUp):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+class _Sizes:
+    """Reads the logarithms of absolute values, at least 0 each; raises OverflowError at the first that is too large."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens = tokenize(text)
+        self._next = 0
+
+    def read_group(self, depth: int) -> float:
+        """Read up to a closing bracket or the end; return an upper bound of the size of sums and products in it."""
+        if depth > MAX_DEPTH:
+            raise OverflowError
+        sizes: list[float] = []
+        while self._next < len(self._tokens):
+            kind, text = self._tokens[self._next]
+            self._next += 1
+            if kind == "close":
+                break
+            if kind == "number":
+                sizes.append(_size_of_literal(text))
+            elif kind == "open":
+                sizes.append(self.read_group(depth + 1))
+            elif kind == "binomial":
+                n, k = self._read_atom(depth), self._read_atom(depth)
+                sizes.append(_checked(min(10 ** min(n, 9.0) * log10(2), 10 ** min(k, 9.0) * n)))
+            elif kind == "factorial" and sizes:
+                sizes.append(_checked(10 ** min(sizes[-1], 9.0) * sizes.pop()))
+            elif kind == "power":
+                base = sizes.pop() if sizes else 0.0
+                sizes.append(_checked(max(base, _OF_SUMS) * 10 ** self._read_exponent(depth)))
+        return _checked(sum(sizes) + _OF_SUMS * max(0, len(sizes) - 1))
+
+    def _read_exponent(self, depth: int) -> float:
+        """Return the size of an exponent; of 9^9^9 the tower."""
+        size = self._read_atom(depth + 1)
+        if self._next < len(self._tokens) and self._tokens[self._next][0] == "power":
+            self._next += 1
+            size = max(size, _OF_SUMS) * 10 ** self._read_exponent(depth + 1)
+        if size > MAX_EXPONENT_SIZE:
+            raise OverflowError
+        return size
+
+    def _read_atom(self, depth: int) -> float:
+        """Return the size of an argument: a group, or one token."""
+        if depth > MAX_DEPTH:
+            raise OverflowError
+        while self._next < len(self._tokens):
+            kind, text = self._tokens[self._next]
+            self._next += 1
+            if kind == "open":
+                return self.read_group(depth + 1)
+            if kind == "number":
+                return _size_of_literal(text)
+            if kind != "sum":
+                break
+        return 0.0
+
+
+def _size_of_literal(text: str) -> float:
+    value = float(text[:300])  # more digits are no float
+    return max(0.0, log10(value) if value else 0.0) + max(0, len(text.partition(".")[0]) - 300)
+
+
+def _checked(size: float) -> float:
+    if size > MAX_SIZE:
+        raise OverflowError
+    return size
