@@ -187,6 +187,7 @@ def train_supervised(
     demonstrate: Callable[[Problem, random.Random], str] = demonstrate,
     target_score: float = TARGET_SCORE,
     max_tokens: int = MAX_RESPONSE_TOKENS,
+    is_right: Callable[[str, Problem], bool] = is_right_and_well_formed,
 ) -> int:
     """Train by AdamW on demonstrations until the greedy score on some training prompts reaches the target; return the steps.
 
@@ -211,7 +212,7 @@ def train_supervised(
             optimizer.zero_grad()
             progress.update(task, advance=1)
             if step % EVAL_INTERVAL == 0 and last_step == MAX_STEPS:
-                score = greedy_score(model, tokenizer, probe, max_tokens)
+                score = greedy_score(model, tokenizer, probe, max_tokens, is_right)
                 progress.update(task, status=f"step {step} loss {loss.item():.3f} score {score:.2f}")
                 if score >= target_score:
                     last_step = step + COOLDOWN_STEPS
@@ -243,9 +244,13 @@ def render_prompts(tokenizer: Qwen2Tokenizer, problems: Sequence[Problem]) -> li
 
 
 def greedy_score(
-    model: PreTrainedModel, tokenizer: Qwen2Tokenizer, problems: Sequence[Problem], max_tokens: int = MAX_RESPONSE_TOKENS
+    model: PreTrainedModel,
+    tokenizer: Qwen2Tokenizer,
+    problems: Sequence[Problem],
+    max_tokens: int = MAX_RESPONSE_TOKENS,
+    is_right: Callable[[str, Problem], bool] = is_right_and_well_formed,
 ) -> float:
-    """Return the share of problems with a greedy response that is right and well-formed."""
+    """Return the share of problems with a greedy response that is right."""
     encoded = tokenizer(render_prompts(tokenizer, problems), padding=True, return_tensors="pt")
     output = model.generate(
         input_ids=encoded["input_ids"],
@@ -254,7 +259,7 @@ def greedy_score(
         max_new_tokens=max_tokens,
     )
     responses = tokenizer.batch_decode(output[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
-    scores = [is_right_and_well_formed(r, p) for r, p in zip(responses, problems, strict=True)]
+    scores = [is_right(r, p) for r, p in zip(responses, problems, strict=True)]
     return sum(scores) / len(scores)
 
 

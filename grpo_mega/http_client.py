@@ -1,6 +1,6 @@
 """One HTTP request with a deadline for all of it, a limit on the reply and no redirects.
 
-To follow a redirect would send the request's headers, and an API key among them, to an address that nobody configured; it is
+To follow a redirect would send the request's headers, and an API key among them, to an address that the user did not set; it is
 returned like any other reply. The request runs in a thread, because neither looking up a name nor reading a reply that arrives
 byte by byte keeps to the timeout of a socket.
 """

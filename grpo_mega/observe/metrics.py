@@ -77,8 +77,10 @@ def heldout_metrics(groups: Sequence[Group]) -> StepMetrics:
 
 
 def has_full_marks(sample: Sample) -> bool:
-    """Return True if every reward function that applies gave at least 1, and there is one; those that shape do not count."""
-    marks = [value for name, value in sample.scores.items() if value is not None and name not in SHAPING]
+    """Return True if every reward function that applies gave at least 1, and there is one; those that shape and oracles do
+    not count."""
+    ignored = SHAPING | {name for name, verdict in sample.verdicts.items() if verdict in ORACLE}
+    marks = [value for name, value in sample.scores.items() if value is not None and name not in ignored]
     return bool(marks) and min(marks) >= 1.0
 
 

@@ -23,6 +23,7 @@ from grpo_mega.rewards.steps import splitter
 
 BUILT_IN = {  # dotted paths, and for an example's function its file in the repository
     "accuracy": "grpo_mega.rewards.math.accuracy.accuracy",
+    "arithmetic_oracle": "examples/arithmetic_oracle.py",
     "arithmetic_steps": "examples/process_supervision/arithmetic_steps.py",
     "cosine": "grpo_mega.rewards.shaping.cosine",
     "format": "grpo_mega.rewards.format.format_reward",

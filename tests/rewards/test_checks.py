@@ -47,7 +47,7 @@ def test_a_check_that_is_tried_again_comes_first_and_is_still_shared() -> None:
     assert _next(checks) is first and first.keys == [0, 3]
     checks.forget({0, 3})
     checks.again(first)
-    assert _next(checks).keys == [1], "nobody waits for it any more"
+    assert _next(checks).keys == [1], "no sample waits for it any more"
 
 
 def test_a_refused_gold_answer_takes_all_its_checks_from_the_queue() -> None:

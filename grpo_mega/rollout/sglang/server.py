@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from grpo_mega import temporary
 from grpo_mega.distributed.launch import LINES_OF_LOG, free_ports, log_lines, log_tail
 from grpo_mega.errors import EngineError
 from grpo_mega.hardware.environment import server_cache
+from grpo_mega.http_client import NoReply, send
 from grpo_mega.observe.progress import SECONDS_BETWEEN_LINES
 from grpo_mega.processes import SECONDS_TO_DIE, living
 from grpo_mega.rollout.sglang import leftovers, server_main
@@ -32,6 +32,7 @@ from grpo_mega.rollout.sglang.settings import EngineSettings
 
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_FOR_A_TOKEN = 5.0
+MOST_BYTES = 1 << 20  # of an answer while it starts
 SECONDS_TO_STOP = 10.0
 MAX_STARTS = 3
 PORTS = range(20000, 30000)  # apart from those of distributed.launch
@@ -177,15 +178,12 @@ class Server:
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> str | None:
         """Return the answer, or None if there is none or a refusal; without a body by GET."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **self.headers})
+        headers = {"Content-Type": "application/json", **self.headers}
         try:
-            with _without_proxies.open(request, timeout=SECONDS_FOR_A_TOKEN) as response:
-                return str(response.read().decode())
-        except OSError:  # URLError, HTTPError and timeouts are all of this kind
+            reply = send(self.url + path, data, headers, deadline_s=SECONDS_FOR_A_TOKEN, most_bytes=MOST_BYTES)
+        except NoReply:
             return None
-
-
-_without_proxies = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        return reply.body.decode(errors="replace") if 200 <= reply.status < 300 and reply.is_whole else None
 
 
 def server_arguments(settings: EngineSettings, name: str, port: int, nccl_port: int) -> list[str]:

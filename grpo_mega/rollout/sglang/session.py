@@ -36,6 +36,9 @@ CONNECT_DEADLINE_S = 10.0
 DEADLINE_S = 120.0  # of a call other than for samples
 FLUSH_PAUSE_S = 0.05  # before a server that is not idle yet is asked again
 LONGEST_LINE = 1 << 30  # bytes; a sample is one line
+MOST_BYTES = 1 << 28  # of any other answer; log-probs of a million tokens are smaller
+MOST_BYTES_OF_INFO = 1 << 20  # of a server's description of itself
+MOST_BYTES_OF_ERROR = 1 << 16  # read of the answer to a request that failed
 MAX_WORDS = 500  # characters of a server's answer in an error
 SPARE_CONNECTIONS = 4  # for calls that must not wait behind samples, such as health checks
 
@@ -129,7 +132,7 @@ class Session:
         SGLang's own health check generates, which would end a server that sleeps.
         """
         with contextlib.suppress(EngineError):
-            await self._call("GET", "/server_info", deadline_s=deadline_s)
+            await self._call("GET", "/server_info", deadline_s=deadline_s, most_bytes=MOST_BYTES_OF_INFO)
             return True
         return False
 
@@ -139,12 +142,21 @@ class Session:
         return self._endpoints
 
     async def _call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, deadline_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        deadline_s: float | None = None,
+        most_bytes: int = MOST_BYTES,
     ) -> str:
         deadline_s = deadline_s or self._deadline_s
         try:
-            async with asyncio.timeout(deadline_s), self._http.request(method, f"{self.url}{path}", json=body) as response:
-                text = await response.text()
+            async with (
+                asyncio.timeout(deadline_s),
+                self._http.request(method, f"{self.url}{path}", json=body, allow_redirects=False) as response,
+            ):
+                text = await _text(response, most_bytes)
         except TimeoutError:
             raise EngineError(f"{self.url}{path} gave no answer for {deadline_s:.0f} s") from None
         except (aiohttp.ClientError, ConnectionError) as error:
@@ -216,10 +228,10 @@ class Session:
 
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield an answer per sample that ended. Raise EngineError where a further attempt cannot help."""
-        async with self._http.post(f"{self.url}/generate", json=body) as response:
+        async with self._http.post(f"{self.url}/generate", json=body, allow_redirects=False) as response:
             if response.status != 200:
-                text = _words(await response.text())
-                if 400 <= response.status < 500:
+                text = _words(await _text(response, MOST_BYTES_OF_ERROR))
+                if 300 <= response.status < 500:
                     raise EngineError(f"the server at {self.url} refused a request ({response.status}: {text})")
                 raise aiohttp.ClientPayloadError(f"{response.status}: {text}")
             async for line in response.content:
@@ -296,6 +308,21 @@ def extended(sample: Sample, answer: dict[str, Any], sampling: Sampling, routers
         finish_reason=reason,
         spans=[*sample.spans, Span(version, begin, end)] if tokens else sample.spans,
     )
+
+
+async def _text(response: aiohttp.ClientResponse, most_bytes: int) -> str:
+    """Return the body of an answer; of a refusal the start. Raises EngineError for one that is too long."""
+    is_refusal = response.status != 200
+    most_bytes = MOST_BYTES_OF_ERROR if is_refusal else most_bytes
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > most_bytes:
+            response.close()
+            if is_refusal:
+                break
+            raise EngineError(f"{response.url} answered more than {most_bytes >> 20} MiB; is it an SGLang server?")
+    return bytes(body[:most_bytes]).decode(errors="replace")
 
 
 def _words(text: str) -> str:

@@ -1,0 +1,61 @@
+"""Answers of a server that are none: redirects, answers without an end, and more than anything needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from http_servers import sending, serving
+
+from grpo_mega.errors import ConfigError, EngineError
+from grpo_mega.rollout.engine import Sampling
+from grpo_mega.rollout.sglang.session import Session
+from grpo_mega.rollout.sglang.teacher import check_server
+from grpo_mega.types import Prompt, Sample
+
+HEADERS = {"Authorization": "Bearer secret"}
+PIECE = b" " * (1 << 20)
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_of_a_server_is_refused_and_the_key_stays_here(status: int) -> None:
+    seen: list[Any] = []
+
+    def elsewhere(path: str, body: Any) -> tuple[int, Any]:
+        seen.append(path)
+        return 200, {}
+
+    sample = Sample(Prompt(7, "p", (1,), "a"), 0, [], [], None)
+    with serving(elsewhere) as other:
+        redirect = f"HTTP/1.1 {status} Moved\r\nLocation: {other}/x\r\nContent-Length: 0\r\n\r\n".encode()
+        with sending([redirect]) as server:
+            session = Session(server.url, HEADERS)
+            try:
+                with pytest.raises(EngineError, match=f"was refused \\({status}"):
+                    session.run(session.post("/flush_cache"))
+                assert not session.run(session.is_healthy(20))
+                session.generate(0, [sample], Sampling(1, 1.0, 8, frozenset()), 0)
+                event = session.events.get(timeout=60)
+                assert event.error and f"refused a request ({status}" in event.error
+            finally:
+                session.close()
+    assert seen == []
+
+
+def test_an_answer_that_is_too_long_is_given_up() -> None:
+    for status, error in (("200 OK", "answered more than 256 MiB"), ("400 Bad", "was refused")):
+        with sending([f"HTTP/1.1 {status}\r\n\r\n".encode(), *[PIECE] * 3000]) as server:
+            session = Session(server.url, HEADERS, deadline_s=100)
+            try:
+                with pytest.raises(EngineError, match=error):
+                    session.run(session.post("/flush_cache"))
+            finally:
+                session.close()
+            assert server.num_sent < 1500, "of 3 GB"
+
+
+def test_a_teacher_that_sends_without_end_is_no_server() -> None:
+    with sending([b"HTTP/1.1 200 OK\r\n\r\n", *[PIECE] * 3000]) as server:
+        with pytest.raises(ConfigError, match=r"teachers\.t\.url="):
+            check_server("t", server.url)
+        assert server.num_sent < 100, "of 3 GB"

@@ -1,0 +1,54 @@
+"""Make the quickstart's sums without tags: `python tools/benchmarks/reward_gap/task.py OUT [--seed N]`.
+
+The accuracy reward then reads the answer from plain text. A demonstration stops before the result of its last sum with
+probability UNFINISHED, with or without the "=": what a reward must not pay for, and what a policy finds easily.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
+
+import arithmetic  # type: ignore[import-not-found]
+import torch
+from arithmetic import Problem
+from transformers.utils.logging import disable_progress_bar
+
+UNFINISHED = 0.2
+MAX_RESPONSE_TOKENS = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make a small model of sums without tags and its data.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    disable_progress_bar()
+    rng = random.Random(options.seed)
+    train, heldout = arithmetic.make_problems(rng)
+    tokenizer = arithmetic.make_tokenizer()
+    model = arithmetic.make_model(tokenizer)
+    arithmetic.train_supervised(model, tokenizer, train, rng, demonstrate, max_tokens=MAX_RESPONSE_TOKENS, is_right=is_right)
+    arithmetic.save(options.out, model, tokenizer, train, heldout)
+
+
+def demonstrate(problem: Problem, rng: random.Random) -> str:
+    """Write the lines of the quickstart's writer, and sometimes not all of the last one."""
+    lines = arithmetic.demonstrate(problem, rng).partition("</think>")[0].removeprefix("<think>").strip()
+    if rng.random() >= UNFINISHED:
+        return lines
+    unfinished, equals, _ = lines.rpartition("=")
+    return unfinished + rng.choice(("", equals))
+
+
+def is_right(response: str, problem: Problem) -> bool:
+    return response.rpartition("=")[2] == problem.answer
+
+
+if __name__ == "__main__":
+    main()
