@@ -1,6 +1,11 @@
-"""A reward function ends the run only where it can hardly be the data's fault."""
+"""A reward function ends the run only where it can hardly be the data's fault; a server's fault is no score."""
+
+import os
+import signal
 
 import pytest
+from http_servers import serving
+from reward_pools import reward_pool
 
 from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult
@@ -46,3 +51,23 @@ def test_a_score_begins_the_count_again() -> None:
     for _ in range(3):
         failures.add([scored(i % 4, i, raises=i != 5) for i in range(100)])
         failures.add([scored(i % 4, i) for i in range(7)])
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_check_of_a_server_that_takes_too_long_has_no_score(is_stopped: bool) -> None:
+    """A stopped worker stands for a machine that is too busy for the server's own time limit to count."""
+    options: dict[str, dict[str, object]] = {"reward_model": {"timeout_s": 1.0}}
+    with serving(lambda path, body: (200, [{"embedding": [0.5]}])) as url:
+        options["reward_model"] |= {"url": url}
+        with reward_pool([("reward_model", 1.0)], deadline_s=2, options=options) as pool:
+            pool.wait_until_ready()
+            (worker,) = pool.worker_pids
+            if is_stopped:
+                os.kill(worker, signal.SIGSTOP)
+            pool.submit(0, "p", "r", "1", {})
+            result = pool.collect()[0]
+    name = "reward_model"
+    if is_stopped:
+        assert (result.total, result.verdicts, bool(result.errors)) == (None, {name: "timeout"}, True)
+    else:
+        assert (result.total, result.verdicts, result.errors) == (0.5, {name: "scored"}, {})

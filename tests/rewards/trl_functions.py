@@ -57,3 +57,8 @@ async def obey(completions: list[str], **kwargs: Any) -> Any:
     if deed == "be short":
         return rewards[1:]
     return [*rewards[:-1], "1.0"] if deed == "give text" else rewards
+
+
+def paid_if_finished(completions: list[str], finish_reason: list[str]) -> list[float]:
+    """Name the finish reason, and take no other arguments."""
+    return [float(reason == "stop") for reason in finish_reason]

@@ -100,3 +100,7 @@ def bad_steps(prompt: str, response: str, answer: str, extras: dict[str, Any]) -
 
 def lose_all(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float:
     raise NoScore("the scales are broken")
+
+
+def tell_finish_reason(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
+    return Score(1.0, str(extras["finish_reason"]))

@@ -127,6 +127,7 @@ def _train(run: Path, task: Path, reward: str, steps: int, unevaluated: bool) ->
         "data.heldout": task / "heldout.jsonl",
         "eval.interval": 0,
         "eval.num_prompts": 16,
+        "log.samples_per_step": 256,  # all, so that a gap can be looked at in samples.jsonl
         "rewards.functions": json.dumps(functions_of(reward, unevaluated)),
     }
     if reward == "arithmetic_steps":

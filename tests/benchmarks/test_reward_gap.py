@@ -1,0 +1,100 @@
+"""The gap between the built-in rewards and an oracle: its figure, its exit code, its task and its oracle."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_mega.config import load
+from grpo_mega.rewards import BUILT_IN, resolve
+from tools.benchmarks.reward_gap import __main__ as reward_gap
+from tools.benchmarks.reward_gap import task
+
+sys.path.append(str(reward_gap.ROOT / "examples"))
+
+from arithmetic import Problem  # type: ignore[import-not-found]
+
+CURVES = {
+    "seconds/step": {1: 1.0, 2: 1.0, 3: 1.0},
+    "reward/paid_but_wrong": {1: 0.0, 2: 0.0101, 3: 0.01},
+    "verdict/len/correct": {1: 0.5, 3: 0.75},
+}
+
+
+def test_the_worst_step_decides() -> None:
+    gap = reward_gap.gap_of(CURVES, "len")
+    assert gap == reward_gap.Gap(3, 0.0101, 2, 0.5, 0.75) and not gap.is_within
+    assert reward_gap.gap_of(CURVES | {"reward/paid_but_wrong": {1: 0.0, 2: 0.01, 3: 0.0}}, "len").is_within
+
+
+def test_a_step_without_a_figure_and_a_run_without_pay_are_errors() -> None:
+    with pytest.raises(SystemExit, match="step 2 has no reward/paid_but_wrong"):
+        reward_gap.gap_of(CURVES | {"reward/paid_but_wrong": {1: 0.0, 3: 0.0}}, "len")
+    with pytest.raises(SystemExit, match="accuracy called no response correct"):
+        reward_gap.gap_of(CURVES, "accuracy")
+
+
+@pytest.mark.parametrize(("worst", "code"), [(0.01, 0), (0.02, 1)])
+def test_the_exit_code_and_the_last_line_tell_of_a_gap(
+    worst: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(run: Path, *_: object) -> None:
+        run.mkdir()
+        row = {"step": 1, "seconds/step": 1.0, "reward/paid_but_wrong": worst, "verdict/accuracy/correct": 0.5}
+        (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+
+    monkeypatch.setattr(reward_gap, "_train", train)
+    monkeypatch.setattr(reward_gap, "_call", lambda command, log: None)
+    assert reward_gap.main([str(tmp_path), "--tasks", "bare", "--rewards", "accuracy", "--steps", "1"]) == code
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["is_within"] == (code == 0) and last["runs"]["bare-accuracy"]["worst"] == worst
+
+
+def test_every_built_in_reward_is_trained_on_but_the_oracle_and_the_served_one() -> None:
+    assert set(reward_gap.REWARDS) == set(BUILT_IN) - {"arithmetic_oracle", "reward_model"}
+    for reward in reward_gap.REWARDS:
+        names = [function["name"] for function in reward_gap.functions_of(reward, False)]
+        assert names == [reward, *(["accuracy"] if reward not in ("accuracy", "len", "cosine") else []), "arithmetic_oracle"]
+    (accuracy, oracle) = reward_gap.functions_of("accuracy", True)
+    assert accuracy["options"] == {"unevaluated": True} and oracle["weight"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["quickstart.yaml", "process_supervision.yaml"])
+def test_the_examples_with_sums_watch_the_oracle(name: str) -> None:
+    functions = {function.name: function.weight for function in load(reward_gap.ROOT / "examples" / name).rewards.functions}
+    assert functions["arithmetic_oracle"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "is_right"),
+    [
+        ("<think>\n50+8=58\n</think>\n<answer>58</answer>", True),
+        ("50+8=58", True),
+        ("58", True),
+        ("50+8=", False),
+        ("50+8", False),
+        ("50+8=58+0", False),
+        ("50+8=058", False),
+        ("50+8=58.", False),
+        ("50+8=57\n58", False),
+        ("<think>50+8=57</think><answer>58</answer>", False),
+        ("58=", False),
+        ("", False),
+    ],
+)
+def test_the_oracle_wants_the_answers_exact_text_and_no_other(response: str, is_right: bool) -> None:
+    score = resolve("arithmetic_oracle")("p", response, "58", {})
+    assert (score.value, score.verdict) == (float(is_right), "oracle_right" if is_right else "oracle_wrong")  # type: ignore[union-attr]
+
+
+def test_bare_demonstrations_end_in_a_sum_or_before_its_result() -> None:
+    rng, problem = random.Random(1), Problem((34, 7, 9, 8))
+    texts = [task.demonstrate(problem, rng) for _ in range(600)]
+    ends = {"=" if text.endswith("=") else "+8" if text.endswith("+8") else "whole" for text in texts}
+    assert ends == {"=", "+8", "whole"} and not any("<" in text for text in texts)
+    assert 0.1 < sum(text.endswith(("=", "+8")) for text in texts) / 600 < 0.3
+    assert any(task.is_right(text, problem) for text in texts) and not task.is_right("50+8=", problem)

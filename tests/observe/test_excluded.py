@@ -1,0 +1,67 @@
+"""Metrics and findings of samples without a reward, and of responses that are paid but wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_mega.observe.metrics import has_full_marks, heldout_metrics, rollout_metrics
+from grpo_mega.observe.report.metrics import findings
+from grpo_mega.rewards.scorer import failures_of
+from grpo_mega.types import Group, Prompt, Sample
+
+PROMPT = Prompt(0, "p", (1,), "7")
+
+
+def sample(reward: float | None, verdicts: dict[str, str], scores: dict[str, float | None] | None = None) -> Sample:
+    found = scores if scores is not None else dict.fromkeys(verdicts, reward)
+    return Sample(PROMPT, 0, [1], [-1.0], "stop", reward=reward, scores=found, verdicts=verdicts)
+
+
+def metrics_of(*samples: Sample) -> dict[str, float]:
+    return rollout_metrics([Group(PROMPT, list(samples))], lambda group: False)
+
+
+def test_samples_without_a_reward_are_counted() -> None:
+    judged, missing = sample(1.0, {"f": "scored"}), sample(None, {"f": "error"})
+    assert metrics_of(judged, missing, missing)["reward/excluded"] == 2
+    assert metrics_of(judged)["reward/excluded"] == 0
+    with_steps = sample(None, {"f": "scored"})
+    with_steps.step_ends, with_steps.step_rewards = [0], [0.5]
+    assert metrics_of(with_steps)["reward/excluded"] == 0
+
+
+def test_the_share_of_the_paid_that_the_oracle_calls_wrong() -> None:
+    pairs = ["correct right", "correct wrong", "correct right", "wrong wrong", "wrong right", "timeout wrong"]
+    samples = [sample(0.0, {"f": pair.split()[0], "o": f"oracle_{pair.split()[1]}"}) for pair in pairs]
+    assert metrics_of(*samples)["reward/paid_but_wrong"] == pytest.approx(1 / 3)
+    assert metrics_of(*samples[3:])["reward/paid_but_wrong"] == 0.0
+    assert "reward/paid_but_wrong" not in metrics_of(sample(1.0, {"f": "correct"}))
+
+
+def test_an_oracle_does_not_count_in_the_held_out_score() -> None:
+    paid = sample(1.0, {"f": "correct", "o": "oracle_wrong"}, {"f": 1.0, "o": 0.0})
+    assert has_full_marks(paid)
+    assert heldout_metrics([Group(PROMPT, [paid])])["eval/score"] == 1.0
+    assert not has_full_marks(sample(0.0, {"f": "wrong", "o": "oracle_right"}, {"f": 0.0, "o": 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "score", "kinds"),
+    [
+        ("error", None, {"missing"}),
+        ("timeout", None, {"missing"}),
+        ("error", 0.0, {"zero"}),
+        ("timeout", 0.0, set()),
+        ("not_applicable", None, set()),
+        ("scored", 0.0, set()),
+    ],
+)
+def test_a_failure_left_a_zero_or_nothing(verdict: str, score: float | None, kinds: set[str]) -> None:
+    assert failures_of(sample(score, {"f": verdict})) == kinds
+
+
+def test_the_report_names_steps_with_excluded_samples_and_with_a_gap() -> None:
+    curves = {"reward/excluded": {1: 0.0, 2: 3.0}, "reward/paid_but_wrong": {1: 0.01, 2: 0.0101}}
+    text = "; ".join(findings(curves, None))
+    assert "samples had no reward and were excluded" in text and "more than 1% of the paid responses were wrong" in text
+    assert findings({"reward/excluded": {1: 0.0}, "reward/paid_but_wrong": {1: 0.01}}, None) == []

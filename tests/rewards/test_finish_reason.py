@@ -1,0 +1,60 @@
+"""Reward functions know whether a response was cut at the length limit, whatever their signature."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reward_pools import reward_pool
+
+from grpo_mega.rewards.scorer import Scorer
+from grpo_mega.types import Group, Prompt, Sample
+
+TEXTS = ["So 40 + 11 is 51", "So 40 + 11 is 51", "The sum is 40 + 11"]  # right; right so far; not evaluated
+REASONS = ["stop", "length", "stop"]
+TELL, HEARD, NAMED = "user_functions.tell_finish_reason", "trl_functions.Heard", "trl_functions.paid_if_finished"
+
+
+@pytest.fixture(autouse=True)
+def _user_functions_are_importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent))
+    yield
+
+
+def scored(*names: str, options: dict[str, dict[str, Any]] | None = None) -> list[Sample]:
+    """Score a group of TEXTS; the data has a column of the same name as the finish reason."""
+    prompt = Prompt(3, "40+11?", (1,), "51", extras={"finish_reason": "a column"}, given={"prompts": "40+11?"})
+    samples = [Sample(prompt, i, [i], [-1.0], reason) for i, reason in enumerate(REASONS)]  # type: ignore[arg-type]
+    with reward_pool([(name, 1.0) for name in names], options=options) as pool:
+        scorer = Scorer(pool, lambda ids: TEXTS[ids[0]])
+        for sample in samples:
+            scorer.submit(sample)
+        scorer.submit_group(samples)
+        scorer.keep([Group(prompt, samples)])
+        scorer.finish()
+    return samples
+
+
+def test_a_function_gets_its_samples_finish_reason_and_one_of_trls_signature_a_list() -> None:
+    samples = scored(TELL, HEARD, NAMED)
+    assert [sample.verdicts[TELL] for sample in samples] == REASONS
+    heard = [json.loads(sample.verdicts[HEARD])["finish_reason"] for sample in samples]
+    assert heard == [REASONS] * 3
+    assert [sample.scores[NAMED] for sample in samples] == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("unevaluated", [False, True])
+def test_what_is_cut_or_not_evaluated_is_paid_by_none_of_the_three(unevaluated: bool) -> None:
+    options = {"accuracy": {"unevaluated": unevaluated}}
+    samples = scored("accuracy", "len", "cosine", options=options)
+    expected = [True, False, unevaluated]
+    for name in ("accuracy", "len", "cosine"):
+        assert [sample.verdicts[name] == "correct" for sample in samples] == expected, name
+    assert [(sample.scores["cosine"] or 0.0) > 0 for sample in samples] == expected
+    if not unevaluated:
+        alone = scored("len", "cosine")
+        assert [sample.scores["cosine"] for sample in alone] == [sample.scores["cosine"] for sample in samples]
+        assert [sample.scores["len"] for sample in alone] == [sample.scores["len"] for sample in samples]
