@@ -3,18 +3,27 @@
 The prefill is found by comparing two renderings of one conversation: the generation prompt, and an assistant's turn
 whose content is a marker. The text before the marker is the header that every assistant turn has; the rest of the
 generation prompt is the prefill, for example "<think>\\n".
+
+Every rendered prompt is compared with its messages: a template that leaves out the text of one would train on another question.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.text import find_surrogate
 
 _MARKER = "\N{REPLACEMENT CHARACTER}content\N{REPLACEMENT CHARACTER}"
-_OPEN_THOUGHT = re.compile(r"<(think|thinking|thought|reasoning)>\s*\Z")
+_TAGS = "think|thinking|thought|reasoning"
+_OPEN_THOUGHT = re.compile(rf"<({_TAGS})>\s*\Z")
+_THOUGHT = re.compile(rf"<(?:{_TAGS})>.*?(?:</(?:{_TAGS})>|\Z)", re.DOTALL)
+_END_OF_THOUGHT = re.compile(rf"</(?:{_TAGS})>")
+_JSON_START = re.compile(r'[\[{"]')
 
 
 def check_chat_template(tokenizer: Any) -> None:
@@ -26,20 +35,107 @@ def check_chat_template(tokenizer: Any) -> None:
         )
 
 
-def render(tokenizer: Any, messages: list[dict[str, Any]], place: str) -> str:
-    """Return the prompt's text, up to where the model begins to write. `place` (file:line) is for errors."""
-    try:
-        text = _apply(tokenizer, messages, add_generation_prompt=True)
-    except Exception as error:  # templates raise any exception: jinja2's errors, TypeError, ...
-        raise ConfigError(
-            f"{place}: the chat template refuses the messages ({' '.join(str(error).split())}); "
-            "correct the row, or leave data.system_prompt out if the template takes no system message"
-        ) from None
-    if surrogate := find_surrogate(text):
-        raise ConfigError(
-            f"{place}: the rendered prompt has the lone surrogate {surrogate}, which is no character; correct the chat template"
-        )
-    return text
+class Renderer:
+    """Renders prompts by a tokenizer's chat template. Raises ConfigError if it has none."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        check_chat_template(tokenizer)
+        self._tokenizer = tokenizer
+        self._missing: dict[tuple[Any, ...], int | None] = {}  # by the form of a conversation: a message that is left out
+
+    def render(self, messages: list[dict[str, Any]], place: str) -> str:
+        """Return the prompt's text, up to where the model begins to write. `place` (file:line) is for errors.
+
+        Raises ConfigError if the template refuses the messages, or leaves out the text of one of them.
+        """
+        try:
+            text = _apply(self._tokenizer, messages, add_generation_prompt=True)
+        except Exception as error:  # templates raise any exception: jinja2's errors, TypeError, ...
+            raise ConfigError(
+                f"{place}: the chat template refuses the messages ({' '.join(str(error).split())}); "
+                "correct the row, or leave data.system_prompt out if the template takes no system message"
+            ) from None
+        if surrogate := find_surrogate(text):
+            raise ConfigError(
+                f"{place}: the rendered prompt has the lone surrogate {surrogate}, which is no character; "
+                "correct the chat template"
+            )
+        number = next((i for i, message in enumerate(messages) if not _holds_message(text, message)), None)
+        number = self._missing_by_form(messages) if number is None else number
+        if number is not None:
+            raise ConfigError(
+                f"{place}: the chat template leaves out text of message {number} (role {messages[number]['role']!r}): "
+                f"{_short(messages[number]['content'])}; correct the row or the template, or leave data.system_prompt out "
+                "if that is the message"
+            )
+        return text
+
+    def _missing_by_form(self, messages: list[dict[str, Any]]) -> int | None:
+        """Return the first message that the template leaves out whatever its text, which may be in the prompt by chance.
+
+        The conversation is rendered with a marker as each text, once for all conversations of the same form.
+        """
+        has_text = [bool(message["content"].strip()) for message in messages]
+        form = tuple((message["role"], has, *sorted(message)) for message, has in zip(messages, has_text, strict=True))
+        if form not in self._missing:
+            markers = [f"text{number}of{len(messages)}qzxv" if has else "" for number, has in enumerate(has_text)]
+            marked = [message | {"content": marker} for message, marker in zip(messages, markers, strict=True)]
+            try:
+                text = _apply(self._tokenizer, marked, add_generation_prompt=True)
+            except Exception:  # of a template that reads the texts, and takes those of the row
+                text = "".join(markers)
+            lost = (number for number, message in enumerate(marked) if not _holds_message(text, message))
+            self._missing[form] = next(lost, None)
+        return self._missing[form]
+
+
+def _holds_message(prompt: str, message: dict[str, Any]) -> bool:
+    """Return whether a prompt has a message's text, also as JSON that is equal by value; spaces at its ends may be missing.
+
+    The thought of an earlier assistant turn may be missing, too.
+    """
+    text = message["content"]
+    parts = _without_thoughts(text) if message["role"] == "assistant" else [text]
+    return all(part.strip() in prompt for part in parts) or text.strip() in prompt or _holds_json(prompt, text)
+
+
+def _without_thoughts(text: str) -> list[str]:
+    """Return what is around the thoughts of a turn; a template may have opened the first of them."""
+    opened, closed = _THOUGHT.search(text), _END_OF_THOUGHT.search(text)
+    if closed and not (opened and opened.start() < closed.start()):
+        text = text[closed.end() :]
+    return _THOUGHT.split(text)
+
+
+def _holds_json(prompt: str, text: str) -> bool:
+    """Return whether JSON in the prompt has the value of `text`, or is a string with this text."""
+    wanted: list[Any] = [text, text.strip()]
+    with suppress(ValueError, RecursionError):
+        wanted.append(json.loads(text))
+    scan = json.JSONDecoder().raw_decode
+    position = 0
+    while match := _JSON_START.search(prompt, position):
+        position = match.start() + 1
+        with suppress(ValueError, RecursionError):
+            value, end = scan(prompt, match.start())
+            position = position if isinstance(value, str) else end  # the quote may end one string, and begin none
+            if any(one in wanted for one in _values_in(value)):
+                return True
+    return False
+
+
+def _values_in(value: Any) -> Iterator[Any]:
+    """Yield the value and all strings, lists and objects within."""
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str | list | dict):
+            yield one
+            pending += one.values() if isinstance(one, dict) else one if isinstance(one, list) else []
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def find_prefill(tokenizer: Any) -> str:

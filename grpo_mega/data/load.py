@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_mega.config import DataConfig, RolloutConfig
 from grpo_mega.config.data import DataSource
-from grpo_mega.data.chat import check_chat_template, find_prefill, render
+from grpo_mega.data.chat import Renderer, find_prefill
 from grpo_mega.data.pass_rates import drop_by_pass_rate, read_pass_rates
 from grpo_mega.data.rows import read_conversations
 from grpo_mega.data.sampler import Sampler
@@ -86,10 +86,10 @@ def load_prompts(source: DataSource, config: DataConfig, tokenizer: Any, *, firs
 
     Raises ConfigError for an unreadable or empty set, a bad row, a missing chat template, or if all prompts are too long.
     """
-    check_chat_template(tokenizer)
+    renderer = Renderer(tokenizer)
     conversations = read_conversations(source, config)
     prefill = find_prefill(tokenizer)
-    texts = [render(tokenizer, one.messages, one.place) for one in conversations]
+    texts = [renderer.render(one.messages, one.place) for one in conversations]
     all_token_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     prompts = [
         Prompt(
