@@ -1,21 +1,29 @@
 """Turn rows into messages and gold answers. Needs no tokenizer, so that all rows of a run's data are checked before it starts.
 
-A prompt is a text, which becomes a user message, or a list of messages; an answer is a text or a number. A bad row, or one
-with a lone surrogate in these columns, raises ConfigError with its place and the remedy; no row is skipped silently.
+A prompt is a text, which becomes a user message, or a list of messages; an answer is a text or a finite number. A bad row, or
+one with a lone surrogate in these columns, raises ConfigError with its place and the remedy; no row is skipped silently.
+
+A message's content is a text, or a list of text parts, {"type": "text", "text": ...}, which are joined. It may be null where
+an assistant calls tools. A column's name may lead into nested values: "reward_model.ground_truth".
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
 from grpo_mega.config.data import DataConfig, DataSource
-from grpo_mega.data.sources import Row, read_rows
+from grpo_mega.data.sources import MissingColumn, Row, find_value, read_rows
 from grpo_mega.errors import ConfigError
 from grpo_mega.text import find_surrogate
 
 Message = dict[str, Any]
 ANSWER_COLUMNS = ("answer", "solution")  # where answer_column is not given, the first of these that the set has
+# How Python, pandas, JSON and other languages write a number that is missing or infinite, where a column was turned into texts.
+_NOT_FINITE = {"nan", "NaN", "NAN", *(f"{sign}{text}" for sign in ("", "+", "-") for text in ("inf", "Inf", "INF", "Infinity"))}
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,8 @@ def read_conversations(source: DataSource, config: DataConfig) -> list[Conversat
 def _conversation(row: Row, prompt_column: str, answer_column: str, system_prompt: str | None) -> Conversation:
     messages, answer = messages_of(row, prompt_column, system_prompt), answer_of(row, answer_column)
     extras = {column: value for column, value in row.values.items() if column not in (prompt_column, answer_column)}
-    given = {column: row.values[column] for column in (prompt_column, answer_column)}
-    given["prompts"] = given[prompt_column] if system_prompt is None else messages
+    given = {column: find_value(row.values, column) for column in (prompt_column, answer_column)}
+    given["prompts"] = given[prompt_column] if isinstance(given[prompt_column], str) and system_prompt is None else messages
     return Conversation(row.index, row.place, messages, answer, extras, given)
 
 
@@ -64,8 +72,8 @@ def messages_of(row: Row, column: str, system_prompt: str | None) -> list[Messag
     value = _value(row, column, "prompt_column")
     if isinstance(value, str) and value:
         messages = [{"role": "user", "content": value}]
-    elif isinstance(value, list) and value and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value):
-        messages = value
+    elif isinstance(value, list) and value:
+        messages = [_message(row, f"{column}[{number}]", message) for number, message in enumerate(value)]
     else:
         raise ConfigError(
             f"{row.place}: {column}={_short(value)} is neither a text nor a list of messages with role and content; "
@@ -85,22 +93,63 @@ def messages_of(row: Row, column: str, system_prompt: str | None) -> list[Messag
 def answer_of(row: Row, column: str) -> str:
     """Return the gold answer as text."""
     value = _value(row, column, "answer_column")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number or (isinstance(value, str) and value.strip()):
+    if isinstance(value, Real | Decimal) and not isinstance(value, bool):
+        if not (value.is_finite() if isinstance(value, Decimal) else -math.inf < value < math.inf):
+            raise ConfigError(
+                f"{row.place}: {column}={value} is not finite, so every response would be wrong; correct or remove the row"
+            )
         return str(value)
+    if isinstance(value, str) and value.strip() in _NOT_FINITE:
+        raise ConfigError(
+            f"{row.place}: {column}={value!r} is a number that is not finite, written as text; correct or remove the row, "
+            "or write \\infty for an infinite answer"
+        )
+    if isinstance(value, str) and value.strip():
+        return value
     raise ConfigError(f"{row.place}: {column}={_short(value)} is no answer; give a text or a number, or remove the row")
+
+
+def _message(row: Row, key: str, message: Any) -> Message:
+    """Return a message whose content is a text, without the keys that are null, as columns of Parquet fill them in."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
+        raise ConfigError(
+            f"{row.place}: {key}={_short(message)} is no message with role and content; correct or remove the row"
+        )
+    content = message.get("content")
+    if content is None and message["role"] == "assistant" and message.get("tool_calls"):
+        content = ""
+    if isinstance(content, list) and content:
+        content = "".join(_text_of_part(row, f"{key}.content[{number}]", part) for number, part in enumerate(content))
+    if not isinstance(content, str):
+        raise ConfigError(
+            f"{row.place}: {key}.content={_short(content)} is neither a text nor a list of text parts; correct the row"
+        )
+    return {name: value for name, value in message.items() if value is not None} | {"content": content}
+
+
+def _text_of_part(row: Row, key: str, part: Any) -> str:
+    """Return the text of {"type": "text", "text": ...}."""
+    given = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
+    if given.keys() == {"type", "text"} and given["type"] == "text" and isinstance(given["text"], str):
+        return given["text"]
+    raise ConfigError(
+        f'{row.place}: {key}={_short(part)}: must be {{"type": "text", "text": ...}}, since prompts are text alone; '
+        "correct or remove the row"
+    )
 
 
 def _value(row: Row, column: str, key: str) -> Any:
     """Return a column's value. A lone surrogate is an error: a replacement would train on a text that is not the row's."""
-    if column not in row.values:
-        raise ConfigError(f"{row.place}: {key}={column!r} is not a column of this row; its columns are: {_names(row)}")
-    if surrogate := find_surrogate(row.values[column]):
+    try:
+        value = find_value(row.values, column)
+    except MissingColumn as error:
+        raise ConfigError(f"{row.place}: {key}={column!r} is not a column of this row; {error}") from None
+    if surrogate := find_surrogate(value):
         raise ConfigError(
             f"{row.place}: {column} has the lone surrogate {surrogate}, which is no character; write the character that was "
             "meant, or U+FFFD"
         )
-    return row.values[column]
+    return value
 
 
 def _names(row: Row) -> str:

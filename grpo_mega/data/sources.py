@@ -50,6 +50,34 @@ def read_rows(path: str) -> Iterator[Row]:
     return reader(Path(path))
 
 
+class MissingColumn(Exception):
+    """A column that a row lacks; the text says what the row has in its place."""
+
+
+def find_value(values: dict[str, Any], column: str) -> Any:
+    """Return the value of a column, or by "a.b" the value of key b within column a. Raises MissingColumn.
+
+    A column, or a key, whose name itself has the dot comes first.
+    """
+    if column in values:
+        return values[column]
+    problem = f"its columns are: {_names(values)}"
+    for end in (place for place, character in reversed([*enumerate(column)]) if character == "."):
+        outer, inner = values.get(column[:end]), column[end + 1 :]
+        if isinstance(outer, dict):
+            try:
+                return find_value(outer, inner)
+            except MissingColumn as error:
+                problem = str(error).replace("its columns are", f"the keys of {column[:end]} are", 1)
+        elif column[:end] in values:
+            problem = f"its {column[:end]}={outer!r:.60} has no keys"
+    raise MissingColumn(problem)
+
+
+def _names(values: dict[str, Any]) -> str:
+    return ", ".join(map(str, values)) or "none"
+
+
 def is_same(one: str, other: str) -> bool:
     """Return whether two paths name the same data set."""
     if "hub:" in (one[:4], other[:4]):

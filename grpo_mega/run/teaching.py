@@ -11,6 +11,7 @@ from torch import Tensor
 from grpo_mega.batching import pack as packing
 from grpo_mega.batching.layout import from_samples
 from grpo_mega.config import Config
+from grpo_mega.data.sources import find_value
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.megatron.teacher import Teacher
@@ -64,4 +65,4 @@ def _ask_servers(config: Config, samples: Sequence[Sample], names: Sequence[str]
 
 def _teacher_of(config: Config, sample: Sample) -> str:
     column = config.data.teacher_column
-    return next(iter(config.teachers)) if column is None else str(sample.prompt.extras[column])
+    return next(iter(config.teachers)) if column is None else str(find_value(sample.prompt.extras, column))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from grpo_mega.config import Config, LayoutConfig, ModelConfig
 from grpo_mega.data.rows import read_conversations
+from grpo_mega.data.sources import MissingColumn, find_value
 from grpo_mega.errors import UserError
 from grpo_mega.validation.layout import layout_problems
 from grpo_mega.validation.model import check_model, position_problems
@@ -43,11 +45,15 @@ def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 def row_problems(config: Config) -> Iterator[str]:
     """Yield the first row of each training set that names no teacher, where rows choose."""
     column = config.data.teacher_column
-    for source in config.data.train if column is not None else ():
+    if column is None:
+        return
+    for source in config.data.train:
         for row in read_conversations(source, config.data):
-            if str(row.extras.get(str(column))) not in config.teachers:
-                value = repr(row.extras.get(str(column)))
-                yield f"{row.place}: {column}={value} names no teacher; use one of {', '.join(config.teachers)}"
+            value = None
+            with suppress(MissingColumn):
+                value = find_value(row.extras, column)
+            if str(value) not in config.teachers:
+                yield f"{row.place}: {column}={value!r} names no teacher; use one of {', '.join(config.teachers)}"
                 break
 
 

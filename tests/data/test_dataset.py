@@ -176,7 +176,9 @@ GOOD = {"prompt": "a", "answer": "1"}
         ('{"prompt": "a", "answer": " "}', "answer=' ' is no answer"),
         ('{"prompt": "a", "answer": true}', "answer=True is no answer"),
         ('{"prompt": 3, "answer": "1"}', "prompt=3 is neither a text nor a list of messages"),
-        ('{"prompt": [{"role": "user"}], "answer": "1"}', "neither a text nor a list of messages"),
+        ('{"prompt": [{"role": "user"}], "answer": "1"}', "prompt[0].content=None is neither a text nor a list of text parts"),
+        ('{"prompt": ["hi"], "answer": "1"}', "prompt[0]='hi' is no message with role and content"),
+        ('{"prompt": [], "answer": "1"}', "prompt=[] is neither a text nor a list of messages"),
         ('{"prompt": [{"role": "assistant", "content": "a"}], "answer": "1"}', "prompt ends with an assistant message"),
     ],
 )

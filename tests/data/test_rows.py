@@ -1,0 +1,202 @@
+"""Rows as data sets have them: numbers of every type, nested columns as in verl's files, and contents in parts."""
+
+import json
+import math
+import re
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from grpo_mega.config import DataConfig
+from grpo_mega.data.rows import Conversation, answer_of, messages_of, read_conversations
+from grpo_mega.data.sources import Row
+from grpo_mega.errors import ConfigError
+from grpo_mega.rewards.math.accuracy import accuracy
+
+VERL = [  # rows as those of DAPO-Math-17k
+    {
+        "data_source": "math_dapo",
+        "prompt": [{"content": f"What is {n} + {n}?\u2028Think first.", "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": str(2 * n), "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": f"id-{n}", "teacher": {"name": "main"}},
+    }
+    for n in (3, 17, 170141183460469231731687303715884105727)
+]
+NESTED = {"prompt_column": "prompt", "answer_column": "reward_model.ground_truth"}
+
+
+def row(**values: Any) -> Row:
+    return Row(4, "set.jsonl:5", values)
+
+
+def read(path: Path, **settings: Any) -> list[Conversation]:
+    config = DataConfig.model_validate({"train": str(path)} | settings)
+    return read_conversations(config.train[0], config)
+
+
+@pytest.mark.parametrize(
+    ("value", "right"),
+    [
+        (3, "3"),
+        (0, "0"),
+        (-0.0, "0"),
+        (3.0, "3"),
+        (0.1, "1/10"),
+        (1e22, "10000000000000000000000"),
+        (1e-7, "0.0000001"),
+        (10**400, "1" + "0" * 400),
+        (Decimal("3.50"), "7/2"),
+        (Decimal("1E+2"), "100"),
+        (Fraction(-1, 3), "-1/3"),
+        (np.int8(-7), "-7"),
+        (np.uint64(2**64 - 1), "18446744073709551615"),
+        (np.float32(0.5), "0.5"),
+        (np.float64(2.5), "5/2"),
+    ],
+)
+def test_a_number_of_every_type_is_an_answer_that_a_right_response_gets(value: Any, right: str) -> None:
+    gold = answer_of(row(answer=value), "answer")
+    assert Fraction(gold) == Fraction(str(value))
+    assert accuracy("", rf"\boxed{{{right}}}", gold, {}).value == 1.0
+
+
+NOT_FINITE = [math.nan, math.inf, -math.inf, np.float32("nan"), np.float64("-inf"), Decimal("NaN"), Decimal("-Infinity")]
+NOT_FINITE += [Decimal("sNaN"), "nan", " NaN\n", "inf", "-inf", "Infinity", "-Infinity", "+INF"]
+
+
+@pytest.mark.parametrize("value", NOT_FINITE, ids=repr)
+def test_an_answer_that_is_not_finite_is_refused_with_its_row(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^set\.jsonl:5: gold=.* not finite.*; correct or remove the row") as caught:
+        answer_of(row(gold=value), "gold")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [True, False, np.bool_(True), None, "", " \u2028", [1], {"a": 1}, 1j, b"3"], ids=repr)
+def test_what_is_neither_text_nor_number_is_no_answer(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^set\.jsonl:5: gold=.* is no answer; give a text or a number"):
+        answer_of(row(gold=value), "gold")
+
+
+@pytest.mark.parametrize("text", ["Nan", "infinity", r"\infty", "information", "nano", "3.0", " 7 "])
+def test_texts_that_only_look_like_numbers_that_are_not_finite_stay(text: str) -> None:
+    assert answer_of(row(gold=text), "gold") == text
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_numbers_that_are_not_finite_are_refused_when_a_file_is_read(tmp_path: Path, suffix: str) -> None:
+    rows = [{"prompt": "a", "answer": 1.5}, {"prompt": "b", "answer": math.nan}]
+    path = tmp_path / f"set.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    else:
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    with pytest.raises(ConfigError, match=re.escape(f"{path}:2: " if suffix == "jsonl" else f"{path}, row 1: ")):
+        read(path)
+    decimals = pa.table({"prompt": ["a"], "answer": pa.array([Decimal("12345678901234567890.5")], pa.decimal128(30, 1))})
+    parquet.write_table(decimals, tmp_path / "decimals.parquet")
+    assert read(tmp_path / "decimals.parquet")[0].answer == "12345678901234567890.5"
+
+
+@pytest.mark.parametrize("form", ["file", "folder", "jsonl"])
+def test_verls_files_load_unchanged(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "set"
+    path.mkdir()
+    if form == "jsonl":
+        (path / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in VERL))
+    else:
+        parquet.write_table(pa.Table.from_pylist(VERL), path / "train.parquet", row_group_size=2)
+    found = read(path if form == "folder" else next(path.iterdir()), **NESTED)
+    assert [one.answer for one in found] == ["6", "34", "340282366920938463463374607431768211454"]
+    assert [one.messages for one in found] == [[{"role": "user", "content": one["prompt"][0]["content"]}] for one in VERL]
+    for one, given in zip(found, VERL, strict=True):
+        assert one.extras == {name: given[name] for name in ("data_source", "ability", "reward_model", "extra_info")}
+        assert one.given["reward_model.ground_truth"] == one.answer and one.given["prompts"] == one.messages
+
+
+def test_a_name_with_a_dot_of_its_own_comes_before_nested_values() -> None:
+    nested = {"a.b": "whole", "a": {"b": "nested", "b.c": "inner", "b.d": {"e": "deep"}}}
+    assert answer_of(row(**nested), "a.b") == "whole"
+    assert answer_of(row(a=nested["a"]), "a.b") == "nested"
+    assert answer_of(row(**nested), "a.b.c") == "inner"
+    assert answer_of(row(**nested), "a.b.d.e") == "deep"
+    assert answer_of(row(**{"x.y": {"z": 3}, "x": {"y": 1}}), "x.y.z") == "3"
+
+
+@pytest.mark.parametrize(
+    ("column", "problem"),
+    [
+        ("reward_model.truth", "the keys of reward_model are: ground_truth, style"),
+        ("extra_info.teacher.id", "the keys of teacher are: name"),
+        ("ability.level", "its ability='MATH' has no keys"),
+        ("reward.ground_truth", "its columns are: data_source, prompt, ability, reward_model, extra_info"),
+        ("reward_model.", "the keys of reward_model are: ground_truth, style"),
+        (".", "its columns are: data_source"),
+    ],
+)
+def test_a_nested_column_that_is_missing_is_named_with_the_keys_there(column: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        answer_of(row(**VERL[0]), column)
+    assert str(caught.value).startswith(f"set.jsonl:5: answer_column={column!r} is not a column of this row; {problem}")
+
+
+def test_parts_of_text_are_joined_and_null_keys_left_out() -> None:
+    parts = [{"type": "text", "text": "What\u2028is "}, {"type": "text", "text": "1+1?", "image": None}]
+    call = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]
+    messages = [
+        {"role": "user", "content": parts, "tool_calls": None, "name": None},
+        {"role": "assistant", "content": None, "tool_calls": call},
+        {"role": "tool", "content": [{"type": "text", "text": "2"}], "name": "add"},
+    ]
+    assert messages_of(row(prompt=messages), "prompt", None) == [
+        {"role": "user", "content": "What\u2028is 1+1?"},
+        {"role": "assistant", "content": "", "tool_calls": call},
+        {"role": "tool", "content": "2", "name": "add"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        [],
+        {},
+        7,
+        True,
+        ["text"],
+        [{"type": "text", "text": None}],
+        [{"type": "text", "text": 3}],
+        [{"type": "text"}],
+        [{"text": "a"}],
+        [{"type": "image", "text": "a"}],
+        [{"type": "text", "text": "a", "image": "x.png"}],
+        [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}],
+        [[{"type": "text", "text": "a"}]],
+    ],
+    ids=repr,
+)
+def test_any_other_content_is_refused_with_its_row(content: Any) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": content}]
+    with pytest.raises(ConfigError, match=r"^set\.jsonl:5: prompt\[1\]\.content.*; correct (or remove )?the row$"):
+        messages_of(row(prompt=messages), "prompt", None)
+
+
+@pytest.mark.parametrize(
+    "message", ["a", None, 3, {}, {"content": "a"}, {"role": None, "content": "a"}, {"role": 1, "content": "a"}]
+)
+def test_what_has_no_role_is_no_message(message: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^set\.jsonl:5: prompt\[0\]=.* is no message with role and content"):
+        messages_of(row(prompt=[message]), "prompt", None)
+
+
+def test_an_assistant_without_text_must_call_a_tool() -> None:
+    for calls in (None, [], {}):
+        messages = [{"role": "assistant", "content": None, "tool_calls": calls}, {"role": "user", "content": "u"}]
+        with pytest.raises(ConfigError, match=r"prompt\[0\]\.content=None is neither"):
+            messages_of(row(prompt=messages), "prompt", None)
