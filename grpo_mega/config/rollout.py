@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from grpo_mega.config.base import LIST, Fraction, NonNegativeInt, NumRanks, PositiveFloat, PositiveInt, Seconds, Section
+from grpo_mega.config.server_args import problem_of
 
 
 class RolloutConfig(Section):
@@ -83,6 +84,9 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
+        for name in self.server_args:
+            if (problem := problem_of(name)) is not None:
+                raise ValueError(f"rollout.server_args.{name} {problem}; remove it")
         if not self.is_served and self.tp > 1:
             raise ValueError(f"rollout.tp={self.tp} needs rollout.engine=sglang; the embedded engine spans one rank")
         if self.tp % self.ep:

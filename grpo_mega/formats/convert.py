@@ -157,7 +157,7 @@ def _pieces_to_save(tensor: LocalTensor) -> list[tuple[int, LocalTensor]]:
 
 def _side_contents(checkpoint: Checkpoint, *, was_quantised: bool, dtype: str | None) -> dict[str, bytes | Path]:
     """Return the files beside the weights, with the config.json of an output that has another dtype or no quantisation."""
-    contents: dict[str, bytes | Path] = {path.name: path for path in side_files(checkpoint.side)}
+    contents: dict[str, bytes | Path] = {str(path.relative_to(checkpoint.side)): path for path in side_files(checkpoint.side)}
     config = checkpoint.config()
     changed = dict(config)
     if was_quantised:

@@ -17,7 +17,7 @@ from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.checkpoint_files import LATEST, MANIFEST, STATE, without_checkpoints
 from grpo_mega.formats.dcp_read import SavedTensor, is_distributed_checkpoint, read_metadata
 from grpo_mega.formats.dtypes import TORCH_NAMES
-from grpo_mega.formats.hf_files import INDEX, SINGLE
+from grpo_mega.formats.hf_files import INDEX, SINGLE, adapter_problem
 from grpo_mega.formats.hf_weights import BIN, BIN_INDEX, HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE, FINISHED
@@ -68,6 +68,8 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
     path = Path(path)
     if not path.is_dir():
         raise WeightMappingError(f"{path} is not a folder; give that of a checkpoint")
+    if (problem := adapter_problem(path)) is not None:
+        raise WeightMappingError(f"{path} {problem}")
     state = _state_of(path)
     if state is not None:
         file = state.parent / MANIFEST

@@ -99,7 +99,9 @@ class FolderWriter:
             shutil.rmtree(self._partial)
         self._partial.mkdir(parents=True)
         for path in side_files(self._source_folder):
-            shutil.copyfile(path, self._partial / path.name)
+            target = self._partial / path.relative_to(self._source_folder)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
 
     def write(self, file: str, tensors: Mapping[str, Tensor]) -> None:
         save_file({k: v.contiguous() for k, v in tensors.items()}, self._partial / file, metadata={"format": "pt"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 
@@ -20,6 +20,9 @@ WEIGHT_SUFFIXES = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"),
     *(".distcp", ".metadata", "metadata.json"),  # a Megatron checkpoint with Hugging Face's other files beside it
 )
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
+TEMPLATES = "additional_chat_templates"  # a folder of named chat templates
 SCALE_SUFFIX = "_scale_inv"  # follows a weight's name in that of the scales of its FP8 blocks
 _BLOCK_BYTES = 8 << 20
 
@@ -76,12 +79,39 @@ def index_of(shards: Mapping[str, list[str]], num_bytes: Mapping[str, int]) -> d
 
 def side_files(folder: Path) -> list[Path]:
     """Return config, generation config, tokenizer and all other files of a model but its weights."""
-    return [p for p in sorted(folder.iterdir()) if p.is_file() and not p.name.endswith(WEIGHT_SUFFIXES)]
+    files = [p for p in sorted(folder.iterdir()) if p.is_file() and not p.name.endswith(WEIGHT_SUFFIXES)]
+    files = [p for p in files if p.name not in ADAPTER_FILES]
+    return [*files, *sorted(p for p in folder.glob(f"{TEMPLATES}/*.jinja") if p.is_file())]
+
+
+def adapter_problem(folder: Path) -> str | None:
+    """Return what is wrong with a folder that holds an adapter's config; None if it holds none.
+
+    Beside weights, libraries follow it to another base model, so it cannot be told what the weights are.
+    """
+    path = folder / ADAPTER_CONFIG
+    if not path.exists():
+        return None
+    try:
+        base = read_json(path).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        base = None
+    if any((folder / name).exists() for name in (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")):
+        return (
+            f"holds {ADAPTER_CONFIG} beside full weights, with which libraries load base_model_name_or_path={base!r} instead; "
+            f"remove {ADAPTER_CONFIG} if the weights are those to train"
+        )
+    return f"is an adapter of {base or 'another model'}, not a model; merge it into its base first, and name the merged folder"
 
 
 def check_shapes(folder: Path, shapes: Mapping[str, Index], expected: Mapping[str, Index]) -> None:
     """Raise WeightMappingError for the first tensor that is missing, has a wrong shape, or is not known."""
     for name, shape in expected.items():
+        if name not in shapes and (prefix := _prefix_of(name, shapes)) is not None:
+            raise WeightMappingError(
+                f"{folder} holds {prefix + name.removeprefix('model.')!r} where {name!r} is read: its names have the prefix "
+                f"{prefix!r} of a model with more parts, such as vision; save its language model alone, and name that folder"
+            )
         if name not in shapes:
             raise WeightMappingError(f"{folder} has no tensor {name!r}; fetch the checkpoint again, it is incomplete")
         if shapes[name] != tuple(shape):
@@ -101,6 +131,12 @@ def check_shapes(folder: Path, shapes: Mapping[str, Index], expected: Mapping[st
             raise WeightMappingError(
                 f"{folder} holds {name!r}, which its model type has no place for; check model_type in config.json"
             )
+
+
+def _prefix_of(name: str, names: Iterable[str]) -> str | None:
+    """Return what stands in place of "model." before a tensor's name among others; None if it is not there at all."""
+    bare = name.removeprefix("model.")
+    return next((other.removesuffix(bare) for other in names if other.endswith(f".{bare}")), None)
 
 
 def check_tied(folder: Path, output: str, embedding: str, tensors: Mapping[str, tuple[Path, TensorInfo]]) -> None:

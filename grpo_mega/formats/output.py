@@ -186,6 +186,7 @@ def _allocate(plan: OutputPlan, partial: Path) -> None:
 def _publish(plan: OutputPlan, partial: Path, out: Path) -> None:
     for name, content in plan.last.items():
         path = partial / name
+        path.parent.mkdir(exist_ok=True)
         path.write_bytes(content) if isinstance(content, bytes) else shutil.copyfile(content, path)
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -11,7 +11,7 @@ from grpo_mega.config import Config, ModelConfig
 from grpo_mega.errors import ConfigError
 from grpo_mega.files import MAX_JSON_BYTES, parse_json, read_file
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
-from grpo_mega.formats.hf_files import check_tied, weight_files
+from grpo_mega.formats.hf_files import adapter_problem, check_tied, weight_files
 from grpo_mega.formats.hf_weights import HfWeights
 from grpo_mega.formats.known_models import KNOWN_MODELS, known_model, model_of_folder
 from grpo_mega.formats.megatron_weights import MegatronWeights
@@ -57,6 +57,8 @@ def read_model(config: Config, model_config: Path | None = None, name: str | Non
     Raise ConfigError or WeightMappingError.
     """
     folder, note = config.model.path, None
+    if model_config is None and name is None and (problem := adapter_problem(folder)) is not None:
+        raise ConfigError(f"model.path={folder} {problem}")
     is_here = model_config is None and name is None and (folder / "config.json").is_file()
     if model_config is not None:
         fields = resolve(_read_fields(model_config))
@@ -82,6 +84,8 @@ def check_model(model: ModelConfig) -> ModelShape:
     folder = model.path
     if not folder.is_dir():
         raise ConfigError(f"model.path={folder} is not a folder; name the folder of a Hugging Face checkpoint")
+    if (problem := adapter_problem(folder)) is not None:
+        raise ConfigError(f"model.path={folder} {problem}")
     if not (folder / "config.json").is_file():
         remedy = "name the folder of a Hugging Face checkpoint"
         if (folder / FINISHED / "config.json").is_file():

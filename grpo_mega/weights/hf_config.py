@@ -14,8 +14,23 @@ from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.hf_fields import ALIASES, FIELDS, ROPE_THETA, SHARED_FIELDS
 
 Fields = dict[str, Any]
-_MAX_LAYERS, _MAX_SIZE, _MAX_POSITIONS = 10_000, 10**8, 10**10
-_SIZES = ["vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "decoder_sparse_step"]
+_MAX_LAYERS, _MAX_COUNT, _MAX_SIZE = 10_000, 100_000, 10**12
+_NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_NEEDED_OF = {  # what no config.json of the model type lacks, though transformers has a default for it
+    "mixtral": ("num_local_experts",),
+    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
+    "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
+    "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
+    "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
+}
+_COUNTS = (
+    *("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts"),
+    *("n_shared_experts", "num_experts_per_tok", "n_group", "topk_group", "decoder_sparse_step"),
+)
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "max_position_embeddings"),
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _DTYPES = ("float32", "float", "float16", "half", "bfloat16", "float64", "double", "float8_e4m3fn", "float8_e5m2")
 _DIVIDING_HEADS = ("llama", "deepseek_v2")  # model types whose hidden_size must be a multiple of the heads
@@ -35,32 +50,37 @@ def resolve(raw: Mapping[str, Any]) -> Fields:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FIELDS:
         return dict(raw)
-    fields = dict(raw)
+    fields, aliases = dict(raw), ALIASES.get(model_type, {})
+    other_names = {name: alias for alias, name in aliases.items() if alias in raw}
+    for name in (*_NEEDED, *_NEEDED_OF.get(model_type, ())):
+        if raw.get(other_names.get(name, name)) is None:
+            raise WeightMappingError(f"config.json has no field {name!r}; is it the config of a causal language model?")
     for name, field in (FIELDS[model_type] | SHARED_FIELDS).items():
         fields.setdefault(name, field.default)
-        if name in raw and (must_be := field.refuses(raw[name])):
-            raise _wrong(name, raw[name], must_be)
-    for alias, name in ALIASES.get(model_type, {}).items():
-        if alias in raw and (must_be := FIELDS[model_type][name].refuses(raw[alias])):
-            raise _wrong(alias, raw[alias], must_be)
-        fields[alias] = fields[name] = raw.get(alias, fields[name])
+        given = other_names.get(name, name)
+        if given in raw and (must_be := field.refuses(raw[given])):
+            raise _wrong(given, raw[given], must_be)
     for name in ("id2label", "label2id"):
         if not isinstance(fields.get(name), dict | None):
             raise _wrong(name, fields[name], "an object or null")
     _check_sizes(fields)
     _check_numbers(fields)
+    for alias, name in aliases.items():
+        fields[alias] = fields[name] = fields.get(alias, fields[name])
     heads = fields["num_attention_heads"]
     if fields["num_key_value_heads"] is None:
         fields["num_key_value_heads"] = heads
     if model_type in _DIVIDING_HEADS and fields["hidden_size"] % heads:
         raise _wrong("hidden_size", fields["hidden_size"], f"a multiple of num_attention_heads={heads}")
-    if model_type in _LATENT:
+    if model_type == "deepseek_v2":
         fields["head_dim"] = fields["qk_rope_head_dim"]
+    elif model_type == "deepseek_v3":
+        fields.setdefault("head_dim", fields["qk_rope_head_dim"])
     elif fields.get("head_dim") is None:
         fields["head_dim"] = fields["hidden_size"] // heads
-    if "use_sliding_window" in fields and not fields["use_sliding_window"]:
+    if "use_sliding_window" in FIELDS[model_type] and not fields["use_sliding_window"]:
         fields["sliding_window"] = None
-    if "mlp_only_layers" in fields and fields["mlp_only_layers"] is None:
+    if "mlp_only_layers" in FIELDS[model_type] and fields["mlp_only_layers"] is None:
         fields["mlp_only_layers"] = []
     if model_type == "glm4_moe":
         fields.setdefault("partial_rotary_factor", 0.5)
@@ -78,14 +98,11 @@ def difference(model_type: str, ours: Fields, theirs: Fields) -> str | None:
 
 
 def _check_sizes(fields: Fields) -> None:
-    for name in _SIZES:
+    most = dict.fromkeys(_SIZES, _MAX_SIZE) | dict.fromkeys(_COUNTS, _MAX_COUNT) | {"num_hidden_layers": _MAX_LAYERS}
+    for name, limit in most.items():
         value = fields.get(name)
-        if value is not None and not (_is_int(value) and 1 <= value <= _MAX_SIZE):
-            raise _wrong(name, value, f"a positive whole number up to {_MAX_SIZE:,}")
-    if not 1 <= fields["num_hidden_layers"] <= _MAX_LAYERS:
-        raise _wrong("num_hidden_layers", fields["num_hidden_layers"], f"from 1 to {_MAX_LAYERS:,}")
-    if not 1 <= fields["max_position_embeddings"] <= _MAX_POSITIONS:
-        raise _wrong("max_position_embeddings", fields["max_position_embeddings"], f"from 1 to {_MAX_POSITIONS:,}")
+        if value is not None and not (_is_int(value) and 1 <= value <= limit):
+            raise _wrong(name, value, f"a positive whole number up to {limit:,}")
     if (fields.get("first_k_dense_replace") or 0) < 0:
         raise _wrong("first_k_dense_replace", fields["first_k_dense_replace"], "0 or more")
 
@@ -101,9 +118,10 @@ def _check_numbers(fields: Fields) -> None:
         raise _wrong("partial_rotary_factor", partial, "above 0 and at most 1")
     for name in _TOKENS:
         ids = fields[name] if isinstance(fields[name], list) else [fields[name]]
-        if any(i is not None and not (0 <= i < fields["vocab_size"] or (name, i) == ("pad_token_id", -1)) for i in ids):
-            if name in fields and fields[name] != FIELDS[fields["model_type"]][name].default:
-                raise _wrong(name, fields[name], f"below vocab_size={fields['vocab_size']}, and not negative")
+        is_default = fields[name] == FIELDS[fields["model_type"]][name].default
+        may_be = {None, -1} if name == "pad_token_id" else {None}
+        if not is_default and any(i not in may_be and not 0 <= i < fields["vocab_size"] for i in ids):
+            raise _wrong(name, fields[name], f"below vocab_size={fields['vocab_size']}, and not negative")
     for name in ("dtype", "torch_dtype"):
         if fields.get(name) is not None and fields[name] not in _DTYPES:
             raise _wrong(name, fields[name], f"one of {', '.join(_DTYPES)}")
@@ -123,7 +141,7 @@ def _check_layer_types(fields: Fields) -> None:
 
 
 def _rope(fields: Fields, default_theta: float) -> Fields:
-    """Return the rotary embedding's parameters, which stand in `rope_parameters`, `rope_scaling`, `rope_theta` or by themselves."""
+    """Return the rotary embedding's parameters, of `rope_parameters`, `rope_scaling` and single fields."""
     scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
     for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
         if value is not None and not isinstance(value, dict):
@@ -135,7 +153,7 @@ def _rope(fields: Fields, default_theta: float) -> Fields:
         )
     rope = dict(scaling or parameters or {})
     for name in ("rope_theta", "partial_rotary_factor"):
-        if fields.get(name) is not None and rope.get(name, fields[name]) != fields[name]:
+        if fields.get(name) is not None and name in rope and rope[name] != fields[name]:
             raise WeightMappingError(
                 f"config.json has {name}={_shown(fields[name])}, which contradicts {_shown(rope[name])} in rope_parameters or "
                 "rope_scaling; remove one of them"
@@ -150,11 +168,11 @@ def _rope(fields: Fields, default_theta: float) -> Fields:
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     if rope["rope_type"] in ("llama3", "yarn"):
         rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
-    _check_rope(rope)
+    _check_rope(rope, is_latent=fields["model_type"] in _LATENT)
     return rope
 
 
-def _check_rope(rope: Fields) -> None:
+def _check_rope(rope: Fields, *, is_latent: bool) -> None:
     for name, value in rope.items():
         if isinstance(value, dict):
             raise WeightMappingError(
@@ -162,7 +180,7 @@ def _check_rope(rope: Fields) -> None:
                 "name another model"
             )
     for name in _ROPE_NEEDS.get(str(rope["rope_type"]), ()):
-        if name not in rope:
+        if name not in rope and (is_latent or rope["rope_type"] != "yarn"):
             raise WeightMappingError(f"config.json has rope_type {rope['rope_type']!r} without {name}; add it")
     for name in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
         if name in rope and not (_is_number(rope[name]) and 0 < rope[name] <= 1e15):

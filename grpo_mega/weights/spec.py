@@ -1,7 +1,8 @@
 """A model's shape as its Hugging Face config states it, and the rows of a family's table.
 
-`ModelShape.from_hf_config` reads a config.json's sizes, as hf_config.py resolves them. `Row` ties the Hugging Face names of a logical
-tensor to its names in Megatron and in the engine, SGLang, through an op, which says how each cuts it for tensor parallelism.
+`ModelShape.from_hf_config` reads the sizes in a config.json, which hf_config.py resolves. `Row` ties the Hugging Face names of
+a logical tensor to its names in Megatron and in the engine, SGLang, through an op, which says how each cuts it for tensor
+parallelism.
 """
 
 from __future__ import annotations

@@ -118,7 +118,11 @@ CASES = [
     Case("activation", ("hidden_act='gelu'", "only 'silu'"), spoil=model(hidden_act="gelu")),
     Case("sliding window", ("sliding_window=64", "only None"), spoil=model(model_type="mistral", sliding_window=64)),
     Case("window in use", ("sliding_window=64", "only None"), spoil=model(use_sliding_window=True, sliding_window=64)),
-    Case("layer types", ("config.json", "`layer_types` (1)", "correct the file"), spoil=model(layer_types=["full_attention"])),
+    Case(
+        "layer types",
+        ("layer_types=['full_attention']", "num_hidden_layers=4", "correct the file"),
+        spoil=model(layer_types=["full_attention"]),
+    ),
     Case("rope yarn", ("'yarn'", "supported are default, "), spoil=model(rope_scaling={"type": "yarn"}, rope_parameters=None)),
     Case("rope parameters", ("'dynamic'", "supported are"), spoil=model(rope_parameters={"rope_type": "dynamic"})),
     Case("head_dim odd", ("head_dim=7", "must be even", "name another"), spoil=model(head_dim=7)),

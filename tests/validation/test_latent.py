@@ -26,7 +26,7 @@ FIELDS = LATENT | {
     ("changes", "says"),
     [
         ({"first_k_dense_replace": 5}, "first_k_dense_replace=5; it must leave experts in one"),
-        ({"kv_lora_rank": None}, "no field 'kv_lora_rank'"),
+        ({"kv_lora_rank": None}, "kv_lora_rank=None: must be a whole number"),
         ({"moe_layer_freq": 2}, "moe_layer_freq=2; only 1 is supported"),
         ({"norm_topk_prob": False}, "norm_topk_prob=False; only True is supported for deepseek_v3"),
         ({"scoring_func": "softmax"}, "scoring_func='softmax'; only 'sigmoid'"),
@@ -110,6 +110,7 @@ def test_settings_of_routers_need_routers_and_a_bias_to_move() -> None:
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
+        "num_key_value_heads": 4,
     }
     experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     problems = [

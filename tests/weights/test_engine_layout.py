@@ -257,9 +257,10 @@ def moe_config(**changes: Any) -> dict[str, Any]:
         "moe_intermediate_size": 24,
         "num_experts": 16,
         "num_attention_heads": 4,
+        "num_key_value_heads": 4,
         "vocab_size": 10,
     }
-    return config | changes
+    return {name: value for name, value in (config | changes).items() if value is not None}
 
 
 def test_the_experts_of_a_config_are_read_under_both_names_and_dense_models_have_none() -> None:
