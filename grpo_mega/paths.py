@@ -8,6 +8,7 @@ from pathlib import Path
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"  # every start of the run: command, host, versions, changed settings
 LOCK_FILE = "lock"  # held by the process that uses the folder
+RUN_KEY = "run_key"  # while ranks that torchrun started agree on a key; see distributed/messages.py
 STOP_FILE = "stop"  # a user makes it to stop the run after the current step
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"

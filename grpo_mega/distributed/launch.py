@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from grpo_mega import temporary
 from grpo_mega.errors import EXIT_USER_ERROR
 from grpo_mega.processes import die_with_parent
 
+KEY_VARIABLE = "GRPO_MEGA_RUN_KEY"  # the key of the run's messages, a random text: distributed/messages.py
 PORTS = range(10000, 20000)
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_TO_STOP = 10.0
@@ -72,13 +74,14 @@ def run_ranks(command: list[str], world_size: int, log_dir: Path) -> int:
 
 
 def rank_environments(environ: Mapping[str, str], world_size: int) -> list[dict[str, str]]:
-    """Return the environment of each rank: torchrun's variables on a free port, and a fair share of the cores."""
+    """Return the environment of each rank: torchrun's variables on a free port, a new key, and a fair share of the cores."""
     threads = max(1, num_cores() // world_size)
     shared = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
+        KEY_VARIABLE: secrets.token_hex(32),
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", str(threads)),
         # Threads that spin while they wait take the cores from one another: ten times slower on a busy machine.
         "OMP_WAIT_POLICY": environ.get("OMP_WAIT_POLICY", "passive"),

@@ -12,6 +12,7 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore
 
 from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.distributed.store import LOOPBACK, open_store
 from grpo_mega.errors import EngineError
 
 
@@ -41,11 +42,13 @@ class Peers:
     def _meet(self) -> tuple[Rendezvous, TCPStore]:
         leader, leads = self._job.rank - self._index, self._index == 0
         key, timeout = f"the store of rank {leader}", timedelta(seconds=self._deadline_s)
-        port = 0 if leads else int(self._job.get(key, self._deadline_s))
-        store = TCPStore("127.0.0.1", port, is_master=leads, wait_for_workers=False, timeout=timeout)
         if leads:
+            store = open_store(LOOPBACK, 0, timeout)
             self._job.set(key, str(store.port))
-        met = Rendezvous(store, self._job.rank, self._size, first=leader)
+        else:
+            port = int(self._job.get(key, self._deadline_s))
+            store = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        met = Rendezvous(store, self._job.rank, self._size, first=leader, scope=f"engine of rank {leader}")
         met.all_gather("meeting the others of an engine", None, self._deadline_s)
         if leads:
             self._job.delete(key)

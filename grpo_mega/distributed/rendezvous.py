@@ -2,17 +2,18 @@
 
 A generation phase may last longer than the watchdogs of NCCL and gloo allow, so ranks wait for each other here. Each rank
 makes four requests per exchange, however many ranks there are, and waits in the store instead of asking again and again. Every
-wait has a deadline, past which EngineError names the ranks that are missing and the phase.
+wait has a deadline, past which EngineError names the ranks that are missing and the phase. Values are sealed (messages.py), so
+that what others write into the store is refused with the key's name. Counters cannot be sealed: their values are checked.
 """
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistStoreError, Store
+from torch.distributed import DistError, DistStoreError, Store
 
+from grpo_mega.distributed.messages import forged, seal_value, unseal_value
 from grpo_mega.errors import EngineError
 
 _MAX_NAMED = 8  # missing ranks in an error
@@ -21,9 +22,11 @@ _MAX_NAMED = 8  # missing ranks in an error
 class Rendezvous:
     """One of `world_size` ranks, numbered from `first` on, that exchange values."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, *, first: int = 0) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, *, first: int = 0, scope: str = "job") -> None:
+        """`scope` tells this store's keys from the same keys of the run's other stores."""
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # a connection that waits serves nothing else meanwhile
         self.rank, self.world_size, self._ranks = rank, world_size, range(first, first + world_size)
+        self._scope = scope
         self._num_gathers = self._num_keys = 0
 
     def all_gather(self, phase: str, value: Any, deadline_s: float) -> list[Any]:
@@ -31,19 +34,26 @@ class Rendezvous:
         self._num_gathers += 1
         prefix = f"gather/{self._num_gathers}"
         values, count, done = f"{prefix}/values", f"{prefix}/count", f"{prefix}/done"
-        self._store.append(values, f"{json.dumps([self.rank, value])}\n")  # type: ignore[attr-defined]
-        if self._store.add(count, 1) == self.world_size:
+        self._store.append(values, f"{self.rank} {seal_value(self._name(values, self.rank), value)}\n")  # type: ignore[attr-defined]
+        num_come = self._add(count, 1)
+        if not 1 <= num_come <= self.world_size:
+            raise forged(self._name(count))
+        if num_come == self.world_size:
             self._store.set(done, "")
             for name in ("values", "count", "done"):  # all ranks have ended the call before, since they have made this one
                 self._store.delete_key(f"gather/{self._num_gathers - 1}/{name}")
         elif not self._is_set(done, deadline_s):
             missing = sorted(set(self._ranks) - self._read(values).keys())
+            if not missing:
+                raise forged(self._name(count))
             more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
             names = f"rank{'s'[: len(missing) - 1]} {', '.join(map(str, missing[:_MAX_NAMED]))}{more}"
             raise EngineError(
                 f"rank {self.rank} waited {deadline_s:.0f} s in vain for {names} in {phase}; see their logs in RUN_DIR/logs"
             )
         by_rank = self._read(values)
+        if len(by_rank) < self.world_size:
+            raise forged(self._name(done))
         return [by_rank[rank] for rank in self._ranks]
 
     def unique_key(self, kind: str) -> str:
@@ -51,29 +61,55 @@ class Rendezvous:
         self._num_keys += 1
         return f"{kind}/{self._num_keys}"
 
-    def fetch_add(self, counter: str, count: int = 1) -> int:
-        """Add to a counter that all ranks share and that begins at 0; return its value from before."""
-        return self._store.add(counter, count) - count
+    def fetch_add(self, counter: str, count: int = 1, limit: int | None = None) -> int:
+        """Add to a counter that all ranks share and that begins at 0; return its value from before.
+
+        Raise EngineError if it is not a value that the ranks can have counted: up to `limit`, if given.
+        """
+        after = self._add(counter, count)
+        if after < count or (limit is not None and after > limit):
+            raise forged(self._name(counter))
+        return after - count
 
     def set(self, key: str, text: str) -> None:
-        self._store.set(key, text)
+        self._store.set(key, seal_value(self._name(key), text))
 
     def get(self, key: str, deadline_s: float) -> str:
         """Return the text of a key once it is set. Raise EngineError if that takes longer than the deadline."""
         if not self._is_set(key, deadline_s):
             raise EngineError(f"rank {self.rank} waited {deadline_s:.0f} s in vain for {key}; see the logs in RUN_DIR/logs")
-        return self._store.get(key).decode()
+        return str(unseal_value(self._name(key), self._store.get(key)))
 
     def try_get(self, key: str) -> str | None:
         """Return the text of a key, or None if it is not set."""
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return str(unseal_value(self._name(key), self._store.get(key))) if self._store.check([key]) else None
 
     def delete(self, key: str) -> None:
         self._store.delete_key(key)
 
+    def _name(self, key: str, rank: int | None = None) -> str:
+        """Return the name under which a value of this run is sealed."""
+        return f"{self._scope}/{key}" if rank is None else f"{self._scope}/{key} of rank {rank}"
+
     def _read(self, key: str) -> dict[int, Any]:
         """Return the values that ranks have appended to a key so far."""
-        return dict(json.loads(line) for line in self._store.get(key).decode().splitlines())
+        by_rank = {}
+        for line in self._store.get(key).split(b"\n")[:-1]:
+            rank, _, sealed = line.partition(b" ")
+            if not rank.isdigit() or int(rank) not in self._ranks:
+                raise forged(self._name(key))
+            by_rank[int(rank)] = unseal_value(self._name(key, int(rank)), sealed)
+        return by_rank
+
+    def _add(self, counter: str, count: int) -> int:
+        """Add to a counter. The store ends the connection if the counter is no number."""
+        try:
+            return self._store.add(counter, count)
+        except DistError as error:
+            self._store = self._store.clone()  # type: ignore[attr-defined]
+            if not self._store.get(counter).removeprefix(b"-").isdigit():
+                raise forged(self._name(counter)) from error
+            raise
 
     def _is_set(self, key: str, deadline_s: float) -> bool:
         """Wait until a key is set; return False after the deadline. Signals are handled when it returns."""

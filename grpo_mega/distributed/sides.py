@@ -27,9 +27,8 @@ class Joined:
         return self.rank < self.num_trainers
 
 
-def join(backend: str, rank: int, world_size: int, num_engine_ranks: int, timeout: timedelta) -> Joined:
-    """Join this rank to its side and to all; the address of the store comes from the environment, as torchrun sets it."""
-    store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
+def join(backend: str, store: dist.Store, rank: int, world_size: int, num_engine_ranks: int, timeout: timedelta) -> Joined:
+    """Join this rank to its side and to all, through the job's `store`."""
     num_trainers = world_size - num_engine_ranks
     trains = rank < num_trainers
     first, size = (0, num_trainers) if trains else (num_trainers, num_engine_ranks)

@@ -27,7 +27,9 @@ from typing import NoReturn
 from torch.distributed import Store
 
 from grpo_mega.config import Config
+from grpo_mega.distributed.messages import seal_value, unseal_value
 from grpo_mega.distributed.recorder import recorder
+from grpo_mega.errors import EngineError
 from grpo_mega.observe.timers import Timers
 
 EXIT_HANG = 3
@@ -49,7 +51,7 @@ class HangWatch:
         """`last_checkpoint()` describes the last checkpoint for the report."""
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # a store serves one thread at a time
         self._store.set_timeout(timedelta(seconds=SECONDS_TO_ANSWER))
-        self._store.set(f"hang/node/{rank}", os.environ.get("SLURMD_NODENAME") or platform.node())
+        self._set(f"hang/node/{rank}", os.environ.get("SLURMD_NODENAME") or platform.node())
         self._rank, self._world_size = rank, world_size
         self._timers, self._last_checkpoint, self._folder = timers, last_checkpoint, config.run_dir / FOLDER
         self._deadline_s, self._deadline_of_phase = config.hang_deadline_s, config.deadline_of_phase
@@ -123,7 +125,7 @@ class HangWatch:
         return max(self._timers.current()[1], recorder().last_beat)
 
     def _answer(self) -> None:
-        self._store.set(f"hang/{self._rank}", self._where())
+        self._set(f"hang/{self._rank}", self._where())
         _attempt(self._write_stacks)
 
     def _write_stacks(self) -> None:
@@ -159,7 +161,15 @@ class HangWatch:
         return [f"{_ranks(numbers)}{_on_nodes(numbers, nodes)}: {answer}" for answer, numbers in rarest_first]
 
     def _try_get(self, key: str) -> str | None:
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        if not self._store.check([key]):
+            return None
+        try:
+            return str(unseal_value(key, self._store.get(key)))
+        except EngineError as error:
+            return str(error)
+
+    def _set(self, key: str, text: str) -> None:
+        self._store.set(key, seal_value(key, text))
 
     def _end(self, reason: str, lines: list[str]) -> NoReturn:
         """Report and end this process, whatever fails."""

@@ -49,18 +49,32 @@ def library_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
     DETERMINISTIC=1 adds those of deterministic kernels. NETWORK_INTERFACE names the interface of NCCL's and gloo's sockets;
     without it gloo takes the one that leads to MASTER_ADDR. Its own choice is the address of the host's name, which on Ubuntu
-    is 127.0.1.1, so that ranks of different nodes never meet.
+    is 127.0.1.1, so that ranks of different nodes never meet. On one machine both take the loopback, which no other machine
+    reaches.
     """
     values = dict(LIBRARIES)
     if environ.get("DETERMINISTIC") == "1":
         values |= DETERMINISTIC
     if interface := environ.get("NETWORK_INTERFACE"):
         values |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+    elif is_one_machine(environ):
+        values |= loopback_sockets()
     elif interface := interface_to(environ.get("MASTER_ADDR", "")):
         values["GLOO_SOCKET_IFNAME"] = interface
     if gpu_sign(environ):  # what torch compiles is for later runs too; its default lies in TMPDIR, which ends with the rank
         values["TORCHINDUCTOR_CACHE_DIR"] = str(shared_folder() / f"torchinductor_{os.getuid()}")
     return {name: value for name, value in values.items() if name not in environ}
+
+
+def is_one_machine(environ: Mapping[str, str]) -> bool:
+    """Return True if all ranks of the job are on this machine, as far as the launcher's variables say."""
+    return environ.get("WORLD_SIZE") is not None and environ.get("WORLD_SIZE") == environ.get("LOCAL_WORLD_SIZE")
+
+
+def loopback_sockets() -> dict[str, str]:
+    """Return the variables by which the sockets of NCCL and gloo use the loopback interface."""
+    interface = interface_to("127.0.0.1")
+    return {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface} if interface else {}
 
 
 def interface_to(host: str) -> str | None:

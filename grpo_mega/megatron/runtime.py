@@ -22,6 +22,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from grpo_mega.config import Config
 from grpo_mega.distributed import sides
+from grpo_mega.distributed.messages import shared_key
+from grpo_mega.distributed.store import job_store
 from grpo_mega.errors import UserError
 from grpo_mega.hardware import device as devices
 from grpo_mega.megatron.found import check as check_kernels
@@ -114,7 +116,8 @@ def start(config: Config) -> Runtime:
     if not config.layout.engine_ranks:
         return arrange(config, join(config))
     device = _select_device(config)
-    joined = sides.join(device.backend, *_place(), config.layout.engine_ranks, _timeout(config))
+    with _joining(config) as (store, rank, world_size):
+        joined = sides.join(device.backend, store, rank, world_size, config.layout.engine_ranks, _timeout(config))
     if joined.trains:
         runtime = arrange(config, device)
     else:
@@ -126,8 +129,8 @@ def start(config: Config) -> Runtime:
 def join(config: Config) -> devices.Device:
     """Joins the ranks into one process group; returns this rank's device."""
     device = _select_device(config)
-    rank, world_size = _place()
-    dist.init_process_group(device.backend, rank=rank, world_size=world_size, timeout=_timeout(config))
+    with _joining(config) as (store, rank, world_size):
+        dist.init_process_group(device.backend, store=store, rank=rank, world_size=world_size, timeout=_timeout(config))
     return device
 
 
@@ -163,9 +166,13 @@ def _select_device(config: Config) -> devices.Device:
     return device
 
 
-def _place() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks."""
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+@contextmanager
+def _joining(config: Config) -> Iterator[tuple[dist.Store, int, int]]:
+    """Yield the job's store, this process's rank and the number of ranks, with one key for all of them."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = job_store(rank, _timeout(config))
+    with shared_key(store, rank, world_size, config.run_dir):
+        yield store, rank, world_size
 
 
 def _timeout(config: Config) -> timedelta:

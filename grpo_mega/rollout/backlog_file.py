@@ -11,19 +11,17 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from itertools import accumulate, chain, pairwise
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from grpo_mega.rollout.backlog import Backlog, num_tokens
-from grpo_mega.types import Group, Prompt, Routes, Sample, Span
+from grpo_mega.rollout.sample_arrays import arrays_of, fields_of, samples_of
+from grpo_mega.types import Group, Prompt
 
 FILE = "backlog.safetensors"
-FIELDS = ("index", "finish_reason", "scores", "verdicts", "reward", "step_ends", "step_rewards")
 
 
 def num_bytes(backlog: Backlog) -> int:
@@ -38,17 +36,11 @@ def write(backlog: Backlog, folder: Path) -> None:
     if not (backlog.groups or backlog.ledger):
         return
     samples = [sample for group in backlog.groups for sample in group.samples]
-    arrays = {
-        "tokens": np.fromiter(chain.from_iterable(s.response_ids for s in samples), np.int32),
-        "logprobs": np.fromiter(chain.from_iterable(s.rollout_logprobs for s in samples), np.float32),
-    }
-    if routes := [s.routes.experts for s in samples if s.routes]:
-        arrays["routes"] = np.concatenate(routes)
     groups = [
-        {"prompt": g.prompt.id, "checksum": _checksum(g.prompt), "samples": [_fields(s) for s in g.samples]}
+        {"prompt": g.prompt.id, "checksum": _checksum(g.prompt), "samples": [fields_of(s) for s in g.samples]}
         for g in backlog.groups
     ]
-    save_file(arrays, folder / FILE, {"groups": json.dumps(groups), "ledger": json.dumps(backlog.ledger)})
+    save_file(arrays_of(samples), folder / FILE, {"groups": json.dumps(groups), "ledger": json.dumps(backlog.ledger)})
 
 
 def read(folder: Path, draws: int, prompt_of: Callable[[int], Prompt | None]) -> Backlog:
@@ -57,34 +49,18 @@ def read(folder: Path, draws: int, prompt_of: Callable[[int], Prompt | None]) ->
         return Backlog(draws)
     with safe_open(folder / FILE, "numpy") as file:
         header = file.metadata()
-        routes = file.get_tensor("routes") if "routes" in file.keys() else None  # noqa: SIM118  # a file has no __contains__
-        tokens, logprobs = array("i", file.get_tensor("tokens").tobytes()), array("f", file.get_tensor("logprobs").tobytes())
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # a file is no mapping
     rows = json.loads(header["groups"])
-    bounds = pairwise(accumulate((s["length"] for row in rows for s in row["samples"]), initial=0))
-    num_routed = 0
+    prompts = [prompt_of(row["prompt"]) for row in rows]
+    stand_ins = [prompt or Prompt(row["prompt"], "", (), "") for prompt, row in zip(prompts, rows, strict=True)]
+    fields = ((prompt, one) for prompt, row in zip(stand_ins, rows, strict=True) for one in row["samples"])
+    samples = samples_of(arrays, fields)
     groups, changed = list[Group](), list[Group]()
-    for row in rows:
-        prompt = prompt_of(row["prompt"])
+    for row, prompt, stand_in in zip(rows, prompts, stand_ins, strict=True):
         is_same = prompt is not None and _checksum(prompt) == row["checksum"]
-        group = Group(prompt if prompt is not None else Prompt(row["prompt"], "", (), ""), [])
-        for fields in row["samples"]:
-            begin, end = next(bounds)
-            spans = [Span(*span) for span in fields["spans"]]
-            kept: dict[str, Any] = {name: fields[name] for name in FIELDS}
-            if routes is not None and "routed" in fields:
-                kept["routes"] = Routes(routes[num_routed : num_routed + fields["routed"]], fields["routes_checksum"])
-                num_routed += fields["routed"]
-            kept |= {"response_ids": tokens[begin:end], "rollout_logprobs": logprobs[begin:end]}
-            group.samples.append(Sample(prompt=group.prompt, spans=spans, **kept))
+        group = Group(stand_in, list(islice(samples, len(row["samples"]))))
         (groups if is_same else changed).append(group)
     return Backlog(draws, tuple(groups), Counter(json.loads(header["ledger"]))).dropped("data_changed", changed)
-
-
-def _fields(sample: Sample) -> dict[str, Any]:
-    fields = {name: getattr(sample, name) for name in FIELDS} | {"length": sample.response_len, "spans": list(sample.spans)}
-    if sample.routes:
-        fields |= {"routed": len(sample.routes.experts), "routes_checksum": sample.routes.checksum}
-    return fields
 
 
 def _checksum(prompt: Prompt) -> int:

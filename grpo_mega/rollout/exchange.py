@@ -3,44 +3,55 @@
 Each rank has generated some of the groups; afterwards all ranks hold all groups, in the order of the prompts, so that all of
 them compute the same advantages and the same packing. Token ids and log-probs travel as arrays of 4 bytes per number, in one
 all-reduce to which every rank adds its part, and stay arrays: as lists they would take eight times the memory on every rank.
+A part is sealed by its rank (distributed/messages.py), and is a safetensors file: to read it runs no code.
 """
 
 from __future__ import annotations
 
-import pickle
-from array import array
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.numpy import load, save
 
-from grpo_mega.errors import SyncError
+from grpo_mega.distributed.messages import seal, unseal
+from grpo_mega.errors import EngineError, SyncError
+from grpo_mega.rollout.sample_arrays import arrays_of, fields_of, samples_of
 from grpo_mega.types import Group, Prompt, Sample
 
-_TOKENS, _LOGPROBS = "i", "f"  # type codes of the arrays: int32 and float32
-_LEFT_OUT = {"prompt": None, "response_ids": None, "rollout_logprobs": None}  # fields of a sample that travel otherwise
+_ROWS = "rows"  # the array that is the JSON of the samples' other fields
 
 
 def gather(
     groups: Mapping[int, Group],
     prompts: Mapping[int, Prompt],
     verdict_names: Collection[str],
+    name: str,
     ranks: dist.ProcessGroup | None = None,
 ) -> list[Group]:
     """Return the groups of all `ranks`, in the order of `prompts`. `groups` are this rank's, by keys of `prompts`.
 
-    Verdicts that are not in `verdict_names` become "other".
+    Verdicts that are not in `verdict_names` become "other". No other exchange of the run has this `name`. Raise EngineError for
+    a part that its rank did not send.
     """
-    return unpack_all(_all_gather_bytes(_packed(groups), ranks), prompts, verdict_names)
+    names = [f"samples of {name}, of rank {rank}" for rank in range(dist.get_world_size(ranks))]
+    parts = _all_gather_bytes(seal(names[dist.get_rank(ranks)], _packed(groups)), ranks)
+    return unpack_all([unseal(name, part) for name, part in zip(names, parts, strict=True)], prompts, verdict_names)
 
 
-def unpack_all(
-    parts: Sequence[bytes | memoryview], prompts: Mapping[int, Prompt], verdict_names: Collection[str]
-) -> list[Group]:
-    """Return the groups in the parts of all ranks, in the order of `prompts`."""
+def unpack_all(parts: Sequence[memoryview], prompts: Mapping[int, Prompt], verdict_names: Collection[str]) -> list[Group]:
+    """Return the groups in the parts of all ranks, in the order of `prompts`. Raise EngineError if two ranks have a group."""
     gathered = {place: Group(prompt, []) for place, prompt in prompts.items()}
-    for place, sample in (found for part in parts for found in _unpacked(part, prompts)):
+    owners: dict[int, int] = {}
+    for rank, (place, sample) in ((rank, found) for rank, part in enumerate(parts) for found in _unpacked(part, prompts)):
+        if owners.setdefault(place, rank) != rank:
+            raise EngineError(
+                f"ranks {owners[place]} and {rank} both generated samples of prompt {sample.prompt.id}; go on from the last "
+                "checkpoint with --resume"
+            )
         sample.verdicts = {name: text if text in verdict_names else "other" for name, text in sample.verdicts.items()}
         gathered[place].samples.append(sample)
     return list(gathered.values())
@@ -62,21 +73,19 @@ def _packed(groups: Mapping[int, Group]) -> bytes:
     samples = [sample for group in groups.values() for sample in group.samples]
     if not samples:
         return b""
-    rows = [(place, vars(sample) | _LEFT_OUT) for place, group in groups.items() for sample in group.samples]
-    tokens = array(_TOKENS, chain.from_iterable(sample.response_ids for sample in samples))
-    logprobs = array(_LOGPROBS, chain.from_iterable(sample.rollout_logprobs for sample in samples))
-    return pickle.dumps((rows, [sample.response_len for sample in samples], tokens, logprobs))
+    rows = json.dumps([[place, fields_of(sample)] for place, group in groups.items() for sample in group.samples])
+    return save(arrays_of(samples) | {_ROWS: np.frombuffer(rows.encode(), np.uint8)})
 
 
-def _unpacked(part: bytes | memoryview, prompts: Mapping[int, Prompt]) -> Iterator[tuple[int, Sample]]:
+def _unpacked(part: memoryview, prompts: Mapping[int, Prompt]) -> Iterator[tuple[int, Sample]]:
     """Yield the samples of one rank, each with its key of `prompts`."""
     if not part:
         return
-    rows, lengths, tokens, logprobs = pickle.loads(part)
-    ends = list(accumulate(lengths))
-    for (place, row), begin, end in zip(rows, [0, *ends], ends, strict=False):
-        arrays = {"response_ids": tokens[begin:end], "rollout_logprobs": logprobs[begin:end]}
-        yield place, Sample(**row | arrays | {"prompt": prompts[place]})
+    arrays = load(bytes(part))
+    rows = json.loads(arrays.pop(_ROWS).tobytes())
+    places = [place for place, _ in rows]
+    samples = samples_of(arrays, ((prompts[place], fields) for place, fields in rows))
+    yield from zip(places, samples, strict=True)
 
 
 def _all_gather_bytes(mine: bytes, ranks: dist.ProcessGroup | None) -> list[memoryview]:

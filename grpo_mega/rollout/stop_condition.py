@@ -64,13 +64,13 @@ class UntilTrained(StopCondition):
         self._num_trainers = num_trainers
 
     def arrive(self) -> None:
-        self._rendezvous.fetch_add(self._name)
+        self._rendezvous.fetch_add(self._name, limit=self._num_trainers)
 
     def done(self, key: int, clock: int = 0) -> None:
         self.clocks[key] = clock
 
     def is_met(self, clock: int = 0) -> bool:
-        return self._rendezvous.fetch_add(self._name, 0) >= self._num_trainers
+        return self._rendezvous.fetch_add(self._name, 0, limit=self._num_trainers) >= self._num_trainers
 
     def end(self, done: Collection[tuple[int, int]]) -> int | None:
         return None

@@ -8,7 +8,6 @@ metrics of the checkpoint's step are logged: a resumed run removes lines logged 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import threading
@@ -18,6 +17,7 @@ from typing import BinaryIO
 
 from torch.distributed import Store
 
+from grpo_mega.distributed.messages import seal_value, unseal_value
 from grpo_mega.run.staging import StagedFile
 
 SECONDS_BETWEEN_LOOKS = 0.2
@@ -63,7 +63,8 @@ class Writer(threading.Thread):
                 file.content.close()
         self.is_written.set()
         try:
-            self._store.set(self._keys[self._rank], json.dumps([checksums, self.failure]))
+            key = self._keys[self._rank]
+            self._store.set(key, seal_value(key, [checksums, self.failure]))
             if self._rank == 0:
                 self._publish_once_all_are_done()
         except BaseException as error:
@@ -110,7 +111,7 @@ class Writer(threading.Thread):
             while not self._store.check([key]):
                 if self.is_given_up.wait(SECONDS_BETWEEN_LOOKS):
                     return
-            sums, failure = json.loads(self._store.get(key))
+            sums, failure = unseal_value(key, self._store.get(key))
             checksums |= sums
             self.failure = self.failure or failure
             self._store.delete_key(key)

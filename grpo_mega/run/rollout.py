@@ -101,7 +101,8 @@ class Rollouts:
         places = sorted([p for p in phase.places if not is_whole[p]] + (phase.rest_places if keeps_rest else []))
         with self.timers("exchange"):
             prompts = {place: groups[place].prompt for place in places}
-            found = exchange.gather(mine, prompts, VERDICTS, self.runtime.everyone)
+            name = self.rendezvous.unique_key("exchange")
+            found = exchange.gather(mine, prompts, VERDICTS, name, self.runtime.everyone)
         after = dict(enumerate(groups)) | dict(zip(places, found, strict=True))
         kept = [after.pop(place) for place in phase.places]
         exchange.check_versions(kept, oldest, step)

@@ -367,13 +367,13 @@ def gathers(rank: int, folder: Path) -> None:
         expected = make_groups(num_prompts)
         prompts = [g.prompt for g in expected]
         groups = {place: expected[place] for place in range(rank, num_prompts, WORLD_SIZE)}
-        found = exchange.gather(groups, dict(enumerate(prompts)), ["correct", "wrong", "timeout"])
+        found = exchange.gather(groups, dict(enumerate(prompts)), ["correct", "wrong", "timeout"], "first")
         for sample in (s for g in expected for s in g.samples):  # what every rank holds of a sample
             sample.response_ids = array("i", sample.response_ids)
             sample.rollout_logprobs = array("f", sample.rollout_logprobs)
         assert found == expected
         assert all(s.prompt is g.prompt is p for g, p in zip(found, prompts, strict=True) for s in g.samples)
-    others = exchange.gather(groups, dict(enumerate(prompts)), ["correct"])
+    others = exchange.gather(groups, dict(enumerate(prompts)), ["correct"], "second")
     assert {s.verdicts["format"] for g in others for s in g.samples} == {"other"}
 
 

@@ -193,7 +193,7 @@ def one_more_phase(
     assert set(done + needed) <= set(phase.places)
     assert all((phase.mine | phase.rest).get(place, groups[place]).is_complete(GROUP_SIZE) for place in phase.mine)
     places = sorted({*phase.places, *phase.rest_places} - set(done))
-    found = exchange.gather(phase.mine | phase.rest, {place: PROMPTS[place] for place in places}, ())
+    found = exchange.gather(phase.mine | phase.rest, {place: PROMPTS[place] for place in places}, (), "x")
     after = list(groups)
     for place, group in zip(places, found, strict=True):
         after[place] = group

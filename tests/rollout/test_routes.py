@@ -124,7 +124,7 @@ def test_ranks_share_experts_in_one_or_two_bytes_and_a_checkpoint_keeps_them(
     numbers = sum(s.routes.experts.size for s in samples if s.routes)
     added = len(exchange._packed({0: group})) - len(exchange._packed({0: bare}))
     assert added < numbers * routers.dtype.itemsize + 500
-    (shared,) = exchange.gather({0: group}, {0: PROMPT}, ())
+    (shared,) = exchange.gather({0: group}, {0: PROMPT}, (), "x")
     backlog_file.write(Backlog(1, (group,)), tmp_path)
     kept = backlog_file.read(tmp_path, 1, lambda _: PROMPT).groups[0]
     for found in (shared, kept):

@@ -65,9 +65,9 @@ def test_the_scales_of_a_key_value_cache_that_a_dummy_load_leaves_become_one(fou
 
 
 def test_a_server_on_a_cpu_gets_no_blocks_and_users_may_not_set_their_arguments() -> None:
-    words = server_arguments(CPU, "name", 1, 2)
+    words = server_arguments(CPU, "name", 1)
     assert not {"--quantization", "--json-model-override-args"} & set(words)
-    assert "--quantization fp8" in " ".join(server_arguments(CUDA, "name", 1, 2))
+    assert "--quantization fp8" in " ".join(server_arguments(CUDA, "name", 1))
     for name in ("quantization", "json_model_override_args"):
         with pytest.raises(ConfigError, match=f"rollout.server_args.{name} is set by the trainer; remove it"):
             changed(CUDA, {"server_args": {name: "x"}})

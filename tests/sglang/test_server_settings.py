@@ -29,7 +29,7 @@ def sglang_source(path: str) -> str:
 
 
 def test_the_server_gets_the_environment_without_what_is_meant_for_the_trainer() -> None:
-    kept = {"PATH": "/bin", "HOME": "/h", "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_SOCKET_IFNAME": "eth0", "RANKING": "x"}
+    kept = {"PATH": "/bin", "HOME": "/h", "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_DEBUG": "INFO", "RANKING": "x"}
     found = server_environment(TRAINERS | kept, CUDA)
     assert kept.items() <= found.items()
     assert not TRAINERS.keys() & found.keys()
@@ -57,7 +57,7 @@ def test_the_processes_of_a_server_share_its_cores(cores: tuple[int, ...], tp: i
 
 def test_arguments_are_those_of_the_settings_and_a_persons_own_before_them() -> None:
     extra = {"attention_backend": "fa3", "enable-metrics": True, "sleep_on_idle": False, "json_model_override_args": {"a": 1}}
-    words = server_arguments(changed(CUDA, {"server_args": extra}), "name", 1, 2)
+    words = server_arguments(changed(CUDA, {"server_args": extra}), "name", 1)
     text = " ".join(words)
     assert "--attention-backend fa3" in text
     assert "--enable-metrics --json-model-override-args" in text
@@ -65,15 +65,15 @@ def test_arguments_are_those_of_the_settings_and_a_persons_own_before_them() -> 
     assert "--sleep-on-idle" not in words
     assert "--tp-size 4 --base-gpu-id 4" in text
     assert "--mem-fraction-static 0.6 --enable-memory-saver --random-seed 0" in text
-    assert text.endswith("--served-model-name name --host 127.0.0.1 --port 1 --nccl-port 2")
+    assert text.endswith("--served-model-name name --host 127.0.0.1 --port 1")
     assert "--max-total-tokens" not in words
-    assert "--max-total-tokens 99 --" in " ".join(server_arguments(changed(CUDA, {"cache_tokens": 99}), "name", 1, 2))
-    assert "--max-total-tokens 16384 --" in " ".join(server_arguments(SETTINGS, "name", 1, 2))
-    needed = server_arguments(changed(SETTINGS, {"cache_tokens": None}), "name", 1, 2)
+    assert "--max-total-tokens 99 --" in " ".join(server_arguments(changed(CUDA, {"cache_tokens": 99}), "name", 1))
+    assert "--max-total-tokens 16384 --" in " ".join(server_arguments(SETTINGS, "name", 1))
+    needed = server_arguments(changed(SETTINGS, {"cache_tokens": None}), "name", 1)
     assert f"--max-total-tokens {64 * 511 + 256} --" in " ".join(needed)
-    assert "--attention-backend torch_native" in " ".join(server_arguments(SETTINGS, "name", 1, 2))
-    assert "--enable-memory-saver" not in server_arguments(changed(CUDA, {"sleep": "never"}), "name", 1, 2)
-    assert "--enable-memory-saver" not in server_arguments(changed(SETTINGS, {"sleep": "always"}), "name", 1, 2)
+    assert "--attention-backend torch_native" in " ".join(server_arguments(SETTINGS, "name", 1))
+    assert "--enable-memory-saver" not in server_arguments(changed(CUDA, {"sleep": "never"}), "name", 1)
+    assert "--enable-memory-saver" not in server_arguments(changed(SETTINGS, {"sleep": "always"}), "name", 1)
 
 
 @pytest.mark.parametrize("name", ["tp_size", "port", "load-format", "random_seed"])

@@ -23,7 +23,7 @@ from typing import Any
 from grpo_mega import temporary
 from grpo_mega.distributed.launch import LINES_OF_LOG, free_ports, log_lines, log_tail
 from grpo_mega.errors import EngineError
-from grpo_mega.hardware.environment import server_cache
+from grpo_mega.hardware.environment import loopback_sockets, server_cache
 from grpo_mega.http_client import NoReply, send
 from grpo_mega.observe.progress import SECONDS_BETWEEN_LINES
 from grpo_mega.processes import SECONDS_TO_DIE, living
@@ -67,18 +67,20 @@ class Server:
         """Begin the start and return at once; may be called from any thread."""
         assert self._process is None, "the server was started before"
         self._settings.folder.mkdir(parents=True, exist_ok=True)
-        port, nccl_port = free_ports(2, PORTS)
+        (port,) = free_ports(1, PORTS)
         self.url = f"http://127.0.0.1:{port}"
         self._name = f"policy-{secrets.token_hex(8)}"
         self._num_starts += 1
-        arguments = server_arguments(self._settings, self._name, port, nccl_port)
+        arguments = server_arguments(self._settings, self._name, port)
         self.private_folder, lock = temporary.make_folder()
+        # On CPUs with AMX, SGLang names its shared memory by an address of the job, which must be this server's alone.
+        own = {server_main.KEY_VARIABLE: self.key, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         owner = [str(os.getpid()), str(self.private_folder), str(lock)]
         with self._log.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "grpo_mega.rollout.sglang.server_main", *owner, *arguments],
-                env=server_environment(os.environ, self._settings) | {server_main.KEY_VARIABLE: self.key},
+                env=server_environment(os.environ, self._settings) | own,
                 pass_fds=(lock,),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -186,7 +188,7 @@ class Server:
         return reply.body.decode(errors="replace") if 200 <= reply.status < 300 and reply.is_whole else None
 
 
-def server_arguments(settings: EngineSettings, name: str, port: int, nccl_port: int) -> list[str]:
+def server_arguments(settings: EngineSettings, name: str, port: int) -> list[str]:
     """Return the command line of SGLang. The trainer's own arguments come last, where they win over the user's."""
     usual = {
         "log_level": "warning",
@@ -197,7 +199,7 @@ def server_arguments(settings: EngineSettings, name: str, port: int, nccl_port: 
     }
     chosen = usual | {name.replace("-", "_"): value for name, value in settings.rollout.server_args.items()}
     chosen |= settings.fixed_arguments() | {"served_model_name": name}
-    chosen |= {"host": "127.0.0.1", "port": port, "nccl_port": nccl_port}
+    chosen |= {"host": "127.0.0.1", "port": port}
     words: list[str] = []
     for name, value in chosen.items():
         if value is None or value is False:
@@ -209,14 +211,17 @@ def server_arguments(settings: EngineSettings, name: str, port: int, nccl_port: 
 
 
 def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> dict[str, str]:
-    """Return the environment of the server's processes: the trainer's without variables meant for the trainer only."""
+    """Return the environment of the server's processes: the trainer's without variables meant for the trainer only.
+
+    All of them are on this machine, so they connect by the loopback.
+    """
     kept = {
         name: value
         for name, value in environ.items()
         if name not in NOT_INHERITED and not name.startswith(NOT_INHERITED_PREFIXES)
     }
     # The server has a folder of its own in place of the trainer's, which ends with the trainer.
-    own = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary.shared_folder())}
+    own = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary.shared_folder())} | loopback_sockets()
     # After the death of a process SGLang would spend 5 s on diagnostics before it ends, and 60 s more on a GPU.
     own |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
     own["SGLANG_TIMEOUT_KEEP_ALIVE"] = "60"  # seconds, longer than aiohttp keeps an idle connection: aiohttp must close it

@@ -41,6 +41,8 @@ def main(owner: int, folder: str, lock: int, arguments: Sequence[str]) -> int:
         die_with_parent(guardian)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.environ["TMPDIR"] = tempfile.tempdir = folder
+        # torch's store would listen on all addresses, on the port --nccl-port.
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{folder}/store"
         _serve_and_exit([*arguments, f"--api-key={key}"] if key else arguments)
     code = _wait_for_end(server, owner, watched)
     kill_descendants()

@@ -41,7 +41,8 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         assert self.cores or self.device_type != "cpu", "a server on a CPU needs cores"
-        fixed = {"host", "port", "api_key", "nccl_port", "served_model_name", *self.fixed_arguments()}
+        fixed = {"host", "port", "api_key", "served_model_name", *self.fixed_arguments()}
+        fixed |= {"nccl_port", "dist_init_addr", "nnodes", "node_rank"}
         for name in self.rollout.server_args:
             if name.replace("-", "_") in fixed:
                 raise ConfigError(f"rollout.server_args.{name} is set by the trainer; remove it")

@@ -1,0 +1,119 @@
+"""The job's store, which listens where its ranks need it and nowhere else.
+
+torch's TCPStore listens on all addresses, whatever host it is given, unless it gets a socket that is bound already. On one
+machine the socket is bound to 127.0.0.1, on several to the address of MASTER_ADDR. A store that torchrun has opened is used as
+it is; `python -m grpo_mega.distributed.agent` is torchrun with a bound store.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from datetime import timedelta
+from ipaddress import ip_address
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from grpo_mega.errors import ConfigError
+from grpo_mega.hardware.environment import is_one_machine
+
+LOOPBACK = "127.0.0.1"
+EVERYWHERE = ""  # all addresses of this machine
+_opened: dict[int, TCPStore] = {}  # by port: a store of this process, which others of its ranks may still use
+_num_asked: Counter[int] = Counter()  # by port
+
+
+def job_store(rank: int, timeout: timedelta) -> Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT; open it if this is rank 0, and torchrun has not done so.
+
+    A process may ask several times, as often as the others, and gets other keys each time. Raise ConfigError if the port is
+    taken.
+    """
+    host = LOOPBACK if is_one_machine(os.environ) else os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    _num_asked[port] += 1
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # With the number of workers, for which the agent's store waits.
+        store = TCPStore(host, port, int(os.environ["WORLD_SIZE"]), is_master=False, timeout=timeout)
+    elif rank == 0:
+        store = _opened.get(port) or open_store(address_to_bind(os.environ), port, timeout)
+        _opened[port] = store
+    else:
+        store = TCPStore(host, port, is_master=False, timeout=timeout)
+    return PrefixStore(f"default_pg/{_num_asked[port]}", store)
+
+
+def open_store(address: str, port: int, timeout: timedelta, num_workers: int | None = None) -> TCPStore:
+    """Return a store of this process that listens on `address`; with port 0 on a free port, which is its `port`.
+
+    With `num_workers`, wait until so many processes have connected.
+    """
+    listener = bound_socket(address, port)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address or LOOPBACK,
+        port,
+        num_workers,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=num_workers is not None,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def bound_socket(address: str, port: int) -> socket.socket:
+    """Return a socket that listens. Listen on all addresses, with a warning, if `address` is not one of this machine's."""
+    try:
+        return _listener(address, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"MASTER_PORT={port}: must be free on {address or 'all addresses'}; choose another port"
+            ) from None
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    _warn(f"{address} is no address of this machine")
+    return _listener(EVERYWHERE, port)
+
+
+def address_to_bind(environ: Mapping[str, str]) -> str:
+    """Return the address on which rank 0, or its torchrun, is to listen."""
+    if is_one_machine(environ):
+        return LOOPBACK
+    host = environ["MASTER_ADDR"]
+    try:
+        address = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        _warn(f"MASTER_ADDR={host} has no address")
+        return EVERYWHERE
+    if address != host and ip_address(address.partition("%")[0]).is_loopback and host != "localhost":
+        # Debian and Ubuntu give a machine's own name the address 127.0.1.1, which other machines cannot reach.
+        _warn(f"MASTER_ADDR={host} is {address} on this machine")
+        return EVERYWHERE
+    return address
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose last connections have just ended is free
+        listener.bind((address, port))
+        listener.listen(socket.SOMAXCONN)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _warn(reason: str) -> None:
+    print(
+        f"grpo-mega: warning: {reason}, so the job's store listens on all addresses; set MASTER_ADDR to the address by which "
+        "other nodes reach this one, in Slurm jobs NETWORK_INTERFACE to its interface",
+        file=sys.stderr,
+        flush=True,
+    )
