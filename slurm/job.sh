@@ -64,6 +64,7 @@ settings() {
     # The id of a job stays the same when it is requeued, so all its starts find the same folder.
     RUN_DIR="$(realpath -m "${RUN_DIR:-runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}")"
     STATE="$RUN_DIR/logs/slurm"
+    check_mounts
     RESTARTS="${SLURM_RESTART_COUNT:-0}"
     if [[ -z "${PYTHON:-}" ]]; then # a container has its own
         PYTHON=python3
@@ -73,11 +74,16 @@ settings() {
     NUM_NODES="$SLURM_JOB_NUM_NODES"
     mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
-    # A node's name need not resolve on the others; the address that Slurm itself reaches it by does. The port is free on the
-    # first node, where this script runs, and not of those that the kernel gives to clients.
-    MASTER_ADDR="$(field NodeAddr "$(scontrol show node "${NODES[0]}")")"
+    # A node's name need not resolve on the others; the address that Slurm itself reaches it by does. Where an interface is named
+    # for the job's sockets, the rendezvous is there. The port is free on the first node, where this script runs, and not of
+    # those that the kernel gives to clients.
+    MASTER_ADDR="$(address_of "${NETWORK_INTERFACE:-}")"
+    MASTER_ADDR="${MASTER_ADDR:-$(field NodeAddr "$(scontrol show node "${NODES[0]}")")}"
     MASTER_PORT="${MASTER_PORT:-$(free_port)}"
     export MASTER_ADDR MASTER_PORT
+    # With it ranks know their own messages; other users see neither this script's variables nor those of its steps.
+    GRPO_MEGA_RUN_KEY="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
+    export GRPO_MEGA_RUN_KEY
 
     NODE_SILENCE_SECONDS="${NODE_SILENCE_SECONDS:-30}"
     STOPPING="" IS_TERMINATED="" IS_REQUEUED="" BAD_NODES="" STEP_PID="" STOP_AT=9999999999
@@ -95,6 +101,23 @@ settings() {
     # Ranks of one node share its cores; with a thread per core and rank they would compete for them. The variables of CUDA, NCCL
     # and gloo are set by each rank: grpo_mega/hardware/environment.py.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONUNBUFFERED=1
+}
+
+# The IPv4 address of an interface of this node; nothing without a name, an address or the program ip.
+address_of() {
+    [[ -z "$1" ]] || { ip -4 -o address show dev "$1" | grep -oP 'inet \K[0-9.]+' | head -n 1; } 2> /dev/null
+}
+
+# In the list of a container's mounts a comma ends a mount, and a colon its first path.
+check_mounts() {
+    [[ -n "${CONTAINER:-}" ]] || return 0
+    local name
+    for name in ROOT RUN_DIR MODEL DATA NODE_LOCAL; do
+        if [[ "${!name:-}" == *[:,]* && ( "$name" != DATA || -e "$DATA" ) ]]; then
+            echo "error: $name=${!name}: must have no ':' and no ',' with CONTAINER, which mounts it; move or rename the folder" >&2
+            exit "$EXIT_CONFIG"
+        fi
+    done
 }
 
 # field NAME TEXT: the value of NAME=value in what scontrol prints.

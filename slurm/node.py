@@ -39,7 +39,7 @@ class Node:
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=self.watch, daemon=True).start()
-        code = subprocess.run([sys.executable, "-m", "torch.distributed.run", *torchrun_arguments(), *arguments]).returncode
+        code = subprocess.run([sys.executable, "-m", *torchrun_arguments(), *arguments]).returncode
         if code and not self.is_ending and not self.failures():
             report(self.state / "failures" / f"{self.name}-", code, f"node {self.name}: its torchrun exited with code {code}")
         return code
@@ -97,6 +97,7 @@ class Node:
 def torchrun_arguments() -> list[str]:
     environ = os.environ
     return [
+        "grpo_mega.distributed.agent",
         f"--nnodes={environ['SLURM_NNODES']}",
         # Node N has ranks N * RANKS_PER_NODE and up, whichever node is first at the rendezvous.
         f"--node-rank={environ['SLURM_NODEID']}",

@@ -1,29 +1,79 @@
 #!/usr/bin/env bash
 # slurm/stage.sh SOURCE TARGET: copies a folder to this node's own disk, unless it is there already. Whole or not at all.
 # Links are followed: a snapshot in the cache of the Hugging Face hub holds nothing but links to files outside of it.
+#
+# TARGET.staged is written last. It says what source and copy looked like when the copy was whole: names, sizes, and times of
+# the last change of contents and of the file itself, which no program can set back. If either looks different now, the copy is
+# made again. STAGE_CHECK=full compares every byte too. TARGET.lock keeps jobs that share a node from copying at once; the
+# kernel lets go of it when its holder ends, however that is.
 set -euo pipefail
 source="$1" target="$2"
+record="$target.staged" partial="$target.partial"
 
-size_of() {
-    find -L "$1" -type f -printf '%P %s\n' | sort | cksum
+fail() {
+    echo "node ${SLURMD_NODENAME:-$(hostname)}: $1" >&2
+    exit 1
+}
+
+# A digest of the files of a folder; $2: what find prints of each.
+digest() {
+    find -L "$1" -type f -printf "$2\0" | sort -z | sha256sum | cut -d ' ' -f 1
+}
+
+looks() {
+    digest "$1" '%P %s %T@ %C@'
+}
+
+sizes() {
+    digest "$1" '%P %s'
+}
+
+bytes_of() {
+    du -sL --block-size=1 "$1" | cut -f 1
+}
+
+# Hold the lock until this script and the programs that it started have ended. A file system may not know locks; those of
+# /dev/shm are as good, since the copy is of this node alone.
+lock() {
+    local file code
+    command -v flock > /dev/null || fail "flock is not there; install util-linux, in the container if there is one"
+    for file in "$target.lock" "/dev/shm/grpo_mega-stage-$EUID-$(cksum <<< "$target" | cut -d ' ' -f 1)"; do
+        { exec 9> "$file"; } 2> /dev/null || continue
+        code=0
+        flock --nonblock --conflict-exit-code 75 9 2> /dev/null || code=$?
+        if ((code == 75)); then
+            echo "node ${SLURMD_NODENAME:-$(hostname)}: waiting for another job that copies to $target"
+            code=0
+            flock 9 || code=$?
+        fi
+        ((code == 0)) && return
+    done
+    fail "neither $target.lock nor /dev/shm can be locked; set NODE_LOCAL to a folder on a disk of the node"
+}
+
+is_whole() {
+    [[ -d "$target" && -f "$record" && "$(< "$record")" == "$1 $(looks "$target")" ]] || return 1
+    [[ "${STAGE_CHECK:-}" != full ]] || diff --recursive --brief "$source" "$target" > /dev/null
 }
 
 broken="$(find -L "$source" -type l | head -n 1)"
-if [[ -n "$broken" ]]; then
-    echo "node ${SLURMD_NODENAME:-$(hostname)}: $broken is a link to a file that is not there; download the model again" >&2
-    exit 1
-fi
-if [[ -d "$target" && "$(size_of "$source")" == "$(size_of "$target")" ]]; then
-    exit 0
-fi
-needed="$(du -sL --block-size=1 "$source" | cut -f 1)"
+[[ -z "$broken" ]] || fail "$broken is a link to a file that is not there; download the model again"
 umask 077 # the copy is of this user alone
 mkdir -p "$(dirname "$target")"
-free="$(df --output=avail --block-size=1 "$(dirname "$target")" | tail -n 1)"
-if ((free < needed)); then
-    echo "node ${SLURMD_NODENAME:-$(hostname)}: $(dirname "$target") has $free bytes free, $source takes $needed; free it" >&2
-    exit 1
+lock
+before="$(looks "$source")"
+if is_whole "$before"; then
+    exit 0
 fi
-rm -rf "$target" "$target.partial"
-cp -rL "$source" "$target.partial"
-mv "$target.partial" "$target"
+needed="$(bytes_of "$source")"
+rm -rf "$partial" "$record"
+free="$(df --output=avail --block-size=1 "$(dirname "$target")" | tail -n 1)"
+[[ ! -d "$target" ]] || free=$((free + $(bytes_of "$target")))
+((free >= needed)) || fail "$(dirname "$target") has $free bytes free, $source takes $needed; free it"
+rm -rf "$target"
+cp -rL "$source" "$partial"
+[[ "$(looks "$source")" == "$before" ]] || fail "$source changed while it was copied; start again once it is complete"
+[[ "$(sizes "$source")" == "$(sizes "$partial")" ]] || fail "$partial is not the size of $source after the copy; look at the disk"
+mv "$partial" "$target"
+echo "$before $(looks "$target")" > "$record.new"
+mv "$record.new" "$record"

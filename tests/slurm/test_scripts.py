@@ -6,11 +6,13 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from cluster import wait_for
 from shapes import LLAMA_70B, QWEN_72B
 
 from grpo_mega.commands.options import PlanOptions
@@ -173,24 +175,175 @@ def _bash(path: Path, arguments: list[str], **more: str) -> tuple[int, str]:
     return result.returncode, result.stderr
 
 
-def test_a_model_is_copied_once_and_again_if_it_is_not_whole(tmp_path: Path) -> None:
-    source, target = tmp_path / "model", tmp_path / "disk" / "copy"
+def stage(source: Path, target: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(ROOT / "slurm" / "stage.sh"), str(source), str(target)]
+    values = os.environ | {"SLURMD_NODENAME": "n3"} | environment
+    return subprocess.run(command, capture_output=True, text=True, env=values, timeout=120)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    source = tmp_path / "model"
     (source / "sub").mkdir(parents=True)
     (source / "a").write_text("weights")
-    (source / "sub" / "b").write_text("more")
+    (source / "sub" / "b\n c").write_text("more")  # a line break and a blank in its name
+    return source
 
-    def stage() -> subprocess.CompletedProcess[str]:
-        command = ["bash", str(ROOT / "slurm" / "stage.sh"), str(source), str(target)]
-        return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"SLURMD_NODENAME": "n3"})
 
-    assert stage().returncode == 0
-    assert (target / "sub" / "b").read_text() == "more"
+def texts(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_model_is_copied_once_and_again_if_it_is_not_whole(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "disk" / "copy"
+    assert stage(model, target).returncode == 0
+    assert texts(target) == texts(model)
     first = (target / "a").stat().st_ino
-    assert stage().returncode == 0 and (target / "a").stat().st_ino == first
+    assert stage(model, target).returncode == 0 and (target / "a").stat().st_ino == first
     (target / "a").write_text("cut off")
-    (target / "sub" / "b").unlink()
-    assert stage().returncode == 0 and (target / "sub" / "b").read_text() == "more" and (target / "a").read_text() == "weights"
-    assert [path.name for path in target.parent.iterdir()] == ["copy"]
+    (target / "sub" / "b\n c").unlink()
+    assert stage(model, target).returncode == 0 and texts(target) == texts(model)
+    assert {path.name for path in target.parent.iterdir()} == {"copy", "copy.staged", "copy.lock"}
+
+
+@pytest.mark.parametrize("changed", ["source", "copy"])
+@pytest.mark.parametrize("keeps_time", [False, True])
+def test_a_change_that_keeps_the_size_is_copied_again(changed: str, keeps_time: bool, model: Path, tmp_path: Path) -> None:
+    """Other weights of the same model have the same names and sizes, and `rsync --times` or `cp -p` keep their times."""
+    target = tmp_path / "disk" / "copy"
+    assert stage(model, target).returncode == 0
+    path = (model if changed == "source" else target) / "a"
+    before = path.stat()
+    path.write_text("WEIGHTS")
+    if keeps_time:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert stage(model, target).returncode == 0
+    assert texts(target) == texts(model)
+
+
+def test_a_full_check_finds_bytes_that_changed_without_a_trace(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "disk" / "copy"
+    assert stage(model, target).returncode == 0
+    (target / "a").write_text("WEIGHTS")
+    record = target.with_name("copy.staged")
+    shown = subprocess.run(
+        [
+            "bash",
+            "-c",
+            f"""source <(sed -n '/^digest()/,/^}}/p; /^looks()/,/^}}/p' {ROOT}/slurm/stage.sh); looks "{target}" """,
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    record.write_text(f"{record.read_text().split()[0]} {shown.stdout.strip()}\n")  # as if the disk itself had failed
+    assert stage(model, target).returncode == 0 and (target / "a").read_text() == "WEIGHTS", "a quick check cannot see it"
+    assert stage(model, target, STAGE_CHECK="full").returncode == 0 and texts(target) == texts(model)
+
+
+SLOW_COPY = '#!/bin/sh\n/bin/cp "$@" || exit\necho copied >> {log}\nwhile [ -e {gate} ]; do sleep 0.05; done\n'
+
+
+@pytest.fixture
+def slow_copies(tmp_path: Path) -> tuple[dict[str, str], Path, Path]:
+    """An environment whose `cp` copies, then waits until a file is gone; that file; and a log with a line per copy."""
+    (tmp_path / "bin").mkdir()
+    gate, log = tmp_path / "gate", tmp_path / "log"
+    gate.touch()
+    (tmp_path / "bin" / "cp").write_text(SLOW_COPY.format(log=log, gate=gate))
+    (tmp_path / "bin" / "cp").chmod(0o755)
+    return {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}, gate, log
+
+
+def start_staging(source: Path, target: Path, environment: dict[str, str], output: Path) -> subprocess.Popen[bytes]:
+    command = ["bash", str(ROOT / "slurm" / "stage.sh"), str(source), str(target)]
+    with output.open("wb") as file:
+        return subprocess.Popen(command, env=os.environ | environment, stdout=file, stderr=file, process_group=0)
+
+
+def test_jobs_that_share_a_node_copy_one_after_the_other(
+    model: Path, tmp_path: Path, slow_copies: tuple[dict[str, str], Path, Path]
+) -> None:
+    (environment, gate, log), target = slow_copies, tmp_path / "disk" / "copy"
+    first = start_staging(model, target, environment, tmp_path / "first")
+    wait_for(log.exists, 60)
+    others = [start_staging(model, target, environment, tmp_path / f"other-{i}") for i in range(3)]
+    for i in range(3):
+        wait_for(lambda i=i: "waiting for another job" in (tmp_path / f"other-{i}").read_text(), 60)  # type: ignore[misc]
+    assert not target.exists(), "a copy under way is seen by nobody"
+    gate.unlink()
+    assert [process.wait(60) for process in (first, *others)] == [0, 0, 0, 0]
+    assert log.read_text() == "copied\n" and texts(target) == texts(model)
+
+
+def test_a_killed_copy_is_not_taken_for_a_whole_one_and_leaves_no_lock(
+    model: Path, tmp_path: Path, slow_copies: tuple[dict[str, str], Path, Path]
+) -> None:
+    (environment, _, log), target = slow_copies, tmp_path / "disk" / "copy"
+    killed = start_staging(model, target, environment, tmp_path / "output")
+    wait_for(log.exists, 60)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert not target.exists()
+    assert stage(model, target).returncode == 0 and texts(target) == texts(model)
+    target.with_name("copy.staged").unlink()  # killed between the last two steps
+    (target / "a").unlink()
+    assert stage(model, target).returncode == 0 and texts(target) == texts(model)
+
+
+def test_a_model_that_changes_while_it_is_copied_is_refused(
+    model: Path, tmp_path: Path, slow_copies: tuple[dict[str, str], Path, Path]
+) -> None:
+    (environment, gate, log), target = slow_copies, tmp_path / "disk" / "copy"
+    process = start_staging(model, target, environment, tmp_path / "output")
+    wait_for(log.exists, 60)
+    (model / "a").write_text("WEIGHTS")
+    gate.unlink()
+    assert process.wait(60) == 1 and not target.exists()
+    assert f"{model} changed while it was copied; start again" in (tmp_path / "output").read_text()
+
+
+def test_a_disk_without_locks_is_locked_elsewhere_on_the_node(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "flock").write_text(
+        '#!/bin/sh\ncase "$(readlink /proc/self/fd/9)" in\n'
+        '    /dev/shm/*) exec /usr/bin/flock "$@" ;;\n    *) echo "flock: 9: No locks available" >&2; exit 1 ;;\nesac\n'
+    )
+    (tmp_path / "bin" / "flock").chmod(0o755)
+    target = tmp_path / "disk" / "copy"
+    result = stage(model, target, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert result.returncode == 0, result.stderr
+    assert texts(target) == texts(model)
+    for path in Path("/dev/shm").glob(f"grpo_mega-stage-{os.geteuid()}-*"):
+        path.unlink()
+
+
+MOUNTED = ["ROOT", "RUN_DIR", "MODEL", "DATA", "NODE_LOCAL"]
+
+
+@pytest.mark.parametrize("name", MOUNTED)
+@pytest.mark.parametrize("character", [":", ","])
+def test_a_path_that_a_container_cannot_mount_is_refused(name: str, character: str, tmp_path: Path) -> None:
+    odd = tmp_path / f"a{character}b"
+    odd.mkdir()
+    values = {one: str(tmp_path) for one in MOUNTED} | {name: str(odd)}
+    code, said = check_mounts(values | {"CONTAINER": "image.sif"})
+    assert (code, said.count("\n")) == (2, 1) and said.startswith(f"error: {name}={odd}: must have no"), said
+    assert check_mounts(values) == (0, ""), "without a container nothing is mounted"
+    assert check_mounts(values | {"CONTAINER": "image.sif", name: str(tmp_path)}) == (0, "")
+
+
+def test_a_data_set_of_the_hub_is_not_mounted() -> None:
+    values = dict.fromkeys(MOUNTED, "/x") | {"DATA": "hub:owner/name", "CONTAINER": "image.sif"}
+    assert check_mounts(values) == (0, "")
+
+
+def check_mounts(values: dict[str, str]) -> tuple[int, str]:
+    script = f'source "{ROOT}/slurm/job.sh"; ROOT="$ROOT_GIVEN"; check_mounts'
+    given = {name: value for name, value in values.items() if name != "ROOT"} | {"ROOT_GIVEN": values["ROOT"]}
+    environ = os.environ | {"GRPO_MEGA_ROOT": str(ROOT)} | given
+    result = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, timeout=60)
+    return result.returncode, result.stderr
 
 
 def test_a_snapshot_of_links_into_the_hubs_cache_is_copied_as_files(tmp_path: Path) -> None:
@@ -229,6 +382,6 @@ def test_a_disk_too_small_for_the_model_is_told_with_its_node(tmp_path: Path) ->
         command = ["bash", str(ROOT / "slurm" / "stage.sh"), str(tmp_path / "model"), str(disk / "copy")]
         result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"SLURMD_NODENAME": "n3"})
         assert result.returncode == 1 and result.stderr.startswith(f"node n3: {disk} has ") and "free it" in result.stderr
-        assert list(disk.iterdir()) == []
+        assert [path.name for path in disk.iterdir()] == ["copy.lock"]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
