@@ -147,9 +147,7 @@ def explained(run_dir: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if not run_dir.is_dir():
-            raise RunFolderError(
-                f"run_dir={run_dir} was removed or moved while the run used it; start again in another"
-            ) from error
+            raise RunFolderError(f"run_dir={run_dir} was removed or moved while the run used it; start a new run") from error
         name = error.filename if isinstance(error.filename, str) else ""
         if error.errno not in DISK_ERRORS and not Path(name).is_relative_to(run_dir):
             raise
