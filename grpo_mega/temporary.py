@@ -44,7 +44,7 @@ def enter() -> Path:
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
         _entered = os.getpid(), folder
         # After the fork server, which removes its own folder in this one at the exit with priority -100. Not in forks.
-        util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-1000)  # type: ignore[no-untyped-call]
+        util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-1000)
     return _entered[1]
 
 

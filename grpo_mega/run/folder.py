@@ -100,7 +100,7 @@ def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim]:
             raise ConfigError(f"run_dir={config.run_dir} cannot be written ({reason}); free its disk or name another") from None
         try:
             yield claimed
-        except UserError:
+        except (UserError, OSError):  # such as a log of a rank that cannot be made
             claimed.discard_unstarted()
             raise
 
