@@ -88,16 +88,17 @@ def _one_line(folder: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, Exception) as error:  # torch's is a BaseException, and has the errors of all ranks
+        cause: BaseException = error
         if isinstance(error, CheckpointException) and error.failures:
-            error = next(iter(error.failures.values()))[0]
-        if isinstance(error, (pickle.UnpicklingError, EOFError, OSError)):
-            name = "" if getattr(error, "filename", None) else f"{METADATA}, {COMMON} or a .distcp file "
+            cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, (pickle.UnpicklingError, EOFError, OSError)):
+            name = "" if getattr(cause, "filename", None) else f"{METADATA}, {COMMON} or a .distcp file "
             raise ResumeError(
-                f"checkpoint {folder} cannot be read: {name}{_reason(error)}; put the name of an older step-N into latest"
-            ) from error
+                f"checkpoint {folder} cannot be read: {name}{_reason(cause)}; put the name of an older step-N into latest"
+            ) from cause
         raise ResumeError(
-            f"checkpoint {folder} does not fit this model ({_reason(error)}); give the run_dir of its own run"
-        ) from error
+            f"checkpoint {folder} does not fit this model ({_reason(cause)}); give the run_dir of its own run"
+        ) from cause
 
 
 def _reason(error: BaseException) -> str:
