@@ -31,9 +31,6 @@ def prepare_rank(config: Config) -> None:
     from grpo_mega.hardware.fp8 import environment
 
     os.environ.update(environment(config) | library_environment(os.environ) | os.environ)
-    from grpo_mega.megatron.compat import hide_wandb
     from grpo_mega.megatron.found import check_loads  # imported after the environment is set: it imports Megatron
 
-    if not config.log.wandb:
-        hide_wandb()
     check_loads()

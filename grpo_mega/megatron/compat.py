@@ -49,6 +49,7 @@ class _InOrder:
 def install() -> bool:
     """Install the stand-in if there is no GPU; return True if it was installed."""
     _quieten()
+    _hide_wandb()
     recorder()
     if torch.cuda.is_available():
         return False
@@ -60,9 +61,9 @@ def install() -> bool:
     return True
 
 
-def hide_wandb() -> None:
-    """Keep Megatron's timers and transformers from importing W&B where the run does not log to it: the import takes a second,
-    and makes two temporary folders."""
+def _hide_wandb() -> None:
+    """Keep Megatron's timers from importing W&B, which takes a second and makes two temporary folders in every rank. Where the
+    run logs to it, observe/wandb_writer.py imports it on the first rank."""
     sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # makes the import fail
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import netrc
 import os
+import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -68,6 +69,8 @@ _OF_ALL = {"mean", "std", "min", "max"}
 
 class WandbWriter(Writer):
     def __init__(self, config: Config, log: Callable[[str], None]) -> None:
+        if sys.modules.get("wandb", self) is None:  # hidden from Megatron, see megatron/compat.py
+            del sys.modules["wandb"]
         import wandb
 
         mode = wandb_mode(os.environ)

@@ -194,3 +194,27 @@ def test_importing_megatron_imports_no_compiler_and_its_own_decorator_still_woul
         "theirs['jit_fuser'](abs); assert 'torch._inductor.compile_fx' in sys.modules, 'the patch is no longer needed'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")
+def test_megatron_does_not_import_wandb_and_would_without_the_patch() -> None:
+    code = "import sys; {}; import megatron.core.timers; print(sys.modules.get('wandb') is not None)"
+    assert python(code.format("import grpo_mega.megatron")).stdout.strip() == "False"
+    result = python(code.format("from grpo_mega.megatron import compat; del sys.modules['wandb']"))
+    assert result.stdout.strip() == "True", f"the patch is no longer needed: {result.stderr}"
+
+
+def test_torch_still_unpickles_metadata_without_restriction(tmp_path: Path) -> None:
+    code = (
+        "import pickle, sys; from pathlib import Path; folder = Path(sys.argv[1])\n"
+        "class Program:\n"
+        "    def __reduce__(self): return open, (str(folder / 'it ran'), 'w')\n"
+        "(folder / '.metadata').write_bytes(pickle.dumps(Program()))\n"
+        "from contextlib import nullcontext, suppress; from grpo_mega.megatron import compat\n"
+        "from torch.distributed.checkpoint import FileSystemReader\n"
+        "with {}, suppress(pickle.UnpicklingError, AttributeError): FileSystemReader(folder).read_metadata()\n"
+        "print((folder / 'it ran').exists())"
+    ).replace("sys.argv[1]", repr(str(tmp_path)))
+    assert python(code.format("compat.only_plain_pickles()")).stdout.strip() == "False"
+    result = python(code.format("nullcontext()"))
+    assert result.stdout.strip() == "True", f"the patch is no longer needed: {result.stderr}"
