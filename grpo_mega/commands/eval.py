@@ -7,9 +7,7 @@ logs and the servers' files are in a temporary folder, which is kept only if a r
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,17 +64,12 @@ def _start_in(folder: Path, request: EvalRequest, argv: list[str]) -> int:
 
 
 def _under_torchrun(request: EvalRequest) -> int:
-    """Evaluate with a folder of each node's own, which the node's first rank removes."""
+    """Evaluate with a folder of each rank's own."""
     check_world_size(os.environ, request.config.layout)
     if os.environ["RANK"] == "0":
         preflight.check(request.config)
-    job = f"{os.getuid()}-{os.environ.get('MASTER_ADDR', '')}-{os.environ.get('MASTER_PORT', '')}"
-    folder = Path(tempfile.gettempdir()) / f"grpo_mega-eval-{job}"
-    folder.mkdir(exist_ok=True)
-    code = _evaluate(request, folder)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        shutil.rmtree(folder, ignore_errors=True)
-    return code
+    with private_folder() as folder:
+        return _evaluate(request, folder)
 
 
 def _evaluate(request: EvalRequest, folder: Path) -> int:
