@@ -115,7 +115,7 @@ def beat_per_loaded_tensor() -> None:
 def only_plain_pickles() -> Iterator[None]:
     """Have torch and Megatron make only tensors and plain values from the files of a checkpoint, while the context lasts.
 
-    torch's reader unpickles `.metadata` and the objects among a checkpoint's tensors without restriction: whoever can write
+    torch's reader unpickles `.metadata` and the objects among a checkpoint's tensors without restriction: a user who can write
     into a checkpoint could run code in the trainer. The variable restricts torch.load wherever Megatron or Transformer Engine
     calls it; torch refuses it beside the variable that lifts the restriction.
     """

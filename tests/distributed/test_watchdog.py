@@ -149,7 +149,7 @@ def test_a_stuck_run_ends_though_its_folder_is_gone_or_never_answers(tmp_path: P
     assert "stacks cannot be written to" in said.read_text() and "Not a directory" in said.read_text()
     (tmp_path / "run" / "hang").mkdir(parents=True)
     for name in ("rank_0.txt", "report.txt"):
-        os.mkfifo(tmp_path / "run" / "hang" / name)  # which nobody reads, so that opening it waits for ever
+        os.mkfifo(tmp_path / "run" / "hang" / name)  # without a reader, so that opening it never returns
     assert stuck(tmp_path / "run", said) == EXIT_HANG
     assert "stacks cannot be written to" in said.read_text() and "no answer in 5 s" in said.read_text()
 

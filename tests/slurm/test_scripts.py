@@ -72,7 +72,7 @@ def test_what_slurm_is_asked_for_is_there_in_both() -> None:
 
 
 def _requeue(state: Path) -> str:
-    """What a failed start that saved nothing comes to."""
+    """Return what is said at the end of a failed start that saved nothing."""
     code = 'source slurm/job.sh; say() { echo "$*"; }; requeue() { echo "requeued: $*"; exit 0; }; requeue_or_give_up'
     environment = os.environ | {"GRPO_MEGA_ROOT": str(ROOT), "STATE": str(state), "RUN_DIR": str(state / "none")}
     return subprocess.run(["bash", "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True).stdout
@@ -93,7 +93,7 @@ def test_starts_that_cannot_be_counted_are_not_repeated(full_disk: Path) -> None
 
 
 def _watched(state: Path) -> str:
-    """What the watch of a node says at its end. The node itself would wait for ever."""
+    """Return what the watch of a node says at its end. The node itself would never end."""
     code = "import sys, time; sys.path[:0] = ['slurm', '.']; import node, threading; watched = node.Node()\n"
     code += "threading.Thread(target=watched.watch, daemon=True).start(); time.sleep(600)"
     environment = {"SLURMD_NODENAME": "n0", "STATE": str(state), "START": "7.0", "NODE_SILENCE_SECONDS": "0.5"}
