@@ -1,11 +1,11 @@
-"""Agreement of answer checkers with a careful reader, on tests/rewards/corpus.jsonl.
+"""Agreement of answer checkers with a careful reader, on tests/rewards/corpus.jsonl or on rows that no rule has seen.
 
-    python tools/conformance/reward_agreement.py [--misses ours]
+    python tools/conformance/reward_agreement.py [--misses ours] [--rows FILE]
 
 Prints, for ours, math-verify (as it comes, and as open-r1 calls it) and TRL's accuracy reward, the share of rows that get the
 reader's verdict: of all, of the right and wrong ones, and of the batches that were not there when our code was written. A gold
 answer that a checker cannot read counts against it. `--misses NAME` lists the rows on which NAME differs. The last line is
-JSON.
+JSON, with the number of wrong answers that each of them pays. A line of FILE has "gold", "response", "correct" and "kind".
 """
 
 from __future__ import annotations
@@ -36,6 +36,12 @@ class Row:
 def load_rows(path: Path = CORPUS) -> list[Row]:
     """Read the corpus; U+2028 within a text ends no line."""
     return [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def load_fresh_rows(path: Path) -> list[Row]:
+    """Read rows of someone who has not read the code, in a form that is quick to write."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    return [Row("fresh", line["kind"], str(line["gold"]), line["response"], bool(line["correct"]), 0) for line in lines]
 
 
 def by_ours(rows: Sequence[Row]) -> list[float | None]:
@@ -93,27 +99,31 @@ def _boxed(gold: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--misses", choices=tuple(CHECKERS))
+    parser.add_argument("--rows", type=Path)
     options = parser.parse_args()
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    rows = load_rows()
+    rows = load_fresh_rows(options.rows) if options.rows else load_rows()
     parts = {
         "all": rows,
         "right": [row for row in rows if row.right],
         "wrong": [row for row in rows if not row.right],
         "batches 2, 3": [row for row in rows if row.batch > 1],
     }
+    parts = {part: some for part, some in parts.items() if some}
     print(f"{'':12}" + "".join(f"{f'{part} ({len(some)})':>20}" for part, some in parts.items()))
     result: dict[str, dict[str, float]] = {}
+    wrong_paid: dict[str, int] = {}
     for name, check in CHECKERS.items():
-        values = dict(zip(rows, check(rows), strict=True))
+        values = dict(zip(rows, check(rows), strict=True))  # equal rows have equal values
         result[name] = {part: agreement(some, [values[row] for row in some]) for part, some in parts.items()}
+        wrong_paid[name] = sum(values[row] == 1.0 for row in rows if not row.right)
         print(f"{name:12}" + "".join(f"{share:19.1f}%" for share in result[name].values()))
         for row in rows if name == options.misses else ():
             if values[row] != row.right:
                 print(f"  gold {row.gold!r}, right {row.right}, {name} {values[row]}: ...{row.response[-100:]!r}")
     versions = {package: version(package) for package in ("math-verify", "trl")}
-    print(json.dumps({"agreement": result, "versions": versions}))
+    print(json.dumps({"agreement": result, "wrong_paid": wrong_paid, "versions": versions}))
 
 
 if __name__ == "__main__":

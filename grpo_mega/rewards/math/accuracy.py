@@ -24,6 +24,7 @@ from grpo_mega.rewards.math import mathverify
 from grpo_mega.rewards.math.answer import locate_answer, read_located, whole_turn
 from grpo_mega.rewards.math.bounds import cpu_limit, is_bounded
 from grpo_mega.rewards.math.evaluated import has_plain_numbers, is_open, is_unevaluated
+from grpo_mega.rewards.math.kinds import TIME, compare_kinds
 from grpo_mega.rewards.math.normalize import normalize_answer
 from grpo_mega.rewards.math.numbers import (
     in_words,
@@ -41,10 +42,10 @@ UNPARSABLE, GOLD_UNPARSABLE = Score(0.0, "unparsable"), Score(None, "gold_unpars
 CORRECT, WRONG = Score(1.0, "correct"), Score(0.0, "wrong")
 
 _EQUALS = re.compile(r"(?<![<>!\\:=])=(?!=)")
+_VARIABLE = re.compile(r" ?[A-Za-z] ?")
 _LIST = re.compile(r",|;|\band\b|\bor\b")
 _CHOICE = re.compile(r"\(([A-J])\) (.+)")
 _BASE = re.compile(r"[\dA-F]+_\{?(\d+)\}?")
-_TIME = re.compile(r"(\d{1,2}):([0-5]\d)(?: ?([aApP])\.? ?[mM]\.?)?")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
 # To math-verify words are products of their letters: it takes "stop" for "pots".
 _PHRASE = re.compile(r".*[A-Za-z]{4}|.*[A-Za-z] +[A-Za-z]")
@@ -126,7 +127,7 @@ def _without_choices(gold: str, text: str) -> tuple[str, str]:
 
 def _is_plain(gold: str) -> bool:
     """Return whether a normalized answer can be read without math-verify."""
-    return bool(parse_number(gold) or parse_list(gold) or _TIME.fullmatch(gold) or _is_phrase(gold))
+    return bool(parse_number(gold) or parse_list(gold) or TIME.fullmatch(gold) or _is_phrase(gold))
 
 
 @lru_cache(maxsize=1024)
@@ -180,8 +181,9 @@ def _compare(gold: str, text: str) -> bool | None:
     """Return whether two normalized answers, neither of them empty, are the same; None if it takes math-verify to tell."""
     if text == gold:
         return True
-    if (gold_time := _TIME.fullmatch(gold)) and (time := _TIME.fullmatch(text)):
-        return _same_time(gold_time, time)
+    by_kind = compare_kinds(gold, text)
+    if by_kind is not None:
+        return by_kind
     if _WORDS.fullmatch(gold) and _WORDS.fullmatch(text):
         if gold.lower().split() == text.lower().split():
             return True
@@ -207,7 +209,10 @@ def _right_side(gold: str, text: str) -> str:
     """Return the part of `text` that is compared: all, but of "x = 9*2 = 18" the 18 unless the gold answer is an equation."""
     if _EQUALS.search(gold) or _LIST.search(text):
         return text
-    return normalize_answer(_EQUALS.split(text)[-1])
+    first, *others = _EQUALS.split(text)
+    if len(others) == 1 and _VARIABLE.fullmatch(others[0]) and parse_number(first.strip()):  # 16 = x
+        return first.strip()
+    return normalize_answer(others[-1] if others else first)
 
 
 def _is_contradiction(gold: str, text: str) -> bool:
@@ -246,10 +251,3 @@ _normalize_short = lru_cache(maxsize=4096)(_normalize)  # the answers of a group
 
 def _is_phrase(text: str) -> bool:
     return _WORDS.fullmatch(text) is not None and _PHRASE.match(text) is not None
-
-
-def _same_time(gold: re.Match[str], time: re.Match[str]) -> bool:
-    """Return whether hours and minutes agree, and am or pm if the gold answer says which."""
-    if (int(gold[1]), gold[2]) != (int(time[1]), time[2]):
-        return False
-    return gold[3] is None or gold[3].lower() == (time[3] or "").lower()

@@ -15,13 +15,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_mega.rewards.math.prose import is_prose, plain, read_announced, read_passage, read_start
+from grpo_mega.rewards.math.prose import is_prose, other_answer, plain, read_announced, read_passage, read_start
 
 _THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>"), ("[THINK]", "[/THINK]"))
-_TOKEN = re.compile(r"\\(?:boxed|fbox) *\{|\\.|[{}]", re.DOTALL)
+_TOKEN = re.compile(r"\\(?:boxed|fbox|framebox|bbox) *(?:\[[^\]]{0,60}\]){0,2} *\{|\\.|[{}]", re.DOTALL)
+_COMMANDS = ("\\boxed", "\\fbox", "\\framebox", "\\bbox")
 _UNBRACED = re.compile(r"\\(?:boxed|fbox) *(?=[^ {}])")
 _JOIN = re.compile(
-    r"\}[\s$]*(?:[,;]\s*(?:(?:and|or)\b)?|(?:and|or)\b|\\text ?\{ ?(?:and|or) ?\})[\s$]*(?:[A-Za-z] ?= ?)?\\(?:boxed|fbox) *\{$"
+    r"\}[\s$]*(?:[,;]\s*(?:(?:and|or)\b)?|(?:and|or)\b|\\text ?\{ ?(?:and|or) ?\})[\s$]*(?:[A-Za-z] ?= ?)?\\(?:boxed|fbox|framebox) *\{$"
 )
 _JOIN_OPEN = re.compile(r"(?:[,;]|[,;]?\s*(?:an?d?|or?\b|\\text ?\{ ?(?:and|or) ?\}))[\s$]*(?:[A-Za-z] ?= ?)?(?:\\[a-z]*)?")
 _JOIN_CHARS, _MAX_JOINED = 40, 10
@@ -117,7 +118,7 @@ def _boxed(text: str, is_cut: bool) -> str | None:
         return None
     if is_cut and _JOIN_OPEN.fullmatch(text[last[1] + 1 :][:_MAX_HASHED].strip("$ \n")):
         return ""
-    contents = [text[slice(*last)].strip()]
+    contents, end = [text[slice(*last)].strip()], last[1]
     for _ in range(_MAX_JOINED):
         last = _joined_box(text, last[0])
         if last is None:
@@ -125,12 +126,13 @@ def _boxed(text: str, is_cut: bool) -> str | None:
         content = text[slice(*last)].strip()
         if content not in contents:
             contents.insert(0, content)
-    return ", ".join(contents)
+    other = other_answer(text[end + 1 :])
+    return ", ".join(contents) if other is None or other in contents else f"{contents[-1]} or {other}"
 
 
 def _last_command(text: str, end: int) -> int:
     r"""Return where the last \boxed or \fbox before `end` begins, or -1."""
-    return max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))
+    return max(text.rfind(command, 0, end) for command in _COMMANDS)
 
 
 def _joined_box(text: str, start: int) -> tuple[int, int] | None:

@@ -123,6 +123,7 @@ class _Reader:
         self._tokens = tokenize(text)
         self._next = 0
         self._is_gold_fraction = is_gold_fraction
+        self._is_argument = False  # of a function, in which \frac{\pi}{3} is fine
 
     def read_group(self, depth: int) -> _Operand | None:
         """Read up to a closing bracket or the end, and return the operand that the group is, if any."""
@@ -181,9 +182,14 @@ class _Reader:
             term.add_operator()  # 6 x 7
         elif kind == "loop":
             raise _Unevaluated
+        elif kind == "function":
+            self._is_argument, before = True, self._is_argument
+            if self._peek()[0] == "open":
+                self._read_atom(depth)
+            self._is_argument = before
+            term.add((_Kind.CLOSED_FORM, None))
         else:
-            term.add((_Kind.CLOSED_FORM if kind == "function" else _Kind.LETTER, None))
-            term.is_after_operand = kind != "function"
+            term.add((_Kind.LETTER, None))
 
     def _add_product(self, term: _Term, text: str, depth: int) -> None:
         if text != "/" and self._peek()[1] == "10" and self._peek(1)[0] == "power" and term.is_after_operand:
@@ -219,7 +225,7 @@ class _Reader:
             if value.denominator == below[1] or (value.denominator > 1 and is_accepted):
                 return _Kind.NUMERAL, None
             raise _Unevaluated
-        if kinds == {_Kind.NUMERAL} or _Kind.LETTER in kinds:
+        if kinds == {_Kind.NUMERAL} or (_Kind.LETTER in kinds and not self._is_argument):
             raise _Unevaluated
         return min(kinds), None
 

@@ -35,7 +35,9 @@ def parse(text: str) -> tuple[Any, ...]:
 
 def verify(gold: tuple[Any, ...], response: tuple[Any, ...]) -> bool:
     """Return whether one of the readings of the response equals one of those of the gold answer."""
-    return bool(_math_verify().verify(list(gold), list(response), allow_set_relation_comp=True, timeout_seconds=None))
+    if _math_verify().verify(list(gold), list(response), allow_set_relation_comp=True, timeout_seconds=None):
+        return True
+    return any(_equal_as_complex(a, b) for a in gold for b in response)
 
 
 @lru_cache(maxsize=1)
@@ -117,6 +119,22 @@ def _refute_by_numbers() -> None:
         return not _differ_at_a_point(a, b) and bool(symbolic_eq(a, b))
 
     grader.sympy_symbolic_eq = symbolic_eq_after_a_look
+
+
+def _equal_as_complex(a: Any, b: Any) -> bool:
+    """Return whether two constants in the imaginary unit, which math-verify takes for a variable, have the same value."""
+    from sympy import Expr, I, Symbol
+
+    if not (isinstance(a, Expr) and isinstance(b, Expr)):
+        return False
+    if {symbol.name for side in (a, b) for symbol in side.free_symbols} != {"i"}:
+        return False
+    unit = {symbol: I for side in (a, b) for symbol in side.free_symbols if isinstance(symbol, Symbol)}
+    try:
+        difference = complex((a.subs(unit) - b.subs(unit)).evalf(_DIGITS * 2, maxn=200))
+        return abs(difference) < 1e-12 * max(1.0, abs(complex(a.subs(unit).evalf(_DIGITS))))
+    except Exception:
+        return False
 
 
 def _differ_at_a_point(a: Any, b: Any) -> bool:

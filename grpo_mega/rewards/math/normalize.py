@@ -13,6 +13,7 @@ and [1,234] an interval. In brackets it separates thousands only where another c
 
 import re
 
+from grpo_mega.rewards.math.notation import rewrite, rewrite_phrase
 from grpo_mega.rewards.math.prose import TAIL, is_prose, plain, read_marked
 
 _CHARACTERS = str.maketrans(
@@ -46,7 +47,7 @@ _CHARACTERS = str.maketrans(
 )
 _UNITS = (
     "mm|cm|dm|km|m|ft|in|yd|mi|nm|mg|kg|g|lbs?|oz|ms|s|sec|min|h|hr|hrs|ml|mL|cl|dl|l|L|mph|kph|kmh|km/h|m/s|Hz|kHz|MHz|"
-    "W|kW|J|kJ|N|V|A|K|Pa|kPa|GB|MB|KB|kB|USD|EUR|GBP|cents?|dollars?|euros?|pounds?|rs"
+    "W|kW|J|kJ|N|V|A|K|Pa|kPa|GB|MB|KB|kB|USD|EUR|GBP|dollars?|euros?|pounds?|rs|mol|rad|cal|kcal"
 )
 _FUNCTIONS = "and|sin|cos|tan|cot|sec|csc|log|exp|sqrt|mod|arc[a-z]*"
 _NUMBER = r"(?:[-+] ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+|\d* ?\\[dtc]?frac\{[^{}]*\}\{[^{}]*\}|\d+ ?/ ?\d+)"
@@ -58,7 +59,7 @@ _UNIT = (
 )
 _UNIT_AFTER_NUMBER = re.compile(
     rf"(?P<number>(?:^|[=<>≤≥] ?|\\approx ?){_NUMBER}) ?{_UNIT}"
-    rf"\.?{_POWER}(?: ?/ ?(?:{_UNITS}|[A-Za-z]{{3,}}){_POWER})?$"
+    rf"\.?{_POWER}(?:(?: ?/ ?| ?\\cdot ?|[ *])(?:{_UNITS}|[A-Za-z]{{3,}}){_POWER})*$"
 )
 _TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathsf|mbox|operatorname) ?\{([^{}]*)\}"
 _CHOICE = re.compile(  # \textbf{(C)}\ 12
@@ -112,7 +113,7 @@ def _by_rules(text: str) -> str:
     if len(text) > TAIL and not is_prose(text):  # its end is another answer
         return ""
     text = plain(text[-TAIL:]).translate(_CHARACTERS)
-    text = _last_row(text)
+    text = rewrite(_last_row(text))
     if choice := _CHOICE.match(text):
         letter, value = choice[1] or choice[2], normalize_answer(text[choice.end() :])
         return f"({letter}) {value}" if value else letter
@@ -127,7 +128,7 @@ def _by_rules(text: str) -> str:
     text = _join_thousands(text)
     text = _SCALED.sub(_scale, text)
     text = _UNIT_AFTER_NUMBER.sub(r"\g<number>", text)
-    return _strip_ends(re.sub(r" {2,}", " ", text))
+    return rewrite_phrase(_strip_ends(re.sub(r" {2,}", " ", text)))
 
 
 def _last_row(text: str) -> str:

@@ -52,6 +52,7 @@ class PlainNumber:
     value: Fraction
     decimals: int  # places after the point, 0 for integers and fractions
     is_percent: bool
+    is_cents: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ def parse_number(text: str) -> PlainNumber | None:
     if len(text) > MAX_DIGITS:
         return None
     core = text.strip()
+    is_cents = core.endswith("¢")
+    core = core.removesuffix("¢").strip()
     is_percent = core.endswith("%")
     core = core.removesuffix("%").strip()
     while len(core) > 2 and (core[0], core[-1]) in (("(", ")"), ("{", "}")):
@@ -78,7 +81,7 @@ def parse_number(text: str) -> PlainNumber | None:
             value, decimals = _value(groups)
             if value is None:
                 return None
-            return PlainNumber(-value if groups["sign"] == "-" else value, decimals, is_percent)
+            return PlainNumber(-value if groups["sign"] == "-" else value, decimals, is_percent, is_cents)
     return None
 
 
@@ -88,6 +91,9 @@ def numbers_equal(gold: PlainNumber, response: PlainNumber) -> bool:
     A percent sign on both sides or on neither changes nothing; on one side only, p% stands for both p and p/100, since a
     question "how many percent" has the answer 50, 50% or 0.5.
     """
+    if gold.is_cents != response.is_cents:  # 75 cents are 0.75 where the other side is in dollars
+        cents, plain = (gold, response) if gold.is_cents else (response, gold)
+        return cents.value in (plain.value, plain.value * 100)
     if gold.is_percent == response.is_percent:
         return _same(gold, response)
     percent, plain = (gold, response) if gold.is_percent else (response, gold)

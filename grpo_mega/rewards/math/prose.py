@@ -57,7 +57,7 @@ _EXPRESSION = re.compile(
     r"|(?<![A-Za-z_\d])\d{1,2}:\d\d(?!\d)(?: ?[aApP]\.?[mM]\b\.?)?"  # a time of day
     rf"|(?:(?<![\w)\]}}.])[-+])?{_ATOM}"
     rf"(?:(?:(?<=\d):(?=\d)| ?(?:[-+/^\u00d7·÷±]|\*\*?|\\times|\\cdot|\\div|\\pm) ?)\(?{_ATOM}\)?)*"
-    r"(?: ?(?:\\?%|percent\b)| (?:thousand|[mb]illion|trillion)\b)?"
+    r"(?: ?(?:\\?%|percent\b|¢|cents?\b)| (?:thousand|[mb]illion|trillion)\b)?"
 )
 _FORMULA = re.compile(
     r"\$\$(?P<display>[^$]+)\$\$|\\\[(?P<bracket>(?:[^\\]|\\[^\[\]])+)\\\]|\\\((?P<inline>(?:[^\\]|\\[^()])+)\\\)"
@@ -69,7 +69,7 @@ _WORD_FOR_OPERATOR = r"(?:plus|minus|times|divided by|multiplied by)"
 _COMPOUND = re.compile(  # 2 hours and 30 minutes; 40 plus 11; 40 apples + 11 apples; 50% of 84
     rf"(?:\s*[A-Za-z]+,?)?\s+(?:and|or|to|{_WORD_FOR_OPERATOR})\s+\\?[$€£]?[\d(\\]|\s*(?:to|through)\s+[$€£]?\d"
     rf"|(?:\s*[A-Za-z]+)?\s*(?:{_TIMES})\s*\\?[$€£]?[\d(\\A-Za-z]|\s*[A-Za-z]*\s*-\s*\\?[$€£]?\d"
-    r"|(?<=%)\s*of\s+[$€£]?\d"
+    r"|(?<=%)\s*of\s+[$€£]?\d|\s*\w*\s+or\s+(?:more|less|fewer|greater|above|below)\b"
 )
 _OPERATOR_BEFORE = re.compile(  # x + 11, 40 plus 11, 40 apples - 11; a bullet or a dash is none
     rf"(?:\S ?(?:{_TIMES}|\\pm)|(?:[\d)}}\]]|\b[A-Za-z]|\d\s[A-Za-z]+) ?-|\b{_WORD_FOR_OPERATOR})[ $(]*$"
@@ -77,6 +77,7 @@ _OPERATOR_BEFORE = re.compile(  # x + 11, 40 plus 11, 40 apples - 11; a bullet o
 )
 _OPERATOR_AFTER = re.compile(
     r"[$)]* ?(?:[+*^\u00d7÷·]|\\times\b|\\cdot\b|\\div\b|/ ?[\d(\\]|/ ?[A-Za-z]\b|- ?(?:[\d$(\\]|[A-Za-z]\b))"
+    r"|[$)]* ?\w* or (?:more|less|fewer|greater|above|below)\b"
 )
 _OPEN = re.compile(rf"(?:[-=<>≈]|{_TIMES}|\\approx|\bequals|\b{_WORD_FOR_OPERATOR})[ $?_.*…\\)\]]*$")
 # What may follow a response that was cut off: an answer that one of them changes may not be complete.
@@ -87,6 +88,13 @@ _WORDS_OF_NUMBERS = (
     *("divided", "multiplied"),
 )
 
+_HEDGE = re.compile(
+    r"(?:\b(?:could|might|may)(?: also| well| just as well| instead)* be|\b(?:or )?(?:possibly|perhaps|maybe)|\balternatively,?"
+    r"|\b(?:actually|wait|correction|sorry|rather),?(?: no,?)?(?: the)?(?: (?:correct|right|final))?(?: (?:answer|it|that|this))?"
+    r"(?: (?:is|should be|must be))?|könnte auch|podría(?: también)? ser|pourrait(?: aussi)? être|potrebbe(?: anche)? essere"
+    r"|может быть|也?可能是)[ :]*[$€£*(\\]{0,3}(-?\d[\d.,]*\d|-?\d)(?![\w(]| ?[-+*/=^])",
+    re.IGNORECASE,
+)
 _LETTER = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f"
 _WORD = re.compile(
     rf"(?<![{_LETTER}\\])(?:[{_LETTER}]{{3,}}|(?i:it|is|so|we|he|be|of|by|at|on|as)(?![{_LETTER}]))|[{_CJK}]+|[\u0400-\u04ff]{{2,}}"
@@ -160,6 +168,8 @@ def read_passage(text: str) -> str | None:
         return tail or None
     bold = _emphasized(written)
     found = _announced(tail, bold) or bold or _chosen(tail) or _last_expression(tail)
+    if found and (other := other_answer(tail.rpartition("\n")[2])) and other not in found:
+        return f"{found} or {other}"
     return found or (_phrase(tail) if is_whole else None)
 
 
@@ -174,6 +184,12 @@ def read_announced(text: str) -> str | None:
     continuations = _AFTER_WORD if last.isalpha() else _AFTER_NUMBER
     is_complete = all(_announced(plain(text[-TAIL:] + more)) == found for more in continuations)
     return found if is_complete else None
+
+
+def other_answer(text: str) -> str | None:
+    """Return the number that `text`, which follows an answer, holds possible or says instead: "but it could also be 19"."""
+    *_, hedge = (None, *_HEDGE.finditer(text[:MAX_CLAUSE]))
+    return hedge[1] if hedge else None
 
 
 def read_marked(text: str) -> str | None:

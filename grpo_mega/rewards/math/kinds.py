@@ -1,0 +1,84 @@
+r"""Compare answers of kinds that are neither plain numbers nor formulas (`compare_kinds`), in their normalized form.
+
+Residues (3 \pmod{7}), times of day, names in any order ("Bob and Alice"), no solution against \emptyset, a number with a decimal
+comma, a column vector against a tuple. The gold answer or the answer must be of the kind; None where no kind decides.
+"""
+
+import re
+
+from grpo_mega.rewards.math.numbers import numbers_equal, parse_number
+
+TIME = re.compile(r"(\d{1,2}):([0-5]\d)(?: ?([aApP])\.? ?[mM]\.?)?|(\d{1,2}) ?([aApP])\.? ?[mM]\.?")
+
+_RESIDUE = re.compile(r"(-?\d+) ?\\pmod\{(\d+)\}")
+_NAME = re.compile(r"[^\W\d_][^\W\d_]*(?:[ '-][^\W\d_]+)*")
+_JOIN = re.compile(r" *(?:,|;|&|\band\b|,? and\b) *")
+_DECIMAL_COMMA = re.compile(r"-?\d{1,3}(?:[ .]?\d{3})*,\d+")
+_COLUMN = re.compile(r"\\begin\{[pb]matrix\}([^&]*)\\end\{[pb]matrix\}")
+_NO_SOLUTION = frozenset({"no solution", "\\emptyset", "emptyset"})
+
+
+def compare_kinds(gold: str, text: str) -> bool | None:
+    """Return whether two normalized answers are the same, if that is a matter of their kind."""
+    if "pmod" in gold or "pmod" in text:
+        return _same_residue(gold, text)
+    if (gold_time := _minutes(gold)) and (time := _minutes(text)):
+        return _same_time(gold_time, time)
+    if gold in _NO_SOLUTION and text in _NO_SOLUTION:
+        return True
+    if (" and " in gold or " and " in text) and (names := _names(gold)) and (others := _names(text)):
+        return names == others
+    if "," in text and (number := parse_number(gold)) and _DECIMAL_COMMA.fullmatch(text):
+        other = parse_number(re.sub(r"[ .]", "", text).replace(",", "."))
+        return other is not None and numbers_equal(number, other)
+    if (column := _COLUMN.fullmatch(gold)) and text.startswith("("):
+        return _elements(column[1], "\\\\") == _elements(text[1:-1], ",")
+    if (column := _COLUMN.fullmatch(text)) and gold.startswith("("):
+        return _elements(column[1], "\\\\") == _elements(gold[1:-1], ",")
+    return None
+
+
+def _same_residue(gold: str, text: str) -> bool | None:
+    """Compare 3 mod 7 with 10 mod 7 by residue; with a plain number, by that number."""
+    sides = [_RESIDUE.fullmatch(side) for side in (gold, text)]
+    if sides[0] and sides[1]:
+        modulus = int(sides[0][2][:100])
+        return modulus == int(sides[1][2][:100]) and modulus > 0 and not (int(sides[0][1][:100]) - int(sides[1][1][:100])) % modulus
+    residue, plain = (sides[0], text) if sides[0] else (sides[1], gold)
+    if residue is None or not (number := parse_number(plain)):
+        return None
+    return number.value == int(residue[1][:100])
+
+
+def _minutes(text: str) -> tuple[int, str] | None:
+    """Return the minutes of a time of day, and "am", "pm" or ""."""
+    if not text[:1].isdigit() or not (match := TIME.fullmatch(text)):
+        return None
+    hour, half = int(match[1] or match[4]), (match[3] or match[5] or "").lower()
+    return 60 * hour + int(match[2] or 0), half
+
+
+def _same_time(gold: tuple[int, str], time: tuple[int, str]) -> bool:
+    """Return whether they agree, and am or pm if the gold answer says which; 19:30 is 7:30 pm."""
+    (minutes, half), (other, other_half) = gold, time
+    if half == other_half or (not half and minutes == other and minutes < 13 * 60):
+        return minutes == other
+    return bool(half) != bool(other_half) and max(minutes, other) >= 13 * 60 and _of_day(gold) == _of_day(time)
+
+
+def _of_day(time: tuple[int, str]) -> int:
+    minutes, half = time
+    return minutes % (12 * 60) + 12 * 60 * (half == "p") if half else minutes
+
+
+def _names(text: str) -> frozenset[str] | None:
+    """Return the names in a list of several, in lower case; None if the text is no such list."""
+    parts = [part.strip().lower() for part in _JOIN.split(text)]
+    parts = [part for part in parts if part]
+    if len(parts) < 2 or not all(_NAME.fullmatch(part) and len(part.split()) <= 3 for part in parts):
+        return None
+    return frozenset(parts)
+
+
+def _elements(text: str, separator: str) -> list[str]:
+    return [part.replace(" ", "") for part in text.split(separator)]

@@ -1,0 +1,125 @@
+r"""Other ways to write an answer, as kinds: `rewrite` brings each into the form that the other rules and math-verify read.
+
+Units in \text with powers, magnitude words, cents, ordinals, reversed and angle brackets, empty sets, combinations, sines of
+degrees, polar form, residues, segments, repeating decimals, and numbers of European form. Input and output: text of an answer
+without Markdown. Every pattern is linear in the text, which `normalize` has cut to a bounded length.
+"""
+
+import re
+
+_SCALES = "thousand|million|billion|trillion"
+_DEGREES = r"(?:\^ ?\{? ?\\circ ?\}?|\\degree|°|\s?degrees?\b)"
+_ANGLE = rf"(?:[({{] ?(\d+(?:\.\d+)?) ?{_DEGREES} ?[)}}]|(\d+(?:\.\d+)?) ?{_DEGREES})"
+_MACRO = r"\\(?:text|textrm|textnormal|mathrm|mathit|mathsf|rm|operatorname|mbox) ?"
+_UNIT_CONTENT = r"(?:[A-Za-z\u00b5\u03bcΩ/·.\s]|\\[,;: ]|\\cdot(?![A-Za-z])|\^ ?(?:\{-?\d\}|-?\d))+"
+_NO_UNIT = rf"(?:{_SCALES}|and|or|not|to|mod|a\.?m|p\.?m|cis|i|e|x|y|n|percent|times|plus|minus|students?|more|less|hours?|minutes?|st|nd|rd|th)"
+_GAP = r"(?:\\[,;:! ]|[\s~·*/]|\\cdot(?![A-Za-z])|\\times(?![A-Za-z]))"
+_UNIT_RUN = re.compile(
+    rf"(?<=[\d}}])(?:{_GAP}*{_MACRO}\{{(?! *{_NO_UNIT}\b){_UNIT_CONTENT}\}}(?:\^ ?(?:\{{-?\d\}}|-?\d))?)+(?=[\s$.]*\Z)"
+)
+_DIGITS = r"\{?(\d{1,6})\}?"
+_ORDINAL_WORD = {"first": 1, "second": 2, "third": 3, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9}
+_ORDINAL_WORD |= {"tenth": 10, "eleventh": 11, "twelfth": 12}
+_ORDINALS = re.compile(rf"(?:the )?({'|'.join(_ORDINAL_WORD)})(?: place)?\.?", re.IGNORECASE)
+_NONE = re.compile(
+    r"(?:there (?:is|are|exists?) |it has |the equation has )?no (?:real )?(?:solutions?|roots?)(?: exists?)?\.?|none"
+    r"|(?:es gibt )?keine (?:reellen? )?lösung(?:en)?|(?:no hay|sin) soluci(?:ón|ones)|(?:aucune|pas de) solution"
+    r"|nessuna soluzione|sem solução|нет решений|无解|無解|解なし|해가 없다",
+    re.IGNORECASE,
+)
+_PHRASES = (
+    (_NONE, "no solution"),
+    (re.compile(r"(?:the )?(?:empty|null) set\.?", re.IGNORECASE), r"\\emptyset"),
+    (re.compile(r"(?:it )?(?:does not|doesn't) exist\.?|d\.?n\.?e\.?", re.IGNORECASE), "does not exist"),
+    (re.compile(r"(?:at )?(?:12 )?noon", re.IGNORECASE), "12:00 PM"),
+    (re.compile(r"(?:at )?(?:12 )?midnight", re.IGNORECASE), "12:00 AM"),
+    (re.compile(r"(?:line )?segment ([A-Z]{2})"), r"\1"),
+)
+_REWRITES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (rf"\\text(?:rm)? ?\{{ ?((?:{_SCALES})\b)([^{{}}]*)\}}", r" \1\2"),
+        (r"\{\\(?:rm|bf|it) ([^{}]*)\}", r"\1"),
+        (r"\\(?:operatorname|mathrm|text) ?\{ ?cis ?\}|\\cis\b|\bcis(?= ?[\d(\\])", r"\\cis "),
+        (r"\\(?:mathrm|text) ?\{ ?(C|P) ?\}(?=[(_^])", r"\1"),
+        (r"(?<=\d)\{,\}(?=\d{1,2}(?!\d))", "."),
+        (r"\\(?:varnothing|empty)(?![A-Za-z])|\\\{ *\\\}|\u2205|\u00f8(?![a-z])|^\{ *\}$", r"\\emptyset "),
+        (r"\\[lr]angle(?![A-Za-z])|[\u27e8\u27e9\u2329\u232a]|^<(?=[^<>]*,[^<>]*>$)|(?<=\d)>$", lambda match: _angle(match)),
+        (r"\\overline ?\{ ?([A-Z]{2}) ?\}", r"\1"),
+        (rf"(\d+) ?\^ ?\{{? ?(?:\\(?:text|mathrm|textrm) ?\{{)? ?(?:st|nd|rd|th) ?\}}*|\b(\d+)(?:st|nd|rd|th)\b", r"\1\2"),
+        (rf"\\(sin|cos|tan|cot|sec|csc|cis) ?{_ANGLE}", lambda match: _of_degrees(match)),
+        (r"\\cis ?(?:\(((?:[^()]|\([^()]*\))*)\)|(\\frac\{[^{}]*\}\{[^{}]*\}|\\pi))", r"(\\cos(\1\2)+i\\sin(\1\2))"),
+        (rf"\{{? ?{_DIGITS} ?\\choose ?{_DIGITS} ?\}}?", r"\\binom{\1}{\2}"),
+        (rf"(?<![A-Za-z\\])C ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?C ?_ ?{_DIGITS}", lambda match: _binomial(match)),
+        (rf"(?<![A-Za-z\\}}])C_ ?{_DIGITS} ?\^ ?{_DIGITS}|(?<![A-Za-z\d])(\d+) ?C ?(\d+)(?![A-Za-z\d])", lambda match: _binomial(match)),
+        (rf"(?<![A-Za-z\\])P ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?P ?_ ?{_DIGITS}", lambda match: _permutations(match)),
+        (r"\u2261", r"\\equiv "),
+        (r"^(?:\$|\\\()?(?:[a-z] ?\\equiv ?)?(-?\d+) ?(?:\\pmod ?\{? ?(\d+) ?\}?|\(? ?(?:\\bmod|\\mod|\bmod) ?\{? ?(\d+) ?\}? ?\)?)", r"\1 \\pmod{\2\3}"),
+        (r"(?<=\d)\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?|(?<=\.)\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?", r"\\overline{\1\2\3\4\5\6}"),
+        (r"(?<=[\d.])\\dot ?\{?(\d)\}?", r"\\overline{\1}"),
+        (r"(?<![\w.])(\d*\.\d*)\((\d{1,12})\)(?!\d)", r"\1\\overline{\2}"),
+        (r"(?<![\d.,])(\d{1,3}(?:\.\d{3})+),(\d+)(?![\d,.])", lambda match: match[1].replace(".", "") + "." + match[2]),
+        (r"(?<![\d.,])([1-9]\d{0,2}(?:\.\d{3}){2,})(?![\d,.])", lambda match: match[1].replace(".", "")),
+        (r"(?<![\d.,])([1-9]\d{0,2}(?:\.\d{3})+)(?= ?(?:€|\\?euro\b|Euros?\b|EUR\b))", lambda match: match[1].replace(".", "")),
+        (r"(?<=\d)( ?)(?:¢|\\cent(?![a-z])|cents?\b|\\text ?\{ ?(?:cents?|¢) ?\})", "¢"),
+    )
+)
+_REPEATING = re.compile(r"(-?\d{0,12}\.\d{0,20}?)(\d{1,8}?)(\2+)(?:\.{2,3}|…|\\[lc]?dots)")
+_INTERVAL = re.compile(r"([\[\]]) ?([^\[\];,]{1,60}?)(,\d[^\[\];,]{0,30})? ?([;,]) ?([^\[\];]{1,60}?) ?([\[\]])")
+
+
+def rewrite(text: str) -> str:
+    """Return an answer in the notation that the other rules read."""
+    text = _UNIT_RUN.sub("", text)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)  # type: ignore[arg-type]
+    bare = text.strip(" $")
+    if match := _REPEATING.fullmatch(bare):
+        lead, period, rest = match.groups()
+        if (len(rest) // len(period) + 1) * len(period) >= 3:
+            return lead + rf"\overline{{{period}}}"
+    return _reversed_brackets(text)
+
+
+def rewrite_phrase(text: str) -> str:
+    """Return an answer that is a phrase of a kind (an ordinal, no solution, noon) in the one form that it has here."""
+    if not text[:1].isalpha() or len(text) > 60:
+        return text
+    if match := _ORDINALS.fullmatch(text):
+        return str(_ORDINAL_WORD[match[1].lower()])
+    return next((pattern.sub(phrase, text) for pattern, phrase in _PHRASES if pattern.fullmatch(text)), text)
+
+
+def _reversed_brackets(text: str) -> str:
+    r"""Return ]2,5[ as (2,5) and [1,5;2[ as [1.5,2)."""
+    opening, closing = text.find("["), text.find("]")
+    if closing < 0 or not (opening < 0 or closing < opening or text.rfind("[") > text.rfind("]") or ";" in text):
+        return text
+
+    def interval(match: re.Match[str]) -> str:
+        left, first, decimals, mark, second, right = match.groups()
+        if decimals and mark == ",":
+            return match[0]
+        first = first + (decimals or "").replace(",", ".")
+        second = second.replace(",", ".") if mark == ";" else second
+        return f"{'(' if left == ']' else '['}{first},{second}{')' if right == '[' else ']'}"
+
+    return _INTERVAL.sub(interval, text)
+
+
+def _angle(match: re.Match[str]) -> str:
+    return "(" if match[0] in ("\\langle", "\u27e8", "\u2329", "<") else ")"
+
+
+def _of_degrees(match: re.Match[str]) -> str:
+    return rf"\{match[1]}(\frac{{{match[2] or match[3]}\pi}}{{180}})"
+
+
+def _binomial(match: re.Match[str]) -> str:
+    n, k = (group for group in match.groups() if group is not None)
+    return rf"\binom{{{n}}}{{{k}}}"
+
+
+def _permutations(match: re.Match[str]) -> str:
+    n, k = (int(group) for group in match.groups() if group is not None)
+    return rf"\frac{{{n}!}}{{{n - k}!}}" if n >= k else match[0]
