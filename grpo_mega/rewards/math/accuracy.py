@@ -16,6 +16,7 @@ answers only, so that no regex or number can take long, and imports no math-veri
 """
 
 import re
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +27,8 @@ from grpo_mega.rewards.math.bounds import cpu_limit, is_bounded
 from grpo_mega.rewards.math.evaluated import has_plain_numbers, is_open, is_unevaluated
 from grpo_mega.rewards.math.kinds import TIME, compare_kinds
 from grpo_mega.rewards.math.normalize import normalize_answer
+from grpo_mega.rewards.math.prose import TAIL
+from grpo_mega.rewards.math.units import unit_after, values_agree
 from grpo_mega.rewards.math.numbers import (
     in_words,
     lists_equal,
@@ -42,6 +45,9 @@ UNPARSABLE, GOLD_UNPARSABLE = Score(0.0, "unparsable"), Score(None, "gold_unpars
 CORRECT, WRONG = Score(1.0, "correct"), Score(0.0, "wrong")
 
 _EQUALS = re.compile(r"(?<![<>!\\:=])=(?!=)")
+_WITH_UNIT = "\x1f"  # between a normalized answer and its unit
+_NUMERAL = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")
+_UNIT_I, _UNIT_J = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])"), re.compile(r"(?<![A-Za-z\\])j(?![A-Za-z])")
 _VARIABLE = re.compile(r" ?[A-Za-z] ?")
 _LIST = re.compile(r",|;|\band\b|\bor\b")
 _CHOICE = re.compile(r"\(([A-J])\) (.+)")
@@ -115,8 +121,10 @@ def warm_up() -> None:
 
 
 def _without_choices(gold: str, text: str) -> tuple[str, str]:
-    """Return the parts of two normalized answers that are compared: of "(C) 12" the letter where the other one is a letter, or
-    if both have letters that differ; else the value."""
+    """Return the parts of two normalized answers that are compared, with units only where both have one. Of "(C) 12" the letter where the other one is a letter, or if both have letters that differ; else the value.
+    """
+    if not (_WITH_UNIT in gold and _WITH_UNIT in text):
+        gold, text = gold.partition(_WITH_UNIT)[0], text.partition(_WITH_UNIT)[0]
     if not (_CHOICE.fullmatch(gold) or _CHOICE.fullmatch(text)):
         return gold, text
     (gold_letter, gold_value), (letter, value) = _choice(gold), _choice(text)
@@ -133,6 +141,9 @@ def _is_plain(gold: str) -> bool:
 @lru_cache(maxsize=1024)
 def _judge(gold: str, text: str, unevaluated: bool) -> Score | None:
     """Return the Score of a normalized answer against a normalized gold one; None if it takes math-verify to tell."""
+    if _WITH_UNIT in gold:
+        (value, _, unit), (other, _, other_unit) = gold.partition(_WITH_UNIT), text.partition(_WITH_UNIT)
+        return CORRECT if values_agree(Fraction(value), unit, Fraction(other), other_unit) else WRONG
     is_plain = _is_plain(gold)
     if not gold or not (is_plain or is_bounded(gold)):
         return GOLD_UNPARSABLE
@@ -154,6 +165,8 @@ def _judge(gold: str, text: str, unevaluated: bool) -> Score | None:
 def _judge_by_math_verify(gold: str, text: str) -> Score:
     if not _is_plain(gold) and not _parse_gold(gold):
         return GOLD_UNPARSABLE
+    if _UNIT_J.search(text) and not _UNIT_J.search(gold) and _UNIT_I.search(gold):
+        text = _UNIT_J.sub("i", text)  # engineers' imaginary unit
     if not _is_readable(gold, text):
         return UNPARSABLE
     is_correct = _compare(gold, text)
@@ -243,7 +256,9 @@ _read_gold = lru_cache(maxsize=1024)(_read_if_short)  # a group shares it
 
 def _normalize(marked: str | None, conclusion: str, is_cut: bool) -> str:
     extracted = read_located(marked, conclusion, is_cut)
-    return normalize_answer(extracted) if extracted is not None else ""
+    text = normalize_answer(extracted) if extracted is not None else ""
+    unit = unit_after(marked if marked is not None else conclusion[-TAIL:], text.lstrip("-")) if _NUMERAL.fullmatch(text) else ""
+    return f"{text}{_WITH_UNIT}{unit}" if unit else text
 
 
 _normalize_short = lru_cache(maxsize=4096)(_normalize)  # the answers of a group are few

@@ -12,7 +12,9 @@ TIME = re.compile(r"(\d{1,2}):([0-5]\d)(?: ?([aApP])\.? ?[mM]\.?)?|(\d{1,2}) ?([
 
 _RESIDUE = re.compile(r"(-?\d+) ?\\pmod\{(\d+)\}")
 _NAME = re.compile(r"[^\W\d_][^\W\d_]*(?:[ '-][^\W\d_]+)*")
-_JOIN = re.compile(r" *(?:,|;|&|\band\b|,? and\b) *")
+_AND = r"(?:and|und|et|y|e|i|и|和|と)"
+_JOIN = re.compile(rf" *(?:,|;|&|(?<= ){_AND}(?= )) *")
+_JOINED = re.compile(rf" (?:{_AND}|&) ")
 _DECIMAL_COMMA = re.compile(r"-?\d{1,3}(?:[ .]?\d{3})*,\d+")
 _COLUMN = re.compile(r"\\begin\{[pb]matrix\}([^&]*)\\end\{[pb]matrix\}")
 _NO_SOLUTION = frozenset({"no solution", "\\emptyset", "emptyset"})
@@ -26,7 +28,7 @@ def compare_kinds(gold: str, text: str) -> bool | None:
         return _same_time(gold_time, time)
     if gold in _NO_SOLUTION and text in _NO_SOLUTION:
         return True
-    if (" and " in gold or " and " in text) and (names := _names(gold)) and (others := _names(text)):
+    if (_JOINED.search(gold) or _JOINED.search(text)) and (names := _names(gold)) and (others := _names(text)):
         return names == others
     if "," in text and (number := parse_number(gold)) and _DECIMAL_COMMA.fullmatch(text):
         other = parse_number(re.sub(r"[ .]", "", text).replace(",", "."))

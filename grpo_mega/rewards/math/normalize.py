@@ -87,6 +87,7 @@ _REWRITES = tuple(
         (r"(?<!\\)\\!", ""),
         (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\n", " "),
         (r" ?(?:\^ ?\{? ?\\circ ?\}?|\\degree|°|\bdegrees?\b)(?: ?(?:[CFK]|Celsius|Fahrenheit)\b)?", ""),
+        (r"(?<=[\d}%]) *[\u0400-\u0fff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3][\u0400-\u0fff\u3040-\u9fff\uac00-\ud7a3 .]*$", ""),
         (r"[\^_] ?\{ ?\}", ""),
         (r"\\%", "%"),
         (r" ?\b(?:percent(?:age points?)?|per cent|pct)\b", "%"),

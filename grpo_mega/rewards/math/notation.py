@@ -35,11 +35,29 @@ _PHRASES = (
     (re.compile(r"(?:at )?(?:12 )?midnight", re.IGNORECASE), "12:00 AM"),
     (re.compile(r"(?:line )?segment ([A-Z]{2})"), r"\1"),
 )
+_WORDS = {
+    "monday": "lunes|lundi|montag|segunda-feira|lunedì|星期一|周一|月曜日",
+    "tuesday": "martes|mardi|dienstag|terça-feira|martedì|星期二|周二|火曜日",
+    "wednesday": "miércoles|mercredi|mittwoch|quarta-feira|mercoledì|星期三|周三|水曜日",
+    "thursday": "jueves|jeudi|donnerstag|quinta-feira|giovedì|星期四|周四|木曜日",
+    "friday": "viernes|vendredi|freitag|sexta-feira|venerdì|星期五|周五|金曜日",
+    "saturday": "sábado|samedi|samstag|sabato|星期六|周六|土曜日",
+    "sunday": "domingo|dimanche|sonntag|domenica|星期日|星期天|周日|日曜日",
+    "yes": "ja|sí|si|oui|sim|sì|是|是的|はい|да|نعم",
+    "no": "nein|non|não|否|不是|いいえ|нет|لا",
+    "true": "wahr|verdadero|verdadeira?|verdadera|vrai|vero|真|正确|верно",
+    "false": "falsch|falso|falsa|faux|假|错误|неверно",
+}
+_TRANSLATIONS = tuple((re.compile(words, re.IGNORECASE), word) for word, words in _WORDS.items())
+_REALS = re.compile(r"(?:x ?\\in ?)?(?:\\mathbb ?\{? ?R ?\}?|\u211d)|(?:all |the )?(?:set of )?(?:all )?real(?: number)?s", re.IGNORECASE)
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (rf"\\text(?:rm)? ?\{{ ?((?:{_SCALES})\b)([^{{}}]*)\}}", r" \1\2"),
-        (r"\{\\(?:rm|bf|it) ([^{}]*)\}", r"\1"),
+        (r"\{\\(?:rm|bf|it) ([^{}]*)\}|\\(?:mathbf|boldsymbol|mathrm) ?\{(-?\d+)\}", r"\1\2"),
+        (r"(?:\\left ?[\[(] ?)?\\begin\{array\}\{[^{}]*\}", r"\\begin{pmatrix}"),
+        (r"\\end\{array\}(?: ?\\right ?[\])])?", r"\\end{pmatrix}"),
+        (r"(?<![\w)}\]])\+ ?\\infty", r"\\infty"),
         (r"\\(?:operatorname|mathrm|text) ?\{ ?cis ?\}|\\cis\b|\bcis(?= ?[\d(\\])", r"\\cis "),
         (r"\\(?:mathrm|text) ?\{ ?(C|P) ?\}(?=[(_^])", r"\1"),
         (r"(?<=\d)\{,\}(?=\d{1,2}(?!\d))", "."),
@@ -54,7 +72,7 @@ _REWRITES = tuple(
         (rf"(?<![A-Za-z\\}}])C_ ?{_DIGITS} ?\^ ?{_DIGITS}|(?<![A-Za-z\d])(\d+) ?C ?(\d+)(?![A-Za-z\d])", lambda match: _binomial(match)),
         (rf"(?<![A-Za-z\\])P ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?P ?_ ?{_DIGITS}", lambda match: _permutations(match)),
         (r"\u2261", r"\\equiv "),
-        (r"^(?:\$|\\\()?(?:[a-z] ?\\equiv ?)?(-?\d+) ?(?:\\pmod ?\{? ?(\d+) ?\}?|\(? ?(?:\\bmod|\\mod|\bmod) ?\{? ?(\d+) ?\}? ?\)?)", r"\1 \\pmod{\2\3}"),
+        (r"^(?:\$|\\\()?(?:[^$]{1,80}\\equiv ?)?(-?\d+) ?(?:\\pmod ?\{? ?(\d+) ?\}?|\(? ?(?:\\bmod|\\mod|\bmod) ?\{? ?(\d+) ?\}? ?\)?)", r"\1 \\pmod{\2\3}"),
         (r"(?<=\d)\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?|(?<=\.)\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?", r"\\overline{\1\2\3\4\5\6}"),
         (r"(?<=[\d.])\\dot ?\{?(\d)\}?", r"\\overline{\1}"),
         (r"(?<![\w.])(\d*\.\d*)\((\d{1,12})\)(?!\d)", r"\1\\overline{\2}"),
@@ -83,8 +101,13 @@ def rewrite(text: str) -> str:
 
 def rewrite_phrase(text: str) -> str:
     """Return an answer that is a phrase of a kind (an ordinal, no solution, noon) in the one form that it has here."""
-    if not text[:1].isalpha() or len(text) > 60:
+    if not text or text[0].isdigit() or len(text) > 60:
         return text
+    if _REALS.fullmatch(text):
+        return r"(-\infty,\infty)"
+    for pattern, word in _TRANSLATIONS:
+        if pattern.fullmatch(text):
+            return word
     if match := _ORDINALS.fullmatch(text):
         return str(_ORDINAL_WORD[match[1].lower()])
     return next((pattern.sub(phrase, text) for pattern, phrase in _PHRASES if pattern.fullmatch(text)), text)
@@ -95,6 +118,8 @@ def _reversed_brackets(text: str) -> str:
     opening, closing = text.find("["), text.find("]")
     if closing < 0 or not (opening < 0 or closing < opening or text.rfind("[") > text.rfind("]") or ";" in text):
         return text
+
+    text = re.sub(r"\\[,;:! ]", " ", text)
 
     def interval(match: re.Match[str]) -> str:
         left, first, decimals, mark, second, right = match.groups()

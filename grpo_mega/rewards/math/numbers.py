@@ -97,6 +97,9 @@ def numbers_equal(gold: PlainNumber, response: PlainNumber) -> bool:
     if gold.is_percent == response.is_percent:
         return _same(gold, response)
     percent, plain = (gold, response) if gold.is_percent else (response, gold)
+    if response.is_percent and abs(gold.value) < 1:  # 0.35% is not 0.35
+        plain, percent = gold, response
+        return _same(PlainNumber(percent.value / 100, percent.decimals + 2 if percent.decimals else 0, False), plain)
     as_fraction = PlainNumber(percent.value / 100, percent.decimals + 2 if percent.decimals else 0, False)
     return _same(percent, plain) or _same(as_fraction, plain)
 

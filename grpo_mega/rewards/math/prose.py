@@ -25,6 +25,8 @@ _PLAIN = str.maketrans(
         **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # full-width forms of ASCII
         **dict.fromkeys("\u2028\u2029\u0085", "\n"),
         **dict.fromkeys("\u200b\u2060\ufeff`"),
+        **{zero + digit: str(digit) for zero in (0x660, 0x6F0, 0x966, 0x9E6) for digit in range(10)},
+        "\u066b": ".",
         "\u3000": " ",
         "。": ". ",
         "、": ", ",
@@ -38,6 +40,9 @@ _MARKUP = tuple(
         (r"(?<![0-9A-Za-z)}\]])\*\*\*?(?! )|(?<! )\*?\*\*(?![0-9A-Za-z(\\-])", ""),
         (r"(?<![0-9A-Za-z)}\]*^_{])\*([^\s*](?:[^*\n]{0,200}[^\s*])?)\*(?![0-9A-Za-z*({])", r"\1"),
         (r"(?<!\w)__(?=\S)|(?<=\S)__(?!\w)", ""),
+        (r"(\b[Rr]atio\b[^.\n]{0,80}?)\b(\d+) (?:to|is to) (\d+)", r"\1\2:\3"),
+        (r"\b(\d+) (?:dollars?|euros?) and (\d\d) cents?\b", r"\1.\2"),
+        (r"(?<![\d.,])(\d{1,3}(?:[ \u00a0\u202f\u2009]\d{3})+)(?![\d,.]\d|\d)", lambda match: re.sub(r"\s", "", match[1])),
         (r"(?<![\d)] )\b(?:minus|negative|Minus|Negative) (?=[\d$\\(.])", "-"),
     )
 )
@@ -66,6 +71,7 @@ _FORMULA = re.compile(
 _JOIN = re.compile(r"\s*(?P<equals>=|\\approx|≈)\s*|\s*(?:[,;]\s*(?:and|or)\b|[,;]|and\b|or\b)\s*")
 _TIMES = r"[+*/^\u00d7÷·]|\\times\b|\\cdot\b|\\div\b"
 _WORD_FOR_OPERATOR = r"(?:plus|minus|times|divided by|multiplied by)"
+_JOINT = re.compile(r"\s*(?:,?\s*(?:or|and|oder|und|ou|et|o|y|e)\b|,|;)\s*")
 _COMPOUND = re.compile(  # 2 hours and 30 minutes; 40 plus 11; 40 apples + 11 apples; 50% of 84
     rf"(?:\s*[A-Za-z]+,?)?\s+(?:and|or|to|{_WORD_FOR_OPERATOR})\s+\\?[$€£]?[\d(\\]|\s*(?:to|through)\s+[$€£]?\d"
     rf"|(?:\s*[A-Za-z]+)?\s*(?:{_TIMES})\s*\\?[$€£]?[\d(\\A-Za-z]|\s*[A-Za-z]*\s*-\s*\\?[$€£]?\d"
@@ -122,6 +128,11 @@ _OFFER = re.compile(  # what chat models end with
     r"\s(?:Would you|Do you (?:want|have|need)|Shall I|Want me|Let me know|Feel free|I hope|Hope (?:this|that)|Please let"
     r"|If you (?:have|need|want|would))\b[^\n]*$"
 )
+_NOTE = re.compile(
+    r"[\s*_>#-]*(?:\((?=[^()]*[A-Za-z]{3})|(?:quick )?(?:check|note|verification|verify|remark|explanation|nota|probe|hinweis|comprobación"
+    r"|vérification|remarque)\b)",
+    re.IGNORECASE,
+)
 _SENTENCE_END = re.compile(r"(?<!\bRs)(?<!\bNo)(?<!\bvs)(?<![ap]\.m)[.!?](?=\s|$)|\n")
 _FILLER = re.compile(
     r"(?:(?:the|either|both|approximately|about|around|roughly|exactly|simply|just|only|equal to|option|choice|therefore|thus"
@@ -140,12 +151,13 @@ _DENIED = re.compile(
     r"(?: (?:be|equal|to|just|simply|the|a|all|exactly))*[ $*]*$"
 )
 _DENIED_CHARS = 40
-_REMARK = re.compile(rf"\((?=[^()]*(?:[A-Za-z]{{3}}|[{_CJK}]))[^()\n]*\)")
+_REMARK = re.compile(rf"\((?=[^()]*(?:[A-Za-z]{{3}}|[{_CJK}≈]|\\approx))[^()\n]*\)")
 _NO_ANSWER = re.compile(
     r"(?:wrong|incorrect|correct|right|as follows|below|above|found|clear|the following|obtained|therefore|unknown)\b",
     re.IGNORECASE,
 )
 
+_BOLD_WORDS = re.compile(rf"[^\W\d_]+(?:(?:, | )[^\W\d_]+){{0,5}}")
 _EMPHASIS = re.compile(r"(?<![\w)}\]*])\*{1,2}([^\s*][^*\n]*)\*{1,2}(?![\w(*])")
 _LIST_MARKER = re.compile(r"\d+[.)]")
 
@@ -154,14 +166,14 @@ def plain(text: str) -> str:
     """Return `text` without the marks of Markdown and chat templates, stripped."""
     text = text.translate(_PLAIN)
     for pattern, replacement in _MARKUP:
-        text = pattern.sub(replacement, text)
+        text = pattern.sub(replacement, text)  # type: ignore[arg-type]
     return text.strip()
 
 
 def read_passage(text: str) -> str | None:
     """Return the whole text if it is a bare expression or a short phrase, else the answer that its tail states."""
     text = text.strip()
-    written = _OFFER.sub("", text[-TAIL:])
+    written = _without_notes(_OFFER.sub("", text[-TAIL:]))
     tail = plain(written)
     is_whole = len(text) <= TAIL and ("\n" not in tail or "\\begin{" in tail)
     if is_whole and not is_prose(tail):
@@ -171,6 +183,13 @@ def read_passage(text: str) -> str | None:
     if found and (other := other_answer(tail.rpartition("\n")[2])) and other not in found:
         return f"{found} or {other}"
     return found or (_phrase(tail) if is_whole else None)
+
+
+def _without_notes(text: str) -> str:
+    """Remove the last paragraphs that check or explain the answer, or stand in brackets."""
+    while (parts := text.rstrip().rpartition("\n\n")) and parts[0].strip() and _NOTE.match(parts[2]):
+        text = parts[0]
+    return text
 
 
 def read_announced(text: str) -> str | None:
@@ -290,6 +309,8 @@ def _emphasized(text: str) -> str | None:
     answers = [
         bold for bold in found if _FORMULA.match(bold) or _EXPRESSION.match(bold) or ("=" in bold and not is_prose(bold))
     ]
+    if not answers and len(found) == 1 and not _EXPRESSION.search(line) and _BOLD_WORDS.fullmatch(found[0].strip(" .!")) and not _NO_ANSWER.match(found[0]):
+        return found[0].strip(" .!")
     return _read_clause(answers[0]) if len(answers) == 1 else None
 
 
@@ -307,14 +328,24 @@ def _last_expression(text: str) -> str | None:
     end = len(text)
     while end > start:  # sentence by sentence, the last one first
         begin = max(start, text.rfind("\n", start, end - 1) + 1, text.rfind(". ", start, end - 1) + 1)
-        found = _last_stated(text, [*_EXPRESSION.finditer(text, begin, end)])
+        found = _last_stated(text, [*_EXPRESSION.finditer(text, begin, end)], formulas[-1].end() if formulas else -1)
         if found is not None:
             return found or None
         end = begin
-    return _last_stated(text, formulas) or None
+    return _joined_formulas(text, formulas) or _last_stated(text, formulas) or None
 
 
-def _last_stated(text: str, found: list[re.Match[str]]) -> str | None:
+def _joined_formulas(text: str, formulas: list[re.Match[str]]) -> str | None:
+    """Return the last formulas if "or", "and" or a comma joins them: "$x = 4$ or $x = -4$"."""
+    last: list[re.Match[str]] = formulas[-1:]
+    for before in reversed(formulas[:-1]):
+        if not _JOINT.fullmatch(text, before.end(), last[0].start()):
+            break
+        last.insert(0, before)
+    return ", ".join(match[match.lastgroup or 0].strip() for match in last) if len(last) > 1 else None
+
+
+def _last_stated(text: str, found: list[re.Match[str]], formula_end: int = -1) -> str | None:
     """Return the last one that is neither denied nor a remark; "" if it is an operand of arithmetic that is not read."""
     while found:
         match = found.pop()
@@ -326,7 +357,7 @@ def _last_stated(text: str, found: list[re.Match[str]]) -> str | None:
         line = text.rfind("\n", 0, match.start()) + 1
         remark = text.rfind("(", line, match.start())
         is_remark = remark >= 0 and (span := _REMARK.match(text, remark)) is not None and span.end() >= match.end()
-        if is_remark and found and line <= found[-1].start():  # "16 eggs (4 boxes)"
+        if is_remark and (formula_end > line or (found and line <= found[-1].start())):  # "16 eggs (4 boxes)"
             continue
         return match[match.lastgroup or 0].strip()
     return None

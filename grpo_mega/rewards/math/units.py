@@ -1,0 +1,71 @@
+"""Units that an answer is written with: `unit_after` finds the one after a number, `values_agree` compares two of them.
+
+Only units of the table count, and only where the gold answer and the answer both have one: 45 minutes are not 45 hours, and 2 m
+are 200 cm. Everything else is compared without its unit.
+"""
+
+import re
+from fractions import Fraction
+
+_DAY = 86_400
+_FACTORS: dict[str, tuple[str, Fraction]] = {}
+for _dimension, _units in {
+    "time": {
+        "s|sec|secs|seconds?|segundos?|secondes?|sekunden?|秒": 1,
+        "min|mins|minutes?|minutos?|minuten?|分钟|分": 60,
+        "h|hrs?|hours?|horas?|heures?|stunden?|小时|時間": 3600,
+        "days?|días?|dias?|jours?|tage?n?|天": _DAY,
+        "weeks?|semanas?|semaines?|wochen?": 7 * _DAY,
+        "months?|mes|meses|mois|monate?n?": 30 * _DAY,
+        "years?|años?|anos?|ans|jahre?n?|年": 365 * _DAY,
+    },
+    "length": {
+        "mm|millimet(?:er|re)s?": Fraction(1, 1000),
+        "cm|centimet(?:er|re)s?|厘米": Fraction(1, 100),
+        "m|met(?:er|re)s?|metros?|mètres?|米": 1,
+        "km|kilomet(?:er|re)s?|kilómetros?|千米|公里": 1000,
+        "inch(?:es)?": Fraction(254, 10_000),
+        "ft|feet|foot": Fraction(3048, 10_000),
+        "yards?|yd": Fraction(9144, 10_000),
+        "miles?|mi": Fraction(1_609_344, 1000),
+    },
+    "mass": {"mg|milligrams?": Fraction(1, 1000), "g|grams?|gramos?|grammes?": 1, "kg|kilograms?|kilos?|千克|公斤": 1000},
+    "volume": {"ml|mL|millilit(?:er|re)s?": Fraction(1, 1000), "l|L|lit(?:er|re)s?|litros?|升": 1},
+    "speed": {r"m/s": Fraction(36, 10), r"km/h|kmh|kph": 1, "mph": Fraction(1_609_344, 1_000_000)},
+}.items():
+    for _names, _factor in _units.items():
+        _FACTORS[_names] = (_dimension, Fraction(_factor))
+_PATTERNS = [(re.compile(rf"(?:{names})(?![A-Za-z/]| ?/)"), of) for names, of in _FACTORS.items()]
+_SQUARE = re.compile(r"(?:square|sq\.?|quadrat) ?|(cubic) ?", re.IGNORECASE)
+_GAP = r"(?:\\[,;:! ]|[\s$*_~{}]|\\(?:text|textrm|mathrm|rm)(?![A-Za-z])|°)*"
+_POWER = re.compile(r"\}? ?(?:\^ ?\{? ?([23])|([\u00b2\u00b3]))")
+_MORE = re.compile(r"\}? ?(?:\^|[\u00b7*/\u207b]|\\cdot|(?:\\[,;: ])? ?[A-Za-z]{1,3} ?\^)")  # a unit of several
+_LOOK = 40  # characters after the number
+
+
+def unit_after(text: str, number: str) -> str:
+    """Return the dimension, factor and power of the unit after the last `number` in the text, as text; "" if it has none."""
+    place = text.rfind(number)
+    if not number or place < 0:
+        return ""
+    rest = re.sub(rf"\A{_GAP}", "", text[place + len(number) : place + len(number) + _LOOK])
+    word = _SQUARE.match(rest)
+    power = (3 if word[1] else 2) if word else 1
+    rest = rest[word.end() :] if word else rest
+    for pattern, (dimension, factor) in _PATTERNS:
+        if (found := pattern.match(rest)) is not None:
+            break
+    else:
+        return ""
+    exponent = _POWER.match(rest, found.end())
+    if _MORE.match(rest, exponent.end() if exponent else found.end()):
+        return ""
+    if exponent:
+        power = int(exponent[1] or {"\u00b2": "2", "\u00b3": "3"}[exponent[2]])
+    return f"{dimension}{power}:{factor**power}"
+
+
+def values_agree(gold: Fraction, gold_unit: str, value: Fraction, unit: str) -> bool:
+    """Return whether two quantities with units of the table are the same."""
+    (dimension, _, factor), (other, _, other_factor) = gold_unit.partition(":"), unit.partition(":")
+    return dimension == other and gold * Fraction(factor) == value * Fraction(other_factor)
