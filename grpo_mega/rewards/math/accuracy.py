@@ -25,7 +25,7 @@ from grpo_mega.rewards.math import mathverify
 from grpo_mega.rewards.math.answer import locate_answer, read_located, whole_turn
 from grpo_mega.rewards.math.bounds import cpu_limit, is_bounded
 from grpo_mega.rewards.math.evaluated import has_plain_numbers, is_open, is_unevaluated
-from grpo_mega.rewards.math.kinds import TIME, compare_kinds
+from grpo_mega.rewards.math.kinds import TIME, compare_kinds, seconds_of
 from grpo_mega.rewards.math.normalize import normalize_answer
 from grpo_mega.rewards.math.prose import TAIL
 from grpo_mega.rewards.math.units import unit_after, values_agree
@@ -257,6 +257,8 @@ _read_gold = lru_cache(maxsize=1024)(_read_if_short)  # a group shares it
 def _normalize(marked: str | None, conclusion: str, is_cut: bool) -> str:
     extracted = read_located(marked, conclusion, is_cut)
     text = normalize_answer(extracted) if extracted is not None else ""
+    if seconds := seconds_of(text):
+        return f"{seconds}{_WITH_UNIT}time1:1"
     unit = unit_after(marked if marked is not None else conclusion[-TAIL:], text.lstrip("-")) if _NUMERAL.fullmatch(text) else ""
     return f"{text}{_WITH_UNIT}{unit}" if unit else text
 

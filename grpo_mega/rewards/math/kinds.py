@@ -16,6 +16,17 @@ _AND = r"(?:and|und|et|y|e|i|и|和|と)"
 _JOIN = re.compile(rf" *(?:,|;|&|(?<= ){_AND}(?= )) *")
 _JOINED = re.compile(rf" (?:{_AND}|&) ")
 _DECIMAL_COMMA = re.compile(r"-?\d{1,3}(?:[ .]?\d{3})*,\d+")
+_GAP = r"(?:,? (?:and )?|,|$)"
+_SPAN = re.compile(
+    rf"(?:(\d{{1,6}}) ?d(?:ays?)?{_GAP})?(?:(\d{{1,6}}) ?h(?:(?:ou)?rs?)?{_GAP})?(?:(\d{{1,6}}) ?min(?:ute)?s?{_GAP})?"
+    r"(?:(\d{1,6}) ?s(?:ec(?:ond)?s?)?)?"
+)
+_MONTH_NAMES = ("january", "february", "march", "april", "may", "june", "july", "august", "september", "october", "november", "december")
+_MONTH = "|".join(_MONTH_NAMES)
+_DATE = re.compile(
+    rf"(\d{{4}})-(0[1-9]|1[0-2])-(\d\d)|(\d{{1,2}})(?:st|nd|rd|th)? ({_MONTH}),? (\d{{4}})|({_MONTH}) (\d{{1,2}})(?:st|nd|rd|th)?,? (\d{{4}})",
+    re.IGNORECASE,
+)
 _COLUMN = re.compile(r"\\begin\{[pb]matrix\}([^&]*)\\end\{[pb]matrix\}")
 _NO_SOLUTION = frozenset({"no solution", "\\emptyset", "emptyset"})
 
@@ -26,6 +37,8 @@ def compare_kinds(gold: str, text: str) -> bool | None:
         return _same_residue(gold, text)
     if (gold_time := _minutes(gold)) and (time := _minutes(text)):
         return _same_time(gold_time, time)
+    if (date := _date(gold)) and (other_date := _date(text)):
+        return date == other_date
     if gold in _NO_SOLUTION and text in _NO_SOLUTION:
         return True
     if (_JOINED.search(gold) or _JOINED.search(text)) and (names := _names(gold)) and (others := _names(text)):
@@ -40,6 +53,13 @@ def compare_kinds(gold: str, text: str) -> bool | None:
     return None
 
 
+def seconds_of(text: str) -> int | None:
+    """Return the length of a span such as 1 hour 30 minutes or 7 h 12 min."""
+    match = _SPAN.fullmatch(text) if text[:1].isdigit() else None
+    parts = [int(part or 0) for part in match.groups()] if match else []
+    return parts[0] * 86_400 + parts[1] * 3600 + parts[2] * 60 + parts[3] if any(parts) else None
+
+
 def _same_residue(gold: str, text: str) -> bool | None:
     """Compare 3 mod 7 with 10 mod 7 by residue; with a plain number, by that number."""
     sides = [_RESIDUE.fullmatch(side) for side in (gold, text)]
@@ -50,6 +70,17 @@ def _same_residue(gold: str, text: str) -> bool | None:
     if residue is None or not (number := parse_number(plain)):
         return None
     return number.value == int(residue[1][:100])
+
+
+def _date(text: str) -> tuple[int, str, int] | None:
+    """Return year, month and day of a date."""
+    match = _DATE.fullmatch(text)
+    if match is None:
+        return None
+    _, iso_year, iso_month, iso_day, day, month, year, other_month, other_day, other_year = (None, *match.groups())
+    if iso_year:
+        return int(iso_year), _MONTH_NAMES[int(iso_month) - 1], int(iso_day)
+    return int(year or other_year), (month or other_month).lower(), int(day or other_day)
 
 
 def _minutes(text: str) -> tuple[int, str] | None:

@@ -47,10 +47,10 @@ _CHARACTERS = str.maketrans(
 )
 _UNITS = (
     "mm|cm|dm|km|m|ft|in|yd|mi|nm|mg|kg|g|lbs?|oz|ms|s|sec|min|h|hr|hrs|ml|mL|cl|dl|l|L|mph|kph|kmh|km/h|m/s|Hz|kHz|MHz|"
-    "W|kW|J|kJ|N|V|A|K|Pa|kPa|GB|MB|KB|kB|USD|EUR|GBP|dollars?|euros?|pounds?|rs|mol|rad|cal|kcal"
+    "W|kW|C|J|kJ|N|V|A|K|Pa|kPa|GB|MB|KB|kB|USD|EUR|GBP|dollars?|euros?|pounds?|rs|mol|rad|cal|kcal"
 )
 _FUNCTIONS = "and|sin|cos|tan|cot|sec|csc|log|exp|sqrt|mod|arc[a-z]*"
-_NUMBER = r"(?:[-+] ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+|\d* ?\\[dtc]?frac\{[^{}]*\}\{[^{}]*\}|\d+ ?/ ?\d+)"
+_NUMBER = r"(?:[-+] ?)?(?:\d[\d,]*(?:\.\d+)?(?: ?\\(?:times|cdot) ?10 ?\^ ?(?:\{-?\d+\}|\d+))?|\.\d+|\d* ?\\[dtc]?frac\{[^{}]*\}\{[^{}]*\}|\d+ ?/ ?\d+)"
 _POWER = r"(?:\^ ?\{?-?\d\}?)?"
 _UNIT = (
     rf"(?:(?<= )(?:{_UNITS})"
@@ -97,6 +97,7 @@ _REWRITES = tuple(
         (r"\^ ?(-\d+)", r"^{\1}"),
         (r"√ ?(\d+|\([^()]*\)|[A-Za-z])", r"\\sqrt{\1}"),
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
+        (r"^[A-Za-z] ?\\approx ?(?=[\d-])", ""),
         (r"^(?:\\approx|\\sim|=|:|≈)+ ?", ""),
     )
 )

@@ -22,7 +22,7 @@ _ORDINAL_WORD = {"first": 1, "second": 2, "third": 3, "fourth": 4, "fifth": 5, "
 _ORDINAL_WORD |= {"tenth": 10, "eleventh": 11, "twelfth": 12}
 _ORDINALS = re.compile(rf"(?:the )?({'|'.join(_ORDINAL_WORD)})(?: place)?\.?", re.IGNORECASE)
 _NONE = re.compile(
-    r"(?:there (?:is|are|exists?) |it has |the equation has )?no (?:real )?(?:solutions?|roots?)(?: exists?)?\.?|none"
+    r"(?:(?:has|have|is|are) )?(?:there (?:is|are|exists?) |it has |the equation has )?no (?:real )?(?:solutions?|roots?)(?: exists?)?\.?|none"
     r"|(?:es gibt )?keine (?:reellen? )?lösung(?:en)?|(?:no hay|sin) soluci(?:ón|ones)|(?:aucune|pas de) solution"
     r"|nessuna soluzione|sem solução|нет решений|无解|無解|解なし|해가 없다",
     re.IGNORECASE,
@@ -31,18 +31,20 @@ _PHRASES = (
     (_NONE, "no solution"),
     (re.compile(r"(?:the )?(?:empty|null) set\.?", re.IGNORECASE), r"\\emptyset"),
     (re.compile(r"(?:it )?(?:does not|doesn't) exist\.?|d\.?n\.?e\.?", re.IGNORECASE), "does not exist"),
+    (re.compile(r"(?:diverges to )?(?:positive )?infinity"), r"\\infty"),
+    (re.compile(r"(?:diverges to )?negative infinity"), r"-\\infty"),
     (re.compile(r"(?:at )?(?:12 )?noon", re.IGNORECASE), "12:00 PM"),
     (re.compile(r"(?:at )?(?:12 )?midnight", re.IGNORECASE), "12:00 AM"),
     (re.compile(r"(?:line )?segment ([A-Z]{2})"), r"\1"),
 )
 _WORDS = {
-    "monday": "lunes|lundi|montag|segunda-feira|lunedì|星期一|周一|月曜日",
-    "tuesday": "martes|mardi|dienstag|terça-feira|martedì|星期二|周二|火曜日",
-    "wednesday": "miércoles|mercredi|mittwoch|quarta-feira|mercoledì|星期三|周三|水曜日",
-    "thursday": "jueves|jeudi|donnerstag|quinta-feira|giovedì|星期四|周四|木曜日",
-    "friday": "viernes|vendredi|freitag|sexta-feira|venerdì|星期五|周五|金曜日",
-    "saturday": "sábado|samedi|samstag|sabato|星期六|周六|土曜日",
-    "sunday": "domingo|dimanche|sonntag|domenica|星期日|星期天|周日|日曜日",
+    "monday": "lunes|lundi|montag|segunda-feira|lunedì|星期一|周一|月曜日|월요일",
+    "tuesday": "martes|mardi|dienstag|terça-feira|martedì|星期二|周二|火曜日|화요일",
+    "wednesday": "miércoles|mercredi|mittwoch|quarta-feira|mercoledì|星期三|周三|水曜日|수요일",
+    "thursday": "jueves|jeudi|donnerstag|quinta-feira|giovedì|星期四|周四|木曜日|목요일",
+    "friday": "viernes|vendredi|freitag|sexta-feira|venerdì|星期五|周五|金曜日|금요일",
+    "saturday": "sábado|samedi|samstag|sabato|星期六|周六|土曜日|토요일",
+    "sunday": "domingo|dimanche|sonntag|domenica|星期日|星期天|周日|日曜日|일요일",
     "yes": "ja|sí|si|oui|sim|sì|是|是的|はい|да|نعم",
     "no": "nein|non|não|否|不是|いいえ|нет|لا",
     "true": "wahr|verdadero|verdadeira?|verdadera|vrai|vero|真|正确|верно",
@@ -103,6 +105,7 @@ def rewrite_phrase(text: str) -> str:
     """Return an answer that is a phrase of a kind (an ordinal, no solution, noon) in the one form that it has here."""
     if not text or text[0].isdigit() or len(text) > 60:
         return text
+    text = re.sub(r"(?:입니다|이다|です|だ)$|^(?:it is|it's|that is|this is|será|es|ist|sera|è|é) ", "", text)
     if _REALS.fullmatch(text):
         return r"(-\infty,\infty)"
     for pattern, word in _TRANSLATIONS:

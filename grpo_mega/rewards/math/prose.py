@@ -12,6 +12,7 @@ operands stay: 2**10 is a power, 3*4 a product.
 """
 
 import re
+from fractions import Fraction
 
 TAIL = 2000  # characters from the end in which an answer is looked for; a longer answer is none
 MAX_PHRASE_WORDS = 5  # a text without any number or formula is an answer itself only up to this length
@@ -40,6 +41,8 @@ _MARKUP = tuple(
         (r"(?<![0-9A-Za-z)}\]])\*\*\*?(?! )|(?<! )\*?\*\*(?![0-9A-Za-z(\\-])", ""),
         (r"(?<![0-9A-Za-z)}\]*^_{])\*([^\s*](?:[^*\n]{0,200}[^\s*])?)\*(?![0-9A-Za-z*({])", r"\1"),
         (r"(?<!\w)__(?=\S)|(?<=\S)__(?!\w)", ""),
+        (r"(\d+(?:\.\d+)?) ?([\u4e07\u842c\ub9cc\u4ebf\u5104\uc5b5])(?:(\d{1,4})(?!\d))?", lambda match: _of_myriads(match)),
+        (r"(?<![\d,])\d{1,2}(?:,\d\d)+,\d{3}(?![\d,])", lambda match: match[0].replace(",", "")),  # Indian thousands
         (r"(\b[Rr]atio\b[^.\n]{0,80}?)\b(\d+) (?:to|is to) (\d+)", r"\1\2:\3"),
         (r"\b(\d+) (?:dollars?|euros?) and (\d\d) cents?\b", r"\1.\2"),
         (r"(?<![\d.,])(\d{1,3}(?:[ \u00a0\u202f\u2009]\d{3})+)(?![\d,.]\d|\d)", lambda match: re.sub(r"\s", "", match[1])),
@@ -47,6 +50,19 @@ _MARKUP = tuple(
     )
 )
 
+_SUPERSCRIPT = re.compile("\u207b?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]{2,}|\u207b[\u00b9\u00b2\u00b3\u2074-\u2079]|[\u2074-\u2079]")
+_NORMAL_SIZE = str.maketrans("\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079", "-0123456789")
+# Languages with a decimal comma, and points or spaces between thousands.
+_CONTINENTAL = re.compile(
+    r"\b(?:der|die|das|ist|sind|und|also|est|sont|donc|les|une|el|los|las|respuesta|por|es|il|della|risposta|è|quindi|resposta|são|dos"
+    r"|portanto|jest|odpowiedź|więc|het|een|ответ|рав[а-я]+|[а-я]{4,})\b",
+    re.IGNORECASE,
+)
+_ENGLISH = re.compile(r"\b(?:the|is|are|of|so|and|we|that|this|with)\b")
+_DECIMAL_COMMA = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d+(?!\d|,\d|\)|\])|\\overline)(?<![(\[]\d,)")
+_DOT_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:\.\d{3})+(?![\d.]\d|\d)")
+_MYRIADS = {"\u4e07": 4, "\u842c": 4, "\ub9cc": 4, "\u4ebf": 8, "\u5104": 8, "\uc5b5": 8}
+_MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 _FUNCTION = re.compile(
     "and|or|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|sqrt|inf|infinity|mod|gcd|lcm|max|min|pi", re.IGNORECASE
 )
@@ -59,6 +75,9 @@ _ATOM = (
 _ELEMENT = r"(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?"
 _EXPRESSION = re.compile(
     rf"[(\[] ?-?{_ELEMENT}(?: ?, ?-?{_ELEMENT})+ ?[)\]]"  # a tuple or an interval
+    rf"|(?:{_MONTHS}) \d{{1,2}}(?:st|nd|rd|th)?, \d{{4}}|\d{{1,2}}(?:st|nd|rd|th)? (?:{_MONTHS}),? \d{{4}}|\d{{4}}-\d\d-\d\d(?!\d)"
+    r"|(?<![\d.,])\d{1,6} ?(?:h|hours?|hrs?|days?),? (?:and )?\d{1,6} ?(?:min(?:ute)?s?|h(?:ou)?rs?)\b"
+    r"(?:,? (?:and )?\d{1,6} ?s(?:ec(?:ond)?s?)?\b)?"
     r"|(?<![A-Za-z_\d])\d{1,2}:\d\d(?!\d)(?: ?[aApP]\.?[mM]\b\.?)?"  # a time of day
     rf"|(?:(?<![\w)\]}}.])[-+])?{_ATOM}"
     rf"(?:(?:(?<=\d):(?=\d)| ?(?:[-+/^\u00d7·÷±]|\*\*?|\\times|\\cdot|\\div|\\pm) ?)\(?{_ATOM}\)?)*"
@@ -109,8 +128,8 @@ _BESIDE = frozenset("$%.,:;}")  # what ends the formula or the clause before a w
 _COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+")
 
 _KEYWORD = (
-    r"(?<![A-Za-z])(?:answers?|ans|(?:correct|right|best) (?:option|choice))\b|\b(?:option|choice)(?=:| is\b)"
-    r"|答案|答え|정답|\bответ|\brespuesta|\bréponse|\bresposta|\bantwort"  # noqa: RUF001
+    r"(?<![A-Za-z])(?:answers?|ans|(?:correct|right|best) (?:option|choice)s?)\b|\b(?:option|choice)(?=:| is\b)"
+    r"|答案|答え|정답|\bответ|\brespuesta|\bréponse|\bresposta|\bantwort|\brisposta|\bodpowiedź|उत्तर"  # noqa: RUF001
 )
 _IS = r"\b(?:is|are|equals|would be|should be|must be|est|es|ist|é)\b|是|为|為|は|은|는"
 _ANNOUNCED = re.compile(
@@ -130,8 +149,17 @@ _OFFER = re.compile(  # what chat models end with
 )
 _NOTE = re.compile(
     r"[\s*_>#-]*(?:\((?=[^()]*[A-Za-z]{3})|(?:quick )?(?:check|note|verification|verify|remark|explanation|nota|probe|hinweis|comprobación"
-    r"|vérification|remarque)\b)",
+    r"|vérification|remarque|should|remember|by the way|keep in mind|if you|let me)\b)",
     re.IGNORECASE,
+)
+_OUTCOME = re.compile(
+    r"\b((?:does not|doesn't) exist|(?:has|have|is|are) no (?:real )?solutions?|no (?:real )?solutions?(?: exists?)?"
+    r"|diverges to (?:positive |negative )?infinity)[.!*\s]*$"
+)
+_NUMBER_WORD = re.compile(
+    r"\b(?:is|are|equals|exactly|leaves|remain|get|has|have|had|makes|total of|:) \**((?:twenty|thirty|forty|fifty|sixty|seventy|eighty"
+    r"|ninety|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen)"
+    r"(?:-(?:one|two|three|four|five|six|seven|eight|nine))?)\**(?: [a-z]+| of (?:them|these|those))?[.!*\s]*$"
 )
 _SENTENCE_END = re.compile(r"(?<!\bRs)(?<!\bNo)(?<!\bvs)(?<![ap]\.m)[.!?](?=\s|$)|\n")
 _FILLER = re.compile(
@@ -164,10 +192,18 @@ _LIST_MARKER = re.compile(r"\d+[.)]")
 
 def plain(text: str) -> str:
     """Return `text` without the marks of Markdown and chat templates, stripped."""
-    text = text.translate(_PLAIN)
+    text = _SUPERSCRIPT.sub(lambda match: "^{" + match[0].translate(_NORMAL_SIZE) + "}", text.translate(_PLAIN))
+    if _CONTINENTAL.search(text) and not _ENGLISH.search(text):
+        text = _DOT_THOUSANDS.sub(lambda match: match[0].replace(".", ""), _DECIMAL_COMMA.sub(".", text))
     for pattern, replacement in _MARKUP:
         text = pattern.sub(replacement, text)  # type: ignore[arg-type]
     return text.strip()
+
+
+def _of_myriads(match: re.Match[str]) -> str:
+    zeros = _MYRIADS[match[2]]
+    value = Fraction(match[1]) * 10**zeros + int(match[3] or 0)
+    return str(value) if value.denominator == 1 else match[0]
 
 
 def read_passage(text: str) -> str | None:
@@ -274,6 +310,8 @@ def _read_start(clause: str) -> str | None:
         value = clause[choice.end() :].strip(" .:)")
         has_value = choice["closed"] and value and not is_prose(value)
         return f"({choice['closed']}) {value}" if has_value else choice["closed"] or choice["bare"]
+    if clause.count("}") > clause.count("{"):  # of JSON
+        clause = clause.rstrip('} "\n')
     head = _REASON.split(clause)[0].rstrip(" .!?,;:")
     if head and not is_prose(head):
         return head
@@ -309,7 +347,7 @@ def _emphasized(text: str) -> str | None:
     answers = [
         bold for bold in found if _FORMULA.match(bold) or _EXPRESSION.match(bold) or ("=" in bold and not is_prose(bold))
     ]
-    if not answers and len(found) == 1 and not _EXPRESSION.search(line) and _BOLD_WORDS.fullmatch(found[0].strip(" .!")) and not _NO_ANSWER.match(found[0]):
+    if not answers and len(found) == 1 and line.rstrip(" .!*").endswith(found[0].strip(" .!")) and _BOLD_WORDS.fullmatch(found[0].strip(" .!")) and not _NO_ANSWER.match(found[0]):
         return found[0].strip(" .!")
     return _read_clause(answers[0]) if len(answers) == 1 else None
 
@@ -323,6 +361,8 @@ def _last_expression(text: str) -> str | None:
     """Return the last formula, or the last number or expression after it; but none that is denied, or in a remark alone."""
     if _OPEN.search(text[-_DENIED_CHARS:]):
         return None
+    if outcome := _OUTCOME.search(text[-MAX_CLAUSE:]) or _NUMBER_WORD.search(text[-MAX_CLAUSE:]):
+        return outcome[1]
     formulas = [match for match in _FORMULA.finditer(text) if match[match.lastgroup or 0].strip()]
     start = formulas[-1].end() if formulas else 0
     end = len(text)

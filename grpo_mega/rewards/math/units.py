@@ -31,15 +31,28 @@ for _dimension, _units in {
     },
     "mass": {"mg|milligrams?": Fraction(1, 1000), "g|grams?|gramos?|grammes?": 1, "kg|kilograms?|kilos?|千克|公斤": 1000},
     "volume": {"ml|mL|millilit(?:er|re)s?": Fraction(1, 1000), "l|L|lit(?:er|re)s?|litros?|升": 1},
+    "angle": {r"\^ ?\{? ?\\circ ?\}?(?! ?[CF])|\u00b0(?! ?[CF])|degrees?(?! ?[CF])|grad": 1, "rad|radians?": Fraction(573, 10)},
+    "energy": {"J|joules?": 1, "kJ|kilojoules?": 1000, "MJ": 10**6, "cal": Fraction(4184, 1000), "kcal": 4184, "eV": Fraction(1, 10**15)},
+    "power": {"mW": Fraction(1, 1000), "W|watts?": 1, "kW|kilowatts?": 1000, "MW": 10**6},
+    "force": {"mN": Fraction(1, 1000), "N|newtons?": 1, "kN": 1000, "MN": 10**6},
+    "voltage": {"mV": Fraction(1, 1000), "V|volts?": 1, "kV": 1000},
+    "current": {"mA": Fraction(1, 1000), "A|amp(?:ere)?s?": 1},
+    "pressure": {"Pa|pascals?": 1, "kPa": 1000, "MPa": 10**6, "bar": 10**5, "atm": 101_325},
+    "frequency": {"Hz|hertz": 1, "kHz": 1000, "MHz": 10**6, "GHz": 10**9},
+    "data": {"bytes?": 1, "KB|kB": 1000, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+    "amount": {"mmol": Fraction(1, 1000), "mol|moles?": 1},
+    "celsius": {r"(?:\^ ?\{? ?\\circ ?\}?|\u00b0) ?C": 1},
+    "fahrenheit": {r"(?:\^ ?\{? ?\\circ ?\}?|\u00b0) ?F": 1},
     "speed": {r"m/s": Fraction(36, 10), r"km/h|kmh|kph": 1, "mph": Fraction(1_609_344, 1_000_000)},
 }.items():
     for _names, _factor in _units.items():
         _FACTORS[_names] = (_dimension, Fraction(_factor))
 _PATTERNS = [(re.compile(rf"(?:{names})(?![A-Za-z/]| ?/)"), of) for names, of in _FACTORS.items()]
 _SQUARE = re.compile(r"(?:square|sq\.?|quadrat) ?|(cubic) ?", re.IGNORECASE)
-_GAP = r"(?:\\[,;:! ]|[\s$*_~{}]|\\(?:text|textrm|mathrm|rm)(?![A-Za-z])|°)*"
+_GAP = r"(?:\\[,;:! ]|[\s$*_~{}]|\\(?:text|textrm|mathrm|rm)(?![A-Za-z]))*"
 _POWER = re.compile(r"\}? ?(?:\^ ?\{? ?([23])|([\u00b2\u00b3]))")
-_MORE = re.compile(r"\}? ?(?:\^|[\u00b7*/\u207b]|\\cdot|(?:\\[,;: ])? ?[A-Za-z]{1,3} ?\^)")  # a unit of several
+_MORE = re.compile(r"\}? ?(?:\^|(?:[\u00b7/\u207b]|\*(?!\*))|\\cdot|(?:\\[,;: ])? ?[A-Za-z]{1,3} ?\^)")  # a unit of several
+_DIRECTION = re.compile(r"\b(anti-?|counter-?)?clockwise\b", re.IGNORECASE)
 _LOOK = 40  # characters after the number
 
 
@@ -52,6 +65,8 @@ def unit_after(text: str, number: str) -> str:
     word = _SQUARE.match(rest)
     power = (3 if word[1] else 2) if word else 1
     rest = rest[word.end() :] if word else rest
+    if direction := _DIRECTION.search(text[place : place + len(number) + _LOOK]):
+        return f"direction{'-' if direction[1] else '+'}:1"
     for pattern, (dimension, factor) in _PATTERNS:
         if (found := pattern.match(rest)) is not None:
             break
