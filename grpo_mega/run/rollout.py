@@ -159,15 +159,15 @@ class Rollouts:
         Training warns of each kind once, because metrics count the failures of each step.
         """
         samples = [sample for group in groups for sample in group.samples]
-        failures = {kind: sum(kind in failures_of(sample) for sample in samples) for kind in ("zero", "missing")}
-        kinds = {kind for kind, number in failures.items() if number}
+        failures = [kinds for sample in samples if (kinds := failures_of(sample))]
+        kinds = set[str]().union(*failures)
         if not kinds or (not is_evaluation and kinds <= self.scorer.warned_of):
             return
         if not is_evaluation:
             self.scorer.warned_of |= kinds
         texts = self.rendezvous.all_gather("scoring", self.scorer.first_error, self.config.rollout.phase_deadline_s)
         self.warn(
-            f"{description}: reward functions failed on samples: {failures['zero']} of {len(samples)} have the score 0 for it, "
-            f"{failures['missing']} have no score and are excluded from training; "
+            f"{description}: reward functions failed on {len(failures)} of {len(samples)} samples; "
+            f"{sum('missing' in one for one in failures)} have no score and are excluded, the others have 0; "
             f"the first: {next(filter(None, texts), 'a worker process ended')}"
         )
