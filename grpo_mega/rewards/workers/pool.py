@@ -69,7 +69,7 @@ class RewardPool:
         self._rewards = rewards
         self._weights = {function.name: function.weight for function in rewards.functions}
         self._factors = frozenset(function.name for function in rewards.functions if function.multiplies)
-        self._options = {function.name: function.options for function in rewards.functions}
+        self._options: dict[str, dict[str, Any]] = {function.name: dict(function.options) for function in rewards.functions}
         self._is_judged = not JUDGED.isdisjoint(self._weights)
         self._in_workers = [name for name in self._weights if name not in JUDGED]
         self._maybe_of_groups = frozenset(name for name in self._in_workers if name not in BUILT_IN)
