@@ -8,14 +8,14 @@ Imports nothing heavy until a command runs. An error that the user can correct (
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpo_mega import console
 from grpo_mega.errors import DISK_ERRORS, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from grpo_mega.paths import user_path
 
 if TYPE_CHECKING:
     from grpo_mega.config import Config
@@ -25,10 +25,9 @@ CLAIMED = "GRPO_MEGA_CLAIMED"  # set for ranks whose launcher has checked the co
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the process's exit code."""
+    console.install()
     arguments = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(arguments if arguments[:1] != ["grpo"] else ["grpo"])  # which reads its own flags
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr: text that cannot be printed must not end a run
     try:
         code = _run(options, arguments)
         sys.stdout.flush()
@@ -168,11 +167,11 @@ def _parser() -> argparse.ArgumentParser:
     eval_parser = commands.add_parser("eval", help="generate and score responses to held-out or other prompts")
     add_options(eval_parser, EvalOptions)
     export_parser = commands.add_parser("export", help="write a checkpoint of a run as a Hugging Face folder")
-    export_parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run_dir of its config")
-    export_parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, which must not exist")
+    export_parser.add_argument("run_dir", type=user_path, metavar="RUN_DIR", help="the run_dir of its config")
+    export_parser.add_argument("out", type=user_path, metavar="OUT", help="folder to write, which must not exist")
     export_parser.add_argument("--step", type=int, help="the checkpoint after this step; default: the latest")
     report_parser = commands.add_parser("report", help="write a run's report.html and curves.png into its folder")
-    report_parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run_dir of its config")
+    report_parser.add_argument("run_dir", type=user_path, metavar="RUN_DIR", help="the run_dir of its config")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""The names of the files in a run's folder, RUN_DIR, and writing a file so that it is never seen half written."""
+"""The names of the files in a run's folder, RUN_DIR, paths that a user writes, and files that are never seen half written."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ LOGS = "logs"  # output of ranks and servers
 TRACE = "trace"
 CHECKPOINTS = "checkpoints"
 FINISHED = "hf"  # the policy after the last step, as a Hugging Face folder
+
+
+def user_path(path: str | Path) -> Path:
+    """Return a path as the user means it: ~ is the home. A name without a home stays as it is."""
+    return Path(os.path.expanduser(path))
 
 
 def heldout_file(step: int) -> str:

@@ -1,4 +1,4 @@
-"""Text that every file, server and tokenizer takes: a str without surrogates.
+"""Text that every file, server and tokenizer takes, a str without surrogates, and text that a terminal may show.
 
 UTF-8 has no form for a lone surrogate, half of a character in UTF-16. A str gets one by an escape in JSON or YAML ("\\ud800"),
 by a decoder or by a file's name.
@@ -10,6 +10,8 @@ import re
 from typing import Any
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_COLOUR = re.compile("(?:\x1b\\[|\x9b)[0-9;:]*m")
+_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def well_formed(text: str) -> str:
@@ -24,3 +26,12 @@ def find_surrogate(value: Any) -> str | None:
         return match and f"U+{ord(match[0]):04X} at character {match.start()}"
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return next((found for item in items if (found := find_surrogate(item))), None)
+
+
+def printable(text: str) -> str:
+    """Return text that cannot steer a terminal: its controls are escaped as "\\x1b" or "\\u202e", and colours left out.
+
+    Line feeds and tabs stay. Escaped are all other controls (C0, C1, DEL), line and paragraph separators, and the controls of
+    bidirectional text, which show a line in another order than it has.
+    """
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), _COLOUR.sub("", text.replace("\r\n", "\n")))

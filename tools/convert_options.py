@@ -5,16 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
+from grpo_mega import console
 from grpo_mega.errors import ConfigError, UserError
+from grpo_mega.paths import user_path
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
 
 
 class Parser(argparse.ArgumentParser):
     def __init__(self, doc: str | None) -> None:
+        console.install()
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.register("type", Path, user_path)  # in every argument of type=Path ~ is the home
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{message}; see --help\n")

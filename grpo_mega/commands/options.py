@@ -9,6 +9,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
+from grpo_mega.paths import user_path
+
 Options = TypeVar("Options")
 
 
@@ -110,4 +112,4 @@ def _settings_of(hint: Any, *, is_repeated: bool) -> dict[str, Any]:
     if get_origin(kind) is Sequence:
         (kind,) = get_args(kind)
         return {"action": "append", "type": kind} if is_repeated else {"nargs": "+", "type": kind}
-    return {"type": kind}
+    return {"type": user_path if kind is Path else kind}

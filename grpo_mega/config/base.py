@@ -7,6 +7,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from grpo_mega.paths import user_path
+
 # Larger values are mistakes, and arithmetic on them overflows: a sum over all samples, a deadline in nanoseconds.
 MAX_COUNT = 10**9
 MAX_RANKS = 10**6
@@ -29,7 +31,8 @@ def _named(path: Path) -> Path:
     return path
 
 
-FilePath = Annotated[Path, Field(strict=False), AfterValidator(_named)]  # text in YAML
+# Text in YAML, where ~ is the user's home.
+FilePath = Annotated[Path, Field(strict=False), AfterValidator(_named), AfterValidator(user_path)]
 LIST = Field(strict=False)  # a tuple that is a list in YAML
 
 

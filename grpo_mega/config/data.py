@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -20,6 +21,11 @@ class DataSource(Section):
     path: Annotated[str, Field(min_length=1)]  # .jsonl, .json, .parquet, a folder of these, or hub:owner/name[:config][@split]
     prompt_column: str | None = None  # None: data.prompt_column
     answer_column: str | None = None  # None: data.answer_column
+
+    @field_validator("path")
+    @classmethod
+    def _expand(cls, value: str) -> str:
+        return os.path.expanduser(value)
 
     @model_validator(mode="before")
     @classmethod

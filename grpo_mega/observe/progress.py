@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from rich import get_console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -25,6 +24,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from grpo_mega import console as consoles
+
 Unit = Literal["items", "bytes"]
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -33,16 +34,17 @@ SECONDS_BETWEEN_LINES = 5.0
 @contextmanager
 def progress(total: int | None, description: str, enabled: bool = True, unit: Unit = "items") -> Iterator[Bar]:
     """Show how much of `total` (None: unknown) is done, as `bar.advance()` counts it."""
-    console = get_console()
+    console = consoles.get_console()
     if not enabled:
         yield Bar(total, description, unit, write=lambda line: None)
     elif not console.is_terminal:
         yield Bar(total, description, unit)
     else:
         done = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TimeElapsedColumn())
-        rate = TextColumn("{task.fields[rate]}")
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), *done, TimeRemainingColumn(), rate)
+        rate = TextColumn("{task.fields[rate]}", markup=False)
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=30), *done, TimeRemainingColumn(), rate)
         with Progress(*columns, console=console, transient=True) as display:
+            consoles.install()  # rich has put streams of its own in the place of stdout and stderr until the bar is gone
             yield _TerminalBar(display, total, description)
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import get_console
-
 from grpo_mega.config import Config
+from grpo_mega.console import get_console
 from grpo_mega.observe.report.refresh import ReportWriter
 from grpo_mega.observe.samples import Decode, SampleRows
 from grpo_mega.observe.wandb_writer import WandbWriter

@@ -10,7 +10,7 @@ import numpy as np
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.json_lines import read_json_lines
-from grpo_mega.paths import SAMPLES_FILE
+from grpo_mega.paths import SAMPLES_FILE, user_path
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def read_lengths(text: str, longest: int) -> Lengths:
 
     What is longer counts as `longest`. Raise ConfigError.
     """
-    points = _samples(Path(text)) if "=" not in text else {0.0: 1.0, 1.0: float(longest)} | _percentiles(text)
+    points = _samples(user_path(text)) if "=" not in text else {0.0: 1.0, 1.0: float(longest)} | _percentiles(text)
     shares = sorted(points)
     tokens = [min(points[share], float(longest)) for share in shares]
     if tokens != sorted(tokens) or tokens[0] < 1:

@@ -3,7 +3,6 @@
 import io
 
 import pytest
-import rich
 from rich.console import Console
 
 from grpo_mega.observe.progress import Bar, progress
@@ -43,7 +42,7 @@ def test_a_disabled_bar_can_be_advanced() -> None:
 def test_on_a_terminal_bars_nest_and_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100)
-    monkeypatch.setattr(rich, "_console", console)
+    monkeypatch.setattr("grpo_mega.console.get_console", lambda: console)
     with progress(2, "outer") as outer:
         with progress(3, "inner") as inner:
             inner.advance()

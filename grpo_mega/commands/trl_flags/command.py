@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from grpo_mega import config as configs
 from grpo_mega.commands.trl_flags import sources
@@ -12,6 +11,7 @@ from grpo_mega.commands.trl_flags.flags import Values, parse
 from grpo_mega.commands.trl_flags.values import Raw, to_raw
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
+from grpo_mega.paths import user_path
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _put_data(values: Values, train: str, raw: Raw) -> None:
     data["train"] = train
     if "prompt_column" not in data and (column := sources.find_prompt_column(train)):
         data["prompt_column"] = column
-    has_splits = train.startswith("hub:") or Path(values["dataset_name"]).is_dir()
+    has_splits = train.startswith("hub:") or user_path(values["dataset_name"]).is_dir()
     split = values.get("dataset_test_split", "test" if evaluates(values) and has_splits else None)
     if split is not None:
         data["heldout"] = sources.find_data(values["dataset_name"], values.get("dataset_config"), split)

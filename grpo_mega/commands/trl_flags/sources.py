@@ -8,6 +8,7 @@ from pathlib import Path
 
 from grpo_mega.data.sources import read_rows
 from grpo_mega.errors import ConfigError
+from grpo_mega.paths import user_path
 
 PROMPT_COLUMNS = ("prompt", "problem", "question")  # where no column is given: the first of these that the set has
 _FORMATS = (".jsonl", ".json", ".parquet")
@@ -53,16 +54,16 @@ def own_dtype(model: Path) -> str:
 
 def find_data(name: str, config: str | None, split: str | None) -> str:
     """Return the value of data.train for a file, a folder or a name of the hub. Raises ConfigError."""
-    path = Path(name)
+    path = user_path(name)
     is_local = path.exists() or path.suffix in _FORMATS or not _HUB_NAME.fullmatch(name.removeprefix("hub:"))
     if is_local:
         if config is not None:
             raise ConfigError(f"--dataset_config {config} is for data sets of the hub, but {name} is a path; leave it out")
         if split is None:
-            return name
+            return str(path)
         if not path.is_dir():
             raise ConfigError(f"split {split!r} of {name}: a file has no splits; leave it out, or set data.heldout by --set")
-        return f"{name}@{split}"
+        return f"{path}@{split}"
     return f"hub:{name.removeprefix('hub:')}{f':{config}' if config else ''}{f'@{split}' if split else ''}"
 
 

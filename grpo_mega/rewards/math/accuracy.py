@@ -27,8 +27,6 @@ from grpo_mega.rewards.math.bounds import cpu_limit, is_bounded
 from grpo_mega.rewards.math.evaluated import has_plain_numbers, is_open, is_unevaluated
 from grpo_mega.rewards.math.kinds import TIME, compare_kinds, seconds_of
 from grpo_mega.rewards.math.normalize import normalize_answer
-from grpo_mega.rewards.math.prose import TAIL
-from grpo_mega.rewards.math.units import unit_after, values_agree
 from grpo_mega.rewards.math.numbers import (
     in_words,
     lists_equal,
@@ -37,6 +35,8 @@ from grpo_mega.rewards.math.numbers import (
     parse_list,
     parse_number,
 )
+from grpo_mega.rewards.math.prose import TAIL
+from grpo_mega.rewards.math.units import unit_after, values_agree
 
 GOLD_SECONDS = 2.0  # processor time for parsing a gold answer
 CUT = "length"  # the finish reason of a response that ended at the length limit

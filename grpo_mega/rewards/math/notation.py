@@ -66,7 +66,7 @@ _REWRITES = tuple(
         (r"\\(?:varnothing|empty)(?![A-Za-z])|\\\{ *\\\}|\u2205|\u00f8(?![a-z])|^\{ *\}$", r"\\emptyset "),
         (r"\\[lr]angle(?![A-Za-z])|[\u27e8\u27e9\u2329\u232a]|^<(?=[^<>]*,[^<>]*>$)|(?<=\d)>$", lambda match: _angle(match)),
         (r"\\overline ?\{ ?([A-Z]{2}) ?\}", r"\1"),
-        (rf"(\d+) ?\^ ?\{{? ?(?:\\(?:text|mathrm|textrm) ?\{{)? ?(?:st|nd|rd|th) ?\}}*|\b(\d+)(?:st|nd|rd|th)\b", r"\1\2"),
+        (r"(\d+) ?\^ ?\{? ?(?:\\(?:text|mathrm|textrm) ?\{)? ?(?:st|nd|rd|th) ?\}*|\b(\d+)(?:st|nd|rd|th)\b", r"\1\2"),
         (rf"\\(sin|cos|tan|cot|sec|csc|cis) ?{_ANGLE}", lambda match: _of_degrees(match)),
         (r"\\cis ?(?:\(((?:[^()]|\([^()]*\))*)\)|(\\frac\{[^{}]*\}\{[^{}]*\}|\\pi))", r"(\\cos(\1\2)+i\\sin(\1\2))"),
         (rf"\{{? ?{_DIGITS} ?\\choose ?{_DIGITS} ?\}}?", r"\\binom{\1}{\2}"),

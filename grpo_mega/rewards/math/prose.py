@@ -185,7 +185,7 @@ _NO_ANSWER = re.compile(
     re.IGNORECASE,
 )
 
-_BOLD_WORDS = re.compile(rf"[^\W\d_]+(?:(?:, | )[^\W\d_]+){{0,5}}")
+_BOLD_WORDS = re.compile(r"[^\W\d_]+(?:(?:, | )[^\W\d_]+){0,5}")
 _EMPHASIS = re.compile(r"(?<![\w)}\]*])\*{1,2}([^\s*][^*\n]*)\*{1,2}(?![\w(*])")
 _LIST_MARKER = re.compile(r"\d+[.)]")
 

@@ -9,12 +9,11 @@ daemon escapes where the kernel gives it another parent.
 
 import atexit
 import contextlib
-import io
 import os
 import signal
-import sys
 import warnings
 
+from grpo_mega import console
 from grpo_mega.processes import adopt_orphans, die_with_parent, kill_descendants
 
 
@@ -23,8 +22,7 @@ def _guard() -> None:
     with contextlib.suppress(OSError):
         os.setsid()
     os.dup2(2, 1)  # what a reward function prints must not mix with the trainer's output
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a function that prints a text must not fail because of it
+    console.install()  # a function may print a response
     warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # an adopted orphan has ended
     server = os.getpid()
 

@@ -1,0 +1,146 @@
+"""No text of a model, of data or of an error steers the terminal, by whatever way it is printed."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+import termios
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from grpo_mega import cli
+from grpo_mega.console import SafeStream
+from grpo_mega.text import printable
+
+HOSTILE = (
+    "red \x1b[31m, title \x1b]0;owned\x07, link \x1b]8;;http://x\x1b\\a\x1b]8;;\x1b\\, clear \x1b[2J\x1bc, "
+    "8 bits \x9b2J\x9d0;t\x9c, "
+    "back \b\b\x7f, over\rwritten, nul \0, isolates \u2066\u2067\u2068x\u2069, marks \u200e\u200f\u061c, "
+    "overrides \u202a\u202b\u202c\u202d\u202eredro, lines \u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e, "
+    "[bold]markup[/bold] [/] :smile:, tab\t, é漢🙂, end"
+)
+KEPT = "redro, lines", "[bold]markup[/bold] [/] :smile:, tab", ", é漢🙂, end"
+
+
+def steering(text: str) -> set[str]:
+    """Return the characters by which text steers a terminal, by Unicode's own tables."""
+    bidi = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+    marks = {"\N{LEFT-TO-RIGHT MARK}", "\N{RIGHT-TO-LEFT MARK}", "\N{ARABIC LETTER MARK}"}
+    return {
+        c
+        for c in text
+        if c not in "\n\t"
+        and (unicodedata.category(c) in ("Cc", "Zl", "Zp") or unicodedata.bidirectional(c) in bidi or c in marks)
+    }
+
+
+def test_every_character_that_steers_a_terminal_is_escaped_and_no_other() -> None:
+    for number in range(sys.maxunicode + 1):
+        character = chr(number)
+        assert (printable(character) != character) == bool(steering(character)), hex(number)
+    assert len(steering(HOSTILE)) > 25 and not steering(printable(HOSTILE))
+    assert printable("a\x1b[31mb\x1b[0;1mc\r\nd\re \x1b[2J") == "abc\nd\\re \\x1b[2J"
+    assert printable("\u202e\ud800") == "\\u202e\ud800"
+
+
+PROGRAM = """
+import logging, sys, threading, time, warnings
+from grpo_mega import console, errors
+from grpo_mega.observe import progress
+from grpo_mega.observe.writers import ConsoleWriter
+console.install(); console.install()
+text = {text!r}
+writer = ConsoleWriter(console.get_console(), 3)
+
+def say():
+    print("printed", text, flush=True)
+    sys.stdout.writelines(["lines ", text, "\\n"])
+    logging.error("logged %s", text)
+    warnings.warn("warned " + text)
+    writer.write_message("message " + text, level="warning")
+    thread = threading.Thread(target=lambda: 1 / 0, name="thread " + text)
+    thread.start(); thread.join()
+
+say()
+progress.SECONDS_BETWEEN_LINES = 0.0
+with progress.progress(3, "bar " + text) as bar:
+    bar.advance()
+    say()
+    time.sleep(0.3)
+from tqdm import tqdm
+for _ in tqdm(range(3), desc="tqdm " + text): pass
+raise errors.UserError("raised " + text)
+"""
+
+
+def on_a_terminal(program: list[str]) -> str:
+    """Return what a program writes to its terminal."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (50, 4000))
+    environment = {"PATH": os.environ["PATH"], "TERM": "xterm-256color", "COLUMNS": "4000", "PYTHONIOENCODING": "utf-8"}
+    environment |= {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    process = subprocess.Popen(program, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    pieces = []
+    try:
+        while piece := os.read(ours, 65536):
+            pieces.append(piece)
+    except OSError:  # the end of a terminal
+        pass
+    process.wait()
+    os.close(ours)
+    return b"".join(pieces).decode().replace("\r\n", "\n")
+
+
+def test_on_a_terminal_no_way_of_printing_lets_text_steer_it() -> None:
+    output = on_a_terminal([sys.executable, "-c", PROGRAM.format(text=HOSTILE)])
+    for way, times in {
+        "printed": 2,
+        "lines": 2,
+        "logged": 2,
+        "warned": 1,
+        "message": 2,
+        "bar": 1,
+        "tqdm": 1,
+        "raised": 1,
+    }.items():
+        assert output.count(f"{way} red ") >= times, (way, output)
+    for part in ("\x1b]", "\x1bc", "\x1b[2J", "\x1b[31m", "\b", "\0", "\x07", "\x7f"):
+        assert part not in output, repr(part)
+    # rich's styles and moves, and tqdm's carriage returns, are all that is left.
+    assert steering(output) <= {"\x1b", "\r"}
+    assert "over\rwritten" not in output and "\\x1b]0;owned\\x07" in output
+    assert all(part in output for part in KEPT)
+    assert "\x1b[33mmessage" in output and "\x1b[2K" in output  # the project's own styles and bars are still there
+
+
+def test_into_a_file_no_control_is_written_at_all() -> None:
+    command = [sys.executable, "-c", PROGRAM.format(text=HOSTILE)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=Path(__file__).resolve().parents[1])
+    output = done.stdout.decode()
+    assert steering(output) == {"\r"} and "bar red " in output  # tqdm's
+    assert all(f"{way} red " in output for way in ("printed", "logged", "warned", "message", "tqdm", "raised"))
+
+
+def test_errors_of_the_command_line_are_filtered(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", f"{HOSTILE.replace(chr(0), '')[:200]}.yaml"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("grpo-mega: error: ") and not steering(shown)
+    with pytest.raises(SystemExit):
+        cli.main([HOSTILE])
+    assert not steering(capsys.readouterr().err)
+
+
+def test_a_stream_keeps_what_else_it_can() -> None:
+    inner = io.StringIO()
+    stream = SafeStream(SafeStream(inner))  # type: ignore[arg-type]
+    assert stream.write("a\x1b") == 2 and inner.getvalue() == "a\\x1b"
+    assert stream.rich_proxied_file is inner and not stream.isatty()

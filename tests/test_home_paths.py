@@ -1,0 +1,97 @@
+"""~ in a path is the user's home: in every path of a config, on every command line, and in the flags of TRL."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from convert_options import Parser
+
+from grpo_mega import cli
+from grpo_mega import config as configs
+from grpo_mega.commands.options import EvalOptions, PlanOptions, add_options, read_options
+from grpo_mega.commands.trl_flags.sources import find_data
+from grpo_mega.config import Config
+from grpo_mega.config.base import Section, UserPath
+from grpo_mega.planner.lengths import read_lengths
+
+RAW: dict[str, Any] = {
+    "run_dir": "~/run",
+    "steps": 1,
+    "model": {"path": "~/models/a~b"},
+    "teachers": {"main": {"path": "~/teacher"}},
+    "algorithm": {"distill_beta": 1.0},
+    "data": {
+        "train": ["~/a.jsonl", {"path": "~/b@train"}, "hub:owner/~name", "./~/c.jsonl"],
+        "heldout_sets": {"x": "~/x.jsonl"},
+        "pass_rates": "~/rates.jsonl",
+        "max_pass_rate": 0.9,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_the_home_stands_for_the_tilde_in_every_path_of_a_config(home: Path) -> None:
+    config = configs.validate(RAW)
+    assert (config.run_dir, config.model.path) == (home / "run", home / "models/a~b")
+    assert config.teachers["main"].path == home / "teacher"
+    assert config.data.pass_rates == home / "rates.jsonl"
+    train = [f"{home}/a.jsonl", f"{home}/b@train", "hub:owner/~name", "./~/c.jsonl"]
+    assert [source.path for source in config.data.train] == train
+    assert config.data.heldout_sets["x"].path == f"{home}/x.jsonl"
+    assert "~/" not in configs.dump(config).replace("./~/", "")
+
+
+def path_keys(section: type[Section]) -> list[str]:
+    """Return the keys below a section that take a path and leave ~ as it is."""
+    found: list[str] = []
+    for name, field in section.model_fields.items():
+        pending = [field.annotation]
+        while pending:
+            one = pending.pop()
+            if one is Path and not field.metadata and UserPath not in typing.get_args(field.annotation):
+                found.append(f"{section.__name__}.{name}")
+            elif isinstance(one, type) and not isinstance(one, types.GenericAlias) and issubclass(one, Section):
+                found += path_keys(one)
+            elif one is not UserPath:
+                pending += typing.get_args(one)
+    return found
+
+
+def test_no_path_of_the_config_leaves_the_tilde_as_it_is() -> None:
+    assert path_keys(Config) == []
+
+
+def test_the_home_stands_for_the_tilde_on_command_lines(home: Path) -> None:
+    for options, arguments in ((EvalOptions, ["~/run", "--model", "~/m", "--out", "~/o"]), (PlanOptions, ["~/c.yaml"])):
+        parser = argparse.ArgumentParser()
+        add_options(parser, options)
+        read = read_options(options, parser.parse_args(arguments))
+        paths = [value for value in vars(read).values() if isinstance(value, Path)]
+        assert paths and all(path.parent == home for path in paths)
+    for name, count in (("export", 2), ("report", 1)):
+        parsed = vars(cli._parser().parse_args([name, *["~/a"] * count]))
+        assert [value for value in parsed.values() if isinstance(value, Path)] == [home / "a"] * count
+    parser = Parser("a tool")
+    parser.add_argument("folder", type=Path, nargs="?")
+    assert parser.parse_args(["~/checkpoint"]).folder == home / "checkpoint"
+
+
+def test_the_home_stands_for_the_tilde_in_data_sets_and_lengths(home: Path) -> None:
+    (home / "set").mkdir()
+    (home / "set.jsonl").write_text("{}\n")
+    assert find_data("~/set.jsonl", None, None) == f"{home}/set.jsonl"
+    assert find_data("~/set", None, "test") == f"{home}/set@test"
+    row = {"step": 1, "rollout_logprobs": [0.0] * 7}
+    (home / "set" / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    assert set(read_lengths("~/set", 9).tokens) == {7.0}
