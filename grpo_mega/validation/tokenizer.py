@@ -11,6 +11,7 @@ from typing import Any
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.files import read_json
+from grpo_mega.validation.chat_template import check_chat_template
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -22,11 +23,7 @@ def check_tokenizer_files(folder: Path, vocab_size: int) -> None:
             f"model.path={folder} holds no tokenizer (none of {', '.join(_VOCABULARIES)}); copy the model's there"
         )
     settings = _read_object(folder / "tokenizer_config.json")
-    if not _has_chat_template(folder, settings):
-        raise ConfigError(
-            f"the tokenizer of model.path={folder} has no chat template; add chat_template to its tokenizer_config.json, "
-            "or name an instruct model as model.path"
-        )
+    check_chat_template(folder, settings)
     ids = _token_ids(folder, settings)
     if ids:
         check_vocabulary(folder, max(ids), vocab_size)
@@ -59,11 +56,6 @@ def check_vocabulary(folder: Path, largest_id: int, vocab_size: int) -> None:
             f"vocab_size={vocab_size} in {folder / 'config.json'} is less than the tokenizer, whose ids go up to {largest_id}; "
             "give the tokenizer that belongs to the model"
         )
-
-
-def _has_chat_template(folder: Path, settings: dict[str, Any]) -> bool:
-    files = [folder / "chat_template.jinja", folder / "chat_template.json", *folder.glob("additional_chat_templates/*.jinja")]
-    return bool(settings.get("chat_template")) or any(path.is_file() and path.stat().st_size for path in files)
 
 
 def _token_ids(folder: Path, settings: dict[str, Any]) -> list[int]:

@@ -1,0 +1,105 @@
+"""The chat template that a tokenizer's files give, found as transformers finds it, and rendered once within bounds.
+
+A template is a program that came with the model. One that loops for ever, or builds gigabytes, would stop every rank. So a
+child process renders a question and its answer within bounds (render_template.py). What the template refuses is left to the
+ranks, whose errors name the row.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.errors import ConfigError
+from grpo_mega.files import read_file
+from grpo_mega.validation import render_template
+from grpo_mega.validation.render_template import CPU_SECONDS, MEMORY_BYTES, OUT_OF_MEMORY
+
+MAX_TEMPLATE_BYTES = 4 << 20
+WALL_SECONDS = 120.0  # of a machine that is busy with other things; a template that waits for nothing is bound by its CPU time
+
+
+def check_chat_template(folder: Path, settings: dict[str, Any]) -> None:
+    """Raise ConfigError for a tokenizer without a default chat template, or one that takes too much time or memory.
+
+    `settings`: the contents of tokenizer_config.json.
+    """
+    template = find_template(folder, settings)
+    if template is None:
+        raise ConfigError(
+            f"the tokenizer of model.path={folder} has no chat template; add chat_template to its tokenizer_config.json, "
+            "or name an instruct model as model.path"
+        )
+    problem = bound_problem(template)
+    if problem is not None:
+        raise ConfigError(f"the chat template of model.path={folder} {problem}; correct the template")
+
+
+def find_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """Return the template of prompts: files come before tokenizer_config.json, and of several the one called "default" is it.
+
+    Raise ConfigError for several of which none is the default. chat_template.json is a processor's and is not read.
+    """
+    found: dict[str, Any] = {}
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    for name, path in files.items():
+        if path.exists():
+            found[name] = _read(path)
+    given = settings.get("chat_template")
+    if not found and isinstance(given, str):
+        found["default"] = given
+    elif not found and isinstance(given, list):
+        try:
+            found = {one["name"]: one["template"] for one in given}
+        except (KeyError, TypeError):
+            raise _wrong(folder, "a list whose items are not all a name and a template") from None
+    elif not found and given is not None:
+        raise _wrong(folder, f"a JSON {type(given).__name__}")
+    template = found.get("default")
+    if template is None and found:
+        names = ", ".join(map(repr, found))
+        raise ConfigError(
+            f"the tokenizer of model.path={folder} has the chat templates {names}, and none is called 'default'; rename one"
+        )
+    if template is not None and not isinstance(template, str):
+        raise _wrong(folder, f"a JSON {type(template).__name__} as default")
+    return template or None
+
+
+def bound_problem(template: str) -> str | None:
+    """Return that a template takes too much time or memory to render a question and its answer; None if it does not."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", render_template.__file__],
+            input=json.dumps(template).encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=WALL_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return f"does not end within {WALL_SECONDS:g} s"
+    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return f"does not end within {CPU_SECONDS} s of computing"
+    if done.returncode == OUT_OF_MEMORY or done.returncode < 0:
+        return f"needs more than {MEMORY_BYTES >> 20} MiB of memory, or recurs too deeply"
+    return None if done.returncode == 0 else f"could not be rendered to check it (exit code {done.returncode})"
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_file(path, MAX_TEMPLATE_BYTES).decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"chat template {path} cannot be read ({error.strerror}); fetch the file again") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"chat template {path} is not UTF-8 ({error.reason}); fetch the file again") from None
+
+
+def _wrong(folder: Path, found: str) -> ConfigError:
+    return ConfigError(
+        f"{folder / 'tokenizer_config.json'} has {found} as chat_template; give a text, or a list of names and templates"
+    )

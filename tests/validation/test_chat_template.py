@@ -1,0 +1,93 @@
+"""The launcher finds the chat template that transformers finds, and refuses one that would stop the ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import make_model, save_checkpoint
+from transformers import AutoTokenizer
+
+from grpo_mega.errors import ConfigError
+from grpo_mega.validation.chat_template import bound_problem, check_chat_template, find_template
+
+NAMED = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+SETTINGS: list[Any] = [None, "S", "", NAMED, NAMED[:1], [], {"default": "D"}]
+FILES: list[dict[str, str]] = [
+    {},
+    {"chat_template.jinja": "J\u2028"},
+    {"chat_template.json": json.dumps({"chat_template": "P"})},
+    {"additional_chat_templates/tool.jinja": "A"},
+    {"additional_chat_templates/default.jinja": "B"},
+    {"chat_template.jinja": "J", "additional_chat_templates/tool.jinja": "A"},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    save_checkpoint(make_model("qwen2"), path)
+    return path
+
+
+@pytest.mark.parametrize("files", FILES, ids=lambda files: "+".join(files) or "none")
+@pytest.mark.parametrize("given", SETTINGS, ids=repr)
+def test_the_template_is_the_one_that_transformers_takes(
+    folder: Path, tmp_path: Path, given: Any, files: dict[str, str]
+) -> None:
+    for path in folder.glob("tokenizer*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    settings |= {} if given is None else {"chat_template": given}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    try:
+        expected = AutoTokenizer.from_pretrained(tmp_path).get_chat_template() or None
+    except Exception:
+        expected = None
+    try:
+        found = find_template(tmp_path, settings)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+        found = None
+    if isinstance(given, dict) and not files:  # transformers takes a mapping, which no library writes
+        assert found is None
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "does not end within"),
+        ("{{ 'a' * 3 * 10 ** 9 }}", "of memory"),
+        ("{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}", "of memory"),
+        ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "recurs too deeply"),
+    ],
+)
+def test_a_template_without_bounds_is_refused(tmp_path: Path, template: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^the chat template of model\.path=\S+ .*{says}.*; correct the template$"):
+        check_chat_template(tmp_path, {"chat_template": template})
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.role }}: {{ m.content | tojson }}\u2028{% break %}{% endfor %}{{ strftime_now('%d') }}",
+        "{{ raise_exception('no user') }}",  # the ranks report it
+        "{{ range(10 ** 10) }}",  # so too: the sandbox has no such range
+    ],
+)
+def test_a_template_that_ends_is_left_to_the_ranks(template: str) -> None:
+    assert bound_problem(template) is None
+
+
+def test_a_template_file_that_is_a_pipe_or_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").mkdir()
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja cannot be read \(Is a directory\); fetch"):
+        find_template(tmp_path, {})
