@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -23,6 +24,7 @@ PositiveFloat = Annotated[float, Field(gt=0, le=MAX_NUMBER)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _named(path: Path) -> Path:
@@ -42,7 +44,14 @@ def tokens_on_rank(length: int, cp: int) -> int:
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    """Return the divisors in order, found below the root: n may be huge."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def any_divisor(n: int) -> str:
+    *others, last = map(str, divisors(n))
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 class Section(BaseModel):

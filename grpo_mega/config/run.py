@@ -14,10 +14,10 @@ from pydantic import Field, field_validator, model_validator
 from grpo_mega.config.algorithm import AlgorithmConfig
 from grpo_mega.config.base import (
     LIST,
-    MAX_NUMBER,
     MAX_RANKS,
     FilePath,
     Fraction,
+    Momentum,
     NonNegativeFloat,
     NonNegativeInt,
     NumRanks,
@@ -25,14 +25,12 @@ from grpo_mega.config.base import (
     PositiveInt,
     Seconds,
     Section,
-    divisors,
+    any_divisor,
     tokens_on_rank,
 )
 from grpo_mega.config.data import DataConfig
 from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.config.rollout import RolloutConfig, SyncConfig
-
-Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RouterConfig(Section):
@@ -81,7 +79,7 @@ class TeacherConfig(Section):
 class GuardConfig(Section):
     """Watch for spikes of gradient norms per layer, and for train-inference mismatch; see megatron/guard.py."""
 
-    grad_spike: Annotated[float, Field(gt=1, le=MAX_NUMBER)] | None = (
+    grad_spike: Annotated[PositiveFloat, Field(gt=1)] | None = (
         10.0  # warn at this multiple of the median of the layer's last norms; None: off
     )
     history: Annotated[int, Field(ge=4, le=100_000)] = 32  # optimizer steps over which the median is taken
@@ -181,7 +179,7 @@ class LayoutConfig(Section):
         if self.dp is not None and self.dp * self.cp % self.ep:
             times = f" times layout.cp={self.cp}" if self.cp > 1 else ""
             raise ValueError(
-                f"layout.ep={self.ep} does not divide layout.dp={self.dp}{times}; use {_any_divisor(self.dp * self.cp)}"
+                f"layout.ep={self.ep} does not divide layout.dp={self.dp}{times}; use {any_divisor(self.dp * self.cp)}"
             )
         if (self.vpp or 1) > 1 and self.pp == 1:
             raise ValueError(f"layout.vpp={self.vpp} needs layout.pp > 1; leave vpp out or raise pp")
@@ -214,7 +212,7 @@ class BatchConfig(Section):
         if self.prompts_per_step % self.mini_batches:
             raise ValueError(
                 f"batch.mini_batches={self.mini_batches} does not divide batch.prompts_per_step={self.prompts_per_step}; "
-                f"use {_any_divisor(self.prompts_per_step)}"
+                f"use {any_divisor(self.prompts_per_step)}"
             )
         return self
 
@@ -400,8 +398,3 @@ class Config(Section):
             )
         if column is not None and not self.teachers:
             yield f"data.teacher_column={column} needs teachers, which its values name; set them, or leave it out"
-
-
-def _any_divisor(n: int) -> str:
-    *others, last = map(str, divisors(n))
-    return f"{', '.join(others)} or {last}" if others else last

@@ -10,7 +10,7 @@ import resource
 import sys
 from typing import Any
 
-CPU_SECONDS = 4
+CPU_SECONDS = 3
 MEMORY_BYTES = 1 << 30
 OUT_OF_MEMORY = 3
 _QUESTION = {"role": "user", "content": "question"}
