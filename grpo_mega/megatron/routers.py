@@ -35,6 +35,7 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.types import PackedBatch, StepMetrics
 
 _AUX, _Z, _TOKENS = -3, -2, -1  # columns of sums, after those of the experts
+_UNLIMITED = 1e9  # a capacity factor at which Megatron drops nothing
 
 
 def settings(config: RouterConfig) -> dict[str, Any]:
@@ -45,7 +46,8 @@ def settings(config: RouterConfig) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_bias_update_rate": 0.0,  # Megatron would move the bias at every pass, also of updates that are dropped
-        "moe_expert_capacity_factor": config.capacity_factor,
+        # Megatron lets padding take tokens' places. Tokens are dropped here, but its dispatcher must know that some are.
+        "moe_expert_capacity_factor": None if config.capacity_factor is None else _UNLIMITED,
     }
 
 
@@ -63,7 +65,8 @@ class _Tokens:
 class _Pass:
     """A micro-batch's pass through a router."""
 
-    tokens: _Tokens | None = None  # in updates only
+    tokens: _Tokens | None = None  # in updates, and with a capacity factor in all passes
+    is_counted: bool = False  # in updates only
     routes: Tensor | None = None  # the experts to replay, see Replay.part_of
 
 
@@ -116,10 +119,11 @@ class Routers:
     def begin(self, chunk: int, batch: PackedBatch) -> None:
         """Announce the micro-batch of the chunk's next forward pass."""
         if self._chunks[chunk]:
-            tokens = self._tokens_of(batch) if self._is_updating else None
+            is_needed = self._is_updating or self._config.capacity_factor is not None
+            tokens = self._tokens_of(batch) if is_needed else None
             routes = self._replay.part_of(batch) if self._replay else None
             for watched in self._chunks[chunk]:
-                watched.begun = _Pass(tokens, routes)
+                watched.begun = _Pass(tokens, self._is_updating, routes)
 
     def choosing(self) -> AbstractContextManager[None]:
         """Let the routers choose by themselves inside, also where they replay an engine's choices."""
@@ -186,7 +190,7 @@ class Routers:
         begun, watched.begun = watched.begun, None
         if begun is None:
             return watched.to_recompute.popleft() if watched.to_recompute and torch.is_grad_enabled() else _Pass(), False
-        if begun.tokens and not torch.is_grad_enabled():
+        if begun.is_counted and not torch.is_grad_enabled():
             watched.to_recompute.append(begun)
         return begun, True
 
@@ -195,14 +199,14 @@ class Routers:
         (begun, is_first), has_grad = self._next_pass(watched), torch.is_grad_enabled()
         if self._replay and watched.replayed:
             watched.replayed.begin(begun.routes, self._replay.is_compared(watched.layer))
-        if (tokens := begun.tokens) is None:
-            return watched.route(logits, padding_mask)
+        if (tokens := begun.tokens) is None or not begun.is_counted:
+            return self._within_capacity(*watched.route(logits, padding_mask), tokens)
         sums_C = self._sums_LC[watched.layer]
         if has_grad and self._config.z_loss_coeff:
             z_loss = (torch.logsumexp(logits[:, 0].float(), dim=-1).square() * tokens.is_real_t).sum() / self._totals[1]
             sums_C[_Z] += z_loss.detach()
             logits = MoEAuxLossAutoScaler.apply(logits, self._config.z_loss_coeff * z_loss)
-        probs, routing_map = watched.route(logits, padding_mask)
+        probs, routing_map = self._within_capacity(*watched.route(logits, padding_mask), tokens)
         if is_first:
             sums_C[:_AUX] += (routing_map & tokens.is_real_t[:, None]).sum(dim=0)
             sums_C[_TOKENS] += tokens.is_real_t.sum()
@@ -211,6 +215,29 @@ class Routers:
             sums_C[_AUX] += aux_loss.detach()
             probs = MoEAuxLossAutoScaler.apply(probs, self._config.aux_loss_coeff * aux_loss)
         return probs, routing_map
+
+    def _within_capacity(self, probs_tE: Tensor, map_tE: Tensor, tokens: _Tokens | None) -> tuple[Tensor, Tensor]:
+        """Drop the choices of each expert beyond its capacity, those of the smallest weights first; padding chooses nothing.
+
+        The capacity is that of the micro-batch's row, whose parts the ranks that share it put together. Of equal weights, as
+        samples of one prompt have them, the first in the row stay, so that the row's length does not matter.
+        """
+        if self._config.capacity_factor is None or tokens is None:
+            return probs_tE, map_tE
+        with torch.no_grad():
+            chosen_tE = map_tE & tokens.is_real_t[:, None]
+            weights_tE = probs_tE.float().masked_fill(~chosen_tE, -1.0)
+            group = parallel_state.get_tensor_and_context_parallel_group()
+            parts = [torch.empty_like(weights_tE) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, weights_tE.contiguous(), group=group)
+            weights_TE, first = torch.cat(parts), dist.get_rank(group) * len(weights_tE)
+            num_real = (weights_TE >= 0).any(dim=1).sum(dtype=torch.float64)
+            capacity = (num_real * self._topk / weights_TE.shape[1] * self._config.capacity_factor).ceil()
+            order_TE = weights_TE.argsort(dim=0, descending=True, stable=True)
+            places = torch.arange(len(order_TE), device=order_TE.device)[:, None].expand_as(order_TE)
+            rank_TE = torch.empty_like(order_TE).scatter_(0, order_TE, places)
+            kept_tE = chosen_tE & (rank_TE < capacity)[first : first + len(chosen_tE)]
+        return probs_tE * kept_tE, kept_tE
 
     def _aux_loss(self, router: Any, logits_tE: Tensor, tokens: _Tokens) -> Tensor:
         """Return this rank's part of the loss of the row that it shares; only scores have a gradient."""

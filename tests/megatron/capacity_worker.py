@@ -1,0 +1,82 @@
+"""One rank of the capacity tests: updates with model.router.capacity_factor over rows of several lengths."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from offload_worker import Trainee, make_config_of, make_groups
+from ranks import run_cases
+
+from grpo_mega.algorithm.advantages import assign_advantages
+from grpo_mega.batching.pack import pack
+from grpo_mega.megatron.routers import Routers
+
+FACTOR = 0.7
+MULTIPLES = (2, 48, 130)  # of rows' lengths
+LAYOUTS = {
+    1: ("tp=1", "tp=1 model.recompute=full", "tp=1 model.recompute=selective"),
+    2: ("dp=2,ep=2", "dp=2,ep=2 model.recompute=full", "tp=2,ep=2,sequence_parallel=true", "cp=2", "pp=2"),
+}
+SIZES = {"hidden_size": 44, "vocab_size": 304}
+real_dropping = Routers._within_capacity
+
+
+def update(text: str, multiple: int) -> list[dict[str, float]]:
+    """Return the metrics of two mini-batches. Each is one micro-batch per data-parallel rank, of an odd number of tokens."""
+    layout, *overrides = text.split(" ")
+    config = make_config_of(
+        f"{layout} float32", f"model.router.capacity_factor={FACTOR}", "batch.tokens_per_micro_batch=400", *overrides
+    )
+    trainee = Trainee(config, "qwen3_moe", **SIZES)
+    groups = make_groups(3)
+    samples = assign_advantages(groups, config.algorithm, max_response_length=24)
+    half = len(samples) // 2
+    mini_batches = [samples[:half], samples[half:]]
+    arguments = trainee.policy.packing | {"length_multiple": math.lcm(multiple, trainee.policy.packing["length_multiple"])}
+    batches = pack(mini_batches, [[0.01] * half] * 2, token_budget=400, **arguments)
+    assert all(len(mini_batch) == 1 for mini_batch in batches)
+    return trainee.policy.update(trainee.policy.attach_logprobs(batches))
+
+
+def check_row_lengths(text: str, rank: int, folder: Path) -> None:
+    found = {multiple: update(text, multiple) for multiple in MULTIPLES}
+    if rank == 0:
+        (folder / f"{text}.json").write_text(json.dumps(found))
+
+
+def check_choices(rank: int, folder: Path) -> None:
+    """Compare what is kept with loops over tokens and experts."""
+    num_dropped = 0
+
+    def checked(self: Routers, probs_tE: torch.Tensor, map_tE: torch.Tensor, tokens: Any) -> Any:
+        nonlocal num_dropped
+        probs, kept = real_dropping(self, probs_tE, map_tE, tokens)
+        is_real = tokens.is_real_t.tolist()
+        num_experts = map_tE.shape[1]
+        capacity = math.ceil(sum(is_real) * self._topk / num_experts * FACTOR)
+        for expert in range(num_experts):
+            chosen = [t for t, real in enumerate(is_real) if real and map_tE[t, expert]]
+            best = sorted(chosen, key=lambda t: (-float(probs_tE[t, expert]), t))[:capacity]
+            assert kept[:, expert].nonzero()[:, 0].tolist() == sorted(best)
+            num_dropped += len(chosen) - len(best)
+        assert torch.equal(probs, probs_tE * kept)
+        return probs, kept
+
+    Routers._within_capacity = checked  # type: ignore[method-assign]
+    try:
+        update("tp=1", 48)
+    finally:
+        Routers._within_capacity = real_dropping  # type: ignore[method-assign]
+    assert num_dropped > 50
+
+
+if __name__ == "__main__":
+    num_ranks = int(sys.argv[2])
+    cases = {text: partial(check_row_lengths, text) for text in LAYOUTS[num_ranks]}
+    run_cases(cases | ({"choices": check_choices} if num_ranks == 1 else {}))

@@ -1,0 +1,52 @@
+"""With a capacity factor experts drop tokens, and padding neither takes their places nor changes how many there are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from capacity_worker import LAYOUTS, MULTIPLES
+from ranks import Results, launch
+
+pytestmark = pytest.mark.distributed
+
+WORKER = Path(__file__).with_name("capacity_worker.py")
+CASES = [text for texts in LAYOUTS.values() for text in texts]
+NAMES = ("loss/total", "loss/policy", "grad_norm", "kl/mean", "mismatch/k3", "moe/dropped_tokens", "moe/load_max")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, dict[str, dict[str, list[dict[str, float]]]]]:
+    problems: Results = {}
+    found = {}
+    for num_ranks, texts in LAYOUTS.items():
+        folder = tmp_path_factory.mktemp(f"ranks{num_ranks}")
+        problems |= launch(WORKER, num_ranks, folder)
+        found |= {t: json.loads((folder / f"{t}.json").read_text()) for t in texts if (folder / f"{t}.json").exists()}
+    return problems, found
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_the_length_of_a_row_does_not_change_what_experts_drop(results: tuple[Results, dict], text: str) -> None:
+    problems, found = results
+    assert problems[text] == []
+    short, *longer = (found[text][str(multiple)] for multiple in MULTIPLES)
+    assert all(0.3 < metrics["moe/dropped_tokens"] < 0.7 for metrics in short)
+    for metrics in longer:
+        for mine, expected in zip(metrics, short, strict=True):
+            assert mine["moe/dropped_tokens"] == expected["moe/dropped_tokens"]
+            assert {n: mine[n] for n in NAMES} == pytest.approx({n: expected[n] for n in NAMES}, rel=1e-4, abs=1e-8)
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_passes_for_log_probs_drop_what_the_update_drops(results: tuple[Results, dict], text: str) -> None:
+    for metrics in results[1][text].values():
+        assert metrics[0]["ratio/mean"] == pytest.approx(1, abs=1e-6) and metrics[0]["ratio/max"] == pytest.approx(1, abs=1e-5)
+
+
+def test_an_expert_keeps_its_best_tokens_up_to_its_capacity(results: tuple[Results, dict]) -> None:
+    assert results[0]["choices"] == []
+    layouts = [results[1][text]["48"] for text in ("tp=1", "tp=2,ep=2,sequence_parallel=true", "cp=2", "pp=2")]
+    for metrics in layouts[1:]:  # ranks that share a row have one capacity
+        assert [m["moe/dropped_tokens"] for m in metrics] == [m["moe/dropped_tokens"] for m in layouts[0]]
