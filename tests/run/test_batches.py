@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega import config as configs
 from grpo_mega.algorithm.advantages import ADVANTAGES, assign_advantages
-from grpo_mega.run.batches import drop_zero_variance, is_zero_variance, make_batches
+from grpo_mega.run.batches import _penalty, drop_zero_variance, is_zero_variance, make_batches
 from grpo_mega.types import Group, Prompt, Sample
 from tools.conformance import oracle_advantages
 
@@ -199,6 +200,19 @@ def test_a_group_at_the_mean_of_the_step_has_advantages_of_exactly_zero(recipe: 
         settings = config(recipe=recipe, group_size=2)
         settings = settings.model_copy(update={"rewards": settings.rewards.model_validate({"functions": functions})})
         assert drop_zero_variance(settings, step) == (step[1:], step[:1])
+
+
+@pytest.mark.parametrize(("kl_clamp", "expected"), [(2.5, 2.5), (30.0, math.exp(3.1) - 4.1), (None, math.exp(3.1) - 4.1)])
+def test_the_kl_penalty_of_a_reward_has_the_bound_of_the_config(kl_clamp: float | None, expected: float) -> None:
+    a = config(kl_in="reward", kl_beta=0.1, kl_clamp=kl_clamp).algorithm
+    old = torch.tensor([-4.0, -4.0, -4.0], dtype=torch.float64)
+    batch: Any = SimpleNamespace(old_logprobs=old, ref_logprobs=old + torch.tensor([3.1, 0.2, 0.0], dtype=torch.float64))
+    penalty = _penalty(a, batch)
+    assert penalty is not None and penalty.tolist() == pytest.approx([expected, math.exp(0.2) - 1.2, 0.0], rel=1e-9)
+    mse = _penalty(a.model_copy(update={"kl_penalty_type": "mse"}), batch)
+    assert mse is not None and mse.tolist() == pytest.approx([3.1**2 / 2, 0.02, 0.0], rel=1e-9)
+    batch.ref_logprobs = None
+    assert _penalty(a, batch) is None  # a stage without log-probs
 
 
 def test_a_long_response_is_punished_where_steps_alone_are_rewarded() -> None:
