@@ -98,7 +98,7 @@ def generate_ahead(job: RolloutJob, step: int) -> None:
     """Wait for what engine ranks generated while the step trained, if there are any; then they have nothing under way."""
     num_ahead = job.config.rollout.num_ahead(job.config.batch.prompts_per_step)
     if num_ahead and step + 1 < job.config.steps:
-        backlog = job.backlog.drawn_up_to(num_ahead, job.prompts, ())
+        backlog = job.backlog.drawn_up_to(num_ahead, job.draw, ())
         job.backlog = job.rollouts.generate_ahead(backlog, step)
 
 
@@ -114,7 +114,7 @@ def generate(job: RolloutJob, step: int) -> tuple[list[Group], Backlog, StepMetr
     backlog = job.backlog.restarted(oldest=step - config.rollout.max_staleness)
     dropped: dict[str, list[Group]] = {"gold_unparsable": [], "equal_rewards": []}
     for attempt in range(1 + config.algorithm.dynamic_sampling_tries):
-        backlog = backlog.drawn_up_to(config.rollout.num_drawn(wanted), job.prompts, seen)
+        backlog = backlog.drawn_up_to(config.rollout.num_begun(wanted), job.draw, seen)
         if not backlog.groups:  # the data set is small, and all of it was drawn
             break
         seen |= {group.prompt.id for group in backlog.groups}

@@ -1,4 +1,4 @@
-"""The containers that cross package borders: Prompt, Sample, Group, PackedBatch, StepMetrics.
+"""The containers that cross package borders: Prompt, Turn, Sample, Group, PackedBatch, StepMetrics.
 
 Plain dataclasses without behaviour beyond derived sizes. torch is imported for annotations only, so that processes without
 tensors (reward workers, the command line) stay light.
@@ -33,6 +33,14 @@ class Prompt:
     prefill: str = ""
     extras: dict[str, Any] = field(default_factory=dict)
     given: dict[str, Any] = field(default_factory=dict)  # the row's prompt, also as "prompts", and answer, by their columns
+
+
+class Turn(NamedTuple):
+    """A prompt as the data's order draws it: once in every epoch of its set."""
+
+    prompt: Prompt
+    source: int = 0  # number of its set, each of which has epochs of its own
+    epoch: int = 0
 
 
 class Span(NamedTuple):

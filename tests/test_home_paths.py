@@ -17,7 +17,7 @@ from grpo_mega import config as configs
 from grpo_mega.commands.options import EvalOptions, PlanOptions, add_options, read_options
 from grpo_mega.commands.trl_flags.sources import find_data
 from grpo_mega.config import Config
-from grpo_mega.config.base import Section, UserPath
+from grpo_mega.config.base import Section, FilePath
 from grpo_mega.planner.lengths import read_lengths
 
 RAW: dict[str, Any] = {
@@ -59,11 +59,11 @@ def path_keys(section: type[Section]) -> list[str]:
         pending = [field.annotation]
         while pending:
             one = pending.pop()
-            if one is Path and not field.metadata and UserPath not in typing.get_args(field.annotation):
+            if one is Path and not field.metadata and FilePath not in typing.get_args(field.annotation):
                 found.append(f"{section.__name__}.{name}")
             elif isinstance(one, type) and not isinstance(one, types.GenericAlias) and issubclass(one, Section):
                 found += path_keys(one)
-            elif one is not UserPath:
+            elif one is not FilePath:
                 pending += typing.get_args(one)
     return found
 

@@ -13,8 +13,8 @@ PACKAGE = ROOT / "grpo_mega"
 
 # A module or package directly below grpo_mega imports only those before it.
 ORDER = """
-__init__ errors text console files yaml_text json_lines processes temporary http_client types paths config weights batching rewards
-data algorithm hardware observe distributed formats validation rollout megatron planner sync run commands train cli grpo
+__init__ errors text console files yaml_text json_lines processes temporary http_client types paths config weights batching
+rewards data algorithm hardware observe distributed formats validation rollout megatron planner sync run commands train cli grpo
 """
 
 # Third-party packages that only some may import, by path below the package.

@@ -74,7 +74,8 @@ def _generate(config: Config, folder: Path) -> None:
     """Generate and score the responses to the config's first prompts, and write them to `folder`."""
     with open_job(config.model_copy(update={"run_dir": folder / "run"})) as job:
         job.colocation.sync_weights(version=0)
-        groups = job.rollouts.generate(job.prompts(0)[: config.batch.prompts_per_step], 0, "sampling")
+        prompts = [turn.prompt for turn in job.draw(0)]
+        groups = job.rollouts.generate(prompts[: config.batch.prompts_per_step], 0, "sampling")
     torch.save(groups, folder / "groups.pt")
 
 

@@ -78,10 +78,6 @@ class RolloutConfig(Section):
         """Return the number of prompts that are begun, or continued, while a step trains."""
         return self.max_staleness * prompts_per_step if self.is_separate else 0
 
-    def num_drawn(self, prompts_per_step: int) -> int:
-        """Return the number of prompts that there must be before a step begins: until then it draws more."""
-        return self.num_begun(prompts_per_step) if self.carries else 1
-
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
         for name in self.server_args:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,12 @@ from grpo_mega.errors import ConfigError
 Ints = NDArray[np.int64]
 _GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 are spread evenly, however many are taken
 _MIXING = 1 << 63  # the key of the first step's offset; epochs, the other keys, stay below
+
+
+class Draw(NamedTuple):
+    source: int  # number of the set
+    index: int  # into all sets
+    epoch: int  # of the set
 
 
 class Sampler:
@@ -46,12 +53,17 @@ class Sampler:
 
     def indices(self, step: int) -> list[int]:
         """Return the prompts of step `step` (from 0): distinct indices into all sets, one set after another."""
-        places: list[tuple[float, int, int]] = []  # (where in the step, set, index)
+        return [draw.index for draw in self.draws(step)]
+
+    def draws(self, step: int) -> list[Draw]:
+        """Return the prompts of step `step` with their sets and epochs."""
+        places: list[tuple[float, Draw]] = []  # (where in the step, what is there)
         sets = zip(self._firsts, self._orders, self._begins(step).T, strict=True)
         for number, (first, order, begins) in enumerate(sets):
-            drawn = order.last_step(begins)
-            places += [((i + 0.5) / len(drawn), number, first + index) for i, index in enumerate(drawn)]
-        return [index for _, _, index in sorted(places)]
+            drawn, begin = order.last_step(begins), int(begins[-2])
+            for i, index in enumerate(drawn):
+                places.append(((i + 0.5) / len(drawn), Draw(number, first + index, (begin + i) // order.num_prompts)))
+        return [draw for _, draw in sorted(places)]
 
     def _begins(self, step: int) -> Ints:
         """Return [step + 2, num_sets]: the number of prompts drawn from each set before steps 0, 1, ..., step + 1.
@@ -72,6 +84,7 @@ class _EndlessOrder:
     most_per_step: int
     key: int
     shuffle: bool
+    _last: dict[int, Ints] = field(default_factory=dict)  # the order of the last epoch asked for, which later ones depend on
 
     def last_step(self, begins: Ints) -> list[int]:
         """Return the prompts of the last step, where step i draws the places begins[i] to begins[i + 1] of the order."""
@@ -87,9 +100,12 @@ class _EndlessOrder:
         """Return the order of an epoch. Only its first 2 * most_per_step places depend on the epoch before."""
         is_tail_independent = self.num_prompts >= 3 * self.most_per_step
         first = max(0, epoch - 1) if is_tail_independent else 0
-        order = self._permutation(first)
+        known = [number for number in self._last if first <= number <= epoch]
+        first, order = (known[0], self._last[known[0]]) if known else (first, self._permutation(first))
         for later in range(first + 1, epoch + 1):
             order = self._following(order, later, begins)
+        self._last.clear()
+        self._last[epoch] = order
         return order
 
     def _following(self, previous: Ints, epoch: int, begins: Ints) -> Ints:

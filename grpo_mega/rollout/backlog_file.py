@@ -1,7 +1,7 @@
 """The backlog of partial rollouts as a file of a checkpoint: tokens and log-probs as arrays, the rest as JSON in the header.
 
 Prompts are named by their place in the training data, with a checksum of their tokens: where the data has another prompt there
-now, the group is dropped, and the ledger says so.
+now, a deferred turn is dropped, and so is a group, which the ledger counts if it has tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from grpo_mega.rollout.backlog import Backlog, num_tokens
 from grpo_mega.rollout.sample_arrays import arrays_of, fields_of, samples_of
-from grpo_mega.types import Group, Prompt
+from grpo_mega.types import Group, Prompt, Turn
 
 FILE = "backlog.safetensors"
 
@@ -28,19 +28,21 @@ def num_bytes(backlog: Backlog) -> int:
     """Return the size of the file, roughly."""
     samples = [sample for group in backlog.groups for sample in group.samples]
     num_routes = sum(sample.routes.experts.nbytes for sample in samples if sample.routes)
-    return 8 * num_tokens(backlog.groups) + num_routes + 512 * (len(backlog.groups) + len(samples))
+    return 8 * num_tokens(backlog.groups) + num_routes + 512 * (len(backlog.groups) + len(samples) + len(backlog.deferred))
 
 
 def write(backlog: Backlog, folder: Path) -> None:
     """Write the file, unless there is nothing to write."""
-    if not (backlog.groups or backlog.ledger):
+    if not (backlog.groups or backlog.ledger or backlog.deferred):
         return
     samples = [sample for group in backlog.groups for sample in group.samples]
     groups = [
         {"prompt": g.prompt.id, "checksum": _checksum(g.prompt), "samples": [fields_of(s) for s in g.samples]}
         for g in backlog.groups
     ]
-    save_file(arrays_of(samples), folder / FILE, {"groups": json.dumps(groups), "ledger": json.dumps(backlog.ledger)})
+    deferred = [[t.prompt.id, _checksum(t.prompt), t.source, t.epoch] for t in backlog.deferred]
+    header = {"groups": groups, "ledger": backlog.ledger, "deferred": deferred}
+    save_file(arrays_of(samples), folder / FILE, {name: json.dumps(value) for name, value in header.items()})
 
 
 def read(folder: Path, draws: int, prompt_of: Callable[[int], Prompt | None]) -> Backlog:
@@ -51,16 +53,32 @@ def read(folder: Path, draws: int, prompt_of: Callable[[int], Prompt | None]) ->
         header = file.metadata()
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # a file is no mapping
     rows = json.loads(header["groups"])
-    prompts = [prompt_of(row["prompt"]) for row in rows]
+    prompts = [_same_prompt(prompt_of, row["prompt"], row["checksum"]) for row in rows]
     stand_ins = [prompt or Prompt(row["prompt"], "", (), "") for prompt, row in zip(prompts, rows, strict=True)]
     fields = ((prompt, one) for prompt, row in zip(stand_ins, rows, strict=True) for one in row["samples"])
     samples = samples_of(arrays, fields)
     groups, changed = list[Group](), list[Group]()
     for row, prompt, stand_in in zip(rows, prompts, stand_ins, strict=True):
-        is_same = prompt is not None and _checksum(prompt) == row["checksum"]
         group = Group(stand_in, list(islice(samples, len(row["samples"]))))
-        (groups if is_same else changed).append(group)
-    return Backlog(draws, tuple(groups), Counter(json.loads(header["ledger"]))).dropped("data_changed", changed)
+        if prompt is not None:
+            groups.append(group)
+        elif group.samples:
+            changed.append(group)
+    found = [(_same_prompt(prompt_of, number, checksum), place) for number, checksum, *place in _deferred(header)]
+    deferred = tuple(Turn(prompt, *place) for prompt, place in found if prompt is not None)
+    return Backlog(draws, tuple(groups), Counter(json.loads(header["ledger"])), deferred).dropped("data_changed", changed)
+
+
+def _deferred(header: dict[str, str]) -> list[list[int]]:
+    """Return a row of prompt, checksum, set and epoch for each deferred turn; older files have none."""
+    rows: list[list[int]] = json.loads(header.get("deferred", "[]"))
+    return rows
+
+
+def _same_prompt(prompt_of: Callable[[int], Prompt | None], number: int, checksum: int) -> Prompt | None:
+    """Return the prompt of the data with this id, unless it is another one than when the file was written."""
+    prompt = prompt_of(number)
+    return prompt if prompt is not None and _checksum(prompt) == checksum else None
 
 
 def _checksum(prompt: Prompt) -> int:

@@ -32,7 +32,7 @@ from grpo_mega.run.inputs import RunInputs
 from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.run.rollout import Rollouts
 from grpo_mega.sync.colocation import Colocation
-from grpo_mega.types import Prompt, StepMetrics
+from grpo_mega.types import Prompt, StepMetrics, Turn
 
 
 @dataclass
@@ -60,9 +60,9 @@ class RolloutJob:
         """Return the held-out prompts by the names of their sets; "" where there is only one without a name."""
         return {name: prompts[: self.config.eval.num_prompts] for name, prompts in self.data.heldout_sets.items()}
 
-    def prompts(self, draw: int) -> list[Prompt]:
-        """Return the prompts of the given draw, which is the step's number unless steps drew several, or none."""
-        return [self.data.train[i] for i in self.sampler.indices(draw)]
+    def draw(self, number: int) -> list[Turn]:
+        """Return the prompts of draw `number`, which is the step's number unless steps drew several, or none."""
+        return [Turn(self.data.train[one.index], one.source, one.epoch) for one in self.sampler.draws(number)]
 
     def resume(self) -> int:
         """Take what waits to be trained from the last checkpoint, if there is one; return the number of finished steps."""

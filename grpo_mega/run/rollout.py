@@ -13,7 +13,7 @@ from grpo_mega.observe.progress import progress
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rewards.scorer import VERDICTS, Scorer, failures_of
 from grpo_mega.rollout import exchange
-from grpo_mega.rollout.backlog import Backlog, needed_of
+from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.phase import Generator, Phase
 from grpo_mega.types import Group, Prompt, Sample
@@ -50,7 +50,8 @@ class Rollouts:
         broken.
         """
         fresh = [Group(prompt, []) for prompt in prompts]
-        return self._phase(fresh, step, description, sampling or self.sampling, len(fresh), is_evaluation)[0]
+        chosen = sampling or self.sampling
+        return self._phase(fresh, step, description, chosen, len(fresh), is_evaluation=is_evaluation)[0]
 
     def generate_from(self, backlog: Backlog, step: int, description: str, wanted: int) -> tuple[list[Group], Backlog]:
         """Return the first `wanted` scored groups of the backlog that finish, and the backlog without them."""
@@ -59,10 +60,10 @@ class Rollouts:
             num_begun = rollout.num_begun(wanted)
             kept, _ = self._phase(backlog.groups[:num_begun], step, description, self.sampling, wanted)
             return kept, replace(backlog, groups=backlog.groups[num_begun:])
-        needed = needed_of(backlog.groups, step - rollout.max_staleness)
+        needed = backlog.needed(oldest=step - rollout.max_staleness)
         num_begun = max(rollout.num_begun(wanted), 1 + max(needed, default=-1))
         before = backlog.groups[:num_begun]
-        kept, rest = self._phase(before, step, description, self.sampling, wanted)
+        kept, rest = self._phase(before, step, description, self.sampling, wanted, needed)
         return kept, backlog.after_phase(before, kept, rest)
 
     def generate_ahead(self, backlog: Backlog, step: int) -> Backlog:
@@ -79,10 +80,13 @@ class Rollouts:
         description: str,
         sampling: Sampling,
         wanted: int | None,
+        needed: Sequence[int] = (),
+        *,
         is_evaluation: bool = False,
     ) -> tuple[list[Group], list[Group]]:
-        """Generate until `wanted` of the groups are whole; return these, scored, and all others, in their order, on every rank.
-        With `wanted` None generate until the trainer ranks are here, too, and return none.
+        """Generate until `wanted` of the groups are whole, those in the places `needed` among them; return these, scored, and
+        all others, in their order, on every rank. With `wanted` None generate until the trainer ranks are here, too, and return
+        none.
 
         Samples are scored as they finish, on the rank that generated them; those of unfinished groups are scored later. Without
         partial rollouts the others are returned as they were given.
@@ -90,7 +94,6 @@ class Rollouts:
         keeps_rest = self.config.rollout.carries and not is_evaluation
         oldest = step - self.config.rollout.max_staleness if keeps_rest else step
         is_whole = [group.is_complete(sampling.group_size) for group in groups]
-        needed = needed_of(groups, oldest) if keeps_rest and wanted is not None else ()
         phase = self._generate(groups, step, description, sampling, wanted, needed)
         mine = phase.mine | (phase.rest if keeps_rest else {})
         self.scorer.keep(group for group in mine.values() if group.is_complete(sampling.group_size))

@@ -17,7 +17,7 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.planner import generation
 from grpo_mega.planner.generation import Engines, Group, Response, Schedule, mean_wait, run_phase
 from grpo_mega.planner.lengths import Lengths, assumed_lengths, read_lengths
-from grpo_mega.rollout.backlog import Backlog, needed_of
+from grpo_mega.rollout.backlog import Backlog
 
 PROMPT = 7.0
 
@@ -230,10 +230,10 @@ def test_steps_continue_what_the_backlog_of_a_run_would(begun: int, ahead: int, 
     draws = generation._draws(distribution, schedule)
     lengths: dict[int, list[int]] = {}
 
-    def draw(number: int) -> list[types.Prompt]:
+    def draw(number: int) -> list[types.Turn]:
         new = {len(lengths) + place: [r.length for r in group.responses] for place, group in enumerate(next(draws))}
         lengths.update(new)
-        return [types.Prompt(key, "", (), "") for key in new]
+        return [types.Turn(types.Prompt(key, "", (), "")) for key in new]
 
     def phase(groups: Sequence[types.Group], step: int, wanted: float, needed: set[int], until: float) -> Any:
         sizes = [lengths[group.prompt.id] for group in groups]
@@ -246,7 +246,7 @@ def test_steps_continue_what_the_backlog_of_a_run_would(begun: int, ahead: int, 
     for step in range(generation.MEASURED + 1 + staleness):
         oldest = step - staleness
         backlog = backlog.restarted(oldest).drawn_up_to(begun, draw, ())
-        needed = needed_of(backlog.groups, oldest)
+        needed = backlog.needed(oldest)
         before = backlog.groups[: max(begun, 1 + max(needed, default=-1))]
         seconds, now = phase(before, step, wanted, set(needed), math.inf)
         waits.append(seconds)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import random
 from array import array
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from grpo_mega.rollout import backlog_file
-from grpo_mega.rollout.backlog import Backlog, needed_of
-from grpo_mega.types import Group, Prompt, Sample, Span
+from grpo_mega.rollout.backlog import Backlog
+from grpo_mega.types import Group, Prompt, Sample, Span, Turn
 
 PROMPTS = [Prompt(id=3 * i, text=f"p{i}\u2028\ud800", token_ids=(i, 7, 70_000 + i), answer="") for i in range(12)]
 SIZE = 3
@@ -33,9 +36,9 @@ def group(place: int, *spans: tuple[int, int], finished: bool = True) -> Group:
     return Group(PROMPTS[place], [sample(PROMPTS[place], i, *spans, finished=finished or i > 0) for i in range(SIZE)])
 
 
-def draw(number: int) -> list[Prompt]:
-    """Four prompts a draw, over and over."""
-    return [PROMPTS[(4 * number + i) % len(PROMPTS)] for i in range(4)]
+def draw(number: int) -> list[Turn]:
+    """Four prompts a draw, over and over; an epoch is three draws."""
+    return [Turn(PROMPTS[(4 * number + i) % len(PROMPTS)], 0, number // 3) for i in range(4)]
 
 
 def ids(backlog: Backlog) -> list[int]:
@@ -48,8 +51,47 @@ def test_prompts_are_drawn_in_their_order_until_there_are_enough_and_none_is_the
     assert first.drawn_up_to(8, draw, ()) == first
     assert ids(first.drawn_up_to(9, draw, {27, 30})) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 11]
     everything = first.drawn_up_to(99, draw, ())
-    assert ids(everything) == list(range(12)) and everything.draws == 4  # the fourth draw brought nothing new
-    assert Backlog(draws=7).drawn_up_to(1, draw, {prompt.id for prompt in PROMPTS}) == Backlog(draws=8)
+    assert ids(everything) == list(range(12)) and everything.draws == 3  # further draws would bring nothing new
+    assert Backlog(draws=7).drawn_up_to(1, draw, {prompt.id for prompt in PROMPTS}) == Backlog(draws=7)
+
+
+def deferred(backlog: Backlog) -> list[tuple[int, int]]:
+    return [(turn.prompt.id // 3, turn.epoch) for turn in backlog.deferred]
+
+
+def test_a_prompt_that_is_not_free_is_deferred_and_comes_first_later() -> None:
+    held = Backlog(draws=3, groups=(group(1, (0, 2)), group(2, (0, 2))))
+    after = held.drawn_up_to(4, draw, {9})
+    assert (ids(after), deferred(after), after.draws) == ([1, 2, 0, 4, 5, 6, 7], [(1, 1), (2, 1), (3, 1)], 5)
+    assert after.ledger["deferred_prompts"] == 3
+    assert after.needed(oldest=-1) == [0, 1]  # the places of groups for which a turn waits
+    free = replace(after, groups=after.groups[3:])
+    later = free.drawn_up_to(6, draw, ())
+    assert (ids(later), deferred(later), later.draws) == ([4, 5, 6, 7, 1, 2], [(3, 1)], 5)  # and no more than are asked for
+    assert later.ledger["deferred_prompts"] == 3
+    last = later.drawn_up_to(8, draw, ())
+    assert (ids(last), deferred(last), last.draws) == ([4, 5, 6, 7, 1, 2, 3, 8, 9, 10, 11], [], 6)
+
+
+def test_no_turn_begins_two_epochs_after_one_that_is_deferred() -> None:
+    backlog, held = Backlog(), group(0, (0, 2))
+    for _ in range(12):
+        backlog = replace(backlog, groups=(held,)).drawn_up_to(4, draw, ())
+        begun = [place for place in ids(backlog) if place != 0]
+    assert begun == [] and backlog.draws == 6  # epochs 0 and 1 are drawn, and the turn of epoch 0 still waits
+    assert deferred(backlog) == [(0, 0), (0, 1)]
+    freed = replace(backlog, groups=()).drawn_up_to(4, draw, ())
+    assert ids(freed)[0] == 0 and len(freed.groups) >= 4
+
+
+def test_sets_have_epochs_of_their_own() -> None:
+    def of_two_sets(number: int) -> list[Turn]:
+        """The first set has one prompt, and an epoch with each draw; the second is large."""
+        return [Turn(PROMPTS[0], 0, number), Turn(PROMPTS[1 + number % 11], 1, number // 11)]
+
+    held = Backlog(groups=(group(0, (0, 2)),))
+    found = held.drawn_up_to(9, of_two_sets, ())
+    assert ids(found) == [0, 1, 2, 3] and deferred(found) == [(0, 0), (0, 1), (0, 2)]
 
 
 def test_a_group_that_would_be_too_old_is_needed_in_time_and_begins_again_in_its_place_where_it_was_not() -> None:
@@ -61,7 +103,7 @@ def test_a_group_that_would_be_too_old_is_needed_in_time_and_begins_again_in_its
     )
     ledger = Backlog().after_phase([Group(g.prompt, []) for g in groups], [], groups).ledger
     backlog = Backlog(2, groups, ledger)
-    assert (needed_of(groups, 4), needed_of(groups, 5), needed_of(groups, 3)) == ([0], [1], [])
+    assert (backlog.needed(4), backlog.needed(5), backlog.needed(3)) == ([0], [1], [])
     assert backlog.restarted(4) == backlog
     again = backlog.restarted(6)
     assert ids(again) == [0, 1, 2, 3] and [bool(g.samples) for g in again.groups] == [False, False, True, False]
@@ -70,6 +112,7 @@ def test_a_group_that_would_be_too_old_is_needed_in_time_and_begins_again_in_its
         "ledger/begun_tokens": 42.0,
         "ledger/carried_groups": 0.0,
         "ledger/carried_tokens": 0.0,
+        "ledger/deferred_prompts": 0.0,
         "ledger/dropped_groups/stale": 2.0,
         "ledger/dropped_tokens/stale": 36.0,
         "ledger/trained_groups": 0.0,
@@ -118,7 +161,9 @@ def test_what_is_written_is_read_again_to_the_bit(tmp_path: Path) -> None:
     )
     scored.samples[2] = replace(scored.samples[2], reward=math.pi, step_rewards=[1e-300])
     groups = (group(2, (0, 5), finished=False), scored, Group(PROMPTS[0], []))
-    backlog = Backlog(9, groups).after_phase([Group(g.prompt, []) for g in groups], [], groups).trained([])
+    waiting = (Turn(PROMPTS[2], 0, 4), Turn(PROMPTS[7], 1, 3), Turn(PROMPTS[2], 0, 5))
+    backlog = Backlog(9, groups, deferred=waiting)
+    backlog = backlog.after_phase([Group(g.prompt, []) for g in groups], [], groups).trained([])
     backlog_file.write(backlog, tmp_path)
     prompts = {prompt.id: prompt for prompt in PROMPTS}
     assert backlog_file.read(tmp_path, 9, prompts.get) == backlog
@@ -128,13 +173,27 @@ def test_what_is_written_is_read_again_to_the_bit(tmp_path: Path) -> None:
 def test_groups_of_prompts_that_are_no_more_in_the_data_are_dropped_and_counted(tmp_path: Path) -> None:
     groups = tuple(group(i, (3, 2)) for i in range(3))
     backlog = Backlog(1, groups).after_phase([Group(g.prompt, []) for g in groups], [], groups)
+    turns = tuple(Turn(PROMPTS[i], 0, 1) for i in (0, 1, 2))
+    backlog = replace(backlog, groups=(*groups, Group(PROMPTS[3], [])), deferred=turns)  # the last is not begun
     backlog_file.write(backlog, tmp_path)
     prompts = {PROMPTS[0].id: replace(PROMPTS[0], token_ids=(1,)), PROMPTS[2].id: PROMPTS[2]}
     found = backlog_file.read(tmp_path, 1, prompts.get)
-    assert found.groups == groups[2:]
+    assert found.groups == groups[2:] and found.deferred == turns[2:]
     assert found.metrics(SIZE)["ledger/dropped_tokens/data_changed"] == 12.0
 
 
 def test_an_empty_backlog_needs_no_file(tmp_path: Path) -> None:
     backlog_file.write(Backlog(5), tmp_path)
     assert not list(tmp_path.iterdir()) and backlog_file.read(tmp_path, 5, lambda _: None) == Backlog(5)
+
+
+def test_deferred_turns_alone_are_stored_and_files_without_any_are_read(tmp_path: Path) -> None:
+    backlog = Backlog(4, deferred=(Turn(PROMPTS[1], 0, 2),))
+    backlog_file.write(backlog, tmp_path)
+    assert backlog_file.read(tmp_path, 4, {PROMPTS[1].id: PROMPTS[1]}.get) == backlog
+    backlog_file.write(Backlog(4, ledger=Counter(begun_groups=1)), tmp_path)
+    with safe_open(tmp_path / backlog_file.FILE, "numpy") as file:
+        header = {name: text for name, text in file.metadata().items() if name != "deferred"}
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # a file has no __contains__
+    save_file(arrays, tmp_path / backlog_file.FILE, header)  # as earlier versions wrote it
+    assert backlog_file.read(tmp_path, 4, lambda _: None) == Backlog(4, ledger=Counter(begun_groups=1))

@@ -106,13 +106,19 @@ def test_groups_whose_rewards_are_all_equal_are_replaced_up_to_the_bound(whole: 
 
 
 def test_every_rollout_of_a_step_draws_the_prompts_that_come_next(whole: Path, phases: Phases) -> None:
+    """A prompt that the step has seen already is left for the next step, and comes first there."""
     order = Sampler([NUM_PROMPTS], [1.0], PER_STEP, seed=3, shuffle=True)
-    draw = 0
+    to_come = [prompt for number in range(40) for prompt in order.indices(number)]
+    num_drawn = 0
     for row, scored in zip(metrics(whole), phases.steps, strict=True):
-        drawn = [prompt for number in range(draw, draw + int(row["rollouts"])) for prompt in order.indices(number)]
-        assert Counter(prompt for prompt, _ in scored) == dict.fromkeys(drawn, GROUP_SIZE), row  # and none of them twice
-        draw += int(row["rollouts"])
-    assert draw > len(phases.steps)
+        seen: list[int] = []
+        for _ in range(int(row["rollouts"])):
+            for prompt in [p for i, p in enumerate(to_come) if p not in to_come[:i] and p not in seen][:PER_STEP]:
+                to_come.remove(prompt)
+                seen.append(prompt)
+        assert Counter(prompt for prompt, _ in scored) == dict.fromkeys(seen, GROUP_SIZE), row  # and none of them twice
+        num_drawn += len(seen)
+    assert num_drawn > PER_STEP * len(phases.steps)
 
 
 def test_evaluation_does_not_draw_with_the_seeds_of_training(phases: Phases) -> None:

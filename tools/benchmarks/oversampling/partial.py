@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_mega.rollout.backlog import Backlog, needed_of
+from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.engine import Engine, Sampling
 from grpo_mega.rollout.phase import Generator
-from grpo_mega.types import Group, Prompt
+from grpo_mega.types import Group, Prompt, Turn
 
 PROMPT_LENGTH, VOCAB = 16, 256
 
@@ -59,7 +59,7 @@ class Partial:
     ) -> tuple[list[Group], Backlog]:
         before = backlog.groups[:num_begun]
         there = {place: group for place, group in enumerate(before) if group.samples}
-        must = needed_of(before, step - max_staleness) if max_staleness is not None else ()
+        must = backlog.needed(step - max_staleness) if max_staleness is not None else ()
         began = time.monotonic()
         found = self.generator.generate(
             [group.prompt for group in before],
@@ -79,11 +79,11 @@ class Partial:
         rest = [group for place, group in enumerate(after) if place not in found.places]
         return kept, backlog.after_phase(before, kept, rest).trained(kept)
 
-    def draw(self, number: int) -> list[Prompt]:
+    def draw(self, number: int) -> list[Turn]:
         """Return the prompts of a draw: as many as a step trains, with ids of their own, from 1."""
         numbers = random.Random(number)
         ids = range(1 + number * self.wanted, 1 + (number + 1) * self.wanted)
-        return [Prompt(i, "", tuple(numbers.randrange(VOCAB) for _ in range(PROMPT_LENGTH)), "") for i in ids]
+        return [Turn(Prompt(i, "", tuple(numbers.randrange(VOCAB) for _ in range(PROMPT_LENGTH)), "")) for i in ids]
 
 
 def _most_new_tokens(now: Group, then: Group) -> int:
