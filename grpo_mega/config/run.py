@@ -40,9 +40,7 @@ class RouterConfig(Section):
     aux_loss_coeff: NonNegativeFloat = 0.0  # of that loss
     z_loss_coeff: NonNegativeFloat = 0.0  # of large logits
     bias_update_rate: NonNegativeFloat = 0.0  # of the bias per expert that some families have, per optimizer step; 0: it stays
-    capacity_factor: PositiveFloat | None = (
-        None  # an expert drops tokens above this multiple of an even load of the micro-batch; None: none
-    )
+    capacity_factor: PositiveFloat | None = None  # an expert drops tokens above this multiple of an even load; None: none
     freeze: bool = False  # no training of routers
 
     @model_validator(mode="after")

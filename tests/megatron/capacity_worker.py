@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,6 @@ from grpo_mega.batching.pack import pack
 from grpo_mega.megatron.routers import Routers
 
 FACTOR = 0.7
-MULTIPLES = (2, 48, 130)  # of rows' lengths
-LAYOUTS = {
-    1: ("tp=1", "tp=1 model.recompute=full", "tp=1 model.recompute=selective"),
-    2: ("dp=2,ep=2", "dp=2,ep=2 model.recompute=full", "tp=2,ep=2,sequence_parallel=true", "cp=2", "pp=2"),
-}
 SIZES = {"hidden_size": 44, "vocab_size": 304}
 real_dropping = Routers._within_capacity
 
@@ -44,8 +40,8 @@ def update(text: str, multiple: int) -> list[dict[str, float]]:
     return trainee.policy.update(trainee.policy.attach_logprobs(batches))
 
 
-def check_row_lengths(text: str, rank: int, folder: Path) -> None:
-    found = {multiple: update(text, multiple) for multiple in MULTIPLES}
+def check_row_lengths(text: str, multiples: Sequence[int], rank: int, folder: Path) -> None:
+    found = {multiple: update(text, multiple) for multiple in multiples}
     if rank == 0:
         (folder / f"{text}.json").write_text(json.dumps(found))
 
@@ -77,6 +73,6 @@ def check_choices(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    num_ranks = int(sys.argv[2])
-    cases = {text: partial(check_row_lengths, text) for text in LAYOUTS[num_ranks]}
-    run_cases(cases | ({"choices": check_choices} if num_ranks == 1 else {}))
+    chosen = json.loads((Path(sys.argv[3]) / "cases.json").read_text())
+    cases: dict[str, Any] = {text: partial(check_row_lengths, text, chosen["multiples"]) for text in chosen["layouts"]}
+    run_cases(cases | ({"choices": check_choices} if sys.argv[2] == "1" else {}))

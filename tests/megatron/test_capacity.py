@@ -6,12 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-from capacity_worker import LAYOUTS, MULTIPLES
 from ranks import Results, launch
 
 pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).with_name("capacity_worker.py")
+MULTIPLES = (2, 48, 130)  # of rows' lengths
+LAYOUTS = {  # by number of ranks
+    1: ("tp=1", "tp=1 model.recompute=full", "tp=1 model.recompute=selective"),
+    2: ("dp=2,ep=2", "dp=2,ep=2 model.recompute=full", "tp=2,ep=2,sequence_parallel=true", "cp=2", "pp=2"),
+}
 CASES = [text for texts in LAYOUTS.values() for text in texts]
 NAMES = ("loss/total", "loss/policy", "grad_norm", "kl/mean", "mismatch/k3", "moe/dropped_tokens", "moe/load_max")
 
@@ -22,6 +26,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, dict[str
     found = {}
     for num_ranks, texts in LAYOUTS.items():
         folder = tmp_path_factory.mktemp(f"ranks{num_ranks}")
+        (folder / "cases.json").write_text(json.dumps({"layouts": texts, "multiples": MULTIPLES}))
         problems |= launch(WORKER, num_ranks, folder)
         found |= {t: json.loads((folder / f"{t}.json").read_text()) for t in texts if (folder / f"{t}.json").exists()}
     return problems, found
