@@ -46,6 +46,7 @@ CORRECT, WRONG = Score(1.0, "correct"), Score(0.0, "wrong")
 
 _EQUALS = re.compile(r"(?<![<>!\\:=])=(?!=)")
 _WITH_UNIT = "\x1f"  # between a normalized answer and its unit
+_SECONDS = f"{_WITH_UNIT}time1:1"  # what a span such as 2 h 30 min is read in
 _NUMERAL = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")
 _UNIT_I, _UNIT_J = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])"), re.compile(r"(?<![A-Za-z\\])j(?![A-Za-z])")
 _VARIABLE = re.compile(r" ?[A-Za-z] ?")
@@ -123,6 +124,8 @@ def warm_up() -> None:
 def _without_choices(gold: str, text: str) -> tuple[str, str]:
     """Return the parts of two normalized answers that are compared, with units only where both have one. Of "(C) 12" the letter where the other one is a letter, or if both have letters that differ; else the value.
     """
+    if text.endswith(_SECONDS) and (number := parse_number(gold)) and number.value * 3600 == Fraction(text.removesuffix(_SECONDS)):
+        return gold, gold  # 2.5 is 2 h 30 min where the question names the hours
     if not (_WITH_UNIT in gold and _WITH_UNIT in text):
         gold, text = gold.partition(_WITH_UNIT)[0], text.partition(_WITH_UNIT)[0]
     if not (_CHOICE.fullmatch(gold) or _CHOICE.fullmatch(text)):
@@ -258,7 +261,7 @@ def _normalize(marked: str | None, conclusion: str, is_cut: bool) -> str:
     extracted = read_located(marked, conclusion, is_cut)
     text = normalize_answer(extracted) if extracted is not None else ""
     if seconds := seconds_of(text):
-        return f"{seconds}{_WITH_UNIT}time1:1"
+        return f"{seconds}{_SECONDS}"
     unit = unit_after(marked if marked is not None else conclusion[-TAIL:], text.lstrip("-")) if _NUMERAL.fullmatch(text) else ""
     return f"{text}{_WITH_UNIT}{unit}" if unit else text
 

@@ -92,7 +92,7 @@ _REWRITES = tuple(
         (r"\\%", "%"),
         (r" ?\b(?:percent(?:age points?)?|per cent|pct)\b", "%"),
         (r" +%", "%"),
-        (r"^(?:US|USD|EUR|GBP|Rs\.?) ?(?=[-\d.])", ""),
+        (r"^(?:US|USD|EUR|GBP|Rs\.?|R|BRL|CHF) ?(?=[-\d.])", ""),
         (r"\*\*", "^"),
         (r"\^ ?(-\d+)", r"^{\1}"),
         (r"√ ?(\d+|\([^()]*\)|[A-Za-z])", r"\\sqrt{\1}"),

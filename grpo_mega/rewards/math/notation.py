@@ -73,6 +73,8 @@ _REWRITES = tuple(
         (rf"(?<![A-Za-z\\])C ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?C ?_ ?{_DIGITS}", lambda match: _binomial(match)),
         (rf"(?<![A-Za-z\\}}])C_ ?{_DIGITS} ?\^ ?{_DIGITS}|(?<![A-Za-z\d])(\d+) ?C ?(\d+)(?![A-Za-z\d])", lambda match: _binomial(match)),
         (rf"(?<![A-Za-z\\])P ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?P ?_ ?{_DIGITS}", lambda match: _permutations(match)),
+        (r"^(\d+) to (\d+)$", r"\1:\2"),
+        (r"^\$?(?:[a-z] ?= ?)?\\pm ?(\d+)\$?$", r"\1, -\1"),
         (r"\u2261", r"\\equiv "),
         (r"^(?:\$|\\\()?(?:[^$]{1,80}\\equiv ?)?(-?\d+) ?(?:\\pmod ?\{? ?(\d+) ?\}?|\(? ?(?:\\bmod|\\mod|\bmod) ?\{? ?(\d+) ?\}? ?\)?)", r"\1 \\pmod{\2\3}"),
         (r"(?<=\d)\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?|(?<=\.)\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?", r"\\overline{\1\2\3\4\5\6}"),
@@ -114,6 +116,12 @@ def rewrite_phrase(text: str) -> str:
     if match := _ORDINALS.fullmatch(text):
         return str(_ORDINAL_WORD[match[1].lower()])
     return next((pattern.sub(phrase, text) for pattern, phrase in _PHRASES if pattern.fullmatch(text)), text)
+
+
+def is_single_word(text: str) -> bool:
+    """Return whether a text is one word that can be an answer in the middle of a sentence: true, a weekday, seventh, zero."""
+    word = text.lower()
+    return word in _WORDS or word in _ORDINAL_WORD or word == "zero" or any(one.fullmatch(text) for one, _ in _TRANSLATIONS)
 
 
 def _reversed_brackets(text: str) -> str:

@@ -14,6 +14,8 @@ operands stay: 2**10 is a power, 3*4 a product.
 import re
 from fractions import Fraction
 
+from grpo_mega.rewards.math.notation import is_single_word
+
 TAIL = 2000  # characters from the end in which an answer is looked for; a longer answer is none
 MAX_PHRASE_WORDS = 5  # a text without any number or formula is an answer itself only up to this length
 MAX_ANNOUNCED, MAX_CLAUSE = 8, 400  # announcements that are tried, the last one first, and characters of each
@@ -87,7 +89,7 @@ _FORMULA = re.compile(
     r"\$\$(?P<display>[^$]+)\$\$|\\\[(?P<bracket>(?:[^\\]|\\[^\[\]])+)\\\]|\\\((?P<inline>(?:[^\\]|\\[^()])+)\\\)"
     r"|(?<!\\)\$(?!\s)(?P<dollar>[^$\n]+)(?<![\s\\])\$(?!\d)"  # "$5 and $6" are prices, not a formula
 )
-_JOIN = re.compile(r"\s*(?P<equals>=|\\approx|≈)\s*|\s*(?:[,;]\s*(?:and|or)\b|[,;]|and\b|or\b)\s*")
+_JOIN = re.compile(r"\s*(?P<equals>=|\\approx|≈)\s*|\s*(?:[,;]\s*(?:and|or)\b|[,;]|(?:and|or|und|oder|et|ou|o|y|u|e|oppure|lub|и|или)\b|或者?|または)\s*")
 _TIMES = r"[+*/^\u00d7÷·]|\\times\b|\\cdot\b|\\div\b"
 _WORD_FOR_OPERATOR = r"(?:plus|minus|times|divided by|multiplied by)"
 _JOINT = re.compile(r"\s*(?:,?\s*(?:or|and|oder|und|ou|et|o|y|e)\b|,|;)\s*")
@@ -129,7 +131,7 @@ _COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operat
 
 _KEYWORD = (
     r"(?<![A-Za-z])(?:answers?|ans|(?:correct|right|best) (?:option|choice)s?)\b|\b(?:option|choice)(?=:| is\b)"
-    r"|答案|答え|정답|\bответ|\brespuesta|\bréponse|\bresposta|\bantwort|\brisposta|\bodpowiedź|उत्तर"  # noqa: RUF001
+    r"|故选|应选|答案|答え|정답|\bответ|\brespuesta|\bréponse|\bresposta|\bantwort|\brisposta|\bodpowiedź|उत्तर"  # noqa: RUF001
 )
 _IS = r"\b(?:is|are|equals|would be|should be|must be|est|es|ist|é)\b|是|为|為|は|은|는"
 _ANNOUNCED = re.compile(
@@ -154,8 +156,9 @@ _NOTE = re.compile(
 )
 _OUTCOME = re.compile(
     r"\b((?:does not|doesn't) exist|(?:has|have|is|are) no (?:real )?solutions?|no (?:real )?solutions?(?: exists?)?"
-    r"|diverges to (?:positive |negative )?infinity)[.!*\s]*$"
+    r"|diverges to (?:positive |negative )?infinity|(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day)[.!*\s]*$"
 )
+_YES_OR_NO = re.compile(r"(Yes|No|True|False)(?: ?[\u2014\u2013,.:!;]| - )")
 _NUMBER_WORD = re.compile(
     r"\b(?:is|are|equals|exactly|leaves|remain|get|has|have|had|makes|total of|:) \**((?:twenty|thirty|forty|fifty|sixty|seventy|eighty"
     r"|ninety|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen)"
@@ -347,7 +350,9 @@ def _emphasized(text: str) -> str | None:
     answers = [
         bold for bold in found if _FORMULA.match(bold) or _EXPRESSION.match(bold) or ("=" in bold and not is_prose(bold))
     ]
-    if not answers and len(found) == 1 and line.rstrip(" .!*").endswith(found[0].strip(" .!")) and _BOLD_WORDS.fullmatch(found[0].strip(" .!")) and not _NO_ANSWER.match(found[0]):
+    if not answers and len(found) == 1 and _BOLD_WORDS.fullmatch(found[0].strip(" .!")) and not _NO_ANSWER.match(found[0]) and (
+        line.rstrip(" .!*").endswith(found[0].strip(" .!")) or is_single_word(found[0].strip(" .!:"))
+    ):
         return found[0].strip(" .!")
     return _read_clause(answers[0]) if len(answers) == 1 else None
 
@@ -361,6 +366,8 @@ def _last_expression(text: str) -> str | None:
     """Return the last formula, or the last number or expression after it; but none that is denied, or in a remark alone."""
     if _OPEN.search(text[-_DENIED_CHARS:]):
         return None
+    if verdict := _YES_OR_NO.match(text.rpartition("\n")[2]):
+        return verdict[1]
     if outcome := _OUTCOME.search(text[-MAX_CLAUSE:]) or _NUMBER_WORD.search(text[-MAX_CLAUSE:]):
         return outcome[1]
     formulas = [match for match in _FORMULA.finditer(text) if match[match.lastgroup or 0].strip()]
