@@ -46,7 +46,8 @@ def parse_value(text: str) -> Any:
     stripped = text.strip()
     if stripped[:1] in ("[", "{"):
         value = parse_yaml(stripped)
-        if len(stripped) != yaml.compose(stripped, Loader=_Loader).end_mark.index:
+        node = yaml.compose(stripped, Loader=_Loader)
+        if node is None or len(stripped) != node.end_mark.index:
             raise ValueError(f"text follows {stripped[0]}...")
         return value
     kind = _kind(stripped)

@@ -17,7 +17,7 @@ from grpo_mega import config as configs
 from grpo_mega.commands.options import EvalOptions, PlanOptions, add_options, read_options
 from grpo_mega.commands.trl_flags.sources import find_data
 from grpo_mega.config import Config
-from grpo_mega.config.base import Section, FilePath
+from grpo_mega.config.base import FilePath, Section
 from grpo_mega.planner.lengths import read_lengths
 
 RAW: dict[str, Any] = {

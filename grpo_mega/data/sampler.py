@@ -26,7 +26,7 @@ _MIXING = 1 << 63  # the key of the first step's offset; epochs, the other keys,
 
 class Draw(NamedTuple):
     source: int  # number of the set
-    index: int  # into all sets
+    row: int  # index into all sets
     epoch: int  # of the set
 
 
@@ -53,7 +53,7 @@ class Sampler:
 
     def indices(self, step: int) -> list[int]:
         """Return the prompts of step `step` (from 0): distinct indices into all sets, one set after another."""
-        return [draw.index for draw in self.draws(step)]
+        return [draw.row for draw in self.draws(step)]
 
     def draws(self, step: int) -> list[Draw]:
         """Return the prompts of step `step` with their sets and epochs."""

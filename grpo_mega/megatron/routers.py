@@ -200,13 +200,15 @@ class Routers:
         if self._replay and watched.replayed:
             watched.replayed.begin(begun.routes, self._replay.is_compared(watched.layer))
         if (tokens := begun.tokens) is None or not begun.is_counted:
-            return self._within_capacity(*watched.route(logits, padding_mask), tokens)
+            probs, routing_map = watched.route(logits, padding_mask)
+            return self._within_capacity(probs, routing_map, tokens)
         sums_C = self._sums_LC[watched.layer]
         if has_grad and self._config.z_loss_coeff:
             z_loss = (torch.logsumexp(logits[:, 0].float(), dim=-1).square() * tokens.is_real_t).sum() / self._totals[1]
             sums_C[_Z] += z_loss.detach()
             logits = MoEAuxLossAutoScaler.apply(logits, self._config.z_loss_coeff * z_loss)
-        probs, routing_map = self._within_capacity(*watched.route(logits, padding_mask), tokens)
+        probs, routing_map = watched.route(logits, padding_mask)
+        probs, routing_map = self._within_capacity(probs, routing_map, tokens)
         if is_first:
             sums_C[:_AUX] += (routing_map & tokens.is_real_t[:, None]).sum(dim=0)
             sums_C[_TOKENS] += tokens.is_real_t.sum()

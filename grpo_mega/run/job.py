@@ -62,7 +62,7 @@ class RolloutJob:
 
     def draw(self, number: int) -> list[Turn]:
         """Return the prompts of draw `number`, which is the step's number unless steps drew several, or none."""
-        return [Turn(self.data.train[one.index], one.source, one.epoch) for one in self.sampler.draws(number)]
+        return [Turn(self.data.train[one.row], one.source, one.epoch) for one in self.sampler.draws(number)]
 
     def resume(self) -> int:
         """Take what waits to be trained from the last checkpoint, if there is one; return the number of finished steps."""

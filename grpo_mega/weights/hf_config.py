@@ -55,7 +55,7 @@ def resolve(raw: Mapping[str, Any]) -> Fields:
     for name in (*_NEEDED, *_NEEDED_OF.get(model_type, ())):
         if raw.get(other_names.get(name, name)) is None:
             raise WeightMappingError(f"config.json has no field {name!r}; is it the config of a causal language model?")
-    for name, field in (FIELDS[model_type] | SHARED_FIELDS).items():
+    for name, field in {**FIELDS[model_type], **SHARED_FIELDS}.items():
         fields.setdefault(name, field.default)
         given = other_names.get(name, name)
         if given in raw and (must_be := field.refuses(raw[given])):

@@ -6,6 +6,7 @@ import math
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reward_pools import reward_pool
