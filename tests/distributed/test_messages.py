@@ -1,4 +1,4 @@
-"""What others write into the job's store, or send in its exchanges, is refused with the key's name, and never run."""
+"""Values that others write into the job's store, or send in its exchanges, are refused with the key's name, and never run."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ def test_jobs_that_share_a_node_copy_one_after_the_other(
     others = [start_staging(model, target, environment, tmp_path / f"other-{i}") for i in range(3)]
     for i in range(3):
         wait_for(lambda i=i: "waiting for another job" in (tmp_path / f"other-{i}").read_text(), 60)  # type: ignore[misc]
-    assert not target.exists(), "a copy under way is seen by nobody"
+    assert not target.exists(), "a copy under way is not seen"
     gate.unlink()
     assert [process.wait(60) for process in (first, *others)] == [0, 0, 0, 0]
     assert log.read_text() == "copied\n" and texts(target) == texts(model)
