@@ -1,8 +1,8 @@
 """Messages of this run: JSON or arrays that carry an HMAC-SHA256 of the run's key over the message and its name.
 
-The job's store and gloo know no passwords, so anyone who reaches their ports can write there. A message that no rank of this run
-wrote, or that one wrote under another name, is refused before it is read. Nothing is unpickled. The launcher makes the key and
-passes it by the environment; ranks that torchrun started agree on one by a file of this user alone.
+The job's store and gloo know no passwords, so anyone who reaches their ports can write there. A message that no rank of this
+run wrote, or that one wrote under another name, is refused before it is read. Nothing is unpickled. The launcher makes the key
+and passes it by the environment; ranks that torchrun started agree on one by a file of this user alone.
 """
 
 from __future__ import annotations

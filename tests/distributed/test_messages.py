@@ -1,4 +1,4 @@
-"""Values that others write into the job's store, or send in its exchanges, are refused with the key's name, and never run."""
+"""Messages of others in the job's store, or in its exchanges, are refused with the name of the key, and never run."""
 
 from __future__ import annotations
 
