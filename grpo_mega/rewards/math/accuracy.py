@@ -47,6 +47,7 @@ CORRECT, WRONG = Score(1.0, "correct"), Score(0.0, "wrong")
 _EQUALS = re.compile(r"(?<![<>!\\:=])=(?!=)")
 _WITH_UNIT = "\x1f"  # between a normalized answer and its unit
 _SECONDS = f"{_WITH_UNIT}time1:1"  # what a span such as 2 h 30 min is read in
+_DEGREES = f"{_WITH_UNIT}angle1:1"
 _NUMERAL = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")
 _UNIT_I, _UNIT_J = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])"), re.compile(r"(?<![A-Za-z\\])j(?![A-Za-z])")
 _VARIABLE = re.compile(r" ?[A-Za-z] ?")
@@ -126,6 +127,8 @@ def _without_choices(gold: str, text: str) -> tuple[str, str]:
     """
     if text.endswith(_SECONDS) and (number := parse_number(gold)) and number.value * 3600 == Fraction(text.removesuffix(_SECONDS)):
         return gold, gold  # 2.5 is 2 h 30 min where the question names the hours
+    if text.endswith(_DEGREES) and "\\pi" in gold:
+        return gold, rf"\frac{{{text.removesuffix(_DEGREES)}\pi}}{{180}}"
     if not (_WITH_UNIT in gold and _WITH_UNIT in text):
         gold, text = gold.partition(_WITH_UNIT)[0], text.partition(_WITH_UNIT)[0]
     if not (_CHOICE.fullmatch(gold) or _CHOICE.fullmatch(text)):
@@ -262,8 +265,11 @@ def _normalize(marked: str | None, conclusion: str, is_cut: bool) -> str:
     text = normalize_answer(extracted) if extracted is not None else ""
     if seconds := seconds_of(text):
         return f"{seconds}{_SECONDS}"
-    unit = unit_after(marked if marked is not None else conclusion[-TAIL:], text.lstrip("-")) if _NUMERAL.fullmatch(text) else ""
-    return f"{text}{_WITH_UNIT}{unit}" if unit else text
+    number = text.rpartition("=")[2].strip()  # of E = 450
+    if not _NUMERAL.fullmatch(number):
+        return text
+    unit = unit_after(marked if marked is not None else conclusion[-TAIL:], number.lstrip("-"))
+    return f"{number}{_WITH_UNIT}{unit}" if unit else text
 
 
 _normalize_short = lru_cache(maxsize=4096)(_normalize)  # the answers of a group are few

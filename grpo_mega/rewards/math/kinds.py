@@ -27,6 +27,9 @@ _DATE = re.compile(
     rf"(\d{{4}})-(0[1-9]|1[0-2])-(\d\d)|(\d{{1,2}})(?:st|nd|rd|th)? ({_MONTH}),? (\d{{4}})|({_MONTH}) (\d{{1,2}})(?:st|nd|rd|th)?,? (\d{{4}})",
     re.IGNORECASE,
 )
+_TUPLES = re.compile(r"\(([A-Za-z](?: ?, ?[A-Za-z])+)\) ?= ?\(([^()]*)\)")
+_ASSIGNMENT = re.compile(r"([A-Za-z](?:_\{?\w\}?)?) ?= ?([^=]+)")
+_LETTERS = re.compile(r"[A-J](?:(?: ?, ?| and |, and | ?)[A-J]){1,5}")
 _COLUMN = re.compile(r"\\begin\{[pb]matrix\}([^&]*)\\end\{[pb]matrix\}")
 _NO_SOLUTION = frozenset({"no solution", "\\emptyset", "emptyset"})
 
@@ -37,6 +40,12 @@ def compare_kinds(gold: str, text: str) -> bool | None:
         return _same_residue(gold, text)
     if (gold_time := _minutes(gold)) and (time := _minutes(text)):
         return _same_time(gold_time, time)
+    if (values := _assigned(gold)) and (others := _assigned(text)) and values.keys() == others.keys():
+        numbers = [(parse_number(values[name]), parse_number(others[name])) for name in values]
+        if all(one and other for one, other in numbers):
+            return all(numbers_equal(one, other) for one, other in numbers if one and other)
+    if _LETTERS.fullmatch(gold) and _LETTERS.fullmatch(text):
+        return sorted(re.findall("[A-J]", gold)) == sorted(re.findall("[A-J]", text))
     if (date := _date(gold)) and (other_date := _date(text)):
         return date == other_date
     if gold in _NO_SOLUTION and text in _NO_SOLUTION:
@@ -70,6 +79,17 @@ def _same_residue(gold: str, text: str) -> bool | None:
     if residue is None or not (number := parse_number(plain)):
         return None
     return number.value == int(residue[1][:100])
+
+
+def _assigned(text: str) -> dict[str, str]:
+    """Return the values of a=3, b=-1 or of (a,b)=(3,-1) by name; none if the text is neither."""
+    if "=" not in text or ("," not in text and " and " not in text):
+        return {}
+    if match := _TUPLES.fullmatch(text):
+        names, values = (group.split(",") for group in match.groups())
+        return {name.strip(): value.strip() for name, value in zip(names, values, strict=False)} if len(names) == len(values) else {}
+    matches = [_ASSIGNMENT.fullmatch(part.strip()) for part in re.split(r",| and ", text)]
+    return {match[1]: match[2].strip() for match in matches if match} if all(matches) else {}
 
 
 def _date(text: str) -> tuple[int, str, int] | None:

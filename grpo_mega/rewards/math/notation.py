@@ -74,6 +74,8 @@ _REWRITES = tuple(
         (rf"(?<![A-Za-z\\}}])C_ ?{_DIGITS} ?\^ ?{_DIGITS}|(?<![A-Za-z\d])(\d+) ?C ?(\d+)(?![A-Za-z\d])", lambda match: _binomial(match)),
         (rf"(?<![A-Za-z\\])P ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?P ?_ ?{_DIGITS}", lambda match: _permutations(match)),
         (r"^(\d+) to (\d+)$", r"\1:\2"),
+        (r"^\$?\((\d+)\)_ ?\{?(\d+)\}?\$?$", r"\1_\2"),
+        (r"^\$?[A-Z] ?\(([^();]*); ?([^();]*)\)\$?$", r"(\1,\2)"),
         (r"^\$?(?:[a-z] ?= ?)?\\pm ?(\d+)\$?$", r"\1, -\1"),
         (r"\u2261", r"\\equiv "),
         (r"^(?:\$|\\\()?(?:[^$]{1,80}\\equiv ?)?(-?\d+) ?(?:\\pmod ?\{? ?(\d+) ?\}?|\(? ?(?:\\bmod|\\mod|\bmod) ?\{? ?(\d+) ?\}? ?\)?)", r"\1 \\pmod{\2\3}"),
@@ -127,7 +129,9 @@ def is_single_word(text: str) -> bool:
 def _reversed_brackets(text: str) -> str:
     r"""Return ]2,5[ as (2,5) and [1,5;2[ as [1.5,2)."""
     opening, closing = text.find("["), text.find("]")
-    if closing < 0 or not (opening < 0 or closing < opening or text.rfind("[") > text.rfind("]") or ";" in text):
+    if opening < 0 and closing < 0:
+        return text
+    if opening >= 0 and opening < closing and text.rfind("[") < text.rfind("]") and ";" not in text:
         return text
 
     text = re.sub(r"\\[,;:! ]", " ", text)

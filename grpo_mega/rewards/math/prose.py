@@ -183,6 +183,7 @@ _DENIED = re.compile(
 )
 _DENIED_CHARS = 40
 _REMARK = re.compile(rf"\((?=[^()]*(?:[A-Za-z]{{3}}|[{_CJK}≈]|\\approx))[^()\n]*\)")
+_ROUNDED = re.compile(r",? ?\(?(?:(?:which|that) is )?(?:roughly|approximately|about|around|approx\.|≈|or about|~) ?")
 _NO_ANSWER = re.compile(
     r"(?:wrong|incorrect|correct|right|as follows|below|above|found|clear|the following|obtained|therefore|unknown)\b",
     re.IGNORECASE,
@@ -404,6 +405,8 @@ def _last_stated(text: str, found: list[re.Match[str]], formula_end: int = -1) -
         line = text.rfind("\n", 0, match.start()) + 1
         remark = text.rfind("(", line, match.start())
         is_remark = remark >= 0 and (span := _REMARK.match(text, remark)) is not None and span.end() >= match.end()
+        if 0 <= formula_end <= match.start() and _ROUNDED.fullmatch(text, formula_end, match.start()):  # $e^2$, roughly 7.389
+            continue
         if is_remark and (formula_end > line or (found and line <= found[-1].start())):  # "16 eggs (4 boxes)"
             continue
         return match[match.lastgroup or 0].strip()

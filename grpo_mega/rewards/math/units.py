@@ -17,9 +17,11 @@ for _dimension, _units in {
         "days?|días?|dias?|jours?|tage?n?|天": _DAY,
         "weeks?|semanas?|semaines?|wochen?": 7 * _DAY,
         "months?|mes|meses|mois|monate?n?": 30 * _DAY,
-        "years?|años?|anos?|ans|jahre?n?|年": 365 * _DAY,
+        "yrs?|years?|años?|anos?|ans|jahre?n?|年": 365 * _DAY,
     },
     "length": {
+        "nm|nanomet(?:er|re)s?": Fraction(1, 10**9),
+        "\u00b5m|\u03bcm|micromet(?:er|re)s?|microns?": Fraction(1, 10**6),
         "mm|millimet(?:er|re)s?": Fraction(1, 1000),
         "cm|centimet(?:er|re)s?|厘米": Fraction(1, 100),
         "m|met(?:er|re)s?|metros?|mètres?|米": 1,
@@ -41,6 +43,7 @@ for _dimension, _units in {
     "frequency": {"Hz|hertz": 1, "kHz": 1000, "MHz": 10**6, "GHz": 10**9},
     "data": {"bytes?": 1, "KB|kB": 1000, "MB": 10**6, "GB": 10**9, "TB": 10**12},
     "amount": {"mmol": Fraction(1, 1000), "mol|moles?": 1},
+    "kelvin": {"K|kelvins?": 1},
     "celsius": {r"(?:\^ ?\{? ?\\circ ?\}?|\u00b0) ?C": 1},
     "fahrenheit": {r"(?:\^ ?\{? ?\\circ ?\}?|\u00b0) ?F": 1},
     "speed": {r"m/s": Fraction(36, 10), r"km/h|kmh|kph": 1, "mph": Fraction(1_609_344, 1_000_000)},
@@ -58,8 +61,12 @@ _LOOK = 40  # characters after the number
 
 def unit_after(text: str, number: str) -> str:
     """Return the dimension, factor and power of the unit after the last `number` in the text, as text; "" if it has none."""
+    if not number:
+        return ""
+    if text.find(number) < 0 and number.isdigit():
+        number = f"{int(number):,}"
     place = text.rfind(number)
-    if not number or place < 0:
+    if place < 0:
         return ""
     rest = re.sub(rf"\A{_GAP}", "", text[place + len(number) : place + len(number) + _LOOK])
     word = _SQUARE.match(rest)
