@@ -48,7 +48,7 @@ _EQUALS = re.compile(r"(?<![<>!\\:=])=(?!=)")
 _WITH_UNIT = "\x1f"  # between a normalized answer and its unit
 _SECONDS = f"{_WITH_UNIT}time1:1"  # what a span such as 2 h 30 min is read in
 _DEGREES = f"{_WITH_UNIT}angle1:1"
-_NUMERAL = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")
+_NUMERAL_AND_UNIT = re.compile(r"(-?\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z\u00b5\u03bc]{0,5})")
 _UNIT_I, _UNIT_J = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])"), re.compile(r"(?<![A-Za-z\\])j(?![A-Za-z])")
 _VARIABLE = re.compile(r" ?[A-Za-z] ?")
 _LIST = re.compile(r",|;|\band\b|\bor\b")
@@ -266,8 +266,10 @@ def _normalize(marked: str | None, conclusion: str, is_cut: bool) -> str:
     if seconds := seconds_of(text):
         return f"{seconds}{_SECONDS}"
     number = text.rpartition("=")[2].strip()  # of E = 450
-    if not _NUMERAL.fullmatch(number):
+    with_unit = _NUMERAL_AND_UNIT.fullmatch(number)
+    if with_unit is None:
         return text
+    number = with_unit[1]
     unit = unit_after(marked if marked is not None else conclusion[-TAIL:], number.lstrip("-"))
     return f"{number}{_WITH_UNIT}{unit}" if unit else text
 

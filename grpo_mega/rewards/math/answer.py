@@ -126,7 +126,7 @@ def _boxed(text: str, is_cut: bool) -> str | None:
         content = text[slice(*last)].strip()
         if content not in contents:
             contents.insert(0, content)
-    other = other_answer(text[end + 1 :])
+    other = other_answer(contents[-1], text[end + 1 :])
     return ", ".join(contents) if other is None or other in contents else f"{contents[-1]} or {other}"
 
 

@@ -74,6 +74,8 @@ _REWRITES = tuple(
         (rf"(?<![A-Za-z\\}}])C_ ?{_DIGITS} ?\^ ?{_DIGITS}|(?<![A-Za-z\d])(\d+) ?C ?(\d+)(?![A-Za-z\d])", lambda match: _binomial(match)),
         (rf"(?<![A-Za-z\\])P ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?P ?_ ?{_DIGITS}", lambda match: _permutations(match)),
         (r"^(\d+) to (\d+)$", r"\1:\2"),
+        (r"(?<=[^\s]) (?:veya|oder|ou|o|oppure|lub|или|または|或) (?=[A-Za-z] ?=|-?\d)", " or "),
+        (r"(?<=\d) ?(?:zł|kr|Kč|Ft|₺|₽|руб\.?|рублей|Euro|EUR|CHF)\.?$|^(?:Rp|R\$|CHF|kr) ?(?=\d)", ""),
         (r"^\$?\((\d+)\)_ ?\{?(\d+)\}?\$?$", r"\1_\2"),
         (r"^\$?[A-Z] ?\(([^();]*); ?([^();]*)\)\$?$", r"(\1,\2)"),
         (r"^\$?(?:[a-z] ?= ?)?\\pm ?(\d+)\$?$", r"\1, -\1"),

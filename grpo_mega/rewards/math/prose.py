@@ -57,7 +57,7 @@ _NORMAL_SIZE = str.maketrans("\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u
 # Languages with a decimal comma, and points or spaces between thousands.
 _CONTINENTAL = re.compile(
     r"\b(?:der|die|das|ist|sind|und|also|est|sont|donc|les|une|el|los|las|respuesta|por|es|il|della|risposta|è|quindi|resposta|são|dos"
-    r"|portanto|jest|odpowiedź|więc|het|een|ответ|рав[а-я]+|[а-я]{4,})\b",
+    r"|portanto|jest|odpowiedź|więc|het|een|antwoord|dus|cevap|ответ|рав[а-я]+|[а-я]{4,})\b",
     re.IGNORECASE,
 )
 _ENGLISH = re.compile(r"\b(?:the|is|are|of|so|and|we|that|this|with)\b")
@@ -89,10 +89,10 @@ _FORMULA = re.compile(
     r"\$\$(?P<display>[^$]+)\$\$|\\\[(?P<bracket>(?:[^\\]|\\[^\[\]])+)\\\]|\\\((?P<inline>(?:[^\\]|\\[^()])+)\\\)"
     r"|(?<!\\)\$(?!\s)(?P<dollar>[^$\n]+)(?<![\s\\])\$(?!\d)"  # "$5 and $6" are prices, not a formula
 )
-_JOIN = re.compile(r"\s*(?P<equals>=|\\approx|≈)\s*|\s*(?:[,;]\s*(?:and|or)\b|[,;]|(?:and|or|und|oder|et|ou|o|y|u|e|oppure|lub|и|или)\b|或者?|または)\s*")
+_JOIN = re.compile(r"\s*(?P<equals>=|\\approx|≈)\s*|\s*(?:[,;]\s*(?:and|or)\b|[,;]|(?:and|or|und|oder|et|ou|o|y|u|e|oppure|lub|veya|ve|en|of|и|или)\b|或者?|または)\s*")
 _TIMES = r"[+*/^\u00d7÷·]|\\times\b|\\cdot\b|\\div\b"
 _WORD_FOR_OPERATOR = r"(?:plus|minus|times|divided by|multiplied by)"
-_JOINT = re.compile(r"\s*(?:,?\s*(?:or|and|oder|und|ou|et|o|y|e)\b|,|;)\s*")
+_JOINT = re.compile(r"\s*(?:,?\s*(?:or|and|oder|und|ou|et|o|y|e|veya|ve)\b|,|;)\s*")
 _COMPOUND = re.compile(  # 2 hours and 30 minutes; 40 plus 11; 40 apples + 11 apples; 50% of 84
     rf"(?:\s*[A-Za-z]+,?)?\s+(?:and|or|to|{_WORD_FOR_OPERATOR})\s+\\?[$€£]?[\d(\\]|\s*(?:to|through)\s+[$€£]?\d"
     rf"|(?:\s*[A-Za-z]+)?\s*(?:{_TIMES})\s*\\?[$€£]?[\d(\\A-Za-z]|\s*[A-Za-z]*\s*-\s*\\?[$€£]?\d"
@@ -122,6 +122,7 @@ _HEDGE = re.compile(
     r"|может быть|也?可能是)[ :]*[$€£*(\\]{0,3}(-?\d[\d.,]*\d|-?\d)(?![\w(]| ?[-+*/=^])",
     re.IGNORECASE,
 )
+_NUMERAL = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _LETTER = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f"
 _WORD = re.compile(
     rf"(?<![{_LETTER}\\])(?:[{_LETTER}]{{3,}}|(?i:it|is|so|we|he|be|of|by|at|on|as)(?![{_LETTER}]))|[{_CJK}]+|[\u0400-\u04ff]{{2,}}"
@@ -131,7 +132,7 @@ _COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operat
 
 _KEYWORD = (
     r"(?<![A-Za-z])(?:answers?|ans|(?:correct|right|best) (?:option|choice)s?)\b|\b(?:option|choice)(?=:| is\b)"
-    r"|故选|应选|答案|答え|정답|\bответ|\brespuesta|\bréponse|\bresposta|\bantwort|\brisposta|\bodpowiedź|उत्तर"  # noqa: RUF001
+    r"|故选|应选|答案|答え|정답|\bответ|\brespuesta|\bréponse|\bresposta|\bantwort|\bantwoord|\bcevap|\bjawaban|\brisposta|\bodpowiedź|उत्तर"  # noqa: RUF001
 )
 _IS = r"\b(?:is|are|equals|would be|should be|must be|est|es|ist|é)\b|是|为|為|は|은|는"
 _ANNOUNCED = re.compile(
@@ -220,8 +221,9 @@ def read_passage(text: str) -> str | None:
         return tail or None
     bold = _emphasized(written)
     found = _announced(tail, bold) or bold or _chosen(tail) or _last_expression(tail)
-    if found and (other := other_answer(tail.rpartition("\n")[2])) and other not in found:
-        return f"{found} or {other}"
+    hedge = _HEDGE.search(tail.rpartition("\n")[2]) if found else None
+    if found and hedge and hedge[1] not in found:
+        return f"{found} or {hedge[1]}"
     return found or (_phrase(tail) if is_whole else None)
 
 
@@ -245,10 +247,14 @@ def read_announced(text: str) -> str | None:
     return found if is_complete else None
 
 
-def other_answer(text: str) -> str | None:
+def other_answer(answer: str, text: str) -> str | None:
     """Return the number that `text`, which follows an answer, holds possible or says instead: "but it could also be 19"."""
     *_, hedge = (None, *_HEDGE.finditer(text[:MAX_CLAUSE]))
-    return hedge[1] if hedge else None
+    if hedge:
+        return hedge[1]
+    later = _announced(plain(text[-MAX_CLAUSE:])) if text.strip() and _NUMERAL.fullmatch(answer) else None
+    later = (later or "").strip("$ ")
+    return later if _NUMERAL.fullmatch(later) and later.replace(",", "") != answer.replace(",", "") else None
 
 
 def read_marked(text: str) -> str | None:

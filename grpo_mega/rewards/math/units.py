@@ -56,6 +56,7 @@ _GAP = r"(?:\\[,;:! ]|[\s$*_~{}]|\\(?:text|textrm|mathrm|rm)(?![A-Za-z]))*"
 _POWER = re.compile(r"\}? ?(?:\^ ?\{? ?([23])|([\u00b2\u00b3]))")
 _MORE = re.compile(r"\}? ?(?:\^|(?:[\u00b7/\u207b]|\*(?!\*))|\\cdot|(?:\\[,;: ])? ?[A-Za-z]{1,3} ?\^)")  # a unit of several
 _DIRECTION = re.compile(r"\b(anti-?|counter-?)?clockwise\b", re.IGNORECASE)
+_PAST_OR_FUTURE = re.compile(r"\b(?:years?|days?|weeks?|months?|hours?|minutes?) (?:(ago|earlier|before)|from now|later|hence)\b")
 _LOOK = 40  # characters after the number
 
 
@@ -74,6 +75,8 @@ def unit_after(text: str, number: str) -> str:
     rest = rest[word.end() :] if word else rest
     if direction := _DIRECTION.search(text[place : place + len(number) + _LOOK]):
         return f"direction{'-' if direction[1] else '+'}:1"
+    if when := _PAST_OR_FUTURE.search(text[place : place + len(number) + _LOOK]):
+        return f"{'past' if when[1] else 'future'}:1"
     for pattern, (dimension, factor) in _PATTERNS:
         if (found := pattern.match(rest)) is not None:
             break
