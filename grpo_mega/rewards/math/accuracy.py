@@ -123,9 +123,15 @@ def warm_up() -> None:
 
 
 def _without_choices(gold: str, text: str) -> tuple[str, str]:
-    """Return the parts of two normalized answers that are compared, with units only where both have one. Of "(C) 12" the letter where the other one is a letter, or if both have letters that differ; else the value.
+    """Return the parts of two normalized answers that are compared, with units only where both have one.
+
+    Of "(C) 12" that is the letter where the other one is a letter, or if both have letters that differ; else the value.
     """
-    if text.endswith(_SECONDS) and (number := parse_number(gold)) and number.value * 3600 == Fraction(text.removesuffix(_SECONDS)):
+    if (
+        text.endswith(_SECONDS)
+        and (number := parse_number(gold))
+        and number.value * 3600 == Fraction(text.removesuffix(_SECONDS))
+    ):
         return gold, gold  # 2.5 is 2 h 30 min where the question names the hours
     if text.endswith(_DEGREES) and "\\pi" in gold:
         return gold, rf"\frac{{{text.removesuffix(_DEGREES)}\pi}}{{180}}"

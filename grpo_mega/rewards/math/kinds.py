@@ -1,7 +1,7 @@
 r"""Compare answers of kinds that are neither plain numbers nor formulas (`compare_kinds`), in their normalized form.
 
-Residues (3 \pmod{7}), times of day, names in any order ("Bob and Alice"), no solution against \emptyset, a number with a decimal
-comma, a column vector against a tuple. The gold answer or the answer must be of the kind; None where no kind decides.
+Residues (3 \pmod{7}), times of day, names in any order ("Bob and Alice"), no solution against \emptyset, a number with a
+decimal comma, a column vector against a tuple. The gold answer or the answer must be of the kind; None where no kind decides.
 """
 
 import re
@@ -21,10 +21,23 @@ _SPAN = re.compile(
     rf"(?:(\d{{1,6}}) ?d(?:ays?)?{_GAP})?(?:(\d{{1,6}}) ?h(?:(?:ou)?rs?)?{_GAP})?(?:(\d{{1,6}}) ?min(?:ute)?s?{_GAP})?"
     r"(?:(\d{1,6}) ?s(?:ec(?:ond)?s?)?)?"
 )
-_MONTH_NAMES = ("january", "february", "march", "april", "may", "june", "july", "august", "september", "october", "november", "december")
+_MONTH_NAMES = (
+    "january",
+    "february",
+    "march",
+    "april",
+    "may",
+    "june",
+    "july",
+    "august",
+    "september",
+    "october",
+    "november",
+    "december",
+)
 _MONTH = "|".join(_MONTH_NAMES)
 _DATE = re.compile(
-    rf"(\d{{4}})-(0[1-9]|1[0-2])-(\d\d)|(\d{{1,2}})(?:st|nd|rd|th)? ({_MONTH}),? (\d{{4}})|({_MONTH}) (\d{{1,2}})(?:st|nd|rd|th)?,? (\d{{4}})",
+    rf"(\d{{4}})-(0[1-9]|1[0-2])-(\d\d)|(\d{{1,2}})(?:st|nd|rd|th)? ({_MONTH}),? (\d{{4}})|({_MONTH}) (\d{{1,2}})(?:st|nd|rd|th)?,? (\d{{4}})",  # noqa: E501
     re.IGNORECASE,
 )
 _TUPLES = re.compile(r"\(([A-Za-z](?: ?, ?[A-Za-z])+)\) ?= ?\(([^()]*)\)")
@@ -74,7 +87,11 @@ def _same_residue(gold: str, text: str) -> bool | None:
     sides = [_RESIDUE.fullmatch(side) for side in (gold, text)]
     if sides[0] and sides[1]:
         modulus = int(sides[0][2][:100])
-        return modulus == int(sides[1][2][:100]) and modulus > 0 and not (int(sides[0][1][:100]) - int(sides[1][1][:100])) % modulus
+        return (
+            modulus == int(sides[1][2][:100])
+            and modulus > 0
+            and not (int(sides[0][1][:100]) - int(sides[1][1][:100])) % modulus
+        )
     residue, plain = (sides[0], text) if sides[0] else (sides[1], gold)
     if residue is None or not (number := parse_number(plain)):
         return None
@@ -87,7 +104,11 @@ def _assigned(text: str) -> dict[str, str]:
         return {}
     if match := _TUPLES.fullmatch(text):
         names, values = (group.split(",") for group in match.groups())
-        return {name.strip(): value.strip() for name, value in zip(names, values, strict=False)} if len(names) == len(values) else {}
+        return (
+            {name.strip(): value.strip() for name, value in zip(names, values, strict=False)}
+            if len(names) == len(values)
+            else {}
+        )
     matches = [_ASSIGNMENT.fullmatch(part.strip()) for part in re.split(r",| and ", text)]
     return {match[1]: match[2].strip() for match in matches if match} if all(matches) else {}
 

@@ -14,7 +14,8 @@ and [1,234] an interval. In brackets it separates thousands only where another c
 import re
 
 from grpo_mega.rewards.math.notation import rewrite, rewrite_phrase
-from grpo_mega.rewards.math.prose import TAIL, is_prose, plain, read_marked
+from grpo_mega.rewards.math.plain import plain
+from grpo_mega.rewards.math.prose import TAIL, is_prose, read_marked
 
 _CHARACTERS = str.maketrans(
     {
@@ -50,7 +51,7 @@ _UNITS = (
     "W|kW|C|J|kJ|N|V|A|K|Pa|kPa|GB|MB|KB|kB|USD|EUR|GBP|dollars?|euros?|pounds?|rs|mol|rad|cal|kcal"
 )
 _FUNCTIONS = "and|sin|cos|tan|cot|sec|csc|log|exp|sqrt|mod|arc[a-z]*"
-_NUMBER = r"(?:[-+] ?)?(?:\d[\d,]*(?:\.\d+)?(?: ?\\(?:times|cdot) ?10 ?\^ ?(?:\{-?\d+\}|\d+))?|\.\d+|\d* ?\\[dtc]?frac\{[^{}]*\}\{[^{}]*\}|\d+ ?/ ?\d+)"
+_NUMBER = r"(?:[-+] ?)?(?:\d[\d,]*(?:\.\d+)?(?: ?\\(?:times|cdot) ?10 ?\^ ?(?:\{-?\d+\}|\d+))?|\.\d+|\d* ?\\[dtc]?frac\{[^{}]*\}\{[^{}]*\}|\d+ ?/ ?\d+)"  # noqa: E501
 _POWER = r"(?:\^ ?\{?-?\d\}?)?"
 _UNIT = (
     rf"(?:(?<= )(?:{_UNITS})"
@@ -87,7 +88,10 @@ _REWRITES = tuple(
         (r"(?<!\\)\\!", ""),
         (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\n", " "),
         (r" ?(?:\^ ?\{? ?\\circ ?\}?|\\degree|°|\bdegrees?\b)(?: ?(?:[CFK]|Celsius|Fahrenheit)\b)?", ""),
-        (r"(?<=[\d}%]) *[\u0400-\u0fff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3][\u0400-\u0fff\u3040-\u9fff\uac00-\ud7a3 .]*$", ""),
+        (
+            r"(?<=[\d}%]) *[\u0400-\u0fff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3][\u0400-\u0fff\u3040-\u9fff\uac00-\ud7a3 .]*$",
+            "",
+        ),
         (r"[\^_] ?\{ ?\}", ""),
         (r"\\%", "%"),
         (r" ?\b(?:percent(?:age points?)?|per cent|pct)\b", "%"),

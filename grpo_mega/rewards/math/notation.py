@@ -4,6 +4,7 @@ Units in \text with powers, magnitude words, cents, ordinals, reversed and angle
 degrees, polar form, residues, segments, repeating decimals, and numbers of European form. Input and output: text of an answer
 without Markdown. Every pattern is linear in the text, which `normalize` has cut to a bounded length.
 """
+# ruff: noqa: RUF001 -- characters that look like others are what is replaced
 
 import re
 
@@ -12,17 +13,27 @@ _DEGREES = r"(?:\^ ?\{? ?\\circ ?\}?|\\degree|°|\s?degrees?\b)"
 _ANGLE = rf"(?:[({{] ?(\d+(?:\.\d+)?) ?{_DEGREES} ?[)}}]|(\d+(?:\.\d+)?) ?{_DEGREES})"
 _MACRO = r"\\(?:text|textrm|textnormal|mathrm|mathit|mathsf|rm|operatorname|mbox) ?"
 _UNIT_CONTENT = r"(?:[A-Za-z\u00b5\u03bcΩ/·.\s]|\\[,;: ]|\\cdot(?![A-Za-z])|\^ ?(?:\{-?\d\}|-?\d))+"
-_NO_UNIT = rf"(?:{_SCALES}|and|or|not|to|mod|a\.?m|p\.?m|cis|i|e|x|y|n|percent|times|plus|minus|students?|more|less|hours?|minutes?|st|nd|rd|th)"
+_NO_UNIT = rf"(?:{_SCALES}|and|or|not|to|mod|a\.?m|p\.?m|cis|i|e|x|y|n|percent|times|plus|minus|students?|more|less|hours?|minutes?|st|nd|rd|th)"  # noqa: E501
 _GAP = r"(?:\\[,;:! ]|[\s~·*/]|\\cdot(?![A-Za-z])|\\times(?![A-Za-z]))"
 _UNIT_RUN = re.compile(
     rf"(?<=[\d}}])(?:{_GAP}*{_MACRO}\{{(?! *{_NO_UNIT}\b){_UNIT_CONTENT}\}}(?:\^ ?(?:\{{-?\d\}}|-?\d))?)+(?=[\s$.]*\Z)"
 )
 _DIGITS = r"\{?(\d{1,6})\}?"
-_ORDINAL_WORD = {"first": 1, "second": 2, "third": 3, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9}
+_ORDINAL_WORD = {
+    "first": 1,
+    "second": 2,
+    "third": 3,
+    "fourth": 4,
+    "fifth": 5,
+    "sixth": 6,
+    "seventh": 7,
+    "eighth": 8,
+    "ninth": 9,
+}
 _ORDINAL_WORD |= {"tenth": 10, "eleventh": 11, "twelfth": 12}
 _ORDINALS = re.compile(rf"(?:the )?({'|'.join(_ORDINAL_WORD)})(?: place)?\.?", re.IGNORECASE)
 _NONE = re.compile(
-    r"(?:(?:has|have|is|are) )?(?:there (?:is|are|exists?) |it has |the equation has )?no (?:real )?(?:solutions?|roots?)(?: exists?)?\.?|none"
+    r"(?:(?:has|have|is|are) )?(?:there (?:is|are|exists?) |it has |the equation has )?no (?:real )?(?:solutions?|roots?)(?: exists?)?\.?|none"  # noqa: E501
     r"|(?:es gibt )?keine (?:reellen? )?lösung(?:en)?|(?:no hay|sin) soluci(?:ón|ones)|(?:aucune|pas de) solution"
     r"|nessuna soluzione|sem solução|нет решений|无解|無解|解なし|해가 없다",
     re.IGNORECASE,
@@ -51,7 +62,9 @@ _WORDS = {
     "false": "falsch|falso|falsa|faux|假|错误|неверно",
 }
 _TRANSLATIONS = tuple((re.compile(words, re.IGNORECASE), word) for word, words in _WORDS.items())
-_REALS = re.compile(r"(?:x ?\\in ?)?(?:\\mathbb ?\{? ?R ?\}?|\u211d)|(?:all |the )?(?:set of )?(?:all )?real(?: number)?s", re.IGNORECASE)
+_REALS = re.compile(
+    r"(?:x ?\\in ?)?(?:\\mathbb ?\{? ?R ?\}?|\u211d)|(?:all |the )?(?:set of )?(?:all )?real(?: number)?s", re.IGNORECASE
+)
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -70,9 +83,18 @@ _REWRITES = tuple(
         (rf"\\(sin|cos|tan|cot|sec|csc|cis) ?{_ANGLE}", lambda match: _of_degrees(match)),
         (r"\\cis ?(?:\(((?:[^()]|\([^()]*\))*)\)|(\\frac\{[^{}]*\}\{[^{}]*\}|\\pi))", r"(\\cos(\1\2)+i\\sin(\1\2))"),
         (rf"\{{? ?{_DIGITS} ?\\choose ?{_DIGITS} ?\}}?", r"\\binom{\1}{\2}"),
-        (rf"(?<![A-Za-z\\])C ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?C ?_ ?{_DIGITS}", lambda match: _binomial(match)),
-        (rf"(?<![A-Za-z\\}}])C_ ?{_DIGITS} ?\^ ?{_DIGITS}|(?<![A-Za-z\d])(\d+) ?C ?(\d+)(?![A-Za-z\d])", lambda match: _binomial(match)),
-        (rf"(?<![A-Za-z\\])P ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?P ?_ ?{_DIGITS}", lambda match: _permutations(match)),
+        (
+            rf"(?<![A-Za-z\\])C ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?C ?_ ?{_DIGITS}",
+            lambda match: _binomial(match),
+        ),
+        (
+            rf"(?<![A-Za-z\\}}])C_ ?{_DIGITS} ?\^ ?{_DIGITS}|(?<![A-Za-z\d])(\d+) ?C ?(\d+)(?![A-Za-z\d])",
+            lambda match: _binomial(match),
+        ),
+        (
+            rf"(?<![A-Za-z\\])P ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?P ?_ ?{_DIGITS}",
+            lambda match: _permutations(match),
+        ),
         (r"^(\d+) to (\d+)$", r"\1:\2"),
         (r"(?<=[^\s]) (?:veya|oder|ou|o|oppure|lub|или|または|或) (?=[A-Za-z] ?=|-?\d)", " or "),
         (r"(?<=\d) ?(?:zł|kr|Kč|Ft|₺|₽|руб\.?|рублей|Euro|EUR|CHF)\.?$|^(?:Rp|R\$|CHF|kr) ?(?=\d)", ""),
@@ -80,8 +102,14 @@ _REWRITES = tuple(
         (r"^\$?[A-Z] ?\(([^();]*); ?([^();]*)\)\$?$", r"(\1,\2)"),
         (r"^\$?(?:[a-z] ?= ?)?\\pm ?(\d+)\$?$", r"\1, -\1"),
         (r"\u2261", r"\\equiv "),
-        (r"^(?:\$|\\\()?(?:[^$]{1,80}\\equiv ?)?(-?\d+) ?(?:\\pmod ?\{? ?(\d+) ?\}?|\(? ?(?:\\bmod|\\mod|\bmod) ?\{? ?(\d+) ?\}? ?\)?)", r"\1 \\pmod{\2\3}"),
-        (r"(?<=\d)\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?|(?<=\.)\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?", r"\\overline{\1\2\3\4\5\6}"),
+        (
+            r"^(?:\$|\\\()?(?:[^$]{1,80}\\equiv ?)?(-?\d+) ?(?:\\pmod ?\{? ?(\d+) ?\}?|\(? ?(?:\\bmod|\\mod|\bmod) ?\{? ?(\d+) ?\}? ?\)?)",  # noqa: E501
+            r"\1 \\pmod{\2\3}",
+        ),
+        (
+            r"(?<=\d)\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?|(?<=\.)\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?",
+            r"\\overline{\1\2\3\4\5\6}",
+        ),
         (r"(?<=[\d.])\\dot ?\{?(\d)\}?", r"\\overline{\1}"),
         (r"(?<![\w.])(\d*\.\d*)\((\d{1,12})\)(?!\d)", r"\1\\overline{\2}"),
         (r"(?<![\d.,])(\d{1,3}(?:\.\d{3})+),(\d+)(?![\d,.])", lambda match: match[1].replace(".", "") + "." + match[2]),

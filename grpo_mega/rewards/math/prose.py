@@ -5,16 +5,12 @@ than an expression. Both return text for `normalize.normalize_answer`, or None. 
 16: the first expression counts after an announcement, the last one elsewhere. An expression that the text denies ("not 5",
 "more than 5") is no answer, and a text that gives two answers ("6 or 9", "2 hours and 30 minutes") keeps both. Only the last
 TAIL characters are read, so that time is bounded.
-
-`plain` removes the marks of Markdown and chat templates first: emphasis (bold, italic, code), tokens such as <|im_end|>, and
-characters without width. Full-width characters become ASCII, and a line separator of Unicode becomes a newline. Stars between
-operands stay: 2**10 is a power, 3*4 a product.
 """
 
 import re
-from fractions import Fraction
 
 from grpo_mega.rewards.math.notation import is_single_word
+from grpo_mega.rewards.math.plain import plain
 
 TAIL = 2000  # characters from the end in which an answer is looked for; a longer answer is none
 MAX_PHRASE_WORDS = 5  # a text without any number or formula is an answer itself only up to this length
@@ -23,47 +19,6 @@ MAX_TITLE = 20  # characters before "answer" in a heading
 
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"  # the inside of a regex's character class
 
-_PLAIN = str.maketrans(
-    {
-        **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # full-width forms of ASCII
-        **dict.fromkeys("\u2028\u2029\u0085", "\n"),
-        **dict.fromkeys("\u200b\u2060\ufeff`"),
-        **{zero + digit: str(digit) for zero in (0x660, 0x6F0, 0x966, 0x9E6) for digit in range(10)},
-        "\u066b": ".",
-        "\u3000": " ",
-        "。": ". ",
-        "、": ", ",
-        "−": "-",  # noqa: RUF001
-    }
-)
-_MARKUP = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"<\|[^|<>\s]{1,40}\|>|</?answer>", " "),
-        (r"(?<![0-9A-Za-z)}\]])\*\*\*?(?! )|(?<! )\*?\*\*(?![0-9A-Za-z(\\-])", ""),
-        (r"(?<![0-9A-Za-z)}\]*^_{])\*([^\s*](?:[^*\n]{0,200}[^\s*])?)\*(?![0-9A-Za-z*({])", r"\1"),
-        (r"(?<!\w)__(?=\S)|(?<=\S)__(?!\w)", ""),
-        (r"(\d+(?:\.\d+)?) ?([\u4e07\u842c\ub9cc\u4ebf\u5104\uc5b5])(?:(\d{1,4})(?!\d))?", lambda match: _of_myriads(match)),
-        (r"(?<![\d,])\d{1,2}(?:,\d\d)+,\d{3}(?![\d,])", lambda match: match[0].replace(",", "")),  # Indian thousands
-        (r"(\b[Rr]atio\b[^.\n]{0,80}?)\b(\d+) (?:to|is to) (\d+)", r"\1\2:\3"),
-        (r"\b(\d+) (?:dollars?|euros?) and (\d\d) cents?\b", r"\1.\2"),
-        (r"(?<![\d.,])(\d{1,3}(?:[ \u00a0\u202f\u2009]\d{3})+)(?![\d,.]\d|\d)", lambda match: re.sub(r"\s", "", match[1])),
-        (r"(?<![\d)] )\b(?:minus|negative|Minus|Negative) (?=[\d$\\(.])", "-"),
-    )
-)
-
-_SUPERSCRIPT = re.compile("\u207b?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]{2,}|\u207b[\u00b9\u00b2\u00b3\u2074-\u2079]|[\u2074-\u2079]")
-_NORMAL_SIZE = str.maketrans("\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079", "-0123456789")
-# Languages with a decimal comma, and points or spaces between thousands.
-_CONTINENTAL = re.compile(
-    r"\b(?:der|die|das|ist|sind|und|also|est|sont|donc|les|une|el|los|las|respuesta|por|es|il|della|risposta|è|quindi|resposta|são|dos"
-    r"|portanto|jest|odpowiedź|więc|het|een|antwoord|dus|cevap|ответ|рав[а-я]+|[а-я]{4,})\b",
-    re.IGNORECASE,
-)
-_ENGLISH = re.compile(r"\b(?:the|is|are|of|so|and|we|that|this|with)\b")
-_DECIMAL_COMMA = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d+(?!\d|,\d|\)|\])|\\overline)(?<![(\[]\d,)")
-_DOT_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:\.\d{3})+(?![\d.]\d|\d)")
-_MYRIADS = {"\u4e07": 4, "\u842c": 4, "\ub9cc": 4, "\u4ebf": 8, "\u5104": 8, "\uc5b5": 8}
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 _FUNCTION = re.compile(
     "and|or|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|sqrt|inf|infinity|mod|gcd|lcm|max|min|pi", re.IGNORECASE
@@ -77,7 +32,7 @@ _ATOM = (
 _ELEMENT = r"(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?"
 _EXPRESSION = re.compile(
     rf"[(\[] ?-?{_ELEMENT}(?: ?, ?-?{_ELEMENT})+ ?[)\]]"  # a tuple or an interval
-    rf"|(?:{_MONTHS}) \d{{1,2}}(?:st|nd|rd|th)?, \d{{4}}|\d{{1,2}}(?:st|nd|rd|th)? (?:{_MONTHS}),? \d{{4}}|\d{{4}}-\d\d-\d\d(?!\d)"
+    rf"|(?:{_MONTHS}) \d{{1,2}}(?:st|nd|rd|th)?, \d{{4}}|\d{{1,2}}(?:st|nd|rd|th)? (?:{_MONTHS}),? \d{{4}}|\d{{4}}-\d\d-\d\d(?!\d)"  # noqa: E501
     r"|(?<![\d.,])\d{1,6} ?(?:h|hours?|hrs?|days?),? (?:and )?\d{1,6} ?(?:min(?:ute)?s?|h(?:ou)?rs?)\b"
     r"(?:,? (?:and )?\d{1,6} ?s(?:ec(?:ond)?s?)?\b)?"
     r"|(?<![A-Za-z_\d])\d{1,2}:\d\d(?!\d)(?: ?[aApP]\.?[mM]\b\.?)?"  # a time of day
@@ -89,7 +44,9 @@ _FORMULA = re.compile(
     r"\$\$(?P<display>[^$]+)\$\$|\\\[(?P<bracket>(?:[^\\]|\\[^\[\]])+)\\\]|\\\((?P<inline>(?:[^\\]|\\[^()])+)\\\)"
     r"|(?<!\\)\$(?!\s)(?P<dollar>[^$\n]+)(?<![\s\\])\$(?!\d)"  # "$5 and $6" are prices, not a formula
 )
-_JOIN = re.compile(r"\s*(?P<equals>=|\\approx|≈)\s*|\s*(?:[,;]\s*(?:and|or)\b|[,;]|(?:and|or|und|oder|et|ou|o|y|u|e|oppure|lub|veya|ve|en|of|и|или)\b|或者?|または)\s*")
+_JOIN = re.compile(
+    r"\s*(?P<equals>=|\\approx|≈)\s*|\s*(?:[,;]\s*(?:and|or)\b|[,;]|(?:and|or|und|oder|et|ou|o|y|u|e|oppure|lub|veya|ve|и|или)\b|或者?|または)\s*"
+)
 _TIMES = r"[+*/^\u00d7÷·]|\\times\b|\\cdot\b|\\div\b"
 _WORD_FOR_OPERATOR = r"(?:plus|minus|times|divided by|multiplied by)"
 _JOINT = re.compile(r"\s*(?:,?\s*(?:or|and|oder|und|ou|et|o|y|e|veya|ve)\b|,|;)\s*")
@@ -117,7 +74,7 @@ _WORDS_OF_NUMBERS = (
 
 _HEDGE = re.compile(
     r"(?:\b(?:could|might|may)(?: also| well| just as well| instead)* be|\b(?:or )?(?:possibly|perhaps|maybe)|\balternatively,?"
-    r"|\b(?:actually|wait|correction|sorry|rather),?(?: no,?)?(?: the)?(?: (?:correct|right|final))?(?: (?:answer|it|that|this))?"
+    r"|\b(?:actually|wait|correction|sorry|rather),?(?: no,?)?(?: the)?(?: (?:correct|right|final))?(?: (?:answer|it|that|this))?"  # noqa: E501
     r"(?: (?:is|should be|must be))?|könnte auch|podría(?: también)? ser|pourrait(?: aussi)? être|potrebbe(?: anche)? essere"
     r"|может быть|也?可能是)[ :]*[$€£*(\\]{0,3}(-?\d[\d.,]*\d|-?\d)(?![\w(]| ?[-+*/=^])",
     re.IGNORECASE,
@@ -125,7 +82,7 @@ _HEDGE = re.compile(
 _NUMERAL = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _LETTER = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f"
 _WORD = re.compile(
-    rf"(?<![{_LETTER}\\])(?:[{_LETTER}]{{3,}}|(?i:it|is|so|we|he|be|of|by|at|on|as)(?![{_LETTER}]))|[{_CJK}]+|[\u0400-\u04ff]{{2,}}"
+    rf"(?<![{_LETTER}\\])(?:[{_LETTER}]{{3,}}|(?i:it|is|so|we|he|be|of|by|at|on|as)(?![{_LETTER}]))|[{_CJK}]+|[\u0400-\u04ff\u0600-\u06ff\u0900-\u097f]{{2,}}"
 )
 _BESIDE = frozenset("$%.,:;}")  # what ends the formula or the clause before a word
 _COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+")
@@ -151,7 +108,7 @@ _OFFER = re.compile(  # what chat models end with
     r"|If you (?:have|need|want|would))\b[^\n]*$"
 )
 _NOTE = re.compile(
-    r"[\s*_>#-]*(?:\((?=[^()]*[A-Za-z]{3})|(?:quick )?(?:check|note|verification|verify|remark|explanation|nota|probe|hinweis|comprobación"
+    r"[\s*_>#-]*(?:\((?=[^()]*[A-Za-z]{3})|(?:quick )?(?:check|note|verification|verify|remark|explanation|nota|probe|hinweis|comprobación"  # noqa: E501
     r"|vérification|remarque|should|remember|by the way|keep in mind|if you|let me)\b)",
     re.IGNORECASE,
 )
@@ -161,7 +118,7 @@ _OUTCOME = re.compile(
 )
 _YES_OR_NO = re.compile(r"(Yes|No|True|False)(?: ?[\u2014\u2013,.:!;]| - )")
 _NUMBER_WORD = re.compile(
-    r"\b(?:is|are|equals|exactly|leaves|remain|get|has|have|had|makes|total of|:) \**((?:twenty|thirty|forty|fifty|sixty|seventy|eighty"
+    r"\b(?:is|are|equals|exactly|leaves|remain|get|has|have|had|makes|total of|:) \**((?:twenty|thirty|forty|fifty|sixty|seventy|eighty"  # noqa: E501
     r"|ninety|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen)"
     r"(?:-(?:one|two|three|four|five|six|seven|eight|nine))?)\**(?: [a-z]+| of (?:them|these|those))?[.!*\s]*$"
 )
@@ -193,22 +150,6 @@ _NO_ANSWER = re.compile(
 _BOLD_WORDS = re.compile(r"[^\W\d_]+(?:(?:, | )[^\W\d_]+){0,5}")
 _EMPHASIS = re.compile(r"(?<![\w)}\]*])\*{1,2}([^\s*][^*\n]*)\*{1,2}(?![\w(*])")
 _LIST_MARKER = re.compile(r"\d+[.)]")
-
-
-def plain(text: str) -> str:
-    """Return `text` without the marks of Markdown and chat templates, stripped."""
-    text = _SUPERSCRIPT.sub(lambda match: "^{" + match[0].translate(_NORMAL_SIZE) + "}", text.translate(_PLAIN))
-    if _CONTINENTAL.search(text) and not _ENGLISH.search(text):
-        text = _DOT_THOUSANDS.sub(lambda match: match[0].replace(".", ""), _DECIMAL_COMMA.sub(".", text))
-    for pattern, replacement in _MARKUP:
-        text = pattern.sub(replacement, text)  # type: ignore[arg-type]
-    return text.strip()
-
-
-def _of_myriads(match: re.Match[str]) -> str:
-    zeros = _MYRIADS[match[2]]
-    value = Fraction(match[1]) * 10**zeros + int(match[3] or 0)
-    return str(value) if value.denominator == 1 else match[0]
 
 
 def read_passage(text: str) -> str | None:
@@ -357,8 +298,12 @@ def _emphasized(text: str) -> str | None:
     answers = [
         bold for bold in found if _FORMULA.match(bold) or _EXPRESSION.match(bold) or ("=" in bold and not is_prose(bold))
     ]
-    if not answers and len(found) == 1 and _BOLD_WORDS.fullmatch(found[0].strip(" .!")) and not _NO_ANSWER.match(found[0]) and (
-        line.rstrip(" .!*").endswith(found[0].strip(" .!")) or is_single_word(found[0].strip(" .!:"))
+    if (
+        not answers
+        and len(found) == 1
+        and _BOLD_WORDS.fullmatch(found[0].strip(" .!"))
+        and not _NO_ANSWER.match(found[0])
+        and (line.rstrip(" .!*").endswith(found[0].strip(" .!")) or is_single_word(found[0].strip(" .!:")))
     ):
         return found[0].strip(" .!")
     return _read_clause(answers[0]) if len(answers) == 1 else None

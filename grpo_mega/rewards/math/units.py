@@ -34,7 +34,14 @@ for _dimension, _units in {
     "mass": {"mg|milligrams?": Fraction(1, 1000), "g|grams?|gramos?|grammes?": 1, "kg|kilograms?|kilos?|千克|公斤": 1000},
     "volume": {"ml|mL|millilit(?:er|re)s?": Fraction(1, 1000), "l|L|lit(?:er|re)s?|litros?|升": 1},
     "angle": {r"\^ ?\{? ?\\circ ?\}?(?! ?[CF])|\u00b0(?! ?[CF])|degrees?(?! ?[CF])|grad": 1, "rad|radians?": Fraction(573, 10)},
-    "energy": {"J|joules?": 1, "kJ|kilojoules?": 1000, "MJ": 10**6, "cal": Fraction(4184, 1000), "kcal": 4184, "eV": Fraction(1, 10**15)},
+    "energy": {
+        "J|joules?": 1,
+        "kJ|kilojoules?": 1000,
+        "MJ": 10**6,
+        "cal": Fraction(4184, 1000),
+        "kcal": 4184,
+        "eV": Fraction(1, 10**15),
+    },
     "power": {"mW": Fraction(1, 1000), "W|watts?": 1, "kW|kilowatts?": 1000, "MW": 10**6},
     "force": {"mN": Fraction(1, 1000), "N|newtons?": 1, "kN": 1000, "MN": 10**6},
     "voltage": {"mV": Fraction(1, 1000), "V|volts?": 1, "kV": 1000},
@@ -56,7 +63,9 @@ _GAP = r"(?:\\[,;:! ]|[\s$*_~{}]|\\(?:text|textrm|mathrm|rm)(?![A-Za-z]))*"
 _POWER = re.compile(r"\}? ?(?:\^ ?\{? ?([23])|([\u00b2\u00b3]))")
 _MORE = re.compile(r"\}? ?(?:\^|(?:[\u00b7/\u207b]|\*(?!\*))|\\cdot|(?:\\[,;: ])? ?[A-Za-z]{1,3} ?\^)")  # a unit of several
 _DIRECTION = re.compile(r"\b(anti-?|counter-?)?clockwise\b", re.IGNORECASE)
-_PAST_OR_FUTURE = re.compile(r"\b(?:years?|days?|weeks?|months?|hours?|minutes?) (?:(ago|earlier|before)|from now|later|hence)\b")
+_PAST_OR_FUTURE = re.compile(
+    r"\b(?:years?|days?|weeks?|months?|hours?|minutes?) (?:(ago|earlier|before)|from now|later|hence)\b"
+)
 _LOOK = 40  # characters after the number
 
 
@@ -77,7 +86,7 @@ def unit_after(text: str, number: str) -> str:
         return f"direction{'-' if direction[1] else '+'}:1"
     if when := _PAST_OR_FUTURE.search(text[place : place + len(number) + _LOOK]):
         return f"{'past' if when[1] else 'future'}:1"
-    for pattern, (dimension, factor) in _PATTERNS:
+    for pattern, (dimension, factor) in _PATTERNS:  # noqa: B007 -- used below
         if (found := pattern.match(rest)) is not None:
             break
     else:
