@@ -67,8 +67,11 @@ def is_unevaluated(text: str, gold: str) -> bool:
     if _SIGNS.search(text):
         return True
     last_sides = [part.rpartition("=")[2] for part in re.split(r"([,;])", text)]  # of a = 1 + 1 = 2 the 2
+    is_fraction, number = "/" in gold or "frac" in gold, parse_number(gold)
     try:
-        _Reader("".join(last_sides), is_gold_fraction="/" in gold or "frac" in gold).read_group(0)
+        _Reader(
+            "".join(last_sides), is_fraction, is_fraction and number is not None and number.value.denominator == 1
+        ).read_group(0)
     except _Unevaluated:
         return True
     return False
@@ -119,10 +122,11 @@ class _Term:
 class _Reader:
     """Reads an answer from left to right, once; raises _Unevaluated at the first arithmetic on numerals."""
 
-    def __init__(self, text: str, is_gold_fraction: bool) -> None:
+    def __init__(self, text: str, is_gold_fraction: bool, is_gold_integer: bool) -> None:
         self._tokens = tokenize(text)
         self._next = 0
         self._is_gold_fraction = is_gold_fraction
+        self._is_gold_integer = is_gold_integer  # as in \frac{2}{1}
         self._is_argument = False  # of a function, in which \frac{\pi}{3} is fine
 
     def read_group(self, depth: int) -> _Operand | None:
@@ -222,7 +226,7 @@ class _Reader:
         if above and below and above[1] is not None and below[1]:
             value = above[1] / below[1]
             is_accepted = self._is_gold_fraction or below[1] in _POWERS_OF_TEN
-            if value.denominator == below[1] or (value.denominator > 1 and is_accepted):
+            if value.denominator == below[1] or (is_accepted and (value.denominator > 1 or self._is_gold_integer)):
                 return _Kind.NUMERAL, None
             raise _Unevaluated
         if kinds == {_Kind.NUMERAL} or (_Kind.LETTER in kinds and not self._is_argument):

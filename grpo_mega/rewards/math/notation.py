@@ -126,7 +126,7 @@ def rewrite(text: str) -> str:
     """Return an answer in the notation that the other rules read."""
     text = _UNIT_RUN.sub("", text)
     for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)  # type: ignore[arg-type]
+        text = pattern.sub(replacement, text)
     bare = text.strip(" $")
     if match := _REPEATING.fullmatch(bare):
         lead, period, rest = match.groups()

@@ -190,6 +190,8 @@ def read_announced(text: str) -> str | None:
 
 def other_answer(answer: str, text: str) -> str | None:
     """Return the number that `text`, which follows an answer, holds possible or says instead: "but it could also be 19"."""
+    if len(text) < 40 and not any(char.isdigit() for char in text):  # the usual end of a response
+        return None
     *_, hedge = (None, *_HEDGE.finditer(text[:MAX_CLAUSE]))
     if hedge:
         return hedge[1]

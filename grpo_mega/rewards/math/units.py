@@ -79,6 +79,8 @@ def unit_after(text: str, number: str) -> str:
     if place < 0:
         return ""
     rest = re.sub(rf"\A{_GAP}", "", text[place + len(number) : place + len(number) + _LOOK])
+    if not rest or rest[0] in ".,;:)":
+        return ""
     word = _SQUARE.match(rest)
     power = (3 if word[1] else 2) if word else 1
     rest = rest[word.end() :] if word else rest
