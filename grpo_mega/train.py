@@ -106,7 +106,7 @@ def generate(job: RolloutJob, step: int) -> tuple[list[Group], Backlog, StepMetr
     """Return the step's scored groups, the backlog after it, and counts of what was left out.
 
     With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), groups without an advantage other than 0 are replaced from
-    further rollouts, at most algorithm.dynamic_sampling_tries of them. They are judged again after each, over all groups so far.
+    further rollouts, at most algorithm.dynamic_sampling_tries of them. Each rollout judges them again, over all groups so far.
     """
     config, groups, usable, seen = job.config, list[Group](), list[Group](), set[int]()
     wanted, is_dynamic = config.batch.prompts_per_step, config.algorithm.dynamic_sampling_tries > 0
