@@ -6,7 +6,7 @@ import pytest
 import torch
 from losses import assigned
 
-from grpo_mega.algorithm.advantages import group_zscore
+from grpo_mega.algorithm.advantages import assign_advantages, group_zscore, overlong_penalty
 from grpo_mega.config import AlgorithmConfig
 from grpo_mega.errors import RewardError
 from grpo_mega.types import Group, Prompt, Sample, Span
@@ -127,3 +127,18 @@ def test_divisor_and_epsilon_reach_every_group():
     assert first_values(samples) == [1.0, -1.0, -1.0, 1.0]
     (first, _) = assigned([make_group([1.0, 0])], AlgorithmConfig(std_ddof=0, std_eps=0.5))
     assert first.advantages[0].item() == pytest.approx(0.5 / (0.5 + 0.5))
+
+
+@pytest.mark.parametrize(("length", "expected"), [(7, 0.0), (8, -1 / 3), (9, -2 / 3), (10, -1.0)])
+def test_the_buffer_of_long_responses_is_rounded_to_whole_tokens(length, expected):
+    a = AlgorithmConfig(overlong_buffer=0.26)  # 2.6 of 10 tokens
+    assert overlong_penalty(length, a, 10) == pytest.approx(expected)
+
+
+def test_penalties_that_are_given_count_only_where_the_reward_has_them():
+    prompt = Prompt(0, "", (1,), "")
+    for kl_in, share in (("loss", 0.0), ("reward", 0.5)):
+        group = Group(prompt, [Sample(prompt, i, [3], [-1.0], "stop", reward=1.0 - i) for i in range(2)])
+        a = AlgorithmConfig(adv_type="rloo", kl_in=kl_in, kl_beta=0.5)
+        first, second = assign_advantages([group], a, max_response_length=4, kl_penalties=[torch.ones(1), torch.zeros(1)])
+        assert first.advantages.tolist() == [1.0 - share] and second.advantages.tolist() == [share - 1.0]

@@ -14,7 +14,7 @@ WORKER = Path(__file__).with_name("capacity_worker.py")
 MULTIPLES = (2, 48, 130)  # of rows' lengths
 LAYOUTS = {  # by number of ranks
     1: ("tp=1", "tp=1 model.recompute=full", "tp=1 model.recompute=selective"),
-    2: ("dp=2,ep=2", "dp=2,ep=2 model.recompute=full", "tp=2,ep=2,sequence_parallel=true", "cp=2", "pp=2"),
+    2: ("dp=2,ep=2", "dp=2,ep=2 model.recompute=full", "tp=2,sequence_parallel=true", "cp=2", "pp=2"),
 }
 CASES = [text for texts in LAYOUTS.values() for text in texts]
 NAMES = ("loss/total", "loss/policy", "grad_norm", "kl/mean", "mismatch/k3", "moe/dropped_tokens", "moe/load_max")
@@ -52,6 +52,6 @@ def test_passes_for_log_probs_drop_what_the_update_drops(results: tuple[Results,
 
 def test_an_expert_keeps_its_best_tokens_up_to_its_capacity(results: tuple[Results, dict]) -> None:
     assert results[0]["choices"] == []
-    layouts = [results[1][text]["48"] for text in ("tp=1", "tp=2,ep=2,sequence_parallel=true", "cp=2", "pp=2")]
+    layouts = [results[1][text]["48"] for text in ("tp=1", "tp=2,sequence_parallel=true", "cp=2", "pp=2")]
     for metrics in layouts[1:]:  # ranks that share a row have one capacity
         assert [m["moe/dropped_tokens"] for m in metrics] == [m["moe/dropped_tokens"] for m in layouts[0]]
