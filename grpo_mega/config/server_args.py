@@ -36,16 +36,17 @@ REASONS: Mapping[str, str] = {
     **dict.fromkeys(("tensor_parallel_size", "ep", "expert_parallel_size", "pp_size", "pipeline_parallel_size"), _LAYOUT),
     **dict.fromkeys(("dp_size", "data_parallel_size", "dcp_size", "decode_context_parallel_size", "attn_cp_size"), _LAYOUT),
     **dict.fromkeys(("attention_context_parallel_size", "moe_dp_size", "moe_data_parallel_size", "dwdp_size"), _LAYOUT),
-    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr", "nccl_init_addr"), _LAYOUT),
+    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr", "nccl_init_addr", "gpu_id_step"), _LAYOUT),
+    **dict.fromkeys(("enable_dp_attention", "enable_dp_lm_head", "enable_prefill_cp", "moe_dense_tp_size"), _LAYOUT),
+    **dict.fromkeys(("enable_dense_mlp_attn_tp", "enable_shared_experts_attn_tp", "shared_experts_tp_size"), _LAYOUT),
     "config": "reads further arguments from a file; give them here",
     **dict.fromkeys(("host", "port", "api_key", "nccl_port", "served_model_name", "model_path", "load_format"), _OTHERS),
     **dict.fromkeys(("custom_weight_loader", "skip_tokenizer_init", "device", "dtype", "tp_size", "ep_size"), _OTHERS),
     **dict.fromkeys(("disable_shared_experts_fusion", "base_gpu_id", "context_length", "max_running_requests"), _OTHERS),
     **dict.fromkeys(("max_total_tokens", "mem_fraction_static", "enable_memory_saver", "random_seed"), _OTHERS),
-    "enable_return_routed_experts": _OTHERS,
+    **dict.fromkeys(("enable_return_routed_experts", "admin_api_key", "incremental_streaming_output"), _OTHERS),
 }
-_PREFIXES = {"speculative_": _SPECULATION}
-MIN_PREFIX = 4  # letters of a name's beginning
+_SPECULATIVE = "speculative_"  # all arguments with this prefix
 
 
 def problem_of(name: str) -> str | None:
@@ -53,8 +54,7 @@ def problem_of(name: str) -> str | None:
     plain = name.strip("-").replace("-", "_").lower().partition("=")[0]
     if plain in REASONS:
         return REASONS[plain]
-    for prefix, reason in _PREFIXES.items():
-        if plain.startswith(prefix) or (len(plain) >= MIN_PREFIX and prefix.startswith(plain)):
-            return reason
-    beginnings = (reason for full, reason in REASONS.items() if len(plain) >= MIN_PREFIX and full.startswith(plain))
-    return next(beginnings, None)
+    if plain.startswith(_SPECULATIVE):
+        return _SPECULATION
+    completed = {_SPECULATIVE: _SPECULATION, **REASONS}
+    return next((reason for full, reason in completed.items() if full.startswith(plain)), None)
