@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json have tens of MB
+MAX_NAME_BYTES = 4096
 
 
 def check_regular(path: Path) -> None:
@@ -29,6 +30,11 @@ def read_file(path: Path, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes", str(path))
     return content
+
+
+def read_name(path: Path) -> str:
+    """Return the one line in a small text file, such as the name of a folder. Raise OSError or ValueError."""
+    return read_file(path, MAX_NAME_BYTES).decode("utf-8").strip()
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:

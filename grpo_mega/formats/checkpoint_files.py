@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ResumeError
+from grpo_mega.files import read_json, read_name
 from grpo_mega.paths import CHECKPOINTS, FINISHED
 
 LATEST = "latest"
@@ -51,7 +52,7 @@ class Manifest:
 def read_manifest(checkpoint: Path) -> Manifest:
     """Return the manifest. Raise ResumeError if the folder is not a checkpoint."""
     try:
-        values = json.loads((checkpoint / MANIFEST).read_text())
+        values = read_json(checkpoint / MANIFEST)
         if isinstance(values["model"], str):
             values["model"] = _sizes_of_repr(values["model"])
         return Manifest(**values)
@@ -97,7 +98,12 @@ def latest(folder: Path) -> Path | None:
         if copies and not named:
             raise ResumeError(f"{pointer} is missing beside {copies[-1].name}; put that name into it and resume")
         return named[-1] if named else None
-    found = folder / pointer.read_text().strip()
+    try:
+        found = folder / read_name(pointer)
+    except (OSError, ValueError) as error:
+        raise ResumeError(
+            f"{pointer} cannot be read ({error}); put the name of a checkpoint's folder into it and resume"
+        ) from None
     if found == folder or not (found / MANIFEST).is_file():
         candidates = named or copies
         remedy = f"put {candidates[-1].name} into it" if candidates else "put the name of a checkpoint's folder into it"

@@ -6,7 +6,6 @@ training wrote has them in the folder that the run started from, which the run's
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.files import MAX_JSON_BYTES, read_file, read_json, read_name
 from grpo_mega.formats.checkpoint_files import LATEST, MANIFEST, STATE, without_checkpoints
 from grpo_mega.formats.dcp_read import SavedTensor, is_distributed_checkpoint, read_metadata
 from grpo_mega.formats.dtypes import TORCH_NAMES
@@ -72,9 +72,7 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
         raise WeightMappingError(f"{path} {problem}")
     state = _state_of(path)
     if state is not None:
-        file = state.parent / MANIFEST
-        manifest = json.loads(file.read_text()) if file.is_file() else {}
-        return Checkpoint(path, "Megatron", state, config_folder or _side_of(state), manifest)
+        return Checkpoint(path, "Megatron", state, config_folder or _side_of(state), _manifest_of(state.parent / MANIFEST))
     if _is_hugging_face(path):
         return Checkpoint(path, "Hugging Face", path, config_folder or path, {})
     finished = path / FINISHED
@@ -126,12 +124,33 @@ def _state_of(path: Path) -> Path | None:
     """Return the folder of Megatron's files: itself, or within a checkpoint, the checkpoints, or the folder of a run."""
     candidates = [path, path / STATE]
     for folder in (path, path / CHECKPOINTS):
-        if (folder / LATEST).is_file():
-            candidates.append(folder / (folder / LATEST).read_text().strip() / STATE)
-    if (path / _TRACKER).is_file():
-        iteration = (path / _TRACKER).read_text().strip()
-        candidates.append(path / (iteration if iteration == "release" else f"iter_{int(iteration):07d}"))
+        if (folder / LATEST).exists():
+            candidates.append(folder / _name_in(folder / LATEST) / STATE)
+    if (path / _TRACKER).exists():
+        iteration = _name_in(path / _TRACKER)
+        is_number = iteration.isascii() and iteration.isdigit()
+        candidates.append(path / (f"iter_{int(iteration):07d}" if is_number else iteration))
     return next((c for c in candidates if is_distributed_checkpoint(c)), None)
+
+
+def _name_in(path: Path) -> str:
+    try:
+        return read_name(path)
+    except (OSError, ValueError) as error:
+        raise WeightMappingError(f"{path} cannot be read ({error}); write the name of a checkpoint into it") from None
+
+
+def _manifest_of(path: Path) -> dict[str, Any]:
+    """Return the contents of a run's manifest; empty if there is none."""
+    try:
+        manifest = read_json(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise WeightMappingError(f"{path} cannot be read ({error}); name another checkpoint") from None
+    if not isinstance(manifest, dict):
+        raise WeightMappingError(f"{path} holds a JSON {type(manifest).__name__}, not an object; name another checkpoint")
+    return manifest
 
 
 def _side_of(state: Path) -> Path:
@@ -141,10 +160,20 @@ def _side_of(state: Path) -> Path:
         if (folder / "config.json").is_file():
             return folder
         if (folder / CONFIG_FILE).is_file():
-            model = Path(parse_yaml((folder / CONFIG_FILE).read_text(encoding="utf-8"))["model"]["path"])
+            model = _model_of(folder / CONFIG_FILE)
             if (model / "config.json").is_file():
                 return model
     raise WeightMappingError(f"{state} has no config.json, and no run's config.yaml leads to one; give its folder by --config")
+
+
+def _model_of(config: Path) -> Path:
+    """Return the folder of the model that a run's config.yaml names."""
+    try:
+        return Path(parse_yaml(read_file(config, MAX_JSON_BYTES).decode("utf-8"))["model"]["path"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise WeightMappingError(
+            f"{config} names no model.path ({error}); give the folder of config.json by --config"
+        ) from None
 
 
 def _kind(checkpoint: Checkpoint, weights: Any) -> str:

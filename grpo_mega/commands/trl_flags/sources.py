@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from grpo_mega.data.sources import read_rows
 from grpo_mega.errors import ConfigError
+from grpo_mega.files import read_json
 from grpo_mega.paths import user_path
 
 PROMPT_COLUMNS = ("prompt", "problem", "question")  # where no column is given: the first of these that the set has
@@ -45,7 +45,7 @@ def find_model(name: str, revision: str | None, *, is_cached: bool) -> Path:
 def own_dtype(model: Path) -> str:
     """Return float32 if that is the dtype in the model's config.json, else bfloat16."""
     try:
-        fields = json.loads((model / "config.json").read_text())
+        fields = read_json(model / "config.json")
     except (OSError, ValueError):
         return "bfloat16"  # preflight reports what is wrong with the file
     dtype = fields.get("dtype") or fields.get("torch_dtype") if isinstance(fields, dict) else None

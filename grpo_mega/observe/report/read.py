@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError
+from grpo_mega.files import read_json
 from grpo_mega.json_lines import read_json_lines
 from grpo_mega.observe.curves import Curves, curves
 from grpo_mega.observe.report import metrics, responses
@@ -138,7 +139,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _experts(path: Path) -> dict[str, Any] | None:
     """Return {"step", "rows": [{"layer", "tokens": of each expert}]}; None for a dense model."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
         rows = [{"layer": i, "tokens": [int(n) for n in tokens]} for i, tokens in enumerate(raw["tokens"]) if tokens]
         return {"step": int(raw["step"]), "rows": rows}
     except (OSError, ValueError, KeyError, TypeError):
@@ -147,7 +148,7 @@ def _experts(path: Path) -> dict[str, Any] | None:
 
 def _starts(path: Path) -> list[dict[str, Any]]:
     try:
-        starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
+        starts = read_json(path)["starts"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
