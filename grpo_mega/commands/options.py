@@ -22,7 +22,7 @@ class Argument:
     choices: Sequence[str] | None = None
 
 
-OVERRIDES = "overrides a value of the config, for example --set optimizer.lr=1e-6; may be repeated"
+OVERRIDES = "overrides a value, for example --set optimizer.lr=1e-6, and keeps text and quotes as they are; may be repeated"
 
 
 @dataclass(frozen=True)

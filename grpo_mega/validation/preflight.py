@@ -1,5 +1,5 @@
-"""Checks a config against the files that it names, before any rank starts or device is taken; never imports torch. Only where
-`device: auto` meets a GPU does a process of its own ask torch whether it sees one.
+"""Checks a config against the files that it names, before any rank starts or device is taken; never imports torch. A child
+process renders the chat template, and another one asks torch whether it sees a GPU where `device: auto` meets one.
 
 What is wrong with the layout for this model, with a path or name, with the model's files (from their headers), with the
 tokenizer or with a row of the data is one line with the remedy. The ranks check what needs the tokenizer itself, the weights'
