@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,38 +10,13 @@ from pathlib import Path
 
 import pytest
 from families import CASES, save
+from hostile_files import HANG_S, KINDS, deep, digits
 
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.checkpoint_files import find, latest, read_manifest
 from grpo_mega.formats.convert import convert_hf_to_mcore
 
 ROOT = Path(__file__).parents[2]
-HANG_S = 300.0  # a process that waits for a pipe never ends
-DEEP = "[" * 100_000
-DIGITS = '{"step": ' + "9" * 5000 + "}"
-
-
-def pipe(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-
-
-def folder(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    path.mkdir()
-
-
-def device(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    path.symlink_to("/dev/zero")
-
-
-def deep(path: Path) -> None:
-    path.write_text(DEEP)
-
-
-def digits(path: Path) -> None:
-    path.write_text(DIGITS)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +35,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 SHARD = "model-00002-of-00003.safetensors"
-KINDS = (pipe, folder, device)
 SPOILT = [
     *((kind, f"hf/{name}") for kind in KINDS for name in ("config.json", SHARD, "model.safetensors.index.json")),
     *((kind, f"mcore/{name}") for kind in KINDS for name in (".metadata", "__0_0.distcp", "config.json")),
