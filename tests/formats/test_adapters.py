@@ -25,7 +25,7 @@ BASE = "org/other\u2028base"
 BESIDE = (
     r"holds adapter_config\.json beside full weights, with which libraries load base_model_name_or_path='org/other\\u2028base'"
 )
-ALONE = r"is an adapter of org/other.base, not a model; merge it into its base first, and name the merged folder"
+ALONE = r"is an adapter of org/other.{1,6}base, not a model; merge it into its base first, and name the merged folder"
 TEMPLATES = {"additional_chat_templates/tool_use.jinja": "{# T\u2028 #}", "chat_template.jinja": "{{ messages[0].content }}"}
 
 
@@ -61,7 +61,8 @@ def test_a_folder_with_an_adapters_config_is_refused(
     for command in ("train", "plan"):
         assert cli.main([command, str(tmp_path / "config.yaml")]) == 2
         printed = capsys.readouterr()
-        assert says.search(printed.err if command == "train" else printed.out), command
+        words = " ".join((printed.err if command == "train" else printed.out).split())  # the plan breaks lines
+        assert says.search(words), (command, words)
     assert convert_hf_to_mcore.main([str(folder), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert says.search(error) and error.count("\n") == 1
