@@ -8,17 +8,19 @@ import argparse
 import json
 import os
 import sys
-from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that spin are ten times slower on a busy machine
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_mega import console
+from grpo_mega.paths import user_path
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dir", type=user_path)
     parser.add_argument("--prompts", type=int, default=64)
     options = parser.parse_args()
     last = sorted(options.run_dir.glob("heldout-*.jsonl"))[-1]
@@ -37,4 +39,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

@@ -35,6 +35,9 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from grpo_mega import console
+from grpo_mega.paths import user_path
+
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 CHARACTERS = [*"0123456789+-=?", "Ġ", "Ċ"]  # the last two are byte-level BPE's names of " " and "\n"
@@ -92,7 +95,7 @@ class Problem:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make a small arithmetic model and its data.")
-    parser.add_argument("out", type=Path, help="folder to write model/, train.jsonl and heldout.jsonl to")
+    parser.add_argument("out", type=user_path, help="folder to write model/, train.jsonl and heldout.jsonl to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of PyTorch")
     parser.add_argument("--moe", action="store_true", help="make a model with 8 experts per layer, of which a token takes 2")
@@ -278,4 +281,5 @@ def save(
 
 
 if __name__ == "__main__":
+    console.install()
     main()

@@ -6,10 +6,12 @@ as tp=2 and pp=2 want.
 """
 
 import argparse
-from pathlib import Path
 
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AddedToken, Qwen2Config, Qwen2Tokenizer
+
+from grpo_mega import console
+from grpo_mega.paths import user_path
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<system>", "<user>", "<assistant>", "<end>"]
 CHAT_TEMPLATE = (
@@ -21,7 +23,7 @@ VOCAB_SIZE = 304  # the tokens in use, rounded up as real models do
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make a tiny model folder without weights, for model.init=random.")
-    parser.add_argument("out", type=Path, help="folder to write to")
+    parser.add_argument("out", type=user_path, help="folder to write to")
     out = parser.parse_args().out
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(out, save_jinja_files=False)
@@ -67,4 +69,5 @@ def make_config(tokenizer: Qwen2Tokenizer) -> Qwen2Config:
 
 
 if __name__ == "__main__":
+    console.install()
     main()

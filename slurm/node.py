@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 
+from grpo_mega import console
 from grpo_mega.processes import descendants
 
 SECONDS_BETWEEN_BEATS = 1.0
@@ -128,4 +129,5 @@ def report(path: Path, code: int, text: str) -> None:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(Node().run(sys.argv[1:]))

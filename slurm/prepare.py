@@ -9,14 +9,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from grpo_mega import config as configs
+from grpo_mega import console
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare as plan_setup
 from grpo_mega.commands.trl_flags.rewards import add_reward_flags, overrides_of
 from grpo_mega.config import Config
 from grpo_mega.errors import UserError
+from grpo_mega.paths import user_path
 from grpo_mega.planner.plan import Plan, make_plan
 from grpo_mega.validation import preflight, raise_first
 from grpo_mega.validation.engine import engine_rank_problems
@@ -29,7 +30,7 @@ MARGIN_S = 180  # for a sync, the writers' last files, and Slurm itself
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=Path)
+    parser.add_argument("config", type=user_path)
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     add_reward_flags(parser)
     parser.add_argument("--world-size", type=int, required=True)
@@ -81,4 +82,5 @@ def lead_seconds(step_s: float, checkpoint_gb: float, disk_gbps: float) -> int:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

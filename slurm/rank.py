@@ -15,6 +15,7 @@ from pathlib import Path
 
 from node import report
 
+from grpo_mega import console
 from grpo_mega.distributed.launch import die_with_launcher, exit_description, log_tail
 
 
@@ -45,4 +46,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

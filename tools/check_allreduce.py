@@ -16,12 +16,13 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from grpo_mega import console
 from grpo_mega.hardware.environment import library_environment
+from grpo_mega.paths import user_path
 
 SECONDS = 120  # for any one collective
 MIB = {"cuda": 256, "cpu": 1}
@@ -33,7 +34,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, required=True, help="on a node")
     parser.add_argument("--node-floor", type=float, default=0.0, help="GB/s")
     parser.add_argument("--network-floor", type=float, default=0.0, help="GB/s")
-    parser.add_argument("--out", type=Path, help="file that gets the names of slow nodes")
+    parser.add_argument("--out", type=user_path, help="file that gets the names of slow nodes")
     options = parser.parse_args()
     floor = None if options.out is None else options.out.with_name("floor")
     if "RANK" not in os.environ:
@@ -170,4 +171,5 @@ def names_of_nodes(ranks_per_node: int) -> list[str]:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

@@ -12,6 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from grpo_mega import console
+from grpo_mega.paths import user_path
+
 MOST_K3 = 0.01  # nats per token between trainer and engine; FP8 training with a bf16 engine was below 0.002 on emulated kernels
 MOST_OF_PLAN = 1.5  # times the step that the plan expects
 
@@ -20,7 +23,7 @@ Row = dict[str, Any]  # part, name, value, target, met (None without a target)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=user_path)
     folder = parser.parse_args().folder
     parts = read_lines(folder / "steps.jsonl")
     bench, plan = last_json(folder / "benchmarks.log"), last_json(folder / "plan.log")
@@ -101,4 +104,5 @@ def last_json(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_mega import console
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.detect import Checkpoint, find_checkpoint
@@ -151,4 +152,5 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
 
 
 if __name__ == "__main__":
+    console.install()
     torch.save(_by_transformers(find_checkpoint(Path(sys.argv[1]))), sys.argv[2])

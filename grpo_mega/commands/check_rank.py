@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_mega import console
 from grpo_mega.commands.check import Case, Outcome, SampleKey
 from grpo_mega.config import Config
 from grpo_mega.megatron import runtime as runtimes
@@ -80,4 +81,5 @@ def _generate(config: Config, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    console.install()
     main(Path(sys.argv[1]))

@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 from torch.distributed.run import main
 
+from grpo_mega import console
 from grpo_mega.distributed.store import address_to_bind, open_store
 
 
@@ -27,5 +28,6 @@ def _store(host: str, port: int, world_size: int, is_master: bool, timeout: time
 
 
 if __name__ == "__main__":
+    console.install()
     static_tcp_rendezvous.TCPStore = _store  # type: ignore[misc, assignment]  # torchrun opens its store nowhere else
     sys.exit(main())

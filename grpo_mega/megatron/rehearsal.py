@@ -25,6 +25,8 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from grpo_mega import console
+
 CONTEXT = "CONTEXT_PARALLEL_GROUP"  # Megatron's description of the group that shares a sequence
 
 
@@ -243,4 +245,5 @@ def _sum_of_hidden(hidden_TH: Tensor, batch: Any) -> Any:
 
 
 if __name__ == "__main__":
+    console.install()
     main()

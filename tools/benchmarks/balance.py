@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from grpo_mega import console
 from grpo_mega.batching import flops
 from grpo_mega.batching.balance import balance
 from grpo_mega.weights.spec import ModelShape
@@ -250,4 +251,5 @@ def plan_in_order(lengths: Sequence[int], dp_size: int, budget: int) -> Plan:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

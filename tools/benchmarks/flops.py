@@ -28,6 +28,7 @@ from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it starts as `python tools/benchmarks/flops.py`
 
+from grpo_mega import console
 from grpo_mega.batching import flops
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.megatron import runtime as runtimes
@@ -114,4 +115,5 @@ def farthest(times: Sequence[float], expected: Sequence[float]) -> float:
 
 
 if __name__ == "__main__":
+    console.install()
     raise SystemExit(main())

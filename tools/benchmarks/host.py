@@ -32,6 +32,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
+from grpo_mega import console
 from grpo_mega.algorithm.advantages import assign_advantages
 from grpo_mega.algorithm.token_weights import mini_batch_weights
 from grpo_mega.batching import pack as packing
@@ -254,4 +255,5 @@ def cpu_seconds(act: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

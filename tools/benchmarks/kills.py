@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from grpo_mega import console
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
     "steps": 16,
@@ -208,4 +210,5 @@ def check_same_weights(found: Path, expected: Path) -> None:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

@@ -29,6 +29,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
+from grpo_mega import console
+
 PATHS = ("trl", "ours", "log_softmax", "trl-full")  # the longest first, so that the others fit beside it
 TEMPERATURE = 0.9
 TRL_CHUNK = 32768  # trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE, columns of a tile
@@ -214,4 +216,5 @@ def cpu_seconds() -> float:
 
 
 if __name__ == "__main__":
+    console.install()
     raise SystemExit(main())

@@ -26,6 +26,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from grpo_mega import console
 from grpo_mega.errors import ConfigError
 from grpo_mega.hardware import device as devices
 from grpo_mega.megatron.offload import PolicyMemory, storages_of
@@ -166,4 +167,5 @@ def report(seconds: dict[str, float], device: devices.Device, gib: float, num_st
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

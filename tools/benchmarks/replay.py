@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from grpo_mega import console
 from grpo_mega.cli import main as grpo_mega
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -78,4 +79,5 @@ def run(config: Path, folder: Path, dtype: str, replay: str) -> dict[str, list[f
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

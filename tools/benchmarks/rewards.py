@@ -32,6 +32,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from grpo_mega import console
 from grpo_mega.config.rewards import RewardFunctionConfig, RewardsConfig
 from grpo_mega.rewards.workers.pool import RewardPool
 
@@ -279,4 +280,5 @@ def _options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

@@ -25,6 +25,7 @@ from transformers import Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it starts as `python tools/benchmarks/share_prompts.py`
 
+from grpo_mega import console
 from grpo_mega.batching.pack import pack
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.megatron import runtime as runtimes
@@ -139,4 +140,5 @@ def make_samples(vocab: int, prompt_len: int, response_len: int, group_size: int
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

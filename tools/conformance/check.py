@@ -40,6 +40,8 @@ import torch
 if __name__ == "__main__":  # as a plain script, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from grpo_mega import console
+from grpo_mega.paths import user_path
 from tools.conformance import adapter
 from tools.conformance.cases import all_cases
 
@@ -55,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--implementation", default=OURS, metavar="MODULE:FUNCTION", help="the function to check (%(default)s)")
     parser.add_argument("--tolerance", type=float, help="for all kinds; by default 1e-6 for advantages, else 1e-9")
     parser.add_argument("--only", default="", metavar="TEXT", help="check only cases with TEXT in their name")
-    parser.add_argument("--file", type=Path, default=FILE, help="the cases (%(default)s)")
+    parser.add_argument("--file", type=user_path, default=FILE, help="the cases (%(default)s)")
     parser.add_argument("--write", action="store_true", help="compute the expected numbers with the oracles and write the file")
     options = parser.parse_args(arguments)
     if options.write:
@@ -167,5 +169,6 @@ def _null_to_nan(value: Any) -> Any:
 
 
 if __name__ == "__main__":
+    console.install()
     torch.set_num_threads(1)  # several threads are many times slower for so few tokens
     sys.exit(main())

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from grpo_mega import console
+from grpo_mega.paths import user_path
 from grpo_mega.rewards.math.accuracy import accuracy
 
 CORPUS = Path(__file__).resolve().parents[2] / "tests" / "rewards" / "corpus.jsonl"
@@ -99,7 +101,7 @@ def _boxed(gold: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--misses", choices=tuple(CHECKERS))
-    parser.add_argument("--rows", type=Path)
+    parser.add_argument("--rows", type=user_path)
     options = parser.parse_args()
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -127,4 +129,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    console.install()
     main()

@@ -7,9 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+from grpo_mega import console
 from grpo_mega.observe.report import write_report
 
 if __name__ == "__main__":
+    console.install()
     os.nice(19)
     write_report(Path(sys.argv[1]))
     print(time.process_time())

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # `async` is no name for a packa
 
 import curves
 
+from grpo_mega import console
 from tools.benchmarks import kills
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -132,4 +133,5 @@ def measure(rows: list[dict[str, Any]], allowed: int) -> Measured:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

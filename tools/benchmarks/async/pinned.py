@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+from grpo_mega import console
 from grpo_mega.cli import main as grpo_mega
 from grpo_mega.distributed.launch import run_ranks
 
@@ -22,4 +23,5 @@ def main(logs: str, cores: str, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))

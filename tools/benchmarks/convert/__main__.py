@@ -26,6 +26,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from grpo_mega import console
+from grpo_mega.paths import user_path
+
 ROOT = Path(__file__).resolve().parents[3]
 CHILD = Path(__file__).with_name("child.py")
 SPARE_MIB = 64
@@ -56,7 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which mbridge is stopped")
     parser.add_argument("--back", action="store_true", help="Megatron -> Hugging Face")
-    parser.add_argument("--folder", type=Path, help="default: the system's for temporary files")
+    parser.add_argument("--folder", type=user_path, help="default: the system's for temporary files")
     options = parser.parse_args()
     options.rounds = options.rounds or (3 if options.full else 1)
     return options
@@ -218,4 +221,5 @@ def summary(results: dict[str, list[dict[str, float]]], num_bytes: int, largest:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

@@ -23,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from grpo_mega import console
+
 
 def main() -> None:
     kind, source, out, workers = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
@@ -161,4 +163,5 @@ def _as_transformer_engine(name: str) -> str:
 
 
 if __name__ == "__main__":
+    console.install()
     main()

@@ -25,6 +25,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from grpo_mega import console
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python tools/benchmarks/gpu`
 
 SECTIONS = ("mfu", "logprobs", "engine", "step")
@@ -145,4 +147,5 @@ def _line(*cells: str) -> str:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

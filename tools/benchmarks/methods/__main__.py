@@ -28,9 +28,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from grpo_mega import console
 from grpo_mega.config import load
 from grpo_mega.config.algorithm import RECIPES
 from grpo_mega.observe.curves import Curve, read_curves
+from grpo_mega.paths import user_path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -221,7 +223,7 @@ def _draw(runs: Mapping[str, Sequence[Run]], budget: float, picture: Path) -> No
 
 def _options(arguments: Sequence[str] | None) -> tuple[Path | None, list[str], int, list[int]]:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, nargs="?", metavar="OUT")
+    parser.add_argument("out", type=user_path, nargs="?", metavar="OUT")
     fit = sorted(set(RECIPES) - set(UNFIT))
     parser.add_argument("--methods", nargs="+", choices=fit, default=list(METHODS), metavar="METHOD", help=", ".join(fit))
     parser.add_argument("--steps", type=int, default=40)
@@ -238,4 +240,5 @@ def _options(arguments: Sequence[str] | None) -> tuple[Path | None, list[str], i
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

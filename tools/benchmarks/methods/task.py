@@ -20,6 +20,9 @@ import torch
 from arithmetic import Problem
 from transformers.utils.logging import disable_progress_bar
 
+from grpo_mega import console
+from grpo_mega.paths import user_path
+
 NUM_DIGITS = range(3, 6)  # that are added to the first term
 FIRST_TERM = range(10, 40)  # with five more digits the sum keeps two digits
 DIGITS = range(2, 10)
@@ -31,7 +34,7 @@ TARGET_SCORE = 0.15  # greedy, when the supervised training ends; sums that the 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make a small model of long sums and its data.")
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=user_path)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
@@ -70,4 +73,5 @@ def demonstrate(problem: Problem, rng: random.Random) -> str:
 
 
 if __name__ == "__main__":
+    console.install()
     main()

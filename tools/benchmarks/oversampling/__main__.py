@@ -43,6 +43,7 @@ import torch
 from torch.distributed import HashStore
 from transformers import Qwen2Config
 
+from grpo_mega import console
 from grpo_mega.config import RolloutConfig
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
@@ -300,4 +301,5 @@ LOOKS = (("length", 1), ("reward", 3), ("control", 3))
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

@@ -27,7 +27,9 @@ from itertools import product
 from pathlib import Path
 from typing import NoReturn
 
+from grpo_mega import console
 from grpo_mega.observe.curves import Curve, read_curves
+from grpo_mega.paths import user_path
 from grpo_mega.rewards import BUILT_IN
 
 HERE = Path(__file__).resolve().parent
@@ -157,7 +159,7 @@ def _table(gaps: Mapping[str, Gap]) -> str:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, nargs="?", metavar="OUT")
+    parser.add_argument("out", type=user_path, nargs="?", metavar="OUT")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument(
         "--rewards", nargs="+", choices=REWARDS, default=list(REWARDS), metavar="REWARD", help=", ".join(REWARDS)
@@ -171,4 +173,5 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

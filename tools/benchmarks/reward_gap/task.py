@@ -18,13 +18,16 @@ import torch
 from arithmetic import Problem
 from transformers.utils.logging import disable_progress_bar
 
+from grpo_mega import console
+from grpo_mega.paths import user_path
+
 UNFINISHED = 0.2
 MAX_RESPONSE_TOKENS = 32
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make a small model of sums without tags and its data.")
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=user_path)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
@@ -51,4 +54,5 @@ def is_right(response: str, problem: Problem) -> bool:
 
 
 if __name__ == "__main__":
+    console.install()
     main()

@@ -36,13 +36,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_mega import config as configs
-from grpo_mega import paths
+from grpo_mega import console, paths
 from grpo_mega.cli import CLAIMED
 from grpo_mega.commands.ranks import check_world_size
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank, run_ranks
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, UserError
 from grpo_mega.hardware.cards import CARDS
+from grpo_mega.paths import user_path
 from grpo_mega.run import folder as run_folder
 from grpo_mega.validation import preflight
 from grpo_mega.yaml_text import parse_yaml
@@ -78,14 +79,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="as for grpo-mega train; else the quickstart's")
+    parser.add_argument(
+        "config", type=user_path, nargs="?", metavar="CONFIG", help="as for grpo-mega train; else the quickstart's"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides a value of the file")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="that count; default: 5")
     parser.add_argument("--warmup", type=int, default=1, metavar="N", help="steps before them; default: 1")
     parser.add_argument("--synthetic", nargs="?", const="", metavar="LENGTHS", help="no sampling: random responses")
     parser.add_argument("--gpu", choices=sorted(CARDS), help="card to predict for; default: the one here")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON there")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with a file written by --out")
+    parser.add_argument("--out", type=user_path, metavar="FILE", help="also write the JSON there")
+    parser.add_argument("--against", type=user_path, metavar="FILE", help="compare with a file written by --out")
     options = parser.parse_args(arguments)
     for name, least in (("steps", 1), ("warmup", 0)):
         if getattr(options, name) < least:
@@ -249,4 +252,5 @@ def measure(config: Config, options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

@@ -26,6 +26,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from grpo_mega import console
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python tools/benchmarks/vs_trl`
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -200,4 +202,5 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from grpo_mega import console
 from tools.benchmarks.vs_trl.channel import Channel
 from tools.benchmarks.vs_trl.task import Task
 
@@ -22,4 +23,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    console.install()
     main()

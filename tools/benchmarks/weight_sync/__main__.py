@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from grpo_mega import console
 from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.validation import raise_first
 from grpo_mega.weights.layout import (
@@ -288,4 +289,5 @@ def most_and_mean(num_bytes: tuple[int, ...]) -> str:
 
 
 if __name__ == "__main__":
+    console.install()
     sys.exit(main())

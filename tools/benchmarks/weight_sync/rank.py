@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_mega import console
 from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.weights.apply import Bucket, load_shards
 from grpo_mega.weights.boxes import Box, Index, RankShards
@@ -204,4 +205,5 @@ def values_of(box: Box, shape: Index) -> Tensor:
 
 
 if __name__ == "__main__":
+    console.install()
     main(Path(sys.argv[1]), int(sys.argv[2]))
