@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards.api import RewardFunction
@@ -38,6 +38,12 @@ BUILT_IN = {  # dotted paths, and for an example's function its file in the repo
 OF_GROUPS = frozenset({"len"})  # of these, the ones that are called once for all samples of a prompt
 OF_SERVERS = frozenset({"reward_model"})  # wait for a server: what takes too long is no fault of the response
 _NUM_ARGUMENTS = 4  # prompt, response, answer, extras
+_FORMS: dict[Any, tuple[Any, str]] = {  # by the type of an option: the types of its values, and their name in errors
+    bool: (bool, "true or false, without quotes"),
+    int: (int, "a whole number"),
+    float: ((int, float), "a number"),
+    str: (str, "a text"),
+}
 
 
 def check_name(name: str) -> None:
@@ -60,6 +66,7 @@ def check(name: str, options: Mapping[str, Any], step_splitter: str, deadline_s:
     if name not in BUILT_IN:
         return
     function = bind(name, options, step_splitter)
+    _check_types(name, options)
     if ".shaping." in BUILT_IN[name] and name not in OF_GROUPS:
         try:
             function("", "", "0", {})
@@ -69,6 +76,15 @@ def check(name: str, options: Mapping[str, Any], step_splitter: str, deadline_s:
         from grpo_mega.rewards.reward_model import check_deadline  # not for others: its imports take time
 
         check_deadline(options, deadline_s)
+
+
+def _check_types(name: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an option of a built-in function whose value is of another type, such as "no" for a bool."""
+    types = get_type_hints(resolve(name))
+    for option, value in options.items():
+        accepted, form = _FORMS.get(types.get(option), (object, ""))
+        if not isinstance(value, accepted) or (isinstance(value, bool) and accepted not in (bool, object)):
+            raise ConfigError(f"reward function {name!r}: its option {option}={value!r}: must be {form}; correct it")
 
 
 def bind(name: str, options: Mapping[str, Any], step_splitter: str) -> RewardFunction:

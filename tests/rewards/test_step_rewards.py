@@ -235,7 +235,8 @@ def test_wrong_options_of_the_users_function_are_an_error_before_any_check(
 @pytest.mark.parametrize(
     ("name", "options", "error"),
     [
-        ("accuracy", {"tolerance": 1}, "reward function 'accuracy' has no option 'tolerance'; it takes none"),
+        ("accuracy", {"tolerance": 1}, "reward function 'accuracy' has no option 'tolerance'; it takes unevaluated"),
+        ("format", {"tolerance": 1}, "reward function 'format' has no option 'tolerance'; it takes none"),
         ("arithmetic_steps", {"step_spliter": "lines"}, "did you mean step_splitter?"),
         ("arithmetic_steps", {"step_splitter": "regex:("}, "is not a regular expression"),
     ],
@@ -244,6 +245,28 @@ def test_wrong_options_of_a_built_in_function_are_refused_at_once(name: str, opt
     with pytest.raises(ConfigError) as raised:
         registry.check(name, options, "blank-lines", 20.0)
     assert error in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "form"),
+    [
+        *(("accuracy", "unevaluated", value, "true or false") for value in ("no", "false", "", 0, 1, None, [])),
+        *(("repetition_penalty", "ngram_size", value, "a whole number") for value in (True, 2.5)),
+        *(("cosine", "max_value_correct", value, "a number") for value in (True,)),
+        *(("arithmetic_steps", "step_splitter", value, "a text") for value in (True, 3, None)),
+    ],
+)
+def test_options_of_another_type_are_refused_at_once(name: str, option: str, value: Any, form: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        registry.check(name, {option: value}, "blank-lines", 20.0)
+    assert option in str(raised.value) and f"must be {form}" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_options_of_the_right_type_are_accepted() -> None:
+    registry.check("accuracy", {"unevaluated": True}, "blank-lines", 20.0)
+    registry.check("cosine", {"max_len": 7, "min_value_correct": 0.25}, "blank-lines", 20.0)
+    registry.check("repetition_penalty", {"ngram_size": 5, "unit": "characters"}, "blank-lines", 20.0)
+    registry.check("arithmetic_steps", {"step_splitter": "lines"}, "blank-lines", 20.0)
 
 
 def test_every_verdict_of_a_built_in_function_reaches_the_other_ranks() -> None:
