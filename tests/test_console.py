@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import io
+import json
 import os
 import pty
 import subprocess
@@ -17,6 +19,7 @@ from grpo_mega import cli
 from grpo_mega.console import SafeStream
 from grpo_mega.text import printable
 
+ROOT = Path(__file__).resolve().parents[1]
 HOSTILE = (
     "red \x1b[31m, title \x1b]0;owned\x07, link \x1b]8;;http://x\x1b\\a\x1b]8;;\x1b\\, clear \x1b[2J\x1bc, "
     "8 bits \x9b2J\x9d0;t\x9c, "
@@ -24,6 +27,20 @@ HOSTILE = (
     "overrides \u202a\u202b\u202c\u202d\u202eredro, lines \u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e, "
     "[bold]markup[/bold] [/] :smile:, tab\t, é漢🙂, end"
 )
+OTHERWISE_FILTERED = {  # scripts whose __main__ block does not install the filter
+    "grpo_mega/cli.py": "main installs it",
+    "grpo_mega/grpo.py": "the command line's main installs it",
+    "grpo_mega/rollout/sglang/server_main.py": "writes to the server's log file alone",
+    "grpo_mega/validation/render_template.py": "prints nothing, and imports nothing of the package",
+    "tools/check_node.py": "prints versions and figures of a node, and imports Python's own modules alone",
+    **dict.fromkeys(
+        (
+            f"tools/{name}.py"
+            for name in ("convert_hf_to_mcore", "convert_mcore_to_hf", "inspect_checkpoint", "verify_checkpoint")
+        ),
+        "the parser installs it",
+    ),
+}
 KEPT = "redro, lines", "[bold]markup[/bold] [/] :smile:, tab", ", é漢🙂, end"
 
 
@@ -83,7 +100,7 @@ def on_a_terminal(program: list[str]) -> str:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (50, 4000))
     environment = {"PATH": os.environ["PATH"], "TERM": "xterm-256color", "COLUMNS": "4000", "PYTHONIOENCODING": "utf-8"}
-    environment |= {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    environment |= {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(program, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     pieces = []
@@ -121,7 +138,7 @@ def test_on_a_terminal_no_way_of_printing_lets_text_steer_it() -> None:
 
 def test_into_a_file_no_control_is_written_at_all() -> None:
     command = [sys.executable, "-c", PROGRAM.format(text=HOSTILE)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=Path(__file__).resolve().parents[1])
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT)
     output = done.stdout.decode()
     assert steering(output) == {"\r"} and "bar red " in output  # tqdm's
     assert all(f"{way} red " in output for way in ("printed", "logged", "warned", "message", "tqdm", "raised"))
@@ -144,3 +161,45 @@ def test_a_stream_keeps_what_else_it_can() -> None:
     stream = SafeStream(SafeStream(inner))  # type: ignore[arg-type]
     assert stream.write("a\x1b") == 2 and inner.getvalue() == "a\\x1b"
     assert stream.rich_proxied_file is inner and not stream.isatty()
+
+
+def main_blocks(path: Path) -> list[list[ast.stmt]]:
+    """Return the bodies of a file's `if __name__ == "__main__"` blocks."""
+    blocks = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.If)]
+    return [node.body for node in blocks if ast.unparse(node.test) == "__name__ == '__main__'"]
+
+
+def test_every_script_filters_its_output_before_all_else() -> None:
+    paths = [path for folder in ("grpo_mega", "slurm", "tools", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+    scripts = {path.relative_to(ROOT).as_posix(): blocks[-1] for path in paths if (blocks := main_blocks(path))}
+    unfiltered = {name for name, body in scripts.items() if ast.unparse(body[0]) != "console.install()"}
+    assert len(scripts) > 40 and unfiltered == set(OTHERWISE_FILTERED)
+
+
+def output_of(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ, check=False
+    )
+    assert done.returncode != 0
+    return done.stdout.decode()
+
+
+def test_scripts_filter_the_names_of_files_that_they_refuse(tmp_path: Path) -> None:
+    in_path = tmp_path / HOSTILE.replace("\0", "").replace("/", "")[:60]
+    outputs = [
+        output_of("slurm/prepare.py", str(in_path), "--world-size=1", "--ranks-per-node=1", "--disk-gbps=1"),
+        output_of("tools/inspect_checkpoint.py", str(in_path)),
+        output_of("tools/convert_hf_to_mcore.py", str(in_path), str(tmp_path / "out")),
+        output_of("tools/benchmarks/weight_sync", "--model", str(in_path)),
+        output_of("tools/conformance/check.py", "--only", HOSTILE.replace("\0", "")),
+    ]
+    for output in outputs:
+        assert "red " in output and not steering(output), output
+
+
+def test_the_report_of_the_first_day_is_filtered(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "steps.jsonl").write_text(json.dumps({"name": HOSTILE, "code": 1, "seconds": 7}) + "\n")
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    output = output_of("tools/first_day_report.py", str(tmp_path))
+    assert output.count("red ") == 2 and not steering(output)

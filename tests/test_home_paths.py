@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import subprocess
+import sys
 import types
 import typing
 from pathlib import Path
@@ -19,6 +22,7 @@ from grpo_mega.commands.trl_flags.sources import find_data
 from grpo_mega.config import Config
 from grpo_mega.config.base import FilePath, Section
 from grpo_mega.planner.lengths import read_lengths
+from tools.benchmarks.weight_sync.__main__ import MODELS, shape_of
 
 RAW: dict[str, Any] = {
     "run_dir": "~/run",
@@ -85,6 +89,35 @@ def test_the_home_stands_for_the_tilde_on_command_lines(home: Path) -> None:
     parser = Parser("a tool")
     parser.add_argument("folder", type=Path, nargs="?")
     assert parser.parse_args(["~/checkpoint"]).folder == home / "checkpoint"
+
+
+def test_no_script_reads_a_path_that_leaves_the_tilde_as_it_is() -> None:
+    root = Path(__file__).resolve().parents[1]
+    num_paths = 0
+    for path in (path for folder in ("slurm", "tools", "examples") for path in sorted((root / folder).rglob("*.py"))):
+        text = path.read_text(encoding="utf-8")
+        num_paths += text.count("type=user_path")
+        if not re.search(
+            "class Parser.*user_path|import Parser", text, re.DOTALL
+        ):  # the tools' parser gives type=Path another meaning
+            assert not re.search(r"type=(?:pathlib\.)?Path\b", text), path
+    assert num_paths > 15
+
+
+def test_the_home_stands_for_the_tilde_in_scripts(home: Path) -> None:
+    save_json(home / "model" / "config.json", MODELS["llama-160m"])
+    assert shape_of("~/model/config.json") == shape_of("llama-160m")
+    save_json(home / "checks" / "n1.json", {"problems": ["\u2028hot"], "fingerprint": {}})
+    script = Path(__file__).resolve().parents[1] / "tools" / "check_node.py"
+    done = subprocess.run([sys.executable, script, "--compare", "~/checks", "n1"], capture_output=True, text=True)
+    assert "node n1: \u2028hot" in done.stderr
+    subprocess.run([sys.executable, script, "--out", "~/checks"], capture_output=True)
+    assert len(list((home / "checks").iterdir())) == 2
+
+
+def save_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value))
 
 
 def test_the_home_stands_for_the_tilde_in_data_sets_and_lengths(home: Path) -> None:

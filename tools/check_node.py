@@ -47,12 +47,12 @@ def main() -> int:
         "--disks", default="", help='least free GB by path, "PATH:GB PATH:GB"; %%n in a path is the node\'s name'
     )
     parser.add_argument("--nvcc", action="store_true", help="SGLang will run: it compiles its rotary kernel when it starts")
-    parser.add_argument("--out", type=Path, help="folder for NODE.json")
+    parser.add_argument("--out", type=user_path, help="folder for NODE.json")
     parser.add_argument("--compare", nargs="+", metavar=("FOLDER", "NODE"), help="what the nodes have left in the folder")
     options = parser.parse_args()
     if options.compare:
         folder, *nodes = options.compare
-        return compare(Path(folder), nodes)
+        return compare(user_path(folder), nodes)
     node = node_name()
     problems, fingerprint = check(options.expect_gpus, options.disks.replace("%n", node), needs_nvcc=options.nvcc)
     if options.out:
@@ -62,6 +62,11 @@ def main() -> int:
         return 1
     print(f"node {node}: fit, {', '.join(f'{name} {found}' for name, found in fingerprint.items())}", flush=True)
     return 0
+
+
+def user_path(text: str) -> Path:
+    """As grpo_mega.paths has it."""
+    return Path(os.path.expanduser(text))
 
 
 def compare(folder: Path, nodes: list[str]) -> int:

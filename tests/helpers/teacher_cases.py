@@ -97,5 +97,17 @@ TEACHER_CASES: list[tuple[Any, ...]] = [
         (OPD, "teachers={a: {path: model}, b: {path: model}}", "data.teacher_column=teacher"),
         rows(*({"prompt": "1+1=?", "answer": "2", "teacher": name} for name in "abc")),
     ),
+    (
+        "a row of another teacher in a nested column",
+        ("train.jsonl:3", "info.teacher='c' names no teacher", "use one of a, b"),
+        (OPD, "teachers={a: {path: model}, b: {path: model}}", "data.teacher_column=info.teacher"),
+        rows(*({"prompt": "1+1=?", "answer": "2", "info": {"teacher": name}} for name in "abc")),
+    ),
+    (
+        "a row without the teachers' nested column",
+        ("train.jsonl:2", "info.teacher=None names no teacher", "use one of a, b"),
+        (OPD, "teachers={a: {path: model}, b: {path: model}}", "data.teacher_column=info.teacher"),
+        rows(*({"prompt": "1+1=?", "answer": "2", "info": info} for info in ({"teacher": "b"}, {"name": "b"}))),
+    ),
     ("no advantages", ("algorithm.adv_type=none", "distill_beta; set it"), ("algorithm={adv_type: none, group_size: 2}",)),
 ]

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import runs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega.config import RewardsConfig
@@ -17,6 +18,7 @@ from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rewards.workers.pool import RewardPool
 from grpo_mega.run.model_files import decoder
 from grpo_mega.types import Prompt, Sample
+from tools.benchmarks import kills
 
 CONTROL = ["<pad>", "<bos>", "<eos>", "<turn_end>"]
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "<|vision|>"]
@@ -126,3 +128,25 @@ def test_pieces_of_sentencepiece_keep_their_spaces_around_tags() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
     text = "<think>a b a</think><answer>4</answer> c"
     assert decoder(tokenizer)(ids_of(tokenizer, f"<s>{text}</s>")) == text
+
+
+def test_a_stop_token_of_the_config_is_text_in_a_run_and_the_models_is_not(tmp_path: Path) -> None:
+    """Only the generation config names `ends` here, and only rollout.stop_token_ids `seen`."""
+    ends, seen = [*range(20, 300, 8)], [*range(23, 300, 8)]
+    path = kills.write_inputs(tmp_path, "tp=1", {"stop_token_ids": seen, "max_response_length": 40})
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    config = json.loads(path.read_text()) | {"steps": 1, "eval": {"interval": 1, "samples": 9, "temperature": 1.3}}
+    path.write_text(json.dumps(config))
+    code, output = runs.run(path, tmp_path / "run")
+    assert code == 0, output
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    rows = [json.loads(line) for file in (tmp_path / "run").glob("heldout-*.jsonl") for line in file.read_text().splitlines()]
+    last: dict[str, int] = {"ends": 0, "seen": 0}
+    for row in rows:
+        ids = row["token_ids"]
+        end = "ends" if ids[-1] in ends else "seen" if ids[-1] in seen else ""
+        if end:
+            last[end] += 1
+            whole = tokenizer.decode(ids[: -1 if end == "ends" else None])
+            assert row["response"] == whole, row
+    assert min(last.values()) >= 1, last

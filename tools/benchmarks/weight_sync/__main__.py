@@ -26,6 +26,7 @@ from typing import Any, NoReturn, get_args
 
 from grpo_mega import console
 from grpo_mega.errors import ConfigError, UserError
+from grpo_mega.paths import user_path
 from grpo_mega.validation import raise_first
 from grpo_mega.weights.layout import (
     EngineLayout,
@@ -151,7 +152,7 @@ def print_title(model: str, spec: Spec) -> None:
 def shape_of(model: str) -> ModelShape:
     if model in MODELS:
         return ModelShape.from_hf_config(MODELS[model])
-    path = Path(model)
+    path = user_path(model)
     if path.name != "config.json" or not path.exists():
         raise ConfigError(f"--model={model} is none of {', '.join(MODELS)}; give one of them or the path of a config.json")
     return ModelShape.from_hf_config(read_config(path.parent))
