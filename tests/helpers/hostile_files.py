@@ -1,4 +1,4 @@
-"""What may be in place of a file: something that never ends, or JSON that no reader should follow."""
+"""Things that may be in place of a file: something that never ends, or JSON that no reader should follow."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ DONE, RECORDS = "done.json", "rank_{rank}.jsonl"
 
 
 class CaseValues(dict[Any, Any]):
-    """What the cases of one kind left, by the words of their names. Reading a case that failed raises AssertionError with its
+    """The results of the cases of one kind, by the words of their names. Reading a case that failed raises AssertionError with its
     tracebacks; `problems` has it as "KIND NAME", or as "NAME" with the kind ""."""
 
     def __init__(self, kind: str, problems: Results) -> None:

@@ -54,7 +54,7 @@ USEFUL = (
 
 @dataclass(frozen=True)
 class Parser:
-    """Of each argument all names and the help, and what the beginnings of names are completed to."""
+    """All names and the help of each argument, and what the beginnings of names are completed to."""
 
     arguments: list[tuple[set[str], str]]
     completions: dict[str, list[set[str]]]
