@@ -30,8 +30,8 @@ DONE, RECORDS = "done.json", "rank_{rank}.jsonl"
 
 
 class CaseValues(dict[Any, Any]):
-    """The results of the cases of one kind, by the words of their names. Reading a case that failed raises AssertionError with its
-    tracebacks; `problems` has it as "KIND NAME", or as "NAME" with the kind ""."""
+    """The results of the cases of one kind, by the words of their names. Reading a case that failed raises AssertionError with
+    its tracebacks; `problems` has it as "KIND NAME", or as "NAME" with the kind ""."""
 
     def __init__(self, kind: str, problems: Results) -> None:
         super().__init__()
