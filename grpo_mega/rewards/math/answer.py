@@ -19,11 +19,12 @@ from grpo_mega.rewards.math.plain import plain
 from grpo_mega.rewards.math.prose import is_prose, other_answer, read_announced, read_passage, read_start
 
 _THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>"), ("[THINK]", "[/THINK]"))
-_TOKEN = re.compile(r"\\(?:boxed|fbox|framebox|bbox) *(?:\[[^\]]{0,60}\]){0,2} *\{|\\.|[{}]", re.DOTALL)
+_TOKEN = re.compile(r"\\(?:boxed|fbox|framebox|bbox) *(?:\[[^\]]{0,60}\] *){0,2}\{|\\.|[{}]", re.DOTALL)
 _COMMANDS = ("\\boxed", "\\fbox", "\\framebox", "\\bbox")
 _UNBRACED = re.compile(r"\\(?:boxed|fbox) *(?=[^ {}])")
 _JOIN = re.compile(
-    r"\}[\s$]*(?:[,;]\s*(?:(?:and|or)\b)?|(?:and|or)\b|\\text ?\{ ?(?:and|or) ?\})[\s$]*(?:[A-Za-z] ?= ?)?\\(?:boxed|fbox|framebox) *\{$"  # noqa: E501
+    r"\}[\s$]*(?:[,;]\s*(?:(?:and|or)\b)?|(?:and|or)\b|\\text ?\{ ?(?:and|or) ?\})[\s$]*(?:[A-Za-z] ?= ?)?"
+    r"\\(?:boxed|fbox|framebox) *\{$"
 )
 _JOIN_OPEN = re.compile(r"(?:[,;]|[,;]?\s*(?:an?d?|or?\b|\\text ?\{ ?(?:and|or) ?\}))[\s$]*(?:[A-Za-z] ?= ?)?(?:\\[a-z]*)?")
 _JOIN_CHARS, _MAX_JOINED = 40, 10

@@ -49,11 +49,11 @@ _JOIN = re.compile(
 )
 _TIMES = r"[+*/^\u00d7÷·]|\\times\b|\\cdot\b|\\div\b"
 _WORD_FOR_OPERATOR = r"(?:plus|minus|times|divided by|multiplied by)"
-_JOINT = re.compile(r"\s*(?:,?\s*(?:or|and|oder|und|ou|et|o|y|e|veya|ve)\b|,|;)\s*")
+_JOINT = re.compile(r"\s*(?:(?:,\s*)?(?:or|and|oder|und|ou|et|o|y|e|veya|ve)\b|,|;)\s*")
 _COMPOUND = re.compile(  # 2 hours and 30 minutes; 40 plus 11; 40 apples + 11 apples; 50% of 84
     rf"(?:\s*[A-Za-z]+,?)?\s+(?:and|or|to|{_WORD_FOR_OPERATOR})\s+\\?[$€£]?[\d(\\]|\s*(?:to|through)\s+[$€£]?\d"
-    rf"|(?:\s*[A-Za-z]+)?\s*(?:{_TIMES})\s*\\?[$€£]?[\d(\\A-Za-z]|\s*[A-Za-z]*\s*-\s*\\?[$€£]?\d"
-    r"|(?<=%)\s*of\s+[$€£]?\d|\s*\w*\s+or\s+(?:more|less|fewer|greater|above|below)\b"
+    rf"|(?:\s*[A-Za-z]+)?\s*(?:{_TIMES})\s*\\?[$€£]?[\d(\\A-Za-z]|\s*(?:[A-Za-z]+\s*)?-\s*\\?[$€£]?\d"
+    r"|(?<=%)\s*of\s+[$€£]?\d|(?:\s*\w+)?\s+or\s+(?:more|less|fewer|greater|above|below)\b"
 )
 _OPERATOR_BEFORE = re.compile(  # x + 11, 40 plus 11, 40 apples - 11; a bullet or a dash is none
     rf"(?:\S ?(?:{_TIMES}|\\pm)|(?:[\d)}}\]]|\b[A-Za-z]|\d\s[A-Za-z]+) ?-|\b{_WORD_FOR_OPERATOR})[ $(]*$"
