@@ -48,7 +48,7 @@ _EQUALS = re.compile(r"(?<![<>!\\:=])=(?!=)")
 _WITH_UNIT = "\x1f"  # between a normalized answer and its unit
 _SECONDS = f"{_WITH_UNIT}time1:1"  # what a span such as 2 h 30 min is read in
 _DEGREES = f"{_WITH_UNIT}angle1:1"
-_NUMERAL_AND_UNIT = re.compile(r"(-?\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z\u00b5\u03bc]{0,5})")
+_NUMERAL_AND_UNIT = re.compile(r"(-?\d{1,15}(?:\.\d{1,15})?) ?((?:[A-Za-z\u00b5\u03bc]{0,5}|¢))")
 _UNIT_I, _UNIT_J = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])"), re.compile(r"(?<![A-Za-z\\])j(?![A-Za-z])")
 _VARIABLE = re.compile(r" ?[A-Za-z] ?")
 _LIST = re.compile(r",|;|\band\b|\bor\b")
@@ -154,7 +154,7 @@ def _is_plain(gold: str) -> bool:
 def _judge(gold: str, text: str, unevaluated: bool) -> Score | None:
     """Return the Score of a normalized answer against a normalized gold one; None if it takes math-verify to tell."""
     if _WITH_UNIT in gold:
-        (value, _, unit), (other, _, other_unit) = gold.partition(_WITH_UNIT), text.partition(_WITH_UNIT)
+        (value, _, unit), (other, _, other_unit) = (side.replace("¢", "").partition(_WITH_UNIT) for side in (gold, text))
         return CORRECT if values_agree(Fraction(value), unit, Fraction(other), other_unit) else WRONG
     is_plain = _is_plain(gold)
     if not gold or not (is_plain or is_bounded(gold)):
@@ -277,7 +277,7 @@ def _normalize(marked: str | None, conclusion: str, is_cut: bool) -> str:
         return text
     number = with_unit[1]
     unit = unit_after(marked if marked is not None else conclusion[-TAIL:], number.lstrip("-"))
-    return f"{number}{_WITH_UNIT}{unit}" if unit else text
+    return f"{number}{'¢' if text.endswith('¢') else ''}{_WITH_UNIT}{unit}" if unit else text
 
 
 _normalize_short = lru_cache(maxsize=4096)(_normalize)  # the answers of a group are few

@@ -91,9 +91,10 @@ def numbers_equal(gold: PlainNumber, response: PlainNumber) -> bool:
     A percent sign on both sides or on neither changes nothing; on one side only, p% stands for both p and p/100, since a
     question "how many percent" has the answer 50, 50% or 0.5.
     """
-    if gold.is_cents != response.is_cents:  # 75 cents are 0.75 where the other side is in dollars
+    if gold.is_cents != response.is_cents:  # without its unit, 75 is in cents and 0.75 in dollars
         cents, plain = (gold, response) if gold.is_cents else (response, gold)
-        return cents.value in (plain.value, plain.value * 100)
+        is_whole = plain.value.denominator == 1
+        return cents.value == (plain.value if is_whole or (gold.is_cents and cents.value < 1) else plain.value * 100)
     if gold.is_percent == response.is_percent:
         return _same(gold, response)
     percent, plain = (gold, response) if gold.is_percent else (response, gold)

@@ -35,6 +35,11 @@ _MARKUP = tuple(
         (r"(\b[Rr]atio\b[^.\n]{0,80}?)\b(\d+) (?:to|is to) (\d+)", r"\1\2:\3"),
         (r"\b(\d+) (?:dollars?|euros?) and (\d\d) cents?\b", r"\1.\2"),
         (r"(?<![\d.,])(\d{1,3}(?:[ \u00a0\u202f\u2009]\d{3})+)(?![\d,.]\d|\d)", lambda match: re.sub(r"\s", "", match[1])),
+        (
+            r"(?<![\d.,])([1-9]\d{0,2}(?:\.\d{3})+)(?= ?(?:€|\\?[Ee]uros?\b|EUR\b|kr\b|reais\b))"
+            r"|(?:(?<=€)|(?<=€ )|(?<=R\$)|(?<=R\$ ))([1-9]\d{0,2}(?:\.\d{3})+)(?![\d.,])",
+            lambda match: match[0].replace(".", ""),
+        ),
         (r"(?<![\d)] )\b(?:minus|negative|Minus|Negative) (?=[\d$\\(.])", "-"),
     )
 )

@@ -1,7 +1,7 @@
-"""Units that an answer is written with: `unit_after` finds the one after a number, `values_agree` compares two of them.
+r"""Units that an answer is written with: `unit_after` finds the one of a number, `values_agree` compares two of them.
 
-Only units of the table count, and only where the gold answer and the answer both have one: 45 minutes are not 45 hours, and 2 m
-are 200 cm. Everything else is compared without its unit.
+Only units of the table count, and only where the gold answer and the answer both have one: 45 minutes are not 45 hours, 2 m
+are 200 cm, and 75 cents are \$0.75. Everything else is compared without its unit.
 """
 
 import re
@@ -53,11 +53,26 @@ for _dimension, _units in {
     "kelvin": {"K|kelvins?": 1},
     "celsius": {r"(?:\^ ?\{? ?\\circ ?\}?|\u00b0) ?C": 1},
     "fahrenheit": {r"(?:\^ ?\{? ?\\circ ?\}?|\u00b0) ?F": 1},
+    "usd": {"(?:US )?[Dd]ollars?|USD|dólares": 1},
+    "eur": {r"€|\\?euros?|Euros?|EUR": 1},
+    "gbp": {"£|GBP": 1, "pence|penny|pennies": Fraction(1, 100)},
+    "inr": {"₹|rupees?|INR": 1},
+    "jpy": {"yen|JPY|円": 1},
+    "cny": {"yuan|CNY|RMB|元": 1},
+    "brl": {"reais|real|BRL": 1},
+    "cent": {r"¢|\\?cents?|Cents?|céntimos?|centimes?|centesimi|centavos?": Fraction(1, 100)},
+    "pound": {"pounds?": 1},
     "speed": {r"m/s": Fraction(36, 10), r"km/h|kmh|kph": 1, "mph": Fraction(1_609_344, 1_000_000)},
 }.items():
     for _names, _factor in _units.items():
         _FACTORS[_names] = (_dimension, Fraction(_factor))
 _PATTERNS = [(re.compile(rf"(?:{names})(?![A-Za-z/]| ?/)"), of) for names, of in _FACTORS.items()]
+_SIGNS = {"$": "usd", "US$": "usd", "USD": "usd", "R$": "brl", "€": "eur", "EUR": "eur", "£": "gbp", "GBP": "gbp", "₹": "inr"}
+_SIGNS |= {"Rs": "inr", "Rs.": "inr", "¥": "yen or yuan"}
+_SIGN = re.compile(r"(?:(?P<sign>USD|EUR|GBP|Rs\.?|[€£₹¥])|(?P<country>[A-Z]{0,2})(?P<escape>\\?)\$) ?[-*]{0,3}\Z")
+_CLOSING = re.compile(r"[^\n$\\]*(?:\\.[^\n$\\]*)*\$")  # the end of a formula
+# Of a unit that several others may be, as pounds sterling or of mass.
+_ANY_OF = {"cent1": ("usd1", "eur1"), "pound1": ("gbp1",), "yen or yuan1": ("jpy1", "cny1")}
 _SQUARE = re.compile(r"(?:square|sq\.?|quadrat) ?|(cubic) ?", re.IGNORECASE)
 _GAP = r"(?:\\[,;:! ]|[\s$*_~{}]|\\(?:text|textrm|mathrm|rm)(?![A-Za-z]))*"
 _POWER = re.compile(r"\}? ?(?:\^ ?\{? ?([23])|([\u00b2\u00b3]))")
@@ -70,14 +85,20 @@ _LOOK = 40  # characters after the number
 
 
 def unit_after(text: str, number: str) -> str:
-    """Return the dimension, factor and power of the unit after the last `number` in the text, as text; "" if it has none."""
+    """Return dimension, power and factor of the unit of the last `number` in the text, as text; "" if it has none."""
     if not number:
         return ""
-    if text.find(number) < 0 and number.isdigit():
-        number = f"{int(number):,}"
     place = text.rfind(number)
     if place < 0:
+        whole, point, decimals = number.partition(".")
+        grouped = f"{int(whole):,}"
+        for number in (grouped + point + decimals, grouped.replace(",", ".") + (point and "," + decimals)):
+            if (place := text.rfind(number)) >= 0:
+                break
+    if place < 0:
         return ""
+    if place and (currency := _currency(text, place)):
+        return f"{currency}1:1"
     rest = re.sub(rf"\A{_GAP}", "", text[place + len(number) : place + len(number) + _LOOK])
     if not rest or rest[0] in ".,;:)":
         return ""
@@ -101,7 +122,16 @@ def unit_after(text: str, number: str) -> str:
     return f"{dimension}{power}:{factor**power}"
 
 
+def _currency(text: str, place: int) -> str:
+    """Return the dimension of the currency sign before `place`; "" if there is none. A dollar sign may open a formula."""
+    sign = _SIGN.search(text[max(0, place - 8) : place])
+    if sign is None or (not sign["sign"] and not sign["escape"] and _CLOSING.match(text, place)):
+        return ""
+    return _SIGNS.get(sign["sign"] or f"{sign['country']}$", "")
+
+
 def values_agree(gold: Fraction, gold_unit: str, value: Fraction, unit: str) -> bool:
     """Return whether two quantities with units of the table are the same."""
     (dimension, _, factor), (other, _, other_factor) = gold_unit.partition(":"), unit.partition(":")
-    return dimension == other and gold * Fraction(factor) == value * Fraction(other_factor)
+    is_same = dimension == other or other in _ANY_OF.get(dimension, ()) or dimension in _ANY_OF.get(other, ())
+    return is_same and gold * Fraction(factor) == value * Fraction(other_factor)
