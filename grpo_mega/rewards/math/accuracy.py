@@ -26,7 +26,7 @@ from grpo_mega.rewards.math.answer import locate_answer, read_located, whole_tur
 from grpo_mega.rewards.math.bounds import cpu_limit, is_bounded
 from grpo_mega.rewards.math.evaluated import has_plain_numbers, is_open, is_unevaluated
 from grpo_mega.rewards.math.kinds import TIME, compare_kinds, seconds_of
-from grpo_mega.rewards.math.normalize import normalize_answer
+from grpo_mega.rewards.math.normalize import canonical_number, normalize_answer
 from grpo_mega.rewards.math.numbers import (
     in_words,
     lists_equal,
@@ -49,6 +49,7 @@ _WITH_UNIT = "\x1f"  # between a normalized answer and its unit
 _SECONDS = f"{_WITH_UNIT}time1:1"  # what a span such as 2 h 30 min is read in
 _DEGREES = f"{_WITH_UNIT}angle1:1"
 _NUMERAL_AND_UNIT = re.compile(r"(-?\d{1,15}(?:\.\d{1,15})?) ?((?:[A-Za-z\u00b5\u03bc]{0,5}|¢))")
+_EVALUATED = re.compile(r"-?\d{1,30}(?:\.\d{1,30})?%?", re.ASCII)  # where no other rule applies
 _UNIT_I, _UNIT_J = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])"), re.compile(r"(?<![A-Za-z\\])j(?![A-Za-z])")
 _VARIABLE = re.compile(r" ?[A-Za-z] ?")
 _LIST = re.compile(r",|;|\band\b|\bor\b")
@@ -113,7 +114,8 @@ def quick(
 
 def read(text: str, is_cut: bool = False) -> str:
     """Return the normalized answer of a response or of a gold answer; "" if it has none."""
-    return _normalize(*locate_answer(text, is_cut), is_cut)
+    marked, conclusion = locate_answer(text, is_cut)
+    return (_normalize_short if len(marked or conclusion) <= MAX_CHARS else _normalize)(marked, conclusion, is_cut)
 
 
 def warm_up() -> None:
@@ -156,6 +158,8 @@ def _judge(gold: str, text: str, unevaluated: bool) -> Score | None:
     if _WITH_UNIT in gold:
         (value, _, unit), (other, _, other_unit) = (side.replace("¢", "").partition(_WITH_UNIT) for side in (gold, text))
         return CORRECT if values_agree(Fraction(value), unit, Fraction(other), other_unit) else WRONG
+    if _EVALUATED.fullmatch(text) and (gold_number := parse_number(gold)) and (number := parse_number(text)):
+        return CORRECT if numbers_equal(gold_number, number) else WRONG
     is_plain = _is_plain(gold)
     if not gold or not (is_plain or is_bounded(gold)):
         return GOLD_UNPARSABLE
@@ -267,6 +271,8 @@ _read_gold = lru_cache(maxsize=1024)(_read_if_short)  # a group shares it
 
 
 def _normalize(marked: str | None, conclusion: str, is_cut: bool) -> str:
+    if marked is not None and (number := canonical_number(marked)):
+        return number
     extracted = read_located(marked, conclusion, is_cut)
     text = normalize_answer(extracted) if extracted is not None else ""
     if seconds := seconds_of(text):

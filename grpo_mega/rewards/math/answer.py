@@ -108,14 +108,16 @@ def _boxed(text: str, is_cut: bool) -> str | None:
     start = _last_command(text, len(text))
     if start < 0:
         return None
-    if unbraced := _UNBRACED.match(text, start):  # \boxed 5
-        rest = text[unbraced.end() : unbraced.end() + _MAX_HASHED]
-        found = read_start(rest)
-        if found is not None:
-            return "" if is_cut and len(rest) == len(found) else found
-    if _is_opened(text, start) and _closed_box(text, start) is None:
-        return ""
-    last = _last_boxed(text)
+    last = _closed_box(text, start)
+    if last is None:
+        if unbraced := _UNBRACED.match(text, start):  # \boxed 5
+            rest = text[unbraced.end() : unbraced.end() + _MAX_HASHED]
+            found = read_start(rest)
+            if found is not None:
+                return "" if is_cut and len(rest) == len(found) else found
+        if _is_opened(text, start):
+            return ""
+        last = _last_boxed_of_all(text)
     if last is None:
         return None
     if is_cut and _JOIN_OPEN.fullmatch(text[last[1] + 1 :][:_MAX_HASHED].strip("$ \n")):
@@ -134,7 +136,13 @@ def _boxed(text: str, is_cut: bool) -> str | None:
 
 def _last_command(text: str, end: int) -> int:
     r"""Return where the last \boxed or \fbox before `end` begins, or -1."""
-    return max(text.rfind(command, 0, end) for command in _COMMANDS)
+    while (place := text.rfind("box", 0, end)) >= 0:
+        for command in _COMMANDS:
+            start = place - command.index("box")
+            if start >= 0 and text.startswith(command, start, end):
+                return start
+        end = place
+    return -1
 
 
 def _joined_box(text: str, start: int) -> tuple[int, int] | None:
@@ -161,7 +169,7 @@ def _last_boxed(text: str) -> tuple[int, int] | None:
 def _closed_box(text: str, start: int) -> tuple[int, int] | None:
     """Return the same for the box at `start` with no other box in it, if it is closed."""
     box = _TOKEN.match(text, start)
-    if box is None or not _is_opened(text, start):
+    if box is None or box[0][-1] != "{" or not _is_token(text, start):
         return None
     end = text.find("}", box.end())
     if text.find("{", box.end(), end) < 0 and text.find("\\", box.end(), end) < 0:  # the usual case

@@ -80,6 +80,13 @@ _BRACKETED = re.compile(r"[(\[{][^()\[\]{}]*,[^()\[\]{}]*[)\]}]")
 # Most answers: already canonical but for a backslash before the percent sign. The rules below give the same for them.
 _CANONICAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\d+/\d+|\\[dt]?frac\{-?\d+\}\{\d+\})(?:\\?%)?", re.ASCII)
 
+# Formulas in which no rule of `plain` or `notation` finds anything, so that most expressions are spared them.
+_ORDINARY = re.compile(
+    r"(?:\\(?:[dt]?frac|sqrt|pi|cdot|times|left|right|cup)(?![A-Za-z])|(?<![+ ])\\infty(?![A-Za-z])|\\\{(?=[-\d\\])|\\\}"
+    r"|(?<![A-Za-z])[abcdefkmnrtxyz](?![A-Za-z])|\d|[-+/^()}]|\{(?![ ,]*\})|,(?!\d\d,)|(?<!\d) |[\[](?=[^\[\]]*[\])])|\])*",
+    re.ASCII,
+)
+
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -109,17 +116,21 @@ _REWRITES = tuple(
 
 def normalize_answer(text: str) -> str:
     """Return the canonical form of an answer; the same for every way of writing it that the module's docstring names."""
+    return canonical_number(text) or _by_rules(text.strip())
+
+
+def canonical_number(text: str) -> str:
+    """Return the number that a text is, without a unit and already in canonical form; "" if it is none."""
     text = text.strip()
-    if len(text) <= TAIL and _CANONICAL.fullmatch(text):
-        return text.replace("\\%", "%")
-    return _by_rules(text)
+    return text.replace("\\%", "%") if len(text) <= TAIL and _CANONICAL.fullmatch(text) else ""
 
 
 def _by_rules(text: str) -> str:
     if len(text) > TAIL and not is_prose(text):  # its end is another answer
         return ""
-    text = plain(text[-TAIL:]).translate(_CHARACTERS)
-    text = rewrite(_last_row(text))
+    is_ordinary = len(text) <= TAIL and _ORDINARY.fullmatch(text) is not None
+    if not is_ordinary:
+        text = rewrite(_last_row(plain(text[-TAIL:]).translate(_CHARACTERS)))
     if choice := _CHOICE.match(text):
         letter, value = choice[1] or choice[2], normalize_answer(text[choice.end() :])
         return f"({letter}) {value}" if value else letter
@@ -134,7 +145,8 @@ def _by_rules(text: str) -> str:
     text = _join_thousands(text)
     text = _SCALED.sub(_scale, text)
     text = _UNIT_AFTER_NUMBER.sub(r"\g<number>", text)
-    return rewrite_phrase(_strip_ends(re.sub(r" {2,}", " ", text)))
+    text = _strip_ends(re.sub(r" {2,}", " ", text))
+    return text if is_ordinary else rewrite_phrase(text)
 
 
 def _last_row(text: str) -> str:
