@@ -13,7 +13,8 @@ import pytest
 from grpo_mega.rewards.math.accuracy import accuracy
 from tools.conformance.reward_agreement import CORPUS, Row, load_rows
 
-MIN_AGREEMENT = {1: 0.97, 2: 0.97, 3: 0.97, 4: 0.98, 5: 0.82, 6: 0.95, 7: 0.72, 8: 0.76}  # by batch
+# By batch. Those of batches 4 to 8 guard what is reached against regressions; the first-read figures are in the README.
+MIN_AGREEMENT = {1: 0.97, 2: 0.97, 3: 0.97, 4: 0.98, 5: 0.82, 6: 0.95, 7: 0.72, 8: 0.76}
 
 
 @pytest.fixture(scope="module")

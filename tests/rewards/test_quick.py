@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -12,8 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.rewards.math import answer, mathverify, normalize, numbers
+from grpo_mega.rewards.math import accuracy as accuracy_module
+from grpo_mega.rewards.math import answer, evaluated, kinds, mathverify, normalize, notation, numbers, prose, units
+from grpo_mega.rewards.math import plain as plain_module
 from grpo_mega.rewards.math.accuracy import MAX_CHARS, accuracy, quick
+from grpo_mega.rewards.math.plain import plain
 
 ROOT = str(Path(__file__).resolve().parents[2])
 FORMULAS = [
@@ -150,6 +154,133 @@ def test_no_input_keeps_the_exact_path_busy() -> None:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+ORDINARY = ["1", "12", "123", ",", ", ", " ", *"()[]{}xn-^/", r"\{", r"\}", r"\pi", r"\infty"]
+WRITTEN = st.lists(st.sampled_from(ORDINARY), max_size=9).map("".join)
+
+
+@settings(max_examples=800, deadline=None, derandomize=True)
+@given(
+    st.one_of(st.from_regex(normalize._ORDINARY, fullmatch=True), st.lists(st.sampled_from(ORDINARY), max_size=9).map("".join))
+)
+def test_rules_of_kinds_find_nothing_in_a_formula_that_is_spared_them(text: str) -> None:
+    text = text.strip()
+    if normalize._ORDINARY.fullmatch(text):
+        assert notation.rewrite(normalize._last_row(plain(text).translate(normalize._CHARACTERS))) == text
+        found = normalize._by_rules(text)
+        assert notation.rewrite_phrase(found) == found
+
+
+BUSY = [
+    *(
+        "1",
+        "12",
+        "123,",
+        "111.",
+        "1 111 ",
+        ".",
+        "..",
+        ",",
+        " ",
+        "\n",
+        " \n",
+        "(",
+        "[",
+        "{",
+        "}",
+        "\\",
+        "\\\\",
+        "$",
+        "*",
+        "_",
+        "`",
+        "<|",
+    ),
+    *(
+        "a",
+        "abc ",
+        "A",
+        "2h ",
+        "3 min ",
+        "cm ",
+        r"\text{cm}",
+        r"\text{",
+        "¢",
+        "€",
+        "5 cents ",
+        "or ",
+        " or ",
+        "and ",
+        "1 and ",
+        "a, ",
+    ),
+    *(
+        "a=1,",
+        "x = ",
+        "maybe ",
+        "answer ",
+        "is ",
+        "ratio ",
+        "1:",
+        "-",
+        "+",
+        "解",
+        "一 ",
+        "ответ ",
+        "はい",
+        "٣",
+        r"\frac{",
+        r"\boxed",
+    ),
+    *("[1,", "]", "^{", "^{-1}", r"\pmod", r"\dots", "1.1", "C(", "box", "####", "</answer>", "(a) ", "A) ", r"\dot{3}", "1万"),
+]
+FRAMES = [
+    *(
+        "{}",
+        r"\boxed{{{}}}",
+        r"\boxed{{{}",
+        r"\boxed{}",
+        r"\boxed{{5}}{}",
+        r"\boxed{{5}} the answer is {}",
+        r"\boxed{{5}} maybe {}",
+    ),
+    *("#### {}", "<answer>{}</answer>", "The answer is ${}", r"\boxed{{5}} \boxed{}{{", "5 {} 7", "**{}**"),
+]
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_time_is_linear_in_the_response_and_small_for_an_answer(frame: str) -> None:
+    for pump in BUSY:
+        seconds = []
+        for size in (MAX_CHARS - 20, 400, 50_000, 100_000):
+            text = frame.format((pump * size)[:size])
+            began = time.process_time()
+            quick(text, "5 cm", "length")
+            quick(text, "x+1")
+            seconds.append(time.process_time() - began)
+        assert seconds[0] < 0.2 and seconds[1] < 0.4, (pump, seconds)  # a power of the length would take seconds
+        assert seconds[3] < 3 * seconds[2] + 0.2, (pump, seconds)
+
+
+def _patterns(value: object) -> list[re.Pattern[str]]:
+    if isinstance(value, re.Pattern):
+        return [value]
+    return [pattern for item in value for pattern in _patterns(item)] if isinstance(value, tuple | list) else []
+
+
+def test_no_pattern_needs_more_than_a_moment_for_the_longest_clause() -> None:
+    modules = (accuracy_module, answer, evaluated, kinds, normalize, notation, numbers, plain_module, prose, units)
+    patterns = [pattern for module in modules for value in vars(module).values() for pattern in _patterns(value)]
+    assert len(patterns) >= 150
+    for pump in BUSY:
+        text = (pump * prose.MAX_CLAUSE)[: prose.MAX_CLAUSE]
+        for subject in (text, f"1{text}x", f"({text}"):
+            for pattern in patterns:
+                began = time.process_time()
+                pattern.search(subject)
+                pattern.fullmatch(subject)
+                assert time.process_time() - began < 0.1, (pattern.pattern, pump)
 
 
 def test_a_tuple_that_never_closes_is_searched_in_linear_time() -> None:

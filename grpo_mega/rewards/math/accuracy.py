@@ -129,16 +129,19 @@ def _without_choices(gold: str, text: str) -> tuple[str, str]:
 
     Of "(C) 12" that is the letter where the other one is a letter, or if both have letters that differ; else the value.
     """
-    if (
-        text.endswith(_SECONDS)
-        and (number := parse_number(gold))
-        and number.value * 3600 == Fraction(text.removesuffix(_SECONDS))
-    ):
-        return gold, gold  # 2.5 is 2 h 30 min where the question names the hours
-    if text.endswith(_DEGREES) and "\\pi" in gold:
-        return gold, rf"\frac{{{text.removesuffix(_DEGREES)}\pi}}{{180}}"
-    if not (_WITH_UNIT in gold and _WITH_UNIT in text):
-        gold, text = gold.partition(_WITH_UNIT)[0], text.partition(_WITH_UNIT)[0]
+    if _WITH_UNIT in gold or _WITH_UNIT in text:
+        if (
+            text.endswith(_SECONDS)
+            and (number := parse_number(gold))
+            and number.value * 3600 == Fraction(text.removesuffix(_SECONDS))
+        ):
+            return gold, gold  # 2.5 is 2 h 30 min where the question names the hours
+        if text.endswith(_DEGREES) and "\\pi" in gold:
+            return gold, rf"\frac{{{text.removesuffix(_DEGREES)}\pi}}{{180}}"
+        if not (_WITH_UNIT in gold and _WITH_UNIT in text):
+            gold, text = gold.partition(_WITH_UNIT)[0], text.partition(_WITH_UNIT)[0]
+    if gold[:1] != "(" and text[:1] != "(":
+        return gold, text
     if not (_CHOICE.fullmatch(gold) or _CHOICE.fullmatch(text)):
         return gold, text
     (gold_letter, gold_value), (letter, value) = _choice(gold), _choice(text)

@@ -37,7 +37,8 @@ _MONTH_NAMES = (
 )
 _MONTH = "|".join(_MONTH_NAMES)
 _DATE = re.compile(
-    rf"(\d{{4}})-(0[1-9]|1[0-2])-(\d\d)|(\d{{1,2}})(?:st|nd|rd|th)? ({_MONTH}),? (\d{{4}})|({_MONTH}) (\d{{1,2}})(?:st|nd|rd|th)?,? (\d{{4}})",  # noqa: E501
+    rf"(\d{{4}})-(0[1-9]|1[0-2])-(\d\d)|(\d{{1,2}})(?:st|nd|rd"
+    rf"|th)? ({_MONTH}),? (\d{{4}})|({_MONTH}) (\d{{1,2}})(?:st|nd|rd|th)?,? (\d{{4}})",
     re.IGNORECASE,
 )
 _TUPLES = re.compile(r"\(([A-Za-z](?: ?, ?[A-Za-z])+)\) ?= ?\(([^()]*)\)")

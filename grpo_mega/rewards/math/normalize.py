@@ -51,7 +51,10 @@ _UNITS = (
     "W|kW|C|J|kJ|N|V|A|K|Pa|kPa|GB|MB|KB|kB|USD|EUR|GBP|dollars?|euros?|pounds?|rs|mol|rad|cal|kcal"
 )
 _FUNCTIONS = "and|sin|cos|tan|cot|sec|csc|log|exp|sqrt|mod|arc[a-z]*"
-_NUMBER = r"(?:[-+] ?)?(?:\d[\d,]*(?:\.\d+)?(?: ?\\(?:times|cdot) ?10 ?\^ ?(?:\{-?\d+\}|\d+))?|\.\d+|\d* ?\\[dtc]?frac\{[^{}]*\}\{[^{}]*\}|\d+ ?/ ?\d+)"  # noqa: E501
+_NUMBER = (
+    r"(?:[-+] ?)?(?:\d[\d,]*(?:\.\d+)?(?: ?\\(?:times|cdot) ?10 ?\^ ?(?:\{-?\d+\}"
+    r"|\d+))?|\.\d+|\d* ?\\[dtc]?frac\{[^{}]*\}\{[^{}]*\}|\d+ ?/ ?\d+)"
+)
 _POWER = r"(?:\^ ?\{?-?\d\}?)?"
 _UNIT = (
     rf"(?:(?<= )(?:{_UNITS})"
@@ -82,8 +85,9 @@ _CANONICAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\d+/\d+|\\[dt]?frac\{-?\d+\}\{\d+\}
 
 # Formulas in which no rule of `plain` or `notation` finds anything, so that most expressions are spared them.
 _ORDINARY = re.compile(
-    r"(?:\\(?:[dt]?frac|sqrt|pi|cdot|times|left|right|cup)(?![A-Za-z])|(?<![+ ])\\infty(?![A-Za-z])|\\\{(?=[-\d\\])|\\\}"
-    r"|(?<![A-Za-z])[abcdefkmnrtxyz](?![A-Za-z])|\d|[-+/^()}]|\{(?![ ,]*\})|,(?!\d\d,)|(?<!\d) |[\[](?=[^\[\]]*[\])])|\])*",
+    r"(?:\\(?:[dt]?frac|sqrt|pi|cdot|times|left|right|cup)(?![A-Za-z])|(?<![+ ])\\infty(?![A-Za-z])|\\\{(?=[-\d]|\\(?!\}))|\\\}"
+    r"|(?<![A-Za-z])[abcdefkmnrtxyz](?![A-Za-z])|\d|[-+/^()}]|\{(?![ ,]*\})|,(?!\d\d,)|(?<!\d) "
+    r"|\[(?=[^\[\]]*[\])])|\](?!.*[\[\]]))*",
     re.ASCII,
 )
 

@@ -13,7 +13,10 @@ _DEGREES = r"(?:\^ ?\{? ?\\circ ?\}?|\\degree|°|\s?degrees?\b)"
 _ANGLE = rf"(?:[({{] ?(\d+(?:\.\d+)?) ?{_DEGREES} ?[)}}]|(\d+(?:\.\d+)?) ?{_DEGREES})"
 _MACRO = r"\\(?:text|textrm|textnormal|mathrm|mathit|mathsf|rm|operatorname|mbox) ?"
 _UNIT_CONTENT = r"(?:[A-Za-z\u00b5\u03bcΩ/·.\s]|\\[,;: ]|\\cdot(?![A-Za-z])|\^ ?(?:\{-?\d\}|-?\d))+"
-_NO_UNIT = rf"(?:{_SCALES}|and|or|not|to|mod|a\.?m|p\.?m|cis|i|e|x|y|n|percent|times|plus|minus|students?|more|less|hours?|minutes?|st|nd|rd|th)"  # noqa: E501
+_NO_UNIT = (
+    rf"(?:{_SCALES}|and|or|not|to|mod|a\.?m|p\.?m|cis|i|e|x|y|n|percent"
+    rf"|times|plus|minus|students?|more|less|hours?|minutes?|st|nd|rd|th)"
+)
 _GAP = r"(?:\\[,;:! ]|[\s~·*/]|\\cdot(?![A-Za-z])|\\times(?![A-Za-z]))"
 _UNIT_RUN = re.compile(
     rf"(?<=[\d}}])(?:{_GAP}*{_MACRO}\{{(?! *{_NO_UNIT}\b){_UNIT_CONTENT}\}}(?:\^ ?(?:\{{-?\d\}}|-?\d))?)+(?=[\s$.]*\Z)"
@@ -33,7 +36,8 @@ _ORDINAL_WORD = {
 _ORDINAL_WORD |= {"tenth": 10, "eleventh": 11, "twelfth": 12}
 _ORDINALS = re.compile(rf"(?:the )?({'|'.join(_ORDINAL_WORD)})(?: place)?\.?", re.IGNORECASE)
 _NONE = re.compile(
-    r"(?:(?:has|have|is|are) )?(?:there (?:is|are|exists?) |it has |the equation has )?no (?:real )?(?:solutions?|roots?)(?: exists?)?\.?|none"  # noqa: E501
+    r"(?:(?:has|have|is|are) )?(?:there (?:is|are|exists?) |it has "
+    r"|the equation has )?no (?:real )?(?:solutions?|roots?)(?: exists?)?\.?|none"
     r"|(?:es gibt )?keine (?:reellen? )?lösung(?:en)?|(?:no hay|sin) soluci(?:ón|ones)|(?:aucune|pas de) solution"
     r"|nessuna soluzione|sem solução|нет решений|无解|無解|解なし|해가 없다",
     re.IGNORECASE,
@@ -102,7 +106,8 @@ _REWRITES = tuple(
         (r"^\$?(?:[a-z] ?= ?)?\\pm ?(\d+)\$?$", r"\1, -\1"),
         (r"\u2261", r"\\equiv "),
         (
-            r"^(?:\$|\\\()?(?:[^$]{1,80}\\equiv ?)?(-?\d+) ?(?:\\pmod ?\{? ?(\d+) ?\}?|\(? ?(?:\\bmod|\\mod|\bmod) ?\{? ?(\d+) ?\}? ?\)?)",  # noqa: E501
+            r"^(?:\$|\\\()?(?:[^$]{1,80}\\equiv ?)?(-?\d+) ?(?:\\pmod ?\{? ?(\d+) ?\}?"
+            r"|\(? ?(?:\\bmod|\\mod|\bmod) ?\{? ?(\d+) ?\}? ?\)?)",
             r"\1 \\pmod{\2\3}",
         ),
         (

@@ -32,7 +32,8 @@ _ATOM = (
 _ELEMENT = r"(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?"
 _EXPRESSION = re.compile(
     rf"[(\[] ?-?{_ELEMENT}(?: ?, ?-?{_ELEMENT})+ ?[)\]]"  # a tuple or an interval
-    rf"|(?:{_MONTHS}) \d{{1,2}}(?:st|nd|rd|th)?, \d{{4}}|\d{{1,2}}(?:st|nd|rd|th)? (?:{_MONTHS}),? \d{{4}}|\d{{4}}-\d\d-\d\d(?!\d)"  # noqa: E501
+    rf"|(?:{_MONTHS}) \d{{1,2}}(?:st|nd|rd|th)?, \d{{4}}|\d{{1,2}}(?:st"
+    rf"|nd|rd|th)? (?:{_MONTHS}),? \d{{4}}|\d{{4}}-\d\d-\d\d(?!\d)"
     r"|(?<![\d.,])\d{1,6} ?(?:h|hours?|hrs?|days?),? (?:and )?\d{1,6} ?(?:min(?:ute)?s?|h(?:ou)?rs?)\b"
     r"(?:,? (?:and )?\d{1,6} ?s(?:ec(?:ond)?s?)?\b)?"
     r"|(?<![A-Za-z_\d])\d{1,2}:\d\d(?!\d)(?: ?[aApP]\.?[mM]\b\.?)?"  # a time of day
@@ -74,11 +75,15 @@ _WORDS_OF_NUMBERS = (
 
 _HEDGE = re.compile(
     r"(?:\b(?:could|might|may)(?: also| well| just as well| instead)* be|\b(?:or )?(?:possibly|perhaps|maybe)|\balternatively,?"
-    r"|\b(?:actually|wait|correction|sorry|rather),?(?: no,?)?(?: the)?(?: (?:correct|right|final))?(?: (?:answer|it|that|this))?"  # noqa: E501
+    r"|\b(?:actually|wait|correction|sorry|rather),?(?: no,?)?(?: the)?(?: (?:correct"
+    r"|right|final))?(?: (?:answer|it|that|this))?"
     r"(?: (?:is|should be|must be))?|könnte auch|podría(?: también)? ser|pourrait(?: aussi)? être|potrebbe(?: anche)? essere"
     r"|может быть|也?可能是)[ :]*[$€£*(\\]{0,3}(-?\d[\d.,]*\d|-?\d)(?![\w(]| ?[-+*/=^])",
     re.IGNORECASE,
 )
+_USUAL_ENDS = frozenset(
+    ("", ".", "$", "$.", "$$", "\n", "\n\\]", "\\]", "\\)", "\\).", "**", "**.")
+)  # of responses after the box
 _NUMERAL = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _LETTER = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f"
 _WORD = re.compile(
@@ -108,7 +113,8 @@ _OFFER = re.compile(  # what chat models end with
     r"|If you (?:have|need|want|would))\b[^\n]*$"
 )
 _NOTE = re.compile(
-    r"[\s*_>#-]*(?:\((?=[^()]*[A-Za-z]{3})|(?:quick )?(?:check|note|verification|verify|remark|explanation|nota|probe|hinweis|comprobación"  # noqa: E501
+    r"[\s*_>#-]*(?:\((?=[^()]*[A-Za-z]{3})|(?:quick )?(?:check|note"
+    r"|verification|verify|remark|explanation|nota|probe|hinweis|comprobación"
     r"|vérification|remarque|should|remember|by the way|keep in mind|if you|let me)\b)",
     re.IGNORECASE,
 )
@@ -118,7 +124,8 @@ _OUTCOME = re.compile(
 )
 _YES_OR_NO = re.compile(r"(Yes|No|True|False)(?: ?[\u2014\u2013,.:!;]| - )")
 _NUMBER_WORD = re.compile(
-    r"\b(?:is|are|equals|exactly|leaves|remain|get|has|have|had|makes|total of|:) \**((?:twenty|thirty|forty|fifty|sixty|seventy|eighty"  # noqa: E501
+    r"\b(?:is|are|equals|exactly|leaves|remain|get|has|have|had|makes"
+    r"|total of|:) \**((?:twenty|thirty|forty|fifty|sixty|seventy|eighty"
     r"|ninety|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen)"
     r"(?:-(?:one|two|three|four|five|six|seven|eight|nine))?)\**(?: [a-z]+| of (?:them|these|those))?[.!*\s]*$"
 )
@@ -190,7 +197,7 @@ def read_announced(text: str) -> str | None:
 
 def other_answer(answer: str, text: str) -> str | None:
     """Return the number that `text`, which follows an answer, holds possible or says instead: "but it could also be 19"."""
-    if len(text) < 40 and not any(char.isdigit() for char in text):  # the usual end of a response
+    if text in _USUAL_ENDS or (len(text) < 40 and not any(char.isdigit() for char in text)):
         return None
     *_, hedge = (None, *_HEDGE.finditer(text[:MAX_CLAUSE]))
     if hedge:
