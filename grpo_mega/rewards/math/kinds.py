@@ -64,8 +64,8 @@ def compare_kinds(gold: str, text: str) -> bool | None:
         return date == other_date
     if gold in _NO_SOLUTION and text in _NO_SOLUTION:
         return True
-    if (_JOINED.search(gold) or _JOINED.search(text)) and (names := _names(gold)) and (others := _names(text)):
-        return names == others
+    if (_JOINED.search(gold) or _JOINED.search(text)) and (names := _names(gold)) and (other_names := _names(text)):
+        return names == other_names
     if "," in text and (number := parse_number(gold)) and _DECIMAL_COMMA.fullmatch(text):
         other = parse_number(re.sub(r"[ .]", "", text).replace(",", "."))
         return other is not None and numbers_equal(number, other)

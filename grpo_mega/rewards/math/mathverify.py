@@ -123,7 +123,7 @@ def _refute_by_numbers() -> None:
 
 def _equal_as_complex(a: Any, b: Any) -> bool:
     """Return whether two constants in the imaginary unit, which math-verify takes for a variable, have the same value."""
-    from sympy import Expr, I, Symbol
+    from sympy import Expr, I, Symbol  # type: ignore[import-untyped]
 
     if not (isinstance(a, Expr) and isinstance(b, Expr)):
         return False
@@ -139,7 +139,7 @@ def _equal_as_complex(a: Any, b: Any) -> bool:
 
 def _differ_at_a_point(a: Any, b: Any) -> bool:
     """Return whether two expressions clearly have different real values at one point, so that no algebra makes them equal."""
-    from sympy import Derivative, Expr, Limit, Rational, Symbol  # type: ignore[import-untyped]
+    from sympy import Derivative, Expr, Limit, Rational, Symbol
     from sympy.concrete.expr_with_limits import ExprWithLimits  # type: ignore[import-untyped]
 
     try:

@@ -13,8 +13,8 @@ _PLAIN = str.maketrans(
     {
         **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # full-width forms of ASCII
         **dict.fromkeys("\u2028\u2029\u0085", "\n"),
-        **dict.fromkeys("\u200b\u2060\ufeff`"),
-        **{zero + digit: str(digit) for zero in (0x660, 0x6F0, 0x966, 0x9E6) for digit in range(10)},
+        **dict.fromkeys("\u200b\u2060\ufeff`", ""),
+        **{chr(zero + digit): str(digit) for zero in (0x660, 0x6F0, 0x966, 0x9E6) for digit in range(10)},
         "\u066b": ".",
         "\u3000": " ",
         "。": ". ",
@@ -65,7 +65,7 @@ def plain(text: str) -> str:
     if _CONTINENTAL.search(text) and not _ENGLISH.search(text):
         text = _DOT_THOUSANDS.sub(lambda match: match[0].replace(".", ""), _DECIMAL_COMMA.sub(".", text))
     for pattern, replacement in _MARKUP:
-        text = pattern.sub(replacement, text)  # type: ignore[arg-type]
+        text = pattern.sub(replacement, text)
     return text.strip()
 
 

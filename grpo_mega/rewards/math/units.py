@@ -8,8 +8,7 @@ import re
 from fractions import Fraction
 
 _DAY = 86_400
-_FACTORS: dict[str, tuple[str, Fraction]] = {}
-for _dimension, _units in {
+_UNITS: dict[str, dict[str, int | Fraction]] = {
     "time": {
         "s|sec|secs|seconds?|segundos?|secondes?|sekunden?|秒": 1,
         "min|mins|minutes?|minutos?|minuten?|分钟|分": 60,
@@ -63,9 +62,8 @@ for _dimension, _units in {
     "cent": {r"¢|\\?cents?|Cents?|céntimos?|centimes?|centesimi|centavos?": Fraction(1, 100)},
     "pound": {"pounds?": 1},
     "speed": {r"m/s": Fraction(36, 10), r"km/h|kmh|kph": 1, "mph": Fraction(1_609_344, 1_000_000)},
-}.items():
-    for _names, _factor in _units.items():
-        _FACTORS[_names] = (_dimension, Fraction(_factor))
+}
+_FACTORS = {names: (kind, Fraction(factor)) for kind, units in _UNITS.items() for names, factor in units.items()}
 _PATTERNS = [(re.compile(rf"(?:{names})(?![A-Za-z/]| ?/)"), of) for names, of in _FACTORS.items()]
 _SIGNS = {"$": "usd", "US$": "usd", "USD": "usd", "R$": "brl", "€": "eur", "EUR": "eur", "£": "gbp", "GBP": "gbp", "₹": "inr"}
 _SIGNS |= {"Rs": "inr", "Rs.": "inr", "¥": "yen or yuan"}
