@@ -172,7 +172,7 @@ def test_rewards_are_added_by_weight_or_multiplied(multiplies: tuple[str, ...], 
     [
         ("cosine", {"max_len": 0}, "with options {'max_len': 0}: max_len=0: must be above 0"),
         ("cosine", {"max_length": 9}, "has no option 'max_length'; did you mean max_len?"),
-        ("cosine", {"max_len": "long"}, "reward function 'cosine' with options {'max_len': 'long'}: '>' not supported"),
+        ("cosine", {"max_len": "long"}, "its option max_len='long': must be a number; correct it"),
         ("repetition_penalty", {"max_penalty": 0.5}, "max_penalty=0.5: must be at most 0"),
         ("repetition_penalty", {"ngram_size": 0}, "ngram_size=0: must be at least 1"),
         ("repetition_penalty", {"unit": "lines"}, "unit='lines': must be words or characters"),
