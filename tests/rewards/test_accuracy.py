@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mega.rewards.api import Score
-from grpo_mega.rewards.math.accuracy import accuracy
+from grpo_mega.rewards.math.accuracy import accuracy, quick
 from grpo_mega.rewards.math.normalize import normalize_answer
 from grpo_mega.rewards.math.numbers import numbers_equal, parse_number
 
@@ -350,3 +350,8 @@ def test_math_verify_itself_agrees_on_gsm8k() -> None:
 )
 def test_a_thought_that_the_chat_template_opened_is_a_thought(response: str, is_right: bool) -> None:
     assert (accuracy("", response, "5", {"prefill": "<think>\n"}).value == 1.0) is is_right
+
+
+@pytest.mark.parametrize("text", ["51=", "51 +", "51-", r"51\times", r"\times 51", "51 /", "40+11 =", "51 <"])
+def test_an_answer_that_ends_in_an_operator_is_refused_at_once(text: str) -> None:
+    assert quick(rf"\boxed{{{text}}}", "51") == (Score(0.0, "unparsable"), None)
