@@ -6,7 +6,6 @@ import math
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from reward_pools import reward_pool
@@ -26,12 +25,10 @@ def _accuracy_obeys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def scored(
-    pool: RewardPool, responses: list[str], gold: str = "x+1", extras: dict[str, Any] | None = None
-) -> list[RewardResult]:
+def scored(pool: RewardPool, responses: list[str], **extras: str) -> list[RewardResult]:
     """Score the responses as one group."""
     for key, response in enumerate(responses):
-        pool.submit(key, "p", response, gold, extras or {})
+        pool.submit(key, "p", response, "x+1", extras)
     pool.submit_group(range(len(responses)), {}, [[1]] * len(responses))
     return list(pool.collect().values())
 
