@@ -72,7 +72,9 @@ def test_no_process_of_it_inherits_what_is_meant_for_the_trainer(server: Server)
     (scheduler,) = tree.named("sglang::scheduler")
     for pid in tree.pids:
         assert {name for name, value in environment_of(pid).items() if TRAINERS.get(name) == value} == set()
-    assert TRAINERS.keys() & environment_of(scheduler).keys() == {"OMP_NUM_THREADS"}
+    assert TRAINERS.keys() & environment_of(scheduler).keys() - {"MASTER_ADDR", "MASTER_PORT"} == {"OMP_NUM_THREADS"}
+    own = [environment_of(scheduler).get(name) for name in ("MASTER_ADDR", "MASTER_PORT")]
+    assert own == ["127.0.0.1", server.url.rpartition(":")[2]], "its own address, not the job's"
     assert environment_of(scheduler)["OMP_NUM_THREADS"] == "2"
 
 
@@ -106,7 +108,7 @@ def test_another_port_is_taken_if_one_is_in_use_and_an_exception_ends_the_server
 ) -> None:
     taken = int(server.url.rpartition(":")[2])
     free_ports = servers_module.free_ports
-    offers = [[taken, *free_ports(1)]]
+    offers = [[taken]]
     monkeypatch.setattr(servers_module, "free_ports", lambda *asked: offers.pop() if offers else free_ports(*asked))
     other = Server(make_settings(model, tmp_path, shows_progress=True))
     with pytest.raises(ZeroDivisionError), running(other):
