@@ -80,7 +80,7 @@ def test_a_run_is_checked_against_a_converted_model_before_it_starts(folders: tu
     broken.mkdir()
     for path in folders[1].iterdir():
         (broken / path.name).write_bytes(path.read_bytes())
-    edit_config(broken, num_experts=8)
+    edit_config(broken, num_experts=8, num_local_experts=8)
     with pytest.raises(
         WeightMappingError, match=r"has shape \[4, 4, 32\], but config.json means \[4, 8, 32\]; give the config"
     ):
