@@ -18,7 +18,7 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.files import read_file
 from grpo_mega.yaml_text import dump_yaml, parse_value, parse_yaml
 
-MAX_BYTES = 4 << 20  # of a config
+MAX_BYTES = 4 << 20  # the largest config file that is read
 _MAX_SHOWN = 200
 _UNION_LABELS = ("bool", "literal['reference']")  # that pydantic adds to a key of several types
 _REMEDIES = {

@@ -44,7 +44,7 @@ class Renderer:
         self._missing: dict[tuple[Any, ...], int | None] = {}  # by the form of a conversation: a message that is left out
 
     def render(self, messages: list[dict[str, Any]], place: str) -> str:
-        """Return the prompt's text, up to where the model begins to write. `place` (file:line) is for errors.
+        """Return the prompt's text, up to where the model starts to write. `place` (file:line) is for errors.
 
         Raises ConfigError if the template refuses the messages, or leaves out the text of one of them.
         """
@@ -118,7 +118,7 @@ def _holds_json(prompt: str, text: str) -> bool:
         position = match.start() + 1
         with suppress(ValueError, RecursionError):
             value, end = scan(prompt, match.start())
-            position = position if isinstance(value, str) else end  # the quote may end one string, and begin none
+            position = position if isinstance(value, str) else end  # the quote may end one string and start none
             if any(one in wanted for one in _values_in(value)):
                 return True
     return False

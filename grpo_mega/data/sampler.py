@@ -27,7 +27,7 @@ _MIXING = 1 << 63  # the key of the first step's offset; epochs, the other keys,
 class Draw(NamedTuple):
     source: int  # number of the set
     row: int  # index into all sets
-    epoch: int  # of the set
+    epoch: int  # pass over the set, from 0
 
 
 class Sampler:
