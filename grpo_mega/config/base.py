@@ -13,7 +13,7 @@ from grpo_mega.paths import user_path
 # Larger values are mistakes, and arithmetic on them overflows: a sum over all samples, a deadline in nanoseconds.
 MAX_COUNT = 10**9
 MAX_RANKS = 10**6
-MAX_NUMBER = 1e12
+MAX_NUMBER = 1e37  # float32 ends at 3.4e38
 MAX_SECONDS = 1e8
 
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_COUNT)]

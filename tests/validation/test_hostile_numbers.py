@@ -115,7 +115,7 @@ def test_a_number_that_no_run_can_mean_is_one_line_or_harmless(
 
 
 @pytest.mark.parametrize("key", MAY_NOT_BE_ZERO_OR_LESS)
-@pytest.mark.parametrize("text", ["0", "-1", "-1e308", ".nan", "1e308", str(10**30)])
+@pytest.mark.parametrize("text", ["0", "-1", "-1e308", ".nan", "1e308", str(10**38)])
 def test_sizes_and_rates_are_refused_with_their_key_and_value(key: str, text: str, folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(raw_with(folder, tuple(key.split(".")), text))

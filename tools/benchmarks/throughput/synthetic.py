@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from grpo_mega.rollout.stop_condition import StopCondition
 
 KINDS = "fixed:512, uniform:16,1024, lognormal:mean=256,sigma=0.8,max=1024 or file:lengths.json"
-MISMATCH_WARN = 1e12  # nats a token: made-up log-probs say nothing of engine and trainer
+MISMATCH_WARN = 1e30  # nats a token: made-up log-probs say nothing of engine and trainer
 
 
 @dataclass(frozen=True)
