@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from ranks import launch, run_forked
 
+HELPERS = Path(__file__).with_name("helpers")
 CASES = """
 import pytest
 
@@ -51,7 +52,7 @@ if __name__ == "__main__":
 def test_full_cases_run_with_all_or_by_name(arguments: tuple[str, ...], num_passed: int, tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "test_cases.py").write_text(CASES)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\n")
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers = full\npythonpath = {HELPERS}\n")
     result = subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert f"{num_passed} passed" in result.stdout, result.stdout
 

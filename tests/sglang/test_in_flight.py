@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import ROOT
 from transformers import AutoModelForCausalLM
 
 from grpo_mega.distributed.launch import run_ranks
@@ -26,12 +25,16 @@ ROLLOUT = {
     "stop_token_ids": [*range(3, 243, 80)],
     "mismatch_stop": None,  # staleness is no mismatch
 }
+REWARD = """
+def num_vowels(prompt, response, answer, extras):
+    return sum(c in "aeiou" for c in response) / 70  # pays length: responses that got short would cross no update
+"""
 TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize(
     ("num_steps", "num_tokens", "tp"),
-    [(10, 200, 1), *(pytest.param(200, 10_000, tp, marks=pytest.mark.full) for tp in (1, 2))],
+    [(10, 200, 1), *(pytest.param(60, 10_000, tp, marks=pytest.mark.full) for tp in (1, 2))],
 )
 def test_the_log_prob_of_every_token_is_that_of_the_version_which_its_span_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int, num_tokens: int, tp: int
@@ -43,7 +46,8 @@ def test_the_log_prob_of_every_token_is_that_of_the_version_which_its_span_names
     raw["layout"]["engine_ranks"] = tp
     raw["batch"] = {"prompts_per_step": 2, "tokens_per_micro_batch": 512}
     raw["algorithm"] |= {"recipe": "partial", "group_size": 3}
-    raw["rewards"]["functions"] = [{"name": "tools.benchmarks.kills.share_of_vowels"}]
+    raw["rewards"]["functions"] = [{"name": "reward.num_vowels"}]
+    (tmp_path / "reward.py").write_text(REWARD)
     rows = [{"prompt": f"Say {i}.", "answer": str(i)} for i in range(64)]
     Path(raw["data"]["train"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
     config.write_text(json.dumps(raw))
@@ -51,7 +55,7 @@ def test_the_log_prob_of_every_token_is_that_of_the_version_which_its_span_names
     folder.mkdir()
     arguments = ["train", str(config), "--set", f"run_dir={tmp_path / 'run'}"]
     command = [sys.executable, str(Path(__file__).with_name("recorded_rank.py")), str(folder), *arguments]
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the reward
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for the reward
     assert run_ranks(command, 1 + tp, tmp_path / "logs") == 0
     by_version = defaultdict(list)
     num_crossing = 0
