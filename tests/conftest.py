@@ -1,5 +1,7 @@
-"""`pytest --all` runs every test. Without it those marked `full` are left out: cases of a matrix beyond those that cover its
-axes. They run too where an argument names them (`FILE::TEST`), or where `-m` has the word.
+"""Three levels of tests. By default pytest leaves out the tests marked `full` and `sweep`: further cases of large matrices.
+
+`--all` adds the tests marked `full`, as CI does. `--sweep` runs all tests, with the whole of each matrix. A test that is left out
+still runs if an argument names it (`FILE::TEST`), or if `-m` contains its mark.
 """
 
 from __future__ import annotations
@@ -12,15 +14,16 @@ from disks import fill, mounted
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also run the tests marked `full`: whole matrices of cases")
+    parser.addoption("--all", action="store_true", help="also run the tests marked `full`: more cases of each matrix")
+    parser.addoption("--sweep", action="store_true", help="run all tests: the whole of every matrix")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--all") or "full" in config.option.markexpr:
-        return
+    marks = {"sweep"} if config.getoption("--all") else {"full", "sweep"}
+    marks = set() if config.getoption("--sweep") else {mark for mark in marks if mark not in config.option.markexpr}
     named = [argument.split("::", 1) for argument in config.args if "::" in argument]
     asked = [((config.invocation_params.dir / path).resolve(), f"::{test}") for path, test in named]
-    left_out = [item for item in items if item.get_closest_marker("full") and not is_asked_for(item, asked)]
+    left_out = [item for item in items if any(map(item.get_closest_marker, marks)) and not is_asked_for(item, asked)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]

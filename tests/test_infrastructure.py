@@ -14,7 +14,7 @@ HELPERS = Path(__file__).with_name("helpers")
 CASES = """
 import pytest
 
-@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.sweep)])
 def test_x(n): pass
 """
 RANK = """
@@ -47,12 +47,21 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("arguments", "num_passed"),
-    [((), 1), (("--all",), 2), (("-m", "full"), 1), (("test_cases.py::test_x[2]",), 1), (("test_cases.py",), 1)],
+    [
+        ((), 1),
+        (("--all",), 2),
+        (("--sweep",), 3),
+        (("-m", "full"), 1),
+        (("-m", "sweep"), 1),
+        (("test_cases.py::test_x[2]",), 1),
+        (("test_cases.py::test_x[3]",), 1),
+        (("test_cases.py",), 1),
+    ],
 )
-def test_full_cases_run_with_all_or_by_name(arguments: tuple[str, ...], num_passed: int, tmp_path: Path) -> None:
+def test_more_cases_run_with_all_or_sweep_or_by_name(arguments: tuple[str, ...], num_passed: int, tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "test_cases.py").write_text(CASES)
-    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers = full\npythonpath = {HELPERS}\n")
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers =\n full\n sweep\npythonpath = {HELPERS}\n")
     result = subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert f"{num_passed} passed" in result.stdout, result.stdout
 

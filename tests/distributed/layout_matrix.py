@@ -150,8 +150,15 @@ FULL_UPDATES = {
 
 
 def parameters(names: Iterable[str], is_full: Callable[[str, str], bool]) -> list[Any]:
-    """Return "MODEL:LAYOUT" as parameters of a test."""
-    return [pytest.param(name, marks=[pytest.mark.full] if is_full(*name.split(":")) else []) for name in names]
+    """Return "MODEL:LAYOUT" as parameters of a test. Every third case that is not kept is `full`, the others are `sweep`."""
+    parameters, num_full = [], 0
+    for name in names:
+        mark = None
+        if is_full(*name.split(":")):
+            mark = pytest.mark.full if num_full % 3 == 0 else pytest.mark.sweep
+            num_full += 1
+        parameters.append(pytest.param(name, marks=[mark] if mark else []))
+    return parameters
 
 
 ALL_LOGITS = parameters(

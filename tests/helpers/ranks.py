@@ -42,7 +42,7 @@ class CaseValues(dict[Any, Any]):
         raise AssertionError("\n".join([f"case {name!r} left nothing", *self._problems.get(name, ["it was not run"])]))
 
 
-def launch(worker: Path, world_size: int, folder: Path, timeout_s: float = 900, command: Sequence[str] = COMMAND) -> Results:
+def launch(worker: Path, world_size: int, folder: Path, timeout_s: float = 3600, command: Sequence[str] = COMMAND) -> Results:
     """Run `worker` with arguments RANK WORLD_SIZE FOLDER, and return what went wrong by case, in the order of `run_cases`.
 
     A case that fails ends its launch, because the ranks may be out of step. Another launch then runs the cases after it.

@@ -140,7 +140,7 @@ def setup_of(text: str, fields: dict[str, Any] = FIELDS) -> Setup:
 ALL_LAYOUTS = {text: (text, FIELDS) for text in LAYOUTS}
 ALL_LAYOUTS |= {f"moe {text}": (text, MOE_FIELDS) for text in MOE_LAYOUTS}
 ALL_LAYOUTS |= {f"latent {text}": (text, LATENT_FIELDS) for text in LATENT_LAYOUTS}
-FULL = (  # repeat what the others have
+SWEEP = (  # repeat what the other cases have
     "tp=2,dp=2",
     "tp=4,dp=8,sequence_parallel=true",
     "pp=2,dp=2",
@@ -169,7 +169,7 @@ def rehearsed(request: pytest.FixtureRequest) -> dict[str, list[Comparison]]:
     return dict(zip(names, rehearse(cases), strict=True))
 
 
-@pytest.mark.parametrize("text", [pytest.param(text, marks=[pytest.mark.full] * (text in FULL)) for text in ALL_LAYOUTS])
+@pytest.mark.parametrize("text", [pytest.param(text, marks=[pytest.mark.sweep] * (text in SWEEP)) for text in ALL_LAYOUTS])
 def test_the_plan_agrees_with_real_megatron(rehearsed: dict[str, list[Comparison]], text: str) -> None:
     wrong = [c for c in rehearsed[text] if not c.agrees]
     assert not wrong, wrong

@@ -237,8 +237,12 @@ def test_a_killed_worker_is_replaced_from_the_template_that_has_imported_all_and
         assert not set(before) & set(pool.worker_pids)
         assert {_parent(pid) for pid in pool.worker_pids} == {template}
         assert not any(map(_is_alive, before))
-        _score(pool, "segfault")  # a request to the template, which then collects what was killed
-        assert _wait_until(lambda: set(_children(template)) == set(pool.worker_pids))
+
+        def is_clean() -> bool:
+            _score(pool, "segfault")  # the template gets a request, and collects the killed workers that have ended by then
+            return _wait_until(lambda: set(_children(template)) == set(pool.worker_pids))
+
+        assert any(is_clean() for _ in range(3))
         assert len(os.listdir("/proc/self/fd")) == fds
     assert _wait_until(lambda: not _is_alive(template))
 

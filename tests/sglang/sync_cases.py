@@ -1,7 +1,7 @@
 """Cases for the ranks of sync_worker.py and for the test that reads their results; imports nothing of Megatron-core."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from models import EOS_ID, VOCAB_SIZE
 
@@ -20,7 +20,7 @@ class Case:
     engine_tps: tuple[int, ...] = (1, 2)
     engine_ep: int = 1
     quantise: bool = False  # linear layers travel in FP8 blocks
-    is_full: bool = False  # only with --all
+    level: Literal["", "full", "sweep"] = ""  # the mark of the test
 
 
 BLOCKS = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 512, "head_dim": 128, "initializer_range": 0.06}
@@ -30,21 +30,21 @@ EXPERTS = {"num_hidden_layers": 3, "moe_intermediate_size": 64, "num_local_exper
 LATENT = EXPERTS | {"moe_intermediate_size": 128, "q_lora_rank": 20}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 CASES = {
-    "deepseek_v2": Case("deepseek_v2", LATENT | {"q_lora_rank": None}, SPREAD, (2,), is_full=True),
-    "deepseek_v3 over four": Case("deepseek_v3", LATENT | {"q_lora_rank": None}, SPREAD, (4,), engine_ep=2, is_full=True),
-    "mixtral over four": Case("mixtral", EXPERTS | {"intermediate_size": 128}, SPREAD, (4,), engine_ep=4, is_full=True),
-    "llama": Case("llama", is_full=True, **SOME),
-    "mistral": Case("mistral", {"sliding_window": None}, is_full=True, **SOME),
+    "deepseek_v2": Case("deepseek_v2", LATENT | {"q_lora_rank": None}, SPREAD, (2,), level="full"),
+    "deepseek_v3 over four": Case("deepseek_v3", LATENT | {"q_lora_rank": None}, SPREAD, (4,), engine_ep=2, level="sweep"),
+    "mixtral over four": Case("mixtral", EXPERTS | {"intermediate_size": 128}, SPREAD, (4,), engine_ep=4, level="full"),
+    "llama": Case("llama", level="full", **SOME),
+    "mistral": Case("mistral", {"sliding_window": None}, level="sweep", **SOME),
     "qwen2 tied": Case("qwen2", {"tied": True}),
-    "qwen3": Case("qwen3", is_full=True, **SOME),
+    "qwen3": Case("qwen3", level="sweep", **SOME),
     "qwen3 in FP8": Case("qwen3", BLOCKS, ("{tp: 2, pp: 2}", "{tp: 4}"), (2,), quantise=True),
     "qwen3_moe": Case("qwen3_moe", EXPERTS, SPREAD, (2,), engine_ep=2),
-    "glm4_moe": Case("glm4_moe", EXPERTS | {"use_qk_norm": True}, SPREAD, (2,), is_full=True),
+    "glm4_moe": Case("glm4_moe", EXPERTS | {"use_qk_norm": True}, SPREAD, (2,), level="full"),
     "deepseek_v3": Case(
         "deepseek_v3", LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}, SPREAD, (2,)
     ),
     # What differs between families is their tensors, which the cases above move.
-    "llama everywhere": Case("llama", is_full=True),
-    "mistral everywhere": Case("mistral", {"sliding_window": None}, is_full=True),
-    "qwen3 everywhere": Case("qwen3", is_full=True),
+    "llama everywhere": Case("llama", level="full"),
+    "mistral everywhere": Case("mistral", {"sliding_window": None}, level="sweep"),
+    "qwen3 everywhere": Case("qwen3", level="sweep"),
 }

@@ -36,7 +36,10 @@ def differences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return found
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * case.is_full) for name, case in CASES.items()])
+NAMES = [pytest.param(name, marks=[getattr(pytest.mark, case.level)] if case.level else []) for name, case in CASES.items()]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_server_gives_transformers_logprobs_after_a_real_step_in_every_layout(differences: CaseValues, name: str) -> None:
     case = CASES[name]
     for number, (layout, found) in enumerate(zip(case.layouts, differences[name], strict=True)):

@@ -56,7 +56,7 @@ PASSES = (
     *((recipe, "cp=2,tp=2,sequence_parallel=true") for recipe in ("bf16", "blockwise")),
     *((recipe, "cp=4") for recipe in ("bf16", "delayed")),
 )
-FULL = {  # they repeat what others have
+SWEEP = {  # they repeat what other cases have
     ("qwen3", "delayed", "cp=2,cp_comm_type=a2a model.recompute=full"),
     ("qwen3", "blockwise", "cp=2,tp=2,sequence_parallel=true model.recompute=selective"),
     ("qwen3_moe", "bf16", "cp=2,ep=2,cp_comm_type=a2a"),
@@ -128,7 +128,7 @@ class Found:
 
 
 def parameters(cases: Sequence[tuple[str, ...]]) -> list[Any]:
-    return [pytest.param(*case, marks=[pytest.mark.full] * (case in FULL)) for case in cases]
+    return [pytest.param(*case, marks=[pytest.mark.sweep] * (case in SWEEP)) for case in cases]
 
 
 @pytest.fixture(scope="module")

@@ -51,12 +51,13 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("emulated")
     started: dict[str, Running] = {}
     is_all = request.config.getoption("--all") or "full" in request.config.option.markexpr
+    levels = ["--sweep"] if request.config.getoption("--sweep") else ["--all"] * is_all
     selected = [item.name for item in request.session.items if item.path == request.path]
     for name, (version, targets) in TARGETS.items():
         is_wanted = TESTS[name] in selected if name in TESTS else any(f"[{version}]" in test for test in selected)
         if is_wanted and launcher.why_not(version) is None:
             plugin = ["-p", "emulated_te.plugin", "--te-version", version]
-            options = ["-q", "-rs", "-W", "ignore", "-p", "no:cacheprovider", "--durations=10", *["--all"] * is_all]
+            options = ["-q", "-rs", "-W", "ignore", "-p", "no:cacheprovider", "--durations=10", *levels]
             command = [sys.executable, "-m", "pytest", *plugin, *options, *map(str, targets)]
             log = folder / f"{name}.log"
             with log.open("w") as file:
