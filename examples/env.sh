@@ -1,17 +1,20 @@
+# shellcheck shell=bash
 # Sourced by tests/run.sh and examples/quickstart.sh. `ensure_env [EXTRA ...]` makes or reuses .venv at the repository's root
 # with the project and the named extras of pyproject.toml installed, and sets VENV_PYTHON. A second call installs nothing:
-# .venv/.installed holds the checksum of pyproject.toml and the extras. PYTHON names the interpreter to make .venv with.
+# .venv/.installed holds a checksum and the extras. PYTHON names the interpreter to make .venv with. CONSTRAINTS names the file of
+# pinned versions; CONSTRAINTS=/dev/null installs the newest ones that pyproject.toml allows.
 
 # Threads of PyTorch that spin while they wait make small models ten times slower on a busy machine.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV_PYTHON="$ROOT/.venv/bin/python"
+PIP_INSTALL=("$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --constraint "${CONSTRAINTS:-$ROOT/tools/constraints.txt}")
 
 ensure_env() {
     local stamp="$ROOT/.venv/.installed"
     local checksum installed_checksum="" installed_extras=""
-    checksum="$(cksum < "$ROOT/pyproject.toml" | tr ' ' '-')"
+    checksum="$(cat "$ROOT/pyproject.toml" "${CONSTRAINTS:-$ROOT/tools/constraints.txt}" | cksum | tr ' ' '-')"
     if [[ -x "$VENV_PYTHON" && -f "$stamp" ]]; then
         read -r installed_checksum installed_extras < "$stamp" || true
     fi
@@ -24,7 +27,7 @@ ensure_env() {
     local extras
     extras="$(printf '%s\n' $installed_extras "$@" | sort -u | paste -sd, -)"
     echo "installing the project${extras:+ with extras $extras} into .venv; the first time takes some minutes" >&2
-    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --editable "$ROOT${extras:+[$extras]}" ||
+    "${PIP_INSTALL[@]}" --editable "$ROOT${extras:+[$extras]}" ||
         _fail "pip could not install the project; see its message above"
     echo "$checksum ${extras//,/ }" > "$stamp"
 }
@@ -44,8 +47,8 @@ ensure_sglang() {
     [[ -f "$stamp" && "$(< "$stamp")" == "$wanted" ]] && return
     echo "installing $version for the CPU into .venv, 2 GB; the first time takes some minutes" >&2
     # In this order pip does not complain of the dependencies that are left out.
-    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts --requirement "$list" &&
-        "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps "$version" ||
+    "${PIP_INSTALL[@]}" --no-warn-conflicts --requirement "$list" &&
+        "${PIP_INSTALL[@]}" --no-deps "$version" ||
         _fail "pip could not install SGLang; see its message above"
     echo "$wanted" > "$stamp"
 }
@@ -58,8 +61,7 @@ ensure_te() {
         folder="$ROOT/.venv-te/$version"
         [[ -f "$folder/.installed" ]] && continue
         rm -rf "$folder"
-        if "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder" \
-            "transformer-engine==$version"; then
+        if "${PIP_INSTALL[@]}" --no-deps --target "$folder" "transformer-engine==$version"; then
             touch "$folder/.installed"
         else
             echo "cannot install transformer-engine $version into .venv-te; the tests that need it are skipped" >&2

@@ -1,11 +1,16 @@
 """Three levels of tests. By default pytest leaves out the tests marked `full` and `sweep`: further cases of large matrices.
 
-`--all` adds the tests marked `full`, as CI does. `--sweep` runs all tests, with the whole of each matrix. A test that is left out
-still runs if an argument names it (`FILE::TEST`), or if `-m` contains its mark.
+`--all` adds the tests marked `full`, as CI does. `--sweep` runs all tests. A test that is left out still runs if an argument
+names it (`FILE::TEST`), or if `-m` contains its mark.
+
+Tests marked `sglang` are skipped if SGLang is not installed. PROGRESS_FILE names a file that always holds one line with the
+number of finished tests, the number of failed ones, and the running test.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +21,40 @@ from disks import fill, mounted
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run the tests marked `full`: more cases of each matrix")
     parser.addoption("--sweep", action="store_true", help="run all tests: the whole of every matrix")
+
+
+class Progress:
+    """Writes the progress of this process's tests to a file, for the one who waits for it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num_tests, self._num_done, self._failed = 0, 0, set[str]()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._num_tests = len(session.items)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        failed = f", {len(self._failed)} failed" if self._failed else ""
+        self._path.write_text(f"{self._num_done}/{self._num_tests}{failed}, {nodeid.partition('[')[0]}\n")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._failed |= {report.nodeid} if report.failed else set()
+
+    def pytest_runtest_logfinish(self) -> None:
+        self._num_done += 1
+
+    def pytest_sessionfinish(self) -> None:
+        self._path.write_text(f"{self._num_done}/{self._num_tests}, {len(self._failed)} failed, done\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PROGRESS_FILE" in os.environ:
+        config.pluginmanager.register(Progress(Path(os.environ.pop("PROGRESS_FILE"))))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("sglang") and importlib.util.find_spec("sglang") is None:
+        pytest.skip("needs SGLang; tests/run.sh without --fast installs it")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

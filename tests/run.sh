@@ -1,11 +1,23 @@
 #!/usr/bin/env bash
-# Runs the tests: tests/run.sh [--with-system-packages] [--all] [pytest arguments]. Makes or reuses .venv; needs Python and pip.
-# --all adds the cases marked `full` (tests/conftest.py). Unless the arguments choose tests, three processes share the machine: tests
-# that start ranks or servers, tests that mostly wait and resumed runs (`waiting`), all others. The first prints as it runs.
-# --with-system-packages first installs the Debian packages of tests/debian-packages.txt, without which some tests are skipped.
+# Runs the tests: tests/run.sh [--fast | --all | --sweep] [--with-system-packages] [pytest arguments]. Makes or reuses .venv; needs Python and pip.
+#
+# --fast runs the tests of FAST that start no ranks, servers or reward workers, in 2 minutes. Only paths of FAST as arguments do not
+# install SGLang and Transformer Engine either.
+# --all adds the tests marked `full`, --sweep those marked `sweep` too (tests/conftest.py).
+# --with-system-packages first installs the Debian packages of tests/debian-packages.txt. Without them some tests are skipped.
+#
+# Unless the arguments choose tests, three processes share the machine: tests that start ranks or servers, tests that mostly wait
+# and resumed runs (`waiting`), and all others. A line per minute reports the progress of each.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../examples/env.sh"
+cd "$ROOT"
+
+FAST=(
+    tests/algorithm tests/batching tests/weights tests/planner tests/test_imports.py
+    tests/rewards tests/validation tests/test_config.py tests/test_yaml_text.py tests/test_language.py
+)
+SLOW="distributed or sglang or waiting or pool"
 
 install_system_packages() {
     local list="$ROOT/tests/debian-packages.txt" packages as_root=()
@@ -20,37 +32,82 @@ install_system_packages() {
         echo "cannot install $packages (no root, no network, or not Debian); the tests that need them are skipped" >&2
 }
 
+# Whether the arguments name tests, and all of them are in FAST.
+are_fast() {
+    local argument fast num_paths=0
+    for argument in "$@"; do
+        [[ -e "${argument%%::*}" ]] || continue
+        num_paths=$((num_paths + 1))
+        for fast in "${FAST[@]}"; do
+            [[ "${argument%%::*}" == "$fast" || "$argument" == "$fast/"* ]] && continue 2
+        done
+        return 1
+    done
+    ((num_paths > 0))
+}
+
+report_progress() {
+    local minutes=0 name
+    while sleep 60; do
+        minutes=$((minutes + 1))
+        printf '%s min' "$minutes"
+        for name in "${PARTS[@]}"; do
+            printf ' | %s %s' "$name" "$(cat "$logs/$name.progress" 2> /dev/null || echo starting)"
+        done
+        echo
+    done
+}
+
 arguments=()
+is_fast=""
+chooses=""
 for argument in "$@"; do
-    if [[ "$argument" == --with-system-packages ]]; then
-        install_system_packages
-    else
-        arguments+=("$argument")
-    fi
-done
-
-ensure_env dev
-ensure_sglang
-ensure_te 2.11.0 2.10.0 2.9.0
-cd "$ROOT"
-
-for argument in "${arguments[@]}"; do
     case "$argument" in
-        --all | --durations=* | -q | -v | -vv) ;;
-        *) exec "$VENV_PYTHON" -m pytest "${arguments[@]}" ;;
+        --with-system-packages) install_system_packages ;;
+        --fast) is_fast=1 ;;
+        *)
+            arguments+=("$argument")
+            [[ "$argument" =~ ^(--all|--sweep|--durations=.*|-q|-v|-vv)$ ]] || chooses=1
+            ;;
     esac
 done
 
-starting="distributed or sglang"
+ensure_env dev
+if [[ -n "$is_fast" ]]; then
+    fast=("$VENV_PYTHON" -m pytest "${arguments[@]}" -m "not ($SLOW)")
+    are_fast "${arguments[@]}" && exec "${fast[@]}"
+    other="$(mktemp)" # the output of the second process
+    trap 'kill $(jobs -p) 2> /dev/null || true; rm -f "$other"' EXIT
+    "${fast[@]}" "${FAST[@]:5}" > "$other" 2>&1 &
+    status=0
+    "${fast[@]}" "${FAST[@]:0:5}" || status=$?
+    wait $! || status=$?
+    cat "$other"
+    exit "$status"
+fi
+are_fast "${arguments[@]}" || {
+    ensure_sglang
+    ensure_te 2.11.0 2.10.0 2.9.0
+}
+[[ -z "$chooses" ]] || exec "$VENV_PYTHON" -m pytest "${arguments[@]}"
+
+PARTS=(ranks waiting others)
+declare -A expressions=(
+    [ranks]="(distributed or sglang) and not waiting"
+    [waiting]="waiting"
+    [others]="not (distributed or sglang or waiting)"
+)
 logs="$(mktemp -d)"
 trap 'kill $(jobs -p) 2> /dev/null || true; rm -rf "$logs"' EXIT
-"$VENV_PYTHON" -m pytest "${arguments[@]}" -m "not ($starting or waiting)" > "$logs/others" 2>&1 &
-others=$!
-"$VENV_PYTHON" -m pytest "${arguments[@]}" -m waiting > "$logs/waiting" 2>&1 &
-waiting=$!
+declare -A processes
+for name in "${PARTS[@]}"; do
+    PROGRESS_FILE="$logs/$name.progress" "$VENV_PYTHON" -m pytest "${arguments[@]}" -m "${expressions[$name]}" > "$logs/$name" 2>&1 &
+    processes[$name]=$!
+done
+report_progress &
 status=0
-"$VENV_PYTHON" -m pytest "${arguments[@]}" -m "($starting) and not waiting" || status=$?
-wait "$waiting" || status=$?
-wait "$others" || status=$?
-cat "$logs/waiting" "$logs/others"
+for name in "${PARTS[@]}"; do
+    wait "${processes[$name]}" || status=$?
+done
+cat "${PARTS[@]/#/$logs/}"
 exit "$status"

@@ -20,6 +20,8 @@ from grpo_mega.planner.setup import Setup
 from grpo_mega.weights.layout import megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape
 
+pytestmark = pytest.mark.pool
+
 FIELDS = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",

@@ -29,6 +29,8 @@ from grpo_mega.planner.rehearsal import default_ranks, request_of
 from grpo_mega.planner.setup import Setup
 from grpo_mega.weights.spec import ModelShape
 
+pytestmark = pytest.mark.pool
+
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -12,6 +12,8 @@ from grpo_mega.rewards.api import RewardResult
 from grpo_mega.rewards.scorer import Failures
 from grpo_mega.types import Prompt, Sample
 
+pytestmark = pytest.mark.pool
+
 Scored = tuple[Sample, RewardResult]
 
 

@@ -19,6 +19,8 @@ from grpo_mega.rewards.groups import takes_groups
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.types import Group, Prompt, Sample
 
+pytestmark = pytest.mark.pool
+
 MESSAGES = [{"role": "system", "content": "Think."}, {"role": "user", "content": "9+9=?"}]
 ROW = {"level": "easy", "unit": "m", "final": 18}  # columns besides the prompt's; `final` is the gold answer's
 

@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+pytestmark = pytest.mark.pool
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 HANG = "user_functions.hang"

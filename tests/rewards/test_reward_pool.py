@@ -16,6 +16,8 @@ from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.errors import ConfigError, RewardError
 from grpo_mega.rewards import RewardPool, RewardResult, registry
 
+pytestmark = pytest.mark.pool
+
 HERE = str(Path(__file__).resolve().parent)
 ROOT = str(Path(__file__).resolve().parents[2])
 OBEY = "user_functions.obey"

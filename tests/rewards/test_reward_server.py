@@ -20,6 +20,8 @@ from grpo_mega.rewards.reward_model import JUDGE_TEMPLATE, reward_model
 from grpo_mega.validation import raise_first
 from grpo_mega.validation.rewards import reward_problems
 
+pytestmark = pytest.mark.pool
+
 CHAT = {"api": "chat", "model": "m"}
 
 

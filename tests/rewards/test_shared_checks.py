@@ -15,6 +15,8 @@ from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.rewards import RewardPool, RewardResult
 from grpo_mega.rewards.workers import pool as pool_module
 
+pytestmark = pytest.mark.pool
+
 LONG = "+".join(["y"] * 200)  # an answer that is too long to be looked at before a worker has it
 ALL = [("accuracy", 1.0), ("len", 1.0), ("cosine", 1.0)]
 

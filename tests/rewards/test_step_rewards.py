@@ -22,6 +22,8 @@ from grpo_mega.rewards.steps import PIECE_SIZE, tokens_at
 from grpo_mega.run.model_files import decoder
 from grpo_mega.types import Group, Prompt, Sample
 
+pytestmark = pytest.mark.pool
+
 HERE = str(Path(__file__).resolve().parent)
 MARKED, OTHER = "user_functions.marked", "user_functions.other_marks"
 TEXT = "One. Two! 3 + 4 = 7, so é — 漢字 🙂🙂! Naïve 👩‍🚀 end.\n\nStep 2: <answer>7</answer>.\n"

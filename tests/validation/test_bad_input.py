@@ -45,6 +45,8 @@ from teacher_cases import TEACHER_CASES
 from grpo_mega import cli
 from grpo_mega.distributed.launch import rank_environments
 
+pytestmark = pytest.mark.pool
+
 BIG_TOKENIZER = {"model": {"vocab": {"a": 0, "b": 400}}}
 
 

@@ -20,6 +20,8 @@ from grpo_mega.errors import UserError
 from grpo_mega.validation import preflight
 from grpo_mega.validation.engine import engine_rank_problems
 
+pytestmark = pytest.mark.pool
+
 COUNT = 300
 GPUS_PER_NODE = 8
 

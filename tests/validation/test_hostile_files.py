@@ -13,6 +13,8 @@ import yaml
 from hostile_files import HANG_S, KINDS, deep, digits
 from models import make_model, save_checkpoint
 
+pytestmark = pytest.mark.pool
+
 ROOT = Path(__file__).parents[2]
 DEEP_ROW = '{"prompt": "1", "answer": ' + "[" * 100_000
 DIGIT_ROW = '{"prompt": "1", "answer": ' + "9" * 5000 + "}"
