@@ -11,13 +11,12 @@ links and folders without a manifest are the user's.
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,13 @@ from grpo_mega.paths import CHECKPOINTS, FINISHED
 LATEST = "latest"
 MANIFEST = "checkpoint.json"
 STATE = "state"  # the folder of Megatron's files within a checkpoint
+FORMAT = 1  # of checkpoints; raise it with every change that a reader must know about
 _CLOCK_TICK_S = 1e-3
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a checkpoint, written into it. Earlier versions left out the fields with defaults."""
+    """The description of a checkpoint, written into it as JSON together with its format."""
 
     step: int  # steps finished; also the policy's version
     optimizer_step: int
@@ -42,53 +42,47 @@ class Manifest:
     model: dict[str, Any]  # sizes of the model, by field of ModelShape
     seed: int
     checksums: dict[str, str]  # sha256 by file below STATE
-    draws: int | None = None  # of prompts from the data, one after the other; None: one per step
-    inputs: dict[str, str] | None = None  # digests of model and data, see run/inputs.py
+    draws: int  # batches of prompts drawn from the data so far
+    inputs: dict[str, str]  # digests of model and data, see run/inputs.py
     kl_beta: float | None = None  # of the next step, where algorithm.kl_target adapts it
     kl_beta_from: float | None = None  # the algorithm.kl_beta from which it was adapted
-    written_at: float | None = None  # seconds since the epoch; None: as the manifest's file says
+    written_at: float = 0.0  # seconds since the epoch; set by publish
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest. Raise ResumeError if the folder is not a checkpoint."""
+    """Return the manifest. Raise ResumeError if the folder is not a checkpoint, or one of another format."""
+    path = checkpoint / MANIFEST
     try:
-        values = read_json(checkpoint / MANIFEST)
-        if isinstance(values["model"], str):
-            values["model"] = _sizes_of_repr(values["model"])
-        return Manifest(**values)
-    except (OSError, ValueError, TypeError, LookupError, SyntaxError) as error:
-        raise ResumeError(f"{checkpoint / MANIFEST} cannot be read ({error}); resume from another step-N folder") from None
+        values = read_json(path)
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds a JSON {type(values).__name__}, not an object")
+        number = values.pop("format", None)
+        if number == FORMAT:
+            if not isinstance(values["model"], dict):
+                raise ValueError(f"model={values['model']!r} is not a model's sizes")
+            return Manifest(**values)
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise ResumeError(f"{path} cannot be read ({error}); resume from another step-N folder") from None
+    raise ResumeError(
+        f"{path}: format={'none' if number is None else repr(number)}: must be {FORMAT}; use the version of grpo_mega that "
+        "wrote this checkpoint, or export the policy with that version and start a new run from it"
+    )
 
 
 def check_model(checkpoint: Path, saved: dict[str, Any], shape: Any) -> None:
-    """Raise ResumeError unless the saved sizes are those of `shape`, a dataclass.
-
-    A field that the checkpoint does not know yet has its default; one that the code does not know any more is not compared.
-    """
+    """Raise ResumeError unless the saved sizes are equal to `shape`, a dataclass."""
     ours = asdict(shape)
-    defaults = {field.name: field.default for field in fields(shape) if field.default is not MISSING}
-    different = [
-        f"{name}={saved.get(name, defaults.get(name))!r} instead of {value!r}"
-        for name, value in ours.items()
-        if saved.get(name, defaults.get(name)) != value
-    ]
+    different = [f"{name}={saved.get(name)!r} instead of {value!r}" for name, value in ours.items() if saved.get(name) != value]
     if different:
         raise ResumeError(f"checkpoint {checkpoint} is of another model ({', '.join(different)}); set model.path to that one")
-
-
-def _sizes_of_repr(text: str) -> dict[str, Any]:
-    """Read the sizes from the repr of a dataclass, which manifests held at first."""
-    call = ast.parse(text, mode="eval").body
-    if not isinstance(call, ast.Call):
-        raise ValueError(f"model={text!r} is not a model's shape")
-    return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
 
 
 def latest(folder: Path) -> Path | None:
     """Return the checkpoint from which the run resumes, or None if there is none.
 
     `latest` names it; where that file is missing, as after a kill during the first save, it is the one written last. Remains of
-    interrupted saves are ignored. Raise ResumeError if `latest` names no checkpoint, or is missing beside copies alone.
+    interrupted saves are ignored. Raise ResumeError if `latest` names no checkpoint, or is missing beside copies alone, or
+    beside checkpoints that cannot be read.
     """
     pointer = folder / LATEST
     whole = _whole(folder)
@@ -97,6 +91,8 @@ def latest(folder: Path) -> Path | None:
     if not pointer.exists():
         if copies and not named:
             raise ResumeError(f"{pointer} is missing beside {copies[-1].name}; put that name into it and resume")
+        if not named and (unreadable := sorted(folder.glob(f"step-*/{MANIFEST}"))):
+            read_manifest(unreadable[-1].parent)  # raises the error
         return named[-1] if named else None
     try:
         found = folder / read_name(pointer)
@@ -178,7 +174,7 @@ def publish(folder: Path, manifest: Manifest, keep: int) -> None:
     newest = max((when for when, _, _ in written), default=0.0)
     # A node whose clock is behind that of the one before it does not make its checkpoints the older ones.
     manifest = replace(manifest, written_at=max(time.time(), newest + _CLOCK_TICK_S))
-    _write_through(partial / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
+    _write_through(partial / MANIFEST, json.dumps({"format": FORMAT} | asdict(manifest), indent=1) + "\n")
     sync_folder(partial)
     if any(path == final for _, _, path in written):
         remove(final)
@@ -229,10 +225,9 @@ def _whole(folder: Path) -> list[tuple[float, int, Path]]:
     """Return time of writing, step and path of all checkpoints, copies and links among them, in this order."""
     checkpoints = []
     for file in folder.glob(f"[!.]*/{MANIFEST}"):
-        with suppress(ResumeError, OSError):
+        with suppress(ResumeError):
             manifest = read_manifest(file.parent)
-            when = file.stat().st_mtime if manifest.written_at is None else manifest.written_at
-            checkpoints.append((when, manifest.step, file.parent))
+            checkpoints.append((manifest.written_at, manifest.step, file.parent))
     return sorted(checkpoints)
 
 

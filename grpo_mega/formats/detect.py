@@ -12,9 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.errors import WeightMappingError
-from grpo_mega.files import MAX_JSON_BYTES, read_file, read_json, read_name
-from grpo_mega.formats.checkpoint_files import LATEST, MANIFEST, STATE, without_checkpoints
+from grpo_mega.errors import ResumeError, WeightMappingError
+from grpo_mega.files import MAX_JSON_BYTES, read_file, read_name
+from grpo_mega.formats.checkpoint_files import LATEST, MANIFEST, STATE, Manifest, read_manifest, without_checkpoints
 from grpo_mega.formats.dcp_read import SavedTensor, is_distributed_checkpoint, read_metadata
 from grpo_mega.formats.dtypes import TORCH_NAMES
 from grpo_mega.formats.hf_files import INDEX, SINGLE, adapter_problem
@@ -30,13 +30,13 @@ _TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM's own training
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`weights`: the folder with the tensors; `side`: the one with config.json and tokenizer; `manifest`: a run's, or empty."""
+    """`weights`: the folder with the tensors; `side`: the one with config.json and tokenizer; `manifest`: a run's, or None."""
 
     path: Path
     kind: str  # "Hugging Face" or "Megatron"
     weights: Path
     side: Path
-    manifest: dict[str, Any]
+    manifest: Manifest | None
     note: str | None = None  # where the tensors are, if not at `path`
 
     @property
@@ -72,12 +72,12 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
         raise WeightMappingError(f"{path} {problem}")
     state = _state_of(path)
     if state is not None:
-        return Checkpoint(path, "Megatron", state, config_folder or _side_of(state), _manifest_of(state.parent / MANIFEST))
+        return Checkpoint(path, "Megatron", state, config_folder or _side_of(state), _manifest_of(state.parent))
     if _is_hugging_face(path):
-        return Checkpoint(path, "Hugging Face", path, config_folder or path, {})
+        return Checkpoint(path, "Hugging Face", path, config_folder or path, None)
     finished = path / FINISHED
     if (path / CONFIG_FILE).is_file() and _is_hugging_face(finished):
-        return Checkpoint(finished, "Hugging Face", finished, config_folder or finished, {}, without_checkpoints(finished))
+        return Checkpoint(finished, "Hugging Face", finished, config_folder or finished, None, without_checkpoints(finished))
     raise WeightMappingError(
         f"{path} is not a checkpoint: it has neither {SINGLE}, {INDEX} or {BIN} nor .metadata with metadata.json; give one"
     )
@@ -89,6 +89,7 @@ def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
     _, shape = checkpoint.model()
     weights = checkpoint.open()
     dtypes = Counter({TORCH_NAMES[d]: n for d, n in Counter(weights.dtype(name) for name in weights.shapes).items()})
+    manifest = checkpoint.manifest
     files = [p for p in sorted(checkpoint.weights.iterdir()) if p.is_file()]
     description = {
         "kind": _kind(checkpoint, weights),
@@ -103,15 +104,15 @@ def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
         "bytes": sum(p.stat().st_size for p in files),
         "layout": None,
         "optimizer": None,
-        "step": checkpoint.manifest.get("step"),
-        "policy_version": checkpoint.manifest.get("step"),
-        "optimizer_step": checkpoint.manifest.get("optimizer_step"),
+        "step": manifest and manifest.step,
+        "policy_version": manifest and manifest.step,
+        "optimizer_step": manifest and manifest.optimizer_step,
         "config": str(checkpoint.side / "config.json"),
         "note": checkpoint.note,
     }
     if checkpoint.is_megatron:
         saved = read_metadata(checkpoint.weights)
-        description["layout"] = checkpoint.manifest.get("layout") or _pieces(saved)
+        description["layout"] = manifest.layout if manifest else _pieces(saved)
         description["optimizer"] = any(key.startswith("optimizer") for key in saved)
     return description
 
@@ -140,17 +141,14 @@ def _name_in(path: Path) -> str:
         raise WeightMappingError(f"{path} cannot be read ({error}); write the name of a checkpoint into it") from None
 
 
-def _manifest_of(path: Path) -> dict[str, Any]:
-    """Return the contents of a run's manifest; empty if there is none."""
+def _manifest_of(folder: Path) -> Manifest | None:
+    """Return the manifest of a run's checkpoint; None if there is none."""
+    if not (folder / MANIFEST).exists():
+        return None
     try:
-        manifest = read_json(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise WeightMappingError(f"{path} cannot be read ({error}); name another checkpoint") from None
-    if not isinstance(manifest, dict):
-        raise WeightMappingError(f"{path} holds a JSON {type(manifest).__name__}, not an object; name another checkpoint")
-    return manifest
+        return read_manifest(folder)
+    except ResumeError as error:
+        raise WeightMappingError(str(error)) from None
 
 
 def _side_of(state: Path) -> Path:

@@ -165,9 +165,8 @@ def _agree(folder: Path, differing: list[str]) -> None:
     rank = next((rank for rank, names in enumerate(by_rank) if names), None)
     if rank is not None:
         raise ResumeError(
-            f"checkpoint {folder}: fp32 masters are not those of the weights (first {by_rank[rank][0]} on rank {rank}), as "
-            "earlier versions saved tied models at layout.pp>1 and models with several gradient buckets; the weights are "
-            "sound: write them with `grpo-mega export RUN_DIR OUT --step N` or "
+            f"checkpoint {folder}: fp32 masters are not those of the weights (first {by_rank[rank][0]} on rank {rank}); "
+            "the weights are sound: write them with `grpo-mega export RUN_DIR OUT --step N` or "
             f"`tools/convert_mcore_to_hf.py {folder} OUT`, and start a new run with model.path=OUT"
         )
 

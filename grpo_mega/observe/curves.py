@@ -12,8 +12,6 @@ from grpo_mega.json_lines import read_json_lines
 Curve = dict[int, float]  # step -> value
 Curves = dict[str, Curve]
 
-RENAMED = {"groups/no_spread": "groups/zero_variance"}  # metrics of older runs
-
 
 def curves(records: Iterable[Mapping[str, Any]]) -> Curves:
     """Return each metric by step; skip records without a step and values that are not numbers."""
@@ -28,7 +26,7 @@ def curves(records: Iterable[Mapping[str, Any]]) -> Curves:
             except (TypeError, ValueError):
                 continue
             if name != "step":
-                result.setdefault(RENAMED.get(name, name), {})[step] = number
+                result.setdefault(name, {})[step] = number
     return result
 
 

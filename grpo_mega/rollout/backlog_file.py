@@ -64,15 +64,9 @@ def read(folder: Path, draws: int, prompt_of: Callable[[int], Prompt | None]) ->
             groups.append(group)
         elif group.samples:
             changed.append(group)
-    found = [(_same_prompt(prompt_of, number, checksum), place) for number, checksum, *place in _deferred(header)]
+    found = [(_same_prompt(prompt_of, number, checksum), place) for number, checksum, *place in json.loads(header["deferred"])]
     deferred = tuple(Turn(prompt, *place) for prompt, place in found if prompt is not None)
     return Backlog(draws, tuple(groups), Counter(json.loads(header["ledger"])), deferred).dropped("data_changed", changed)
-
-
-def _deferred(header: dict[str, str]) -> list[list[int]]:
-    """Return a row of prompt, checksum, set and epoch for each deferred turn; older files have none."""
-    rows: list[list[int]] = json.loads(header.get("deferred", "[]"))
-    return rows
 
 
 def _same_prompt(prompt_of: Callable[[int], Prompt | None], number: int, checksum: int) -> Prompt | None:

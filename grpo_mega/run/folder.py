@@ -32,7 +32,7 @@ from typing import Any
 from grpo_mega import config as configs
 from grpo_mega.config import Config
 from grpo_mega.errors import DISK_ERRORS, ConfigError, ResumeError, RunFolderError, UserError
-from grpo_mega.formats.checkpoint_files import latest, tell_latest
+from grpo_mega.formats.checkpoint_files import latest, read_manifest, tell_latest
 from grpo_mega.json_lines import read_json_lines
 from grpo_mega.paths import (
     CHECKPOINTS,
@@ -131,7 +131,9 @@ def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim
                     f"run_dir={config.run_dir} is in use by another process; wait for it or name another run_dir"
                 ) from None
             if is_run:
-                latest(folder / CHECKPOINTS)  # raises ResumeError before any rank starts if it names a missing checkpoint
+                checkpoint = latest(folder / CHECKPOINTS)
+                if checkpoint is not None:
+                    read_manifest(checkpoint)  # raises ResumeError before any rank starts
             else:
                 write_atomically(folder / CONFIG_FILE, configs.dump(config).encode())
             starts = _starts(folder)

@@ -73,16 +73,12 @@ class RunInputs(threading.Thread):
             self._gathered = {name: _joined(pieces) for name, pieces in by_file.items()} | self._data
         return self._gathered
 
-    def changes(self, recorded: Mapping[str, str] | None) -> list[str]:
-        """Return a line per data set or teacher's file that has changed since `recorded`, which is None in checkpoints of
-        earlier versions; they knew no teachers.
+    def changes(self, recorded: Mapping[str, str]) -> list[str]:
+        """Return a line per data set or teacher's file that has changed since `recorded`.
 
         Raises ResumeError if the model has changed.
         """
-        if recorded is None:
-            return []
-        knew_teachers = any(name.startswith("teachers.") for name in recorded)
-        now = {name: digest for name, digest in self.digests().items() if knew_teachers or not name.startswith("teachers.")}
+        now = self.digests()
         changed = [name for name in sorted(recorded.keys() | now.keys()) if recorded.get(name) != now.get(name)]
         for name in changed:
             if name.startswith(MODEL):

@@ -91,9 +91,8 @@ class RolloutJob:
 
     def _take_progress(self, checkpoint: Path, manifest: Manifest) -> None:
         self.steps_done = manifest.step
-        draws = manifest.step if manifest.draws is None else manifest.draws
         prompts = {prompt.id: prompt for prompt in self.data.train}
-        self.backlog = backlog_file.read(checkpoint / STATE, draws, prompts.get)
+        self.backlog = backlog_file.read(checkpoint / STATE, manifest.draws, prompts.get)
         num_begun = sum(bool(group.samples) for group in self.backlog.groups)
         if num_begun and not self.config.rollout.carries:
             self.log.warn(f"{num_begun} groups that steps before had begun are begun again: rollout no longer continues them")

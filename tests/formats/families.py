@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from models import make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from grpo_mega.formats.checkpoint_files import FORMAT, MANIFEST, Manifest
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -144,3 +146,11 @@ def edit_config(folder: Path, **changes: Any) -> None:
     """Fields whose value is None are taken out."""
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def write_manifest(
+    checkpoint: Path, step: int, *, optimizer_step: int = 0, layout: str = "tp=1,pp=1,vpp=1,cp=1,dp=1", format: int = FORMAT
+) -> None:
+    """Write the manifest that makes a folder a run's checkpoint."""
+    manifest = Manifest(step, optimizer_step, "00c0ffee", layout, model={}, seed=0, checksums={}, draws=step, inputs={})
+    (checkpoint / MANIFEST).write_text(json.dumps(asdict(manifest) | {"format": format}))

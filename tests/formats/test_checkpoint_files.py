@@ -1,33 +1,27 @@
-"""Which checkpoints of a run stay, and from which it goes on. The folders are made by hand, as earlier versions wrote them."""
+"""Which checkpoints of a run stay, and from which it goes on. The folders are made by hand."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 
 from grpo_mega import config as configs
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.checkpoint_files import Manifest, check_model, clean, find, latest, publish, read_manifest
+from grpo_mega.formats.checkpoint_files import FORMAT, Manifest, check_model, clean, find, latest, publish, read_manifest
 from grpo_mega.run.folder import claim
 
-# What the version before this one wrote, letter by letter.
-OLD = (
-    '{{"step": {step}, "optimizer_step": 7, "fingerprint": "00c0ffee", "layout": "tp=1,pp=1,vpp=1,dp=1", '
-    '"model": "Shape(kind=\'a\', size=4, tied=True)", '
-    '"seed": 3, "checksums": {{"common.pt": "ab"}}, "draws": {step}}}\n'
-)
+MODEL = {"kind": "a", "size": 4, "tied": True, "window": 0}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model, of which `window` was not known when OLD was written."""
+    """The sizes of a model."""
 
     kind: str
     size: int
@@ -36,18 +30,24 @@ class Shape:
 
 
 def old(folder: Path, step: int, age_s: float, name: str | None = None) -> Path:
-    """A checkpoint that an earlier version wrote `age_s` ago."""
+    """Make a checkpoint that was written `age_s` ago."""
     path = folder / (name or f"step-{step:06d}")
     (path / "state").mkdir(parents=True)
-    (path / "checkpoint.json").write_text(OLD.format(step=step))
-    when = time.time() - age_s
-    os.utime(path / "checkpoint.json", (when, when))
+    manifest = Manifest(step, 7, "00c0ffee", "tp=1", MODEL, 3, {"common.pt": "ab"}, step, {}, written_at=time.time() - age_s)
+    (path / "checkpoint.json").write_text(json.dumps({"format": FORMAT} | asdict(manifest)))
     return path
+
+
+def change_manifest(checkpoint: Path, **values: object) -> None:
+    """Set these values in a manifest. Remove a value where it is None."""
+    content = json.loads((checkpoint / "checkpoint.json").read_text()) | values
+    content = {name: value for name, value in content.items() if name not in values or value is not None}
+    (checkpoint / "checkpoint.json").write_text(json.dumps(content))
 
 
 def save(folder: Path, step: int, keep: int) -> None:
     (folder / f".step-{step:06d}.partial" / "state").mkdir(parents=True)
-    publish(folder, Manifest(step, 7, "00c0ffee", "tp=1", {"size": 4}, 3, {"common.pt": "ab"}, step), keep)
+    publish(folder, Manifest(step, 7, "00c0ffee", "tp=1", MODEL, 3, {"common.pt": "ab"}, step, {}), keep)
 
 
 def names(folder: Path) -> set[str]:
@@ -157,19 +157,29 @@ def test_a_pointer_to_nothing_is_refused_with_the_name_of_the_newest_before_anyt
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 6}\n'
 
 
-def test_a_manifest_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    path = old(tmp_path, 5, 0)
-    content = json.loads((path / "checkpoint.json").read_text())
-    del content["draws"]
-    (path / "checkpoint.json").write_text(json.dumps(content))
-    manifest = read_manifest(path)
-    assert (manifest.step, manifest.seed, manifest.draws, manifest.written_at) == (5, 3, None, None)
+@pytest.mark.parametrize(("number", "shown"), [(None, "none"), (FORMAT + 1, str(FORMAT + 1)), ("1", "'1'")])
+def test_a_checkpoint_of_another_format_is_refused_in_a_line(number: object, shown: str, tmp_path: Path) -> None:
+    """By the reader, before a run resumes, and where latest is missing."""
+    folder = tmp_path / "run" / "checkpoints"
+    config = configs.validate({"run_dir": tmp_path / "run", "steps": 9, "model": {"path": "m"}, "data": {"train": "t"}})
+    with claim(config, resume=False, argv=["train"]):
+        change_manifest(checkpoint := old(folder, 5, 0), format=number)
+    line = (
+        f"{checkpoint}/checkpoint.json: format={shown}: must be {FORMAT}; use the version of grpo_mega that wrote this "
+        "checkpoint, or export the policy with that version and start a new run from it"
+    )
+    with pytest.raises(ResumeError, match=f"^{re.escape(line)}$"):
+        read_manifest(checkpoint)
+    with pytest.raises(ResumeError, match=f"^{re.escape(line)}$"):
+        claim(config, resume=True, argv=["train"]).__enter__()
+    (folder / "latest").write_text("step-000005\n")
+    with pytest.raises(ResumeError, match=f"^{re.escape(line)}$"):
+        claim(config, resume=True, argv=["train"]).__enter__()
 
 
-def test_a_model_is_compared_by_its_sizes_and_new_ones_have_their_defaults(tmp_path: Path) -> None:
+def test_a_model_is_compared_by_its_sizes(tmp_path: Path) -> None:
     saved = read_manifest(old(tmp_path, 3, age_s=0)).model
     check_model(tmp_path, saved, Shape("a", 4, True))
-    check_model(tmp_path, saved | {"dropped_by_now": 1}, Shape("a", 4, True))
     with pytest.raises(ResumeError, match=r"of another model \(size=4 instead of 5\); set model.path"):
         check_model(tmp_path, saved, Shape("a", 5, True))
     with pytest.raises(ResumeError, match=r"window=0 instead of 8"):
@@ -179,7 +189,6 @@ def test_a_model_is_compared_by_its_sizes_and_new_ones_have_their_defaults(tmp_p
 @pytest.mark.parametrize("model", ["m", "Shape(size=open('x'))", "Shape(4", "3"])
 def test_a_manifest_whose_model_is_no_shape_is_refused_in_a_line(model: str, tmp_path: Path) -> None:
     checkpoint = old(tmp_path, 3, age_s=0)
-    values = json.loads((checkpoint / "checkpoint.json").read_text()) | {"model": model}
-    (checkpoint / "checkpoint.json").write_text(json.dumps(values))
+    change_manifest(checkpoint, model=model)
     with pytest.raises(ResumeError, match=r"checkpoint.json cannot be read \(.*resume from another"):
         read_manifest(checkpoint)

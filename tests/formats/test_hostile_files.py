@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from families import CASES, save
+from families import CASES, save, write_manifest
 from hostile_files import HANG_S, KINDS, deep, digits
 
 from grpo_mega.errors import ResumeError
@@ -28,7 +28,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     step = path / "run/checkpoints/step-000007"
     shutil.copytree(path / "mcore", step / "state")
     (step / "state/config.json").unlink()
-    (step / "checkpoint.json").write_text('{"step": 7}')
+    write_manifest(step, 7)
     (path / "run/checkpoints/latest").write_text("step-000007\n")
     (path / "run/config.yaml").write_text(f"model: {{path: {path / 'hf'}}}\n")
     return path

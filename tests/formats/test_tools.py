@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import convert_hf_to_mcore
+import convert_mcore_to_hf
 import inspect_checkpoint
 import pytest
-from families import CASES, save, tensors_of
+import verify_checkpoint
+from families import CASES, save, tensors_of, write_manifest
 
+from grpo_mega.formats.checkpoint_files import FORMAT
 from grpo_mega.formats.convert import convert_hf_to_mcore as convert
 from tools.benchmarks.weight_sync.__main__ import MODELS
 
@@ -52,13 +55,20 @@ def test_a_checkpoint_of_a_run_is_found_with_its_config_step_and_layout(
         (tmp_path / "state" / name).rename(step / "state" / name)
     (run / "checkpoints/latest").write_text("step-000007\n")
     (run / "config.yaml").write_text(f"model: {{path: {source}}}\n")
-    manifest = {"step": 7, "optimizer_step": 14, "layout": "tp=2,pp=2,vpp=1,dp=1"}
-    (step / "checkpoint.json").write_text(json.dumps(manifest))
+    write_manifest(step, 7, optimizer_step=14, layout="tp=2,pp=2,vpp=1,dp=1")
     for path in (run, run / "checkpoints", step, step / "state"):
         found = described([str(path)], capsys)
         assert found["kind"] == "Megatron distributed checkpoint of a training run"
         assert (found["step"], found["policy_version"], found["optimizer_step"]) == (7, 7, 14)
         assert found["layout"] == "tp=2,pp=2,vpp=1,dp=1" and found["config"] == str(source / "config.json")
+    write_manifest(step, 7, format=0)
+    capsys.readouterr()
+    assert inspect_checkpoint.main([str(run)]) == 2
+    assert convert_mcore_to_hf.main([str(run), str(tmp_path / "out")]) == 2
+    assert verify_checkpoint.main([str(source), str(run)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert all(f"{step}/checkpoint.json: format=0: must be {FORMAT}; use the version" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -42,4 +42,4 @@ class SlowPolicy:
 
 
 def manifest(step: int) -> Manifest:
-    return Manifest(step, optimizer_step=step, fingerprint=str(step), layout="dp=3", model={}, seed=0, checksums={})
+    return Manifest(step, step, fingerprint=str(step), layout="dp=3", model={}, seed=0, checksums={}, draws=step, inputs={})

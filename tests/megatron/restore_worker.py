@@ -83,7 +83,7 @@ def trainee_of(name: str, layout: str) -> Trainee:
 
 @contextmanager
 def without_patch() -> Iterator[None]:
-    """Save as Megatron does, and as earlier versions of this package did."""
+    """Save as Megatron does, and without this package's patch."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     compat.save_optimizer_state_in_place()

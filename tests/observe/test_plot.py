@@ -50,11 +50,6 @@ def test_the_last_line_of_a_step_counts_and_a_half_written_end_is_passed_over(tm
     assert read_curves(path) == {"a": {0: 1.0, 1: 3.0}}
 
 
-def test_curves_of_an_older_run_have_todays_names(tmp_path: Path) -> None:
-    path = write(tmp_path / "metrics.jsonl", [{"step": 0, "groups/no_spread": 0.5}, {"step": 1, "groups/zero_variance": 1.0}])
-    assert read_curves(path) == {"groups/zero_variance": {0: 0.5, 1: 1.0}}
-
-
 def test_a_run_without_metrics_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file or directory; name the run_dir"):
         draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from grpo_mega.rollout import backlog_file
 from grpo_mega.rollout.backlog import Backlog
@@ -187,13 +185,9 @@ def test_an_empty_backlog_needs_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()) and backlog_file.read(tmp_path, 5, lambda _: None) == Backlog(5)
 
 
-def test_deferred_turns_alone_are_stored_and_files_without_any_are_read(tmp_path: Path) -> None:
+def test_deferred_turns_alone_are_stored(tmp_path: Path) -> None:
     backlog = Backlog(4, deferred=(Turn(PROMPTS[1], 0, 2),))
     backlog_file.write(backlog, tmp_path)
     assert backlog_file.read(tmp_path, 4, {PROMPTS[1].id: PROMPTS[1]}.get) == backlog
     backlog_file.write(Backlog(4, ledger=Counter(begun_groups=1)), tmp_path)
-    with safe_open(tmp_path / backlog_file.FILE, "numpy") as file:
-        header = {name: text for name, text in file.metadata().items() if name != "deferred"}
-        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # a file has no __contains__
-    save_file(arrays, tmp_path / backlog_file.FILE, header)  # as earlier versions wrote it
     assert backlog_file.read(tmp_path, 4, lambda _: None) == Backlog(4, ledger=Counter(begun_groups=1))
