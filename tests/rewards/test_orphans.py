@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 pytestmark = pytest.mark.pool
 
 HERE = Path(__file__).resolve().parent
