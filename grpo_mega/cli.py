@@ -1,5 +1,5 @@
 """The command line: `grpo-mega train CONFIG`, `plan CONFIG`, `check CONFIG --layouts "..."`, `eval RUN_DIR_OR_CONFIG`,
-`export RUN_DIR OUT`, `report RUN_DIR`, and `grpo` with the flags of TRL.
+`export RUN_DIR OUT`, `report RUN_DIR`, `config [KEY]`, and `grpo` with the flags of TRL.
 
 Imports nothing heavy until a command runs. An error that the user can correct (UserError) is one line on stderr and exit code
 2. `train` is one rank where torchrun has set RANK; elsewhere it starts the ranks of the layout by itself.
@@ -82,6 +82,10 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
 
         export(options.run_dir, options.out, options.step)
         return 0
+    if options.command == "config":
+        from grpo_mega.commands import config as config_command
+
+        return config_command.run(options.key, options.markdown)
     from grpo_mega.commands.report import report
 
     report(options.run_dir)
@@ -172,6 +176,11 @@ def _parser() -> argparse.ArgumentParser:
     export_parser.add_argument("--step", type=int, help="the checkpoint after this step; default: the latest")
     report_parser = commands.add_parser("report", help="write a run's report.html and curves.png into its folder")
     report_parser.add_argument("run_dir", type=user_path, metavar="RUN_DIR", help="the run_dir of its config")
+    config_parser = commands.add_parser("config", help="print the keys of the config: type, default and description")
+    config_parser.add_argument(
+        "key", nargs="?", metavar="KEY", help="a key or a section, like rollout.top_p; default: all keys"
+    )
+    config_parser.add_argument("--markdown", action="store_true", help="print them as a table in Markdown")
     return parser
 
 

@@ -1,13 +1,13 @@
 """The schema of a run's config: sections of pydantic models, read from YAML. Never imports torch.
 
-run.py holds the whole config and its sections for model, layout, precision, rollout and optimizer; algorithm.py, data.py and
-rewards.py hold the others; loading.py reads a file. A rule that needs more than the config itself (files, the model, the
-machine) is in validation/.
+run.py holds the whole config and the smaller sections. The other modules are named after their sections, and loading.py reads a
+file. A rule that needs more than the config itself (files, the model, the machine) is in validation/.
 """
 
 from grpo_mega.config.algorithm import AlgorithmConfig
 from grpo_mega.config.data import DataConfig
 from grpo_mega.config.loading import apply_override, dump, load, validate
+from grpo_mega.config.model import GuardConfig, ModelConfig, PrecisionConfig, RouterConfig, TeacherConfig
 from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.config.rollout import RolloutConfig, SyncConfig
 from grpo_mega.config.run import (
@@ -15,14 +15,9 @@ from grpo_mega.config.run import (
     CheckpointConfig,
     Config,
     EvalConfig,
-    GuardConfig,
     LayoutConfig,
     LogConfig,
-    ModelConfig,
     OptimizerConfig,
-    PrecisionConfig,
-    RouterConfig,
-    TeacherConfig,
 )
 
 __all__ = [

@@ -1,46 +1,18 @@
 """The section `algorithm` of the config: RLinf's keys by their names, and those of the methods that came after GRPO.
 
-`recipe` names a published method and sets its keys (RECIPES); a key that is given overrides the recipe's.
+`recipe` names a published method and sets its keys (recipes.py). A key that is given overrides the recipe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from grpo_mega.config import rlinf
 from grpo_mega.config.base import MAX_NUMBER, NonNegativeFloat, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section
-
-Recipe = Literal[
-    "grpo",
-    "rlinf",
-    "deepseekmath",
-    "open_r1",
-    "ms_swift",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "gspo_token",
-    "cispo",
-    "sapo",
-    "gmpo",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "process_supervision",
-    "mt_grpo",
-    "opo",
-    "pass_at_k",
-    "gdpo",
-    "lite_ppo",
-    "clip_cov",
-    "kl_cov",
-    "decoupled_ppo",
-    "opd",
-    "partial",
-]
+from grpo_mega.config.recipes import RECIPES, Recipe
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KLPenalty = Literal["low_var_kl", "low_var_kl_weighted", "low_var_kl+", "kl", "abs", "mse"]
@@ -49,69 +21,50 @@ Rejection = Literal[
 ]
 KL_CLAMP = 10.0  # as in verl and RLinf: one token far from the reference must not decide the step
 
-# Values of the papers, which algorithm/README.md lists; grpo is the section's own defaults.
-RECIPES: Mapping[str, Mapping[str, Any]] = {
-    "grpo": {},
-    "rlinf": {"loss_agg_func": "token-mean", "normalize_advantages": True, "early_stop_imp_ratio": 5.0},
-    "deepseekmath": {"group_size": 64, "kl_beta": 0.04, "kl_clamp": None, "std_eps": 0.0},
-    "open_r1": {"loss_agg_func": "token-mean", "kl_beta": 0.04, "kl_clamp": None, "std_eps": 1e-4},
-    "ms_swift": {"group_size": 8, "kl_beta": 0.04, "std_eps": 1e-8},
-    "dr_grpo": {"normalize_by_std": False, "loss_agg_func": "seq-mean-token-sum-norm"},
-    "dapo": {
-        "loss_agg_func": "token-mean",
-        "ratio_clip_eps_high": 0.28,
-        "dynamic_sampling_tries": 4,
-        "overlong_buffer": 0.2,
-    },
-    "gspo": {"loss_type": "gspo", "ratio_clip_eps_low": 3e-4, "ratio_clip_eps_high": 4e-4},
-    "gspo_token": {"loss_type": "gspo_token", "ratio_clip_eps_low": 3e-4, "ratio_clip_eps_high": 4e-4},
-    "cispo": {"loss_type": "cispo", "loss_agg_func": "token-mean", "ratio_clip_eps_low": 1.0, "ratio_clip_eps_high": 4.0},
-    "sapo": {"loss_type": "sapo"},
-    "gmpo": {"loss_type": "gmpo", "ratio_clip_eps": 0.4},
-    "rloo": {"adv_type": "rloo", "loss_agg_func": "seq-mean-token-sum", "kl_in": "reward", "kl_penalty_type": "kl"},
-    "reinforce_plus_plus": {
-        "adv_type": "reinforce_plus_plus",
-        "loss_agg_func": "token-mean",
-        "kl_in": "reward",
-        "kl_penalty_type": "kl",
-    },
-    "reinforce_plus_plus_baseline": {
-        "adv_type": "reinforce_plus_plus_baseline",
-        "loss_agg_func": "token-mean",
-        "kl_penalty_type": "mse",
-    },
-    "process_supervision": {"adv_type": "grpo_process"},
-    "mt_grpo": {"adv_type": "grpo_turn"},
-    "opo": {"adv_type": "opo", "loss_agg_func": "seq-mean-token-sum"},
-    "pass_at_k": {"adv_type": "pass_at_k"},
-    "gdpo": {"adv_type": "gdpo"},
-    "lite_ppo": {"std_over": "batch", "loss_agg_func": "token-mean"},
-    "clip_cov": {"loss_type": "clip_cov", "loss_agg_func": "token-mean", "ratio_clip_eps": 1.0},
-    "kl_cov": {"loss_type": "kl_cov", "loss_agg_func": "token-mean", "cov_share": 2e-3},
-    "decoupled_ppo": {"correction": {"importance": "icepop", "mask_low": 0.0, "mask_high": 5.0}},
-    "partial": {"correction": {"importance": "token"}},  # truncated importance of stale tokens, for rollout.partial
-    "opd": {"adv_type": "none", "distill_beta": 1.0, "loss_agg_func": "token-mean"},
-}
-
 
 class CorrectionConfig(Section):
     """Off-policy correction by the mismatch ratio exp(old_logprobs - rollout_logprobs); see algorithm/correction.py."""
 
-    # Weight of the policy loss: the truncated ratio; icepop: the token's ratio within mask_low .. mask_high, and 0 outside.
-    importance: Literal["none", "token", "sequence", "icepop"] = "none"
-    min_importance: NonNegativeFloat = 0.0  # bounds of the truncated ratio of token and sequence
-    max_importance: PositiveFloat = 2.0
-    batch_normalize: bool = False  # divide the weights by their mean over the mini-batch
-    mask: Literal["none", "token", "sequence", "geometric"] = (
-        "none"  # leave tokens (or responses) outside the bounds out of all losses
+    importance: Literal["none", "token", "sequence", "icepop"] = Field(
+        default="none",
+        description=(
+            "Weight of the policy loss. token and sequence use the truncated mismatch ratio, icepop uses a token's "
+            "ratio inside mask_low .. mask_high and 0 outside."
+        ),
     )
-    mask_low: NonNegativeFloat = 0.5  # defaults as in IcePop
-    mask_high: PositiveFloat = 5.0
-    reject: Rejection = "none"  # leave out tokens or responses with a divergence k2 or k3 above reject_above
-    reject_above: PositiveFloat | None = None  # nats
-    veto_below: PositiveFloat | None = None  # leave out a response with a token of a smaller ratio
-    # Leave the policy loss of responses with negative advantages out that the policy has moved from by more nats per token.
-    off_policy_threshold: PositiveFloat | None = None
+    min_importance: NonNegativeFloat = Field(
+        default=0.0, description="Lower bound of the truncated ratio with importance=token or sequence."
+    )
+    max_importance: PositiveFloat = Field(
+        default=2.0, description="Upper bound of the truncated ratio with importance=token or sequence."
+    )
+    batch_normalize: bool = Field(default=False, description="Divide the importance weights by their mean over the mini-batch.")
+    mask: Literal["none", "token", "sequence", "geometric"] = Field(
+        default="none",
+        description="Exclude tokens, or whole responses, with a ratio outside mask_low .. mask_high from all losses.",
+    )
+    mask_low: NonNegativeFloat = Field(
+        default=0.5, description="Lower bound of the ratio for mask and importance=icepop. The default is that of IcePop."
+    )
+    mask_high: PositiveFloat = Field(
+        default=5.0, description="Upper bound of the ratio for mask and importance=icepop. The default is that of IcePop."
+    )
+    reject: Rejection = Field(
+        default="none", description="Exclude tokens, or whole responses, whose divergence (k2 or k3) exceeds reject_above."
+    )
+    reject_above: PositiveFloat | None = Field(
+        default=None, description="Largest divergence that reject accepts, in nats. Needs reject."
+    )
+    veto_below: PositiveFloat | None = Field(
+        default=None, description="Exclude a response if one of its tokens has a smaller ratio. None excludes none."
+    )
+    off_policy_threshold: PositiveFloat | None = Field(
+        default=None,
+        description=(
+            "Mask negative-advantage responses whose mean log-prob has dropped by more than this many nats per token "
+            "since the rollout. None masks none."
+        ),
+    )
 
     @model_validator(mode="after")
     def _check(self) -> CorrectionConfig:
@@ -148,7 +101,12 @@ class CorrectionConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    recipe: Recipe = "grpo"
+    recipe: Recipe = Field(
+        default="grpo",
+        description=(
+            "Published method whose values are the defaults of this section. A key that is given overrides the recipe."
+        ),
+    )
     adv_type: Literal[
         "grpo",
         "grpo_process",
@@ -161,56 +119,129 @@ class AlgorithmConfig(Section):
         "pass_at_k",
         "gdpo",
         "none",
-    ] = "grpo"  # none: 0, for distillation alone
+    ] = Field(default="grpo", description="Advantage estimator. none sets advantages to 0, for distillation alone.")
     loss_type: Literal[
         "actor", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce", "clip_cov", "kl_cov"
-    ] = "actor"
-    loss_agg_func: Aggregation = "seq-mean-token-mean"
-    group_size: Annotated[int, Field(ge=2, le=100_000)] = 16
-    kl_beta: NonNegativeFloat = 0.0
-    kl_in: Literal["loss", "reward"] = "loss"
-    kl_penalty_type: KLPenalty = "low_var_kl"
-    kl_clamp: PositiveFloat | None = KL_CLAMP  # upper bound of low_var_kl (in any form) and of kl/mean per token; None: none
-    # Adapt kl_beta after each step so that kl/mean gets near this (nats per token), by at most 0.2 / kl_horizon per sample.
-    kl_target: PositiveFloat | None = None
-    kl_horizon: PositiveFloat = 10000.0
-    # Every so many steps the reference becomes alpha * policy + (1 - alpha) * reference, and an iteration ends; None: never.
-    ref_model_sync_steps: PositiveInt | None = None
-    ref_model_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1: the policy itself
-    normalize_by_std: bool = True  # divide by the group's standard deviation; Dr. GRPO does not
-    std_over: Literal["group", "batch"] = "group"  # batch: the deviation of all rewards of the step
-    std_ddof: Annotated[int, Field(ge=0, le=1)] = 1  # the deviation divides by group_size - std_ddof
-    std_eps: NonNegativeFloat = 1e-6  # added to the deviation
-    ratio_clip_eps: Annotated[float, Field(gt=0, le=1)] = 0.2  # gmpo: bound of the ratio's logarithm
-    ratio_clip_eps_low: Annotated[float, Field(gt=0, le=1)] | None = None  # None: ratio_clip_eps
-    ratio_clip_eps_high: PositiveFloat | None = None  # None: ratio_clip_eps
-    ratio_clip_c: Annotated[float, Field(gt=1, le=MAX_NUMBER)] = (
-        3.0  # dual_clip: upper bound of the ratio for negative advantages
+    ] = Field(default="actor", description="Policy loss. actor is the clipped loss of PPO.")
+    loss_agg_func: Aggregation = Field(
+        default="seq-mean-token-mean", description="How the loss of tokens is averaged over sequences and the mini-batch."
     )
-    sapo_tau_positive: PositiveFloat = 1.0  # sapo: temperature of the gate for positive advantages
-    sapo_tau_negative: PositiveFloat = 1.05  # and for negative ones
-    cov_share: Annotated[float, Field(gt=0, le=1)] = 2e-4  # clip_cov, kl_cov: largest share of tokens that they treat apart
-    cov_low: Number = 1.0  # clip_cov: these tokens have a covariance between both
-    cov_high: Number = 5.0
-    cov_kl: PositiveFloat = 1.0  # kl_cov: weight of the penalty
-    pass_k: Annotated[int, Field(ge=2, le=100_000)] | None = None  # pass_at_k: k; None: group_size
-    positive_nll: NonNegativeFloat = 0.0  # weight of the negative log-likelihood of right answers
-    positive_above: Number = 0.0  # the reward above which a response is a right answer
-    # A teacher's part of the advantage of a token, -distill_beta (log p_policy - log p_teacher); needs `teachers`.
-    distill_beta: NonNegativeFloat = 0.0
-    # sampled: that; reverse, forward: in the loss, the KL(policy || teacher) or KL(teacher || policy) over the vocabulary.
-    distill_kl: Literal["sampled", "reverse", "forward"] = "sampled"
-    calculate_entropy: bool = False
-    entropy_bonus: Number = 0.0
-    normalize_advantages: bool = False  # whiten over all tokens of the rollout, after the group's normalisation
-    early_stop_imp_ratio: PositiveFloat | None = None  # skip a mini-batch with a larger mean importance ratio
-    use_valid_token_scale: bool = False  # divide by the valid tokens of the rollout, not of the mini-batch
-    # DAPO dynamic sampling: replace zero-variance groups by up to so many extra rollouts per step.
-    dynamic_sampling_tries: NonNegativeInt = 0
-    overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of max_response_length, at its end, that costs reward
-    overlong_penalty: PositiveFloat = 1.0  # reward lost at the end of the buffer
-    overlong_filter: bool = False  # leave responses cut off at max_response_length out of the loss
-    correction: CorrectionConfig = CorrectionConfig()
+    group_size: Annotated[int, Field(ge=2, le=100_000)] = Field(default=16, description="Number of samples per prompt.")
+    kl_beta: NonNegativeFloat = Field(
+        default=0.0, description="Weight of the KL penalty against the reference. 0 needs no reference."
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        default="loss", description="Where the KL penalty is applied: added to the loss, or subtracted from the reward."
+    )
+    kl_penalty_type: KLPenalty = Field(
+        default="low_var_kl", description="Estimator of the KL divergence per token. low_var_kl is k3."
+    )
+    kl_clamp: PositiveFloat | None = Field(
+        default=KL_CLAMP, description="Upper bound per token of low_var_kl and kl/mean, in nats. None sets no bound."
+    )
+    kl_target: PositiveFloat | None = Field(
+        default=None,
+        description=(
+            "Adapt kl_beta after each step so that kl/mean approaches this value, in nats per token. None keeps kl_beta."
+        ),
+    )
+    kl_horizon: PositiveFloat = Field(
+        default=10000.0,
+        description="Number of samples that sets how fast kl_beta adapts: by at most 0.2 / kl_horizon per sample.",
+    )
+    ref_model_sync_steps: PositiveInt | None = Field(
+        default=None, description="Update the reference from the policy every this many steps. None never updates it."
+    )
+    ref_model_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="Weight of the policy in an updated reference: alpha * policy + (1 - alpha) * reference."
+    )
+    normalize_by_std: bool = Field(
+        default=True, description="Divide advantages by the standard deviation of rewards. Dr. GRPO does not."
+    )
+    std_over: Literal["group", "batch"] = Field(
+        default="group",
+        description="Rewards in the standard deviation: of the group, or of the batch, which is the whole step.",
+    )
+    std_ddof: Annotated[int, Field(ge=0, le=1)] = Field(
+        default=1, description="Delta degrees of freedom: the variance divides by group_size - std_ddof."
+    )
+    std_eps: NonNegativeFloat = Field(default=1e-6, description="Number that is added to the standard deviation.")
+    ratio_clip_eps: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.2,
+        description="Clip the importance ratio to 1 - eps .. 1 + eps. With gmpo it bounds the logarithm of the ratio.",
+    )
+    ratio_clip_eps_low: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="Clip range below 1. None uses ratio_clip_eps."
+    )
+    ratio_clip_eps_high: PositiveFloat | None = Field(default=None, description="Clip range above 1. None uses ratio_clip_eps.")
+    ratio_clip_c: Annotated[float, Field(gt=1, le=MAX_NUMBER)] = Field(
+        default=3.0, description="With dual_clip, the upper bound of the importance ratio for negative advantages."
+    )
+    sapo_tau_positive: PositiveFloat = Field(
+        default=1.0, description="With sapo, the temperature of the gate for positive advantages."
+    )
+    sapo_tau_negative: PositiveFloat = Field(
+        default=1.05, description="With sapo, the temperature of the gate for negative advantages."
+    )
+    cov_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=2e-4, description="With clip_cov and kl_cov, the largest share of tokens to treat separately."
+    )
+    cov_low: Number = Field(default=1.0, description="With clip_cov, the smallest covariance of a token to treat separately.")
+    cov_high: Number = Field(default=5.0, description="With clip_cov, the largest covariance of a token to treat separately.")
+    cov_kl: PositiveFloat = Field(default=1.0, description="With kl_cov, the weight of the KL penalty of the selected tokens.")
+    pass_k: Annotated[int, Field(ge=2, le=100_000)] | None = Field(
+        default=None, description="With pass_at_k, the k. None uses group_size."
+    )
+    positive_nll: NonNegativeFloat = Field(
+        default=0.0, description="Weight of the negative log-likelihood of right answers. 0 turns it off."
+    )
+    positive_above: Number = Field(
+        default=0.0, description="A response counts as a right answer for positive_nll if its reward is above this value."
+    )
+    distill_beta: NonNegativeFloat = Field(
+        default=0.0,
+        description=(
+            "Weight of the distillation term -(log p_policy - log p_teacher) in a token's advantage. 0 turns it off. "
+            "Needs teachers."
+        ),
+    )
+    distill_kl: Literal["sampled", "reverse", "forward"] = Field(
+        default="sampled",
+        description=(
+            "sampled uses the log-probs of sampled tokens. reverse and forward add KL(policy || teacher) or "
+            "KL(teacher || policy) over the vocabulary to the loss."
+        ),
+    )
+    calculate_entropy: bool = Field(default=False, description="Compute the entropy of the policy for the metrics.")
+    entropy_bonus: Number = Field(default=0.0, description="Weight of the entropy in the loss. Needs calculate_entropy.")
+    normalize_advantages: bool = Field(
+        default=False, description="Whiten advantages over all tokens of the rollout after the normalization within groups."
+    )
+    early_stop_imp_ratio: PositiveFloat | None = Field(
+        default=None, description="Skip a mini-batch whose mean importance ratio exceeds this value. None skips none."
+    )
+    use_valid_token_scale: bool = Field(
+        default=False, description="Divide the loss by the valid tokens of the rollout instead of the mini-batch."
+    )
+    dynamic_sampling_tries: NonNegativeInt = Field(
+        default=0,
+        description=(
+            "Maximum number of extra rollouts per step that replace zero-variance groups (DAPO). 0 turns dynamic sampling off."
+        ),
+    )
+    overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0,
+        description=(
+            "Share of max_response_length at its end in which the reward decreases linearly. 0 turns the penalty off."
+        ),
+    )
+    overlong_penalty: PositiveFloat = Field(default=1.0, description="Reward that is lost at the end of the overlong buffer.")
+    overlong_filter: bool = Field(
+        default=False, description="Exclude responses that were cut off at max_response_length from the loss."
+    )
+    correction: CorrectionConfig = Field(
+        default=CorrectionConfig(), description="Corrections for samples from another policy than the current one."
+    )
 
     @property
     def clip_low(self) -> float:

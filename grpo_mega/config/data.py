@@ -18,9 +18,15 @@ class DataSource(Section):
 
     is_text_too: ClassVar[bool] = True
 
-    path: Annotated[str, Field(min_length=1)]  # .jsonl, .json, .parquet, a folder of these, or hub:owner/name[:config][@split]
-    prompt_column: str | None = None  # None: data.prompt_column
-    answer_column: str | None = None  # None: data.answer_column
+    path: Annotated[str, Field(min_length=1)] = Field(
+        description="A .jsonl, .json or .parquet file, a folder of such files, or hub:owner/name[:config][@split]."
+    )
+    prompt_column: str | None = Field(
+        default=None, description="Column of the prompts in this data set. None uses data.prompt_column."
+    )
+    answer_column: str | None = Field(
+        default=None, description="Column of the gold answers in this data set. None uses data.answer_column."
+    )
 
     @field_validator("path")
     @classmethod
@@ -34,25 +40,61 @@ class DataSource(Section):
 
 
 class TrainSource(DataSource):
-    weight: PositiveFloat = 1.0  # its share of every step is weight / sum of weights
+    weight: PositiveFloat = Field(
+        default=1.0, description="Weight of this data set. Its share of every step is weight / sum of all weights."
+    )
 
 
 class DataConfig(Section):
-    train: Annotated[tuple[TrainSource, ...], LIST]  # in YAML also a path, or a list of paths
-    heldout: DataSource | None = None  # in YAML also a path
-    heldout_sets: dict[str, DataSource] = Field(default={})  # in place of heldout: several sets, by the names in their metrics
-    heldout_size: PositiveInt | None = None  # number of prompts split off from train, never trained on
-    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None  # the same, as a share of train
-    prompt_column: str = "prompt"
-    answer_column: str | None = None  # None: "answer" where a data set has it, else "solution"
-    teacher_column: str | None = None  # the column that names each row's teacher, one of `teachers`; None: there is one
-    system_prompt: str | None = None
-    max_prompt_length: PositiveInt = 1024  # tokens; longer prompts are dropped and counted
-    shuffle: bool = True
-    replay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1  # of earlier iterations' samples, for rewards.refresh_command
-    pass_rates: FilePath | None = None  # file from `grpo-mega eval --train-set --samples N --out FILE`
-    min_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = None  # drop prompts of data.train with a lower pass rate
-    max_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = None  # drop those with a higher one
+    train: Annotated[tuple[TrainSource, ...], LIST] = Field(
+        description="Training data: a path, a list of paths, or a list of sources with weights."
+    )
+    heldout: DataSource | None = Field(
+        default=None, description="Held-out data for evaluation. None means no held-out set of this kind."
+    )
+    heldout_sets: dict[str, DataSource] = Field(
+        default={}, description="Several held-out sets, by the names of their metrics. Used instead of heldout."
+    )
+    heldout_size: PositiveInt | None = Field(
+        default=None, description="Number of prompts to split off from train as a held-out set. They are never trained on."
+    )
+    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None, description="Share of train to split off as a held-out set, between 0 and 1. They are never trained on."
+    )
+    prompt_column: str = Field(
+        default="prompt",
+        description="Column of the prompts: text, or a list of chat messages. A dot reaches into nested columns.",
+    )
+    answer_column: str | None = Field(
+        default=None,
+        description=(
+            "Column of the gold answers. None uses answer if the data has it, else solution. A dot reaches into nested columns."
+        ),
+    )
+    teacher_column: str | None = Field(
+        default=None,
+        description="Column that names the teacher of each row, a key of teachers. None means that there is one teacher.",
+    )
+    system_prompt: str | None = Field(
+        default=None, description="System message to put before each prompt. None adds no message."
+    )
+    max_prompt_length: PositiveInt = Field(
+        default=1024, description="Maximum number of tokens in a prompt. Longer prompts are dropped and counted."
+    )
+    shuffle: bool = Field(default=True, description="Shuffle the training prompts in every epoch.")
+    replay_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="Share of samples from earlier iterations in the data for rewards.refresh_command."
+    )
+    pass_rates: FilePath | None = Field(
+        default=None,
+        description=("File with pass rates of the training prompts, from `grpo-mega eval --train-set --samples N --out FILE`."),
+    )
+    min_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None, description="Drop training prompts with a lower pass rate. None drops none."
+    )
+    max_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None, description="Drop training prompts with a higher pass rate. None drops none."
+    )
 
     @property
     def heldout_sources(self) -> dict[str, DataSource]:

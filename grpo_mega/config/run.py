@@ -1,6 +1,7 @@
-"""The config of a run, and its sections for model, precision, layout, batch, optimizer, evaluation and logs.
+"""The config of a run, and its sections for layout, batch, optimizer, evaluation, checkpoints and logs.
 
-A key's comment gives its meaning and unit, and the meaning of None or 0. Validators hold the rules that need the config alone.
+A key's description gives its meaning and unit, and the meaning of None or 0. Validators hold the rules of
+the config alone.
 """
 
 from __future__ import annotations
@@ -29,133 +30,53 @@ from grpo_mega.config.base import (
     tokens_on_rank,
 )
 from grpo_mega.config.data import DataConfig
+from grpo_mega.config.model import ModelConfig, PrecisionConfig, TeacherConfig
 from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.config.rollout import RolloutConfig, SyncConfig
 
 
-class RouterConfig(Section):
-    """Train the routers of MoE models; they compute in fp32. megatron/routers.py says over what a loss is averaged."""
-
-    balancing: Literal["none", "aux_loss", "seq_aux_loss"] = "none"  # loss of uneven loads, within a micro-batch or a sample
-    aux_loss_coeff: NonNegativeFloat = 0.0  # of that loss
-    z_loss_coeff: NonNegativeFloat = 0.0  # of large logits
-    bias_update_rate: NonNegativeFloat = 0.0  # of the bias per expert that some families have, per optimizer step; 0: it stays
-    capacity_factor: PositiveFloat | None = None  # an expert drops tokens above this multiple of an even load; None: none
-    freeze: bool = False  # no training of routers
-
-    @model_validator(mode="after")
-    def _check(self) -> RouterConfig:
-        if (self.balancing == "none") != (self.aux_loss_coeff == 0):
-            raise ValueError(
-                f"model.router.balancing={self.balancing} contradicts model.router.aux_loss_coeff={self.aux_loss_coeff:g}; "
-                "set both or neither"
-            )
-        moved = {name: getattr(self, name) for name in ("aux_loss_coeff", "z_loss_coeff", "bias_update_rate")}
-        for name, value in moved.items():
-            if self.freeze and value:
-                raise ValueError(f"model.router.{name}={value:g} contradicts model.router.freeze=true; remove one of them")
-        return self
-
-
-class ModelConfig(Section):
-    path: FilePath  # folder of a Hugging Face or converted Megatron checkpoint; with init=random its config.json is enough
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    init: Literal["checkpoint", "random"] = "checkpoint"
-    recompute: Literal["none", "selective", "full"] = (
-        "none"  # activations in the backward pass; selective: of core attention and MLP
-    )
-    router: RouterConfig = RouterConfig()
-    grouped_experts: bool = False  # a product for all experts of a layer at once; Transformer Engine's
-    fused_permutation: bool = False  # of tokens to experts and back; Transformer Engine's
-
-
-class TeacherConfig(Section):
-    """A model of the policy's tokenizer to distil from; it computes in model.dtype, in the policy's layout."""
-
-    path: FilePath  # folder of a Hugging Face or converted Megatron checkpoint; with a url its config and tokenizer are enough
-    url: Annotated[str, Field(pattern=r"^https?://[^/]+$")] | None = None  # of an SGLang server that has it, to ask instead
-
-
-class GuardConfig(Section):
-    """Watch for spikes of gradient norms per layer, and for train-inference mismatch; see megatron/guard.py."""
-
-    grad_spike: Annotated[PositiveFloat, Field(gt=1)] | None = (
-        10.0  # warn at this multiple of the median of the layer's last norms; None: off
-    )
-    history: Annotated[int, Field(ge=4, le=100_000)] = 32  # optimizer steps over which the median is taken
-    fall_back: bool = False  # FP8 only: at a spike, compute the first and last `layers` decoder layers, then all, in bf16
-    layers: PositiveInt = 2
-    steps: PositiveInt = 20  # optimizer steps that a fallback lasts
-
-
-class PrecisionConfig(Section):
-    """FP8 for the linear layers of attention and MLP; norms, router, embedding and output layer stay in model.dtype."""
-
-    fp8: Literal["e4m3", "hybrid"] | None = None  # hybrid: gradients in e5m2; an error without Transformer Engine
-    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"  # requirements of each: hardware/fp8.py
-    first_layers_bf16: NonNegativeInt = 0  # decoder layers at the start that stay in bf16
-    last_layers_bf16: NonNegativeInt = 0  # and at the end
-    fp8_reference: bool = False  # the reference computes in FP8 too
-    fp8_parameters: bool = False  # keep the weights, and gather them over DP ranks, in FP8; master weights stay fp32
-    # fp8_recipe=delayed: scale by the largest or the newest of the maxima of this many past micro-batches. These are
-    # Transformer Engine's defaults; Megatron's, 1 and most_recent, saturate whenever a maximum grows.
-    fp8_amax_history_len: Annotated[int, Field(gt=0, le=1_000_000)] = 1024
-    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
-    guard: GuardConfig = GuardConfig()
-
-    @model_validator(mode="after")
-    def _check(self) -> PrecisionConfig:
-        if self.fp8 is None:
-            given = self.model_dump(exclude={"fp8", "fp8_recipe", "guard"}, exclude_defaults=True)
-            given |= {"guard.fall_back": True} if self.guard.fall_back else {}
-            for name, value in given.items():
-                raise ValueError(f"precision.{name}={value} needs precision.fp8; set it to hybrid or e4m3, or leave {name} out")
-            return self
-        if self.fp8_recipe != "delayed":
-            history = {"fp8_amax_history_len", "fp8_amax_compute_algo"}
-            for name, value in self.model_dump(include=history, exclude_defaults=True).items():
-                raise ValueError(
-                    f"precision.{name}={value} needs precision.fp8_recipe=delayed, which alone keeps a history; "
-                    f"set it, or leave {name} out"
-                )
-        if self.fp8_parameters and self.fp8_recipe == "mxfp8":
-            raise ValueError(
-                "precision.fp8_parameters=true: Megatron's data parallelism cannot hold weights of fp8_recipe='mxfp8' in FP8; "
-                "leave fp8_parameters out, or use blockwise or tensorwise"
-            )
-        if self.fp8_parameters and (self.guard.fall_back or not self.fp8_reference):
-            raise ValueError(
-                "precision.fp8_parameters=true leaves no bf16 weights to compute with; set precision.fp8_reference=true and "
-                "precision.guard.fall_back=false, or leave fp8_parameters out"
-            )
-        if self.fp8_recipe == "delayed" and (
-            self.first_layers_bf16 or self.last_layers_bf16 or self.guard.fall_back or not self.fp8_reference
-        ):
-            raise ValueError(
-                "precision.fp8_recipe='delayed' cannot leave layers or the reference in bf16; use tensorwise, "
-                "or set fp8_reference=true, guard.fall_back=false and first_layers_bf16=last_layers_bf16=0"
-            )
-        return self
-
-
 class LayoutConfig(Section):
-    tp: NumRanks = 1
-    pp: NumRanks = 1
-    vpp: NumRanks | None = None  # model chunks per pipeline rank; None or 1: no interleaving
-    cp: NumRanks = 1  # ranks that share each sequence, for long ones; every sample is padded to a multiple of 2 * cp tokens
-    # Of Transformer Engine's attention. p2p: keys and values go round. a2a: a rank has all tokens for some heads, of keys too.
-    cp_comm_type: Literal["p2p", "a2a"] = "p2p"
-    dp: NumRanks | None = None  # None: under torchrun world size / (tp * cp * pp), else the smallest that ep fits
-    ep: NumRanks = 1  # expert-parallel size of MoE models; must divide dp * cp
-    sequence_parallel: bool = False
-    order: Literal["tp-dp-pp", "tp-pp-dp"] = "tp-dp-pp"  # axes of the rank placement, fastest first
-    layers_per_chunk: Annotated[tuple[PositiveInt, ...], LIST] | None = (
-        None  # pp * vpp numbers, in model order; None: as even as possible
+    tp: NumRanks = Field(default=1, description="Tensor-parallel size.")
+    pp: NumRanks = Field(default=1, description="Pipeline-parallel size.")
+    vpp: NumRanks | None = Field(
+        default=None, description="Model chunks per pipeline rank, for the interleaved schedule. None or 1 does not interleave."
     )
-    overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
-    engine_ranks: Annotated[int, Field(ge=0, le=MAX_RANKS)] = (
-        0  # ranks after those of the trainer that only generate; for rollout.placement=separate
+    cp: NumRanks = Field(
+        default=1,
+        description=(
+            "Context-parallel size: ranks that share each sequence. Samples are padded to a multiple of 2 * cp tokens."
+        ),
+    )
+    cp_comm_type: Literal["p2p", "a2a"] = Field(
+        default="p2p",
+        description=(
+            "How Transformer Engine's attention exchanges keys and values. p2p passes them around a ring, a2a gives "
+            "each rank all tokens of some heads."
+        ),
+    )
+    dp: NumRanks | None = Field(
+        default=None,
+        description=(
+            "Data-parallel size. None uses all ranks of the launcher, or without one the smallest size that ep allows."
+        ),
+    )
+    ep: NumRanks = Field(default=1, description="Expert-parallel size of MoE models. Must divide dp * cp.")
+    sequence_parallel: bool = Field(
+        default=False, description="Split the activations between tensor-parallel regions along the sequence. Needs tp > 1."
+    )
+    order: Literal["tp-dp-pp", "tp-pp-dp"] = Field(
+        default="tp-dp-pp", description="Order of the axes in the rank placement, fastest axis first."
+    )
+    layers_per_chunk: Annotated[tuple[PositiveInt, ...], LIST] | None = Field(
+        default=None,
+        description="Number of decoder layers per model chunk, pp * vpp numbers in model order. None splits them evenly.",
+    )
+    overlap_grad_reduce: bool = Field(default=False, description="Overlap the reduction of gradients with the backward pass.")
+    overlap_param_gather: bool = Field(
+        default=False, description="Overlap the gathering of parameters with the forward pass. Needs overlap_grad_reduce."
+    )
+    engine_ranks: Annotated[int, Field(ge=0, le=MAX_RANKS)] = Field(
+        default=0, description="Number of additional ranks that only generate. Used with rollout.placement=separate."
     )
 
     @property
@@ -195,13 +116,23 @@ class LayoutConfig(Section):
 
 
 class BatchConfig(Section):
-    prompts_per_step: PositiveInt = 32
-    mini_batches: PositiveInt = 1  # optimizer steps per pass over the rollout
-    epochs: PositiveInt = 1  # passes over the rollout
-    tokens_per_micro_batch: PositiveInt = 16384  # token budget of one forward and backward pass on each rank
-    # Compute a group's prompt once in each micro-batch instead of once per sample: the same loss and gradients, in less time
-    # where prompts are not much shorter than responses. On Megatron's local layers, for dense models.
-    share_prompts: bool = False
+    prompts_per_step: PositiveInt = Field(
+        default=32, description="Number of prompts in a step. Each gets algorithm.group_size samples."
+    )
+    mini_batches: PositiveInt = Field(
+        default=1, description="Number of optimizer steps per pass over the rollout. Must divide prompts_per_step."
+    )
+    epochs: PositiveInt = Field(default=1, description="Number of passes over the rollout.")
+    tokens_per_micro_batch: PositiveInt = Field(
+        default=16384, description="Maximum number of tokens in one forward and backward pass on each rank."
+    )
+    share_prompts: bool = Field(
+        default=False,
+        description=(
+            "Compute a group's prompt once per micro-batch instead of once per sample. The loss stays the same. For "
+            "dense models on Megatron's local layers."
+        ),
+    )
 
     @property
     def optimizer_steps(self) -> int:
@@ -218,15 +149,25 @@ class BatchConfig(Section):
 
 
 class OptimizerConfig(Section):
-    lr: PositiveFloat = 1e-6
-    min_lr: NonNegativeFloat = 0.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = 0  # optimizer steps
-    weight_decay: NonNegativeFloat = 0.0  # decoupled; applies to matrices and embeddings, not to norms and biases
-    betas: Annotated[tuple[Momentum, Momentum], LIST] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    clip_grad: NonNegativeFloat = 1.0  # global L2 norm; 0: off
-    moments_dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: Transformer Engine's precision-aware Adam
+    lr: PositiveFloat = Field(default=1e-6, description="Peak learning rate.")
+    min_lr: NonNegativeFloat = Field(default=0.0, description="Learning rate at the end of the linear or cosine schedule.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Schedule of the learning rate after the warm-up."
+    )
+    warmup_steps: NonNegativeInt = Field(
+        default=0, description="Number of optimizer steps in which the learning rate rises linearly to lr."
+    )
+    weight_decay: NonNegativeFloat = Field(
+        default=0.0, description="Decoupled weight decay of matrices and embeddings. Norms and biases have none."
+    )
+    betas: Annotated[tuple[Momentum, Momentum], LIST] = Field(
+        default=(0.9, 0.95), description="Decay rates of Adam's two moments."
+    )
+    eps: PositiveFloat = Field(default=1e-8, description="Number that Adam adds to the denominator.")
+    clip_grad: NonNegativeFloat = Field(default=1.0, description="Maximum global L2 norm of the gradient. 0 does not clip.")
+    moments_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Dtype of Adam's moments. bfloat16 needs Transformer Engine's precision-aware Adam."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerConfig:
@@ -236,13 +177,22 @@ class OptimizerConfig(Section):
 
 
 class EvalConfig(Section):
-    interval: NonNegativeInt = 0  # steps between evaluations; 0: only before the first and after the last step
-    num_prompts: PositiveInt | None = None  # per held-out set; None: all
-    greedy: bool = True  # one greedy response per prompt: eval/score
-    samples: Annotated[int, Field(ge=0, le=1024)] = 0  # sampled responses per prompt: eval/mean@N, pass@K, majority@K
-    temperature: PositiveFloat = 1.0  # of the sampled responses
-    top_p: Fraction = 1.0
-    ks: Annotated[tuple[PositiveInt, ...], LIST] | None = None  # the K above; None: powers of two up to samples
+    interval: NonNegativeInt = Field(
+        default=0, description="Number of steps between evaluations. 0 evaluates only before the first and after the last step."
+    )
+    num_prompts: PositiveInt | None = Field(default=None, description="Number of prompts per held-out set. None uses all.")
+    greedy: bool = Field(default=True, description="Generate one greedy response per prompt, for eval/score.")
+    samples: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=0, description="Number of sampled responses per prompt, for eval/mean@N, pass@K and majority@K."
+    )
+    temperature: PositiveFloat = Field(default=1.0, description="Temperature of the sampled responses.")
+    top_p: Fraction = Field(
+        default=1.0,
+        description="Sample the responses from the smallest set of tokens with this total probability. 1 uses all tokens.",
+    )
+    ks: Annotated[tuple[PositiveInt, ...], LIST] | None = Field(
+        default=None, description="Values of K for pass@K and majority@K. None uses the powers of two up to samples."
+    )
 
     @property
     def all_ks(self) -> tuple[int, ...]:
@@ -260,17 +210,28 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    interval: NonNegativeInt = 0  # steps between saves, and at the last step; 0: only when a run is stopped
-    keep: PositiveInt = 2  # newest checkpoints kept; those that another run wrote are never deleted
+    interval: NonNegativeInt = Field(
+        default=0,
+        description=("Number of steps between checkpoints. The last step saves one too. 0 saves only when a run is stopped."),
+    )
+    keep: PositiveInt = Field(
+        default=2, description="Number of newest checkpoints to keep. Checkpoints of another run are never deleted."
+    )
 
 
 class LogConfig(Section):
-    wandb: bool = False  # offline if no API key is set
-    wandb_project: str = "grpo_mega"
-    samples_per_step: NonNegativeInt = 4  # written to samples.jsonl: at least so many, in whole groups; 0: none
-    report_interval: NonNegativeInt = 10  # steps between updates of report.html; 0: only at the end
-    profile: str | None = None  # steps to trace, "3" or "3-4"; see observe/tracing.py
-    progress: bool = True
+    wandb: bool = Field(default=False, description="Log to Weights & Biases. Without an API key the run is logged offline.")
+    wandb_project: str = Field(default="grpo_mega", description="Project on Weights & Biases.")
+    samples_per_step: NonNegativeInt = Field(
+        default=4, description="Minimum number of samples per step in samples.jsonl, in whole groups. 0 writes none."
+    )
+    report_interval: NonNegativeInt = Field(
+        default=10, description="Number of steps between updates of report.html. 0 writes it only at the end."
+    )
+    profile: str | None = Field(
+        default=None, description="Step, or range of steps, to trace with torch's profiler, such as 3 or 3-4. None traces none."
+    )
+    progress: bool = Field(default=True, description="Show progress bars.")
 
     @property
     def profiled_steps(self) -> range:
@@ -289,26 +250,48 @@ class LogConfig(Section):
 
 
 class Config(Section):
-    run_dir: FilePath
-    steps: PositiveInt
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU where torch sees one; one that it cannot use is an error
-    model: ModelConfig
-    teachers: dict[str, TeacherConfig] = Field(default={})  # by name; for algorithm.distill_beta
-    precision: PrecisionConfig = PrecisionConfig()
-    layout: LayoutConfig = LayoutConfig()
-    data: DataConfig
-    rollout: RolloutConfig = RolloutConfig()
-    sync: SyncConfig = SyncConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    rewards: RewardsConfig = RewardsConfig()
-    batch: BatchConfig = BatchConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
-    hang_deadline_s: Seconds = 480.0  # longest time without progress of a rank, in phases without a deadline of their own
-    max_nonfinite_steps: PositiveInt = 3  # consecutive steps with a non-finite loss or gradient, after which the run stops
+    run_dir: FilePath = Field(
+        description="Folder of the run: config, checkpoints, metrics, samples, report and exported model."
+    )
+    steps: PositiveInt = Field(description="Number of steps to train. A step is one rollout and its optimizer steps.")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        default=0, description="Seed of sampling, data order and random weights."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description=(
+            "Device to train on. auto uses a GPU if torch sees one, and fails if torch sees a GPU that it cannot use."
+        ),
+    )
+    model: ModelConfig = Field(description="The policy, and how its layers are built.")
+    teachers: dict[str, TeacherConfig] = Field(
+        default={}, description="Teachers to distil from, by name. Used with algorithm.distill_beta."
+    )
+    precision: PrecisionConfig = Field(default=PrecisionConfig(), description="FP8 training.")
+    layout: LayoutConfig = Field(default=LayoutConfig(), description="How ranks share the model, the sequences and the data.")
+    data: DataConfig = Field(description="Data sets and their columns.")
+    rollout: RolloutConfig = Field(default=RolloutConfig(), description="How responses are generated.")
+    sync: SyncConfig = Field(default=SyncConfig(), description="The transfer of weights from the trainer to the engine.")
+    algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), description="Advantages, loss, KL penalty and corrections.")
+    rewards: RewardsConfig = Field(default=RewardsConfig(), description="The functions that score a response.")
+    batch: BatchConfig = Field(
+        default=BatchConfig(), description="How a rollout is split into optimizer steps and micro-batches."
+    )
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW and its learning rate.")
+    eval: EvalConfig = Field(default=EvalConfig(), description="Evaluation on held-out prompts.")
+    checkpoint: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="When checkpoints are saved, and how many are kept."
+    )
+    log: LogConfig = Field(default=LogConfig(), description="Logs, samples, the report and traces.")
+    hang_deadline_s: Seconds = Field(
+        default=480.0,
+        description=(
+            "Stop the run if a rank makes no progress for this many seconds. Phases with their own deadline add it to this one."
+        ),
+    )
+    max_nonfinite_steps: PositiveInt = Field(
+        default=3, description="Stop the run after this many consecutive steps with a non-finite loss or gradient."
+    )
 
     @property
     def needs_old_logprobs(self) -> bool:

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from ranks import run_cases
 from slow_policy import SlowPolicy, manifest
 
-from grpo_mega.config import CheckpointConfig, ModelConfig
-from grpo_mega.config.run import TeacherConfig
+from grpo_mega.config import CheckpointConfig, ModelConfig, TeacherConfig
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.checkpoint_files import latest, read_manifest

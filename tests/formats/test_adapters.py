@@ -15,7 +15,7 @@ from families import CASES, save, tensors_of
 from safetensors.torch import save_file
 
 from grpo_mega import cli
-from grpo_mega.config.run import ModelConfig
+from grpo_mega.config import ModelConfig
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.convert import convert_hf_to_mcore as convert
 from grpo_mega.formats.export import FolderWriter

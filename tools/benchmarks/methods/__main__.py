@@ -30,7 +30,7 @@ import numpy as np
 
 from grpo_mega import console
 from grpo_mega.config import load
-from grpo_mega.config.algorithm import RECIPES
+from grpo_mega.config.recipes import RECIPES
 from grpo_mega.observe.curves import Curve, read_curves
 from grpo_mega.paths import user_path
 

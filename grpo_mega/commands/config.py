@@ -1,0 +1,108 @@
+"""`grpo-mega config [KEY] [--markdown]`: print the keys of the config with type, default and description."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from grpo_mega.config import Config
+from grpo_mega.config.base import Section
+from grpo_mega.errors import ConfigError
+
+NAMES = {bool: "true | false", int: "whole number", float: "number", str: "text", Path: "path", NoneType: "null"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key by its dotted name, in which NAME stands for a name that the user chooses and [] for any item of a list."""
+
+    name: str
+    kind: str
+    default: str  # in YAML's flow style, or "required"
+    description: str
+
+
+def run(key: str | None, is_markdown: bool) -> int:
+    """Print a key, the keys of a section, or all keys. Raise ConfigError for an unknown key."""
+    keys = list(find_keys(Config))
+    chosen = [k for k in keys if key is None or _is_in(k.name, key)]
+    if not chosen:
+        close = difflib.get_close_matches(str(key), [k.name for k in keys], n=1, cutoff=0.3)
+        raise ConfigError(f"{key} is not a key of the config; did you mean {close[0] if close else 'rollout'}?")
+    print(markdown(chosen) if is_markdown else "\n\n".join(map(as_text, chosen)))
+    return 0
+
+
+def find_keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
+    """Yield the keys of a section in the order of the schema, each section before its keys."""
+    for name, field in section.model_fields.items():
+        inner, suffix = _inner_section(field.annotation)
+        yield Key(f"{prefix}{name}", _kind(field.annotation), _default(field, inner), field.description or "")
+        if inner is not None:
+            yield from find_keys(inner, f"{prefix}{name}{suffix}.")
+
+
+def as_text(key: Key) -> str:
+    description = textwrap.fill(key.description, 100, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    default = key.default if key.default == "required" else f"default {key.default}"
+    return f"{key.name}: {key.kind}" + f"; {default}" * bool(key.default) + f"\n{description}"
+
+
+def markdown(keys: list[Key]) -> str:
+    """Return the reference: one table row per key."""
+    rows = [(f"`{k.name}`", k.kind.replace("|", "or"), f"`{k.default}`" if k.default else "", k.description) for k in keys]
+    cells = [("key", "value", "default", "meaning"), ("---",) * 4, *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
+
+
+def _is_in(name: str, wanted: str) -> bool:
+    """Return whether a key is the wanted key, or in the wanted section."""
+    parts, wanted_parts = (text.replace("[]", "").split(".") for text in (name, wanted))
+    is_same = (part in (other, "NAME") for part, other in zip(parts, wanted_parts, strict=False))
+    return len(parts) >= len(wanted_parts) and all(is_same)
+
+
+def _inner_section(annotation: Any) -> tuple[type[Section] | None, str]:
+    """Return the section inside an annotation, and what a key of it has between the two names."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation, ""
+    suffix = {tuple: "[]", dict: ".NAME"}.get(get_origin(annotation), "")
+    for inner in get_args(annotation):
+        section, its_suffix = _inner_section(inner)
+        if section is not None:
+            return section, suffix + its_suffix
+    return None, ""
+
+
+def _kind(annotation: Any) -> str:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(inner[0])
+    if origin is Literal:
+        return " | ".join(map(str, inner))
+    if origin in (Union, UnionType):
+        return " | ".join(dict.fromkeys(_kind(one) for one in inner))
+    if origin is tuple:
+        return f"list of {_kind(inner[0])}"
+    if origin is dict:
+        return f"NAME: {_kind(inner[1])}"
+    return NAMES.get(annotation, "section")
+
+
+def _default(field: FieldInfo, inner: type[Section] | None) -> str:
+    if field.is_required():
+        return "required"
+    if inner is not None and isinstance(field.default, Section):
+        return ""  # the defaults of its keys
+    value = field.default
+    if isinstance(value, tuple):
+        value = [one.model_dump(exclude_defaults=True) if isinstance(one, Section) else one for one in value]
+    return json.dumps(value)
