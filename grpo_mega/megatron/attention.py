@@ -1,11 +1,11 @@
 """Attention, norm and rotary positions of packed sequences, for layers without Transformer Engine.
 
-A micro-batch is one row of T tokens, several segments end to end. Attention must not cross segments: they are gathered into a
-few right-padded batches of similar length (causal attention never sees padding on the right), passed through torch's fused
-attention, and scattered back. The same code runs on any device.
+A micro-batch is one row of T tokens: several segments end to end. Attention must not cross segments. Segments of similar length
+are gathered into right-padded batches, passed through torch's fused attention, and scattered back. Causal attention never sees
+padding on the right. The same code runs on any device.
 
 With context parallelism a rank has the queries of its part of every segment (batching/layout.py) and gathers the keys and
-values of all parts; in the backward pass their gradients are summed over ranks, and each rank keeps those of its own part.
+values of all parts. In the backward pass gradients are summed over ranks, and each rank keeps the gradients of its own part.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from torch import Tensor
 
 from grpo_mega.batching.layout import chunks_of
 
-MAX_PADDING = 1.25  # a batch of segments may be this much larger than the tokens in it
+MAX_PADDING = 1.25  # largest ratio of a batch's padded size to its number of tokens
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Runs of queries of one length, each with the keys that come before them or stand beside them; a batch of attention."""
+    """A batch for fused attention: runs of queries of equal length, and the keys that each run may see."""
 
     queries: Tensor  # [runs, longest], indices into T; padding repeats a run's last token
-    keys: Tensor  # [runs, most], indices into the keys of all ranks, one rank after the other
-    # [longest, most], 0 for the keys that each query sees, else -inf, in the dtype of the queries: torch would convert a bool
-    # one, and keep it, in every layer. Queries come last first. None: causal, keys stand beside their queries, first first.
+    keys: Tensor  # [runs, most], indices into the keys of all ranks, concatenated by rank
+    # [longest, most], 0 for the keys that each query sees, else -inf. It has the dtype of the queries, because torch would
+    # convert a bool mask in every layer and keep the copy. With a mask, queries are in reverse order. Without one, queries and
+    # keys are the same tokens in order, and attention is causal.
     mask: Tensor | None
 
 
 @dataclass
 class LocalPackedSeqParams(PackedSeqParams):
-    """A micro-batch's segments for the parts below, computed once and used by every layer.
+    """A micro-batch's segments for the modules below, computed once and used by every layer.
 
-    `qkv_format` is not "thd": Megatron then takes rotary positions from the table (one row per token) that `PackedRotary`
-    makes.
+    `qkv_format` is not "thd", so Megatron reads rotary positions from the table of `PackedRotary` (one row per token).
     """
 
     position_ids: Tensor = field(default_factory=Tensor)  # [T]
     stacks: tuple[Stack, ...] = ()
-    restore: Tensor = field(default_factory=Tensor)  # [T], the place of each token in the concatenated, flattened queries
+    restore: Tensor = field(default_factory=Tensor)  # [T], index of each token in the concatenated, flattened queries
 
 
 def pack_params(
@@ -59,8 +59,10 @@ def pack_params(
     cp_rank: int = 0,
     trunks: Sequence[int] | None = None,
 ) -> LocalPackedSeqParams:
-    """Return the parameters of the segments [cu_seqlens[i], cu_seqlens[i + 1]), which cover all T tokens of this rank, for
-    queries of `dtype`. `trunks`: as PackedBatch has them."""
+    """Return the parameters of the segments [cu_seqlens[i], cu_seqlens[i + 1]) for queries of `dtype`.
+
+    The segments cover all T tokens of this rank. `trunks`: see PackedBatch.
+    """
     cuts, device = cu_seqlens.tolist(), position_ids.device
     trunks = trunks or ()
     branches = {i for i, trunk in enumerate(trunks) if trunk >= 0}
@@ -97,7 +99,7 @@ def _whole_segments(spans: list[tuple[int, int]]) -> list[tuple[Stack, Tensor]]:
 
 
 def _branches(cuts: list[int], trunks: Sequence[int], dtype: torch.dtype) -> list[tuple[Stack, Tensor]]:
-    """Return a stack for the segments that go on after each trunk, longest or not: their queries see all of its keys."""
+    """Return one stack per trunk: the segments of any length that continue it. Their queries see all keys of the trunk."""
     found = []
     for trunk in sorted({trunk for trunk in trunks if trunk >= 0}):
         spans = [(cuts[i], cuts[i + 1] - cuts[i]) for i, other in enumerate(trunks) if other == trunk]
@@ -111,9 +113,9 @@ def _branches(cuts: list[int], trunks: Sequence[int], dtype: torch.dtype) -> lis
 
 
 def _seen_by_last_first(num_queries: int, num_keys: int, dtype: torch.dtype) -> Tensor:
-    """Return the mask of queries that come last first, of which the last sees all keys and each other one key less.
+    """Return the mask of queries in reverse order: the last query sees all keys, and each earlier one sees one key less.
 
-    Rows are views of one vector, each a place further on: a matrix for a long sample would be as large as activations.
+    Rows are views of one vector, each shifted by one. A full matrix for a long sample would be as large as activations.
     """
     seen = torch.zeros(num_queries + num_keys - 1, dtype=dtype)
     seen[num_keys:] = -torch.inf
@@ -123,12 +125,15 @@ def _seen_by_last_first(num_queries: int, num_keys: int, dtype: torch.dtype) -> 
 def _chunks(
     spans: list[tuple[int, int]], num_tokens: int, dtype: torch.dtype, cp_size: int, cp_rank: int
 ) -> list[tuple[Stack, Tensor]]:
-    """Return stacks of this rank's chunks of the segments (length, start): of one length, and of one place in their segments,
-    since causal attention of queries to more keys allows no padding."""
+    """Return stacks of this rank's chunks of the segments (length, start).
+
+    All chunks of a stack have the same length and the same place in their segments, because causal attention of queries to
+    more keys allows no padding.
+    """
     found = []
     for length, group in groupby(spans, key=lambda span: span[0]):
         starts = torch.tensor([start for _, start in group])
-        places = torch.empty(length * cp_size, dtype=torch.int64)  # of the segment's tokens in the keys of all ranks
+        places = torch.empty(length * cp_size, dtype=torch.int64)  # index of each token in the keys of all ranks
         for rank in range(cp_size):
             rows = torch.cat([torch.arange(c.start, c.stop) for c in chunks_of(length * cp_size, cp_size, rank)])
             places[rows] = rank * num_tokens + torch.arange(length)
@@ -141,7 +146,7 @@ def _chunks(
 
 
 def _similar(spans: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Split (length, start), longest first, into runs with a padded size of at most MAX_PADDING times their tokens."""
+    """Split (length, start), longest first, into batches with a padded size of at most MAX_PADDING times their tokens."""
     batches: list[list[tuple[int, int]]] = []
     tokens = 0
     for length, start in spans:
@@ -155,7 +160,7 @@ def _similar(spans: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 class PackedAttention(torch.nn.Module):
-    """Megatron's `core_attention` for packed rows. No parameters."""
+    """Megatron's `core_attention` for packed rows. It has no parameters."""
 
     def __init__(
         self,
@@ -175,9 +180,9 @@ class PackedAttention(torch.nn.Module):
 
     def forward(
         self,
-        query: Tensor,  # [T, 1, heads / tp, head_dim]; with latents there is no dim of 1
+        query: Tensor,  # [T, 1, heads / tp, head_dim]; MLA has no dimension of 1
         key: Tensor,  # [T, 1, kv_heads / tp, head_dim]
-        value: Tensor,  # of another width with latents
+        value: Tensor,  # [T, 1, kv_heads / tp, head_dim]; with MLA its width differs from the key's
         attention_mask: Tensor | None,
         *,
         packed_seq_params: LocalPackedSeqParams,
@@ -196,7 +201,7 @@ class PackedAttention(torch.nn.Module):
                 for r, x, places in zip(rows, (query, key, value), (stack.queries, stack.keys, stack.keys), strict=True)
             )
             width = v.shape[-1]
-            if width < q.shape[-1]:  # torch's fused kernels take one width, and keep no matrix of all pairs
+            if width < q.shape[-1]:  # torch's fused kernels store no attention matrix, but need equal widths
                 v = F.pad(v, (0, q.shape[-1] - width))
             is_causal, is_grouped = stack.mask is None, q.shape[1] != k.shape[1]
             out = F.scaled_dot_product_attention(
@@ -207,7 +212,7 @@ class PackedAttention(torch.nn.Module):
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm that allows sequence parallelism (Megatron's own, without Apex or TE, does not)."""
+    """RMS norm that supports sequence parallelism. Megatron's own norm does not, without Apex or TE."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
@@ -220,14 +225,14 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedRotary(RotaryEmbedding):
-    """Rotary angles by each token's position in its segment; `inv_freq` is the model's own, scaling included."""
+    """Rotary angles from each token's position in its segment. `inv_freq` is the model's, scaling included."""
 
     def __init__(self, inv_freq: Tensor) -> None:
         torch.nn.Module.__init__(self)
         self.inv_freq = inv_freq  # [head_dim / 2]
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return position ids in place of a length: GPTModel only passes the result to `forward`. The last argument is ours."""
+        """Return position ids instead of a length. GPTModel only passes the result to `forward`. The last argument is ours."""
         return args[-1].position_ids
 
     def forward(self, position_ids: Tensor, **kwargs: Any) -> Tensor:  # -> [T, 1, 1, head_dim]

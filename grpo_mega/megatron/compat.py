@@ -1,7 +1,7 @@
-"""Every patch of a dependency, with its reason. `install()` runs before the first import of megatron.core, and only once.
+"""Every patch of a dependency, with its reason. `install()` runs once, before the first import of megatron.core.
 
-Without a GPU, Megatron-core 0.16.1 needs a stand-in for torch.cuda: it allocates on "cuda", sets devices, opens streams and
-reads random states unconditionally. The stand-in sends all of that to the CPU, where everything is already in order.
+Without a GPU, Megatron-core 0.16.1 needs a stand-in for torch.cuda, because it allocates on "cuda", sets devices, opens streams
+and reads random states unconditionally. The stand-in redirects this to the CPU, where all operations run in order.
 tests/megatron/test_guards.py fails once a patch is no longer needed.
 """
 
@@ -53,7 +53,7 @@ def install() -> bool:
     recorder()
     if torch.cuda.is_available():
         return False
-    # SGLang's requirements bring triton along; on a CPU it is of no use, and prints many warnings when the process ends.
+    # SGLang's requirements install triton. On a CPU it is useless and prints many warnings when the process ends.
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
     _patch_cuda_module()
     _patch_placement()
@@ -62,15 +62,17 @@ def install() -> bool:
 
 
 def _hide_wandb() -> None:
-    """Keep Megatron's timers from importing W&B, which takes a second and makes two temporary folders in every rank. Where the
-    run logs to it, observe/wandb_writer.py imports it on the first rank."""
-    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # makes the import fail
+    """Keep Megatron's timers from importing W&B, because the import takes a second and makes two temporary folders per rank.
+
+    If the run logs to W&B, observe/wandb_writer.py imports it on the first rank.
+    """
+    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # None makes the import fail
 
 
 def _leave_functions_uncompiled() -> None:
-    """Take the place of megatron.core.jit, whose decorator compiles Megatron's fused functions.
+    """Replace megatron.core.jit, because its decorator compiles Megatron's fused functions.
 
-    That decorator alone imports torch's compiler, more than a second of CPU time per process, and a CPU does not need it.
+    The decorator alone imports torch's compiler, more than a second of CPU time per process, and a CPU does not need it.
     """
     jit: Any = types.ModuleType("megatron.core.jit")
     jit.jit_fuser = jit.noop_decorator = lambda function: function
@@ -80,8 +82,11 @@ def _leave_functions_uncompiled() -> None:
 
 @functools.cache
 def keep_adam_steps_apart() -> None:
-    """Let Megatron load torch's Adam: it expects a checkpoint's tensor for every entry of a parameter's state, but saves Adam's
-    `step`, which is one of these entries, with the parameter group."""
+    """Let Megatron load torch's Adam.
+
+    Megatron expects a checkpoint tensor for every entry of a parameter's state, but saves the entry `step` with the parameter
+    group.
+    """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     original = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -99,7 +104,7 @@ def keep_adam_steps_apart() -> None:
 
 @functools.cache
 def beat_per_loaded_tensor() -> None:
-    """Report progress per tensor: Megatron makes the planner of a load itself, and reads a whole checkpoint in one call."""
+    """Report progress per tensor, because Megatron creates the load planner itself and reads a checkpoint in one call."""
     from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 
     original = MCoreLoadPlanner.commit_tensor
@@ -113,11 +118,11 @@ def beat_per_loaded_tensor() -> None:
 
 @contextlib.contextmanager
 def only_plain_pickles() -> Iterator[None]:
-    """Have torch and Megatron make only tensors and plain values from the files of a checkpoint, while the context lasts.
+    """Let torch and Megatron load only tensors and plain values from a checkpoint's files inside the context.
 
-    torch's reader unpickles `.metadata` and the objects among a checkpoint's tensors without restriction: a user who can write
-    into a checkpoint could run code in the trainer. The variable restricts torch.load wherever Megatron or Transformer Engine
-    calls it; torch refuses it beside the variable that lifts the restriction.
+    torch's reader unpickles `.metadata` and a checkpoint's non-tensor objects without restriction, so a user who can write into
+    a checkpoint could run code in the trainer. The environment variable restricts torch.load wherever Megatron or Transformer
+    Engine calls it. torch refuses to have it set together with the variable that lifts the restriction.
     """
     from torch.distributed.checkpoint import filesystem
 
@@ -135,11 +140,11 @@ def only_plain_pickles() -> Iterator[None]:
 
 @functools.cache
 def save_optimizer_state_in_place() -> None:
-    """Save each parameter's optimizer state from its right place.
+    """Save each parameter's optimizer state from the right offset.
 
-    Megatron concatenates the state of a buffer's buckets without their padding, but looks up each parameter at its place in the
-    padded buffer: whatever follows a padded bucket is saved shifted, and its end as zeros. A tied embedding has a bucket of its
-    own if pp > 1, and with overlapped reductions large models have several. Loading does not use these places.
+    Megatron concatenates the state of a buffer's buckets without padding, but looks up each parameter at its offset in the
+    padded buffer. State after a padded bucket is saved shifted, and its end is saved as zeros. A tied embedding has a separate
+    bucket if pp > 1, and large models have several buckets with overlapped reductions. Loading does not use these offsets.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -160,8 +165,8 @@ def save_optimizer_state_in_place() -> None:
 
 
 def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """Return (start, end, bucket) by parameter, as if the buckets of Megatron's buffer followed each other directly."""
-    before, padding = [], 0  # padding in front of each bucket
+    """Return (start, end, bucket) by parameter, as if the buckets of Megatron's buffer were contiguous."""
+    before, padding = [], 0  # elements of padding before each bucket
     for bucket in buffer.buckets:
         before.append(padding)
         padding += bucket.grad_data.numel() - bucket.numel_unpadded
@@ -169,10 +174,9 @@ def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
 
 
 def transfer_class() -> Any:
-    """Return the class whose function `_communicate` makes all transfers between pipeline stages, for a benchmark to time them:
-    Megatron has no hook.
+    """Return the class of all transfers between pipeline stages. A benchmark times its `_communicate`: Megatron has no hook.
 
-    The function returns once the transfer is done (on a GPU: once the current stream waits for it), except if interleaved
+    `_communicate` returns once the transfer is done (on a GPU: once the current stream waits for it), unless interleaved
     stages overlap their transfers with computation.
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -184,8 +188,8 @@ def transfer_class() -> Any:
 def allow_fused_weight_gradients() -> None:
     """Allow fused weight gradients without Apex.
 
-    Megatron's column-parallel layer rejects them without Apex's kernel, though Transformer Engine's layers have their own. Only
-    the output layer is of Megatron's kind, and its product is computed elsewhere.
+    Megatron's column-parallel layer rejects them without Apex's kernel, although Transformer Engine's layers have their own
+    kernel. Only the output layer is a Megatron layer, and its product is computed elsewhere.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -194,8 +198,11 @@ def allow_fused_weight_gradients() -> None:
 
 @functools.cache
 def patch_moe() -> None:
-    """Let MoE models run without Transformer Engine or a GPU: Megatron's router needs a name that only TE's import defines, and
-    its dispatcher needs token counts as an array, to which it converts tensors on a GPU only."""
+    """Let MoE models run without Transformer Engine or a GPU.
+
+    Megatron's router needs a name that only TE's import defines. Its dispatcher needs token counts as an array, but converts
+    tensors to arrays only on a GPU.
+    """
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     patched: Any = moe_utils
@@ -215,9 +222,11 @@ def patch_moe() -> None:
 
 @functools.cache
 def patch_latent_attention() -> None:
-    """Let multi-latent attention run without Transformer Engine: Megatron's module believes that it is there wherever its own
-    wrapper can be imported, and then asks isinstance of a mock. Leave out its table of angles, which nothing here reads, and
-    which it cuts into as many parts as context-parallel ranks, in pinned memory."""
+    """Let multi-latent attention run without Transformer Engine, and skip its table of angles.
+
+    Megatron's module assumes that TE is installed if Megatron's own wrapper can be imported, and then calls isinstance with a
+    mock. Nothing here reads the table of angles, and Megatron splits it over context-parallel ranks in pinned memory.
+    """
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
     from megatron.core.transformer import multi_latent_attention
 
@@ -228,7 +237,7 @@ def patch_latent_attention() -> None:
 
 
 def _pad_uneven_gathers() -> None:
-    """Pad to equal parts, as gloo requires: experts that are sharded over tp have different numbers of tokens."""
+    """Pad to equal parts, because gloo requires them and experts that are sharded over tp have different token counts."""
     from megatron.core.tensor_parallel import mappings
 
     patched: Any = mappings
@@ -246,7 +255,7 @@ def _pad_uneven_gathers() -> None:
 
 
 def _quieten() -> None:
-    """Silence Megatron's warnings of optional packages that are missing, and of torch's renamed collectives."""
+    """Silence Megatron's warnings about missing optional packages, and torch's warnings about renamed collectives."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
@@ -270,8 +279,8 @@ def _patch_cuda_module() -> None:
 
 
 def _patch_placement() -> None:
-    # `with torch.device("meta")` knows the factories by identity, from a table made at its first use; without them the models
-    # that transformers loads from a checkpoint keep rotary frequencies that nothing has set.
+    # `with torch.device("meta")` recognizes factories by identity, from a table made at first use. Make the table before the
+    # patch; otherwise models that transformers loads from a checkpoint keep uninitialized rotary frequencies.
     _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -281,7 +290,7 @@ def _patch_placement() -> None:
     tensor.to = lambda self, *args, **kwargs: move(
         self, *map(_cpu_for_cuda, args), **{k: _cpu_for_cuda(v) for k, v in kwargs.items()}
     )
-    # Megatron tells device and dtype from the type's name: "torch.cuda.FloatTensor".
+    # Megatron reads device and dtype from the type's name: "torch.cuda.FloatTensor".
     tensor.type = lambda self, *args, **kwargs: (
         cast(self, *args, **kwargs) if args or kwargs else cast(self).replace("torch.", "torch.cuda.", 1)
     )

@@ -1,6 +1,6 @@
-"""Find out which optional kernels Megatron loaded, since an installed package may fail to load.
+"""Find out which optional kernels Megatron loaded, because an installed package may fail to load.
 
-Megatron tries to import them, and goes on without a Transformer Engine that lacks a module: it would then silently ignore FP8.
+If an import of Transformer Engine fails for lack of a module, Megatron continues without it and silently ignores FP8.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def in_use(device: Device) -> Kernels:
 
 
 def check(config: Config, device: Device) -> None:
-    """Raise ConfigError if the run needs a kernel that did not load, or that this device does not have."""
+    """Raise ConfigError if the run needs a kernel that did not load or that this device lacks."""
     raise_first(card_problems(config.precision, device.capability, device.name))
     kernels_in_use, version = in_use(device), kernels.transformer_engine_version()
     if not kernels_in_use.transformer_engine:
@@ -58,15 +58,15 @@ def check(config: Config, device: Device) -> None:
 
 @functools.cache
 def check_loads() -> str:
-    """Return the reason why an installed Transformer Engine does not load; "" if it loads, or is not installed.
+    """Return why an installed Transformer Engine does not load; "" if it loads or is not installed.
 
-    Call it before megatron.core is imported. Raises ConfigError for an error that would end that import.
+    Call it before importing megatron.core. Raise ConfigError for an error that would break that import.
     """
     if find_spec("transformer_engine") is None:
         return ""
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except ModuleNotFoundError as error:  # the only one that all of Megatron's modules catch
+    except ModuleNotFoundError as error:  # all of Megatron's modules catch this error, and no other
         return _one_line(error)
     except Exception as error:
         raise ConfigError(

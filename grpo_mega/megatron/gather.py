@@ -1,4 +1,4 @@
-"""Gather values of response tokens from the ranks that computed them to all ranks."""
+"""Gather values of response tokens on all ranks, from the ranks that computed them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def gather_responses(
     runtime: Runtime,
     first: int | None = None,
 ) -> list[Tensor]:
-    """Return [response_len] float32 for each of the step's samples, on the host, the same on every rank.
+    """Return a [response_len] float32 tensor on the host for each sample of the step, identical on every rank.
 
-    `values_of(batch)` is a [T] row, or None on stages that have none. Collective: one reduction over all tokens.
-    `first` limits it to the first samples; None: all.
+    `values_of(batch)` returns a [T] row, or None on stages without values. Collective: one reduction over all tokens.
+    `first` limits the result to that many samples; None: all samples.
     """
     lengths = [sample.response_len for sample in samples[:first]]
     device = runtime.device.torch_device
@@ -40,7 +40,7 @@ def gather_responses(
 def gather_old_logprobs(
     mini_batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime, first: int | None = None
 ) -> list[Tensor]:
-    """Return the old log-probs of the step's samples, or of the first, after the update; NaN for tokens not in the loss."""
+    """Return the old log-probs of the step's (first) samples after the update. Tokens outside the loss have NaN."""
 
     def values_of(batch: PackedBatch) -> Tensor | None:
         return None if batch.old_logprobs is None else batch.old_logprobs.where(batch.loss_mask > 0, torch.nan)
@@ -49,6 +49,6 @@ def gather_old_logprobs(
 
 
 def attach_old_logprobs(samples: Sequence[Sample], old_logprobs: Sequence[Tensor]) -> None:
-    """Set old_logprobs of the samples, the first of a step; None if they are not in the loss."""
+    """Set old_logprobs of the first samples of a step; None for a sample with tokens outside the loss."""
     for sample, values in zip(samples, old_logprobs, strict=False):
         sample.old_logprobs = None if bool(values.isnan().any()) else values.tolist()

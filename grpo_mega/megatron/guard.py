@@ -1,9 +1,9 @@
-"""Watch the numbers in which low precision shows first, and decide when fewer layers should compute in FP8.
+"""Watch the numbers that low precision affects first, and decide when fewer layers should compute in FP8.
 
-Two things trip the guard: a layer's gradient norm that is not finite or far above the median of its recent ones, and a mismatch
-between engine and trainer above its limit. It then warns and names the layers. With `fall_back`, the decoder layers at both
-ends compute in bf16 for some steps, and all of them if it trips again during these; then the configured precision returns. The
-guard is deterministic, and resumes from its `state()`.
+Two things trip the guard: a layer's gradient norm that is not finite or far above the median of its recent norms, and a
+mismatch between engine and trainer above its limit. The guard then warns and names the layers. With `fall_back`, the decoder
+layers at both ends compute in bf16 for some steps. If the guard trips again during these steps, all layers do. Then the
+configured precision returns. The guard is deterministic and resumes from its `state()`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_mega.config import GuardConfig
 
 
 class Level(IntEnum):
-    """Which decoder layers compute in bf16."""
+    """Decoder layers that compute in bf16."""
 
     AS_CONFIGURED = 0
     ENDS = 1
@@ -29,16 +29,16 @@ class Level(IntEnum):
 
 class Guard:
     def __init__(self, config: GuardConfig, num_layers: int, mismatch_limit: float) -> None:
-        """`mismatch_limit`: KL (k3) between engine and trainer, nats per token."""
+        """Trip above `mismatch_limit`, a KL (k3) between engine and trainer in nats per token."""
         self._config, self._num_layers, self._mismatch_limit = config, num_layers, mismatch_limit
         self.level = Level.AS_CONFIGURED
-        self._until = 0  # the step with which a fall-back ends
+        self._until = 0  # the step that ends the fall-back
         self._norms: list[deque[float]] = [deque(maxlen=config.history) for _ in range(num_groups(num_layers))]
 
     def observe(self, step: int, mismatch: float, passes: Sequence[Sequence[float]]) -> list[str]:
-        """Judge the updates of a step and set `level` for the next one; return messages for the log.
+        """Judge the updates of a step, set `level` for the next step, and return messages for the log.
 
-        `passes` holds the gradient norms by group of each optimizer step.
+        `passes` has the gradient norm of each group for each optimizer step.
         """
         worst = self._spikes(passes)
         why = [f"the gradient norm of {names(worst, self._num_layers)} is {_times(max(worst.values()))}"] if worst else []
@@ -47,11 +47,11 @@ class Guard:
         messages = [f"step {step}: {' and '.join(why)}{self._fall_back(step)}"] if why else []
         if not why and self.level and step >= self._until:
             self.level = Level.AS_CONFIGURED
-            messages.append(f"step {step}: nothing amiss for a while; the layers compute as configured again")
+            messages.append(f"step {step}: no anomaly for {self._config.steps} steps; restoring the configured precision")
         return messages
 
     def state(self) -> dict[str, Any]:
-        """Return plain values, for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return {"level": int(self.level), "until": self._until, "norms": [list(norms) for norms in self._norms]}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ class Guard:
             norms.extend(values)
 
     def _spikes(self, passes: Sequence[Sequence[float]]) -> dict[int, float]:
-        """Return, by group, the largest ratio to the median of earlier norms, where it is above the limit."""
+        """Return the groups above the limit, each with its largest ratio of a norm to the median of earlier norms."""
         limit = math.inf if self._config.grad_spike is None else self._config.grad_spike
         spikes: dict[int, float] = {}
         for norms in passes:
@@ -68,7 +68,7 @@ class Guard:
                 ratio = _ratio(norm, past)
                 if ratio > limit:
                     spikes[group] = max(ratio, spikes.get(group, 0.0))
-                if math.isfinite(norm) and norm > 0:  # zero-variance groups give no gradient
+                if math.isfinite(norm) and norm > 0:  # zero-variance groups have no gradient
                     past.append(norm)
         return spikes
 
@@ -83,7 +83,7 @@ class Guard:
 
 
 def num_groups(num_layers: int) -> int:
-    """Return the number of groups: the embedding, each decoder layer, and all after the last layer."""
+    """Return the number of groups: the embedding, each decoder layer, and everything after the last layer."""
     return num_layers + 2
 
 
@@ -91,7 +91,7 @@ def names(groups: Sequence[int] | dict[int, float], num_layers: int) -> str:
     """Return the names of groups, such as "embedding, layers 0-3, layer 7"."""
     parts = ["embedding"] if 0 in groups else []
     layers = [group - 1 for group in sorted(groups) if 1 <= group <= num_layers]
-    for _, pairs in groupby(enumerate(layers), lambda pair: pair[1] - pair[0]):  # the same for layers that follow each other
+    for _, pairs in groupby(enumerate(layers), lambda pair: pair[1] - pair[0]):  # consecutive layers have equal keys
         run = [layer for _, layer in pairs]
         parts.append(f"layer {run[0]}" if len(run) == 1 else f"layers {run[0]}-{run[-1]}")
     if num_layers + 1 in groups:

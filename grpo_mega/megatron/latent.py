@@ -1,7 +1,7 @@
 """Multi-latent attention (MLA, DeepSeek-V2, arXiv 2405.04434, section 2.1) and routing of DeepSeek's models in Megatron.
 
-They use Megatron's local layers on every device. Tensor parallelism needs sequence parallelism: a rank then computes the
-latents of its own part of the sequence, and gradients of the matrices and norms that make them are summed over ranks once.
+These models use Megatron's local layers on every device. Tensor parallelism needs sequence parallelism: each rank computes the
+latents of its part of the sequence, and gradients of the matrices and norms that make them are summed over ranks once.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from grpo_mega.megatron.attention import PackedRotary, RMSNorm
 from grpo_mega.megatron.routers import routers_of
 from grpo_mega.weights.spec import ModelShape
 
-BIAS = ".router.expert_bias"  # a buffer: no optimizer changes it
+BIAS = ".router.expert_bias"  # it is a buffer, so no optimizer changes it
 
 
 def settings(shape: ModelShape, hf_config: Any) -> dict[str, Any]:
-    """Return the fields of MLATransformerConfig that other models lack, for what validation/model.py accepts."""
+    """Return the fields of MLATransformerConfig that other models lack, for configs that validation/model.py accepts."""
     rope = hf_config.rope_parameters
     return {
         "q_lora_rank": shape.q_lora or None,
@@ -29,7 +29,7 @@ def settings(shape: ModelShape, hf_config: Any) -> dict[str, Any]:
         "qk_head_dim": shape.head_dim - shape.rope_dim,
         "qk_pos_emb_head_dim": shape.rope_dim,
         "v_head_dim": shape.v_dim,
-        # Attention's scale, which Megatron makes of these two; angles and the scale of cosine and sine come from `Rotary`.
+        # Megatron computes attention's scale from the two factors. Angles and their scale come from `Rotary`.
         "rope_type": "yarn",
         "rotary_scaling_factor": rope.get("factor", 1.0),
         "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
@@ -37,11 +37,11 @@ def settings(shape: ModelShape, hf_config: Any) -> dict[str, Any]:
 
 
 def routing(shape: ModelShape, hf_config: Any) -> dict[str, Any]:
-    """Return the fields of models with shared experts, of which glm4_moe routes as deepseek_v3 does."""
+    """Return the fields of models with shared experts. glm4_moe routes as deepseek_v3 does."""
     is_sigmoid = shape.model_type != "deepseek_v2"
     is_limited = is_sigmoid and hf_config.topk_group < hf_config.n_group
     return {
-        # A list makes checkpoints keep layers apart, as layers that differ need it.
+        # Layers differ, so checkpoints must store them separately. A list makes Megatron do so.
         "moe_layer_freq": [0] * shape.num_dense + [1] * (shape.num_layers - shape.num_dense) if shape.num_dense else 1,
         "moe_shared_expert_intermediate_size": shape.shared_ffn,
         "moe_router_score_function": "sigmoid" if is_sigmoid else "softmax",
@@ -53,17 +53,17 @@ def routing(shape: ModelShape, hf_config: Any) -> dict[str, Any]:
 
 
 def set_parts(attention: Any) -> None:
-    """Set the parts of a layer's attention that Megatron's local ones compute wrong.
+    """Replace the modules of a layer's attention that Megatron's local spec gets wrong.
 
-    Its column-parallel matrices to the latents lose the other ranks' part of the gradient of the keys' rotary part: logits are
-    right, gradients are not. modelopt's Linear is whole on every rank.
+    Megatron's column-parallel projections to the latents lose the other ranks' share of the gradient of the keys' rotary part:
+    logits are right, gradients are wrong. modelopt's Linear is replicated on every rank.
     """
     attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
     attention.q_layernorm = attention.kv_layernorm = RMSNorm
 
 
 def set_rotary(model: GPTModel, hf_config: Any) -> None:
-    """Give every layer angles by transformers' own arithmetic, YaRN's scaling included."""
+    """Set every layer's rotary angles from transformers' own code, including YaRN scaling."""
     theirs = LlamaRotaryEmbedding(hf_config)
     rotary = Rotary(theirs.inv_freq.float(), theirs.attention_scaling)
     for layer in model.decoder.layers:
@@ -71,18 +71,18 @@ def set_rotary(model: GPTModel, hf_config: Any) -> None:
 
 
 class Rotary(PackedRotary):
-    """Angles, and what cosine and sine are multiplied by."""
+    """Rotary angles, and the scale of cosine and sine."""
 
     def __init__(self, inv_freq: Tensor, scale: float) -> None:
         super().__init__(inv_freq)
         self.scale = scale
 
-    def forward(self, position_ids: Tensor, **kwargs: Any) -> Any:  # -> [T, 1, rope_dim] and a number
+    def forward(self, position_ids: Tensor, **kwargs: Any) -> Any:  # -> ([T, 1, rope_dim], scale)
         return super().forward(position_ids)[:, 0], self.scale
 
 
 def biases_of(models: list[Any]) -> dict[str, Tensor]:
-    """Return the biases of all routers by local name, in fp32 again if the model was cast since it was built."""
+    """Return the expert biases of all routers by local name, in fp32 even if the model was cast after it was built."""
     for model in models:
         for router in routers_of(model):
             router._maintain_float32_expert_bias()

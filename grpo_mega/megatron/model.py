@@ -1,8 +1,8 @@
-"""Build this rank's model chunks: one GPTModel each, from a Hugging Face config and the layout.
+"""Build this rank's model chunks from a Hugging Face config and the layout. Each chunk is a GPTModel.
 
-With Transformer Engine on a GPU the layers are TE's; elsewhere they are Megatron's local ones with the parts of attention.py.
-The last chunk returns hidden states, complete on every tensor-parallel rank; log-probs are computed from these and the output
-weight. Parameters are not initialised here: weights.apply fills every one of them, from a checkpoint or from a seed.
+With Transformer Engine on a GPU the layers are TE's. Otherwise they are Megatron's local layers with the modules of
+attention.py. The last chunk returns hidden states, complete on every tensor-parallel rank. Log-probs are computed from them and
+the output weight. Parameters are not initialized here: weights.apply fills all of them from a checkpoint or from a seed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def uses_transformer_engine(shape: ModelShape, runtime: Runtime) -> bool:
 
 
 def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Config, runtime: Runtime) -> list[GPTModel]:
-    """Return this rank's model chunks, first to last; there is one without virtual pipeline parallelism."""
+    """Return this rank's model chunks, first to last. Without virtual pipeline parallelism there is one."""
     if shape.num_experts:
         compat.patch_moe()
     if shape.kv_lora:
@@ -109,15 +109,15 @@ def transformer_config(
         use_cpu_initialization=not is_cuda,
         perform_initialization=False,
         gradient_accumulation_fusion=in_use(runtime.device).fuses_weight_gradients and not shape.shared_ffn,
-        # These two are compiled for CUDA.
+        # Megatron compiles the two bias fusions for CUDA.
         bias_dropout_fusion=is_cuda,
         bias_activation_fusion=is_cuda,
         apply_rope_fusion=use_te,
-        # The loss is already divided by global counts: Megatron must only sum over micro-batches and ranks.
+        # The loss is already divided by global counts, so Megatron must only sum over micro-batches and ranks.
         calculate_per_token_loss=True,
-        # On gloo an output may be freed before it was sent to the next stage: random wrong losses.
+        # With gloo an output may be freed before it is sent to the next stage. Losses are then randomly wrong.
         deallocate_pipeline_outputs=is_cuda,
-        # On gloo, with interleaving at pp=2, batched p2p swaps previous and next stage.
+        # With gloo and interleaving at pp=2, batched p2p swaps the previous and the next stage.
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
         **_RECOMPUTE[config.model.recompute],
@@ -125,14 +125,14 @@ def transformer_config(
 
 
 def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runtime) -> dict[str, Any]:
-    """Return Megatron's settings of an MoE model: routing as in the Hugging Face model; `Routers` does the rest."""
+    """Return Megatron's settings for an MoE model. They route as the Hugging Face model does; `Routers` does the rest."""
     if not shape.num_experts:
         return {}
     return {
         "num_moe_experts": shape.num_experts,
         "moe_ffn_hidden_size": shape.moe_ffn,
         "moe_router_topk": hf_config.num_experts_per_tok,
-        # A softmax over the chosen experts equals one over all experts, normalised over the chosen.
+        # A softmax over the chosen experts equals a softmax over all experts, renormalized over the chosen ones.
         "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
         **routers.settings(config.model.router),
         "moe_grouped_gemm": config.model.grouped_experts,
@@ -144,7 +144,7 @@ def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runt
 
 
 def _uneven_stages(shape: ModelShape, runtime: Runtime) -> list[list[str]] | None:
-    """Return Megatron's list of the parts of each chunk; None if its own even division does."""
+    """Return Megatron's list of the parts of each chunk; None if Megatron's even division is right."""
     sizes = runtime.layout.chunk_sizes(shape.num_layers)
     if len(set(sizes)) == 1:
         return None
@@ -178,7 +178,7 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     _mark_partitions(model)
     if model.post_process:
         model.output_layer.forward = partial(_forward_hidden, model.output_layer)
-    # By transformers' own arithmetic, for the rope types that preflight accepts.
+    # transformers computes the frequencies, for every rope type that preflight accepts.
     inv_freq = (Glm4MoeRotaryEmbedding if shape.model_type == "glm4_moe" else LlamaRotaryEmbedding)(hf_config).inv_freq.float()
     if shape.kv_lora:
         latent.set_rotary(model, hf_config)
@@ -190,14 +190,14 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
 
 
 def output_weight(model: GPTModel) -> Any:
-    """Return the last chunk's output weight [padded_vocab / tp, hidden], which is the embedding's if the two are tied."""
+    """Return the last chunk's output weight [padded_vocab / tp, hidden]. If tied, it is the embedding's weight."""
     return model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else model.output_layer.weight
 
 
 def parameters_of(models: Sequence[Any], holding: RankShards) -> dict[str, torch.Tensor]:
-    """Return every parameter by its local name; assert that the family's table and the model agree on names and shapes.
+    """Return every parameter by its local name. Assert that the family's table and the model agree on names and shapes.
 
-    Routers' biases are no parameters: `latent.biases_of` has them.
+    The expert biases of routers are buffers, not parameters: see `latent.biases_of`.
     """
     holding = {name: tensor for name, tensor in holding.items() if not name.endswith(latent.BIAS)}
     parameters = {f"chunk{i}.{name}": p for i, model in enumerate(models) for name, p in model.named_parameters()}
@@ -208,9 +208,9 @@ def parameters_of(models: Sequence[Any], holding: RankShards) -> dict[str, torch
 
 
 def _forward_hidden(layer: ColumnParallelLinear, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """Replace the output layer's forward: return hidden states, complete on every rank, with gradients summed over tp.
+    """Replace the output layer's forward: return hidden states, complete on every rank, and sum their gradients over tp.
 
-    The layer must still be called as a module, since Megatron waits there for a gather of its parameters.
+    The layer must still be called as a module, because Megatron waits there for the gather of its parameters.
     """
     if layer.sequence_parallel:
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.tp_group), None
@@ -218,8 +218,10 @@ def _forward_hidden(layer: ColumnParallelLinear, hidden: torch.Tensor, *args: An
 
 
 def _mark_partitions(model: GPTModel) -> None:
-    """Mark the weights that are sharded over tensor-parallel ranks. Megatron marks them only when it initialises them, and
-    counts unmarked ones in the gradient norm on the first rank only."""
+    """Mark the weights that are sharded over tensor-parallel ranks.
+
+    Megatron marks weights only when it initializes them, and its gradient norm counts unmarked weights only on the first rank.
+    """
     for module in model.modules():
         for kind, dim in ((ColumnParallelLinear, 0), (VocabParallelEmbedding, 0), (RowParallelLinear, 1)):
             if isinstance(module, kind) and module.weight is not None:

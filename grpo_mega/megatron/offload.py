@@ -1,14 +1,14 @@
 """Offload a policy to host memory and onload it again, so that trainer and engine can take turns on the same GPUs.
 
-Storages move, not tensors: a storage is copied to the host and shrunk to size 0, later resized and filled. Every tensor on it
-stays valid (Megatron's parameters, buckets and fp32 shards are views of a few large buffers), and a shared storage moves once.
-Gradients are dropped, and return as zeros. Host memory is allocated once and reused in every step; with CUDA it is pinned, and
-copies run on a separate stream. On a CPU, device and host are both RAM.
+Storages move, not tensors. A storage is copied to the host and shrunk to size 0; later it is resized and filled. Every tensor
+on it stays valid (Megatron's parameters, buckets and fp32 shards are views of a few large buffers), and a shared storage moves
+once. Gradients are dropped and return as zeros. Host memory is allocated once and reused in every step. With CUDA it is pinned,
+and copies run on a separate stream. On a CPU, device and host are both RAM.
 
-Of Megatron's own functions only those for gradient buffers fit. `MegatronOptimizer.offload_to_cpu` copies tensor by tensor into
-new pageable memory, gives fp32 master shards storages of their own (they are views of fp32 weights) and does nothing without
-CUDA; `offload_to_cpu` of parameter buffers needs CUDA and does not return the freed memory to the device;
-`optimizer_cpu_offload` is for optimizer steps on the CPU.
+Megatron's own functions fit only for gradient buffers. `MegatronOptimizer.offload_to_cpu` copies tensor by tensor into new
+pageable memory, gives fp32 master shards separate storages (they are views of fp32 weights) and does nothing without CUDA.
+`offload_to_cpu` of parameter buffers needs CUDA and does not return the freed memory to the device. `optimizer_cpu_offload` is
+for optimizer steps on the CPU.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor, UntypedStorage
 
 from grpo_mega.megatron.optimizer import wait_for_param_gather
 
-CHUNK_BYTES = 256 << 20  # of host memory: torch rounds pinned allocations up to a power of two, which could double a large one
-ALIGNMENT = 512  # of each storage's bytes on the host
+CHUNK_BYTES = 256 << 20  # torch rounds pinned allocations up to a power of two, and could double a larger one
+ALIGNMENT = 512  # each storage starts at a multiple of this many bytes on the host
 
 
 def storages_of(tensors: Iterable[Tensor], *, but_of: Iterable[Tensor] = ()) -> list[UntypedStorage]:
-    """Return the non-empty storages under `tensors`, each once, without those under `but_of`."""
+    """Return the non-empty storages under `tensors`, each once, without the storages under `but_of`."""
     storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
     for other in but_of:
         storages.pop(other.untyped_storage().data_ptr(), None)
@@ -35,11 +35,11 @@ def storages_of(tensors: Iterable[Tensor], *, but_of: Iterable[Tensor] = ()) -> 
 
 
 class HostCopy:
-    """A copy of device storages in host memory; the memory is kept for the next copy."""
+    """A copy of device storages in host memory. The next copy reuses the memory."""
 
     def __init__(self, stream: Any, *, is_pinned: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
         assert chunk_bytes % ALIGNMENT == 0
-        self.taken: list[tuple[UntypedStorage, int]] = []  # with their numbers of bytes
+        self.taken: list[tuple[UntypedStorage, int]] = []  # copied storages and their sizes in bytes
         self._stream, self._is_pinned, self._chunk_bytes = stream, is_pinned, chunk_bytes
         self._chunks: list[Tensor] = []
 
@@ -58,7 +58,7 @@ class HostCopy:
                 host.copy_(device, non_blocking=True)
 
     def put(self) -> Any:
-        """Copy the bytes back into their storages in the same way; wait for the returned event before you use them."""
+        """Copy the bytes back into their storages on the copy stream. Wait for the returned event before you use them."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for device, host in self._pieces():
@@ -66,7 +66,7 @@ class HostCopy:
         return self._stream.record_event()
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield all bytes as pairs of (device, host) slices, cut at the ends of chunks."""
+        """Yield all bytes as pairs of (device, host) slices, split at chunk boundaries."""
         begin = 0
         for storage, nbytes in self.taken:
             assert storage.nbytes() == nbytes, (storage.nbytes(), nbytes)
@@ -80,7 +80,7 @@ class HostCopy:
             begin += _aligned(nbytes)
 
     def _reserve(self, nbytes: int) -> None:
-        """Allocate chunks for `nbytes` bytes; only the last may be short, and is replaced when more is needed."""
+        """Allocate chunks for `nbytes` bytes. Only the last chunk may be short. It is replaced when more memory is needed."""
         if nbytes <= self.nbytes:
             return
         del self._chunks[self.nbytes // self._chunk_bytes :]
@@ -90,20 +90,20 @@ class HostCopy:
 
 
 class Movable:
-    """Storages that are on the device or, with their contents in `copy`, on the host."""
+    """Storages that are on the device, or on the host with their contents in `copy`."""
 
     def __init__(self, stream: Any, *, is_pinned: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.copy = HostCopy(stream, is_pinned=is_pinned, chunk_bytes=chunk_bytes)
         self.is_away = False
         self._stream = stream
-        self._arrival: Any = None  # event of a copy that is under way to the device
+        self._arrival: Any = None  # event of a copy to the device that may still be running
 
     def offload(self, storages: Sequence[UntypedStorage]) -> None:
-        """Move the storages to the host unless they are there. On return nothing uses the device memory any more."""
+        """Move the storages to the host unless they are already there. On return nothing uses the device memory."""
         if self.is_away:
             return
         assert all(s.resizable() for s in storages), (
-            "numpy() was called on a tensor of these storages, which pins them for good"
+            "numpy() was called on a tensor of these storages, so they can never be resized"
         )
         self.copy.take(storages)
         self._stream.synchronize()
@@ -127,7 +127,7 @@ class Movable:
 
 
 class PolicyMemory:
-    """A policy's weights, gradients and optimizer state, on the device or offloaded. Repeated calls do nothing."""
+    """The weights, gradients and optimizer state of a policy, on the device or offloaded. Repeated calls do nothing."""
 
     def __init__(
         self,
@@ -137,9 +137,11 @@ class PolicyMemory:
         *,
         is_cuda: bool,
     ) -> None:
-        """`chunks` are wrapped for data parallelism. `weights()` and `optimizer_state()` return the current tensors: Adam
-        makes its moments at its first step, a restore replaces them, and weights in FP8 get transposed copies when they are
-        used."""
+        """`chunks` are wrapped for data parallelism. `weights()` and `optimizer_state()` return the current tensors.
+
+        The tensors change: Adam makes its moments at its first step, a restore replaces them, and FP8 weights get transposed
+        copies when they are used.
+        """
         self._chunks, self._weights, self._optimizer_state = chunks, weights, optimizer_state
         self._stream, self._is_cuda = torch.cuda.Stream(), is_cuda
         self._moved_weights = Movable(self._stream, is_pinned=is_cuda)
@@ -156,8 +158,7 @@ class PolicyMemory:
         return sum(s.nbytes() for s in storages_of(tensors))
 
     def offload_optimizer(self) -> None:
-        """Drop the gradients and Transformer Engine's FP8 copies; offload the optimizer's state. After an update, before a
-        sync."""
+        """Drop the gradients and TE's FP8 copies, and offload the optimizer's state. Call it after an update, before a sync."""
         before = self.device_bytes
         for chunk in self._chunks:
             chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
@@ -166,7 +167,7 @@ class PolicyMemory:
         self._give_back(before)
 
     def offload_weights(self) -> None:
-        """Offload the weights, once no gather writes them any more. After a sync."""
+        """Offload the weights once no gather writes to them. Call it after a sync."""
         if self.has_weights:
             wait_for_param_gather(self._chunks)
         before = self.device_bytes
@@ -177,18 +178,18 @@ class PolicyMemory:
         self._moved_weights.onload()
 
     def onload_optimizer(self) -> None:
-        """Onload the optimizer's state and wait for it; do not read the fp32 master weights before."""
+        """Onload the optimizer's state and wait for it. Do not read the fp32 master weights earlier."""
         self._moved_optimizer.onload()
 
     def onload(self) -> None:
-        """Onload everything, gradients as zeros; the optimizer's state may still be under way until `onload_optimizer`."""
+        """Onload everything, with gradients as zeros. The optimizer's state may be incomplete until `onload_optimizer`."""
         self.onload_weights()
         for chunk in self._chunks:
             chunk.restore_grad_buffers(synchronize=False)
         self._moved_optimizer.begin_onload()
 
     def copy_weights(self, into: HostCopy | None = None) -> HostCopy:
-        """Return a copy of the current weights, for `with_weights`; in the host memory of `into`, if given."""
+        """Return a copy of the current weights for `with_weights`. If given, reuse the host memory of `into`."""
         copy = into or HostCopy(self._stream, is_pinned=self._is_cuda)
         copy.take(storages_of(self._weights()))
         self._stream.synchronize()
@@ -203,7 +204,7 @@ class PolicyMemory:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Let the weights be overwritten inside the context; then they are the policy's again, bit for bit, from the host."""
+        """Let the caller overwrite the weights inside the context. Then restore the policy's, bit for bit, from the host."""
         assert self.has_weights
         own = self._moved_weights.copy
         own.take(storages_of(self._weights()))
@@ -214,7 +215,7 @@ class PolicyMemory:
             torch.cuda.current_stream().wait_event(own.put())
 
     def _give_back(self, before: int) -> None:
-        """Return freed memory from the process to the device, where the engine can take it."""
+        """Return freed memory from the process to the device, so the engine can use it."""
         if self.device_bytes < before:
             torch.cuda.empty_cache()
 
@@ -224,7 +225,7 @@ def _buffers(chunk: Any) -> list[Any]:
 
 
 def _drop_fp8_weights(chunk: Any) -> None:
-    """Drop Transformer Engine's FP8 copies of the weights, which it makes again at the first micro-batch of a pass."""
+    """Drop Transformer Engine's FP8 copies of the weights. TE makes new copies at the first micro-batch of a pass."""
     for module in chunk.modules():
         getattr(module, "_fp8_workspaces", {}).clear()
 

@@ -1,4 +1,4 @@
-"""Data parallelism and the distributed optimizer around the model chunks; the learning-rate schedule."""
+"""Data parallelism and the distributed optimizer for the model chunks, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from grpo_mega.megatron.precision import DTYPES
 
 
 def wrap(chunks: list[GPTModel], layout: LayoutConfig, precision: PrecisionConfig) -> list[DistributedDataParallel]:
-    """Wrap the chunks with fp32 gradient buffers that are reduced over data-parallel ranks, and bf16 ones with Megatron's
-    casts."""
+    """Wrap the chunks with fp32 gradient buffers that are reduced over data-parallel ranks.
+
+    bf16 chunks also get Megatron's casts.
+    """
     config = chunks[0].config
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
@@ -38,15 +40,17 @@ def wrap(chunks: list[GPTModel], layout: LayoutConfig, precision: PrecisionConfi
 
 
 def _add_up_grads(model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
-    """Reduce as Megatron does, without its division: the loss is already normalised by global counts."""
+    """Reduce gradients as Megatron does, without its division: the loss is already normalized by global counts."""
     finalize_model_grads(model, None, **kwargs)
 
 
 def build(
     chunks: list[DistributedDataParallel], optimizer: OptimizerConfig, layout: LayoutConfig, precision: PrecisionConfig
 ) -> MegatronOptimizer:
-    """Return Adam with its state sharded over data-parallel ranks. The weights must be loaded: it copies them as fp32
-    masters."""
+    """Return Adam with its state sharded over data-parallel ranks.
+
+    The weights must already be loaded, because the optimizer copies them as fp32 masters.
+    """
     config = chunks[0].config
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -61,10 +65,10 @@ def build(
             params_dtype=config.params_dtype,
             use_distributed_optimizer=True,
             overlap_param_gather=layout.overlap_param_gather,
-            # How weights kept in FP8 are written. With bf16 weights, a recipe here would make Megatron treat them as FP8.
+            # Weights kept in FP8 are written by this recipe. With bf16 weights it would make Megatron treat them as FP8.
             fp8_recipe=precision.fp8_recipe if precision.fp8_parameters else None,
             use_precision_aware_optimizer=optimizer.moments_dtype != "float32",
-            # Checkpoints hold float32 masters; remainders beside bf16 weights would be saved as if their bits were numbers.
+            # Checkpoints hold float32 masters. Megatron would save remainders of bf16 weights as if their bits were numbers.
             store_param_remainders=False,
             exp_avg_dtype=DTYPES[optimizer.moments_dtype],
             exp_avg_sq_dtype=DTYPES[optimizer.moments_dtype],
@@ -76,7 +80,7 @@ def build(
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Return the rate of optimizer step `step` (from 0): linear warm-up, then constant, or decay to min_lr.
 
-    The decay would reach min_lr one step after the last, so that no step has a rate of 0.
+    The decay would reach min_lr one step after the last, so no step has a rate of 0.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -88,9 +92,9 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Set the learning rate and weight decay of each parameter group, which only Megatron's own scheduler would do.
+    """Set the learning rate and weight decay of each parameter group. Otherwise only Megatron's own scheduler sets them.
 
-    `wd_mult` is 0 for biases and parameters of one dimension (norms), and 1 for all matrices, embeddings included.
+    `wd_mult` is 0 for biases and one-dimensional parameters (norms), and 1 for all matrices, embeddings included.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_mult"]
@@ -98,13 +102,12 @@ def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> N
 
 
 def parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the optimizers of a chained one, or the optimizer itself."""
+    """Return the optimizers of a chained optimizer, or the optimizer itself."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def squared_norms(optimizer: MegatronOptimizer, group_of: Mapping[torch.Tensor, int], num_groups: int) -> torch.Tensor:
-    """Return [num_groups] float64: this rank's part of the squared gradient norm of each group; the sum over ranks is the
-    norm's.
+    """Return [num_groups] float64: this rank's part of the squared gradient norm of each group. Sum it over ranks.
 
     Call it after the gradients are reduced and before the step. As in Megatron's norm, duplicates on other ranks count once.
     """
@@ -121,10 +124,9 @@ def squared_norms(optimizer: MegatronOptimizer, group_of: Mapping[torch.Tensor, 
 
 
 def state_tensors(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
-    """Return the fp32 master shards (views of the weights if these are fp32) and Adam's moments, which exist after its first
-    step.
+    """Return the fp32 master shards and, after Adam's first step, its moments. Shards of fp32 weights are views of them.
 
-    Adam's `step` is left out: torch keeps it on the host, Transformer Engine with the parameter group.
+    Adam's `step` is left out: torch keeps it on the host, and Transformer Engine keeps it with the parameter group.
     """
     tensors: list[torch.Tensor] = []
     for part in parts(optimizer):
@@ -136,20 +138,20 @@ def state_tensors(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
 
 
 def main_parameters(optimizer: Any) -> list[torch.Tensor]:
-    """Return the fp32 masters; a precision-aware optimizer keeps them in its states, beside bf16 weights."""
+    """Return the fp32 masters. A precision-aware optimizer with bf16 weights keeps them in its state."""
     groups = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
     masters = [state["master_param"] for state in optimizer.optimizer.state.values() if "master_param" in state]
     return [*groups, *masters] or [torch.zeros(1)]
 
 
 def wait_for_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Wait until all parameters are up to date, if their gather after an optimizer step overlaps with later work."""
+    """Wait until all parameters are up to date, if the gather after an optimizer step overlaps with later work."""
     if any(chunk.ddp_config.overlap_param_gather for chunk in chunks):
         gather_parameters(chunks)
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Gather all parameters that were not gathered since the last backward pass: a second call costs nothing."""
+    """Gather all parameters that were not gathered since the last backward pass. A second call costs nothing."""
     for chunk in chunks:
         for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
             if group.param_gather_handle is not None or not group.param_gather_dispatched:
@@ -159,8 +161,8 @@ def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
 def separate_steps(optimizer: MegatronOptimizer) -> None:
     """Give each parameter its own step count after a load.
 
-    Megatron loads one step tensor for all; torch's Adam counts in place, so it would grow by the number of parameters per
-    update.
+    Megatron loads one step tensor for all parameters. torch's Adam counts in place, so a shared tensor would grow by the number
+    of parameters per update.
     """
     for part in parts(optimizer):
         for state in part.optimizer.state.values():

@@ -1,6 +1,6 @@
 """Run packed micro-batches through the pipeline: forward only, or forward and backward.
 
-Megatron's schedule runs the micro-batches and calls the caller's function with the last hidden states on the last stage. All
+Megatron's schedule runs the micro-batches. On the last stage it calls the caller's function with the last hidden states. All
 micro-batches of one call have the same number of tokens.
 """
 
@@ -29,15 +29,15 @@ class Pipeline:
     """This rank's model chunks (wrapped for data parallelism), ready to run micro-batches."""
 
     def __init__(self, chunks: Sequence[Any], *, uses_te: bool, routers: Routers | None = None) -> None:
-        """`routers` are those of a model that trains."""
+        """Pass `routers` for a model that trains."""
         self._chunks, self._routers = list(chunks), routers
         self._uses_te = uses_te
-        # Without this Megatron's casting wrapper copies the hidden states to fp32.
+        # Without this argument Megatron's casting wrapper copies the hidden states to fp32.
         self._model_kwargs = {"fp32_output": False} if chunks[0].config.bf16 else {}
 
     @torch.no_grad()
     def forward(self, batches: Sequence[PackedBatch], on_hidden: Callable[[Tensor, PackedBatch], T]) -> list[T]:
-        """Return `on_hidden(hidden_TH, batch)` of each micro-batch on the last stage; an empty list on the others."""
+        """Return `on_hidden(hidden_TH, batch)` for each micro-batch on the last stage; an empty list on other stages."""
 
         def output(batch: PackedBatch, out: Tensor, non_loss_data: bool) -> T:
             return on_hidden(out.squeeze(0), batch)
@@ -47,7 +47,7 @@ class Pipeline:
     def evaluate(
         self, mini_batches: Sequence[Sequence[PackedBatch]], on_hidden: Callable[[Tensor, PackedBatch], T]
     ) -> list[tuple[PackedBatch, T]]:
-        """Return each batch with its `on_hidden(hidden_TH, batch)`; nothing except on the last stage."""
+        """Return each batch with its `on_hidden(hidden_TH, batch)` on the last stage; an empty list on other stages."""
         pairs: list[tuple[PackedBatch, T]] = []
         for batches in mini_batches:
             values = self.forward(batches, on_hidden)
@@ -57,7 +57,7 @@ class Pipeline:
     def forward_backward(
         self, batches: Sequence[PackedBatch], on_hidden: Callable[[Tensor, PackedBatch], LossOutputs]
     ) -> list[LossOutputs]:
-        """Put the gradient of the sum of all losses, over micro-batches and data-parallel ranks, into the gradient buffers."""
+        """Write the gradient of the sum of all losses, over micro-batches and data-parallel ranks, to the gradient buffers."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
 
@@ -69,7 +69,7 @@ class Pipeline:
             return self._run(batches, loss, forward_only=False)
 
     def _run(self, batches: Sequence[PackedBatch], on_output: Callable[..., Any], **kwargs: Any) -> list[Any]:
-        """Return `on_output(batch, hidden states [1, T, hidden], ...)` of each micro-batch on the last stage."""
+        """Return `on_output(batch, hidden states [1, T, hidden], ...)` for each micro-batch on the last stage."""
 
         def forward_step(items: Iterator[Any], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch, params = next(items)
@@ -85,7 +85,7 @@ class Pipeline:
             data_iterator=[iter(items) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=len(batches),
-            seq_length=batches[0].num_tokens * batches[0].cp_size,  # of whole rows: the schedule divides it
+            seq_length=batches[0].num_tokens * batches[0].cp_size,  # tokens of a whole row; the schedule divides them by cp
             micro_batch_size=1,
             **kwargs,
         )
@@ -98,9 +98,9 @@ class Pipeline:
 
 
 def te_params(cu_seqlens: Tensor, cp_size: int) -> PackedSeqParams:
-    """Return what Transformer Engine's attention asks for: lengths of whole segments, of which a rank has 1 / cp_size.
+    """Return the parameters of Transformer Engine's attention: lengths of whole segments. A rank has 1 / cp_size of each.
 
-    With context parallelism it asks for padded lengths too, and padding is part of ours.
+    With context parallelism TE also needs padded lengths. They are equal, because our lengths include padding.
     """
     cuts = cu_seqlens * cp_size
     padded, longest = None if cp_size == 1 else cuts, int(cuts.diff().max())

@@ -1,8 +1,8 @@
-"""The policy: a Megatron model with its optimizer and, for a KL penalty, a reference, on this rank.
+"""The policy on this rank: a Megatron model with its optimizer and, for a KL penalty, a reference.
 
-The reference has the policy's layout; its weights stay in host memory and are swapped in while its log-probs are computed.
-Between updates `memory` can offload the policy itself to the host. Methods that need more than is on the device onload it,
-except `tensors`. Every method is collective: all ranks must call it together.
+The reference has the policy's layout. Its weights stay in host memory and are swapped in while its log-probs are computed.
+Between updates `memory` can offload the policy itself to the host. Methods onload the state that they need, except `tensors`.
+Every method is collective: all ranks must call it together.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ class Policy:
         _check_partitions(self.parameters, runtime, self._shards)
         self._layer_group = _layer_groups(self.models, shape.num_layers)
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision)
-        self.parameters |= biases_of(self.models)  # which are buffers
+        self.parameters |= biases_of(self.models)  # parameters_of leaves out biases, because they are buffers
         replay = Replay(self.models[0].config, shape, runtime) if config.rollout.routing_replay else None
         self.routers = Routers(self.models, config.model.router, runtime, shape.num_layers, replay)
         self.pipeline = Pipeline(self.chunks, uses_te=uses_te, routers=self.routers)
         self._optimizer: Any = None
-        self.algorithm: AlgorithmConfig = config.algorithm  # with the kl_beta of now, which algorithm.kl_target adapts
+        self.algorithm: AlgorithmConfig = config.algorithm  # has the current kl_beta, adapted to algorithm.kl_target
         self.optimizer_step = 0  # optimizer steps taken so far, without dropped mini-batches
         self.num_pushed = 0  # steps of this process that must change weights: past warm-up, with a gradient above 0
         self.memory = PolicyMemory(
             self.chunks, partial(held, self.parameters.values()), self._optimizer_state, is_cuda=runtime.device.is_cuda
         )
         self._reference: Reference | None = None
-        self.teachers: dict[str, Teacher] = {}  # by name; the models to distil from
+        self.teachers: dict[str, Teacher] = {}  # models to distill from, by name
         self._seen: list[tuple[PackedBatch, Tensor]] = []  # micro-batches of the current mini-batch, with their log-probs
         self.guard = Guard(config.precision.guard, shape.num_layers, config.rollout.mismatch_warn)
         self._layer_norms: list[list[float]] = []  # gradient norms of each optimizer step of the last update, by guard group
@@ -86,7 +86,7 @@ class Policy:
             "dp_rank": self._runtime.dp_rank,
             "cp_size": layout.cp,
             "cp_rank": self._runtime.cp_rank,
-            # Sequence parallelism cuts micro-batches into tp parts, and FP8 wants whole blocks.
+            # Sequence parallelism splits micro-batches into tp parts, and FP8 needs whole blocks.
             "length_multiple": length_multiple(self._config.precision, layout.tp),
             # Interleaved pipelines need whole rounds of micro-batches.
             "micro_batch_multiple": layout.pp if layout.vpp > 1 else 1,
@@ -99,21 +99,21 @@ class Policy:
         return [self._shards.rank_shards(rank) for rank in range(self._shards.world_size)]
 
     def shard_layout(self) -> ShardLayout:
-        """Return the slices of the policy that each rank holds, as plans of transfers take them."""
+        """Return the slices of the policy that each rank holds, in the form that transfer plans use."""
         return self._shards
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return this rank's parameters by the local names of its holding. They must be on the device."""
+        """Return this rank's parameters by local name. They must be on the device."""
         assert self.memory.has_weights, "the weights are on the host; call memory.onload_weights() first"
         optimizers.wait_for_param_gather(self.chunks)
         return PlainTensors(self.parameters)
 
     def load(self, read: Callable[[Box], Tensor]) -> None:
-        """Fill the weights from a checkpoint's slices, copy them as the reference if one is needed, and make the optimizer."""
+        """Fill the weights from a checkpoint's slices, copy them if a reference is needed, and create the optimizer."""
         self.load_weights(read)
         if self._config.algorithm.kl_beta > 0:
             self._reference = Reference(self.memory, self.parameters, self._config.algorithm)
-        # Only after the weights are filled: the optimizer copies them into its fp32 master shards.
+        # The optimizer copies the weights into its fp32 master shards, so they must be filled first.
         self._optimizer = optimizers.build(self.chunks, self._config.optimizer, self._config.layout, self._config.precision)
 
     def load_weights(self, read: Callable[[Box], Tensor]) -> None:
@@ -134,7 +134,7 @@ class Policy:
         checkpoint.save(folder, self.models, self._optimizer, counters, self._saved_reference())
 
     def restore(self, folder: Path) -> None:
-        """Resume from a checkpoint of any layout, after `load`. Raises ResumeError."""
+        """Resume from a checkpoint of any layout, after `load`. Raise ResumeError if it cannot be used."""
         self._onload_state()
         reference = self._saved_reference()
         counters = checkpoint.load(folder, self.models, self._optimizer, {"optimizer_step": 0, "guard": {}}, reference)
@@ -146,10 +146,13 @@ class Policy:
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of this rank's share of a checkpoint: weights with three fp32 numbers each, and a reference that
-        follows them, over their copies."""
+        """Return the size in bytes of this rank's share of a checkpoint.
+
+        Each weight has three fp32 numbers and, if the reference follows the policy, a reference value. Ranks with a copy of a
+        weight share the work.
+        """
         replicas, ep = self._runtime.layout.num_replicas, self._runtime.layout.ep
-        copies = {True: replicas, False: replicas // ep}  # by Megatron's mark: experts are not reduced over all replicas
+        copies = {True: replicas, False: replicas // ep}  # keyed by `allreduce`, which is False for experts
         of_reference = self._config.algorithm.saved_reference_bytes
         return sum(
             p.numel() * (p.element_size() + 12 + of_reference(p.element_size())) // copies[getattr(p, "allreduce", True)]
@@ -157,7 +160,7 @@ class Policy:
         )
 
     def fingerprint(self) -> str:
-        """Return a checksum over all ranks of the optimizer's fp32 weights; it depends on the layout."""
+        """Return a checksum of the optimizer's fp32 weights over all ranks. It depends on the layout."""
         self._onload_state()
         sums = [
             p.detach().double().sum() for part in optimizers.parts(self._optimizer) for p in optimizers.main_parameters(part)
@@ -174,8 +177,8 @@ class Policy:
         """Return the batches on the device, with old_ and ref_logprobs if the update needs them (on the last stage).
 
         `timed("logprobs")` and `timed("reference")` surround the two computations. With one optimizer step per rollout,
-        old_logprobs equal the update's own log-probs by definition: `update` then takes them from its forward pass, unless the
-        reward needs them before.
+        old_logprobs equal the update's own log-probs by definition, so `update` uses its forward pass, unless the reward needs
+        them earlier.
         """
         self.memory.onload_weights()
         batches = [[to_device(b, self._runtime.device.torch_device) for b in mini] for mini in mini_batches]
@@ -195,7 +198,7 @@ class Policy:
         return batches
 
     def update(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[StepMetrics]:
-        """Take all optimizer steps of one rollout; return the metrics of each."""
+        """Take all optimizer steps of one rollout. Return the metrics of each step."""
         self.memory.onload()
         algorithm = self._config.algorithm
         passes: list[StepMetrics] = []
@@ -205,7 +208,7 @@ class Policy:
                 self._seen = []
                 metrics = self._reduced(self.pipeline.forward_backward(batches, self._loss)) | self.routers.metrics()
                 limit = algorithm.early_stop_imp_ratio
-                if limit is not None and metrics["ratio/mean"] > limit:  # a NaN is no early stop
+                if limit is not None and metrics["ratio/mean"] > limit:  # NaN does not stop early
                     metrics |= {"dropped_mini_batches": 1.0, "nonfinite_mini_batches": 0.0}
                 else:
                     metrics |= self._optimizer_update(metrics["loss/total"], metrics["ratio/mean"])
@@ -213,31 +216,31 @@ class Policy:
         return passes
 
     def watch(self, step: int, mismatch: float) -> Sequence[str]:
-        """Let the guard judge the update of `step` and set the precision of the next one; return its messages for the log."""
+        """Let the guard judge the update of `step` and set the precision of the next step. Return its log messages."""
         messages = self.guard.observe(step, mismatch, self._layer_norms)
         set_level(self.models[0].config, self._config.precision, self.guard.level)
         return messages
 
     def adapt_kl(self, kl: float, num_samples: int) -> None:
-        """Set the weight of the KL penalty for the next step, after one with this kl/mean."""
+        """Set the weight of the KL penalty for the next step from this step's kl/mean."""
         self.restore_kl_beta(adapted_beta(self.algorithm.kl_beta, kl, num_samples, self.algorithm))
 
     def restore_kl_beta(self, kl_beta: float) -> None:
         self.algorithm = self.algorithm.model_copy(update={"kl_beta": kl_beta})
 
     def refresh_reference(self) -> None:
-        """Make the reference the policy, or the average that algorithm.ref_model_mixup_alpha says."""
+        """Set the reference to the policy, or to the average that algorithm.ref_model_mixup_alpha defines."""
         assert self._reference is not None, "there is no reference without algorithm.kl_beta"
         self.memory.onload_weights()
         optimizers.wait_for_param_gather(self.chunks)
         self._reference.refresh()
 
     def _saved_reference(self) -> dict[str, Tensor]:
-        """Return the reference as checkpoints have it; nothing if it stays the start model."""
+        """Return the reference for a checkpoint; an empty dict if the reference stays the start model."""
         return self._reference.tensors() if self._reference and self._config.algorithm.ref_model_sync_steps else {}
 
     def _optimizer_update(self, *totals: float) -> StepMetrics:
-        """Take one optimizer step; drop the mini-batch instead if one of `totals` or the gradient is not finite."""
+        """Take one optimizer step. Drop the mini-batch instead if one of `totals` or the gradient is not finite."""
         self._optimizer.prepare_grads()
         squares = optimizers.squared_norms(self._optimizer, self._layer_group, num_groups(self._shape.num_layers))
         self._layer_norms.append(self._runtime.sum(squares).sqrt().tolist())
@@ -257,7 +260,7 @@ class Policy:
         return {"grad_norm": grad_norm, "lr": lr, "dropped_mini_batches": 0.0, "nonfinite_mini_batches": 0.0}
 
     def _find_nonfinite(self) -> set[int]:
-        """Return the samples of the mini-batch, on any rank, with a log-prob or advantage that is not finite."""
+        """Return the indices of samples, on any rank, with a log-prob or advantage that is not finite."""
         mine: set[int] = set()
         for batch, logprobs in self._seen:
             own = (logprobs, batch.old_logprobs, batch.ref_logprobs, batch.teacher_logprobs, batch.advantages)
@@ -271,11 +274,11 @@ class Policy:
         return set().union(*by_rank)
 
     def _evaluate(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[tuple[PackedBatch, Tensor]]:
-        """Return each batch with its log-probs [T] under the current weights; nothing except on the last stage."""
+        """Return each batch with its log-probs [T] under the current weights; an empty list except on the last stage."""
         return self.pipeline.evaluate(mini_batches, lambda hidden_TH, batch: self._logprobs(hidden_TH, batch)[0])
 
     def _logprobs(self, hidden_TH: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs and, if configured, entropies [T] of the tokens in the loss; 0 for the others."""
+        """Return log-probs and, if configured, entropies [T] of the tokens in the loss; 0 for other tokens."""
         weight_VH = output_weight(self.models[-1])
         return vocab_parallel_logprobs(
             hidden_TH,
@@ -286,12 +289,12 @@ class Policy:
             tp_group=self._runtime.tp_group if self._runtime.layout.tp > 1 else None,
             with_entropy=self._config.algorithm.calculate_entropy,
             needed_T=batch.loss_mask > 0,
-            # If gradient reductions overlap with the backward, Megatron requires that autograd returns the gradient.
+            # If gradient reductions overlap with the backward pass, Megatron requires that autograd returns the gradient.
             weight_grad_VH=None if self._config.layout.overlap_grad_reduce else weight_VH.main_grad,
         )
 
     def _teacher_kl(self, hidden_TH: Tensor, batch: PackedBatch) -> Tensor | None:
-        """Return the KL over the vocabulary of each token [T] and its teacher; None unless it is configured."""
+        """Return the KL between policy and teacher over the vocabulary, per token [T]; None if it is not configured."""
         if batch.teacher_hidden is None:
             return None
         weight_VH, of_teachers = output_weight(self.models[-1]), []
@@ -315,7 +318,7 @@ class Policy:
     def _loss(self, hidden_TH: Tensor, batch: PackedBatch) -> LossOutputs:
         logprobs, entropy = self._logprobs(hidden_TH, batch)
         self._seen.append((batch, logprobs.detach()))
-        if batch.old_logprobs is None:  # the only optimizer step of the rollout: equal by definition
+        if batch.old_logprobs is None:  # with one optimizer step per rollout they are equal by definition
             batch.old_logprobs = logprobs.detach()
         return policy_loss(
             LossInputs(
@@ -340,9 +343,9 @@ class Policy:
         )
 
     def _reduced(self, outputs: list[LossOutputs]) -> StepMetrics:
-        """Return the metrics of a mini-batch, the same on all ranks; of each tensor-parallel group one rank contributes."""
+        """Return the metrics of a mini-batch, identical on all ranks. One rank per tensor-parallel group contributes."""
         device, algorithm = self._runtime.device.torch_device, self.algorithm
-        # Ranks that compute no loss learn the names of the metrics from a masked token, which adds 0 to each.
+        # Ranks that compute no loss get the names of the metrics from a masked token. It adds 0 to each metric.
         masked = LossInputs.of_masked_token(
             has_reference=bool(self._reference),
             has_entropy=algorithm.calculate_entropy,
@@ -363,13 +366,13 @@ class Policy:
 
 
 def policy_shards(family: Family, shape: ModelShape, config: Config, runtime: Runtime) -> ShardLayout:
-    """Return the slices of the policy that each rank of the layout holds, as plans of transfers take them."""
+    """Return the slices of the policy that each rank of the layout holds, in the form that transfer plans use."""
     names = {"fused_norms": uses_transformer_engine(shape, runtime), "grouped_experts": config.model.grouped_experts}
     return megatron_shards(family, shape, runtime.layout, **names)
 
 
 def _layer_groups(models: Sequence[Any], num_layers: int) -> dict[Tensor, int]:
-    """Return the guard's group of each parameter: 0 for the embedding, then one per decoder layer, then one for the rest."""
+    """Return each parameter's guard group: 0 for the embedding, then one per decoder layer, then one for the rest."""
     groups: dict[Tensor, int] = {}
     for model in models:
         groups |= dict.fromkeys(model.parameters(), num_layers + 1)
@@ -381,7 +384,7 @@ def _layer_groups(models: Sequence[Any], num_layers: int) -> dict[Tensor, int]:
 
 
 def _check_partitions(parameters: Mapping[str, Tensor], runtime: Runtime, shards: ShardLayout) -> None:
-    """Assert that exactly the sharded parameters are marked: the gradient norm counts unmarked ones on one rank only."""
+    """Assert that exactly the sharded parameters are marked. The gradient norm counts unmarked ones on one rank only."""
     group = dist.get_process_group_ranks(runtime.tp_group)
     if len(group) == 1:
         return

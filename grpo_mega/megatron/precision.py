@@ -1,9 +1,9 @@
-"""FP8 by Transformer Engine: Megatron's settings for a config, which layers stay in bf16, and weights kept in FP8.
+"""FP8 through Transformer Engine: Megatron's settings, layers that stay in bf16, and weights kept in FP8.
 
-Norms, router, embedding and output layer are always in bf16; log-probs, loss and reductions in fp32.
+Norms, router, embedding and output layer are always in bf16. Log-probs, loss and reductions are in fp32.
 
-A weight kept in FP8 wraps its data, scales and transposed copy. Slicing it makes a copy, and writing into the slice changes
-nothing: all code that reads or writes slices must use `PlainTensors` and `write_back`.
+A weight kept in FP8 wraps its data, scales and transposed copy. Slicing it makes a copy, and writing to the slice changes
+nothing. All code that reads or writes slices must use `PlainTensors` and `write_back`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def megatron_settings(precision: PrecisionConfig) -> dict[str, Any]:
-    """Return fields of Megatron's config."""
+    """Return the FP8 fields of Megatron's config."""
     if precision.fp8 is None:
         return {}
     return {
@@ -47,14 +47,14 @@ def megatron_settings(precision: PrecisionConfig) -> dict[str, Any]:
 def forget_fp8_state() -> None:
     """Drop Transformer Engine's global state of delayed scaling, which outlives a model.
 
-    Its maxima are reduced in groups that the next arrangement of the ranks does not have.
+    Its maxima are reduced in process groups that the next arrangement of the ranks does not have.
     """
     if HAVE_TE:
         FP8GlobalStateManager.reset()
 
 
 def set_level(config: TransformerConfig, precision: PrecisionConfig, level: Level) -> None:
-    """Set the layers that compute in bf16 from the next pass on: those of the config, and those that the guard adds."""
+    """Set the layers that compute in bf16 from the next pass on: the config's layers and the layers that the guard adds."""
     if precision.fp8 is None:
         return
     added = {Level.AS_CONFIGURED: 0, Level.ENDS: precision.guard.layers, Level.ALL: config.num_layers}[level]
@@ -66,7 +66,7 @@ def set_level(config: TransformerConfig, precision: PrecisionConfig, level: Leve
 
 @contextmanager
 def in_bf16(config: TransformerConfig) -> Iterator[None]:
-    """Compute every layer in bf16 inside the context: Megatron reads its config in each forward pass."""
+    """Compute every layer in bf16 inside the context. Megatron reads its config in each forward pass."""
     before = config.first_last_layers_bf16, config.num_layers_at_start_in_bf16
     config.first_last_layers_bf16, config.num_layers_at_start_in_bf16 = True, config.num_layers
     try:
@@ -76,7 +76,7 @@ def in_bf16(config: TransformerConfig) -> Iterator[None]:
 
 
 class PlainTensors(Mapping[str, Tensor]):
-    """Parameters by name, quantised ones dequantised; one dequantised copy is held at a time."""
+    """Parameters by name, dequantized where needed. Only one dequantized copy exists at a time."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
@@ -87,7 +87,7 @@ class PlainTensors(Mapping[str, Tensor]):
         if not is_float8tensor(p):
             return p
         if self._last is None or self._last[0] != name:
-            self._last = None  # free it before the next is made
+            self._last = None  # free the last copy before making the next
             self._last = name, p.dequantize(dtype=p.dtype)
         return self._last[1]
 
@@ -100,9 +100,9 @@ class PlainTensors(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def write_back(parameter: Any, values: Tensor) -> None:
-    """Quantise `values` into the parameter; an optimizer made later takes its masters from the values themselves."""
+    """Quantize `values` into the parameter. An optimizer created later reads its masters from the unquantized values."""
     if hasattr(parameter._quantizer, "amax"):
-        # With delayed scaling it is the maximum of uninitialised memory, which would determine later scales.
+        # With delayed scaling, amax is the maximum of uninitialized memory and would determine later scales.
         parameter._quantizer.amax.zero_()
     parameter.copy_(values)
     parameter._high_precision_init_val = values.cpu()
@@ -110,10 +110,10 @@ def write_back(parameter: Any, values: Tensor) -> None:
 
 @torch.no_grad()
 def is_rounded_from(parameter: Any, start: int, end: int) -> Callable[[Tensor], bool]:
-    """Return a function that tests if fp32 masters belong to `parameter.view(-1)[start:end]` as it is now.
+    """Return a function that tests if fp32 masters belong to the current values of `parameter.view(-1)[start:end]`.
 
-    Plain weights equal their masters in the weights' dtype, bit for bit. Quantised ones were rounded twice, by the optimizer
-    and when a checkpoint was loaded: they are within one FP8 step of their masters.
+    Plain weights equal their masters in the weights' dtype, bit for bit. Quantized weights were rounded twice, by the optimizer
+    and when a checkpoint was loaded, so they are within one FP8 step of their masters.
     """
     if not is_quantised(parameter):
         weights = parameter.detach().view(-1)[start:end].clone()
@@ -122,7 +122,7 @@ def is_rounded_from(parameter: Any, start: int, end: int) -> Callable[[Tensor], 
     weights = parameter.dequantize(dtype=torch.float32).view(-1)[start:end]
     metadata = parameter.get_metadata()
     scale = next(metadata[name] for name in ("fp8_scale_inv", "rowwise_scale_inv") if metadata.get(name) is not None)
-    smallest = float(scale.max()) * 2**-9  # the step of FP8's subnormal numbers, of e4m3
+    smallest = float(scale.max()) * 2**-9  # distance between subnormal numbers of e4m3
 
     def is_near(masters: Tensor) -> bool:
         masters = masters.detach().view(-1).float()
@@ -136,7 +136,7 @@ def is_quantised(parameter: Tensor) -> bool:
 
 
 def held(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that hold the bytes of plain and quantised parameters."""
+    """Return the tensors that hold the bytes of plain and quantized parameters."""
     tensors: list[Tensor] = []
     for p in parameters:
         tensors += [v for v in p.get_metadata().values() if isinstance(v, Tensor)] if is_quantised(p) else [p]  # type: ignore[attr-defined]

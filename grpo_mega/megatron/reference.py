@@ -1,8 +1,8 @@
-"""The reference of the KL penalty: weights in host memory, at first the start model's, which can follow the policy.
+"""The reference of the KL penalty: weights in host memory. They start as the start model's and can follow the policy.
 
-DeepSeekMath (arXiv 2402.03300), algorithm 1, and TRL's `sync_ref_model`: a refresh makes it alpha * policy + (1 - alpha) *
-reference, alpha = algorithm.ref_model_mixup_alpha. At alpha 1 it is the policy, bit for bit; below, its
-average is kept in fp32.
+A refresh sets them to alpha * policy + (1 - alpha) * reference, alpha = algorithm.ref_model_mixup_alpha (DeepSeekMath, arXiv
+2402.03300, algorithm 1, and TRL's `sync_ref_model`). At alpha 1 they equal the policy, bit for bit. Below 1 the average is kept
+in fp32.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from grpo_mega.megatron.offload import PolicyMemory
 
 class Reference:
     def __init__(self, memory: PolicyMemory, parameters: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> None:
-        """Copy the current weights; they must be on the device here and in every method."""
-        self.weights = memory.copy_weights()  # for PolicyMemory.with_weights
+        """Copy the current weights. They must be on the device here and in every method."""
+        self.weights = memory.copy_weights()  # input of PolicyMemory.with_weights
         self._memory, self._parameters, self._alpha = memory, parameters, algorithm.ref_model_mixup_alpha
         self._average = self._copied(torch.float32) if algorithm.averages_reference else None
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Follow the policy by one refresh."""
+        """Update the reference from the policy once."""
         if self._average is None:
             self._memory.copy_weights(self.weights)
             return
@@ -34,8 +34,7 @@ class Reference:
         self._put(self._average)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps, on the host, by the parameters' names: the fp32 average, else copies of the
-        weights."""
+        """Return the tensors for a checkpoint, on the host, by parameter name: the fp32 average, else copies of the weights."""
         if self._average is not None:
             return self._average
         with self._memory.with_weights(self.weights):
@@ -43,7 +42,7 @@ class Reference:
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the tensors of a checkpoint."""
+        """Load the tensors of a checkpoint."""
         if self._average is not None:
             self._average = {name: tensor.to("cpu", torch.float32) for name, tensor in tensors.items()}
         self._put(tensors)

@@ -1,11 +1,11 @@
-"""Build and run one rank of a layout without the others: real Megatron on fake tensors, in a fake process group.
+"""Build and run one rank of a layout without the other ranks: real Megatron on fake tensors, in a fake process group.
 
 `python -m grpo_mega.megatron.rehearsal` reads requests from stdin, one line of JSON each: config, model (the fields of its
-config.json), rank, world_size, num_batches, num_tokens (per micro-batch) and segment (tokens per sample). For each it prints a
-line of JSON with its counts: parameters, the bytes that this rank sends by group and kind, and the most bytes that autograd
-keeps for the backward pass. No memory is allocated for tensors and nothing is computed, so a rank of a 70B model takes
-seconds; tokens of an MoE model, which have no values to go by, are spread evenly over the experts. It needs a process of its
-own, since it replaces functions of torch.distributed for good.
+config.json), rank, world_size, num_batches, num_tokens (per micro-batch) and segment (tokens per sample). For each request it
+prints a line of JSON with its counts: parameters, the bytes that this rank sends by group and kind, and the peak bytes that
+autograd keeps for the backward pass. No memory is allocated for tensors and nothing is computed, so a rank of a 70B model takes
+seconds. Tokens of an MoE model have no values to route by, so they are spread evenly over the experts. Run it in a separate
+process, because it replaces functions of torch.distributed permanently.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class _Done:
 
 
 class Counted:
-    """Count the bytes that this rank sends to others with ring algorithms, by the participating ranks."""
+    """Count the bytes that this rank sends to other ranks with ring algorithms, by participating ranks."""
 
     def __init__(self) -> None:
-        self.sent: Counter[tuple[tuple[int, ...], str, bool]] = Counter()  # the last: between context-parallel ranks
+        self.sent: Counter[tuple[tuple[int, ...], str, bool]] = Counter()  # keys: ranks, function, is context-parallel
 
     def add(self, group: dist.ProcessGroup | None, name: str, num_bytes: float) -> None:
         ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
@@ -50,7 +50,7 @@ class Counted:
             self.sent[tuple(ranks), name, group is not None and group.group_desc == CONTEXT] += int(num_bytes)
 
     def install(self) -> None:
-        """Replace the functions of torch.distributed; before Megatron imports them by name."""
+        """Replace the functions of torch.distributed. Call it before Megatron imports them by name."""
         for name, share in (
             ("all_reduce", lambda n, tensor: 2 * _bytes(tensor) * (n - 1) / n),
             ("broadcast", lambda n, tensor: _bytes(tensor)),
@@ -58,14 +58,14 @@ class Counted:
             ("_all_gather_base", lambda n, output, given: _bytes(given) * (n - 1)),
             ("reduce_scatter_tensor", lambda n, output, given: _bytes(given) * (n - 1) / n),
             ("_reduce_scatter_base", lambda n, output, given: _bytes(given) * (n - 1) / n),
-            ("reduce_scatter", lambda n, output: _bytes(output) * (n - 1)),  # of a list, which is not among the tensors
+            ("reduce_scatter", lambda n, output: _bytes(output) * (n - 1)),  # its input is a list, not a tensor
             ("all_to_all_single", lambda n, output, given, *sizes: _bytes(given) * (n - 1) / n),
         ):
             setattr(dist, name, self._collective(name, share))
-        setattr(dist, "batch_isend_irecv", self._batch)  # noqa: B010  # of another type
+        setattr(dist, "batch_isend_irecv", self._batch)  # noqa: B010  # setattr allows a replacement of another type
         for name in ("isend", "irecv", "send", "recv"):
             setattr(dist, name, self._point_to_point(name))
-            setattr(dist.distributed_c10d, name, getattr(dist, name))  # P2POp accepts only those of its own module
+            setattr(dist.distributed_c10d, name, getattr(dist, name))  # P2POp accepts only functions of its own module
         dist.barrier = lambda *args, **kwargs: None
 
     def _collective(self, name: str, share: Callable[..., float]) -> Callable[..., _Done]:
@@ -95,7 +95,7 @@ class Counted:
 
 
 class Kept:
-    """Count the bytes of storages that autograd keeps for the backward pass, without `parameters`: now, and at most."""
+    """Count the bytes of storages that autograd keeps for the backward pass, without `parameters`: current and peak."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._fixed = {p.untyped_storage()._cdata for p in parameters}
@@ -125,10 +125,10 @@ def main() -> None:
     counted = Counted()
     counted.install()
     make_group = dist.new_group
-    dist.new_group = lambda *args, **kwargs: make_group(*args, **(kwargs | {"backend": None}))  # Megatron asks for gloo's
+    dist.new_group = lambda *args, **kwargs: make_group(*args, **(kwargs | {"backend": None}))  # Megatron asks for gloo
     from grpo_mega.megatron import runtime as runtimes
 
-    for line in sys.stdin:  # one rank after the other, with new groups each time
+    for line in sys.stdin:  # each request creates new groups
         request = json.loads(line)
         dist.init_process_group("fake", store=dist.HashStore(), rank=request["rank"], world_size=request["world_size"])
         print(json.dumps(rehearse(request, counted)), flush=True)
@@ -165,10 +165,10 @@ def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
         zeros, ids = torch.zeros(length), torch.zeros(length, dtype=torch.int64)
         batch = PackedBatch(ids, ids, ids, cuts, zeros, zeros, zeros, zeros, [], [], cp_size=cp_size, cp_rank=cp_rank)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x):
-            if request["num_batches"]:  # 0: the request is only to build the model
+            if request["num_batches"]:  # with 0 the request only builds the model
                 policy.pipeline.forward_backward([batch] * request["num_batches"], _sum_of_hidden)
-        if not config.layout.overlap_param_gather:  # else the first pass has gathered them
-            optimizers.gather_parameters(policy.chunks)  # as after an optimizer step
+        if not config.layout.overlap_param_gather:  # with overlap the first pass has gathered them
+            optimizers.gather_parameters(policy.chunks)  # an optimizer step gathers them
     buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return {
         "num_parameters": sum(p.numel() for p in policy.parameters.values() if p.requires_grad),
@@ -181,9 +181,9 @@ def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _patched_for_fake_tensors() -> Iterator[None]:
-    """Patch moves and random states, which fake tensors do not have, and what depends on values: where tokens of experts go.
+    """Patch moves and random states, because fake tensors have none, and expert routing, because it depends on values.
 
-    Fake tensors are made on the right device in the right dtype.
+    Fake tensors are created on the right device in the right dtype.
     """
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
@@ -202,7 +202,7 @@ def _patched_for_fake_tensors() -> Iterator[None]:
 
 
 def _spread_evenly(dispatcher: Any, routing_map_TE: Tensor) -> np.ndarray:
-    """Take the place of the dispatcher's counts: every expert gets as many tokens from every rank, as numbers of the host."""
+    """Replace the dispatcher's counts: every expert gets the same number of tokens from every rank. Counts are on the host."""
     (num_tokens, num_experts), num_local = routing_map_TE.shape, dispatcher.num_local_experts
     num_chosen = num_tokens * dispatcher.config.moe_router_topk
     counts = np.full(num_experts, num_chosen // num_experts)
@@ -217,7 +217,7 @@ def _spread_evenly(dispatcher: Any, routing_map_TE: Tensor) -> np.ndarray:
     places = np.arange(num_experts * tp)
     dispatcher.sort_input_by_local_experts = places.reshape(-1, num_local).T.ravel()
     dispatcher.restore_output_by_local_experts = places.reshape(num_local, -1).T.ravel()
-    # The dispatcher selects the chosen tokens and their weights by the map, whose values alone say how many there are.
+    # The dispatcher selects the chosen tokens and their weights by the map. A fake map does not tell how many there are.
     select: Any = _Select.apply
     tensor: Any = Tensor
     tensor.masked_select = lambda values, mask: select(values, mask, num_chosen)
@@ -225,7 +225,7 @@ def _spread_evenly(dispatcher: Any, routing_map_TE: Tensor) -> np.ndarray:
 
 
 class _Select(torch.autograd.Function):
-    """Select a given number of elements. Like Tensor.masked_select it keeps values and mask for the backward pass."""
+    """Select a given number of elements. Like Tensor.masked_select, keep values and mask for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, mask: Tensor, size: int) -> Tensor:
@@ -238,7 +238,7 @@ class _Select(torch.autograd.Function):
 
 
 def _sum_of_hidden(hidden_TH: Tensor, batch: Any) -> Any:
-    """Return a loss that keeps no tensors for its backward; the planner counts those of the log-probs by formulas."""
+    """Return a loss that keeps no tensors for its backward pass. The planner counts the log-probs' tensors by formulas."""
     from grpo_mega.algorithm.losses import LossOutputs
 
     return LossOutputs(hidden_TH.sum(), {}, {})

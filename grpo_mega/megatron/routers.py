@@ -1,16 +1,16 @@
 """The routers of an MoE model during updates: loads of their experts, balancing losses, and the bias per expert.
 
-Only an update's forward passes count: neither passes for log-probs nor recomputation; padding never does. Megatron's own
-losses are left off: they count on a later division by tokens, depend on the number of micro-batches, and lose padding's mask
-under sequence and pipeline parallelism. Here a loss is its coefficient times an average, added for every MoE layer:
+Only an update's forward passes count. Passes for log-probs, recomputation and padding do not. Megatron's own losses are off,
+because they expect a later division by tokens, depend on the number of micro-batches, and lose the padding mask under sequence
+and pipeline parallelism. Here a loss is its coefficient times an average, added for every MoE layer:
 
-seq_aux_loss  experts * sum over experts of f P for each sample, averaged over the samples of the mini-batch, whatever shares
-              their micro-batch; f is the share of the sample's choices that fell on the expert, P the mean of its scores
-aux_loss      the same for all samples of a micro-batch together, averaged over micro-batches by their numbers of tokens
+seq_aux_loss  experts * sum over experts of f P for each sample, averaged over the samples of the mini-batch, however they are
+              packed; f is the share of the sample's choices that fell on the expert, P the mean of its scores
+aux_loss      the same sum over all samples of a micro-batch, averaged over micro-batches in proportion to their tokens
 z_loss        squared logsumexp of the logits (arXiv 2202.08906), averaged over the tokens of the mini-batch
 
-Tokens are those of prompts and responses. f counts the best scores, without bias, groups or replay. The
-bias moves as in DeepSeek-V3 (arXiv 2412.19437, 2.1.2), but only with optimizer steps that are taken.
+Prompt and response tokens count. f counts the best scores, without bias, groups or replay. The bias moves as in DeepSeek-V3
+(arXiv 2412.19437, 2.1.2), but only with optimizer steps that are taken.
 """
 
 from __future__ import annotations
@@ -34,49 +34,49 @@ from grpo_mega.megatron.replay import Replay, Replayed
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.types import PackedBatch, StepMetrics
 
-_AUX, _Z, _TOKENS = -3, -2, -1  # columns of sums, after those of the experts
+_AUX, _Z, _TOKENS = -3, -2, -1  # columns of sums, after one column per expert
 _UNLIMITED = 1e9  # a capacity factor at which Megatron drops nothing
 
 
 def settings(config: RouterConfig) -> dict[str, Any]:
-    """Return Megatron's settings. Fused routing would compute past the losses here and past replayed routes."""
+    """Return Megatron's settings. Fused routing would bypass these losses and the replayed routes."""
     return {
         "moe_router_dtype": "fp32",
         "moe_router_fusion": False,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_router_bias_update_rate": 0.0,  # Megatron would move the bias at every pass, also of updates that are dropped
-        # Megatron lets padding take tokens' places. Tokens are dropped here, but its dispatcher must know that some are.
+        "moe_router_bias_update_rate": 0.0,  # Megatron would move the bias in every pass, even if the update is dropped
+        # Megatron lets padding use up capacity, so tokens are dropped here. Its dispatcher must know that some are dropped.
         "moe_expert_capacity_factor": None if config.capacity_factor is None else _UNLIMITED,
     }
 
 
 @dataclass
 class _Tokens:
-    """A micro-batch as a router of this rank sees it, t of its T tokens, in groups over which a loss is averaged."""
+    """A micro-batch as this rank's routers see it: t of its T tokens, in groups. A loss is averaged over a group."""
 
-    is_real_t: Tensor  # bool: no padding
-    groups_t: Tensor  # int64
-    lengths_G: Tensor  # of the groups, over all ranks that share the row
-    weights_G: Tensor  # of the groups in the mini-batch
+    is_real_t: Tensor  # bool, False for padding
+    groups_t: Tensor  # int64, group of each token
+    lengths_G: Tensor  # tokens per group, over all ranks that share the row
+    weights_G: Tensor  # weight of each group in the mini-batch's loss
 
 
 @dataclass
 class _Pass:
     """A micro-batch's pass through a router."""
 
-    tokens: _Tokens | None = None  # in updates, and with a capacity factor in all passes
-    is_counted: bool = False  # in updates only
-    routes: Tensor | None = None  # the experts to replay, see Replay.part_of
+    tokens: _Tokens | None = None  # set in updates, and in all passes with a capacity factor
+    is_counted: bool = False  # True in updates only
+    routes: Tensor | None = None  # experts to replay, see Replay.part_of
 
 
 @dataclass
 class _Watched:
     router: Any
-    layer: int  # from 0
-    route: Any  # Megatron's function
+    layer: int  # index, from 0
+    route: Any  # Megatron's routing function
     replayed: Replayed | None = None
-    begun: _Pass | None = None  # announced, before its forward pass
+    begun: _Pass | None = None  # the announced pass, until its forward pass runs
     to_recompute: deque[_Pass] = field(default_factory=deque)  # backward passes come in the order of forward passes
 
 
@@ -84,7 +84,7 @@ class Routers:
     def __init__(
         self, models: Sequence[Any], config: RouterConfig, runtime: Runtime, num_layers: int, replay: Replay | None = None
     ) -> None:
-        """Watch the routers of this rank's unwrapped chunks; a dense model has none."""
+        """Watch the routers of this rank's unwrapped chunks. A dense model has none."""
         self._config, self._runtime, self._replay = config, runtime, replay
         self._chunks = [[_Watched(r, r.layer_number - 1, r.routing) for r in routers_of(model)] for model in models]
         self._watched = [watched for chunk in self._chunks for watched in chunk]
@@ -95,19 +95,19 @@ class Routers:
         self._sums_LC = torch.zeros(num_layers, width, dtype=torch.float64, device=runtime.device.torch_device)
         self._totals = torch.ones(2, device=runtime.device.torch_device)  # samples and tokens of the mini-batch
         self._is_updating = False
-        self.loads: list[list[int]] = []  # tokens of each expert in the last mini-batch, over all ranks; a dense layer's are []
+        self.loads: list[list[int]] = []  # tokens per layer and expert in the last mini-batch, over all ranks; dense layers: []
         for watched in self._watched:
             watched.replayed = replay.attach(watched.router) if replay else None
             watched.router.routing = partial(self._routing, watched)
 
     @contextmanager
     def updating(self, batches: Sequence[PackedBatch]) -> Iterator[None]:
-        """Count, and add the losses' gradients, inside; `batches` are this rank's micro-batches of a mini-batch."""
+        """Count loads and add the losses' gradients inside. `batches` are this rank's micro-batches of a mini-batch."""
         self._sums_LC.zero_()
         if self._has_losses:
             lengths, layout = [n for batch in batches for n in batch.lengths], self._runtime.layout
             mine = self._totals.new_tensor([len(lengths), sum(lengths)])
-            self._totals = self._runtime.sum(mine) / (layout.tp * layout.cp * layout.pp)  # ranks with the same samples
+            self._totals = self._runtime.sum(mine) / (layout.tp * layout.cp * layout.pp)  # so many ranks share samples
         self._is_updating = True
         try:
             yield
@@ -126,13 +126,13 @@ class Routers:
                 watched.begun = _Pass(tokens, self._is_updating, routes)
 
     def choosing(self) -> AbstractContextManager[None]:
-        """Let the routers choose by themselves inside, also where they replay an engine's choices."""
+        """Let the routers choose the experts inside the context, even if replay is on."""
         return self._replay.off() if self._replay else nullcontext()
 
     def metrics(self) -> StepMetrics:
-        """Return the metrics of the mini-batch, the same on all ranks; loads are relative to a layer's mean.
+        """Return the metrics of the mini-batch, identical on all ranks. Loads are relative to a layer's mean.
 
-        Raise MismatchError if tokens went to other experts than those that were to be replayed.
+        Raise MismatchError if replayed tokens went to other experts than the engine's.
         """
         if not self.is_moe:
             return {}
@@ -155,15 +155,18 @@ class Routers:
 
     @torch.no_grad()
     def move_biases(self) -> None:
-        """Raise the biases of experts below their layer's mean load in the last mini-batch, and lower the others."""
+        """Raise the biases of experts below their layer's mean load in the last mini-batch. Lower the biases above it."""
         for watched in self._watched if self._config.bias_update_rate else ():
             load_E = torch.tensor(self.loads[watched.layer], dtype=torch.float64)
             bias_E = watched.router.expert_bias
             bias_E += (self._config.bias_update_rate * torch.sign(load_E.mean() - load_E)).to(bias_E)
 
     def _release_graphs(self) -> None:
-        """Let go of what Megatron's dispatchers keep of their last pass. Its autograd graph leads back to the model, where no
-        garbage collector looks: in a process that builds another one, memory and process groups would never be freed."""
+        """Release the tensors that Megatron's dispatchers keep from their last pass.
+
+        Their autograd graphs lead back to the model, and the garbage collector cannot follow these. In a process that builds
+        another model, memory and process groups would never be freed.
+        """
         for dispatcher in self._dispatchers:
             kept = [name for name, value in vars(dispatcher).items() if isinstance(value, Tensor) and value.grad_fn is not None]
             vars(dispatcher).update(dict.fromkeys(kept))
@@ -186,7 +189,7 @@ class Routers:
         return _Tokens(is_real_T[mine], groups_T[mine], lengths_G, weights_G)
 
     def _next_pass(self, watched: _Watched) -> tuple[_Pass, bool]:
-        """Return the pass that a router begins, and whether it is the first of its micro-batch, no recomputation."""
+        """Return the pass that a router starts, and True if it is the micro-batch's first pass, not a recomputation."""
         begun, watched.begun = watched.begun, None
         if begun is None:
             return watched.to_recompute.popleft() if watched.to_recompute and torch.is_grad_enabled() else _Pass(), False
@@ -195,7 +198,7 @@ class Routers:
         return begun, True
 
     def _routing(self, watched: _Watched, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
-        """Take the place of the router's `routing`; `logits` are [t, 1, experts]."""
+        """Replace the router's `routing`. `logits` are [t, 1, experts]."""
         (begun, is_first), has_grad = self._next_pass(watched), torch.is_grad_enabled()
         if self._replay and watched.replayed:
             watched.replayed.begin(begun.routes, self._replay.is_compared(watched.layer))
@@ -219,10 +222,10 @@ class Routers:
         return probs, routing_map
 
     def _within_capacity(self, probs_tE: Tensor, map_tE: Tensor, tokens: _Tokens | None) -> tuple[Tensor, Tensor]:
-        """Drop the choices of each expert beyond its capacity, those of the smallest weights first; padding chooses nothing.
+        """Drop each expert's choices beyond its capacity, smallest weights first. Padding chooses nothing.
 
-        The capacity is that of the micro-batch's row, whose parts the ranks that share it put together. Of equal weights, as
-        samples of one prompt have them, the first in the row stay, so that the row's length does not matter.
+        The capacity is computed for the whole row, gathered from the ranks that share it. Samples of one prompt can have equal
+        weights. Then the first in the row stay, so the row's length does not matter.
         """
         if self._config.capacity_factor is None or tokens is None:
             return probs_tE, map_tE
@@ -242,7 +245,7 @@ class Routers:
         return probs_tE * kept_tE, kept_tE
 
     def _aux_loss(self, router: Any, logits_tE: Tensor, tokens: _Tokens) -> Tensor:
-        """Return this rank's part of the loss of the row that it shares; only scores have a gradient."""
+        """Return this rank's part of the loss of its row. Only the scores have a gradient."""
         chosen_tE, scores_tE = compute_routing_scores_for_aux_loss(logits_tE, router.topk, router.score_function)
         none_GE = scores_tE.new_zeros(len(tokens.weights_G), scores_tE.shape[1])
         counts_GE = none_GE.index_add(0, tokens.groups_t, chosen_tE.to(none_GE))
@@ -253,7 +256,7 @@ class Routers:
 
 
 def moe_layers_of(model: Any) -> list[Any]:
-    """Return the layers with experts of an unwrapped chunk, first to last."""
+    """Return the MoE layers of an unwrapped chunk, first to last."""
     return [layer for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
 
 

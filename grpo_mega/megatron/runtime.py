@@ -1,9 +1,9 @@
 """Process groups and this rank's place in the layout.
 
-`start(config)` joins the ranks (by the environment of torchrun or of our launcher), makes Megatron's model-parallel groups and
-seeds them; several layouts may follow one another in the same processes (`arrange`). `Runtime` holds ranks, groups and device.
-No other package sees Megatron's global state. Ranks that only generate (layout.engine_ranks) come after those of the layout;
-Megatron does not know them.
+`start(config)` joins the ranks from the environment of torchrun or of our launcher, creates Megatron's model-parallel groups
+and seeds them. `arrange` can set up another layout in the same processes. `Runtime` holds ranks, groups and device. No other
+package sees Megatron's global state. Ranks that only generate (layout.engine_ranks) come after the layout's ranks, and Megatron
+does not know them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Runtime:
     device: devices.Device
     layout: MegatronLayout
     rank: int
-    store: dist.Store  # shared by all ranks; its keys are of this arrangement only
-    num_engine_ranks: int = 0  # after those of the layout; 0: every rank trains and generates
+    store: dist.Store  # shared by all ranks; its keys belong to this arrangement only
+    num_engine_ranks: int = 0  # ranks that only generate, after the layout's ranks; 0: every rank trains and generates
     everyone: dist.ProcessGroup | None = None  # the group of all ranks; None: the default group
 
     @property
@@ -47,7 +47,7 @@ class Runtime:
 
     @property
     def trains(self) -> bool:
-        """True on a rank of the layout."""
+        """Return True on a rank of the layout."""
         return self.rank < self.layout.world_size
 
     @property
@@ -80,7 +80,7 @@ class Runtime:
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share a sequence; None if it is this one alone."""
+        """Return the group of ranks that share a sequence; None if this rank has whole sequences."""
         return parallel_state.get_context_parallel_group() if self.layout.cp > 1 else None
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -89,15 +89,15 @@ class Runtime:
         return values
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
-        """The maximum over all ranks, in place."""
+        """Take the maximum over all ranks, in place."""
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
     @contextmanager
     def together(self, ranks: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Raise on all `ranks` the first UserError that one of them raises inside; None: those of the default group.
+        """Raise on all `ranks` the first UserError that any of them raises inside. None: the default group.
 
-        So all end alike, with the same line, instead of waiting for a rank that is gone. No collectives inside.
+        All ranks then end with the same line instead of waiting for a rank that is gone. Call no collectives inside.
         """
         error: UserError | None = None
         try:
@@ -112,7 +112,7 @@ class Runtime:
 
 
 def start(config: Config) -> Runtime:
-    """Joins the ranks and arranges them. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set."""
+    """Join the ranks and arrange them. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set."""
     if not config.layout.engine_ranks:
         return arrange(config, join(config))
     device = _select_device(config)
@@ -127,7 +127,7 @@ def start(config: Config) -> Runtime:
 
 
 def join(config: Config) -> devices.Device:
-    """Joins the ranks into one process group; returns this rank's device."""
+    """Join the ranks into one process group. Return this rank's device."""
     device = _select_device(config)
     with _joining(config) as (store, rank, world_size):
         dist.init_process_group(device.backend, store=store, rank=rank, world_size=world_size, timeout=_timeout(config))
@@ -135,8 +135,8 @@ def join(config: Config) -> devices.Device:
 
 
 def arrange(config: Config, device: devices.Device) -> Runtime:
-    """Make Megatron's groups for the config's layout, in place of earlier ones, and its random states."""
-    check_kernels(config, device)  # `join` has checked the first of several configs that follow one another
+    """Create Megatron's groups and random states for the config's layout. Destroy earlier groups."""
+    check_kernels(config, device)  # `join` has checked only the first config of a process
     _leave_groups()
     rank = dist.get_rank()
     runtime = Runtime(device, megatron_layout(config.layout, dist.get_world_size()), rank, _fresh_store(rank))
@@ -168,7 +168,7 @@ def _select_device(config: Config) -> devices.Device:
 
 @contextmanager
 def _joining(config: Config) -> Iterator[tuple[dist.Store, int, int]]:
-    """Yield the job's store, this process's rank and the number of ranks, with one key for all of them."""
+    """Yield the job's store, this process's rank and the number of ranks. Inside, all ranks have the same key."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = job_store(rank, _timeout(config))
     with shared_key(store, rank, world_size, config.run_dir):
@@ -176,20 +176,20 @@ def _joining(config: Config) -> Iterator[tuple[dist.Store, int, int]]:
 
 
 def _timeout(config: Config) -> timedelta:
-    return timedelta(seconds=max(600.0, 2 * config.hang_deadline_s))  # watchdog.py, which says more, comes first
+    return timedelta(seconds=max(600.0, 2 * config.hang_deadline_s))  # watchdog.py reports first, because it says more
 
 
 def _fresh_store(rank: int) -> dist.Store:
-    """Return the job's store with a prefix that no earlier arrangement used; every rank counts its own arrangements."""
+    """Return the job's store with a prefix that no earlier arrangement used. Every rank counts its own arrangements."""
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"arrangements/{rank}", 1)
     return dist.PrefixStore(f"arrangement/{number}", store)
 
 
 def _leave_groups() -> None:
-    """Destroy Megatron's groups, with their threads and connections, which Megatron itself only forgets.
+    """Destroy Megatron's groups with their threads and connections. Megatron itself only forgets them.
 
-    The garbage collector runs before: an unused policy has reference cycles, and holds its groups.
+    The garbage collector runs first, because an unused policy has reference cycles and holds its groups.
     """
     parallel_state.destroy_model_parallel()
     forget_fp8_state()
@@ -201,7 +201,7 @@ def _leave_groups() -> None:
 
 
 def _check_order(runtime: Runtime) -> None:
-    """Assert that Megatron orders ranks as `MegatronLayout.place` does, on which the mapping of weights relies."""
+    """Assert that Megatron orders ranks as `MegatronLayout.place` does. The mapping of weights relies on this order."""
     theirs = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),

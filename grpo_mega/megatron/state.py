@@ -1,8 +1,8 @@
 """The policy's state as a Megatron distributed checkpoint: weights, optimizer and counters, loadable in any layout.
 
 `save` and `load` are collective. Data-parallel ranks share the work: each writes and reads a part, and a load then exchanges
-the parts. The reference is part of it only if it follows the policy; else it is the model that the run started from. Weights
-and their fp32 masters are saved separately, and a load proves that they still belong together.
+the parts. The reference is saved only if it follows the policy; otherwise it is the model that the run started from. Weights
+and their fp32 masters are saved separately, and a load verifies that they match.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from grpo_mega.megatron import compat
 from grpo_mega.megatron.optimizer import parts, separate_steps
 from grpo_mega.megatron.precision import is_rounded_from
 
-Values = dict[str, torch.Tensor]  # of a reference, on the host, by "chunk0.NAME"; empty: it is not saved
+Values = dict[str, torch.Tensor]  # a reference's values on the host, by "chunk0.NAME"; empty: not saved
 
 
 def save(
     folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any], reference: Values
 ) -> None:
-    """Write into `folder`, which exists on every node and is empty. `models` are the unwrapped chunks."""
+    """Write to `folder`. It must exist on every node and be empty. `models` are the unwrapped chunks."""
     compat.save_optimizer_state_in_place()
     _make_states(optimizer)
     state = _state(models, optimizer, counters, reference, is_loading=False)
@@ -57,10 +57,10 @@ def save(
 def load(
     folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any], reference: Values
 ) -> dict[str, Any]:
-    """Fill models, optimizer and `reference` from `folder`; return its counters, named by `counters`.
+    """Fill models, optimizer and `reference` from `folder`. Return the counters that `counters` names.
 
-    Raises ResumeError if the checkpoint is of another model, damaged, or holds objects that are no state of a model; and on all
-    ranks if any weight is not its fp32 master in the model's dtype. Nothing in the files is ever called.
+    Raise ResumeError if the checkpoint belongs to another model, is damaged, or contains objects other than model state. Raise
+    it on all ranks if any weight is not its fp32 master in the model's dtype. Nothing in the files is ever called.
     """
     compat.keep_adam_steps_apart()
     compat.beat_per_loaded_tensor()
@@ -84,10 +84,10 @@ def load(
 
 @contextmanager
 def _one_line(folder: Path) -> Iterator[None]:
-    """Raise ResumeError in place of what a checkpoint that cannot be loaded raises: damaged files raise what they like."""
+    """Raise ResumeError instead of any error of a checkpoint that cannot be loaded. Damaged files raise arbitrary errors."""
     try:
         yield
-    except (CheckpointException, Exception) as error:  # torch's is a BaseException, and has the errors of all ranks
+    except (CheckpointException, Exception) as error:  # CheckpointException, a BaseException, has the errors of all ranks
         cause: BaseException = error
         if isinstance(error, CheckpointException) and error.failures:
             cause = next(iter(error.failures.values()))[0]
@@ -97,7 +97,7 @@ def _one_line(folder: Path) -> Iterator[None]:
                 f"checkpoint {folder} cannot be read: {name}{_reason(cause)}; put the name of an older step-N into latest"
             ) from cause
         raise ResumeError(
-            f"checkpoint {folder} does not fit this model ({_reason(cause)}); give the run_dir of its own run"
+            f"checkpoint {folder} does not fit this model ({_reason(cause)}); use the run_dir that belongs to this model"
         ) from cause
 
 
@@ -106,17 +106,17 @@ def _reason(error: BaseException) -> str:
 
 
 def _check_extra_states(state: dict[str, Any]) -> None:
-    """Raise UnpicklingError unless the pickled states of layers, which Transformer Engine loads, are such states."""
+    """Raise UnpicklingError if a pickled state of a layer is not one that Transformer Engine writes. TE would load it."""
     for name, value in state.items():
         if "_extra_state" in name and isinstance(value, torch.Tensor) and value.numel():
             check_extra_state(value.cpu().numpy().tobytes())
 
 
 def _regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """Return the loaded state of an optimizer as this layout's takes it.
+    """Return the loaded state of an optimizer in the form of this layout's optimizer.
 
-    Where ep > 1 Megatron has an optimizer of its own for experts, and its state one level more. All groups of parameters have
-    the same step, and settings that each step sets.
+    If ep > 1, Megatron has a separate optimizer for experts, and its state has one more level. Any saved parameter group serves
+    for all groups: they have the same step, and each optimizer step sets their other settings.
     """
     saved = next(part for part in (loaded, *loaded.values()) if isinstance(part, dict) and "optimizer" in part)
     group, is_single = saved["optimizer"]["param_groups"][0], len(parts(optimizer)) == 1
@@ -130,9 +130,9 @@ def _regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any
 
 @contextmanager
 def _compared(optimizer: MegatronOptimizer) -> Iterator[list[torch.Tensor]]:
-    """Collect the parameters with weights that do not match the masters that are loaded inside the context.
+    """Collect the parameters with weights that do not match the masters loaded inside the context.
 
-    Each rank compares its shards one at a time: masters of fp32 weights are views of these, so the load overwrites the weights.
+    Each rank compares its shards one at a time. Masters of fp32 weights are views of them, so the load overwrites the weights.
     """
     differing: list[torch.Tensor] = []
     for part in parts(optimizer):
@@ -145,7 +145,7 @@ def _compared(optimizer: MegatronOptimizer) -> Iterator[list[torch.Tensor]]:
 
 
 def _comparing(part: Any, differing: list[torch.Tensor]) -> Any:
-    """Return the part's function that takes the loaded state of a parameter, with a comparison around it."""
+    """Return the part's function that sets the loaded state of a parameter, wrapped in a comparison."""
     take_state = part._set_main_param_and_optimizer_states
 
     def take(parameter: torch.Tensor, tensors: Any) -> None:
@@ -159,21 +159,24 @@ def _comparing(part: Any, differing: list[torch.Tensor]) -> Any:
 
 
 def _agree(folder: Path, differing: list[str]) -> None:
-    """Raise ResumeError on all ranks if there are differing weights on any of them."""
+    """Raise ResumeError on all ranks if weights differ on any of them."""
     by_rank: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(by_rank, differing[:1])
     rank = next((rank for rank, names in enumerate(by_rank) if names), None)
     if rank is not None:
         raise ResumeError(
-            f"checkpoint {folder}: fp32 masters are not those of the weights (first {by_rank[rank][0]} on rank {rank}); "
+            f"checkpoint {folder}: fp32 masters do not match the weights (first {by_rank[rank][0]} on rank {rank}); "
             "the weights are sound: write them with `grpo-mega export RUN_DIR OUT --step N` or "
             f"`tools/convert_mcore_to_hf.py {folder} OUT`, and start a new run with model.path=OUT"
         )
 
 
 class InProcessSave(TorchDistSaveShardedStrategy):
-    """Write Megatron's format in this process. Megatron's own writer spawns a manager and forks processes, which takes seconds
-    and is of no use for files that are staged in memory."""
+    """Write Megatron's format in this process.
+
+    Megatron's own writer spawns a manager and forks processes. That takes seconds and does not help for files that are staged
+    in memory.
+    """
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
@@ -196,7 +199,7 @@ def _state(
     models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any], reference: Values, *, is_loading: bool
 ) -> dict[str, Any]:
     metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",  # the only one that loads in another layout without TE
+        "distrib_optim_sharding_type": "fully_reshardable",  # the only type that loads in another layout without TE
         "dp_cp_group": _replicas(),
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
@@ -211,18 +214,18 @@ def _state(
 
 
 def _replicas() -> dist.ProcessGroup:
-    """Return the group of the ranks that hold the same weights, experts aside."""
+    """Return the group of ranks that hold the same weights, except experts."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _sharded(reference: Values, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the reference's values with the places of the weights, under keys that begin with "reference."."""
+    """Return the reference's values, sharded like the weights, under keys that start with "reference."."""
     places = {f"chunk{i}.{name}": place for i in range(len(weights)) for name, place in weights[f"model{i}"].items()}
     return {name: make_sharded_optimizer_tensor(places[name], values, "reference") for name, values in reference.items()}
 
 
 def _make_states(optimizer: MegatronOptimizer) -> None:
-    """Make Adam's states, which it makes at the first step: Megatron saves and loads only existing states."""
+    """Create Adam's states before its first step, because Megatron saves and loads only existing states."""
     for part in parts(optimizer):
         adam, config = part.optimizer, part.config
         is_torchs = isinstance(adam, torch.optim.AdamW)

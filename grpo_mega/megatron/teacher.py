@@ -1,6 +1,6 @@
-"""A teacher: a frozen Megatron model of its own size and family, in the policy's layout, for its log-probs of the responses.
+"""A teacher: a frozen Megatron model of any size and family, in the policy's layout. It computes log-probs of the responses.
 
-Its weights are in host memory, and on the device only while it computes; there are no gradients and no optimizer. It computes
+Its weights stay in host memory, and are on the device only while it computes. It has no gradients and no optimizer. It computes
 in model.dtype, whatever precision the policy has. Methods are collective: all ranks must call them together.
 """
 
@@ -33,7 +33,7 @@ class Teacher:
     def __init__(
         self, config: Config, shape: ModelShape, family: Family, hf_config: Any, runtime: Runtime, vocab_size: int
     ) -> None:
-        """Build the model without weights; `load` fills them. `vocab_size` is the policy's: rows beyond it are padding."""
+        """Build the model without weights; `load` fills them. `vocab_size` is the policy's. Rows beyond it are padding."""
         ep = runtime.layout.ep if shape.num_experts else 1
         self._runtime = replace(runtime, layout=replace(runtime.layout, layers_per_chunk=None, ep=ep))
         self._temperature, self._vocab_size = config.rollout.temperature, vocab_size
@@ -46,7 +46,7 @@ class Teacher:
         self._parameters = parameters_of(self._models, self._holding)
         self._pipeline = Pipeline([Float16Module(m.config, m) if m.config.bf16 else m for m in self._models], uses_te=uses_te)
         self._parameters |= biases_of(self._models)
-        # The output layer's rows that the policy has on this rank, on the last stage: its own may be cut at others.
+        # On the last stage: the output layer's rows that the policy has on this rank. The teacher's own shard may differ.
         self.head_VG = torch.empty(0)
         head = (family.embedding if shape.tied else family.output).hf[0]
         width = padded_vocab(vocab_size, runtime.layout.tp) // runtime.layout.tp
@@ -68,8 +68,10 @@ class Teacher:
         self._drop()
 
     def logprobs(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[tuple[PackedBatch, Tensor]]:
-        """Return each batch with the log-probs [T] of its tokens in the loss, at the temperature at which the policy samples;
-        nothing except on the last stage."""
+        """Return each batch with the log-probs [T] of its tokens in the loss; an empty list except on the last stage.
+
+        They use the policy's sampling temperature.
+        """
         with self._on_device():
             return self._pipeline.evaluate(mini_batches, self._logprobs)
 
@@ -107,6 +109,6 @@ class Teacher:
             self._drop()
 
     def _drop(self) -> None:
-        """Free the device memory; the host keeps the weights, which never change."""
+        """Free the device memory. The host keeps the weights, and they never change."""
         for storage, _ in self._host.taken:
             storage.resize_(0)

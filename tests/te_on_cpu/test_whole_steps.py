@@ -100,4 +100,4 @@ def test_the_guard_falls_back_from_an_outlier_to_bf16_and_the_run_goes_on(runs: 
     for message, which, step in zip(told, whose, (1, 2, 4), strict=True):
         assert message.startswith(f"step {step}: engine and trainer disagree by a KL (k3) of 0.")
         assert message.endswith(f"{which} compute in bf16 for the next 1 steps")
-    assert "step 3: nothing amiss for a while; the layers compute as configured again" in run.messages()
+    assert "step 3: no anomaly for 1 steps; restoring the configured precision" in run.messages()
