@@ -1,4 +1,4 @@
-# What CI runs, as an image for machines without a GPU: docker build --file .github/docker/cpu.Dockerfile --tag grpo-mega:cpu .
+# The CI environment, for machines without a GPU: docker build --file .github/docker/cpu.Dockerfile --tag grpo-mega:cpu .
 # docker run grpo-mega:cpu examples/quickstart.sh --out /tmp/quickstart    (or tests/run.sh)
 FROM python:3.12-bookworm
 WORKDIR /grpo_mega
