@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Runs the tests: tests/run.sh [--fast | --all | --sweep] [--with-system-packages] [pytest arguments]. Makes or reuses .venv; needs Python and pip.
+# Runs the tests: tests/run.sh [--fast | --all | --sweep] [--with-system-packages] [pytest arguments]
+# Makes or reuses .venv. Needs Python and pip.
 #
-# --fast runs the tests of FAST that start no ranks, servers or reward workers, in 2 minutes. Only paths of FAST as arguments do not
-# install SGLang and Transformer Engine either.
+# --fast runs the tests below that start no ranks, servers or reward workers, in 2 minutes, and installs neither SGLang nor
+# Transformer Engine. Arguments that name only files and folders of that list install neither, too.
 # --all adds the tests marked `full`, --sweep those marked `sweep` too (tests/conftest.py).
 # --with-system-packages first installs the Debian packages of tests/debian-packages.txt. Without them some tests are skipped.
 #
@@ -13,10 +14,9 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../examples/env.sh"
 cd "$ROOT"
 
-FAST=(
-    tests/algorithm tests/batching tests/weights tests/planner tests/test_imports.py
-    tests/rewards tests/validation tests/test_config.py tests/test_yaml_text.py tests/test_language.py
-)
+FAST_MODEL=(tests/algorithm tests/batching tests/weights tests/planner tests/test_imports.py)
+FAST_RULES=(tests/rewards tests/validation tests/test_config.py tests/test_yaml_text.py tests/test_language.py)
+NO_TESTS=5 # pytest's exit code if it ran no test
 SLOW="distributed or sglang or waiting or pool"
 
 install_system_packages() {
@@ -32,13 +32,13 @@ install_system_packages() {
         echo "cannot install $packages (no root, no network, or not Debian); the tests that need them are skipped" >&2
 }
 
-# Whether the arguments name tests, and all of them are in FAST.
+# Return 0 if the arguments name tests, and --fast covers all of them.
 are_fast() {
     local argument fast num_paths=0
     for argument in "$@"; do
         [[ -e "${argument%%::*}" ]] || continue
         num_paths=$((num_paths + 1))
-        for fast in "${FAST[@]}"; do
+        for fast in "${FAST_MODEL[@]}" "${FAST_RULES[@]}"; do
             [[ "${argument%%::*}" == "$fast" || "$argument" == "$fast/"* ]] && continue 2
         done
         return 1
@@ -48,7 +48,7 @@ are_fast() {
 
 report_progress() {
     local minutes=0 name
-    while sleep 60; do
+    while sleep 60 > /dev/null 2>&1; do # without the output, which a reader waits for
         minutes=$((minutes + 1))
         printf '%s min' "$minutes"
         for name in "${PARTS[@]}"; do
@@ -78,12 +78,15 @@ if [[ -n "$is_fast" ]]; then
     are_fast "${arguments[@]}" && exec "${fast[@]}"
     other="$(mktemp)" # the output of the second process
     trap 'kill $(jobs -p) 2> /dev/null || true; rm -f "$other"' EXIT
-    "${fast[@]}" "${FAST[@]:5}" > "$other" 2>&1 &
-    status=0
-    "${fast[@]}" "${FAST[@]:0:5}" || status=$?
-    wait $! || status=$?
+    "${fast[@]}" "${FAST_RULES[@]}" > "$other" 2>&1 &
+    model=0
+    "${fast[@]}" "${FAST_MODEL[@]}" || model=$?
+    rules=0
+    wait $! || rules=$?
     cat "$other"
-    exit "$status"
+    ((model == NO_TESTS)) && exit "$rules" # -k may choose tests of one process only
+    ((rules == NO_TESTS)) && exit "$model"
+    exit $((model ? model : rules))
 fi
 are_fast "${arguments[@]}" || {
     ensure_sglang

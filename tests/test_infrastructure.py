@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from ranks import launch, run_forked
+from ranks import ROOT, launch, run_forked
 
 HELPERS = Path(__file__).with_name("helpers")
 CASES = """
@@ -16,6 +17,19 @@ import pytest
 
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.sweep)])
 def test_x(n): pass
+"""
+READER = """
+from pathlib import Path
+
+def test_fails(): assert False
+def test_reads(): print(Path("progress").read_text())
+"""
+ENVIRONMENT = """
+ROOT="$PWD"
+VENV_PYTHON=true
+ensure_env() { echo env; }
+ensure_sglang() { echo sglang; }
+ensure_te() { echo te; }
 """
 RANK = """
 import os, sys
@@ -64,6 +78,42 @@ def test_more_cases_run_with_all_or_sweep_or_by_name(arguments: tuple[str, ...],
     (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers =\n full\n sweep\npythonpath = {HELPERS}\n")
     result = subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert f"{num_passed} passed" in result.stdout, result.stdout
+
+
+def test_progress_of_a_process_is_in_the_file_that_its_environment_names(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    (tmp_path / "test_cases.py").write_text(READER)
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {HELPERS}\n")
+    environment = os.environ | {"PROGRESS_FILE": "progress"}
+    command = [sys.executable, "-m", "pytest", "-q", "-s"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert "1/2, 1 failed, test_cases.py::test_reads\n" in result.stdout
+    assert (tmp_path / "progress").read_text() == "2/2, 1 failed, done\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "installs"),
+    [
+        (("--fast",), False),
+        (("tests/algorithm", "-k", "kl"), False),
+        (("tests/rewards/test_format.py::test_x",), False),
+        (("tests/algorithm", "tests/run"), True),
+        (("--all",), True),
+    ],
+)
+def test_the_fast_tests_need_neither_sglang_nor_transformer_engine(
+    arguments: tuple[str, ...], installs: bool, tmp_path: Path
+) -> None:
+    for name in ("tests", "examples"):
+        (tmp_path / name).mkdir()
+    for folder in ("algorithm", "run", "rewards"):
+        (tmp_path / "tests" / folder).mkdir()
+    (tmp_path / "tests" / "rewards" / "test_format.py").touch()
+    shutil.copy(ROOT / "tests" / "run.sh", tmp_path / "tests")
+    (tmp_path / "examples" / "env.sh").write_text(ENVIRONMENT)
+    result = subprocess.run(["bash", "tests/run.sh", *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == (["env", "sglang", "te"] if installs else ["env"])
 
 
 def test_forked_ranks_run_the_file_each_and_one_that_fails_is_named(tmp_path: Path) -> None:

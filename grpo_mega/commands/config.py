@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from grpo_mega.config import Config
-from grpo_mega.config.base import Section
+from grpo_mega.config.base import Section, inner_section
 from grpo_mega.errors import ConfigError
 
 NAMES = {bool: "true | false", int: "whole number", float: "number", str: "text", Path: "path", NoneType: "null"}
@@ -35,8 +35,9 @@ def run(key: str | None, is_markdown: bool) -> int:
     keys = list(find_keys(Config))
     chosen = [k for k in keys if key is None or _is_in(k.name, key)]
     if not chosen:
-        close = difflib.get_close_matches(str(key), [k.name for k in keys], n=1, cutoff=0.3)
-        raise ConfigError(f"{key} is not a key of the config; did you mean {close[0] if close else 'rollout'}?")
+        close = difflib.get_close_matches(str(key), [k.name for k in keys], n=1, cutoff=0.6)
+        remedy = f"did you mean {close[0]}?" if close else f"use one of {', '.join(Config.model_fields)}, or a key in one"
+        raise ConfigError(f"{key!r} is not a key of the config; {remedy}")
     print(markdown(chosen) if is_markdown else "\n\n".join(map(as_text, chosen)))
     return 0
 
@@ -44,9 +45,11 @@ def run(key: str | None, is_markdown: bool) -> int:
 def find_keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
     """Yield the keys of a section in the order of the schema, each section before its keys."""
     for name, field in section.model_fields.items():
-        inner, suffix = _inner_section(field.annotation)
+        inner = inner_section(field.annotation)
         yield Key(f"{prefix}{name}", _kind(field.annotation), _default(field, inner), field.description or "")
         if inner is not None:
+            origin = get_origin(field.annotation)
+            suffix = "[]" if origin is tuple else ".NAME" if origin is dict else ""
             yield from find_keys(inner, f"{prefix}{name}{suffix}.")
 
 
@@ -68,18 +71,6 @@ def _is_in(name: str, wanted: str) -> bool:
     parts, wanted_parts = (text.replace("[]", "").split(".") for text in (name, wanted))
     is_same = (part in (other, "NAME") for part, other in zip(parts, wanted_parts, strict=False))
     return len(parts) >= len(wanted_parts) and all(is_same)
-
-
-def _inner_section(annotation: Any) -> tuple[type[Section] | None, str]:
-    """Return the section inside an annotation, and what a key of it has between the two names."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation, ""
-    suffix = {tuple: "[]", dict: ".NAME"}.get(get_origin(annotation), "")
-    for inner in get_args(annotation):
-        section, its_suffix = _inner_section(inner)
-        if section is not None:
-            return section, suffix + its_suffix
-    return None, ""
 
 
 def _kind(annotation: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -52,6 +52,13 @@ def divisors(n: int) -> list[int]:
 def any_divisor(n: int) -> str:
     *others, last = map(str, divisors(n))
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def inner_section(annotation: Any) -> type[Section] | None:
+    """Return the section in a type such as `tuple[TrainSource, ...]` or `DataSource | None`. None if there is none."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next((section for inner in get_args(annotation) if (section := inner_section(inner))), None)
 
 
 class Section(BaseModel):

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from grpo_mega.config.base import Section
+from grpo_mega.config.base import Section, inner_section
 from grpo_mega.config.run import Config
 from grpo_mega.errors import ConfigError
 from grpo_mega.files import read_file
@@ -142,13 +142,7 @@ def _nearest(schema: type[BaseModel], location: tuple[int | str, ...]) -> str:
     section: Any = schema
     for part in location[:-1]:
         if isinstance(part, str) and part in section.model_fields:  # else an index, or a name that the user chose
-            section = _section_type(section.model_fields[part].annotation)
+            section = inner_section(section.model_fields[part].annotation)
     names = list(section.model_fields)
     close = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known keys here: {', '.join(names)}"
-
-
-def _section_type(annotation: Any) -> Any:
-    """Return the section inside an annotation such as `tuple[RewardFunctionConfig, ...]`."""
-    inner = [a for a in getattr(annotation, "__args__", ()) if isinstance(a, type) and issubclass(a, BaseModel)]
-    return inner[0] if inner else annotation

@@ -27,7 +27,7 @@ from grpo_mega.paths import CHECKPOINTS, FINISHED
 LATEST = "latest"
 MANIFEST = "checkpoint.json"
 STATE = "state"  # the folder of Megatron's files within a checkpoint
-FORMAT = 1  # of checkpoints; raise it with every change that a reader must know about
+FORMAT = 1  # format number of checkpoints; raise it with every change that readers must handle
 _CLOCK_TICK_S = 1e-3
 
 
@@ -80,9 +80,9 @@ def check_model(checkpoint: Path, saved: dict[str, Any], shape: Any) -> None:
 def latest(folder: Path) -> Path | None:
     """Return the checkpoint from which the run resumes, or None if there is none.
 
-    `latest` names it; where that file is missing, as after a kill during the first save, it is the one written last. Remains of
-    interrupted saves are ignored. Raise ResumeError if `latest` names no checkpoint, or is missing beside copies alone, or
-    beside checkpoints that cannot be read.
+    `latest` names it. If that file is missing, as after a kill during the first save, it is the checkpoint written last.
+    Interrupted saves are ignored. Raise ResumeError if `latest` names no checkpoint. Raise it too if `latest` is missing
+    and the folder has only copies, or only checkpoints that cannot be read.
     """
     pointer = folder / LATEST
     whole = _whole(folder)

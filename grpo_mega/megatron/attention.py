@@ -5,7 +5,7 @@ are gathered into right-padded batches, passed through torch's fused attention, 
 padding on the right. The same code runs on any device.
 
 With context parallelism a rank has the queries of its part of every segment (batching/layout.py) and gathers the keys and
-values of all parts. In the backward pass gradients are summed over ranks, and each rank keeps the gradients of its own part.
+values of all parts. The backward pass sums gradients over ranks, and each rank keeps the gradients of its part.
 """
 
 from __future__ import annotations

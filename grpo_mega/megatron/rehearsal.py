@@ -65,7 +65,7 @@ class Counted:
         setattr(dist, "batch_isend_irecv", self._batch)  # noqa: B010  # setattr allows a replacement of another type
         for name in ("isend", "irecv", "send", "recv"):
             setattr(dist, name, self._point_to_point(name))
-            setattr(dist.distributed_c10d, name, getattr(dist, name))  # P2POp accepts only functions of its own module
+            setattr(dist.distributed_c10d, name, getattr(dist, name))  # P2POp accepts only functions of this module
         dist.barrier = lambda *args, **kwargs: None
 
     def _collective(self, name: str, share: Callable[..., float]) -> Callable[..., _Done]:

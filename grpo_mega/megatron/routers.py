@@ -76,7 +76,7 @@ class _Watched:
     layer: int  # index, from 0
     route: Any  # Megatron's routing function
     replayed: Replayed | None = None
-    begun: _Pass | None = None  # the announced pass, until its forward pass runs
+    announced: _Pass | None = None  # the announced pass, until its forward pass runs
     to_recompute: deque[_Pass] = field(default_factory=deque)  # backward passes come in the order of forward passes
 
 
@@ -114,7 +114,7 @@ class Routers:
         finally:
             self._is_updating = False
             self._release_graphs()
-        assert not any(watched.begun or watched.to_recompute for watched in self._watched)
+        assert not any(watched.announced or watched.to_recompute for watched in self._watched)
 
     def begin(self, chunk: int, batch: PackedBatch) -> None:
         """Announce the micro-batch of the chunk's next forward pass."""
@@ -123,7 +123,7 @@ class Routers:
             tokens = self._tokens_of(batch) if is_needed else None
             routes = self._replay.part_of(batch) if self._replay else None
             for watched in self._chunks[chunk]:
-                watched.begun = _Pass(tokens, self._is_updating, routes)
+                watched.announced = _Pass(tokens, self._is_updating, routes)
 
     def choosing(self) -> AbstractContextManager[None]:
         """Let the routers choose the experts inside the context, even if replay is on."""
@@ -190,19 +190,19 @@ class Routers:
 
     def _next_pass(self, watched: _Watched) -> tuple[_Pass, bool]:
         """Return the pass that a router starts, and True if it is the micro-batch's first pass, not a recomputation."""
-        begun, watched.begun = watched.begun, None
-        if begun is None:
+        current, watched.announced = watched.announced, None
+        if current is None:
             return watched.to_recompute.popleft() if watched.to_recompute and torch.is_grad_enabled() else _Pass(), False
-        if begun.is_counted and not torch.is_grad_enabled():
-            watched.to_recompute.append(begun)
-        return begun, True
+        if current.is_counted and not torch.is_grad_enabled():
+            watched.to_recompute.append(current)
+        return current, True
 
     def _routing(self, watched: _Watched, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
         """Replace the router's `routing`. `logits` are [t, 1, experts]."""
-        (begun, is_first), has_grad = self._next_pass(watched), torch.is_grad_enabled()
+        (current, is_first), has_grad = self._next_pass(watched), torch.is_grad_enabled()
         if self._replay and watched.replayed:
-            watched.replayed.begin(begun.routes, self._replay.is_compared(watched.layer))
-        if (tokens := begun.tokens) is None or not begun.is_counted:
+            watched.replayed.begin(current.routes, self._replay.is_compared(watched.layer))
+        if (tokens := current.tokens) is None or not current.is_counted:
             probs, routing_map = watched.route(logits, padding_mask)
             return self._within_capacity(probs, routing_map, tokens)
         sums_C = self._sums_LC[watched.layer]

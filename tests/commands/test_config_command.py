@@ -65,6 +65,11 @@ def test_the_reference_in_markdown_has_a_row_per_key(capsys: pytest.CaptureFixtu
     assert all(row.count("|") - row.count("\\|") == 5 for row in rows)
 
 
-def test_an_unknown_key_is_one_line_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "rollout.topk"]) == 2
-    assert capsys.readouterr().err == "grpo-mega: error: rollout.topk is not a key of the config; did you mean rollout.top_k?\n"
+@pytest.mark.parametrize(
+    ("wanted", "remedy"),
+    [("rollout.topk", "did you mean rollout.top_k?"), ("", "use one of run_dir, steps, seed"), ("42", "use one of run_dir")],
+)
+def test_an_unknown_key_is_one_line_with_a_remedy(wanted: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", wanted]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"grpo-mega: error: {wanted!r} is not a key of the config; {remedy}") and line.count("\n") == 1
