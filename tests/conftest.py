@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import preloaded
 import pytest
 from disks import fill, mounted
 
@@ -66,6 +68,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.fixture(scope="module")
+def preloaded_python() -> Iterator[None]:
+    """Start the module's programs by sys.executable from a Python that has imported everything heavy (helpers/preloaded.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", preloaded.python())
+        yield
 
 
 @pytest.fixture

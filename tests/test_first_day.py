@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tools" / "first_day.sh"
 BENCHMARK = {"section": "mfu", "case": "4B, bf16", "name": "MFU", "unit": "%", "better": "more", "note": ""}

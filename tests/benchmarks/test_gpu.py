@@ -16,6 +16,8 @@ from tools.benchmarks.gpu import __main__ as bench_gpu
 from tools.benchmarks.gpu.models import layers_that_fit, peak_tflops, shape_of
 from tools.benchmarks.gpu.rank import Figure, extra_gib
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 TOOL = Path(bench_gpu.__file__)
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 

@@ -7,6 +7,8 @@ import torch
 
 from tools.benchmarks import logprobs as bench_logprobs
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 TINY = "--tokens 64 --vocab 500 --hidden 16"
 
 

@@ -24,6 +24,8 @@ from tools.benchmarks.throughput import synthetic as throughput_synthetic
 from tools.benchmarks.throughput.result import ROWS, SKIPPED, problem, quantile
 from tools.benchmarks.throughput.work import work_of
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, PROMPTS, GROUP = 2, 4, 4
 

@@ -10,6 +10,8 @@ import pytest
 
 from tools.benchmarks.vs_trl import task as vs_trl_task
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "benchmarks" / "vs_trl"
 
 

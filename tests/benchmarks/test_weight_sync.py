@@ -21,6 +21,8 @@ from grpo_mega.weights.plan import plan_transfers
 from tools.benchmarks.weight_sync import __main__ as bench_weight_sync
 from tools.benchmarks.weight_sync.dry import dry_run, full_gather, lower_bound, num_parameters
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 LLAMA = "--dry --model llama-70b --source tp=4,pp=4,dp=4 --target tp=8,engines=8"
 QWEN = "--dry --model qwen3-235b --source tp=4,pp=4,dp=4,ep=4 --target tp=8,engines=8"
 TINY = "--source tp=2,pp=2 --target tp=2,engines=2 --repeat 2 --ranks-per-node 2 --model"

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from grpo_mega.rewards.scorer import MIN_PROMPTS, MIN_SAMPLES
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 ROOT = Path(__file__).resolve().parents[2]
 UP = "model.layers.1.mlp.up_proj.weight"
 RAISES = "import os\n\ndef f(prompt, response, answer, extras):\n    return 1 / (os.environ['RANK'] == '0')\n"

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 
 from grpo_mega.formats.convert import convert_hf_to_mcore
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 
 def test_a_conversion_agrees_with_its_source_bit_for_bit_and_layer_by_layer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -15,6 +15,8 @@ from grpo_mega.hardware import device as devices
 from grpo_mega.hardware import driver
 from grpo_mega.hardware.device import Device, PeakMemory
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 CPU = Device("cpu", torch.device("cpu"))
 
 

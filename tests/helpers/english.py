@@ -1,6 +1,6 @@
 """`python tests/helpers/english.py [PATH ...]`: how often the prose of each file uses words that plain English rarely needs.
 
-Prose is docstrings, comments, Markdown outside of code, and string literals of at least four words. Data and templates are no prose.
+Prose is docstrings, comments, Markdown outside of code, and string literals of at least four words.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIMITS = {  # largest number per 10,000 words
 }
 TRAILING = r"# (of|and|as|those|the same)\b"  # such a comment needs the code to its left
 NUM_WORDS = 4  # of a string literal that is a sentence
-NOT_PROSE = ("tests/data/", "tests/slurm/prompts.jsonl")
+SUFFIXES = (".py", ".md", ".sh", ".yaml", ".yml")
 
 
 def prose(path: Path) -> str:
@@ -71,19 +71,23 @@ def ratios(paths: Iterable[Path]) -> dict[str, float]:
     return {pattern: 1e4 * number / max(1, num_words) for pattern, number in counts.items()}
 
 
+def files_below(*paths: Path) -> list[Path]:
+    """Return the files of these folders, and these files, that hold prose."""
+    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    return [file for file in files if file.suffix in SUFFIXES and not {"__pycache__", "data"} & {*file.parts[-3:-1]}]
+
+
 def main(names: list[str]) -> None:
-    files = [file for name in names for path in [Path(name)] for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    files = [file for file in files if file.suffix in (".py", ".md", ".sh", ".yaml", ".yml") and "__pycache__" not in file.parts]
-    for group in [*([file] for file in files), files]:
-        num_words, counts = count(group)
-        name = "all" if len(group) > 1 else str(group[0])
-        print(f"{num_words:7d}", *(f"{number:4d}" for number in counts.values()), name)
-        for file in group if len(group) == 1 and group[0].suffix == ".py" else ():
-            print(*(f"{'':30}{file}:{line}" for line in trailing_comments(file)), sep="\n", end="\n" if trailing_comments(file) else "")
+    files = files_below(*(Path(name) for name in names))
     print("words", *LIMITS)
-    num_words, counts = count(files)
-    print("per 10,000:", *(f"{pattern} {1e4 * number / num_words:.1f} (<= {LIMITS[pattern]})" for pattern, number in counts.items()), sep="\n  ")
+    for file in files:
+        num_words, counts = count([file])
+        print(f"{num_words:7d}", *(f"{number:4d}" for number in counts.values()), file)
+        if file.suffix == ".py":
+            print(*(f"        {file}:{line}\n" for line in trailing_comments(file)), sep="", end="")
+    for pattern, ratio in ratios(files).items():
+        print(f"{pattern}: {ratio:.1f} per 10,000 words, at most {LIMITS[pattern]}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or [str(ROOT / name) for name in ("grpo_mega", "tools", "examples", "slurm", "tests", "README.md", ".github")])
+    main(sys.argv[1:] or [str(ROOT)])

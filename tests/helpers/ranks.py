@@ -17,12 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import preloaded
+
 from grpo_mega.processes import die_with_parent
 
 HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
 FORKED = HELPERS / "forked.py"
-COMMAND = (sys.executable, str(FORKED))
 
 Results = dict[str, list[str]]  # what went wrong by case, a traceback per rank that failed; an empty list if it passed
 
@@ -42,7 +43,7 @@ class CaseValues(dict[Any, Any]):
         raise AssertionError("\n".join([f"case {name!r} left nothing", *self._problems.get(name, ["it was not run"])]))
 
 
-def launch(worker: Path, world_size: int, folder: Path, timeout_s: float = 3600, command: Sequence[str] = COMMAND) -> Results:
+def launch(worker: Path, world_size: int, folder: Path, timeout_s: float = 3600, command: Sequence[str] = ()) -> Results:
     """Run `worker` with arguments RANK WORLD_SIZE FOLDER, and return what went wrong by case, in the order of `run_cases`.
 
     A case that fails ends its launch, because the ranks may be out of step. Another launch then runs the cases after it.
@@ -90,14 +91,14 @@ def run_forked(
     *arguments: str,
     timeout_s: float = 1800,  # ranks that wait for one another end sooner, by their groups' own limit
     threads: int | None = None,
-    command: Sequence[str] = COMMAND,
+    command: Sequence[str] = (),
 ) -> None:
     """Run a module or file as ranks that share one import (forked.py, or a `command` that runs it); fail with their errors."""
     folders = (ROOT, HELPERS, *filter(None, [os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
-    whole = [*command, str(world_size), target, *arguments]
+    whole = [*(command or (preloaded.python(), str(FORKED))), str(world_size), target, *arguments]
     ask = partial(die_with_parent, os.getpid())
     process = subprocess.Popen(whole, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=ask)
     try:

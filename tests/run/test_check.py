@@ -18,6 +18,8 @@ from grpo_mega.config import load
 from grpo_mega.errors import ConfigError
 from tools.benchmarks import kills
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 SAME = Difference(
     name="tp=2",
     loss=1e-8,

@@ -17,6 +17,8 @@ from grpo_mega.observe.writers import JsonLinesWriter
 from grpo_mega.run.folder import explained
 from tools.benchmarks import kills
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 MODEL = {"num_hidden_layers": 2, "hidden_size": 44, "intermediate_size": 76, "num_attention_heads": 2, "num_key_value_heads": 2}
 MODEL |= {"layer_types": ["full_attention"] * 2}
 STEPS = ("--set", "steps=30", "--set", "checkpoint.interval=4")

@@ -19,7 +19,7 @@ from grpo_mega.data.sampler import Sampler
 from tools.benchmarks import kills
 from tools.benchmarks.kills import End, read_end
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("preloaded_python")]
 
 NUM_PROMPTS, PER_STEP, GROUP_SIZE = 8, 4, 4
 

@@ -27,6 +27,8 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.validation.model import check_model
 from tools.benchmarks import kills
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 ROOT = Path(__file__).resolve().parents[2]
 REWARD = """
 def is_odd(prompt, response, answer, extras):

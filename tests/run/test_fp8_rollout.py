@@ -10,7 +10,7 @@ import pytest
 
 from tools.benchmarks import kills
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("preloaded_python")]
 
 SIZES = {  # of which a rank of tp=2 holds whole blocks
     "hidden_size": 256,

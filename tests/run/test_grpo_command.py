@@ -22,7 +22,7 @@ from grpo_mega import config as configs
 from grpo_mega.config import Config
 from tools.benchmarks import kills
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("preloaded_python")]
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = (

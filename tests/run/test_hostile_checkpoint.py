@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from grpo_mega.formats.dcp_read import check_extra_state
 from tools.benchmarks import kills
 
-pytestmark = [pytest.mark.distributed, pytest.mark.waiting]
+pytestmark = [pytest.mark.distributed, pytest.mark.waiting, pytest.mark.usefixtures("preloaded_python")]
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {"num_hidden_layers": 2, "hidden_size": 44, "intermediate_size": 76, "num_attention_heads": 2, "num_key_value_heads": 2}
 MODEL |= {"layer_types": ["full_attention"] * 2}

@@ -13,7 +13,7 @@ from runs import losses, read, run, stop_after
 from tools.benchmarks import kills
 from tools.benchmarks.kills import read_end
 
-pytestmark = [pytest.mark.distributed, pytest.mark.waiting]
+pytestmark = [pytest.mark.distributed, pytest.mark.waiting, pytest.mark.usefixtures("preloaded_python")]
 
 
 @pytest.fixture(scope="module")

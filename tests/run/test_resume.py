@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 from hostile_text import LINE_ENDS, SURROGATES
@@ -25,7 +26,7 @@ from grpo_mega.megatron.optimizer import separate_steps
 from tools.benchmarks import kills
 from tools.benchmarks.kills import End, read_end
 
-pytestmark = [pytest.mark.distributed, pytest.mark.waiting]
+pytestmark = [pytest.mark.distributed, pytest.mark.waiting, pytest.mark.usefixtures("preloaded_python")]
 
 # Tied, and nothing a multiple of 64 or 128: every bucket of gradients ends with padding.
 MODEL = {
@@ -137,7 +138,10 @@ def test_a_refresh_that_fails_leaves_a_checkpoint_from_which_the_run_goes_on(inp
 
 
 @pytest.mark.parametrize("target", ["the launcher", "a rank"])
-def test_sigterm_leads_to_a_checkpoint_and_exit_code_0(inputs: Path, tmp_path: Path, target: str) -> None:
+def test_sigterm_leads_to_a_checkpoint_and_exit_code_0(
+    inputs: Path, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", preloaded.REAL)  # whose ranks are its children
     process = start(inputs, tmp_path / "run", "--set", "layout={dp: 2}", "--set", "checkpoint.interval=0")
     wait_for_step(tmp_path / "run", 2, process)
     if target == "a rank":

@@ -16,7 +16,7 @@ from runs import losses, metrics, run, stop_after
 from grpo_mega.distributed.launch import free_port
 from tools.benchmarks import kills
 
-pytestmark = [pytest.mark.distributed, pytest.mark.waiting]
+pytestmark = [pytest.mark.distributed, pytest.mark.waiting, pytest.mark.usefixtures("preloaded_python")]
 
 MODEL = {
     "model_type": "qwen3_moe",

@@ -9,7 +9,7 @@ from runs import losses, metrics, run, stop_after
 
 from tools.benchmarks import kills
 
-pytestmark = [pytest.mark.distributed, pytest.mark.waiting]
+pytestmark = [pytest.mark.distributed, pytest.mark.waiting, pytest.mark.usefixtures("preloaded_python")]
 
 SEPARATE = ("--set", "rollout.placement=separate", "--set", "layout.engine_ranks=1")
 RECIPE = ("--set", "algorithm.recipe=partial")

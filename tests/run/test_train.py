@@ -13,7 +13,7 @@ import yaml
 from grpo_mega import config as configs
 from tools.benchmarks import kills
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("preloaded_python")]
 
 ROOT = Path(__file__).resolve().parents[2]
 

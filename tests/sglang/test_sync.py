@@ -13,7 +13,7 @@ from sync_cases import CASES
 
 from grpo_mega.distributed.launch import free_port
 
-pytestmark = [pytest.mark.distributed, pytest.mark.sglang]
+pytestmark = [pytest.mark.distributed, pytest.mark.sglang, pytest.mark.usefixtures("preloaded_python")]
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-5

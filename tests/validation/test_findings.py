@@ -20,7 +20,7 @@ from grpo_mega.errors import UserError
 from grpo_mega.validation import preflight
 from grpo_mega.validation.engine import engine_rank_problems
 
-pytestmark = pytest.mark.pool
+pytestmark = [pytest.mark.pool, pytest.mark.usefixtures("preloaded_python")]
 
 COUNT = 300
 GPUS_PER_NODE = 8
