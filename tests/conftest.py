@@ -15,9 +15,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import preloaded
 import pytest
-from disks import fill, mounted
+
+from tests.helpers import preloaded
+from tests.helpers.disks import fill, mounted
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

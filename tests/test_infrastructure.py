@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, launch, run_forked
 
-HELPERS = Path(__file__).with_name("helpers")
+from tests.helpers.ranks import ROOT, launch, run_forked
+
 CASES = """
 import pytest
 
@@ -40,7 +40,7 @@ if __name__ == "__main__" and sys.argv[1] == sys.argv[2]:
 """
 CASES_OF_RANKS = """
 import os
-from ranks import run_cases
+from tests.helpers.ranks import run_cases
 
 def fails(rank, folder):
     assert rank == 0, "one rank fails while the other waits"
@@ -75,7 +75,7 @@ if __name__ == "__main__":
 def test_more_cases_run_with_all_or_sweep_or_by_name(arguments: tuple[str, ...], num_passed: int, tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "test_cases.py").write_text(CASES)
-    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers =\n full\n sweep\npythonpath = {HELPERS}\n")
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers =\n full\n sweep\npythonpath = {ROOT}\n")
     result = subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert f"{num_passed} passed" in result.stdout, result.stdout
 
@@ -83,7 +83,7 @@ def test_more_cases_run_with_all_or_sweep_or_by_name(arguments: tuple[str, ...],
 def test_progress_of_a_process_is_in_the_file_that_its_environment_names(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "test_cases.py").write_text(READER)
-    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {HELPERS}\n")
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\n")
     environment = os.environ | {"PROGRESS_FILE": "progress"}
     command = [sys.executable, "-m", "pytest", "-q", "-s"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
@@ -137,7 +137,8 @@ def test_a_case_that_fails_is_named_and_the_others_still_run(tmp_path: Path) -> 
 @pytest.mark.distributed
 @pytest.mark.parametrize("end", ["{}", '{"passes": lambda *_: None}'])
 def test_ranks_that_fail_outside_of_a_case_fail_the_launch(end: str, tmp_path: Path) -> None:
-    text = f'from ranks import run_cases\nif __name__ == "__main__":\n    run_cases({end})\n    raise ValueError("outside")\n'
+    imports = "from tests.helpers.ranks import run_cases"
+    text = f'{imports}\nif __name__ == "__main__":\n    run_cases({end})\n    raise ValueError("outside")\n'
     (tmp_path / "worker.py").write_text(text)
     with pytest.raises(AssertionError, match="outside"):
         launch(tmp_path / "worker.py", 2, tmp_path)

@@ -54,12 +54,12 @@ step() {
 settings=(--set "run_dir=$OUT/run" --set rollout.engine=sglang --set precision.fp8=hybrid --set precision.fp8_recipe=tensorwise)
 python=("$VENV_PYTHON")
 if [[ -n "$IS_CPU" ]]; then
-    export PYTHONPATH="$ROOT/tests/te_on_cpu:$ROOT" OMP_NUM_THREADS=1
-    emulated=("${python[@]}" -m emulated_te.run 2.11.0)
+    export PYTHONPATH="$ROOT" OMP_NUM_THREADS=1
+    emulated=("${python[@]}" -m tests.te_on_cpu.emulated_te.run 2.11.0)
     settings+=(--set "model.path=$OUT/model" --set model.dtype=bfloat16 --set layout.tp=1 --set layout.pp=1 --set steps=4)
     settings+=(--set rollout.cache_tokens=4096 --set eval.interval=2 --set rollout.mismatch_stop=null)
     step install "${python[@]}" tools/check_node.py
-    step tests "${python[@]}" -m pytest -q -p emulated_te.plugin -p no:cacheprovider tests/gpu/test_logits.py
+    step tests "${python[@]}" -m pytest -q -p tests.te_on_cpu.emulated_te.plugin -p no:cacheprovider tests/gpu/test_logits.py
     step benchmarks "${python[@]}" tools/benchmarks/gpu --tiny
     "${python[@]}" examples/tiny_random_model.py "$OUT/model" > /dev/null
     step plan "${python[@]}" -m grpo_mega.cli plan slurm/tiny.yaml --json "${settings[@]}"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from logprob_cases import Case, assert_equal, of_oracle, of_ours
-from ranks import run_cases
 
 from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
+from tests.helpers.logprob_cases import Case, assert_equal, of_oracle, of_ours
+from tests.helpers.ranks import run_cases
 
 CASES = {
     "float64": Case(7, 16, 16),

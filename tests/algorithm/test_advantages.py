@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from losses import assigned
 
 from grpo_mega.algorithm.advantages import assign_advantages, group_zscore, overlong_penalty
 from grpo_mega.config import AlgorithmConfig
 from grpo_mega.errors import RewardError
 from grpo_mega.types import Group, Prompt, Sample, Span
+from tests.helpers.losses import assigned
 
 
 def make_group(rewards, lengths=None, prompt_id=0):

@@ -5,11 +5,11 @@ import random
 
 import pytest
 import torch
-from losses import assigned
 
 from grpo_mega.algorithm.advantages import ADVANTAGES
 from grpo_mega.config import AlgorithmConfig
 from grpo_mega.types import Group, Prompt, Sample
+from tests.helpers.losses import assigned
 from tools.conformance import adapter, cases
 
 OPTIONS = {

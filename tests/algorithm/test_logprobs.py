@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logprob_cases import Case, assert_equal, of_oracle, of_ours
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
+from tests.helpers.logprob_cases import Case, assert_equal, of_oracle, of_ours
 
 
 @st.composite

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from ranks import launch
+
+from tests.helpers.ranks import launch
 
 
 @pytest.mark.distributed

@@ -6,13 +6,13 @@ from typing import get_args
 
 import pytest
 import torch
-from losses import loss_of
 
 from grpo_mega.algorithm.advantages import ADVANTAGES
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.losses import accumulate, finalize
 from grpo_mega.algorithm.objectives import OBJECTIVES
 from grpo_mega.config import AlgorithmConfig
+from tests.helpers.losses import loss_of
 
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "kl_penalty_type": "low_var_kl", "entropy_bonus": 0.0}
 

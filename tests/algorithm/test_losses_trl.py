@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from losses import loss_of
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.losses import finalize
 from grpo_mega.algorithm.token_weights import token_weights
+from tests.helpers.losses import loss_of
 
 # By TRL's loss_type and importance_sampling_level: our loss_type and aggregation.
 OURS = {

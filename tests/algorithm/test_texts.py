@@ -8,7 +8,6 @@ import random
 import pytest
 import torch
 import yaml
-from losses import assigned
 from pydantic import ValidationError
 
 from grpo_mega.algorithm.inputs import LossInputs
@@ -16,6 +15,7 @@ from grpo_mega.algorithm.losses import policy_loss
 from grpo_mega.algorithm.token_weights import mini_batch_weights
 from grpo_mega.config import AlgorithmConfig
 from grpo_mega.types import Group, Prompt, Sample
+from tests.helpers.losses import assigned
 
 # RLinf's page on GRPO, its listing of an LLM's math task.
 RLINF = """

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from losses import assigned, loss_of
 
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.token_weights import token_weights
 from grpo_mega.config import AlgorithmConfig
 from grpo_mega.types import Group, Prompt, Sample
+from tests.helpers.losses import assigned, loss_of
 from tools.conformance import adapter
 
 PROMPT = Prompt(id=0, text="Calculate 2 + 2 x 6", token_ids=(1,), answer="14")

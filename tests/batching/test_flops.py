@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import make_config, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_mega.batching import flops
 from grpo_mega.errors import ConfigError
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.models import make_config, make_model
 
 # Llama-3.1-8B: 32 heads of 128 over 8 key-value heads.
 LLAMA = ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, False)

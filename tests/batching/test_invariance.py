@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from losses import assigned, loss_of
 
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.losses import accumulate, finalize
@@ -13,6 +12,7 @@ from grpo_mega.algorithm.token_weights import token_weights
 from grpo_mega.batching.layout import from_samples, segments
 from grpo_mega.batching.pack import pack
 from grpo_mega.types import Group, Prompt, Sample
+from tests.helpers.losses import assigned, loss_of
 
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.28, "kl_beta": 0.05, "kl_penalty_type": "low_var_kl", "entropy_bonus": 0.01}
 AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]

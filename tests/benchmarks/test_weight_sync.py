@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from mapping import lower_bound as counted_lower_bound
-from mapping import numbered
-from models import make_config
-from random_layouts import Case, cases, shards_by_rank
-from ranks import Results, launch
 
 from grpo_mega.weights.plan import plan_transfers
+from tests.helpers.mapping import lower_bound as counted_lower_bound
+from tests.helpers.mapping import numbered
+from tests.helpers.models import make_config
+from tests.helpers.random_layouts import Case, cases, shards_by_rank
+from tests.helpers.ranks import Results, launch
 from tools.benchmarks.weight_sync import __main__ as bench_weight_sync
 from tools.benchmarks.weight_sync.dry import dry_run, full_gather, lower_bound, num_parameters
 

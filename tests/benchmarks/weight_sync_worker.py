@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_cases
 
 from grpo_mega.errors import SyncError
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.ranks import run_cases
 from tools.benchmarks.weight_sync.dry import Spec, dry_run
 from tools.benchmarks.weight_sync.rank import Bench, Engine, measure, meet
 

@@ -9,7 +9,6 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pytest
-from models import make_tokenizer
 from pyarrow import parquet
 
 from grpo_mega.config import RolloutConfig
@@ -18,6 +17,7 @@ from grpo_mega.data import RunData, Sampler, load_data
 from grpo_mega.data.load import IDS_PER_SET, check_data, split_off
 from grpo_mega.errors import ConfigError
 from grpo_mega.types import Prompt
+from tests.helpers.models import make_tokenizer
 
 MIXES = [
     ((100, 50), (1.0, 1.0), 8),

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile_text import LINE_ENDS
-from models import make_tokenizer
 
 from grpo_mega.config import RolloutConfig
 from grpo_mega.config.data import DataConfig
@@ -16,6 +14,8 @@ from grpo_mega.data import RunData, load_data
 from grpo_mega.data.load import IDS_PER_SET, check_data
 from grpo_mega.data.pass_rates import text_hash
 from grpo_mega.errors import ConfigError
+from tests.helpers.hostile_text import LINE_ENDS
+from tests.helpers.models import make_tokenizer
 
 SOLVED = [0, 1, 4, 8, None, 7, 8]  # of 8 samples, prompt by prompt; None: the gold answer cannot be read
 

@@ -15,8 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
-from ranks import run_cases
-from slow_policy import SlowPolicy, manifest
 
 from grpo_mega.config import CheckpointConfig, ModelConfig, TeacherConfig
 from grpo_mega.distributed.recorder import recorder
@@ -26,6 +24,8 @@ from grpo_mega.run import checkpoint_writer, checkpoints, staging
 from grpo_mega.run import inputs as run_inputs
 from grpo_mega.run.checkpoints import Checkpoints
 from grpo_mega.run.inputs import RunInputs
+from tests.helpers.ranks import run_cases
+from tests.helpers.slow_policy import SlowPolicy, manifest
 
 WORLD_SIZE = 3
 SECONDS = 30.0  # for whatever is waited for

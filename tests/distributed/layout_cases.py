@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import VOCAB_SIZE
 from safetensors.torch import load_file
 
 from grpo_mega import config as configs
 from grpo_mega.commands.check import Case
 from grpo_mega.config import Config, RouterConfig
 from grpo_mega.types import Group, Prompt, Routes, Sample
+from tests.helpers.models import VOCAB_SIZE
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from layout_cases import LOGITS_LAYOUTS, METHODS, MIXTURES, MIXTURES_LAYOUTS, MODELS, ROUTED_LAYOUTS
+
+from tests.distributed.layout_cases import LOGITS_LAYOUTS, METHODS, MIXTURES, MIXTURES_LAYOUTS, MODELS, ROUTED_LAYOUTS
 
 # Their routers, and what else is changed.
 ROUTERS = {

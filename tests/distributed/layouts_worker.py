@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from layout_cases import LogitsCase, as_samples, label
 from megatron.core.models.gpt import GPTModel
-from ranks import run_each
 
 from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.batching.pack import pack
@@ -33,6 +31,8 @@ from grpo_mega.run import model_files
 from grpo_mega.types import PackedBatch
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import region
+from tests.distributed.layout_cases import LogitsCase, as_samples, label
+from tests.helpers.ranks import run_each
 
 SQUARED_NORMS = optimizers.squared_norms
 

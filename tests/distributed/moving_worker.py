@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mapping import Tensors, assert_equal, blank, filled, megatron_side, numbered, plan, slice_of
-from ranks import run_cases
 
 from grpo_mega.errors import SyncError
 from grpo_mega.formats.export import export
@@ -38,6 +36,8 @@ from grpo_mega.weights.layout import (
 from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.receive import Entry, mismatched_tensors, subtensor, write_entries
 from grpo_mega.weights.spec import Family, ModelShape, read_config
+from tests.helpers.mapping import Tensors, assert_equal, blank, filled, megatron_side, numbered, plan, slice_of
+from tests.helpers.ranks import run_cases
 
 WORLD_SIZE = 4
 FAMILY = family_of("qwen2")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from models import make_model, save_checkpoint
 from safetensors.torch import load_file, save_file
 
 from grpo_mega.rewards.scorer import MIN_PROMPTS, MIN_SAMPLES
+from tests.helpers.models import make_model, save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 

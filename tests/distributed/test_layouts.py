@@ -12,8 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from forced_routes import force_routes, routes_of
-from layout_cases import (
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from grpo_mega.batching.pack import pack
+from grpo_mega.commands.check import Case, Difference, compare
+from tests.distributed.forced_routes import force_routes, routes_of
+from tests.distributed.layout_cases import (
     METHODS,
     MIXTURES,
     MODELS,
@@ -26,14 +31,19 @@ from layout_cases import (
     random_groups,
     routed,
 )
-from layout_matrix import ALL_GRADIENTS, ALL_LOGITS, ALL_METHODS, ALL_UPDATES, ALONE, COMPARED, GRADIENTS, LOGITS, ROUTERS
-from models import make_model, save_checkpoint
-from ranks import CaseValues, Results, launch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-
-from grpo_mega.batching.pack import pack
-from grpo_mega.commands.check import Case, Difference, compare
+from tests.distributed.layout_matrix import (
+    ALL_GRADIENTS,
+    ALL_LOGITS,
+    ALL_METHODS,
+    ALL_UPDATES,
+    ALONE,
+    COMPARED,
+    GRADIENTS,
+    LOGITS,
+    ROUTERS,
+)
+from tests.helpers.models import make_model, save_checkpoint
+from tests.helpers.ranks import CaseValues, Results, launch
 
 pytestmark = pytest.mark.distributed
 

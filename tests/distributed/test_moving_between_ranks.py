@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import make_model, save_checkpoint
-from ranks import Results, launch
 from transformers import AutoModelForCausalLM
+
+from tests.helpers.models import make_model, save_checkpoint
+from tests.helpers.ranks import Results, launch
 
 pytestmark = pytest.mark.distributed
 

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_mega.distributed.watchdog import EXIT_HANG, _on_nodes, _ranks
 
-HELPERS = Path(__file__).resolve().parents[1] / "helpers"
+ROOT = Path(__file__).resolve().parents[2]
 RANK = """
 import os, signal, sys, time
 from datetime import timedelta
@@ -26,7 +26,7 @@ from grpo_mega.distributed.watchdog import HangWatch
 from grpo_mega.observe.timers import Timers
 from pathlib import Path
 from types import SimpleNamespace
-from slow_policy import SlowPolicy, manifest
+from tests.helpers.slow_policy import SlowPolicy, manifest
 folder, behaviour = Path(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 rank = dist.get_rank()
@@ -67,7 +67,7 @@ def run(folder: Path, behaviour: str) -> tuple[int, str]:
     code = "import sys; from pathlib import Path; from grpo_mega.distributed.launch import run_ranks; "
     code += "sys.exit(run_ranks([sys.executable, *sys.argv[2:]], 4, Path(sys.argv[1])))"
     command = [sys.executable, "-c", code, str(folder / "logs"), "-c", RANK, str(folder), behaviour]
-    environment = os.environ | {"PYTHONPATH": f"{HELPERS.parents[1]}{os.pathsep}{HELPERS}", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     return result.returncode, result.stderr
 
@@ -129,7 +129,7 @@ with HangWatch(config, store, 0, 1, timers, last_checkpoint), timers("update"):
 
 def stuck(run_dir: Path, stderr: Path) -> int:
     with stderr.open("w") as file:
-        environment = os.environ | {"PYTHONPATH": str(HELPERS.parents[1])}
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
         return subprocess.run([sys.executable, "-c", STUCK, str(run_dir)], stderr=file, env=environment, timeout=120).returncode
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_mega.formats.checkpoint_files import FORMAT, MANIFEST, Manifest
+from tests.helpers.models import make_model, make_tokenizer
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

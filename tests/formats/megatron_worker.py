@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import run_each
 
 from grpo_mega import config as configs
 from grpo_mega.hardware.device import Device
@@ -23,6 +22,7 @@ from grpo_mega.megatron import model as models
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.state import InProcessSave
 from grpo_mega.run import model_files
+from tests.helpers.ranks import run_each
 
 # isort: split
 from megatron.core import dist_checkpointing, parallel_state

@@ -11,7 +11,6 @@ import convert_hf_to_mcore
 import convert_mcore_to_hf
 import pytest
 import torch
-from families import CASES, save, tensors_of
 from safetensors.torch import save_file
 
 from grpo_mega import cli
@@ -20,6 +19,7 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.formats.convert import convert_hf_to_mcore as convert
 from grpo_mega.formats.export import FolderWriter
 from grpo_mega.validation.model import check_model
+from tests.formats.families import CASES, save, tensors_of
 
 BASE = "org/other\u2028base"
 BESIDE = (

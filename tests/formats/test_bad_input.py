@@ -14,8 +14,9 @@ import convert_hf_to_mcore
 import convert_mcore_to_hf
 import pytest
 import torch
-from families import CASES, edit_config, save, tensors_of
 from safetensors.torch import save_file
+
+from tests.formats.families import CASES, edit_config, save, tensors_of
 
 SHARD = "model-00002-of-00003.safetensors"
 INDEX = "model.safetensors.index.json"

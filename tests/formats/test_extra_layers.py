@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import CASES, assert_same_folder, save, tensors_of
 from safetensors.torch import save_file
 
 from grpo_mega.errors import WeightMappingError
@@ -18,6 +17,7 @@ from grpo_mega.validation.model import check_weights, shape_of
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import hf_rank_shards
 from grpo_mega.weights.spec import read_config
+from tests.formats.families import CASES, assert_same_folder, save, tensors_of
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import make_model, save_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,6 +23,7 @@ from grpo_mega.formats.safetensors_files import read_headers
 from grpo_mega.weights.boxes import Box, region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape, read_config
+from tests.helpers.models import make_model, save_checkpoint
 
 Checkpoint = tuple[Path, dict[str, Tensor]]
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from families import CASES, save, write_manifest
-from hostile_files import HANG_S, KINDS, deep, digits
 
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.checkpoint_files import find, latest, read_manifest
 from grpo_mega.formats.convert import convert_hf_to_mcore
+from tests.formats.families import CASES, save, write_manifest
+from tests.helpers.hostile_files import HANG_S, KINDS, deep, digits
 
 ROOT = Path(__file__).parents[2]
 

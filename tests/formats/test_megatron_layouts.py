@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import CASES, assert_same_folder, save
-from ranks import CaseValues, launch
 
 from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
 from grpo_mega.formats.detect import describe
+from tests.formats.families import CASES, assert_same_folder, save
+from tests.helpers.ranks import CaseValues, launch
 
 WORKER = Path(__file__).with_name("megatron_worker.py")
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [

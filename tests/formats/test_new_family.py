@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import assert_same_folder
-from models import make_tokenizer
 from transformers import GenerationConfig, Phi3Config, Phi3ForCausalLM
 
 from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
@@ -17,6 +15,8 @@ from grpo_mega.formats.reader import open_reader
 from grpo_mega.weights import families
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.spec import ModelShape, read_config
+from tests.formats.families import assert_same_folder
+from tests.helpers.models import make_tokenizer
 
 README = Path(__file__).resolve().parents[2] / "grpo_mega/weights/README.md"
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import convert_hf_to_mcore
 import pytest
 import torch
-from families import CASES, save, tensors_of
 
 from grpo_mega.formats.convert import convert_hf_to_mcore as convert
 from grpo_mega.formats.convert import convert_mcore_to_hf
 from grpo_mega.formats.output import JOURNAL
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
+from tests.formats.families import CASES, save, tensors_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools/convert_hf_to_mcore.py"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import CASES, edit_config, save, tensors_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -21,6 +20,7 @@ from grpo_mega.validation.model import check_model
 from grpo_mega.weights.boxes import Box, region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape, read_config
+from tests.formats.families import CASES, edit_config, save, tensors_of
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import CASES, assert_same_folder, edit_config, save, tensors_of
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +17,7 @@ from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
 from grpo_mega.formats.dcp_read import FoundTensor, find_tensor
 from grpo_mega.formats.dcp_write import blob_of
 from grpo_mega.formats.detect import find_checkpoint
+from tests.formats.families import CASES, assert_same_folder, edit_config, save, tensors_of
 
 QUIET = {"show_progress": False}
 

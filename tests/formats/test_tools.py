@@ -12,10 +12,10 @@ import convert_mcore_to_hf
 import inspect_checkpoint
 import pytest
 import verify_checkpoint
-from families import CASES, save, tensors_of, write_manifest
 
 from grpo_mega.formats.checkpoint_files import FORMAT
 from grpo_mega.formats.convert import convert_hf_to_mcore as convert
+from tests.formats.families import CASES, save, tensors_of, write_manifest
 from tools.benchmarks.weight_sync.__main__ import MODELS
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import verify_checkpoint
-from families import CASES, edit_config, save, tensors_of
 from safetensors.torch import save_file
 
 from grpo_mega.formats.convert import convert_hf_to_mcore
+from tests.formats.families import CASES, edit_config, save, tensors_of
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 

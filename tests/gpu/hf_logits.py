@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import VOCAB_SIZE, make_model, save_checkpoint
+
+from tests.helpers.models import VOCAB_SIZE, make_model, save_checkpoint
 
 LENGTHS = (7, 19, 64, 130)
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_policies import make_policy, make_samples, packed, supported_precisions
-from models import VOCAB_SIZE
 
 from grpo_mega.hardware.device import Device
 from grpo_mega.megatron.found import in_use
 from grpo_mega.megatron.policy import Policy
+from tests.helpers.gpu_policies import make_policy, make_samples, packed, supported_precisions
+from tests.helpers.models import VOCAB_SIZE
 
 FORMS: dict[str, dict[str, Any]] = {
     "bf16": {},

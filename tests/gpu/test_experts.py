@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_policies import SIZES, gradients_of, logits_of, make_policy, make_samples, packed
-from models import make_config
 from torch import Tensor
 
 from grpo_mega.hardware.device import Device
 from grpo_mega.megatron.found import in_use
+from tests.helpers.gpu_policies import SIZES, gradients_of, logits_of, make_policy, make_samples, packed
+from tests.helpers.models import make_config
 
 ROUNDING = 0.03  # of bf16, relative to a tensor's norm
 

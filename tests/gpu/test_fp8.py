@@ -7,13 +7,8 @@ import statistics
 from functools import cache
 from typing import Any
 
-import learning
 import pytest
 import torch
-from gpu_policies import IS_EMULATED, IS_REHEARSAL, logits_of, make_policy, make_samples, packed, precision_of
-from gpu_policies import supported_precisions as why_not
-from learning import KEPT
-from models import VOCAB_SIZE
 
 from grpo_mega.config import PrecisionConfig
 from grpo_mega.hardware.device import Device
@@ -21,6 +16,11 @@ from grpo_mega.hardware.fp8 import RECIPES
 from grpo_mega.megatron.found import in_use
 from grpo_mega.megatron.guard import Level
 from grpo_mega.megatron.precision import in_bf16, is_quantised, set_level
+from tests.helpers import learning
+from tests.helpers.gpu_policies import IS_EMULATED, IS_REHEARSAL, logits_of, make_policy, make_samples, packed, precision_of
+from tests.helpers.gpu_policies import supported_precisions as why_not
+from tests.helpers.learning import KEPT
+from tests.helpers.models import VOCAB_SIZE
 
 STEPS = 30 if IS_EMULATED else 50  # from the 25th on the loss falls slowly, and runs can be compared
 DEMONSTRATIONS = 8 if IS_REHEARSAL or IS_EMULATED else 16  # of a step

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_policies import SIZES, logits_of, make_policy, make_sample
 from transformers import AutoConfig
 
 from grpo_mega.formats.reader import open_reader
@@ -26,6 +25,7 @@ from grpo_mega.hardware.kernels import Kernels
 from grpo_mega.megatron.found import in_use
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.gpu_policies import SIZES, logits_of, make_policy, make_sample
 
 HERE = Path(__file__).parent
 FAMILIES = ("qwen2", "llama", "qwen3")
@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.rehearsed, pytest.mark.emulated]
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint of each family and its logits. In a process of its own, without the patches of a CPU run."""
     out = tmp_path_factory.mktemp("hf")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent / "helpers"), str(HERE.parents[1])])}
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     command = [sys.executable, str(HERE / "hf_logits.py"), str(out), kind, json.dumps(SIZES), *FAMILIES, MIXTURE]
     subprocess.run(command, check=True, env=environment)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_policies import make_policy, make_samples, packed
-from models import VOCAB_SIZE
 from torch import Tensor
 
 from grpo_mega.hardware.device import Device
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron.policy import Policy
+from tests.helpers.gpu_policies import make_policy, make_samples, packed
+from tests.helpers.models import VOCAB_SIZE
 
 pytestmark = pytest.mark.rehearsed
 

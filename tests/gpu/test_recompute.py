@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_policies import gradients_of, make_policy, make_samples
-from models import VOCAB_SIZE
 from torch import Tensor
 
 from grpo_mega.hardware.device import Device
+from tests.helpers.gpu_policies import gradients_of, make_policy, make_samples
+from tests.helpers.models import VOCAB_SIZE
 
 pytestmark = pytest.mark.rehearsed
 

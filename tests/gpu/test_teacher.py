@@ -6,14 +6,14 @@ import itertools
 
 import pytest
 import torch
-from gpu_policies import SIZES, make_policy, make_samples, packed
-from models import VOCAB_SIZE, make_config
 
 from grpo_mega.formats.reader import random_reader
 from grpo_mega.hardware.device import Device
 from grpo_mega.megatron.teacher import Teacher
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.gpu_policies import SIZES, make_policy, make_samples, packed
+from tests.helpers.models import VOCAB_SIZE, make_config
 
 
 @pytest.mark.rehearsed

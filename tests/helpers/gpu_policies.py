@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from models import make_config
 from torch import Tensor
 
 from grpo_mega.batching.pack import pack
@@ -25,6 +24,7 @@ from grpo_mega.types import PackedBatch, Prompt, Sample
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.models import make_config
 from tools.benchmarks.gpu.rank import config_of
 
 IS_EMULATED = not torch.cuda.is_available() and kernels.choose(is_cuda=False).transformer_engine

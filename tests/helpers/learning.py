@@ -9,14 +9,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gpu_policies import SIZES, make_policy, make_sample, packed, precision_of
-from models import make_config
-
 from grpo_mega.formats.reader import random_reader
 from grpo_mega.hardware.device import Device
 from grpo_mega.types import Sample
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.gpu_policies import SIZES, make_policy, make_sample, packed, precision_of
+from tests.helpers.models import make_config
 
 KEPT = {"fp8_parameters": True, "fp8_reference": True}
 

@@ -59,7 +59,6 @@ READ_AT_IMPORT = (
     "ONEDNN_",
     "TORCH",
     "NVTE_",
-    "CUDA",
     "HF_",
     "TRANSFORMERS_",
     "TOKENIZERS_",

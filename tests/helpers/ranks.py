@@ -17,13 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import preloaded
-
 from grpo_mega.processes import die_with_parent
+from tests.helpers import preloaded
 
-HELPERS = Path(__file__).parent
-ROOT = HELPERS.parents[1]
-FORKED = HELPERS / "forked.py"
+ROOT = Path(__file__).resolve().parents[2]
+FORKED = Path(__file__).with_name("forked.py")
 
 Results = dict[str, list[str]]  # what went wrong by case, a traceback per rank that failed; an empty list if it passed
 
@@ -94,7 +92,7 @@ def run_forked(
     command: Sequence[str] = (),
 ) -> None:
     """Run a module or file as ranks that share one import (forked.py, or a `command` that runs it); fail with their errors."""
-    folders = (ROOT, HELPERS, *filter(None, [os.environ.get("PYTHONPATH")]))
+    folders = (ROOT, *filter(None, [os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)

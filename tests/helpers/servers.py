@@ -21,7 +21,7 @@ from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.sglang.settings import EngineSettings
 
 START_DEADLINE_S = 300.0  # a busy machine takes far more than the 12 s of an idle one
-LOADER = "servers.note_names"  # in the server's processes: PYTHONPATH leads here
+LOADER = "tests.helpers.servers.note_names"  # in the server's processes, by PYTHONPATH
 # Of a trainer's rank, and not for its server.
 TRAINERS = {
     "RANK": "3",
@@ -105,7 +105,7 @@ def trainers_environment(temporary: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(temporary))
         patch.setattr(tempfile, "tempdir", str(temporary))
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]), prepend=os.pathsep)
         for name, value in TRAINERS.items():
             patch.setenv(name, value)
         yield

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from models import make_model, save_checkpoint
-from spoil import Spoil, all_of, model, remove, rows
+from tests.helpers.models import make_model, save_checkpoint
+from tests.helpers.spoil import Spoil, all_of, model, remove, rows
 
 
 def teacher(**fields: Any) -> Spoil:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from offload_worker import Trainee, make_config_of, make_groups
-from ranks import run_cases
 
 from grpo_mega.algorithm.advantages import assign_advantages
 from grpo_mega.batching.pack import pack
 from grpo_mega.megatron.routers import Routers
+from tests.helpers.ranks import run_cases
 
 FACTOR = 0.7
 SIZES = {"hidden_size": 44, "vocab_size": 304}

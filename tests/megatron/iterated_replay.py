@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import make_config, make_model
 from offload_worker import Trainee, make_config_of, make_groups
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from grpo_mega.types import Group, Sample
 from grpo_mega.weights.boxes import Box, region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.models import make_config, make_model
 
 KL_BETA, LR, EPS, WEIGHT_DECAY = 0.5, 4e-3, 1e-4, 0.01
 STEPS, SYNC_STEPS, SAVED_STEP = 5, 2, 3

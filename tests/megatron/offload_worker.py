@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import VOCAB_SIZE, make_config
-from ranks import run_cases
 
 from grpo_mega import config as configs
 from grpo_mega.algorithm.advantages import assign_advantages
@@ -29,6 +27,8 @@ from grpo_mega.megatron.policy import Policy
 from grpo_mega.types import Group, PackedBatch, Prompt, Sample
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.models import VOCAB_SIZE, make_config
+from tests.helpers.ranks import run_cases
 
 OVERLAP = ",overlap_grad_reduce=true,overlap_param_gather=true"
 LAYOUTS = {

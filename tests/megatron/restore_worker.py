@@ -16,9 +16,7 @@ from typing import Any
 import iterated_replay
 import torch
 import torch.distributed as dist
-from models import make_config
 from offload_worker import Trainee, make_config_of
-from ranks import run_cases
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -31,6 +29,8 @@ from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.weights.boxes import region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.models import make_config
+from tests.helpers.ranks import run_cases
 
 # Sizes that leave padding in every bucket.
 SIZES = {

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from ranks import Results, launch
+
+from tests.helpers.ranks import Results, launch
 
 pytestmark = pytest.mark.distributed
 

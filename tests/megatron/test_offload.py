@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Results, launch
 
 from grpo_mega.megatron.offload import ALIGNMENT, HostCopy, Movable, storages_of
+from tests.helpers.ranks import Results, launch
 
 MANY_STEPS = "many steps"  # the worker's case
 DEVICES = [

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import make_model, save_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from grpo_mega import config as configs
 from grpo_mega.commands.check import Case, Outcome, run_cases
 from grpo_mega.types import Group, Prompt, Sample
+from tests.helpers.models import make_model, save_checkpoint
 from tools.conformance import oracle_advantages, oracle_losses
 
 TEMPERATURE, KL_BETA, ENTROPY_BONUS, CLIP_EPS = 0.9, 0.3, 0.02, 0.2

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import HOSTILE, make_run, write_lines
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.observe.report import embedded, metrics, read, responses, write_report
 from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.writers import JsonLinesWriter
+from tests.helpers.run_folders import HOSTILE, make_run, write_lines
 
 
 def data_of(path: Path) -> dict[str, Any]:

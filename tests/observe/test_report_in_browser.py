@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import BINARY, MISSING, Page, open_browser
-from run_folders import HOSTILE, make_run, write_lines
 
 from grpo_mega.observe.report import write_report
+from tests.helpers.browser import BINARY, MISSING, Page, open_browser
+from tests.helpers.run_folders import HOSTILE, make_run, write_lines
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from run_folders import make_run
 
 from grpo_mega.observe.report import refresh
 from grpo_mega.observe.report.refresh import ReportWriter
+from tests.helpers.run_folders import make_run
 
 
 def wait_for(writer: ReportWriter, step: int) -> None:

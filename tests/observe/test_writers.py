@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hostile_text import LINE_ENDS, SURROGATES
 from rich.console import Console
 
 from grpo_mega import config
@@ -20,6 +19,7 @@ from grpo_mega.observe.samples import num_logged, token_ends
 from grpo_mega.observe.wandb_writer import SAME, other_names, wandb_mode
 from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter
 from grpo_mega.types import Group, Prompt, Sample, Span
+from tests.helpers.hostile_text import LINE_ENDS, SURROGATES
 
 PROMPT = "<user>1+1=?<assistant>"
 HOSTILE, WRITABLE = LINE_ENDS + SURROGATES, LINE_ENDS + "\ufffd\ufffd \ufffd"

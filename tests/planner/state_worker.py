@@ -12,9 +12,6 @@ import grpo_mega.megatron  # isort: skip  # noqa: F401  # its patches come first
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.process_groups_config import ProcessGroupCollection
-from models import make_config
-from planner_cases import ACTIVATIONS, CASES, StateCase
-from ranks import run_cases
 from torch import Tensor
 
 from grpo_mega.algorithm.losses import LossOutputs
@@ -30,6 +27,9 @@ from grpo_mega.planner.state import Storage, buffer_of, chunk_parameters, stage_
 from grpo_mega.types import PackedBatch
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.models import make_config
+from tests.helpers.planner_cases import ACTIVATIONS, CASES, StateCase
+from tests.helpers.ranks import run_cases
 
 SMALL_BUCKET = 1500  # elements, so that tiny models make several
 

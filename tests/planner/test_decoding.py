@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from shapes import LLAMA_70B
 
 from grpo_mega import config as configs
 from grpo_mega.formats.known_models import KNOWN_MODELS
@@ -16,6 +15,7 @@ from grpo_mega.planner.memory import host_memory
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.timing import decoding_step, token_seconds
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.shapes import LLAMA_70B
 
 LLAMA_8B = {
     "model_type": "llama",

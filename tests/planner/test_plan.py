@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-from shapes import LLAMA_70B
 
 from grpo_mega import cli
 from grpo_mega.commands.options import PlanOptions
@@ -24,6 +23,7 @@ from grpo_mega.planner.plan import MARGIN, Plan, make_plan
 from grpo_mega.planner.report import sections
 from grpo_mega.planner.suggest import suggest
 from grpo_mega.weights.layout import megatron_rank_shards
+from tests.helpers.shapes import LLAMA_70B
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 

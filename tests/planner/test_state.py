@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from planner_cases import CASES
-from ranks import launch
+
+from tests.helpers.planner_cases import CASES
+from tests.helpers.ranks import launch
 
 pytestmark = pytest.mark.distributed
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emulated_te import launcher
-from shapes import LLAMA_70B
 
 from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
@@ -28,6 +26,8 @@ from grpo_mega.planner.memory import device_memory
 from grpo_mega.planner.rehearsal import default_ranks, request_of
 from grpo_mega.planner.setup import Setup
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.shapes import LLAMA_70B
+from tests.te_on_cpu.emulated_te import launcher
 
 pytestmark = pytest.mark.pool
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from shapes import LLAMA_70B
 
 from grpo_mega import config as configs
 from grpo_mega.hardware.cards import card_of
 from grpo_mega.planner.plan import make_plan
 from grpo_mega.planner.setup import Setup
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.shapes import LLAMA_70B
 
 EXACT = {"recipe": "opd", "distill_kl": "reverse"}
 

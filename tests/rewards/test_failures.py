@@ -4,13 +4,13 @@ import os
 import signal
 
 import pytest
-from http_servers import serving
-from reward_pools import reward_pool
 
 from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult
 from grpo_mega.rewards.scorer import Failures
 from grpo_mega.types import Prompt, Sample
+from tests.helpers.http_servers import serving
+from tests.helpers.reward_pools import reward_pool
 
 pytestmark = pytest.mark.pool
 

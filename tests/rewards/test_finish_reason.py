@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reward_pools import reward_pool
 
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.types import Group, Prompt, Sample
+from tests.helpers.reward_pools import reward_pool
 
 TEXTS = ["So 40 + 11 is 51", "So 40 + 11 is 51", "The sum is 40 + 11"]  # right; right so far; not evaluated
 REASONS = ["stop", "length", "stop"]

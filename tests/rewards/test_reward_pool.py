@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from reward_pools import reward_pool
 
 from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.errors import ConfigError, RewardError
 from grpo_mega.rewards import RewardPool, RewardResult, registry
+from tests.helpers.reward_pools import reward_pool
 
 pytestmark = pytest.mark.pool
 

@@ -10,8 +10,6 @@ import time
 from typing import Any
 
 import pytest
-from http_servers import Answer, serving
-from reward_pools import reward_pool
 
 from grpo_mega.config import Config, validate
 from grpo_mega.errors import ConfigError, RewardError
@@ -19,6 +17,8 @@ from grpo_mega.rewards import NoScore, RewardPool, Score, Step
 from grpo_mega.rewards.reward_model import JUDGE_TEMPLATE, reward_model
 from grpo_mega.validation import raise_first
 from grpo_mega.validation.rewards import reward_problems
+from tests.helpers.http_servers import Answer, serving
+from tests.helpers.reward_pools import reward_pool
 
 pytestmark = pytest.mark.pool
 

@@ -8,12 +8,12 @@ import time
 from typing import Any
 
 import pytest
-from http_servers import sending, serving
 
 import grpo_mega.rewards.reward_model
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards import NoScore, Score
 from grpo_mega.rewards.reward_model import check_reachable, reward_model
+from tests.helpers.http_servers import sending, serving
 
 
 def score(url: str, **options: Any) -> Score:

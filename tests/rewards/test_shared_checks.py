@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from reward_pools import reward_pool
-from slow_job import SlowJob
 
 from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.rewards import RewardPool, RewardResult
 from grpo_mega.rewards.workers import pool as pool_module
+from tests.helpers.reward_pools import reward_pool
+from tests.helpers.slow_job import SlowJob
 
 pytestmark = pytest.mark.pool
 

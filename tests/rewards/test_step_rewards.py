@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reward_pools import reward_pool
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -21,6 +20,7 @@ from grpo_mega.rewards.scorer import VERDICTS, Scorer, drop_unusable
 from grpo_mega.rewards.steps import PIECE_SIZE, tokens_at
 from grpo_mega.run.model_files import decoder
 from grpo_mega.types import Group, Prompt, Sample
+from tests.helpers.reward_pools import reward_pool
 
 pytestmark = pytest.mark.pool
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import VOCAB_SIZE, make_model
-from ranks import run_cases
 
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.hardware.device import Device
@@ -24,6 +22,8 @@ from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.models import VOCAB_SIZE, make_model
+from tests.helpers.ranks import run_cases
 
 WORLD_SIZE, GROUP_SIZE = 2, 3
 SAMPLING = Sampling(GROUP_SIZE, 1.0, 40, stop_token_ids=frozenset(range(0, VOCAB_SIZE, 9)), seed=5)

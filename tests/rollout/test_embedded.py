@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import FAMILIES, VOCAB_SIZE, make_model, save_checkpoint
 
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.formats.reader import open_hf_reader
@@ -27,6 +26,7 @@ from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import hf_shards
 from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.models import FAMILIES, VOCAB_SIZE, make_model, save_checkpoint
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 0.7}
 LENGTHS = [3, 17, 1, 9, 9, 30, 5, 2]

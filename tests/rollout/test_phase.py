@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import Results, launch
+
+from tests.helpers.ranks import Results, launch
 
 pytestmark = pytest.mark.distributed
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import make_model
 from torch.distributed import HashStore
 
 from grpo_mega.batching.pack import pack
@@ -27,6 +26,7 @@ from grpo_mega.run.batches import check_routes
 from grpo_mega.types import Group, PackedBatch, Prompt, Routes, Sample, Span
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.models import make_model
 
 ROUTERS = RouterSizes(num_layers=5, num_dense=2, num_experts=11, top_k=3)
 MANY = replace(ROUTERS, num_experts=256)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from http_servers import sending, serving
 
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sglang.session import Session
 from grpo_mega.rollout.sglang.teacher import check_server
 from grpo_mega.types import Prompt, Sample
+from tests.helpers.http_servers import sending, serving
 
 HEADERS = {"Authorization": "Bearer secret"}
 PIECE = b" " * (1 << 20)

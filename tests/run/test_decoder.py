@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import runs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
@@ -18,6 +17,7 @@ from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rewards.workers.pool import RewardPool
 from grpo_mega.run.model_files import decoder
 from grpo_mega.types import Prompt, Sample
+from tests.helpers import runs
 from tools.benchmarks import kills
 
 CONTROL = ["<pad>", "<bos>", "<eos>", "<turn_end>"]

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from disks import fill, mounted
-from hostile_text import LINE_ENDS
-from runs import losses, run, start, wait_for_step
 
 from grpo_mega.errors import RunFolderError
 from grpo_mega.observe.writers import JsonLinesWriter
 from grpo_mega.run.folder import explained
+from tests.helpers.disks import fill, mounted
+from tests.helpers.hostile_text import LINE_ENDS
+from tests.helpers.runs import losses, run, start, wait_for_step
 from tools.benchmarks import kills
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from coarse_reward import SCORED
 
 from grpo_mega.data.sampler import Sampler
+from tests.helpers.coarse_reward import SCORED
 from tools.benchmarks import kills
 from tools.benchmarks.kills import End, read_end
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from servers import Tree, is_true_within
 
+from tests.helpers.servers import Tree, is_true_within
 from tools.benchmarks import kills
 
 pytestmark = [pytest.mark.distributed, pytest.mark.sglang, pytest.mark.waiting]

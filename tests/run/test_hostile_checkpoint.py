@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from runs import run
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from grpo_mega.formats.dcp_read import check_extra_state
+from tests.helpers.runs import run
 from tools.benchmarks import kills
 
 pytestmark = [pytest.mark.distributed, pytest.mark.waiting, pytest.mark.usefixtures("preloaded_python")]

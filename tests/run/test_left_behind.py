@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import run, start, wait_for_step
 
 from grpo_mega.processes import descendants
+from tests.helpers.runs import run, start, wait_for_step
 from tools.benchmarks import kills
 
 pytestmark = [pytest.mark.distributed, pytest.mark.waiting]

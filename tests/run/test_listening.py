@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from sockets import is_loopback, listening, listening_of_tree
 
 from grpo_mega.distributed.launch import free_port
+from tests.helpers.sockets import is_loopback, listening, listening_of_tree
 from tools.benchmarks import kills
 
 pytestmark = pytest.mark.distributed

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import losses, read, run, stop_after
 
+from tests.helpers.runs import losses, read, run, stop_after
 from tools.benchmarks import kills
 from tools.benchmarks.kills import read_end
 

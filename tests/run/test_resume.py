@@ -15,14 +15,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import preloaded
 import pytest
 import torch
-from hostile_text import LINE_ENDS, SURROGATES
-from runs import losses, metrics, read, run, start, stop_after, wait_for_step
 
 from grpo_mega.formats.dcp_read import find_tensor, read_metadata
 from grpo_mega.megatron.optimizer import separate_steps
+from tests.helpers import preloaded
+from tests.helpers.hostile_text import LINE_ENDS, SURROGATES
+from tests.helpers.runs import losses, metrics, read, run, start, stop_after, wait_for_step
 from tools.benchmarks import kills
 from tools.benchmarks.kills import End, read_end
 

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import ROOT
-from runs import losses, metrics, run, stop_after
 
 from grpo_mega.distributed.launch import free_port
+from tests.helpers.ranks import ROOT
+from tests.helpers.runs import losses, metrics, run, stop_after
 from tools.benchmarks import kills
 
 pytestmark = [pytest.mark.distributed, pytest.mark.waiting, pytest.mark.usefixtures("preloaded_python")]

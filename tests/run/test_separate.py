@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import losses, metrics, run, stop_after
 
+from tests.helpers.runs import losses, metrics, run, stop_after
 from tools.benchmarks import kills
 
 pytestmark = [pytest.mark.distributed, pytest.mark.waiting, pytest.mark.usefixtures("preloaded_python")]

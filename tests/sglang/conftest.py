@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers import make_settings, ready, write_model
 
 from grpo_mega.rollout.sglang.server import Server
+from tests.helpers.servers import make_settings, ready, write_model
 
 
 @pytest.fixture(scope="package")

@@ -4,9 +4,8 @@ import sys
 import time
 from pathlib import Path
 
-from servers import make_settings, running
-
 from grpo_mega.rollout.sglang.server import Server
+from tests.helpers.servers import make_settings, running
 
 model, folder, tp = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 with running(Server(make_settings(model, folder, tp=tp))) as server:

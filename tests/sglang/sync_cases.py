@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from models import EOS_ID, VOCAB_SIZE
-
 from grpo_mega.rollout.engine import Sampling
+from tests.helpers.models import EOS_ID, VOCAB_SIZE
 
 SAMPLING = Sampling(4, temperature=0.8, max_response_length=12, stop_token_ids=frozenset({EOS_ID}), with_routes=True)
 LONG = replace(SAMPLING, max_response_length=36, stop_token_ids=frozenset(range(EOS_ID, VOCAB_SIZE, 20)))

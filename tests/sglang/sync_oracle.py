@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sync_cases import CASES, SAMPLING
 from transformers import AutoModelForCausalLM
 
 from tests.oracles import fp8_blocks as oracle
+from tests.sglang.sync_cases import CASES, SAMPLING
 
 
 def rows_of(folder: Path, version: int, tp: int) -> list[Any]:

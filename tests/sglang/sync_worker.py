@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import VOCAB_SIZE, make_model, save_checkpoint
-from ranks import run_each
-from sync_cases import CASES, LONG, SAMPLING, Case
 from torch.distributed import HashStore, PrefixStore
 
 from grpo_mega import config as configs
@@ -45,6 +42,9 @@ from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards
 from grpo_mega.weights.plan import plan_transfers
+from tests.helpers.models import VOCAB_SIZE, make_model, save_checkpoint
+from tests.helpers.ranks import run_each
+from tests.sglang.sync_cases import CASES, LONG, SAMPLING, Case
 
 WORLD_SIZE = 4
 SIZES = {"num_hidden_layers": 8, "num_key_value_heads": 4, "intermediate_size": 128}

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import ROOT
-from servers import changed, make_settings
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.rollout.sglang.engine import parameters
 from grpo_mega.rollout.sglang.fp8_params import REMEDY
 from grpo_mega.rollout.sglang.server import server_arguments
 from grpo_mega.weights.boxes import LocalTensor
+from tests.helpers.ranks import ROOT
+from tests.helpers.servers import changed, make_settings
 
 CPU = changed(make_settings(Path("/m"), Path("/f")), {"quantization": "fp8"}, dtype="bfloat16")
 CUDA = changed(CPU, {}, device_type="cuda", cores=())

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from servers import make_settings
 from torch.distributed import HashStore
 
 from grpo_mega.distributed.rendezvous import Rendezvous
@@ -20,6 +19,7 @@ from grpo_mega.rollout.sglang.buckets import HostBuckets
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS, report_path
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import ShardLayout
+from tests.helpers.servers import make_settings
 
 
 class SlowClient:

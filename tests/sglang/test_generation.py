@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from servers import LOADER, Tree, make_settings
 from torch.distributed import HashStore
 
 from grpo_mega.distributed.rendezvous import Rendezvous
@@ -34,6 +33,7 @@ from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import ShardLayout
+from tests.helpers.servers import LOADER, Tree, make_settings
 
 pytestmark = pytest.mark.sglang
 

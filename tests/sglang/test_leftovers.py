@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from servers import is_true_within
 
 from grpo_mega import temporary
 from grpo_mega.processes import descendants
 from grpo_mega.rollout.sglang import leftovers
+from tests.helpers.servers import is_true_within
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from reward_pools import reward_pool
 from safetensors.torch import load_model
-from servers import START_DEADLINE_S, make_settings
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from grpo_mega import temporary
@@ -25,6 +23,8 @@ from grpo_mega.distributed.launch import free_ports
 from grpo_mega.rewards import NoScore, Score, Step
 from grpo_mega.rewards.reward_model import reward_model
 from grpo_mega.rollout.sglang.server import server_environment
+from tests.helpers.reward_pools import reward_pool
+from tests.helpers.servers import START_DEADLINE_S, make_settings
 
 pytestmark = pytest.mark.sglang
 

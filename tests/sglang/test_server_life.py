@@ -13,7 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from servers import (
+
+from grpo_mega.errors import EngineError
+from grpo_mega.rollout.sglang import server as servers_module
+from grpo_mega.rollout.sglang.server import Server
+from tests.helpers.servers import (
     TRAINERS,
     Tree,
     check_gone,
@@ -23,10 +27,6 @@ from servers import (
     running,
     trainers_environment,
 )
-
-from grpo_mega.errors import EngineError
-from grpo_mega.rollout.sglang import server as servers_module
-from grpo_mega.rollout.sglang.server import Server
 
 pytestmark = pytest.mark.sglang
 OWNER = Path(__file__).with_name("owner.py")

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers import TRAINERS, changed, make_settings
 
 from grpo_mega.distributed.launch import free_ports
 from grpo_mega.errors import ConfigError
 from grpo_mega.rollout.sglang import compat, served_models
 from grpo_mega.rollout.sglang.server import server_arguments, server_environment
 from grpo_mega.weights.families import FAMILIES
+from tests.helpers.servers import TRAINERS, changed, make_settings
 
 SETTINGS = make_settings(Path("/m"), Path("/f"))
 ON_GPU = {"tp": 4, "memory_fraction": 0.6, "cache_tokens": None}

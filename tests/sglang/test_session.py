@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from aiohttp import web
-from servers import LOADER, Tree, changed, check_gone, generate, is_true_within, make_settings
 
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import Sampling
@@ -31,6 +30,7 @@ from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.sglang.session import Session
 from grpo_mega.types import Prompt, Sample
+from tests.helpers.servers import LOADER, Tree, changed, check_gone, generate, is_true_within, make_settings
 
 T = TypeVar("T")
 STRANGERS_ID = 65534  # of a user without any rights

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import HELPERS, ROOT, CaseValues, launch
-from sync_cases import CASES
 
 from grpo_mega.distributed.launch import free_port
+from tests.helpers.ranks import ROOT, CaseValues, launch
+from tests.sglang.sync_cases import CASES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.sglang, pytest.mark.usefixtures("preloaded_python")]
 
@@ -29,7 +29,7 @@ def differences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     (folder / "port").write_text(str(free_port()))
     problems = launch(HERE / "sync_worker.py", 4, folder, timeout_s=1500)
     (folder / "cases.json").write_text(json.dumps([name for name in chosen if not problems[name]]))
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, str(HERE / "sync_oracle.py"), str(folder)], env=environment, check=True)
     found = CaseValues("", problems)
     found |= json.loads((folder / "differences.json").read_text())

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import make_model
-from servers import MODEL, make_settings, ready
 
 from grpo_mega import config as configs
 from grpo_mega.commands.check import Case, run_cases
 from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.sglang.session import Session
 from grpo_mega.types import Group, Prompt, Sample
+from tests.helpers.models import make_model
+from tests.helpers.servers import MODEL, make_settings, ready
 
 pytestmark = pytest.mark.sglang
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import ROOT, Cluster, missing_programs, wait_for
 
 from grpo_mega.distributed.launch import num_cores
+from tests.slurm.cluster import ROOT, Cluster, missing_programs, wait_for
 from tools.benchmarks import kills
 
 pytestmark = [pytest.mark.distributed, pytest.mark.waiting]

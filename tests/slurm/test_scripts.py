@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import wait_for
-from shapes import LLAMA_70B, QWEN_72B
 
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare as plan_setup
 from grpo_mega.config import load
 from grpo_mega.formats.known_models import KNOWN_MODELS
 from grpo_mega.planner.plan import MARGIN, make_plan
+from tests.helpers.shapes import LLAMA_70B, QWEN_72B
+from tests.slurm.cluster import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sh"))

@@ -17,7 +17,7 @@ LAUNCHING = {"test_processes.py", "test_whole_steps.py"}
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     is_test = collection_path.parent == HERE and collection_path.name.startswith("test_")
-    is_emulated = config.pluginmanager.hasplugin("emulated_te.plugin")
+    is_emulated = config.pluginmanager.hasplugin("tests.te_on_cpu.emulated_te.plugin")
     return True if is_test and is_emulated == (collection_path.name in LAUNCHING) else None
 
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 import transformer_engine
 import transformer_engine.pytorch as te
 from packaging.version import Version
-from ranks import run_cases
 from torch import Tensor
 
 from grpo_mega.batching.layout import chunks_of
 from grpo_mega.hardware.kernels import PACKED_A2A, as_text
+from tests.helpers.ranks import run_cases
 
 HEADS, KV_HEADS, DIM = 8, 4, 24
 # In bf16, relative. p2p rounds output and gradients each time that it adds to them: 2.9e-3 and 3.7e-3 found, 2.4e-3 with a2a.

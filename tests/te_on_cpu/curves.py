@@ -1,6 +1,6 @@
 """Loss curves of bf16 and the FP8 recipes on emulated kernels: a model of hidden size 256 learns the quickstart's task.
 
-    PYTHONPATH=.:tests/te_on_cpu:tests/helpers python -m emulated_te.run 2.11.0 tests/te_on_cpu/curves.py OUT
+    python -m tests.te_on_cpu.emulated_te.run 2.11.0 tests/te_on_cpu/curves.py OUT
         [--recipes bf16 tensorwise delayed blockwise] [--seeds 0 1] [--steps 50] [--per-step 16] [--minutes N]
 
 Each run of a recipe and a seed is a file in OUT, written when it ends; what is there is not run again. No run begins
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learning import losses
 
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.megatron import runtime as runtimes
+from tests.helpers.learning import losses
 from tools.benchmarks.gpu.rank import config_of
 
 NOTE = "Transformer Engine's own Python on emulated kernels"

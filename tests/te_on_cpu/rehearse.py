@@ -1,6 +1,6 @@
 """One rank with Transformer Engine's layers, run on fake tensors: its own Python over an extension that only makes shapes.
 
-    PYTHONPATH=tests/te_on_cpu python -m emulated_te.run 2.11.0 tests/te_on_cpu/rehearse.py < REQUESTS
+    python -m tests.te_on_cpu.emulated_te.run 2.11.0 tests/te_on_cpu/rehearse.py < REQUESTS
 
 Reads requests of grpo_mega.megatron.rehearsal, a line of JSON each, and prints the same answers, with `saved` beside: what
 autograd keeps at the end of the forward passes, as [shape, dtype, bytes, number of such tensors], the largest sum first. Copies
@@ -20,8 +20,6 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # functions that Megatron compiles on a
 
 import torch
 import torch.distributed as dist
-from emulated_te import extension
-from emulated_te.extension import positions
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from transformer_engine.pytorch.attention.dot_product_attention import utils as attention_utils
@@ -32,6 +30,8 @@ from grpo_mega.megatron import attention as packed
 from grpo_mega.megatron import model as models
 from grpo_mega.megatron import rehearsal as rehearse_rank
 from grpo_mega.megatron.pipeline import te_params
+from tests.te_on_cpu.emulated_te import extension
+from tests.te_on_cpu.emulated_te.extension import positions
 
 Saved = tuple[tuple[int, ...], str, int]
 

@@ -9,11 +9,11 @@ import torch
 import transformer_engine
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
-from emulated_te import machine
 from packaging.version import Version
 from transformer_engine.pytorch.attention.dot_product_attention import utils
 
 from grpo_mega.validation.precision import attention_problems
+from tests.te_on_cpu.emulated_te import machine
 
 PACKED = {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding_causal"}
 

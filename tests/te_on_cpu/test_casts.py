@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import fp8_oracle as oracle
 import numpy as np
 import pytest
 import torch
@@ -14,6 +13,8 @@ import transformer_engine_torch as tex
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+
+from tests.te_on_cpu import fp8_oracle as oracle
 
 DTYPES = {"e4m3": tex.DType.kFloat8E4M3, "e5m2": tex.DType.kFloat8E5M2}
 CPU = torch.device("cpu")

@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformer_engine
 import transformer_engine_torch as tex
-from emulated_te import launcher
-from ranks import FORKED, Results, launch
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
 from grpo_mega.batching.layout import chunks_of
+from tests.helpers.ranks import FORKED, Results, launch
+from tests.te_on_cpu.emulated_te import launcher
 
 LENGTHS = (12, 24, 60, 36)  # multiples of 2 * 3 ranks, of odd numbers of tokens per chunk too
 CU = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)

@@ -16,11 +16,11 @@ import torch.distributed as dist
 import transformer_engine
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
-from emulated_te import machine
-from emulated_te.extension import missing
 from transformer_engine.common import recipe as recipes
 
 from grpo_mega.hardware.device import Device
+from tests.te_on_cpu.emulated_te import machine
+from tests.te_on_cpu.emulated_te.extension import missing
 
 WHEEL = Path(transformer_engine.__file__).parent
 

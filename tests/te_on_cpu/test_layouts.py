@@ -17,17 +17,17 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_te import launcher
-from gpu_policies import precision_of
-from layout_cases import LogitsCase, label, make_sequences, probe
-from models import VOCAB_SIZE, make_model, save_checkpoint
-from ranks import FORKED, CaseValues, Results, launch
 
 from grpo_mega import config as configs
 from grpo_mega.commands import check as checks
 from grpo_mega.commands.check import Case, Outcome, compare, with_layout
 from grpo_mega.config import Config, RouterConfig
 from grpo_mega.types import Group, Prompt, Sample
+from tests.distributed.layout_cases import LogitsCase, label, make_sequences, probe
+from tests.helpers.gpu_policies import precision_of
+from tests.helpers.models import VOCAB_SIZE, make_model, save_checkpoint
+from tests.helpers.ranks import FORKED, CaseValues, Results, launch
+from tests.te_on_cpu.emulated_te import launcher
 
 pytestmark = pytest.mark.distributed
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated_te import launcher
 
 from grpo_mega.processes import die_with_parent
+from tests.te_on_cpu.emulated_te import launcher
 
 ROOT, HERE = launcher.ROOT, Path(__file__).parent
 GPU = ROOT / "tests" / "gpu"
@@ -56,7 +56,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for name, (version, targets) in TARGETS.items():
         is_wanted = TESTS[name] in selected if name in TESTS else any(f"[{version}]" in test for test in selected)
         if is_wanted and launcher.why_not(version) is None:
-            plugin = ["-p", "emulated_te.plugin", "--te-version", version]
+            plugin = ["-p", "tests.te_on_cpu.emulated_te.plugin", "--te-version", version]
             options = ["-q", "-rs", "-W", "ignore", "-p", "no:cacheprovider", "--durations=10", *levels]
             command = [sys.executable, "-m", "pytest", *plugin, *options, *map(str, targets)]
             log = folder / f"{name}.log"

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_te import launcher
-from models import make_model
 from safetensors.torch import load_file
-from whole_steps import Run, start
+
+from tests.helpers.models import make_model
+from tests.te_on_cpu.emulated_te import launcher
+from tests.te_on_cpu.whole_steps import Run, start
 
 pytestmark = [
     pytest.mark.sglang,

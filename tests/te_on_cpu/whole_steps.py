@@ -1,6 +1,6 @@
 """Runs of the quickstart's recipe on emulated kernels with a real SGLang server, and the mismatch of each FP8 recipe by them.
 
-    PYTHONPATH=.:tests/te_on_cpu:tests/helpers python tests/te_on_cpu/whole_steps.py OUT [--steps 3]
+    python -m tests.te_on_cpu.whole_steps OUT [--steps 3]
 
 For each recipe, a bf16 server and one that has its weights as FP8 blocks: STEPS steps of a random model, whose learning rate is
 too small to change a response. Prints a row of JSON per run: mismatch/k3, the mean over the steps, in nats per token.
@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 import yaml
-from emulated_te import launcher
-from models import make_model, save_checkpoint
 
 from grpo_mega import config as configs
 from grpo_mega.hardware.fp8 import environment
+from tests.helpers.models import make_model, save_checkpoint
+from tests.te_on_cpu.emulated_te import launcher
 
 # What the quickstart's recipe gives up: fp32 and two ranks, an engine inside the trainer, a model that can add.
 CHANGES: dict[str, Any] = {

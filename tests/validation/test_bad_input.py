@@ -20,8 +20,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from models import make_model, save_checkpoint
-from spoil import (
+
+from grpo_mega import cli
+from grpo_mega.distributed.launch import rank_environments
+from tests.helpers.models import make_model, save_checkpoint
+from tests.helpers.spoil import (
     NORM,
     OTHER_NORM,
     SHARD,
@@ -40,10 +43,7 @@ from spoil import (
     tensors,
     write,
 )
-from teacher_cases import TEACHER_CASES
-
-from grpo_mega import cli
-from grpo_mega.distributed.launch import rank_environments
+from tests.helpers.teacher_cases import TEACHER_CASES
 
 pytestmark = pytest.mark.pool
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import make_model, save_checkpoint
 from transformers import AutoTokenizer
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.validation.chat_template import bound_problem, check_chat_template, find_template
+from tests.helpers.models import make_model, save_checkpoint
 
 NAMED = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
 SETTINGS: list[Any] = [None, "S", "", NAMED, NAMED[:1], [], {"default": "D"}]

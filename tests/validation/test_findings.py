@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from models import VOCAB_SIZE, make_tokenizer
 
 from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
@@ -19,6 +18,7 @@ from grpo_mega.commands.plan import prepare
 from grpo_mega.errors import UserError
 from grpo_mega.validation import preflight
 from grpo_mega.validation.engine import engine_rank_problems
+from tests.helpers.models import VOCAB_SIZE, make_tokenizer
 
 pytestmark = [pytest.mark.pool, pytest.mark.usefixtures("preloaded_python")]
 

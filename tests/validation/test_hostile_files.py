@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hostile_files import HANG_S, KINDS, deep, digits
-from models import make_model, save_checkpoint
+
+from tests.helpers.hostile_files import HANG_S, KINDS, deep, digits
+from tests.helpers.models import make_model, save_checkpoint
 
 pytestmark = pytest.mark.pool
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import make_model, save_checkpoint
 
 from grpo_mega import cli, config
 from grpo_mega.errors import ConfigError
 from grpo_mega.validation import preflight
+from tests.helpers.models import make_model, save_checkpoint
 
 HUGE_DIGITS = "1" + "0" * 5000
 VALUES = (".inf", "-.inf", ".nan", "1e308", "-1e308", str(10**30), "-1", "0", "1e-320", HUGE_DIGITS)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from models import GLM, LATENT
 
 from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError, WeightMappingError
 from grpo_mega.validation.model import position_problems, shape_of
 from grpo_mega.validation.precision import installed_problems
 from grpo_mega.validation.preflight import cut_problems
+from tests.helpers.models import GLM, LATENT
 
 FIELDS = LATENT | {
     "model_type": "deepseek_v3",

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mapping import Tensors, slice_of
-from ranks import run_cases
 
 from grpo_mega.errors import SyncError
 from grpo_mega.rollout.sglang import loader
@@ -30,6 +28,8 @@ from grpo_mega.weights.layout import EngineLayout, MegatronLayout, ShardLayout, 
 from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.receive import Entry, mismatched_blocks, mismatched_tensors, scales_name, subtensor, write_entries
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.mapping import Tensors, slice_of
+from tests.helpers.ranks import run_cases
 from tests.oracles import fp8_blocks as oracle
 
 WORLD_SIZE = 4

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from mapping import Tensors, filled, numbered
-from random_layouts import shards_by_rank
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.families import FAMILIES, family_of
@@ -25,6 +23,8 @@ from grpo_mega.weights.layout import (
     megatron_rank_shards,
 )
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.mapping import Tensors, filled, numbered
+from tests.helpers.random_layouts import shards_by_rank
 
 DENSE = sorted(name for name, family in FAMILIES.items() if not any(row.where == "expert" for row in family.rows))
 MIXTURES = sorted(FAMILIES.keys() - set(DENSE))

@@ -8,8 +8,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mapping import assert_equal, blank, filled, lower_bound, numbered, plan, simulate
-from random_layouts import Case, cases, shards_by_rank
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import RankShards, region
@@ -18,6 +16,8 @@ from grpo_mega.weights.layout import EngineLayout, MegatronLayout, ShardLayout, 
 from grpo_mega.weights.plan import Plan, Traffic, plan_transfers
 from grpo_mega.weights.spec import ModelShape
 from grpo_mega.weights.transfers import Transfer
+from tests.helpers.mapping import assert_equal, blank, filled, lower_bound, numbered, plan, simulate
+from tests.helpers.random_layouts import Case, cases, shards_by_rank
 
 few = settings(max_examples=40, deadline=None)
 nodes = st.sampled_from([1, 2, 3, 8])  # ranks on each

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from models import make_config
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.reader import random_reader
@@ -14,6 +13,7 @@ from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.models import make_config
 
 
 def layers(layout: MegatronLayout, num_layers: int) -> list[list[list[int]]]:

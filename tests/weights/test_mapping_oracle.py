@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from mapping import filled, megatron_side, numbered
-from models import make_config
 
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers.mapping import filled, megatron_side, numbered
+from tests.helpers.models import make_config
 
 # kv heads fewer than heads, odd head widths and ffn, a head_dim of its own, as many kv heads as heads
 SHAPES = [

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mapping import Tensors, assert_equal, blank, filled, lower_bound, numbered, plan, simulate, slice_of
-from random_layouts import Case, cases
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Box, LocalTensor, Piece, RankShards, region
 from grpo_mega.weights.spec import padded_vocab
+from tests.helpers.mapping import Tensors, assert_equal, blank, filled, lower_bound, numbered, plan, simulate, slice_of
+from tests.helpers.random_layouts import Case, cases
 
 few = settings(max_examples=40, deadline=None)
 

@@ -7,8 +7,6 @@ from collections import defaultdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mapping import assert_equal, blank, filled, numbered, simulate
-from random_layouts import Case, cases, shards_by_rank
 
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout, engine_shards, megatron_shards
@@ -16,6 +14,8 @@ from grpo_mega.weights.plan import Plan, plan_transfers
 from grpo_mega.weights.rounds import Rounds
 from grpo_mega.weights.spec import ModelShape
 from grpo_mega.weights.transfers import Transfer
+from tests.helpers.mapping import assert_equal, blank, filled, numbered, simulate
+from tests.helpers.random_layouts import Case, cases, shards_by_rank
 
 
 def loads(rounds: Rounds, world_size: int) -> list[tuple[dict[int, int], dict[int, int], list[Transfer]]]:

@@ -28,10 +28,10 @@ def why_not(version: str) -> str | None:
 
 def command(version: str, target: str, *arguments: str) -> list[str]:
     """Return the command that runs a module, or a file that ends in .py, on the emulation."""
-    return [sys.executable, "-m", "emulated_te.run", version, target, *arguments]
+    return [sys.executable, "-m", "tests.te_on_cpu.emulated_te.run", version, target, *arguments]
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of such a process: one thread, and the folders of this package and of the project."""
-    folders = [str(ROOT / "tests" / "te_on_cpu"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    """Return the environment of such a process: one thread, and the folder of the project."""
+    folders = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "OMP_NUM_THREADS": "1"}

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from emulated_te import extension, machine, stubs
-from emulated_te.launcher import wheel
+from tests.te_on_cpu.emulated_te import extension, machine, stubs
+from tests.te_on_cpu.emulated_te.launcher import wheel
 
 TE = "transformer_engine"
 SETTINGS = {

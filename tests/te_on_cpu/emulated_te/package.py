@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from emulated_te import loader, machine
+from tests.te_on_cpu.emulated_te import loader, machine
 
 
 def emulate(version: str) -> None:

@@ -1,10 +1,10 @@
-"""`pytest -p emulated_te.plugin --te-version 2.11.0`: this pytest process runs on the emulation."""
+"""`pytest -p tests.te_on_cpu.emulated_te.plugin --te-version 2.11.0`: this pytest process runs on the emulation."""
 
 from __future__ import annotations
 
 import pytest
 
-from emulated_te.launcher import DEFAULT
+from tests.te_on_cpu.emulated_te.launcher import DEFAULT
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -14,6 +14,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Before a conftest imports anything."""
-    from emulated_te.package import emulate
+    from tests.te_on_cpu.emulated_te.package import emulate
 
     emulate(early_config.known_args_namespace.te_version)

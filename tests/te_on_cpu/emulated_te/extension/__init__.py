@@ -11,7 +11,7 @@ import importlib.machinery
 import types
 from typing import Any
 
-from emulated_te.extension import (
+from tests.te_on_cpu.emulated_te.extension import (
     attention,
     blocks,
     casts,

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from emulated_te import machine
-from emulated_te.extension.common import check, check_int32
-from emulated_te.extension.names import (
+from tests.te_on_cpu.emulated_te import machine
+from tests.te_on_cpu.emulated_te.extension.common import check, check_int32
+from tests.te_on_cpu.emulated_te.extension.names import (
     DType,
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from emulated_te.extension.casts import cast, scale_of
-from emulated_te.extension.common import BLOCK, block_maxima, check, num_blocks, spread, transposed
-from emulated_te.extension.names import DType, Float8BlockScaleTensorFormat
+from tests.te_on_cpu.emulated_te.extension.casts import cast, scale_of
+from tests.te_on_cpu.emulated_te.extension.common import BLOCK, block_maxima, check, num_blocks, spread, transposed
+from tests.te_on_cpu.emulated_te.extension.names import DType, Float8BlockScaleTensorFormat
 
 FIELDS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 Parts = dict[str, torch.Tensor | None]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from emulated_te.extension.common import check, is_plain, transposed
-from emulated_te.extension.names import TORCH_OF, DType
+from tests.te_on_cpu.emulated_te.extension.common import check, is_plain, transposed
+from tests.te_on_cpu.emulated_te.extension.names import TORCH_OF, DType
 
 F32_MAX = torch.finfo(torch.float32).max
 KINDS = ("Float8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer")
@@ -56,7 +56,7 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
     if noop is not None and noop.numel() and float(noop) == 1.0 and output is not None:
         return output
     if kind == "Float8BlockQuantizer":
-        from emulated_te.extension.blocks import quantize_blocks
+        from tests.te_on_cpu.emulated_te.extension.blocks import quantize_blocks
 
         return quantize_blocks(tensor, quantizer, output)
     check(quantizer.rowwise_usage or quantizer.columnwise_usage, "Invalid usages for Float8Quantizer.")

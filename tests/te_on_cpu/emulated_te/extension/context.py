@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from emulated_te.extension.common import check, check_int32
+from tests.te_on_cpu.emulated_te.extension.common import check, check_int32
 
 
 def thd_get_partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int) -> torch.Tensor:

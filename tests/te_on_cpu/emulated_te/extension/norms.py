@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from emulated_te.extension.casts import kind_of, quantize
-from emulated_te.extension.names import TORCH_OF, DType
+from tests.te_on_cpu.emulated_te.extension.casts import kind_of, quantize
+from tests.te_on_cpu.emulated_te.extension.names import TORCH_OF, DType
 
 
 def rmsnorm_fwd(

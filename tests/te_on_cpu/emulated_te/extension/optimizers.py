@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from emulated_te.extension.casts import cast, scale_of
-from emulated_te.extension.names import DType
+from tests.te_on_cpu.emulated_te.extension.casts import cast, scale_of
+from tests.te_on_cpu.emulated_te.extension.names import DType
 
 Lists = list[list[torch.Tensor]]
 

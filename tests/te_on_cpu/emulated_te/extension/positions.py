@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from emulated_te.extension.common import check, check_int32
-from emulated_te.extension.names import NVTE_QKV_Format
+from tests.te_on_cpu.emulated_te.extension.common import check, check_int32
+from tests.te_on_cpu.emulated_te.extension.names import NVTE_QKV_Format
 
 
 def fused_rope_forward(

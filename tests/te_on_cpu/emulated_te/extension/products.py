@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from emulated_te.extension.casts import quantize, value_of
-from emulated_te.extension.common import BLOCK, check, is_plain, num_blocks
-from emulated_te.extension.names import TORCH_OF, DType
+from tests.te_on_cpu.emulated_te.extension.casts import quantize, value_of
+from tests.te_on_cpu.emulated_te.extension.common import BLOCK, check, is_plain, num_blocks
+from tests.te_on_cpu.emulated_te.extension.names import TORCH_OF, DType
 
 
 def generic_gemm(
