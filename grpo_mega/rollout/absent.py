@@ -1,4 +1,4 @@
-"""The engine of a rank that only trains: it takes part in phases and syncs, and holds nothing."""
+"""The engine of a rank that only trains. It takes part in phases and syncs, but has no weights and generates nothing."""
 
 from __future__ import annotations
 

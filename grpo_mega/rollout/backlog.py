@@ -1,19 +1,19 @@
-"""Prompts that were drawn, and groups that were begun, but not trained yet; the same on every rank.
+"""The backlog: groups that wait to be finished or trained. It is identical on every rank.
 
-Without partial rollouts it is empty between steps, and each rollout draws its prompts. With them (`rollout.partial`; APRIL,
-arXiv 2509.18521) a rollout that ends early leaves its other groups here: unfinished ones are continued by the next, with the
-policy of then, and whole ones are trained in the next step. So do engine ranks that generate ahead while a step trains
-(`rollout.placement=separate`). Groups stand in the order in which they were drawn; old ones go first.
+Without partial rollouts the backlog is empty between steps, and each rollout draws its prompts. Partial rollouts
+(`rollout.partial`; APRIL, arXiv 2509.18521) stop a rollout early and keep the other groups here. The next rollout resumes
+unfinished groups with the updated policy, and the next step trains complete groups. Engine ranks that generate ahead while a
+step trains (`rollout.placement=separate`) use the same backlog. Groups keep the order in which they were drawn, oldest first.
 
-A step trains no group of which a policy older than `max_staleness` versions generated a part: a rollout does not end without
-the groups that would be too old for the next. Where that does not suffice, as with more old groups than a step trains, a group
-begins again, in its old place.
+A group is never trained if any of its tokens is from a policy more than `max_staleness` versions old. A rollout finishes the
+groups that would be too old for the next step. If there are more such groups than a step trains, a group restarts from its
+prompt and keeps its position.
 
-A prompt that the data's order draws again before its group is trained is deferred: it is drawn once it is free, before any new
-prompt. So every prompt gets as many turns as the others, however long its responses are and however small the data set is.
+If the data draws a prompt again before its group is trained, the prompt is deferred. It is drawn as soon as it is free, before
+any new prompt. So all prompts get equally many turns, however long their responses are and however small the data set is.
 
-The ledger counts groups and response tokens since the run began: begun = trained + carried + waiting + dropped. It counts
-deferred prompts, too.
+The ledger counts groups and response tokens since the start of the run: started = trained + carried + waiting + dropped. It
+also counts deferred prompts.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ UNITS = ("groups", "tokens")
 
 @dataclass(frozen=True)
 class Backlog:
-    """A value: each method returns another, so that a step that fails leaves the one of the step before."""
+    """An immutable backlog. Each method returns a new one, so a failed step keeps the backlog of the step before."""
 
-    draws: int = 0  # number of batches of prompts that were drawn from the data
-    groups: tuple[Group, ...] = ()  # the oldest first; those without samples are drawn and not begun
+    draws: int = 0  # number of batches of prompts drawn from the data so far
+    groups: tuple[Group, ...] = ()  # oldest first; a group without samples has not started yet
     ledger: Counter[str] = field(default_factory=Counter)  # "begun_tokens", "trained_groups", "dropped_tokens/REASON", ...
-    deferred: tuple[Turn, ...] = ()  # drawn while the prompt was not free; in the order in which they were drawn
+    deferred: tuple[Turn, ...] = ()  # turns drawn while their prompt was not free, in the order of drawing
 
     def drawn_up_to(self, num_groups: int, draw: Callable[[int], Sequence[Turn]], seen: Collection[int]) -> Backlog:
-        """Return one with at least so many groups, if the data has as many free prompts; `draw(n)` gives those of draw n.
+        """Draw prompts until the backlog has `num_groups` groups or the data has no free prompt. `draw(n)` returns draw n.
 
-        A prompt is free unless it has a group here, or its id is `seen`. The turns of others are deferred, and come first in
-        later calls. Nor does a turn of epoch e + 2 get a group while one of epoch e of its set is deferred: where that leaves
-        nothing to draw, fewer groups are returned. Draws without any group are left for later, unless a later draw has one.
+        A prompt is free if it has no group here and its id is not in `seen`. Turns of other prompts are deferred, and come
+        first in later calls. A turn of epoch e + 2 gets no group while a turn of epoch e of the same data set is deferred. If
+        nothing is left to draw, there are fewer groups. A draw that adds no group is kept for later, unless a later draw adds
+        one.
         """
         backlog = ahead = replace(self, deferred=())._with_turns(self.deferred, seen, num_groups)
         is_ahead = False
@@ -58,20 +59,23 @@ class Backlog:
         return backlog
 
     def restarted(self, oldest: int) -> Backlog:
-        """Return one in which groups that a policy older than version `oldest` began are not begun."""
+        """Discard the samples of groups that started before policy version `oldest`. The groups keep their position."""
         is_stale = [group.begun_by is not None and group.begun_by < oldest for group in self.groups]
         pairs = list(zip(self.groups, is_stale, strict=True))
         fresh = tuple(Group(group.prompt, []) if stale else group for group, stale in pairs)
         return replace(self, groups=fresh).dropped("stale", [group for group, stale in pairs if stale])
 
     def needed(self, oldest: int) -> list[int]:
-        """Return the places of the groups that a rollout must finish: those that the policy of version `oldest` began, which
-        the next step may not train, and those that keep a deferred turn waiting, or there would be too few prompts to draw."""
+        """Return the positions of the groups that a rollout must finish.
+
+        The next step may not train groups that started with policy version `oldest`. Groups of prompts with a deferred turn
+        must finish too, because there would be too few prompts to draw otherwise.
+        """
         waited_for = {turn.prompt.id for turn in self.deferred}
         return [p for p, group in enumerate(self.groups) if group.begun_by == oldest or group.prompt.id in waited_for]
 
     def after_phase(self, before: Sequence[Group], kept: Sequence[Group], rest: Sequence[Group]) -> Backlog:
-        """Return one after a phase that was given its first groups, `before`, and returned `kept` and `rest`."""
+        """Update groups and ledger after a phase that took the first groups, `before`, and returned `kept` and `rest`."""
         ledger = self.ledger.copy()
         after = (*kept, *rest)
         ledger["begun_groups"] += sum(bool(g.samples) for g in after) - sum(bool(g.samples) for g in before)
@@ -82,11 +86,11 @@ class Backlog:
         return self._counted("trained", "", groups)
 
     def dropped(self, reason: str, groups: Sequence[Group]) -> Backlog:
-        """Count groups that are given up."""
+        """Count groups that were dropped."""
         return self._counted("dropped", f"/{reason}", groups)
 
     def metrics(self, group_size: int) -> StepMetrics:
-        """Return the ledger. Raise AssertionError if it does not close."""
+        """Return the ledger. Raise AssertionError if its counts do not add up."""
         whole = [group for group in self.groups if group.is_complete(group_size)]
         unfinished = [group for group in self.groups if group.samples and not group.is_complete(group_size)]
         counts = {f"{name}_{unit}": 0 for name in ("begun", "trained") for unit in UNITS} | {"deferred_prompts": 0}
@@ -97,11 +101,11 @@ class Backlog:
             parts = [
                 n for name, n in counts.items() if name.partition("/")[0].endswith(f"_{unit}") and not name.startswith("begun")
             ]
-            assert counts[f"begun_{unit}"] == sum(parts), f"the ledger of partial rollouts does not close: {counts}"
+            assert counts[f"begun_{unit}"] == sum(parts), f"the ledger of partial rollouts does not add up: {counts}"
         return {f"ledger/{name}": float(count) for name, count in sorted(counts.items())}
 
     def _with_turns(self, turns: Sequence[Turn], seen: Collection[int], most: float = math.inf) -> Backlog:
-        """Return one with groups for the turns that may have one, up to `most` groups, and with the others deferred."""
+        """Add a group for each turn that may have one, up to `most` groups. Defer the other turns."""
         groups, deferred = list(self.groups), list(self.deferred)
         taken = {group.prompt.id for group in groups}.union(seen)
         for turn in turns:
@@ -121,7 +125,7 @@ NO_BACKLOG = Backlog()
 
 
 def is_early(turn: Turn, deferred: Iterable[Turn]) -> bool:
-    """Return True if a turn of the same set, two epochs or more before this one, is deferred."""
+    """Return True if `deferred` has a turn of the same data set that is at least two epochs older."""
     return any(turn.source == owed.source and turn.epoch >= owed.epoch + 2 for owed in deferred)
 
 

@@ -1,7 +1,7 @@
 """The backlog of partial rollouts as a file of a checkpoint: tokens and log-probs as arrays, the rest as JSON in the header.
 
-Prompts are named by their place in the training data, with a checksum of their tokens: where the data has another prompt there
-now, a deferred turn is dropped, and so is a group, which the ledger counts if it has tokens.
+A prompt is stored as its index in the training data and a checksum of its tokens. If the data has another prompt at this index
+now, its deferred turns and its group are dropped. The ledger counts the dropped group if it has samples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILE = "backlog.safetensors"
 
 
 def num_bytes(backlog: Backlog) -> int:
-    """Return the size of the file, roughly."""
+    """Return the approximate size of the file."""
     samples = [sample for group in backlog.groups for sample in group.samples]
     num_routes = sum(sample.routes.experts.nbytes for sample in samples if sample.routes)
     return 8 * num_tokens(backlog.groups) + num_routes + 512 * (len(backlog.groups) + len(samples) + len(backlog.deferred))
@@ -46,12 +46,12 @@ def write(backlog: Backlog, folder: Path) -> None:
 
 
 def read(folder: Path, draws: int, prompt_of: Callable[[int], Prompt | None]) -> Backlog:
-    """Return the backlog in a folder, an empty one if there is no file; `prompt_of(id)` gives a prompt of the data."""
+    """Return the backlog in a folder, or an empty one if it has no file. `prompt_of(id)` returns a prompt of the data."""
     if not (folder / FILE).exists():
         return Backlog(draws)
     with safe_open(folder / FILE, "numpy") as file:
         header = file.metadata()
-        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # a file is no mapping
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # a file is not a mapping
     rows = json.loads(header["groups"])
     prompts = [_same_prompt(prompt_of, row["prompt"], row["checksum"]) for row in rows]
     stand_ins = [prompt or Prompt(row["prompt"], "", (), "") for prompt, row in zip(prompts, rows, strict=True)]
@@ -70,7 +70,7 @@ def read(folder: Path, draws: int, prompt_of: Callable[[int], Prompt | None]) ->
 
 
 def _same_prompt(prompt_of: Callable[[int], Prompt | None], number: int, checksum: int) -> Prompt | None:
-    """Return the prompt of the data with this id, unless it is another one than when the file was written."""
+    """Return the data's prompt with this id, or None if it has changed since the file was written."""
     prompt = prompt_of(number)
     return prompt if prompt is not None and _checksum(prompt) == checksum else None
 

@@ -1,11 +1,11 @@
 """The interface of an engine, embedded or a server.
 
-An engine holds a copy of the policy in its own layout, filled by weight syncs only; `version` names that policy. Token ids go
-in and come out, never text. An engine may span several ranks. All ranks call every method together, but `generate` may return
-at once on a rank that drives no engine.
+An engine holds a copy of the policy in its own layout. Only weight syncs fill it; `version` is the version of that policy.
+Inputs and outputs are token ids, never text. An engine may span several ranks. All ranks call every method together, but
+`generate` may return at once on a rank that drives no engine.
 """
 
-# ruff: noqa: B027  # methods that are empty without being abstract are meant to be
+# ruff: noqa: B027  # some methods are empty on purpose without being abstract
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from grpo_mega.weights.layout import ShardLayout
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled. `temperature` 0 is greedy decoding; log-probs are then those at temperature 1."""
+    """How responses are sampled. `temperature` 0 means greedy decoding, with log-probs at temperature 1."""
 
     group_size: int
     temperature: float
@@ -34,27 +34,27 @@ class Sampling:
     top_k: int = 0
     seed: int = 0
     with_routes: bool = False  # record the experts of each token, see routes.py
-    longest_first: bool = False  # the order in which samples begin, see schedule.py; they are the same
+    longest_first: bool = False  # the order in which samples start (schedule.py); does not change any sample
 
 
-OnSample = Callable[[Sample, Group], None]  # the sample that has ended, and its group so far, it included
+OnSample = Callable[[Sample, Group], None]  # called with a finished sample and its group so far, including that sample
 NONE_BEGUN: Mapping[int, Group] = MappingProxyType({})
 
 
 class Engine(ABC):
-    """The methods that are not abstract do nothing where an engine has neither a process nor device memory of its own."""
+    """One engine. Methods that are not abstract do nothing if the engine shares the trainer's process and device memory."""
 
-    is_server = False  # it has a process, and device memory, of its own
-    is_absent = False  # this rank trains only, and others have the engines
-    version = -1  # of the policy whose weights the engine holds; -1 before the first sync
+    is_server = False  # the engine has a separate process with separate device memory
+    is_absent = False  # this rank only trains, and other ranks have the engines
+    version = -1  # policy version of the engine's weights; -1 before the first sync
 
     @property
     def failure(self) -> str | None:
-        """Why the engine of this rank cannot be used until it is restarted; None if it can."""
+        """Return why this rank's engine needs a restart before it can be used; None if it can be used."""
         return None
 
     def wait_until_ready(self) -> None:
-        """Finish the start that began when the engine was made. Raise EngineError if it fails."""
+        """Wait until the engine has started. The constructor launched it. Raise EngineError if the start fails."""
 
     @abstractmethod
     def generate(
@@ -67,28 +67,30 @@ class Engine(ABC):
         stop: StopCondition | None = None,
         begun: Mapping[int, Group] = NONE_BEGUN,
     ) -> dict[int, Group]:
-        """Return this rank's share of the groups, by the keys of their prompts; call `on_sample(sample, group)` as each
-        sample ends. Groups of `begun` have samples of earlier phases: unfinished ones are continued, none is changed.
+        """Return this rank's share of the groups, by the keys of their prompts.
 
-        With `stop` what is under way when it is met is aborted: its groups are returned as they are then, with unfinished
-        samples, and the engine is as after a whole phase. Prompts are begun in their order, except with longest_first.
+        Call `on_sample(sample, group)` when a sample ends. `begun` has groups of earlier phases. The engine continues their
+        unfinished samples and does not modify the objects.
 
-        Every rank passes the same prompts, and one rank generates each group. If the engine fails meanwhile, `failure` says
-        why, and the groups that were not finished are missing. A sample's random stream depends on (sampling.seed, the step in
-        which it began, prompt id, sample index) only, where the engine takes a seed per sample.
+        When `stop` is met, the engine aborts all running samples, returns their groups with unfinished samples, and is ready
+        for the next phase. Prompts start in their order, except with longest_first.
+
+        Every rank passes the same prompts, and one rank generates each group. If the engine fails meanwhile, `failure` has
+        the reason and unfinished groups are missing. If the engine accepts a seed per sample, a sample's random stream depends
+        only on sampling.seed, the step in which the sample started, prompt id and sample index.
         """
 
     def restart(self, failed: Collection[int]) -> None:
-        """Restart the engines of the ranks `failed`, which then have no weights; set `failure` again if that fails."""
+        """Restart the engines of the ranks `failed`, without weights. Set `failure` again if the restart fails."""
 
     def sleep(self) -> None:
-        """Give the device memory of weights and KV cache to the trainer."""
+        """Release the device memory of weights and KV cache for the trainer."""
 
     def wake_weights(self) -> None:
-        """Take back the memory of the weights, whose values are lost."""
+        """Allocate the memory of the weights again. The values are lost."""
 
     def wake_cache(self) -> None:
-        """Take back the memory of the KV cache, which is empty then."""
+        """Allocate the memory of the KV cache again. The cache is empty."""
 
     @abstractmethod
     def shard_layout(self) -> ShardLayout:
@@ -96,23 +98,23 @@ class Engine(ABC):
 
     @abstractmethod
     def begin_update(self) -> list[str]:
-        """Begin a sync. Return how the engine's tensors differ from those of its layout; if they do, nothing may be loaded."""
+        """Start a sync. Return how the engine's tensors differ from its layout. If they differ, load nothing."""
 
     @abstractmethod
     def allocate(self, index: int, num_bytes: int) -> Tensor:
-        """Return the [num_bytes] uint8 tensor for round `index` of a sync, once the engine has read its last contents."""
+        """Return the [num_bytes] uint8 tensor for round `index` of a sync. Wait until the engine has read its old contents."""
 
     @abstractmethod
     def load(self, bucket: Bucket) -> None:
-        """Hand over a filled bucket; the engine may still be reading it when this returns."""
+        """Load a filled bucket. The engine may still be reading it after the return."""
 
     @abstractmethod
     def end_update(self, version: int) -> list[str]:
-        """Wait until all buckets are loaded; then the engine holds `version`.
+        """Wait until all buckets are loaded, then set the engine's version to `version`.
 
-        Return the names of tensors whose checksums differ from those that came with the buckets; then the version stays as it
-        was. FP8 blocks were verified as they came.
+        Return the names of tensors with checksums that differ from the checksums in the buckets. If there are any, the version
+        does not change. FP8 blocks were verified on arrival.
         """
 
     def close(self) -> None:
-        """End what the engine started; may be called at any time, and twice."""
+        """Stop the processes that the engine started. This may be called at any time, and twice."""

@@ -1,9 +1,9 @@
 """Share the samples of a rollout with every rank.
 
-Each rank has generated some of the groups; afterwards all ranks hold all groups, in the order of the prompts, so that all of
-them compute the same advantages and the same packing. Token ids and log-probs travel as arrays of 4 bytes per number, in one
-all-reduce to which every rank adds its part, and stay arrays: as lists they would take eight times the memory on every rank.
-A part is sealed by its rank (distributed/messages.py), and is a safetensors file: to read it runs no code.
+Each rank has generated some of the groups. After the exchange all ranks hold all groups, in the order of the prompts, so all
+ranks compute the same advantages and the same packing. Token ids and log-probs are sent as arrays of 4 bytes per number, in one
+all-reduce to which every rank adds its part. They stay arrays, because lists would take eight times the memory on every rank.
+Each rank seals its part (distributed/messages.py). A part is a safetensors file, so reading it runs no code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from grpo_mega.errors import EngineError, SyncError
 from grpo_mega.rollout.sample_arrays import arrays_of, fields_of, samples_of
 from grpo_mega.types import Group, Prompt, Sample
 
-_ROWS = "rows"  # the array that is the JSON of the samples' other fields
+_ROWS = "rows"  # name of the array with the samples' other fields as JSON
 
 
 def gather(
@@ -32,10 +32,10 @@ def gather(
     name: str,
     ranks: dist.ProcessGroup | None = None,
 ) -> list[Group]:
-    """Return the groups of all `ranks`, in the order of `prompts`. `groups` are this rank's, by keys of `prompts`.
+    """Return the groups of all `ranks`, in the order of `prompts`. `groups` are this rank's groups, by keys of `prompts`.
 
-    Verdicts that are not in `verdict_names` become "other". No other exchange of the run has this `name`. Raise EngineError for
-    a part that its rank did not send.
+    Verdicts that are not in `verdict_names` become "other". `name` must be unique among the exchanges of the run. Raise
+    EngineError if a rank's part is not the part that the rank sent.
     """
     names = [f"samples of {name}, of rank {rank}" for rank in range(dist.get_world_size(ranks))]
     parts = _all_gather_bytes(seal(names[dist.get_rank(ranks)], _packed(groups)), ranks)
@@ -43,13 +43,16 @@ def gather(
 
 
 def unpack_all(parts: Sequence[memoryview], prompts: Mapping[int, Prompt], verdict_names: Collection[str]) -> list[Group]:
-    """Return the groups in the parts of all ranks, in the order of `prompts`. Raise EngineError if two ranks have a group."""
+    """Return the groups in the parts of all ranks, in the order of `prompts`.
+
+    Raise EngineError if two ranks have samples of the same group.
+    """
     gathered = {place: Group(prompt, []) for place, prompt in prompts.items()}
     owners: dict[int, int] = {}
     for rank, (place, sample) in ((rank, found) for rank, part in enumerate(parts) for found in _unpacked(part, prompts)):
         if owners.setdefault(place, rank) != rank:
             raise EngineError(
-                f"ranks {owners[place]} and {rank} both generated samples of prompt {sample.prompt.id}; go on from the last "
+                f"ranks {owners[place]} and {rank} both generated samples of prompt {sample.prompt.id}; continue from the last "
                 "checkpoint with --resume"
             )
         sample.verdicts = {name: text if text in verdict_names else "other" for name, text in sample.verdicts.items()}
@@ -58,18 +61,18 @@ def unpack_all(parts: Sequence[memoryview], prompts: Mapping[int, Prompt], verdi
 
 
 def check_versions(groups: Sequence[Group], oldest: int, newest: int) -> None:
-    """Raise SyncError, naming a sample, unless policies of versions `oldest` to `newest` generated all of them."""
+    """Raise SyncError with the first sample that has tokens of a policy version outside `oldest` to `newest`."""
     for sample in (s for g in groups for s in g.samples):
         if wrong := [span.version for span in sample.spans if not oldest <= span.version <= newest]:
             wanted = f"{newest}" if oldest == newest else f"{oldest} to {newest}"
             raise SyncError(
                 f"sample {sample.index} of prompt {sample.prompt.id} was made by policy version {wrong[0]}, not {wanted}; "
-                "go on from the last checkpoint with --resume"
+                "continue from the last checkpoint with --resume"
             )
 
 
 def _packed(groups: Mapping[int, Group]) -> bytes:
-    """Return the groups as bytes, without the prompts, which every rank has."""
+    """Return the groups as bytes. Leave out the prompts, because every rank has them."""
     samples = [sample for group in groups.values() for sample in group.samples]
     if not samples:
         return b""
@@ -78,7 +81,7 @@ def _packed(groups: Mapping[int, Group]) -> bytes:
 
 
 def _unpacked(part: memoryview, prompts: Mapping[int, Prompt]) -> Iterator[tuple[int, Sample]]:
-    """Yield the samples of one rank, each with its key of `prompts`."""
+    """Yield the samples of one rank, each with its key in `prompts`."""
     if not part:
         return
     arrays = load(bytes(part))
@@ -89,8 +92,10 @@ def _unpacked(part: memoryview, prompts: Mapping[int, Prompt]) -> Iterator[tuple
 
 
 def _all_gather_bytes(mine: bytes, ranks: dist.ProcessGroup | None) -> list[memoryview]:
-    """Return the bytes of every rank. Each byte crosses the network twice per rank, as in any all-reduce: a gather of padded
-    parts would take the longest part from every rank."""
+    """Return the bytes of every rank.
+
+    An all-reduce sends each byte twice per rank. A gather would need every part padded to the longest.
+    """
     rank = dist.get_rank(ranks)
     sizes = torch.zeros(dist.get_world_size(ranks), dtype=torch.int64)
     sizes[rank] = len(mine)

@@ -1,12 +1,12 @@
 """Run generation phases over all ranks: prompts in, groups out.
 
-With fewer groups `wanted` than prompts given, a phase ends as soon as so many are done over all ranks, and the rest is
-aborted. Of the groups that are done, those of the oldest policy are kept first, then the first by the engines' clocks, then by
-their place among the prompts; the choice is the same on every rank. With the embedded engine it depends on the samples and the
-number of ranks only, so that a resumed run makes it again; with servers it depends on their speed.
+If `wanted` is smaller than the number of prompts, a phase ends when `wanted` groups are done over all ranks, and the rest is
+aborted. Done groups are kept in this order: oldest policy first, then lowest engine clock, then position among the prompts. The
+choice is the same on every rank. With the embedded engine the choice depends only on the samples and the number of ranks, so a
+resumed run repeats it. With servers the choice depends on their speed.
 
-Groups with a long response are aborted more often: kept groups are shorter, and easier, than those that were begun.
-`Generator.flush_stats` reports by how much, as far as it is known. Partial rollouts (backlog.py) continue what was aborted.
+Groups with a long response are aborted more often, so kept groups are shorter and easier than the average started group.
+`Generator.flush_stats` reports the difference, as far as it is known. Partial rollouts (backlog.py) continue aborted groups.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from grpo_mega.types import Group, Prompt, Sample, StepMetrics
 
 @dataclass(frozen=True)
 class Phase:
-    mine: dict[int, Group]  # of the groups that are kept, those that this rank generated, by place among the prompts
-    places: list[int]  # of all that are kept, ascending; the same on every rank
-    rest: dict[int, Group]  # the other groups of this rank that were begun, whole or unfinished
-    rest_places: list[int]  # of those of all ranks
+    mine: dict[int, Group]  # kept groups generated on this rank, by index of their prompt
+    places: list[int]  # prompt indices of all kept groups, ascending; the same on every rank
+    rest: dict[int, Group]  # started groups of this rank that were not kept, complete or unfinished, by index of their prompt
+    rest_places: list[int]  # prompt indices of the started groups of all ranks that were not kept
 
 
 class Generator:
-    """Generates with the engines of all ranks; every rank calls its methods together with the others."""
+    """Generates with the engines of all ranks. All ranks call every method together."""
 
     def __init__(
         self, engine: Engine, rendezvous: Rendezvous, recover: Callable[[int], None], *, phase_deadline_s: float
     ) -> None:
-        """`recover(version)` restarts failed engines and gives all engines policy `version` again."""
+        """`recover(version)` restarts failed engines and loads policy `version` into all engines again."""
         self._engine, self._rendezvous, self._recover = engine, rendezvous, recover
         self._deadline_s = phase_deadline_s
-        self._sums: Counter[str] = Counter()  # over phases with oversampling
+        self._sums: Counter[str] = Counter()  # counts of phases with oversampling since the last flush_stats
 
     def generate(
         self,
@@ -53,12 +53,12 @@ class Generator:
         begun: Mapping[int, Group] = NONE_BEGUN,
         needed: Collection[int] = (),
     ) -> Phase:
-        """Return the whole groups of all prompts, or of the first `wanted` that are done; one rank generates each group.
+        """Return complete groups for all prompts, or for the first `wanted` that are done. One rank generates each group.
 
-        `begun` has groups of earlier phases by place, which are continued; those that are whole count as done. The phase does
-        not end without the groups in the places `needed`, which are kept before all others.
+        `begun` has groups of earlier phases, by prompt index. The engines continue them; complete ones count as done. The
+        phase does not end before the groups of the prompt indices `needed` are done, and keeps them before all others.
 
-        Groups that a failed engine left unfinished are generated again. Raise EngineError on all ranks if `recover` raises it.
+        If an engine fails, its unfinished groups are generated again. Raise EngineError on all ranks if `recover` raises it.
         """
         wanted = len(prompts) if wanted is None else min(wanted, len(prompts))
         whole = {place for place, group in begun.items() if group.is_complete(sampling.group_size)}
@@ -103,10 +103,9 @@ class Generator:
         begun: Mapping[int, Group],
         num_trainers: int,
     ) -> Phase:
-        """Generate until the ranks that train call this, too: as many as `num_trainers`, those without an engine. Keep nothing.
+        """Generate until all `num_trainers` ranks that train and have no engine have called this. Keep no groups.
 
-        An engine that fails meanwhile is restarted by the weight sync that must follow; what it had under way in this phase is
-        generated again.
+        If an engine fails meanwhile, the weight sync that must follow restarts it, and its running samples are generated again.
         """
         whole = {place for place, group in begun.items() if group.is_complete(sampling.group_size)}
         todo: Mapping[int, Prompt] = {place: prompt for place, prompt in enumerate(prompts) if place not in whole}
@@ -125,9 +124,9 @@ class Generator:
         return [_Report(*row) for rows in by_rank for row in rows]
 
     def flush_stats(self) -> StepMetrics:
-        """Return what phases with oversampling kept and aborted since the last call; nothing if there were none.
+        """Return counts of kept and aborted groups of phases with oversampling since the last call; {} without such phases.
 
-        Lengths are means in tokens. Those of aborted groups are a lower bound: their samples were not finished.
+        Lengths are means in tokens. Lengths of aborted groups are a lower bound, because their samples did not finish.
         """
         sums, self._sums = self._sums, Counter()
         if not sums:
@@ -148,10 +147,10 @@ class Generator:
 
 
 class _Done(NamedTuple):
-    """A group that is done, in the order in which groups are kept."""
+    """A done group. The fields are the sort key of the order in which groups are kept."""
 
     begun_by: int  # version of the policy
-    attempt: int  # after failures of an engine the clocks begin again
+    attempt: int  # clocks restart at 0 after an engine failure
     clock: int
     place: int
 
@@ -167,7 +166,7 @@ class _Report(NamedTuple):
 
 
 def _reports(groups: Mapping[int, Group], stop: StopCondition | None, sampling: Sampling) -> list[_Report]:
-    """Report the groups of which there is anything."""
+    """Report the groups that have at least one sample."""
     reports = []
     for place, group in groups.items():
         clock = (stop.clocks[place] if stop else 0) if group.is_complete(sampling.group_size) else None
@@ -179,8 +178,10 @@ def _reports(groups: Mapping[int, Group], stop: StopCondition | None, sampling: 
 def _as_of(
     end: int, groups: Mapping[int, Group], begun: Mapping[int, Group], clocks: Mapping[tuple[int, int], int]
 ) -> dict[int, Group]:
-    """Return the groups as they were at the clock `end`, at which the phase ended: a rank decodes a few tokens more before it
-    learns of that, and how many depends on its speed. `clocks`: when samples were begun or continued, where a clock is.
+    """Return the groups as they were when the phase ended, at the clock `end`.
+
+    A rank decodes a few more tokens before it learns of the end, and their number depends on its speed. `clocks` has the clock
+    at which each sample was started or continued. It is empty if the engine has no clock.
     """
     result = dict(groups)
     for place in {place for place, _ in clocks}:
@@ -192,7 +193,7 @@ def _as_of(
 
 
 def _cut(sample: Sample, before: Sample | None, most: int) -> Sample | None:
-    """Return the sample with at most so many tokens more than it had before the phase; None for no tokens."""
+    """Return the sample with at most `most` more tokens than before the phase; None if it has no tokens then."""
     length = most + (before.response_len if before else 0)
     if sample.response_len <= length:
         return sample

@@ -1,9 +1,9 @@
-"""The experts to which an engine's routers sent each token, for the trainer to replay (arXiv 2510.11370; megatron/replay.py).
+"""The experts that an engine's routers chose for each token, for the trainer to replay (arXiv 2510.11370; megatron/replay.py).
 
-Row t of a sample's routes has the experts that made the prediction of token t + 1, in the router's order: a context of n tokens
-has n - 1 rows. Samples that go on keep the rows of the policies that generated their tokens. Indices are as small as they fit,
-and the largest of their type stands for an expert that was not recorded. A checksum that grows with the rows tells that they
-arrived as recorded.
+Row t of a sample's routes has the experts that predicted token t + 1, in the router's order, so a context of n tokens has n - 1
+rows. Continued samples keep the rows of the policies that generated their tokens. Expert ids use the smallest integer type that
+fits, and the type's largest value marks an expert that was not recorded. A running checksum verifies that the rows arrive as
+recorded.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from grpo_mega.weights.spec import ModelShape
 class RouterSizes:
     """The routers of an MoE model."""
 
-    num_layers: int  # of the model
-    num_dense: int  # of these, the first that have none
-    num_experts: int  # of each layer
-    top_k: int  # experts of each token
+    num_layers: int  # all layers of the model, dense and MoE
+    num_dense: int  # leading dense layers, without a router
+    num_experts: int  # experts per MoE layer
+    top_k: int  # experts per token
 
     @classmethod
     def of(cls, shape: ModelShape, hf_config: Any) -> RouterSizes:
@@ -50,14 +50,14 @@ class RouterSizes:
 
 
 def extended(before: Routes | None, experts: NDArray[Any]) -> Routes:
-    """Return the routes `before`, followed by the rows that `experts`, those of the whole context, have beyond them."""
+    """Return the routes `before` and the later rows of `experts`, which covers the whole context."""
     known, checksum = (before.experts, before.checksum) if before else (experts[:0], 0)
     later = np.ascontiguousarray(experts[len(known) :])
     return Routes(np.concatenate((known, later)), zlib.crc32(later.data, checksum))
 
 
 def cut(routes: Routes, num_tokens: int) -> Routes:
-    """Return the first rows."""
+    """Return the first `num_tokens` rows."""
     return extended(None, routes.experts[:num_tokens])
 
 
@@ -71,7 +71,7 @@ def is_known(experts: NDArray[Any]) -> NDArray[Any]:
 
 
 def share_live(samples: Iterable[Sample]) -> float:
-    """Return the share of tokens that have no recorded experts, so that the trainer's own routers choose them."""
+    """Return the share of tokens without recorded experts. The trainer's routers choose experts for them."""
     num_tokens, num_known = 0, 0
     for sample in samples:
         num_tokens += sample.total_len
@@ -80,9 +80,9 @@ def share_live(samples: Iterable[Sample]) -> float:
 
 
 def parsed(answer: str, routers: RouterSizes, num_tokens: int) -> NDArray[Any]:
-    """Return the experts [num_tokens, MoE layers, top_k] of a server's answer: base64 of int32, for all layers.
+    """Return the experts [num_tokens, MoE layers, top_k] of a server's answer, the base64 of int32 values for all layers.
 
-    Raise EngineError for anything that no router can have chosen.
+    Raise EngineError if no router can have chosen these experts.
     """
     numbers = np.frombuffer(base64.b64decode(answer), np.int32)
     wanted = num_tokens, routers.num_layers, routers.top_k

@@ -1,7 +1,7 @@
 """Samples as arrays and JSON, for the exchange between ranks and for the backlog's file.
 
-Tokens, log-probs and routes of all samples are three arrays, one sample after another; the other fields are a JSON object per
-sample. The prompts are not part of it.
+Tokens, log-probs and routes of all samples are three arrays, one sample after another. The other fields are one JSON object per
+sample. Prompts are not included.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def arrays_of(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
 
 
 def fields_of(sample: Sample) -> dict[str, Any]:
-    """Return the fields that are not in the arrays, and the lengths of those that are; all of it JSON."""
+    """Return the fields that are not in the arrays, and the sample's lengths in the arrays, as JSON values."""
     fields = {name: getattr(sample, name) for name in FIELDS} | {"length": sample.response_len, "spans": list(sample.spans)}
     if sample.routes:
         fields |= {"routed": len(sample.routes.experts), "routes_checksum": sample.routes.checksum}
@@ -40,7 +40,10 @@ def fields_of(sample: Sample) -> dict[str, Any]:
 
 
 def samples_of(arrays: Mapping[str, NDArray[Any]], rows: Iterable[tuple[Prompt, Mapping[str, Any]]]) -> Iterator[Sample]:
-    """Yield the samples, from their prompts and fields in the order of the arrays. Raise ValueError if the lengths differ."""
+    """Yield the samples. `rows` has the prompt and fields of each, in the order of the arrays.
+
+    Raise ValueError if the lengths differ.
+    """
     tokens, logprobs = array("i", arrays[TOKENS].tobytes()), array("f", arrays[LOGPROBS].tobytes())
     begin = num_routed = 0
     for prompt, fields in rows:

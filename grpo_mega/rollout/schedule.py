@@ -1,8 +1,8 @@
-"""The order in which an engine begins samples: groups in turn, or the longest responses first (Seer, arXiv 2511.14617).
+"""The order in which an engine starts samples: groups in turn, or the longest responses first (Seer, arXiv 2511.14617).
 
-A phase lasts as long as its slowest sample, so long responses must not begin last. How long they will be is not known before,
-but those of a group are alike: one sample of each group begins first, as a probe, and the others follow by the longest of
-their group so far. Only the order differs; which tokens are sampled does not depend on it.
+A phase lasts as long as its slowest sample, so long responses must not start last. Lengths are not known in advance, but they
+are similar within a group. So one sample of each group starts first, as a probe. The other samples follow in the order of their
+group's longest sample so far. The order does not change any sampled token.
 """
 
 from __future__ import annotations
@@ -16,29 +16,32 @@ from grpo_mega.types import Group, Prompt, Sample
 
 
 class Schedule(ABC):
-    """An engine adds groups, takes samples as long as there are any, and says of each whether it has ended or is left over."""
+    """Samples that wait and samples that run.
+
+    An engine adds groups, takes samples while there are any, and reports for each sample that it ended or is left over.
+    """
 
     def __init__(self, group_size: int) -> None:
         self._group_size = group_size
-        self._waiting: dict[int, list[Sample]] = {}  # to begin or to continue, by key of their group, in the order of groups
-        self._under_way: Counter[int] = Counter()  # samples, by key; no zeros
+        self._waiting: dict[int, list[Sample]] = {}  # samples to start or continue, by group key, in the order of groups
+        self._under_way: Counter[int] = Counter()  # number of running samples by group key; no zeros
 
     @property
     def num_under_way(self) -> int:
-        """Return the number of samples that were taken and have not ended."""
+        """Return the number of samples that were taken and have not ended yet."""
         return self._under_way.total()
 
     @property
     @abstractmethod
     def wants_group(self) -> bool:
-        """Return True if the engine should add a group, where engines share them."""
+        """Return True if the engine should add a group, in case engines share the groups."""
 
     @abstractmethod
     def take(self) -> dict[int, list[Sample]]:
-        """Take the samples that may begin or continue now, by key of their group; there are some if none is under way."""
+        """Take the samples that may start or continue now, by group key. If no sample runs, take at least one."""
 
     def add(self, key: int, prompt: Prompt, begun: Group | None) -> Group:
-        """Add a group, of which there are the samples of `begun`. Return it with those that are finished."""
+        """Add a group, with its samples of earlier phases if there are any. Return the group with only its finished samples."""
         there = {sample.index: sample for sample in begun.samples} if begun else {}
         samples = [there.get(index) or Sample(prompt, index, [], [], None) for index in range(self._group_size)]
         self._waiting[key] = [sample for sample in samples if not sample.is_finished]
@@ -48,12 +51,12 @@ class Schedule(ABC):
         self._leave(key, 1)
 
     def left_over(self, key: int, samples: Sequence[Sample]) -> None:
-        """Take samples back that were aborted, or were not begun after all."""
+        """Take back samples that were aborted or never started."""
         self._leave(key, len(samples))
         self._waiting.setdefault(key, []).extend(samples)
 
     def return_to(self, groups: Mapping[int, Group]) -> None:
-        """Add to the groups what there is of their unfinished samples; the phase is over."""
+        """At the end of a phase, add the unfinished samples that have tokens to their groups."""
         for key, samples in self._waiting.items():
             groups[key].samples += [sample for sample in samples if sample.response_len]
 
@@ -69,10 +72,10 @@ class Schedule(ABC):
 
 
 class InOrder(Schedule):
-    """At most `max_samples` at once, in the order of their groups: as one ends, the next begins."""
+    """Runs at most `max_samples` at once, in the order of their groups. When a sample ends, the next one starts."""
 
     def __init__(self, group_size: int, max_samples: int, share: int) -> None:
-        """`share`: groups that the engine has at most at once."""
+        """`share`: maximum number of groups that the engine has at once."""
         super().__init__(group_size)
         self._max_samples, self._share = max_samples, share
 
@@ -91,17 +94,17 @@ class InOrder(Schedule):
 
 
 class LongestFirst(Schedule):
-    """At most `max_samples` at once: a probe of each group without a finished sample, then the groups with the longest samples.
+    """Runs at most `max_samples` at once: first a probe of each group without a finished sample, then the longest groups.
 
-    A sample that an earlier phase left unfinished counts as `longest`, as does a group of which no sample has ended yet.
+    A sample that an earlier phase left unfinished has the expected length `longest`. So has a group without a finished sample.
     """
 
     def __init__(self, group_size: int, max_samples: int, share: int, longest: int) -> None:
-        """`share`: groups after which the engine wants no more while others wait."""
+        """`share`: with this many groups the engine wants no more while samples wait."""
         super().__init__(group_size)
         self._max_samples, self._share, self._longest = max_samples, share, longest
         self._unprobed: list[int] = []
-        self._lengths: dict[int, dict[int, int]] = {}  # of samples by key and index
+        self._lengths: dict[int, dict[int, int]] = {}  # length of each sample, by group key and sample index
 
     @property
     def wants_group(self) -> bool:
@@ -124,7 +127,7 @@ class LongestFirst(Schedule):
         probed, self._unprobed = self._unprobed[:room], self._unprobed[room:]
         taken = {key: [self._waiting[key].pop(0)] for key in probed}
         room -= len(probed)
-        for key in sorted(self._waiting, key=self._expected, reverse=True):  # equal ones stay in their order
+        for key in sorted(self._waiting, key=self._expected, reverse=True):  # the sort is stable
             samples = self._waiting[key]
             if room > 0 and samples:
                 taken.setdefault(key, []).extend(samples[:room])
@@ -136,7 +139,7 @@ class LongestFirst(Schedule):
 
 
 def schedule_of(sampling: Sampling, max_concurrent: int, share: int) -> Schedule:
-    """Return the schedule of an engine that decodes `max_concurrent` sequences at once, and has `share` groups to itself."""
+    """Return the schedule of an engine that decodes `max_concurrent` sequences at once. `share` is its share of the groups."""
     if sampling.longest_first:
         return LongestFirst(sampling.group_size, max_concurrent, share, sampling.max_response_length)
     return InOrder(sampling.group_size, max_concurrent, share)

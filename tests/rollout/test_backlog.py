@@ -135,7 +135,7 @@ def test_the_ledger_closes_after_any_phases_and_an_error_is_told() -> None:
         assert found["ledger/trained_tokens"] == trained
         assert found["ledger/carried_tokens"] + found["ledger/waiting_tokens"] == sum(g.num_tokens for g in backlog.groups)
     assert trained and found["ledger/dropped_tokens/stale"] and found["ledger/dropped_tokens/equal_rewards"]
-    with pytest.raises(AssertionError, match="does not close"):
+    with pytest.raises(AssertionError, match="does not add up"):
         replace(backlog, groups=backlog.groups[1:]).metrics(SIZE)
 
 

@@ -1,1 +1,1 @@
-"""The embedded engine: samples from the policy itself, in the trainer's process, by the Hugging Face model."""
+"""The embedded engine: samples from a Hugging Face model with the policy's weights, in the trainer's process."""

@@ -1,6 +1,6 @@
-"""Linear layers on a CPU for the few rows of decoding: the same product, one tile of the weight's rows at a time.
+"""Linear layers on a CPU for the few rows of decoding. They multiply one tile of the weight's rows at a time.
 
-torch's own takes up to twice as long for 16 rows and a whole vocabulary: its library is tuned for products of many rows.
+torch takes up to twice as long for 16 rows and a whole vocabulary, because its library is tuned for products of many rows.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-MOST_ROWS = 64  # with more rows torch's own product is as fast
-_TILE = 4096  # rows of the weight
+MOST_ROWS = 64  # with more rows torch is as fast
+_TILE = 4096  # weight rows per tile
 
 
 def speed_up(model: nn.Module) -> None:
-    """Make `linear` the forward of every linear layer of a model that is not trained."""
+    """Replace the forward of every linear layer of an untrained model by `linear`."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.forward = partial(linear, module)  # type: ignore[method-assign]
 
 
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Apply a layer to [..., in]; return [..., out]. Other devices use torch's own product."""
+    """Apply a layer to [..., in] and return [..., out]. Devices other than the CPU use torch's product."""
     rows_RI = x.reshape(-1, x.shape[-1])
     num_rows = len(rows_RI)
     if num_rows > MOST_ROWS or x.device.type != "cpu":
@@ -39,5 +39,5 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _padded(num_rows: int) -> int:
-    """Round up to 1, 2, 4, 8 or a multiple of 16: 15 rows take twice as long as 16."""
+    """Round up to 1, 2, 4, 8 or a multiple of 16, because 15 rows take twice as long as 16."""
     return -(-num_rows // 16) * 16 if num_rows > 8 else 1 << max(num_rows - 1, 0).bit_length()

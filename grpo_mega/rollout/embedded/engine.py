@@ -1,8 +1,8 @@
-"""The engine inside each rank's process: transformers' own model with a KV cache, one replica per rank.
+"""The engine inside each rank's process: the transformers model with a KV cache, one replica per rank.
 
-It needs no GPU and no server, works for any family that transformers knows, and is an oracle of the weight mapping, since its
-forward pass is not this project's. Prompts are decoded in batches of at most `max_concurrent` sequences; a sequence that ends
-leaves the batch. A phase that is stopped early ends between two tokens, and its cache goes with its batch.
+It needs no GPU and no server and works for every family that transformers supports. It also checks the weight mapping, because
+its forward pass is not code of this project. Prompts are decoded in batches of at most `max_concurrent` sequences, and finished
+sequences leave the batch. A phase that is stopped early ends between two tokens and discards the cache with the batch.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from grpo_mega.weights.layout import ShardLayout, hf_shards
 from grpo_mega.weights.receive import mismatched_blocks, mismatched_tensors, write_entries
 from grpo_mega.weights.spec import Family, ModelShape
 
-GROUPED_MM_ROW_BYTES = 16  # torch.grouped_mm needs rows of a multiple of so many bytes
-COMPACT_BELOW = 0.75  # share of live sequences below which the finished ones leave the cache
+GROUPED_MM_ROW_BYTES = 16  # torch.grouped_mm needs rows of a multiple of 16 bytes
+COMPACT_BELOW = 0.75  # finished sequences leave the cache if the share of live sequences is below this
 
 
 class EmbeddedEngine(Engine):
-    """A failure here ends the rank itself, and sleep keeps the memory: policy and engine must fit on the machine together."""
+    """An engine without a server. A failure ends the rank. `sleep` frees no memory, so policy and engine must fit together."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class EmbeddedEngine(Engine):
         prove: bool,
         quantise: bool = False,
     ) -> None:
-        """`prove`: compare checksums after each sync. `quantise`: linear layers hold the dequantised values of FP8 blocks."""
+        """`prove`: compare checksums after each sync. `quantise`: linear layers store the dequantised values of FP8 blocks."""
         self.device = device.torch_device
         self.max_concurrent = max_concurrent
         self._rank, self._world_size, self._prove = rank, world_size, prove
@@ -93,7 +93,7 @@ class EmbeddedEngine(Engine):
         return problems
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the model's weights by their names in its checkpoint."""
+        """Return the model's weights by their names in a checkpoint."""
         return self._tensors
 
     @torch.inference_mode()
@@ -107,14 +107,14 @@ class EmbeddedEngine(Engine):
         stop: StopCondition | None = None,
         begun: Mapping[int, Group] = NONE_BEGUN,
     ) -> dict[int, Group]:
-        """Take every world_size-th prompt. The clock of `stop` counts this rank's decoded tokens, batch after batch."""
+        """Generate every world_size-th prompt. The clock of `stop` counts this rank's decoding steps over all batches."""
         mine = list(prompts)[self._rank :: self._world_size]
         if stop is None:
-            # Prompts of similar length share a batch: less padding. With `stop` the last batches may never be begun, and
-            # these must not always be those of the longest prompts.
+            # Batches of prompts of similar length need less padding. With `stop` there is no sorting, because the last batches
+            # may never start, and they must not always have the longest prompts.
             mine.sort(key=lambda key: len(prompts[key].token_ids))
         per_batch = self.max_concurrent
-        if not sampling.longest_first:  # whole groups, whose prompt is then run once
+        if not sampling.longest_first:  # batches of whole groups run each prompt once
             per_batch = max(1, per_batch // sampling.group_size) * sampling.group_size
         schedule = schedule_of(sampling, per_batch, len(mine))
         groups = {key: schedule.add(key, prompts[key], begun.get(key)) for key in mine}
@@ -140,7 +140,10 @@ class EmbeddedEngine(Engine):
         stop: StopCondition | None,
         clock: int,
     ) -> int:
-        """Add samples to their groups as they end, until `stop` is met; leave the rest to the schedule. Return the clock."""
+        """Decode until all samples end or `stop` is met. Return the clock.
+
+        Add finished samples to their groups. Return the other samples to the schedule.
+        """
         samples = [sample for _, sample in under_way]
         longest, began = sampling.max_response_length, clock
         self._recorder.begin(len(samples), longest, self.device, is_on=sampling.with_routes)
@@ -150,20 +153,22 @@ class EmbeddedEngine(Engine):
         is_stop = torch.zeros(self._model.config.vocab_size, dtype=torch.bool, device=self.device)
         is_stop[list(sampling.stop_token_ids)] = True
         first_B = torch.tensor([sample.response_len for sample in samples], device=self.device)
-        tokens_BT = torch.empty((len(samples), longest), dtype=torch.int64, device=self.device)  # of this phase
+        tokens_BT = torch.empty((len(samples), longest), dtype=torch.int64, device=self.device)
         logprobs_BT = torch.empty(tokens_BT.shape, dtype=torch.float32, device=self.device)
 
         def so_far(row: int, reason: FinishReason | None) -> tuple[int, Sample]:
             key, sample = under_way[row]
             tokens, logprobs = tokens_BT[row, : clock - began].tolist(), logprobs_BT[row, : clock - began].tolist()
-            routes = self._recorder.routes(row, sample, len(tokens) - 1)  # the last token was not fed
+            routes = self._recorder.routes(row, sample, len(tokens) - 1)  # the last token was not fed to the model
             return key, _extended(sample, tokens, logprobs, reason, self.version, routes)
 
         while states:
             position, clock = clock - began, clock + 1
             for state in states:
                 rows = state.rows
-                places = (first_B[rows] + position).clamp_(max=longest - 1)  # some may have ended
+                places = (first_B[rows] + position).clamp_(
+                    max=longest - 1
+                )  # finished sequences still have a row
                 uniform = None if streams is None else streams[rows, places]
                 state.tokens, logprobs_BT[rows, position] = draw(
                     state.logits, uniform, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
@@ -192,7 +197,7 @@ class EmbeddedEngine(Engine):
 
 
 def _experts_implementation(shape: ModelShape, dtype: torch.dtype) -> dict[str, str]:
-    """Return transformers' plain loop over experts where torch.grouped_mm, its default, would refuse their rows."""
+    """Select transformers' loop over experts if its default, torch.grouped_mm, does not support the row sizes."""
     widths = (shape.hidden, shape.moe_ffn) if shape.num_experts else ()
     is_aligned = all(width * dtype.itemsize % GROUPED_MM_ROW_BYTES == 0 for width in widths)
     return {} if is_aligned else {"experts_implementation": "eager"}
@@ -230,21 +235,21 @@ def _streams(samples: Sequence[Sample], sampling: Sampling, step: int, device: t
 
 @dataclass
 class _Decoding:
-    """The state of a batch: inputs of the model for the next token of the sequences still in the cache."""
+    """The state of a batch: the model's inputs for the next token of each sequence in the cache."""
 
     cache: DynamicCache
-    mask: Tensor  # [B, tokens so far], 0 on the left padding
-    positions: Tensor  # [B], of the last token
-    logits: Tensor  # [B, vocab], for the next token
-    tokens: Tensor  # [B], the last that were sampled
-    rows: Tensor  # [B], which sequence of the batch each row is
+    mask: Tensor  # [B, tokens so far]; 0 on the left padding
+    positions: Tensor  # [B] position of each sequence's last token
+    logits: Tensor  # [B, vocab] logits of the next token
+    tokens: Tensor  # [B] last sampled tokens
+    rows: Tensor  # [B] index of each sequence in the batch
     is_live: Tensor  # [B] bool
 
     @classmethod
     def prefill(cls, model: Any, samples: Sequence[Sample], rows: Sequence[int], recorder: Recorder) -> _Decoding:
-        """Run each prompt once, then repeat its cache for the samples of its group; a response that goes on has its own."""
+        """Run each prompt once and copy its cache for each sample of the group. Run each continued response separately."""
         contexts: list[tuple[int, ...]] = []
-        source: list[int] = []  # context of each sample
+        source: list[int] = []  # index of each sample's context
         shared: Prompt | None = None
         for sample in (samples[row] for row in rows):
             if sample.response_len or sample.prompt is not shared:
@@ -277,7 +282,7 @@ class _Decoding:
         )
 
     def advance(self, model: Any) -> None:
-        """Feed the sampled tokens; first drop the sequences that have ended, if there are enough of them."""
+        """Feed the sampled tokens to the model. First drop finished sequences from the cache, if there are enough of them."""
         if self.is_live.float().mean() < COMPACT_BELOW:
             keep = self.is_live.nonzero().squeeze(1)
             self.cache.batch_select_indices(keep)

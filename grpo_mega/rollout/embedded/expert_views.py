@@ -1,7 +1,7 @@
 """The weights of a transformers model under the names of its checkpoints.
 
-They differ for MoE models only: transformers keeps all experts of a layer in one parameter, of which each expert is a view, and
-the bias of DeepSeek-V3's router in a buffer, in float32.
+Only MoE models need this mapping. transformers stores all experts of a layer in one parameter, so each expert becomes a view of
+it. It stores the bias of DeepSeek-V3's router in a float32 buffer.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from grpo_mega.weights.spec import FLOAT32, Family, ModelShape
 
 
 def checkpoint_tensors(model: nn.Module, family: Family, shape: ModelShape) -> Mapping[str, Tensor]:
-    """Return the parameters of `model`, or views of them, and such biases, by the names of `family.hf_tensors`."""
+    """Return the parameters of `model`, views of expert parameters, and router biases, by the names of `family.hf_tensors`."""
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     for name, buffer in model.named_buffers():
         if name.endswith(FLOAT32):
-            buffer.data = buffer.data.float()  # as transformers loads it
+            buffer.data = buffer.data.float()  # transformers also loads it in float32
             parameters[name] = buffer
     if not shape.num_experts:
         return parameters
@@ -29,7 +29,7 @@ def checkpoint_tensors(model: nn.Module, family: Family, shape: ModelShape) -> M
 
 
 def _moe_layer(parameters: dict[str, Tensor], family: Family, shape: ModelShape, layer: int) -> Iterator[tuple[str, Tensor]]:
-    """Move a layer's router and experts out of `parameters`; yield them under their names in the family's table."""
+    """Remove a layer's router and experts from `parameters` and yield them under their names in the family's table."""
     router, gate_up, down = (row.hf for row in family.rows if "router.weight" in row.megatron or row.where == "expert")
     block = f"model.layers.{layer}.mlp"
     yield router[0].format(i=layer), parameters.pop(f"{block}.gate.weight")

@@ -1,4 +1,4 @@
-"""Sample the next token; each sample has a random stream of its own."""
+"""Sample the next token. Each sample has a separate random stream."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_BLOCK = 256  # tokens per partial sum, so that only the sums, and not the whole vocabulary, are in double precision
+_BLOCK = 256  # tokens per partial sum; only these sums need double precision, not the whole vocabulary
 
 
 def uniforms(seed: int, step: int, prompt_id: int, sample_index: int, length: int) -> np.ndarray:
-    """Return [length] float64 in [0, 1): a sample's stream, which depends on these four numbers only (Philox counter)."""
+    """Return [length] float64 in [0, 1): a sample's random stream (Philox). It depends only on the first four arguments."""
     sequence = np.random.SeedSequence((seed, step, prompt_id, sample_index))
     return np.random.Generator(np.random.Philox(sequence)).random(length)
 
@@ -18,9 +18,9 @@ def uniforms(seed: int, step: int, prompt_id: int, sample_index: int, length: in
 def draw(logits_BV: Tensor, uniform_B: Tensor | None, *, temperature: float, top_p: float, top_k: int) -> tuple[Tensor, Tensor]:
     """Return the next tokens [B] and their log-probs [B] float32.
 
-    Log-probs are those of softmax(logits / temperature), before top-p and top-k, as the trainer computes them. The token is
-    the inverse of the cumulative distribution at `uniform_B`; without it, or at temperature 0, the most likely one. For logits
-    with NaN it is any token of the vocabulary, with log-prob NaN.
+    Log-probs are log-softmax(logits / temperature), before top-p and top-k, as in the trainer. The token is the inverse of the
+    cumulative distribution at `uniform_B`. Without `uniform_B`, or at temperature 0, it is the most likely token. If logits
+    have NaN, it is any token of the vocabulary, with log-prob NaN.
     """
     scaled_BV = logits_BV.float() if temperature in (0, 1) else logits_BV.float() / temperature
     max_B1 = scaled_BV.amax(dim=-1, keepdim=True)
@@ -39,7 +39,7 @@ def draw(logits_BV: Tensor, uniform_B: Tensor | None, *, temperature: float, top
 
 
 def _masses(shifted_BV: Tensor) -> Tensor:
-    """Return exp of the logits in blocks [B, N, K], with zeros after the end of the vocabulary."""
+    """Return exp of the logits in blocks [B, N, K], padded with zeros after the end of the vocabulary."""
     num_rows, vocab = shifted_BV.shape
     num_blocks = -(-vocab // _BLOCK)
     masses_BW = shifted_BV.new_zeros((num_rows, num_blocks * _BLOCK))
@@ -48,7 +48,10 @@ def _masses(shifted_BV: Tensor) -> Tensor:
 
 
 def _locate(masses_BNK: Tensor, sums_BN: Tensor, uniform_B: Tensor) -> Tensor:
-    """Return the tokens [B] at `uniform_B` of the cumulative distribution, never one without mass: block, then place."""
+    """Return the tokens [B] at `uniform_B` of the cumulative distribution, never a token without mass.
+
+    Find the block first, then the token within the block.
+    """
     cumulative_BN = sums_BN.cumsum(dim=-1)
     block_B1, wanted_B1 = _search(cumulative_BN, uniform_B[:, None] * cumulative_BN[:, -1:])
     before_B1 = cumulative_BN.gather(1, block_B1) - sums_BN.gather(1, block_B1)
@@ -60,7 +63,7 @@ def _locate(masses_BNK: Tensor, sums_BN: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _search(cumulative_BX: Tensor, wanted_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first index [B, 1] whose cumulative mass exceeds the wanted one, and the wanted mass, kept below the whole."""
+    """Return the first index [B, 1] with a cumulative mass above the wanted mass, and the wanted mass, kept below the total."""
     whole_B1 = cumulative_BX[:, -1:]
     wanted_B1 = torch.minimum(wanted_B1, torch.nextafter(whole_B1, torch.zeros_like(whole_B1)))
     # If the masses are NaN, searchsorted returns an index beyond the end.
@@ -68,7 +71,7 @@ def _search(cumulative_BX: Tensor, wanted_B1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _filtered(probs_BV: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Set masses outside top-k, then outside the smallest set that reaches top-p, to zero."""
+    """Set masses to zero outside top-k, then outside the smallest set that reaches top-p."""
     ordered, index = probs_BV.sort(dim=-1, descending=True)
     if top_k:
         ordered[:, top_k:] = 0
