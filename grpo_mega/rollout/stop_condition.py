@@ -16,9 +16,9 @@ class StopCondition:
     """
 
     def __init__(self, rendezvous: Rendezvous, wanted: int, needed: Collection[int] = ()) -> None:
-        """`needed`: keys of groups without which the phase does not end."""
-        self.clocks: dict[int, int] = {}  # clock at which this rank finished each group, by group key
-        # Clocks at which this rank started or continued samples, by group key and sample index. Empty if there is no clock.
+        """`needed`: keys of groups that must be done before the phase ends."""
+        self.clocks: dict[int, int] = {}  # clock when this rank finished each group, by group key
+        # Clock when this rank started or continued each sample, by group key and sample index. Empty if there is no clock.
         self.begun: dict[tuple[int, int], int] = {}
         self._rendezvous, self._wanted, self._needed = rendezvous, wanted, frozenset(needed)
         self._name = rendezvous.unique_key("stop_condition")

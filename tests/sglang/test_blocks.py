@@ -56,7 +56,7 @@ def test_the_tables_parameters_are_those_that_sglang_makes(found: dict[str, Any]
 
 def test_blocks_that_sglang_leaves_are_taken_and_those_it_rearranges_are_named_with_the_remedy(found: dict[str, Any]) -> None:
     shuffled, packed = found["problems"]
-    assert shuffled == f"shuffling.weight: SGLang rearranges it on this device, so that it cannot be filled in place; {REMEDY}"
+    assert shuffled == f"shuffling.weight: SGLang rearranges it on this device, so it cannot be filled in place; {REMEDY}"
     assert packed.startswith("packing.weight_scale_inv: SGLang rearranges it")
 
 

@@ -1,1 +1,1 @@
-"""SGLang servers as engines; see README.md. Nothing outside the server's own processes imports sglang."""
+"""SGLang servers as engines; see README.md. Only the server's processes import sglang."""

@@ -1,7 +1,7 @@
-"""Buffers of buckets that a server on the same machine reads: shared memory without a name on a CPU, CUDA IPC on a GPU.
+"""Buffers of buckets that a server on the same machine reads: anonymous shared memory on a CPU, CUDA IPC on a GPU.
 
-A rank fills the buffers, and its engine's process on the same device opens them. The memory on the CPU belongs to
-file descriptors of the rank (memfd), so nothing is left in /dev/shm, however the processes end.
+A rank fills the buffers, and its engine's process on the same device opens them. Memory on the CPU belongs to file descriptors
+of the rank (memfd), so nothing is left in /dev/shm, however the processes end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-import torch.multiprocessing  # teaches ForkingPickler tensors
+import torch.multiprocessing  # registers tensors with ForkingPickler
 from torch import Tensor
 
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS
@@ -35,8 +35,10 @@ class HostBuckets:
         return self._buffers[slot][:num_bytes]
 
     def finish(self, slot: int) -> tuple[Tensor, dict[str, Any], Tensor]:
-        """Let the server read what was written. Return the slot's buffer, how the server opens it, and a tensor to send for
-        that: empty, since it opens a file. The buffer stays the same object as long as the server need not open it again."""
+        """Return the slot's buffer, a description of how the server opens it, and the tensor to send.
+
+        The tensor is empty, because the server opens a file. The buffer is a new object if the server must open it again.
+        """
         file = f"/proc/{os.getpid()}/fd/{self._files[slot]}"
         return self._buffers[slot], {"file": file, "num_bytes": self._buffers[slot].numel()}, torch.empty(0)
 
@@ -49,9 +51,9 @@ class HostBuckets:
 
 
 class DeviceBuckets:
-    """Buffers of a fixed size on a GPU, allocated once and kept, so that their IPC handles stay valid.
+    """Buffers of a fixed size on a GPU, allocated once and kept, so their IPC handles stay valid.
 
-    They must not lie in expandable segments, which CUDA IPC cannot share: those are off during the allocation.
+    CUDA IPC cannot share expandable segments, so these are off during the allocation.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, *, has_expandable_segments: bool) -> None:
@@ -61,7 +63,7 @@ class DeviceBuckets:
 
     def allocate(self, index: int, num_bytes: int) -> Tensor:
         slot = index % NUM_BUFFERS
-        if num_bytes > self._buffers[slot].numel():  # a single row larger than a bucket
+        if num_bytes > self._buffers[slot].numel():  # one row can be larger than a bucket
             self._buffers[slot] = self._make(num_bytes)
         return self._buffers[slot][:num_bytes]
 
@@ -83,7 +85,7 @@ class DeviceBuckets:
 
 
 def payload(request: str, handle: Tensor) -> str:
-    """Return one rank's part of an update request: a list of one named tensor, as SGLang's own serialiser writes it."""
+    """Return one rank's part of an update request: a list of one named tensor, in the format of SGLang's serialiser."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump([(request, handle)])
     return base64.b64encode(buffer.getvalue()).decode()

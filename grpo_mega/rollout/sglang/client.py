@@ -1,7 +1,7 @@
 """The leader's client of its server: starts and restarts it, calls it, and generates with it.
 
-The first failure is kept in `failure`, with the phase and the end of the server's log, and is never raised: other ranks wait
-for this one. From then on calls do nothing until `restart`.
+The first failure is stored in `failure`, with the phase and the end of the server's log. It is never raised, because other
+ranks wait for this one. After a failure, calls do nothing until `restart`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from grpo_mega.rollout.sglang.settings import EngineSettings
 from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt, Sample
 
-LOOK_S = 0.2  # between looks at whether the server is alive
-STOP_LOOK_S = 0.05  # between looks at whether a stop condition is met
+LOOK_S = 0.2  # interval of checks that the server is alive
+STOP_LOOK_S = 0.05  # interval of checks of a stop condition
 
 
 class Client:
     def __init__(self, settings: EngineSettings, server: Server | None = None) -> None:
-        """Without a `server` that runs, begin to start one; `wait_until_ready` finishes that."""
+        """Use the running `server`, or launch one without waiting for it. `wait_until_ready` waits."""
         self.failure: str | None = None
         self._settings, self._rollout = settings, settings.rollout
         self._session: Session | None = None
@@ -41,7 +41,7 @@ class Client:
         return self._session
 
     def wait_until_ready(self) -> None:
-        """Raise EngineError if the server does not come up. A second call does nothing."""
+        """Wait for the server's start. Raise EngineError if it fails. A second call does nothing."""
         if self._session is None:
             self.server.wait_until_healthy()
             self._session = Session(
@@ -53,7 +53,7 @@ class Client:
             )
 
     def restart(self) -> None:
-        """Replace the failed server by a new one; set `failure` if it does not come up."""
+        """Replace the failed server by a new one. Set `failure` if the new server does not start."""
         self.close()
         self.failure, self.server = None, Server(self._settings)
         try:
@@ -77,11 +77,11 @@ class Client:
         self.await_response(phase, self.begin_post(path, body))
 
     def flush_cache_when_idle(self, phase: str) -> None:
-        """Wait until the server has nothing under way, and flush its cache."""
+        """Wait until the server is idle, then flush its cache."""
         self.await_response(phase, self._begin(lambda session: session.flush_cache_when_idle()))
 
     def begin_post(self, path: str, body: dict[str, Any] | None = None) -> Future[Any] | None:
-        """Begin to call an endpoint; return None if the server has failed before."""
+        """Call an endpoint without waiting for the response. Return None if the server has failed before."""
         return self._begin(lambda session: session.post(path, body))
 
     def _begin(self, call: Callable[[Session], Coroutine[Any, Any, Any]]) -> Future[Any] | None:
@@ -90,20 +90,20 @@ class Client:
         return self._session.start(call(self._session))
 
     def await_response(self, phase: str, future: Future[Any] | None) -> Any:
-        """Return the result of a call; None, with `failure` set, if there is none or the server dies or stalls meanwhile."""
+        """Return the result of a call. If it fails, or the server dies or stalls meanwhile, set `failure` and return None."""
         until = time.monotonic() + self._rollout.stall_deadline_s
         while future is not None and self.failure is None:
             try:
                 return future.result(timeout=LOOK_S)
             except TimeoutError:
-                if future.done():  # the call's own deadline
+                if future.done():  # the session's deadline for the call has passed
                     self.fail(f"{self.server.url} did not answer in time, {phase}")
                 elif not self.server.is_alive():
                     self.fail(f"{self.server.url} died, {phase}")
                 elif time.monotonic() > until:
                     future.cancel()
                     self.fail(f"{self.server.url} gave no answer for {self._rollout.stall_deadline_s:.0f} s, {phase}")
-            except Exception as error:  # any that the session raises
+            except Exception as error:  # the session may raise any error
                 self.fail(f"{self.server.url} failed, {phase} ({error})")
         return None
 
@@ -119,11 +119,12 @@ class Client:
         stop: StopCondition | None = None,
         begun: Mapping[int, Group] = NONE_BEGUN,
     ) -> dict[int, Group]:
-        """Return the groups that this server finished, by key; once `stop` is met, also those that it had under way.
+        """Return the groups that this server finished, by key. If `stop` is met, also return its unfinished groups.
 
-        All engines share a counter of prompts: `next_number` takes one while the schedule wants groups. No engine rests while
-        prompts wait, and a slow one takes fewer. Once `stop` is met, what is under way is aborted, and the server is idle with
-        an empty cache. If it fails, also while it aborts, these groups are missing; nothing of this phase is kept of them.
+        All engines share a counter of prompts. This engine calls `next_number` for its next prompt while the schedule wants
+        groups, so no engine is idle while prompts wait, and a slow engine takes fewer prompts. When `stop` is met, running
+        samples are aborted, and the server is idle with an empty cache. If the server fails, even during the abort, its
+        unfinished groups are missing, and their samples of this phase are lost.
         """
         phase, keys, has_more = f"generating in step {step}", list(prompts), True
         under_way, finished = dict[int, Group](), dict[int, Group]()
@@ -168,9 +169,10 @@ class Client:
         return {key: Group(group.prompt, sorted(group.samples, key=lambda s: s.index)) for key, group in finished.items()}
 
     def _check_alive(self, phase: str, heard: float, began: float) -> float:
-        """Return when the server, last heard of at `heard`, was last known to be healthy, after a health check if one is due.
+        """Check that the server is alive, and check its health if there was no event since `heard` for too long.
 
-        Set `failure` if it is dead, hangs, or exceeds the phase's deadline. Times are time.monotonic's.
+        Return the time when the server was last known to be healthy. Set `failure` if it is dead, hangs, or exceeds the phase's
+        deadline. Times are from time.monotonic.
         """
         now, deadline = time.monotonic(), self._rollout.stall_deadline_s
         if not self.server.is_alive():
@@ -185,11 +187,11 @@ class Client:
         return heard
 
     def _abort(self, phase: str, schedule: Schedule, take: Callable[[int, Sample], None]) -> bool:
-        """Abort the samples under way, and leave what there is of them to the schedule; return False if the server fails."""
+        """Abort the running samples and return them to the schedule with their tokens. Return False if the server fails."""
         began, session = time.monotonic(), self.session
         session.is_aborting = schedule.num_under_way > 0
         while schedule.num_under_way and self.failure is None:
-            # More than once: a request may reach the server after it has aborted all that it had.
+            # Repeat the call, because a request may reach the server after an abort.
             self.post(phase, "/abort_request", {"abort_all": True})
             pause_ends = time.monotonic() + LOOK_S
             while schedule.num_under_way and (seconds := pause_ends - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""Changes to SGLang 0.5.21, in its own processes only. A test fails once a change is no longer needed."""
+"""Patches of SGLang 0.5.21, only in its own processes. A test fails when a patch is no longer needed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
-STUBBED = ("torchvision", "sgl_kernel")  # imported by SGLang; missing where torch is CPU-only
+STUBBED = ("torchvision", "sgl_kernel")  # SGLang imports these; a CPU-only torch has no builds of them
 
 
 def hide_megatron() -> None:
-    """Keep SGLang's debug dumper from importing Megatron-core, which would take a second, and memory on a GPU."""
+    """Keep SGLang's debug dumper from importing Megatron-core, because the import takes a second, and memory on a GPU."""
     sys.modules["megatron"] = None  # type: ignore[assignment]  # makes the import fail
 
 
 def fork_children() -> None:
-    """Have SGLang fork its processes. It spawns them, and each then imports everything again.
+    """Make SGLang fork its processes. By default it spawns them, and each imports everything again.
 
-    Forking is safe without CUDA: SGLang starts its processes before it starts a thread or an event loop.
+    Forking is safe without CUDA, because SGLang starts its processes before any thread or event loop.
     """
     set_start_method = multiprocessing.set_start_method
 
@@ -34,10 +34,10 @@ def fork_children() -> None:
 
 
 def drop_idle_warnings() -> None:
-    """Keep irrelevant pages out of the log, in which users look for the cause of a failure.
+    """Keep two irrelevant messages out of the log, because users look there for the cause of a failure.
 
-    These are a warning per endpoint that answers to GET and POST, whenever the list of endpoints is read; and a traceback,
-    because a server that skips its warm-up calls its own /freeze_gc before it listens. server.py makes that call.
+    One is a warning for each endpoint with GET and POST, every time the list of endpoints is read. The other is a traceback: a
+    server that skips its warm-up calls its /freeze_gc before it listens. server.py makes this call later.
     """
     warnings.filterwarnings("ignore", message="Duplicate Operation ID")
     server_log = logging.getLogger("sglang.srt.entrypoints.http_server")
@@ -45,19 +45,19 @@ def drop_idle_warnings() -> None:
 
 
 def allow_routes_on_cpu() -> None:
-    """Let a server on a CPU record the choices of routers: it would register their buffer with CUDA."""
+    """Let a server on a CPU record router choices. Without this patch it registers their buffer with CUDA and fails."""
     from sglang.srt.mem_cache.pool_host import common
 
     common._cuda_host_register = lambda *_: None
 
 
 def install_stubs() -> None:
-    """Make packages that do not exist for a CPU-only torch importable, not callable; may be called more than once.
+    """Make packages that do not exist for a CPU-only torch importable but not callable. A second call does nothing.
 
-    For the server's processes only: elsewhere transformers would believe that torchvision is there.
+    Call this only in the server's processes. In other processes transformers would assume that torchvision is installed.
     """
     if not any(isinstance(finder, StubFinder) for finder in sys.meta_path):
-        sys.meta_path.append(StubFinder())  # last, so that real packages win
+        sys.meta_path.append(StubFinder())  # the last finder, so real packages win
 
 
 class StubFinder(MetaPathFinder, Loader):
@@ -72,9 +72,9 @@ class StubFinder(MetaPathFinder, Loader):
 
 
 class Stub(ModuleType):
-    """A module of which every attribute is another stub."""
+    """A module whose attributes are all stubs."""
 
-    __version__ = "0.28.0"  # of the torchvision that belongs to torch 2.13
+    __version__ = "0.28.0"  # torchvision's version for torch 2.13
 
     def __getattr__(self, name: str) -> Stub:
         if name.startswith("__"):

@@ -1,13 +1,13 @@
-"""An SGLang server as the engine of `rollout.tp` neighbouring ranks, on their own devices.
+"""An SGLang server as the engine of `rollout.tp` neighbouring ranks, on the devices of these ranks.
 
-The first of these ranks, the leader, starts the server, calls it and stops it; the others give their memory and their buckets
-of a sync. A failure of the server is noted in `failure` and never raised inside a collective of other ranks; they learn of it
-at the next rendezvous. The job's store is asked for the next prompt only: these ranks have a group of their own (Peers).
+The first of these ranks, the leader, starts, calls and stops the server. The other ranks release memory for it and fill their
+buckets of a sync. A server failure is stored in `failure`, never raised inside a collective. Other ranks learn of the failure
+at the next rendezvous. The job's store only counts the prompts, because the engine's ranks have a separate group (Peers).
 
-In a sync each rank describes the bucket that it has filled for its own device; the leader gathers these descriptions and posts
-them as one request, and a bucket is filled again once its request was acknowledged. With two buffers one bucket is loaded while
-the next is filled. After the last one the checksums that came with the buckets are compared with the server's parameters. FP8
-blocks are compared with each bucket, before the server can process them; their differences are reported at the end, too.
+In a sync each rank describes the bucket that it has filled for its device. The leader gathers these descriptions and posts them
+as one request. A bucket is filled again when its request is acknowledged. There are two buffers, so one bucket is loaded while
+the next is filled. After the last bucket, the checksums in the buckets are compared with the server's parameters. FP8 blocks
+are compared after each bucket, before the server can process them. Their differences are also reported at the end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from grpo_mega.weights.receive import scales_name
 from grpo_mega.weights.spec import FLOAT32, num_blocks
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # parts of a server's memory that sleep separately
-Posted = tuple[int, Future[Any] | None]  # the number of a request and, on the leader, its response
+Posted = tuple[int, Future[Any] | None]  # number of a request; its response, only on the leader
 
 
 class SGLangEngine(Engine):
@@ -50,17 +50,17 @@ class SGLangEngine(Engine):
     def __init__(
         self, settings: EngineSettings, side: ShardLayout, rendezvous: Rendezvous, buckets: HostBuckets | DeviceBuckets
     ) -> None:
-        """Begin to start the server, where this rank leads; `wait_until_ready` finishes that."""
+        """Launch the server if this rank is the leader, without waiting for it. `wait_until_ready` waits."""
         self._settings, self._side, self._rendezvous, self._buckets = settings, side, rendezvous, buckets
         self._peers = Peers(rendezvous, settings.tp_rank, settings.rollout.tp, settings.leader_deadline_s)
         self._has_weights = False
         self._num_phases = self._num_requests = 0
-        self._opened: dict[int, object] = {}  # by slot, the buffer that the server has opened
-        # Of the sync under way:
-        self._posted: list[Posted] = []  # by bucket
+        self._opened: dict[int, object] = {}  # buffer that the server has opened, by slot
+        # The state of the current sync:
+        self._posted: list[Posted] = []  # request of each bucket
         self._num_loaded = 0
         self._checksums: list[Entry] = []
-        self._differing: list[str] = []  # on the leader: differences in FP8 blocks that the server reported so far
+        self._differing: list[str] = []  # differences in FP8 blocks that the server has reported, only on the leader
         self._client = Client(settings) if settings.is_leader else None
 
     @property
@@ -68,7 +68,7 @@ class SGLangEngine(Engine):
         return self._client.failure if self._client else None
 
     def wait_until_ready(self) -> None:
-        """Raise EngineError on the leader if the server does not come up. A second call does nothing."""
+        """Wait for the server's start. Raise EngineError on the leader if it fails. A second call does nothing."""
         if self._client:
             self._client.wait_until_ready()
 
@@ -94,13 +94,13 @@ class SGLangEngine(Engine):
         stop: StopCondition | None = None,
         begun: Mapping[int, Group] = NONE_BEGUN,
     ) -> dict[int, Group]:
-        """Take no more groups at once than an equal share of all, so that the first engine does not take everything."""
+        """Generate on the leader. Take at most an equal share of the groups at once, so no engine takes all of them."""
         self._check_lengths(prompts, sampling)
         self._num_phases += 1
         if self._client is None:
             return {}
         counter = f"prompts/{self._num_phases}"
-        if self._settings.rank == 0:  # no rank asks for prompts of the phase before
+        if self._settings.rank == 0:  # no rank reads the counter of the previous phase any more
             self._rendezvous.delete(f"prompts/{self._num_phases - 1}")
         equal_share = math.ceil(len(prompts) / self._settings.num_engines)
         return self._client.generate(
@@ -115,7 +115,7 @@ class SGLangEngine(Engine):
         )
 
     def _check_lengths(self, prompts: Mapping[int, Prompt], sampling: Sampling) -> None:
-        """Raise EngineError, before anything is sent, for a prompt whose longest response would not fit."""
+        """Raise EngineError if a prompt and its longest response exceed the context length. Nothing has been sent yet."""
         for prompt in prompts.values():
             longest = len(prompt.token_ids) + sampling.max_response_length
             if longest > self._settings.context_length:
@@ -125,9 +125,9 @@ class SGLangEngine(Engine):
                 )
 
     def sleep(self) -> None:
-        """Let the server sleep as soon as it is idle; asked before that it would end itself.
+        """Wait until the server is idle, then make it sleep. A busy server would end itself.
 
-        With overlapped scheduling it works for about one decode step more after the last sample.
+        With overlapped scheduling the server stays busy for about one decode step after the last sample.
         """
 
         def act(client: Client) -> None:
@@ -148,12 +148,12 @@ class SGLangEngine(Engine):
         self._switch("waking its cache", act)
 
     def _switch(self, phase: str, act: Callable[[Client], None]) -> None:
-        """Let the leader `act`, while the other ranks of the engine wait; do nothing without a memory saver."""
+        """Call `act` on the leader while the engine's other ranks wait. Do nothing without a memory saver."""
         if self._settings.has_memory_saver:
             self._lead(phase, act)
 
     def _lead(self, phase: str, act: Callable[[Client], str | None]) -> str:
-        """Return the result of `act`, for which the other ranks of the engine wait while the leader does it."""
+        """Call `act` on the leader while the engine's other ranks wait. Return its result on all of them."""
         return self._peers.broadcast(phase, (self._client and act(self._client)) or "")
 
     def shard_layout(self) -> ShardLayout:
@@ -162,7 +162,7 @@ class SGLangEngine(Engine):
     def begin_update(self) -> list[str]:
         self._posted, self._num_loaded, self._checksums, self._differing = [], 0, [], []
         if self._client:
-            self._client.post("beginning an update", "/begin_weight_update")
+            self._client.post("starting an update", "/begin_weight_update")
         if self._has_weights:
             return []
         shards = self._side.rank_shards(self._settings.rank)
@@ -195,7 +195,7 @@ class SGLangEngine(Engine):
         self._posted.append(self._post(request, torch.empty(0) if is_opened else handle))
 
     def end_update(self, version: int) -> list[str]:
-        """Wait for all buckets and verify them; return the tensors that differ, with their tensor-parallel rank."""
+        """Wait for all buckets and verify them. Return the tensors that differ, with their tensor-parallel rank."""
         self._wait_until_loaded(len(self._posted) - 1)
         problems = self._request({"action": "prove", "entries": self._checksums}, version=str(version))
         if self._client:
@@ -205,7 +205,7 @@ class SGLangEngine(Engine):
         return problems
 
     def _wait_until_loaded(self, index: int) -> None:
-        """Return when the server has read bucket `index` of the sync and all before it."""
+        """Wait until the server has read the buckets of the sync up to `index`."""
         while self._num_loaded <= index:
             posted = self._posted[self._num_loaded]
             self._lead("loading a bucket", partial(self._await_bucket, posted))
@@ -218,7 +218,7 @@ class SGLangEngine(Engine):
         self._differing += problems
 
     def _request(self, request: dict[str, Any], version: str | None = None) -> list[str]:
-        """Send a request to all processes of the server; return their problems, the same on every rank of the engine."""
+        """Send a request to all processes of the server. Return their problems, identical on all ranks of the engine."""
         phase = f"at {request['action']}"
         posted = self._post(request, torch.empty(0), version)
 
@@ -230,9 +230,9 @@ class SGLangEngine(Engine):
         return problems
 
     def _post(self, request: dict[str, Any], handle: Tensor, version: str | None = None) -> Posted:
-        """Send this rank's part of a request to the leader; on the leader, post the parts of all ranks.
+        """Send this rank's part of a request to the leader. The leader posts the parts of all ranks.
 
-        With `version` the server reports that version with its samples from then on, and forgets cached prefixes.
+        With `version` the server flushes cached prefixes and reports this version with its later samples.
         """
         self._num_requests += 1
         number = self._num_requests
@@ -245,7 +245,7 @@ class SGLangEngine(Engine):
         return number, self._client.begin_post("/update_weights_from_tensor", body)
 
     def _reports(self, client: Client, phase: str, posted: Posted) -> tuple[list[str], bool]:
-        """Await a request; return the problems that the server's processes reported, and True if one could not do it."""
+        """Await a request. Return the problems that the server's processes reported, and True if a process failed."""
         number, response = posted
         client.await_response(phase, response)
         problems, has_failed = list[str](), False
@@ -258,9 +258,9 @@ class SGLangEngine(Engine):
 
 
 def parameters(shards: RankShards, blocks: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Index, str]]:
-    """Return shape and dtype of the server's parameters: those of `shards`, and scales for tensors held as FP8 `blocks`.
+    """Return shape and dtype of the server's parameters: one per shard, and scales for tensors stored as FP8 `blocks`.
 
-    Local tensors "name[0]", "name[1]", ... are parts of one, along a new first dim.
+    Local tensors "name[0]", "name[1]", ... are parts of one parameter, along a new first dim.
     """
     result: dict[str, tuple[Index, str]] = {}
 

@@ -1,8 +1,8 @@
 """Remove temporary folders and shared memory of servers that are gone.
 
-SGLang ends its processes with SIGKILL even when all is well, so it never cleans up. Each server has a folder of
-temporary.py, locked by its processes as long as one of them lives; its shared memory is open in them for as long. A folder
-that is not locked, or memory that is not open, belongs to no living server, so `remove_unused` needs no record of servers.
+SGLang ends its processes with SIGKILL even without an error, so it never cleans up. Each server has a folder of temporary.py.
+While any of its processes lives, the folder is locked and the server's shared memory is open. An unlocked folder, or memory
+that no process has open, belongs to a dead server, so `remove_unused` needs no record of servers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Load buckets into the parameters and verify them; runs inside the server, in each of its tensor-parallel processes.
+"""Load buckets into the parameters and verify them. This code runs in each tensor-parallel process of the server.
 
-SGLang calls `load` (--custom-weight-loader) with one named tensor, whose name is a request in JSON and whose value is the
-buffer of buckets where that comes by CUDA IPC. A buffer comes once and stays open. An exception here would end the server, so
-problems are written to a file in the server's own folder, which the trainer reads. Differences in FP8 blocks are reported with
-the bucket that brought them; the trainer keeps them until the update ends.
+SGLang calls `load` (--custom-weight-loader) with one named tensor. Its name is a request in JSON. Its value is the buffer of
+buckets, if it is sent by CUDA IPC. A buffer is sent once and stays open. An exception here would end the server, so problems
+are written to a file in the server's folder, and the trainer reads the file. Differences in FP8 blocks are reported with their
+bucket; the trainer keeps them until the update ends.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from grpo_mega.rollout.sglang import fp8_params as blocks
 from grpo_mega.weights.receive import Entry, mismatched_blocks, mismatched_tensors, subtensor, write_entries
 
 Request = dict[str, Any]
-MAX_NAMED = 20  # problems in a report
-NUM_BUFFERS = 2  # of buckets: one is loaded while the other is filled
-_buffers: dict[int, Tensor] = {}  # that the trainer fills, by slot: SGLang hands no state from one call to the next
+MAX_NAMED = 20  # maximum number of problems in a report
+NUM_BUFFERS = 2  # one buffer is loaded while the other is filled
+_buffers: dict[int, Tensor] = {}  # the trainer's buffers by slot; a global, because SGLang passes no state between calls
 
 
 @torch.no_grad()
@@ -33,13 +33,13 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) ->
         request = json.loads(text)
         try:
             problems, has_failed = _ACTIONS[request["action"]](model, request, values), False
-        except Exception as error:  # is reported to the trainer; here it would end the server
+        except Exception as error:  # reported to the trainer, because it would end the server
             problems, has_failed = [f"{request['action']} failed: {error!r}"], True
         _report(request, problems, has_failed=has_failed)
 
 
 def _check(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
-    """Return how the server's parameters differ from the trainer's table; zero the padding, which no bucket fills."""
+    """Return how the server's parameters differ from the trainer's table. Zero the padding, because no bucket fills it."""
     parameters, without = _parameters(model), "none"
     wanted = {name: f"{tuple(shape)} of {dtype}" for name, (shape, dtype) in request["parameters"].items()}
     actual = {name: f"{tuple(p.shape)} of {p.dtype}" for name, p in parameters.items()}
@@ -58,7 +58,7 @@ def _check(model: torch.nn.Module, request: Request, values: Tensor) -> list[str
 
 
 def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
-    """Copy a bucket's pieces to their places; return the names of tensors whose FP8 blocks are not the trainer's."""
+    """Copy a bucket's pieces into the parameters. Return the names of tensors with other FP8 blocks than the trainer's."""
     if request["opens"]:
         if "file" in request:
             values = torch.from_file(request["file"], shared=True, size=request["num_bytes"], dtype=torch.uint8)
@@ -67,15 +67,15 @@ def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]
     write_entries(entries, used, parameters, getattr(torch, request["dtype"].removeprefix("torch.")))
     problems = mismatched_blocks(entries, used, parameters) if request["prove"] else []
     if used.is_cuda:
-        torch.cuda.synchronize()  # the trainer fills the bucket again as soon as this is acknowledged
+        torch.cuda.synchronize()  # the trainer fills the bucket again after the acknowledgement
     return problems
 
 
 def _prove(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
-    """Return the names of tensors of which a piece has another checksum than the trainer's.
+    """Return the names of tensors with a piece whose checksum differs from the trainer's.
 
-    First derive what the model computes with besides its parameters: multi-latent attention keeps copies of kv_b_proj's halves,
-    which would be those of the sync before.
+    First update the values that the model derives from its parameters. Multi-latent attention keeps copies of kv_b_proj's
+    halves; without the update they would be from the previous sync.
     """
     derive: Callable[[], None] = getattr(model, "post_load_weights", lambda: None)
     derive()
@@ -99,8 +99,11 @@ def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def report_path(folder: Path, number: int, tp_rank: int) -> Path:
-    """Return where a process of the server reports on request `number`: the trainer reads it before it posts the one after
-    the next. `folder` is the server's own, closed to other users."""
+    """Return the file where a process of the server reports on request `number`.
+
+    The trainer reads it before it posts request `number` + 2, so names may repeat. `folder` is the server's folder, closed to
+    other users.
+    """
     return folder / f"loader_{tp_rank}_{number % (NUM_BUFFERS + 1)}.json"
 
 

@@ -1,8 +1,8 @@
-"""The life of one SGLang server on this machine: start it, wait for it, and end it on every way out.
+"""One SGLang server on this machine: start it, wait for it, and always stop it.
 
-The process started here is a guardian (server_main.py) with SGLang below it, all in one process group. However this process,
-the guardian or SGLang ends, by a signal or by kill -9, the others end with it within a second. Files that are left over are
-removed by the guardian, else by `kill`, else by the next server on this machine.
+The process started here is a guardian (server_main.py) with SGLang below it, all in one process group. If this process, the
+guardian or SGLang ends, even by kill -9, the other two end within a second. The guardian removes left-over files. If it cannot,
+`kill` or the next server on this machine removes them.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from grpo_mega.rollout.sglang.settings import EngineSettings
 
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_FOR_A_TOKEN = 5.0
-MOST_BYTES = 1 << 20  # of an answer while it starts
+MOST_BYTES = 1 << 20  # maximum size of an answer during the start
 SECONDS_TO_STOP = 10.0
 MAX_STARTS = 3
-PORTS = range(20000, 30000)  # apart from those of distributed.launch
+PORTS = range(20000, 30000)  # does not overlap the ports of distributed.launch
 
-# Variables of the trainer's launcher, allocator and NCCL: with torchelastic's a server would wait for ever.
+# Variables of the trainer's launcher, allocator and NCCL. With torchelastic's variables a server would wait for ever.
 NOT_INHERITED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "OMP_NUM_THREADS"}
 NOT_INHERITED |= {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
 NOT_INHERITED |= {"NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG"}
 NOT_INHERITED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "GRPO_MEGA_")
 
 _PORT_CONFLICT = re.compile(r"address already in use|EADDRINUSE|port \S+ is (already in use|not available)", re.IGNORECASE)
-_REASONS = (  # the first line of the first kind that occurs
-    re.compile(r"sglang[\w ]*: error: (?P<text>.*)"),  # of the command line's parser
-    re.compile(r"(?P<text>[\w.]*(Error|Exception|Interrupt|Exit): .*)"),  # the end of a traceback
+_REASONS = (  # the first pattern with a match counts, and its first matching line
+    re.compile(r"sglang[\w ]*: error: (?P<text>.*)"),  # an error from the command line's parser
+    re.compile(r"(?P<text>[\w.]*(Error|Exception|Interrupt|Exit): .*)"),  # last line of a traceback
     re.compile(r".*\bERROR: +(?P<text>.*)"),
 )
 
@@ -58,13 +58,13 @@ class Server:
         self._log = settings.folder / "server.log"
         self._log_start = 0
         self._num_starts = 0
-        self._name = ""  # no other server has it
+        self._name = ""  # unique among servers
         self.url = ""
-        self.key = secrets.token_hex(32)  # without it the server refuses other users of this machine
-        self.private_folder = Path()  # of the server's processes, closed to other users
+        self.key = secrets.token_hex(32)  # the server refuses requests without it, so other users cannot call it
+        self.private_folder = Path()  # the temporary folder of the server's processes, closed to other users
 
     def start(self) -> None:
-        """Begin the start and return at once; may be called from any thread."""
+        """Launch the server and return at once. This may be called from any thread."""
         assert self._process is None, "the server was started before"
         self._settings.folder.mkdir(parents=True, exist_ok=True)
         (port,) = free_ports(1, PORTS)
@@ -73,7 +73,7 @@ class Server:
         self._num_starts += 1
         arguments = server_arguments(self._settings, self._name, port)
         self.private_folder, lock = temporary.make_folder()
-        # On CPUs with AMX, SGLang names its shared memory by an address of the job, which must be this server's alone.
+        # On CPUs with AMX, SGLang names its shared memory by MASTER_ADDR and MASTER_PORT, so the port must be unique.
         own = {server_main.KEY_VARIABLE: self.key, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         owner = [str(os.getpid()), str(self.private_folder), str(lock)]
         with self._log.open("ab") as log:
@@ -85,15 +85,15 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                process_group=0,  # a Ctrl-C must reach the trainer only, which stops the server when it is done
+                process_group=0,  # Ctrl-C must reach only the trainer, and the trainer stops the server
             )
-        os.close(lock)  # the server's processes hold it
+        os.close(lock)  # the server's processes keep the lock
 
     def wait_until_healthy(self) -> None:
-        """Return once the server has generated a token.
+        """Wait until the server has generated a token.
 
-        Raise EngineError, with the server gone, if it ends or is not ready in time. If another process has taken its port, the
-        server is started again with another port.
+        If the server ends or is not ready in time, stop it and raise EngineError. If another process has taken its port, start
+        it again with another port.
         """
         began = shown = time.monotonic()
         deadline_s = self._settings.rollout.start_deadline_s
@@ -117,23 +117,23 @@ class Server:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the HTTP headers without which the server refuses a request."""
+        """Return the HTTP headers that every request needs."""
         return {"Authorization": f"Bearer {self.key}"}
 
     @property
     def pid(self) -> int | None:
-        """The process id of the guardian, which is above all other processes of the server; None when there is none."""
+        """Return the process id of the guardian, the ancestor of the server's other processes; None if it does not run."""
         return self._process.pid if self._process is not None else None
 
     def is_alive(self) -> bool:
         """Return True if the guardian runs, healthy or not."""
         if self._process is None:
             return False
-        # Not poll(), which would free the process id, by which `kill` finds the others.
+        # poll() would free the process id, but `kill` needs the id to find the other processes.
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def stop(self) -> None:
-        """End the server and all its processes, which takes well below a second; may be called at any time."""
+        """Stop the server and all its processes, in well below a second. This may be called at any time."""
         if self._process is not None and self.is_alive():
             self._process.send_signal(signal.SIGTERM)
             until = time.monotonic() + SECONDS_TO_STOP
@@ -142,7 +142,7 @@ class Server:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the server and all its processes at once, also if the guardian is gone; return when they are gone."""
+        """Kill the server and all its processes, even without a guardian, and wait until they are gone."""
         if self._process is None:
             return
         group = self._process.pid
@@ -156,11 +156,11 @@ class Server:
         leftovers.remove_unused()
 
     def tail(self) -> str:
-        """Return the last lines that this server wrote to its log, joined into one."""
+        """Return the last lines of this server's log, joined into one."""
         return log_tail(self._log, self._log_start)
 
     def _reason(self) -> str:
-        """Return the line of the log that gives the cause of the server's end."""
+        """Return the log line with the cause of the server's end."""
         lines = log_lines(self._log, self._log_start)
         for kind in _REASONS:
             for line in lines:
@@ -169,16 +169,16 @@ class Server:
         return " | ".join(lines[-LINES_OF_LOG:]) or "it wrote nothing"
 
     def _generates(self) -> bool:
-        if self._name not in (self._ask("/v1/models") or ""):  # it may be another server, which took the same port
+        if self._name not in (self._ask("/v1/models") or ""):  # another server may have taken the port
             return False
         params = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
         if self._ask("/generate", {"input_ids": [0], "sampling_params": params}) is None:
             return False
-        self._ask("/freeze_gc", {})  # objects of the start stay, and the collector need not visit them again and again
+        self._ask("/freeze_gc", {})  # the garbage collector need not visit the objects of the start again
         return True
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> str | None:
-        """Return the answer, or None if there is none or a refusal; without a body by GET."""
+        """Return the answer of a POST, or of a GET if `body` is None. Return None without an answer or for a refusal."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **self.headers}
         try:
@@ -189,12 +189,12 @@ class Server:
 
 
 def server_arguments(settings: EngineSettings, name: str, port: int) -> list[str]:
-    """Return the command line of SGLang. The trainer's own arguments come last, where they win over the user's."""
+    """Return the command line of SGLang. The trainer's arguments come last, so they override the user's."""
     usual = {
         "log_level": "warning",
-        "stream_interval": 1_000_000,  # tokens: a sample's only message is its last
+        "stream_interval": 1_000_000,  # tokens; a sample sends only its last message
         "skip_server_warmup": True,  # `wait_until_healthy` generates a token
-        "sleep_on_idle": True,  # otherwise it keeps a core busy while the trainer trains
+        "sleep_on_idle": True,  # otherwise the server keeps a core busy while the trainer trains
         "attention_backend": "torch_native" if settings.device_type == "cpu" else None,
     }
     chosen = usual | {name.replace("-", "_"): value for name, value in settings.rollout.server_args.items()}
@@ -211,25 +211,23 @@ def server_arguments(settings: EngineSettings, name: str, port: int) -> list[str
 
 
 def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> dict[str, str]:
-    """Return the environment of the server's processes: the trainer's without variables meant for the trainer only.
+    """Return the environment of the server's processes: the trainer's environment without variables only for the trainer.
 
-    All of them are on this machine, so they connect by the loopback.
+    The processes are all on this machine, so they use the loopback interface.
     """
     kept = {
         name: value
         for name, value in environ.items()
         if name not in NOT_INHERITED and not name.startswith(NOT_INHERITED_PREFIXES)
     }
-    # The server has a folder of its own in place of the trainer's, which ends with the trainer.
+    # The trainer's temporary folder is removed with the trainer, so the server needs another one.
     own = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary.shared_folder())} | loopback_sockets()
-    # After the death of a process SGLang would spend 5 s on diagnostics before it ends, and 60 s more on a GPU.
+    # When a process dies, SGLang would otherwise spend 5 s on diagnostics before it ends, and 60 s more on a GPU.
     own |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
-    own["SGLANG_TIMEOUT_KEEP_ALIVE"] = "60"  # seconds, longer than aiohttp keeps an idle connection: aiohttp must close it
+    own["SGLANG_TIMEOUT_KEEP_ALIVE"] = "60"  # seconds; longer than aiohttp's, because aiohttp must close it
     if settings.device_type == "cpu":
         own |= {"SGLANG_USE_CPU_ENGINE": "1"} | _threads(settings.cores, settings.rollout.tp)
-        own["TORCHDYNAMO_DISABLE"] = (
-            "1"  # SGLang would compile a few functions of its first batch, in 10 s and with a C++ compiler
-        )
+        own["TORCHDYNAMO_DISABLE"] = "1"  # otherwise the first batch compiles a few functions, in 10 s and with a C++ compiler
     else:
         kept.setdefault("SGLANG_CACHE_DIR", str(server_cache(environ)))
     return {"SGLANG_EXTERNAL_MODEL_PACKAGE": "grpo_mega.rollout.sglang.served_models"} | kept | own
@@ -238,7 +236,7 @@ def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> 
 def _threads(cores: tuple[int, ...], tp: int) -> dict[str, str]:
     """Return OpenMP's variables for `tp` processes that share these cores."""
     parts = [cores[i * len(cores) // tp : (i + 1) * len(cores) // tp] or (cores[i % len(cores)],) for i in range(tp)]
-    # Threads that spin while they wait, which is the default, cost several times the work itself on busy cores.
+    # By default waiting threads spin, which on busy cores costs several times the work itself.
     threads = {"OMP_NUM_THREADS": str(min(map(len, parts))), "OMP_WAIT_POLICY": "passive"}
     if tp > 1:
         threads["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)

@@ -1,11 +1,12 @@
 """Run one SGLang server below a guardian: `python -m grpo_mega.rollout.sglang.server_main PID FOLDER LOCK SGLANG-ARGUMENT ...`.
 
-PID is the process that owns the server, FOLDER a temporary folder for it, and LOCK the descriptor that locks the folder for
+PID is the process that owns the server, FOLDER is its temporary folder, and LOCK is the descriptor that locks the folder for
 all processes that inherit it. The server's key is in the environment.
 
-The process forks. The child is SGLang. The parent, the guardian, imports nothing heavy and adopts every orphan below it; once
-SGLang has ended, the owner is gone or a signal has come, it kills all processes below it, removes their files and exits: with
-SGLang's exit code, or 0 where the end was asked for. SGLang in turn is killed with its guardian, and its children with it.
+The process forks. The child is SGLang. The parent, the guardian, imports nothing heavy and adopts every orphan below it. When
+SGLang ends, the owner is gone or a signal arrives, the guardian kills all processes below it, removes their files and exits,
+with SGLang's exit code, or with 0 if the owner or a signal ended it. When the guardian dies, the kernel kills SGLang, and then
+its children.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import NoReturn
 from grpo_mega.processes import adopt_orphans, die_with_parent, kill_descendants
 from grpo_mega.rollout.sglang import compat, leftovers
 
-KEY_VARIABLE = "GRPO_MEGA_SERVER_KEY"  # not an argument: all users see the arguments of a process
+KEY_VARIABLE = "GRPO_MEGA_SERVER_KEY"  # not an argument, because all users can see the arguments of a process
 SECONDS_BETWEEN_LOOKS = 0.2
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -31,7 +32,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 def main(owner: int, folder: str, lock: int, arguments: Sequence[str]) -> int:
     watched = {*_STOP_SIGNALS, signal.SIGCHLD}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # pending until sigtimedwait takes them
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # blocked signals stay pending until sigtimedwait
     adopt_orphans()
     leftovers.remove_unused()
     key = os.environ.pop(KEY_VARIABLE, None)
@@ -41,7 +42,7 @@ def main(owner: int, folder: str, lock: int, arguments: Sequence[str]) -> int:
         die_with_parent(guardian)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.environ["TMPDIR"] = tempfile.tempdir = folder
-        # torch's store would listen on all addresses, on the port --nccl-port.
+        # Otherwise torch's store would listen on all addresses, on the port --nccl-port.
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{folder}/store"
         _serve_and_exit([*arguments, f"--api-key={key}"] if key else arguments)
     code = _wait_for_end(server, owner, watched)
@@ -54,8 +55,8 @@ def main(owner: int, folder: str, lock: int, arguments: Sequence[str]) -> int:
 def serve(arguments: Sequence[str]) -> None:
     """Run SGLang until it ends."""
     prepare()
-    sys.argv = ["sglang", *arguments]  # the name with which its error messages begin
-    gc.disable()  # imports leave nothing to collect, yet a seventh of their time goes to the collector
+    sys.argv = ["sglang", *arguments]  # SGLang's error messages start with this name
+    gc.disable()  # imports leave no garbage, but the collector takes a seventh of their time
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import http_server  # noqa: F401  # otherwise imported in run_server, with the collector on
     from sglang.srt.server_args import prepare_server_args
@@ -72,7 +73,7 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def prepare() -> None:
-    """Change a process of SGLang before its first import; every process, where they are spawned."""
+    """Patch a process of SGLang before its first import of SGLang. Every spawned process needs this."""
     compat.hide_megatron()
     compat.drop_idle_warnings()
     if _is_on_cpu():
@@ -85,7 +86,7 @@ def _is_on_cpu() -> bool:
 
 
 def _serve_and_exit(arguments: Sequence[str]) -> NoReturn:
-    """Exit without the interpreter's clean-up, in which some libraries write pages to the log."""
+    """Run SGLang, then exit without the interpreter's clean-up, because some libraries write pages to the log there."""
     code = 1
     try:
         serve(arguments)
@@ -93,7 +94,7 @@ def _serve_and_exit(arguments: Sequence[str]) -> NoReturn:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:
-        with contextlib.suppress(OSError):  # the disk of the log is full
+        with contextlib.suppress(OSError):  # the log's disk may be full
             traceback.print_exc()
     finally:
         with contextlib.suppress(OSError):
@@ -117,6 +118,6 @@ def _wait_for_end(server: int, owner: int, watched: set[signal.Signals]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:]))
-if __name__ == "__mp_main__":  # in a process that SGLang spawned, seconds before SGLang itself asks the kernel
+if __name__ == "__mp_main__":  # a process that SGLang spawned; SGLang itself calls prctl only seconds later
     die_with_parent(os.getppid())
     prepare()

@@ -1,10 +1,10 @@
 """An HTTP session with one SGLang server: calls to its endpoints, and one event per sample that ends.
 
-The session lives on an event loop in a thread of its own; its owner hands in samples and takes events from a queue, so that
-rewards and bookkeeping stay in the owner's thread. A connection that breaks is tried again for the missing samples only; a
-request that the server refuses is not, and none is while samples are aborted.
+The session runs an event loop in a separate thread. Its owner submits samples and takes events from a queue, so rewards and
+bookkeeping stay in the owner's thread. If a connection breaks, the session requests the missing samples again. It does not
+repeat a request that the server refuses, and repeats nothing while samples are aborted.
 
-Abilities of a server are read from its list of endpoints, not from a version number (SGLang 0.5.17, 0.5.21 and 0.5.23 differ).
+SGLang 0.5.17, 0.5.21 and 0.5.23 differ. The session reads the server's list of endpoints instead of a version number.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from grpo_mega.types import Sample, Span
 T = TypeVar("T")
 
 ATTEMPTS = 4
-FIRST_PAUSE_S = 0.5  # before the second attempt; doubles each time
+FIRST_PAUSE_S = 0.5  # pause before the second attempt; doubles each time
 CONNECT_DEADLINE_S = 10.0
-DEADLINE_S = 120.0  # of a call other than for samples
-FLUSH_PAUSE_S = 0.05  # before a server that is not idle yet is asked again
+DEADLINE_S = 120.0  # deadline of each call, except requests for samples
+FLUSH_PAUSE_S = 0.05  # pause before the next attempt to flush a busy server
 LONGEST_LINE = 1 << 30  # bytes; a sample is one line
-MOST_BYTES = 1 << 28  # of any other answer; log-probs of a million tokens are smaller
-MOST_BYTES_OF_INFO = 1 << 20  # of a server's description of itself
-MOST_BYTES_OF_ERROR = 1 << 16  # read of the answer to a request that failed
-MAX_WORDS = 500  # characters of a server's answer in an error
-SPARE_CONNECTIONS = 4  # for calls that must not wait behind samples, such as health checks
+MOST_BYTES = 1 << 28  # limit for other answers; log-probs of a million tokens are smaller
+MOST_BYTES_OF_INFO = 1 << 20  # limit for an answer of /server_info
+MOST_BYTES_OF_ERROR = 1 << 16  # number of bytes read from the answer to a failed request
+MAX_WORDS = 500  # maximum number of characters of a server's answer in an error message
+SPARE_CONNECTIONS = 4  # connections for calls that must not wait behind samples, such as health checks
 
-# From 0.5.21 on an update has a beginning and an end and is refused without them; before, these endpoints do not exist.
+# Before 0.5.21 these endpoints do not exist. From 0.5.21 on a server refuses an update without them.
 OPTIONAL = {"/begin_weight_update", "/end_weight_update"}
 
 
 class RefusedError(EngineError):
-    """The server answered that it does not do what it was asked."""
+    """The server refused a request."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """A sample that ended; or the last event of a request, with `error` or `aborted`."""
+    """A sample that ended, or the last event of a request, with `error` or `aborted`."""
 
-    key: int  # of the group
+    key: int  # group key
     sample: Sample | None = None
     error: str | None = None  # why this server cannot generate the samples
-    aborted: tuple[Sample, ...] | None = None  # those that had not ended, as they were when the request was aborted
+    aborted: tuple[Sample, ...] | None = None  # unfinished samples at the time of the abort
 
 
 class Session:
@@ -71,11 +71,14 @@ class Session:
         routers: RouterSizes | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        """`num_connections`: requests under way at once. `is_seeded`: the server samples from a seed per sample, for which a
-        request must contain all of them. `routers`: those of its model, if it records their choices."""
+        """Open a session.
+
+        `num_connections`: maximum number of concurrent requests. `is_seeded`: the server uses a seed per sample, so a request
+        lists each sample separately. `routers`: the routers of the model, if the server records their choices.
+        """
         self.url = url
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.is_aborting = False  # samples under way are being aborted; set and reset by the owner
+        self.is_aborting = False  # the owner sets this while it aborts running samples
         self._is_seeded, self._routers, self._deadline_s = is_seeded, routers, deadline_s
         self._endpoints: set[str] | None = None
         self._loop = asyncio.new_event_loop()
@@ -96,7 +99,7 @@ class Session:
         return self.start(coroutine).result()
 
     def close(self) -> None:
-        """Cancel all that is under way."""
+        """Cancel all requests and stop the thread."""
         if self._loop.is_closed():
             return
         self.run(self._end())
@@ -112,7 +115,7 @@ class Session:
         await self._http.close()
 
     async def post(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """Call an endpoint. Raise EngineError if the server refuses, with its words, or does not answer."""
+        """Call an endpoint. Raise EngineError if the server does not answer or refuses; the error quotes the server."""
         if path in OPTIONAL and path not in await self._known_endpoints():
             return
         answer = await self._call("POST", path, body or {})
@@ -120,16 +123,16 @@ class Session:
             raise EngineError(f"{self.url}{path} was refused: {_words(answer)}")
 
     async def flush_cache_when_idle(self) -> None:
-        """Flush the cache as soon as the scheduler has nothing under way any more; until then it refuses."""
+        """Wait until the scheduler is idle, then flush its cache. A busy scheduler refuses to flush."""
         while True:
             with contextlib.suppress(RefusedError):
                 return await self.post("/flush_cache")
             await asyncio.sleep(FLUSH_PAUSE_S)
 
     async def is_healthy(self, deadline_s: float) -> bool:
-        """Return True if the scheduler answers between two batches: busy, idle, paused or asleep, but not hung or gone.
+        """Return True if the scheduler answers. It answers between two batches, whether it is busy, idle, paused or asleep.
 
-        SGLang's own health check generates, which would end a server that sleeps.
+        SGLang's health check generates tokens, which would end a sleeping server.
         """
         with contextlib.suppress(EngineError):
             await self._call("GET", "/server_info", deadline_s=deadline_s, most_bytes=MOST_BYTES_OF_INFO)
@@ -166,7 +169,7 @@ class Session:
         return text
 
     async def logprobs(self, token_ids: Sequence[int], num_last: int) -> list[float]:
-        """Return the log-probs that the server's model gives to the last of these tokens, at temperature 1."""
+        """Return the log-probs [num_last] of the last tokens under the server's model, at temperature 1."""
         body = {
             "input_ids": list(token_ids),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -182,14 +185,17 @@ class Session:
                     raise
             await asyncio.sleep(FIRST_PAUSE_S * 2**attempt)
         last = entries[len(entries) - num_last :]
-        # The last token of the vocabulary is called 0 there: the scheduler takes larger ids for those of images.
+        # The server reports id 0 for the last token of the vocabulary, because its scheduler takes larger ids for images.
         pairs = zip((entry[1] for entry in last), token_ids[len(token_ids) - num_last :], strict=True)
         if any(said not in (asked, 0) for said, asked in pairs):
-            raise EngineError(f"{self.url}/generate gave log-probs of other tokens than it was asked for")
+            raise EngineError(f"{self.url}/generate returned log-probs of other tokens than requested")
         return [entry[0] for entry in last]
 
     def generate(self, key: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
-        """Begin or continue samples of a group in one request; each comes as an event, unless one says that no more will."""
+        """Start or continue samples of a group in one request.
+
+        Each sample that ends is an event. An event with `error` or `aborted` is the last of the request.
+        """
         self.start(self._generate(key, samples, sampling, step))
 
     async def _generate(self, key: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
@@ -197,7 +203,7 @@ class Session:
             await self._generate_or_raise(key, samples, sampling, step)
         except EngineError as error:
             self.events.put(Event(key, error=str(error)))
-        except Exception as error:  # an unexpected answer; without an event the owner would wait for the samples for ever
+        except Exception as error:  # without an event the owner would wait for ever
             self.events.put(Event(key, error=f"prompt {samples[0].prompt.id} at {self.url}: {error!r}"))
 
     async def _generate_or_raise(self, key: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
@@ -227,7 +233,7 @@ class Session:
         self.events.put(Event(key, aborted=tuple(missing.values())))
 
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Yield an answer per sample that ended. Raise EngineError where a further attempt cannot help."""
+        """Yield an answer per sample that ended. Raise EngineError if another attempt cannot help."""
         async with self._http.post(f"{self.url}/generate", json=body, allow_redirects=False) as response:
             if response.status != 200:
                 text = _words(await _text(response, MOST_BYTES_OF_ERROR))
@@ -249,7 +255,7 @@ class Session:
 
 
 def request_body(samples: Sequence[Sample], sampling: Sampling, step: int, *, is_seeded: bool) -> dict[str, Any]:
-    """Return the request for these samples of a group, which go on after the tokens that they have."""
+    """Return the request that starts or continues these samples of a group."""
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_response_length,
         "temperature": sampling.temperature,
@@ -273,19 +279,19 @@ def request_body(samples: Sequence[Sample], sampling: Sampling, step: int, *, is
 
 
 def sample_seed(seed: int, step: int, prompt_id: int, index: int) -> int:
-    """Return 63 bits that depend on these four numbers only."""
+    """Return a 63-bit seed that depends only on these four numbers."""
     digest = hashlib.blake2b(repr((seed, step, prompt_id, index)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def extended(sample: Sample, answer: dict[str, Any], sampling: Sampling, routers: RouterSizes | None = None) -> Sample:
-    """Return the sample with the tokens of the server's answer; unfinished if it was aborted before its end.
+    """Return the sample with the tokens of the server's answer. It is unfinished if it was aborted before its end.
 
-    A server that was short of cache computed a part of the sample again, and tells the experts of that, not those of the
-    log-probs: the experts of such a request count as not known.
+    If the server retracted the request for lack of cache, it computed tokens again and reports the experts of the second
+    computation. The log-probs are from the first, so the experts of such a request count as not known.
     """
     meta = answer["meta_info"]
-    entries = meta.get("output_token_logprobs") or ()  # an aborted request that had not begun has none
+    entries = meta.get("output_token_logprobs") or ()  # None if a request was aborted before its start
     tokens = [entry[1] for entry in entries]
     assert tokens == list(answer["output_ids"]), "the server's log-probs are of other tokens than its response"
     begin, end = sample.response_len, sample.response_len + len(tokens)
@@ -311,7 +317,7 @@ def extended(sample: Sample, answer: dict[str, Any], sampling: Sampling, routers
 
 
 async def _text(response: aiohttp.ClientResponse, most_bytes: int) -> str:
-    """Return the body of an answer; of a refusal the start. Raises EngineError for one that is too long."""
+    """Return the body of an answer, or the start of a refusal. Raise EngineError if the answer is too long."""
     is_refusal = response.status != 200
     most_bytes = MOST_BYTES_OF_ERROR if is_refusal else most_bytes
     body = bytearray()

@@ -11,30 +11,30 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.weights.spec import BLOCK
 
-CACHE_MARGIN = 256  # tokens of KV cache beyond those of the sequences: pages and the server's own warm-up
+CACHE_MARGIN = 256  # additional tokens of KV cache, for partial pages and the server's warm-up
 LOADER = "grpo_mega.rollout.sglang.loader.load"
-SEEDED_BY = "enable_deterministic_inference"  # the server argument with which SGLang samples from a seed per sample
+SEEDED_BY = "enable_deterministic_inference"  # with this server argument SGLang uses a seed per sample
 
-# As if the checkpoint said so: SGLang then makes FP8 parameters and their scales, and nothing is left to be quantised there.
+# The quantization_config of an FP8 checkpoint. With it SGLang creates FP8 parameters and scales and quantises nothing itself.
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Raises ConfigError for an argument in rollout.server_args that is not the user's to set."""
+    """Settings of an engine. Raises ConfigError if rollout.server_args sets an argument that the trainer sets."""
 
     rollout: RolloutConfig
     model_path: Path
     dtype: str  # "float32" or "bfloat16"
-    folder: Path  # gets server.log and the reports of a sync
+    folder: Path  # folder of server.log
     context_length: int
     device_type: str  # "cpu" or "cuda"
     rank: int = 0
     world_size: int = 1
-    base_gpu_id: int = 0  # of the engine's first rank
-    cores: tuple[int, ...] = ()  # of a server on a CPU
+    base_gpu_id: int = 0  # GPU of the engine's first rank
+    cores: tuple[int, ...] = ()  # CPU cores of a server without a GPU
     seed: int = 0
-    routers: RouterSizes | None = None  # of the model, if their choices are to be recorded
+    routers: RouterSizes | None = None  # the model's routers; None if their choices are not recorded
     prove: bool = True  # compare checksums after each sync
     weight_loader: str = LOADER  # dotted path of a function in the server's processes
     shows_progress: bool = False  # print a line from time to time while the server starts
@@ -61,7 +61,7 @@ class EngineSettings:
 
     @property
     def leader(self) -> int:
-        """The rank that starts the server and talks to it."""
+        """Return the rank that starts the server and calls it."""
         return self.rank - self.tp_rank
 
     @property
@@ -70,17 +70,17 @@ class EngineSettings:
 
     @property
     def leader_deadline_s(self) -> float:
-        """How long other ranks wait for the leader: longer than the leader waits for its server."""
+        """Return how long other ranks wait for the leader. It is longer than the leader waits for its server."""
         return 2 * self.rollout.stall_deadline_s + 10.0
 
     @property
     def has_memory_saver(self) -> bool:
-        """On a GPU, the server's memory can be given back while it sleeps."""
+        """Return True if the server can release its memory while it sleeps. It needs a GPU."""
         return self.device_type == "cuda" and self.rollout.sleep != "never" and not self.rollout.is_separate
 
     @property
     def holds_blocks(self) -> bool:
-        """The parameters are FP8 blocks. On a CPU they are of `dtype`: SGLang computes with blocks on AMX only."""
+        """Return True if parameters are FP8 blocks. On a CPU they have `dtype`, because SGLang's FP8 blocks need AMX there."""
         return self.rollout.quantization is not None and self.device_type == "cuda"
 
     @property
@@ -94,7 +94,7 @@ class EngineSettings:
         return self.rollout.cache_tokens
 
     def fixed_arguments(self) -> dict[str, Any]:
-        """Return the arguments of the server on which the trainer relies."""
+        """Return the server arguments that the trainer relies on."""
         blocks = {"json_model_override_args": {"quantization_config": BLOCKS}} if self.holds_blocks else {}
         return {
             "model_path": self.model_path,
@@ -103,7 +103,7 @@ class EngineSettings:
             "skip_tokenizer_init": True,
             "device": self.device_type,
             "dtype": self.dtype,
-            "disable_shared_experts_fusion": True,  # else SGLang appends them to the experts that tokens are routed to
+            "disable_shared_experts_fusion": True,  # otherwise SGLang appends shared experts to the routed experts
             "ep_size": self.rollout.ep,
             "tp_size": self.rollout.tp,
             "base_gpu_id": self.base_gpu_id if self.device_type == "cuda" else None,

@@ -1,4 +1,4 @@
-"""Ask an SGLang server that has a teacher for the log-probs of responses; it generates nothing."""
+"""Request log-probs of responses from an SGLang server of a teacher. The server generates nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.rollout.sglang.session import Session
 from grpo_mega.types import Sample
 
-CONCURRENT = 64  # requests of a rank
-DEADLINE_S = 300.0  # of one
+CONCURRENT = 64  # maximum number of concurrent requests per rank
+DEADLINE_S = 300.0  # deadline of one request
 
 
 def served_logprobs(url: str, samples: Sequence[Sample], on_answer: Callable[[], None]) -> list[list[float]]:
-    """Return the log-probs of each sample's response tokens, at temperature 1. Raises EngineError."""
+    """Return the log-probs of each sample's response tokens, at temperature 1. Raise EngineError if a request fails."""
     with closing(Session(url, {}, num_connections=CONCURRENT, deadline_s=DEADLINE_S)) as session:
         gate = asyncio.Semaphore(CONCURRENT)
 
@@ -31,7 +31,7 @@ def served_logprobs(url: str, samples: Sequence[Sample], on_answer: Callable[[],
 
 
 def check_server(name: str, url: str) -> None:
-    """Raise ConfigError unless an SGLang server answers at a teacher's url."""
+    """Raise ConfigError if no SGLang server answers at a teacher's url."""
     with closing(Session(url, {})) as session:
         if not session.run(session.is_healthy(30.0)):
             raise ConfigError(f"teachers.{name}.url={url}: no SGLang server answers there; start it, or correct the url")

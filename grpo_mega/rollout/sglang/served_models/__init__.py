@@ -1,4 +1,5 @@
-"""The models of the supported families, for SGLANG_EXTERNAL_MODEL_PACKAGE: SGLang then imports others only on demand.
+"""The models of the supported families, for SGLANG_EXTERNAL_MODEL_PACKAGE.
 
-It takes them from `EntryClass` of each module here. Without this it imports some 240 modules, one after the other.
+SGLang reads them from `EntryClass` of each module here and imports other models only on demand. Without this package it imports
+about 240 modules.
 """

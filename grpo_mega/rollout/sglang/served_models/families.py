@@ -1,4 +1,4 @@
-"""One class per `model_type` of the supported families, from SGLang's module of that name (deepseek_v3: of deepseek_v2)."""
+"""One class per `model_type` of the supported families, from SGLang's module with that name (deepseek_v3: in deepseek_v2)."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 from transformers import DeepseekV2Config, DeepseekV3Config
 
-# Read by SGLang, and left out by transformers when it writes the config of such a model.
+# SGLang reads these fields, but transformers leaves them out when it writes the config of such a model.
 DeepseekV2Config.moe_layer_freq = DeepseekV3Config.moe_layer_freq = 1
 DeepseekV2Config.scoring_func = "softmax"
 DeepseekV3Config.scoring_func, DeepseekV3Config.topk_method = "sigmoid", "noaux_tc"
 
 
 class NumberedMixtralMoE(mixtral.MixtralMoE):
-    """Tells its router the number of its layer: without it the experts of all layers are recorded in one place."""
+    """Sets the layer number of its router. Without it SGLang records the experts of all layers in the same place."""
 
     def __init__(self, *args: Any, layer_id: int, **kwargs: Any) -> None:
         super().__init__(*args, layer_id=layer_id, **kwargs)

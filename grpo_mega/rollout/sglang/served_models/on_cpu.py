@@ -1,11 +1,11 @@
-"""Changes to what SGLang 0.5.21 computes without a GPU. A test fails once one is no longer needed.
+"""Patches of SGLang 0.5.21 for servers without a GPU. A test fails when a patch is no longer needed.
 
-Multi-latent attention: prompts would run through expanded keys and values, as for Triton, which the torch_native backend does
-not find in its cache of latents. Told to use the absorbed form for prompts too, it computes attention over latents. Angles come
-with YaRN only; without it they are those of other models.
+Multi-latent attention: SGLang would compute prompts with expanded keys and values, as for Triton, but the torch_native backend
+has only latents in its cache. This patch selects the absorbed form for prompts too, so attention uses the latents. DeepSeek's
+rotary embedding on a CPU supports only YaRN; without YaRN this patch uses the embedding of other models.
 
-Expert parallelism: of a token's experts those on other ranks have the id -1, with which SGLang's experts in plain torch would
-index. They are given each choice of a token as a token of its own, without those of other ranks.
+Expert parallelism: a token's experts on other ranks have the id -1, and SGLang's plain torch experts would use it as an index.
+This patch passes each choice of a token as a separate token, and leaves out the choices of other ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Forward = Callable[[torch.nn.Module, torch.Tensor, Any, Any], torch.Tensor]
 
 
 def own_experts_alone(forward: Forward) -> Forward:
-    """Return the forward pass of a rank's experts, given one that has all of them."""
+    """Return a forward pass for a part of the experts, from one that needs all experts."""
 
     def of_a_part(layer: torch.nn.Module, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
         weights, ids, _ = topk_output
@@ -39,7 +39,7 @@ def own_experts_alone(forward: Forward) -> Forward:
 
 
 def with_plain_angles(get_yarn: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """Return what makes a layer's rotary embedding, given what makes one with YaRN."""
+    """Return a constructor of rotary embeddings with or without YaRN, from a constructor that needs YaRN."""
 
     def made(*sizes: int, rope_scaling: dict[str, Any] | None, device: str, **settings: Any) -> torch.nn.Module:
         if rope_scaling is None and device == "cpu":
@@ -52,4 +52,4 @@ def with_plain_angles(get_yarn: Callable[..., torch.nn.Module]) -> Callable[...,
 deepseek_v2.get_rope_wrapper = with_plain_angles(deepseek_v2.get_rope_wrapper)
 AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
 fused_moe_native.moe_forward_native = own_experts_alone(fused_moe_native.moe_forward_native)
-EntryClass: list[type] = []  # which SGLang takes from every module here
+EntryClass: list[type] = []  # SGLang reads this list from every module here
