@@ -1,6 +1,6 @@
 """From a step's scored groups to the micro-batches of its update: advantages, token weights, packing, log-probs.
 
-Every rank computes the same advantages and weights; each data-parallel rank packs its own micro-batches.
+Every rank computes the same advantages and weights. Each data-parallel rank packs its micro-batches.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from grpo_mega.types import Group, PackedBatch, Sample
 
 
 def pack(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[PackedBatch]]:
-    """Set the samples' advantages; return this data-parallel rank's micro-batches of each mini-batch. `groups` are all of the
-    step."""
+    """Set the samples' advantages and return this data-parallel rank's micro-batches of each mini-batch.
+
+    `groups` are all groups of the step.
+    """
     assign_advantages(config, config.algorithm, groups)
     return make_batches(config, groups, policy)
 
@@ -45,10 +47,10 @@ def attach_logprobs(
     timers: Timers,
     step: int = 0,
 ) -> list[list[PackedBatch]]:
-    """Return the batches with old_, ref_ and teacher_logprobs, and with what the loss takes from whole mini-batches.
+    """Return the batches with old_, ref_ and teacher_logprobs, and with the values that the loss computes from mini-batches.
 
-    A KL penalty in the reward needs log-probs before there are advantages: those with which the batches were packed are then
-    replaced by advantages that include the penalty.
+    A KL penalty in the reward needs log-probs, so the packed advantages do not include it yet. They are replaced here by
+    advantages with the penalty.
     """
     if config.rollout.routing_replay:
         check_routes(batches, [sample for group in groups for sample in group.samples], runtime)
@@ -88,13 +90,13 @@ def make_batches(config: Config, groups: Sequence[Group], policy: Policy) -> lis
 
 
 def check_routes(batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime) -> None:
-    """Raise MismatchError, on all ranks, if a packed row has other experts for a sample than those that were recorded."""
-    worst = 0  # 1 + index of a sample
+    """Raise MismatchError on all ranks if a packed row's experts differ from the recorded experts of a sample."""
+    worst = 0  # 1 + index of a sample with wrong experts; 0 if there is none
     for batch in (batch for mini_batch in batches for batch in mini_batch):
         positions, cuts = batch.position_ids.numpy(), batch.cu_seqlens.tolist()
         for index, begin, end in zip(batch.sample_indices, cuts, cuts[1:], strict=False):
             if (recorded := samples[index].routes) and batch.routes is not None:
-                here = positions[begin:end]  # in the sample
+                here = positions[begin:end]  # positions within the sample
                 is_there = here < len(recorded.experts)
                 is_same = (batch.routes[begin:end].numpy()[is_there] == recorded.experts[here[is_there]]).all()
                 worst = worst if is_same and is_intact(recorded) else 1 + index
@@ -102,15 +104,15 @@ def check_routes(batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sam
     if worst:
         sample = samples[worst - 1]
         raise MismatchError(
-            f"the experts of sample {sample.index} of prompt {sample.prompt.id} are not those that its engine recorded; go on "
-            "from the last checkpoint with --resume"
+            f"the experts of sample {sample.index} of prompt {sample.prompt.id} differ from the experts that its engine "
+            "recorded; continue from the last checkpoint with --resume"
         )
 
 
 def is_zero_variance(config: Config, group: Group) -> bool:
-    """Return True unless a sample that contributes to the loss has an advantage other than 0: the update learns nothing then.
+    """Return True if the update learns nothing from the group, because all samples in the loss have advantage 0.
 
-    The advantages must be assigned, over all groups of the step. A teacher teaches any group.
+    The advantages must be assigned, over all groups of the step. With a teacher the update learns from any group.
     """
     if config.algorithm.distill_beta > 0:
         return False
@@ -120,11 +122,11 @@ def is_zero_variance(config: Config, group: Group) -> bool:
 
 
 def drop_zero_variance(config: Config, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-    """Return the groups from which the update learns something, and the others.
+    """Return the groups that the update learns from, and the other groups.
 
-    They are judged by advantages over all `groups`, all usable ones that the step generated so far: a group whose rewards are
-    all equal may differ from the others. The KL penalty of a reward is not known yet. Without a group baseline, equal rewards
-    are no reason to generate others: no group is dropped. The samples' own advantages are not set.
+    `groups` are all usable groups that the step generated so far. The advantages are computed over all of them, because a group
+    with equal rewards may differ from other groups. The KL penalty of a reward is not known yet. Without a group baseline equal
+    rewards are no reason to generate more groups, so no group is dropped. The advantages in `groups` are not set.
     """
     if config.algorithm.adv_type in WITHOUT_BASELINE:
         return list(groups), []
@@ -139,7 +141,7 @@ def drop_zero_variance(config: Config, groups: Sequence[Group]) -> tuple[list[Gr
 def assign_advantages(
     config: Config, a: AlgorithmConfig, groups: Sequence[Group], kl_penalties: Sequence[Tensor] | None = None
 ) -> None:
-    """Set the samples' advantages; `groups` are all of the step, `kl_penalties` as in algorithm/advantages.py."""
+    """Set the samples' advantages. `groups` are all groups of the step; `kl_penalties`: see algorithm/advantages.py."""
     longest, weights = config.rollout.max_response_length, {f.name: f.weight for f in config.rewards.functions}
     advantages.assign_advantages(groups, a, max_response_length=longest, kl_penalties=kl_penalties, reward_weights=weights)
 
@@ -151,8 +153,10 @@ def _attach_from_whole(
     old_logprobs: Sequence[Tensor],
     random: torch.Generator,
 ) -> None:
-    """Set the tokens chosen by covariance and the mean importance weight in the batches, from all samples of each mini-batch,
-    the same on every rank. `old_logprobs` has a row for each of the step's samples."""
+    """Set the tokens chosen by covariance and the mean importance weight in the batches.
+
+    Both depend on all samples of a mini-batch and are identical on every rank. `old_logprobs` has a row per sample of the step.
+    """
     samples = [sample for group in groups for sample in group.samples]
     rows = [torch.zeros_like(row) for row in old_logprobs]
     begin = 0
@@ -170,7 +174,7 @@ def _attach_from_whole(
 
 
 def _as_inputs(samples: Sequence[Sample], old_logprobs: Sequence[Tensor], a: AlgorithmConfig) -> LossInputs:
-    """Return the tokens of these samples before the update, end to end."""
+    """Return loss inputs for the response tokens of these samples, end to end, before the update."""
     lengths = torch.tensor([s.response_len for s in samples])
     mask_T = torch.tensor([float(contributes_to_loss(s, a)) for s in samples]).repeat_interleave(lengths)
     old_T = torch.cat(list(old_logprobs))
@@ -188,7 +192,7 @@ def _as_inputs(samples: Sequence[Sample], old_logprobs: Sequence[Tensor], a: Alg
 
 
 def _penalty(a: AlgorithmConfig, batch: PackedBatch) -> Tensor | None:
-    """Return the KL penalty [T] of the policy that generated; None where the pipeline stage has no log-probs."""
+    """Return the KL penalty [T] of the policy before the update; None if this pipeline stage has no log-probs."""
     if batch.old_logprobs is None or batch.ref_logprobs is None:
         return None
     return kl_penalty(

@@ -41,10 +41,10 @@ BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
 
 @contextmanager
 def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[RolloutJob]:
-    """Make the job ready for its first step, except that the engine has no weights before the first sync_weights.
+    """Prepare the job for its first step. The engine has no weights before the first sync_weights.
 
-    Yield a Job, or a RolloutJob on a rank that only generates. However the context ends, workers, servers, files and process
-    groups are closed. Evaluation passes its own `build`, since it needs no optimizer.
+    Yield a Job, or a RolloutJob on a rank that only generates. The end of the context always closes workers, servers, files and
+    process groups. Evaluation passes another `build`, because it needs no optimizer.
     """
     with ExitStack() as stack:
         pool = stack.enter_context(_reward_pool(config))  # the workers import in the background while the model is built
@@ -68,7 +68,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Roll
         stop = StopRequest(config.run_dir)
         log = _open_log(config, runtime, data.notes)
         stack.callback(log.close)
-        gc.freeze()  # Megatron collects garbage in every save; objects alive now live to the end and need not be scanned
+        gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan
         stack.enter_context(_hang_watch(config, runtime, timers))
         trainer = policy_shards(model.family, model.shape, config, runtime)
         sync = build_sync(config, DTYPES[config.engine_dtype], trainer, engine, runtime, rendezvous)
@@ -109,7 +109,7 @@ def _with_policy(job: RolloutJob, policy: Policy, stack: ExitStack) -> Job:
 
 
 def _reward_pool(config: Config) -> RewardPool:
-    """Make this rank's reward workers. Only the first rank of each engine has any: it scores what its engine generates."""
+    """Create this rank's reward workers. Only the first rank of each engine has workers, to score its engine's samples."""
     rank, num_engine_ranks = int(os.environ.get("RANK", "0")), config.layout.engine_ranks
     if num_engine_ranks:
         rank -= int(os.environ["WORLD_SIZE"]) - num_engine_ranks
@@ -117,8 +117,10 @@ def _reward_pool(config: Config) -> RewardPool:
 
 
 def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
-    """Open the log, without the lines after the last checkpoint, whose steps will be repeated. It begins with the kernels in
-    use, notes on the data, and the settings that a resume changed."""
+    """Open the log. Remove lines after the last checkpoint, because the run repeats these steps.
+
+    Log the kernels in use, notes on the data, and the settings that a resume changed.
+    """
     changes: list[str] = []
     if runtime.rank == 0:
         checkpoint = latest(config.run_dir / CHECKPOINTS)

@@ -1,8 +1,8 @@
-"""Writes one rank's part of a save in a background thread: to the disk, read back, published once all ranks are done.
+"""Writes one rank's part of a save in a background thread: write to disk, read back, publish when all ranks are done.
 
-The ranks' threads communicate through the job's store, without their main threads: each posts the checksums of its files, and
-rank 0's, once it has those of all, gives the checkpoint its final name. That waits for `may_publish`, which is set once the
-metrics of the checkpoint's step are logged: a resumed run removes lines logged after its checkpoint and never repeats its step.
+The writer threads of all ranks communicate through the job's store, without their main threads. Each thread posts the checksums
+of its files. When rank 0's thread has all checksums, it renames the checkpoint to its final name. It first waits for
+`may_publish`, until the metrics of the checkpoint's step are logged, because a resumed run never repeats that step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from grpo_mega.run.staging import StagedFile
 
 SECONDS_BETWEEN_LOOKS = 0.2
 _CHUNK = 16 << 20  # bytes
-_CHUNKS_PER_SYNC = 16  # so that the last fsync is short, and progress is seen meanwhile
+_CHUNKS_PER_SYNC = 16  # regular syncs keep the last fsync short and show progress
 
 
 class Writer(threading.Thread):
-    """A thread that starts at once. Only rank 0's thread calls `publish(checksums)`. `store` belongs to this thread."""
+    """A thread that starts at once. Only rank 0's thread calls `publish(checksums)`. No other thread may use `store`."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class Writer(threading.Thread):
         self._staged, self._folder, self._publish = staged, target, publish
         self._store, self._rank = store, rank
         self._keys = [f"{key}/{other}" for other in range(world_size)]
-        self.num_bytes = sum(file.num_bytes * 2 for file in staged)  # each is written and read back
+        self.num_bytes = sum(file.num_bytes * 2 for file in staged)  # each file is written and read back
         self.num_done = 0
-        self.failure = ""  # the reason why there is no checkpoint, as far as this rank knows
-        self.is_written = threading.Event()  # this rank's part
+        self.failure = ""  # the reason why the save failed, as far as this rank knows
+        self.is_written = threading.Event()  # set when this rank's part is on the disk
         self.may_publish = threading.Event()
-        self.is_given_up = threading.Event()  # the thread then ends soon, without publishing
+        self.is_given_up = threading.Event()  # when set, the thread ends soon without publishing
         self.start()
 
     def run(self) -> None:
@@ -71,7 +71,7 @@ class Writer(threading.Thread):
             self.failure = self.failure or f"{type(error).__name__}: {error}"
 
     def _write(self, file: StagedFile) -> str:
-        """Write a file and verify it on the disk; return its sha256."""
+        """Write a file, verify it on the disk, and return its sha256."""
         path = self._folder / file.name
         if file.is_in_memory:
             with path.open("wb") as copy:
@@ -86,7 +86,7 @@ class Writer(threading.Thread):
         return written
 
     def _digest(self, source: BinaryIO, copy: BinaryIO | None = None) -> str:
-        """Return the sha256 of the content of `source`; write the content to `copy`, if given, and sync it to the disk."""
+        """Return the sha256 of the content of `source`. Write the content to `copy`, if there is one, and sync it to disk."""
         digest = hashlib.sha256()
         number = 0
         while chunk := source.read(_CHUNK):

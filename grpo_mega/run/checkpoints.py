@@ -1,9 +1,9 @@
-"""The checkpoints of a run: written beside the training, verified, and only then visible.
+"""The checkpoints of a run: written in the background, verified, and only then visible.
 
-A save stages the state in memory (staging.py); training waits for nothing more. A background thread of each rank then hashes
-the rank's files, copies them to RUN_DIR/checkpoints/.step-N.partial, and reads them back to compare (checkpoint_writer.py).
-Once all ranks have done so, and the step is logged, rank 0's thread renames the folder to step-N, points `latest` to it, and
-removes old checkpoints. A visible checkpoint is therefore whole; `verify` names a file that changed since it was written.
+A save stages the state in memory (staging.py), and training waits only for that. A background thread of each rank hashes the
+rank's files, copies them to RUN_DIR/checkpoints/.step-N.partial, and reads them back to compare (checkpoint_writer.py). When
+all ranks are done and the step is logged, rank 0's thread renames the folder to step-N, points `latest` to it, and removes old
+checkpoints. So a visible checkpoint is always complete. `verify` detects files that changed since they were written.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from grpo_mega.run.staging import all_ranks, remove_unused, stage
 if TYPE_CHECKING:
     from grpo_mega.megatron.policy import Policy
 
-SECONDS_FOR_OTHERS = 20.0  # time for the other ranks to finish their parts when this rank ends because of an error
+SECONDS_FOR_OTHERS = 20.0  # after an error, how long this rank waits for other ranks to finish their parts
 _CHUNK = 16 << 20  # bytes
 
 
 class Checkpoints:
-    """Saves of one run. All ranks call every method together, except `close`; the same rank's calls do not overlap."""
+    """Saves of one run. All ranks call every method together, except `close`. Calls of one rank do not overlap."""
 
     def __init__(self, config: Config, rank: int, store: dist.Store, warn: Callable[[str], None]) -> None:
         self.folder = config.run_dir / CHECKPOINTS
         self._keep, self._rank, self._warn = config.checkpoint.keep, rank, warn
         self._shows_progress = config.log.progress and rank == 0
-        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # the writers' own connection: one serves a single thread at a time
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # for the writers, because a connection serves one thread at a time
         self._num_saves = 0
-        self._writer: Writer | None = None  # of the save in progress
-        self._last: Manifest | None = None  # of the last save
+        self._writer: Writer | None = None  # writer of the save in progress
+        self._last: Manifest | None = None  # manifest of the last save
         self._num_pushed = 0  # Policy.num_pushed at the last save
         self.saved_step: int | None = None  # step of the last checkpoint that was saved or resumed from
         remove_unused()
@@ -56,9 +56,9 @@ class Checkpoints:
         dist.barrier()
 
     def save(self, policy: Policy, manifest: Manifest, backlog: Backlog = NO_BACKLOG) -> None:
-        """Stage the state; the rest happens in the background. Raises ResumeError if it cannot or must not be written."""
+        """Stage the state and start to write it in the background. Raise ResumeError if it cannot or must not be written."""
         self.finish()
-        if manifest.step == self.saved_step:  # an engine failed before another step was finished
+        if manifest.step == self.saved_step:  # no step has finished since the last save
             return
         self._check_weights_changed(policy, manifest)
         num_bytes = policy.state_bytes + (backlog_file.num_bytes(backlog) if self._rank == 0 else 0)
@@ -85,14 +85,14 @@ class Checkpoints:
         )
 
     def poll(self) -> None:
-        """Let a save become visible, now that its step is logged; do not wait. Raises ResumeError if it was not written."""
+        """Allow a save to become visible after its step is logged. Do not wait. Raise ResumeError if it was not written."""
         if self._writer is not None:
             self._writer.may_publish.set()
             if all_ranks(not self._writer.is_alive()):
                 self.finish()
 
     def finish(self) -> None:
-        """Wait until a save in progress is visible. Raises ResumeError if a rank could not write its part."""
+        """Wait until a save in progress is visible. Raise ResumeError if a rank could not write its part."""
         if self._writer is None:
             return
         self._writer.may_publish.set()
@@ -105,8 +105,7 @@ class Checkpoints:
             raise ResumeError(f"checkpoint of step {step} was not written ({failure}); free the disk and resume")
 
     def close(self) -> None:
-        """End a save in progress after an error, without the other ranks. If its step is logged it gets time to become
-        visible."""
+        """End a save in progress after an error, without other ranks. If its step is logged, wait for it a while."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -116,8 +115,10 @@ class Checkpoints:
         writer.join(SECONDS_FOR_OTHERS)
 
     def _wait(self, writer: Writer, seconds_for_others: float | None = None) -> None:
-        """Wait until the writer has ended, or, if given, for `seconds_for_others` after it has written this rank's part. Bytes
-        written count as progress of this rank for the hang watch."""
+        """Wait until the writer has ended, but at most `seconds_for_others` after it has written this rank's part.
+
+        Written bytes count as progress of this rank for the hang watch.
+        """
         shown = writer.num_done
         until: float | None = None
         with progress(writer.num_bytes - shown, "writing the checkpoint", self._shows_progress, "bytes") as bar:
@@ -131,7 +132,7 @@ class Checkpoints:
                     until = time.monotonic() + seconds_for_others
 
     def _check_disk(self, num_bytes: int) -> None:
-        """Raise ResumeError unless the disk has room for all ranks' state, of which `num_bytes` are this rank's."""
+        """Raise ResumeError if the disk has no room for the state of all ranks. This rank's part has `num_bytes`."""
         needed = torch.tensor([num_bytes])
         dist.all_reduce(needed)
         free = shutil.disk_usage(self.folder).free
@@ -142,7 +143,7 @@ class Checkpoints:
             )
 
     def _check_weights_changed(self, policy: Policy, manifest: Manifest) -> None:
-        """Raise ResumeError if gradients left the weights as they were at the last save; warn if there were none."""
+        """Raise ResumeError if gradients did not change the weights since the last save. Warn if there were no gradients."""
         last, num_pushed = self._last, policy.num_pushed - self._num_pushed
         self._num_pushed = policy.num_pushed
         if last is None or manifest.optimizer_step == last.optimizer_step or manifest.fingerprint != last.fingerprint:
@@ -155,7 +156,7 @@ class Checkpoints:
 
 
 def verify(checkpoint: Path, manifest: Manifest, rank: int, world_size: int) -> None:
-    """Compare every file with its checksum; ranks share the work. Raises ResumeError on all ranks, naming the file."""
+    """Compare every file with its checksum. Ranks share the work. Raise ResumeError with the file's name on all ranks."""
     names = sorted(manifest.checksums)
     wrong = [
         problem
@@ -172,11 +173,11 @@ def verify(checkpoint: Path, manifest: Manifest, rank: int, world_size: int) -> 
 def _problem(path: Path, checksum: str) -> str | None:
     if not path.is_file():
         return f"checkpoint file {path} is missing"
-    return None if sha256(path) == checksum else f"checkpoint file {path} is not as it was written (checksum differs)"
+    return None if sha256(path) == checksum else f"checkpoint file {path} has changed since it was written (checksum differs)"
 
 
 def sha256(path: Path) -> str:
-    """Return the digest of a file's content; each chunk that is read counts as progress for the hang watch."""
+    """Return the sha256 of a file's content. Each chunk counts as progress for the hang watch."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

@@ -1,4 +1,4 @@
-"""Build the engine that the config names, and the weight sync that fills it."""
+"""Build the engine of the config, and the weight sync that fills it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from grpo_mega.weights.plan import plan_transfers
 
 
 def build_engine(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Rendezvous) -> Engine:
-    """Build the engine of this rank. If the rank leads a server, it has begun to start; `wait_until_ready` waits for it."""
+    """Build the engine of this rank. If the rank leads a server, launch it; `wait_until_ready` waits for it."""
     if not runtime.generates:
         return AbsentEngine(_engine_side(config, model, runtime), runtime.device.torch_device)
     if config.rollout.is_served:
@@ -52,7 +52,7 @@ def build_engine(config: Config, model: ModelFiles, runtime: Runtime, rendezvous
 def build_sync(
     config: Config, dtype: torch.dtype, trainer: ShardLayout, engine: Engine, runtime: Runtime, rendezvous: Rendezvous
 ) -> WeightSync:
-    """Plan the transfer from the trainer's layout to the engine's, and return the sync that carries it out."""
+    """Plan the transfer from the trainer's layout to the engine's layout. Return the sync that executes it."""
     served = engine.shard_layout().after(runtime.first_engine_rank)
     return WeightSync(
         plan_transfers(trainer, served, ranks_per_node=ranks_per_node()),
@@ -65,7 +65,7 @@ def build_sync(
 
 
 def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: PeakMemory) -> GpuMemory | None:
-    """On a GPU, wait until the server has taken its memory and let it sleep, so that the policy can be built; None on a CPU."""
+    """On a GPU, wait for the server and make it sleep, so the policy has room. Return None on a CPU or without a server."""
     if rollout.is_separate or not (engine.is_server and runtime.device.is_cuda):
         return None
     before = torch.cuda.mem_get_info()[0]
@@ -78,7 +78,7 @@ def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: Pe
 
 
 def ranks_per_node() -> int:
-    """Return the number of ranks per node, which torchrun and our own launcher set."""
+    """Return the number of ranks per node. torchrun and our launcher set it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
@@ -121,7 +121,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
 
 
 def _engine_side(config: Config, model: ModelFiles, runtime: Runtime) -> ShardLayout:
-    """Return the layout of the ranks that generate."""
+    """Return the layout of the engine ranks."""
     rollout, size = config.rollout, runtime.num_ranks - runtime.first_engine_rank
     quantise = rollout.quantization is not None
     if not rollout.is_served:
@@ -138,7 +138,7 @@ def _buckets(is_cuda: bool, num_bytes: int, device: torch.device) -> HostBuckets
 
 
 def _cores(first_local: int, tp: int) -> tuple[int, ...]:
-    """Return the cores of a server on a CPU: those of its ranks, which wait while it generates."""
+    """Return the cores of a server on a CPU. It uses the cores of its ranks, because they wait while it generates."""
     here = sorted(os.sched_getaffinity(0))
     share = max(tp, num_cores() * tp // ranks_per_node())
     return tuple(here[(first_local + i) % len(here)] for i in range(min(share, len(here))))

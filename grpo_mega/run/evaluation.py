@@ -1,18 +1,18 @@
-"""Evaluation: how good the engine's policy answers sets of prompts, greedily and by sampling.
+"""Evaluation: how well the engine's policy answers sets of prompts, greedily and by sampling.
 
     score       share of greedy answers with full marks from every reward function that applies
-    mean@n, pass@k, majority@k      of n sampled answers per prompt, see observe/pass_at_k.py. An answer is correct if
-                `accuracy` says so where that is among the rewards, else if it has full marks; answers vote by their text
-                as rewards/math/normalize.py writes it
-    reward_errors       answers on which a reward function failed, if there are any; a warning names the first error
+    mean@n, pass@k, majority@k      values over n sampled answers per prompt, see observe/pass_at_k.py. If `accuracy` is one of
+                the rewards, it decides if an answer is correct. Otherwise an answer is correct if it has full marks. Answers
+                vote by their text, normalized by rewards/math/normalize.py
+    reward_errors       number of answers with a failed reward function, if there are any; a warning has the first error
 
-A training run logs them as "eval/score", "eval/pass@4", or "eval/NAME/score" where sets have names (then "eval/score" is the
-mean over the sets), and writes a row per prompt to heldout-N.jsonl:
+A training run logs them as "eval/score" and "eval/pass@4". If sets have names, it logs "eval/NAME/score", and "eval/score" is
+the mean over the sets. It writes a row per prompt to heldout-N.jsonl:
 
-    id, hash, prompt, gold                  of the prompt; and `set`, the name of its set, where that has one
+    id, hash, prompt, gold                  the prompt; and `set`, the name of its set, if it has a name
     response, token_ids, scores, correct    the greedy answer
-    samples, solved, answers                the number of sampled answers, how many are correct, and each one's text; solved is
-                                            null where the gold answer cannot be parsed, and such prompts are not counted
+    samples, solved, answers                number of sampled answers, number of correct ones, and their texts. If the gold
+                                            answer cannot be parsed, solved is null and the prompt is not counted
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ from grpo_mega.run.job import RolloutJob
 from grpo_mega.run.rollout import Rollouts
 from grpo_mega.types import Group, Prompt, Sample, StepMetrics
 
-MOST_SAMPLES = 16384  # per generation phase, at whose end every rank holds all of them
-SEED_OFFSET = 2**31  # above all seeds of runs: evaluation must not draw the samples that training draws for the same prompt id
+MOST_SAMPLES = 16384  # samples per generation phase; at its end every rank holds all of them
+SEED_OFFSET = 2**31  # above all seeds of runs, so evaluation and training draw different samples for the same prompt id
 JUDGE = "accuracy"
 
 
 @dataclass
 class Evaluated:
-    """The result on one set of prompts; filled on the first rank, which alone needs it."""
+    """The result on one set of prompts. Only the first rank needs it and fills it."""
 
     metrics: StepMetrics = field(default_factory=dict)  # "score", "pass@4", ...
-    rows: list[dict[str, Any]] = field(default_factory=list)  # one per prompt, in their order
-    num_unusable: int = 0  # prompts whose gold answer cannot be parsed
-    num_failed: int = 0  # answers on which a reward function raised or crashed
+    rows: list[dict[str, Any]] = field(default_factory=list)  # one row per prompt, in the order of prompts
+    num_unusable: int = 0  # number of prompts with a gold answer that cannot be parsed
+    num_failed: int = 0  # number of answers with a reward function that raised or crashed
 
 
 def evaluate_if_due(job: RolloutJob, step: int) -> None:
-    """Evaluate before the first step, after the last, and every eval.interval steps; a resumed run does not repeat one."""
+    """Evaluate before the first step, after the last, and every eval.interval steps. A resumed run repeats no evaluation."""
     interval = job.config.eval.interval
     is_due = step in (0, job.config.steps) or (interval > 0 and step % interval == 0)
     if is_due and any(job.heldout.values()):
         path = job.config.run_dir / heldout_file(step)
-        # The first rank writes the file, and decides for all.
+        # The first rank writes the file, so it decides for all ranks.
         is_done, *_ = job.rollouts.rendezvous.all_gather("evaluation", path.exists(), job.config.rollout.phase_deadline_s)
         if not is_done:
             evaluate(job, step, path)
 
 
 def evaluate(job: RolloutJob, step: int, path: Path) -> None:
-    """Log the metrics of all held-out sets, and write the answers to `path`."""
+    """Evaluate all held-out sets, log their metrics, and write the answers to `path`."""
     results = {name: evaluate_set(job.rollouts, name, prompts, step) for name, prompts in job.heldout.items()}
     metrics = logged({name: result.metrics for name, result in results.items()})
     job.log.log_eval(step, metrics | {"seconds/evaluation": job.timers.lap()["seconds/step"]})
@@ -73,7 +73,7 @@ def evaluate(job: RolloutJob, step: int, path: Path) -> None:
 
 
 def evaluate_set(rollouts: Rollouts, name: str, prompts: Sequence[Prompt], step: int) -> Evaluated:
-    """Generate answers to the prompts as config.eval says; `step` is the policy's version. All ranks call it."""
+    """Generate and score answers to the prompts by config.eval. `step` is the policy's version. All ranks call it."""
     config, is_main = rollouts.config, rollouts.runtime.rank == 0
     result = Evaluated(rows=[_row_of(name, prompt) for prompt in prompts] if is_main else [])
     description = f"prompts of {name}" if name else "held-out prompts"
@@ -98,14 +98,14 @@ def evaluate_set(rollouts: Rollouts, name: str, prompts: Sequence[Prompt], step:
 
 
 def logged(by_set: Mapping[str, StepMetrics]) -> StepMetrics:
-    """Return the metrics of all sets under the names that a run logs."""
+    """Return the metrics of all sets, with the names in the log."""
     metrics = {f"eval/{f'{name}/' if name else ''}{key}": value for name, one in by_set.items() for key, value in one.items()}
     scores = [one["score"] for one in by_set.values() if "score" in one]
     return ({"eval/score": sum(scores) / len(scores)} if scores else {}) | metrics
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write JSON lines; the file appears only when it is whole."""
+    """Write JSON lines. The file appears only when it is complete."""
     write_atomically(path, "".join(map(json_line, rows)).encode())
 
 
@@ -151,7 +151,7 @@ def _add_greedy(rollouts: Rollouts, result: Evaluated, groups: Sequence[Group]) 
 
 
 def _add_sampled(rollouts: Rollouts, result: Evaluated, phases: Iterator[list[Group]]) -> None:
-    """Keep only what the metrics need of each phase: the samples themselves would fill the memory."""
+    """Add the metrics of sampled answers. Keep only tallies of each phase, because all samples would fill the memory."""
     tallies: list[Tally] = []
     lengths: list[int] = []
     rows = iter(result.rows)
@@ -174,5 +174,5 @@ def _add_sampled(rollouts: Rollouts, result: Evaluated, phases: Iterator[list[Gr
 
 
 def _answer_of(response: str, prefill: str) -> str:
-    """Return the answer in the form in which answers vote; "" if there is none."""
+    """Return the normalized answer, which counts as its vote; "" if there is none."""
     return read(whole_turn(response, {"prefill": prefill}))

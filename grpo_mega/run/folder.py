@@ -1,15 +1,15 @@
 """The run's folder: ownership by one process, the record of each start, and which settings may change on resume.
 
-    config.yaml      as resolved at the last start          metrics.jsonl   a line per step, and one per evaluation
+    config.yaml      the resolved config of the last start  metrics.jsonl   a line per step, and one per evaluation
     run.json         command, versions, git state, machine  samples.jsonl   some responses of every step
     checkpoints/     step-N folders and `latest`            heldout-N.jsonl answers to the held-out prompts after step N
-    logs/            output of all ranks but the first      messages.jsonl  all other messages, including warnings
-    lock             held by the process that trains here   report.html     all of this as a page, refreshed during the run
-    stop             made by you: stop after this step      curves.png      from `grpo-mega report`
+    logs/            output of all ranks except the first   messages.jsonl  all other messages, including warnings
+    lock             locked by the process that trains here report.html     a page with all of this, refreshed during the run
+    stop             create it to stop after this step      curves.png      from `grpo-mega report`
     hf/              the trained policy, at the end         hang/           the stacks of all ranks, if the run got stuck
     trace/           from `train --profile STEPS`
 
-`claim` is called before any rank starts. A folder is never shared: it is new, or resumed with --resume, or refused.
+`claim` is called before any rank starts. Two runs never share a folder. It is new, resumed with --resume, or refused.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from grpo_mega.paths import (
 from grpo_mega.yaml_text import parse_yaml
 
 PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang", "math-verify")
-# These may differ when a run is resumed: where and how fast it runs, and settings adjusted to keep it healthy. Any other key
-# would make it another run, or is read from the checkpoint (Adam's constants, with the optimizer's state).
+# A resume may change these keys: where and how fast a run is, and settings that keep it healthy. Any other key would make it
+# another run, or comes from the checkpoint (Adam's constants, in the optimizer's state).
 FREE_ON_RESUME = {"run_dir", "steps", "device", "layout", "sync", "eval", "checkpoint", "log", "max_nonfinite_steps"}
 FREE_ON_RESUME |= {f"rollout.{name}" for name in ("tp", "max_concurrent", "cache_tokens", "memory_fraction", "sleep")}
 FREE_ON_RESUME |= {f"rollout.{name}" for name in ("start_deadline_s", "stall_deadline_s", "phase_deadline_s", "max_restarts")}
@@ -68,14 +68,14 @@ FREE_ON_RESUME |= {"algorithm.early_stop_imp_ratio", "rewards.refresh_command", 
 
 @dataclass
 class Claim:
-    """The folder that a start of a run owns, and what it has made there: a refused start removes nothing else."""
+    """The folder that a start of a run owns, and its earlier files. A refused start removes only files that it created."""
 
-    folder: Path  # without links
-    before: frozenset[str]  # the names in the folder and in its logs, except of empty logs of ranks, that were there before
-    is_new: bool  # the start made the folder
+    folder: Path  # resolved path, without links
+    before: frozenset[str]  # earlier names in the folder and its logs folder, except empty logs of ranks
+    is_new: bool  # the start created the folder
 
     def discard_unstarted(self) -> None:
-        """Remove what this start made if no run has begun to log, so that the same command works once the error is fixed."""
+        """Remove the files of this start if the run has logged nothing, so the same command works after a fix."""
         names = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else {METRICS_FILE}
         if not names <= {CONFIG_FILE, RUN_FILE, LOCK_FILE, LOGS} | self.before:
             return
@@ -85,40 +85,40 @@ class Claim:
                 path.unlink(missing_ok=True)
         for path in ((self.folder / LOGS), *([self.folder] if self.is_new else [])):
             if path == self.folder or _name(path, self.folder) not in self.before:
-                with suppress(OSError):  # something else lies there, such as the log of a server that an error names
+                with suppress(OSError):  # the folder has other files, such as the log of a failed server
                     path.rmdir()
 
 
 @contextmanager
 def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim]:
-    """Own the folder while the context lasts. Raises ConfigError or ResumeError, and then has written nothing."""
+    """Own the folder during the context. If this raises ConfigError or ResumeError, it has written nothing."""
     with ExitStack() as stack:
         try:
             claimed = stack.enter_context(_claimed(config, resume=resume, argv=argv))
-        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        except (OSError, RuntimeError) as error:  # a circle of links raises RuntimeError
             reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(f"run_dir={config.run_dir} cannot be written ({reason}); free its disk or name another") from None
         try:
             yield claimed
-        except (UserError, OSError):  # such as a log of a rank that cannot be made
+        except (UserError, OSError):  # for example, a rank's log cannot be created
             claimed.discard_unstarted()
             raise
 
 
 @contextmanager
 def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim]:
-    folder = config.run_dir.resolve()  # of a link that leads nowhere yet, the folder is made where it leads
+    folder = config.run_dir.resolve()  # a link's target need not exist yet
     is_run = (folder / RUN_FILE).exists()
     if not is_run and folder.exists() and not _is_free(folder):
         raise ConfigError(f"run_dir={config.run_dir} exists and is not a run's folder; name a new or empty one")
     if is_run and not resume:
-        raise ConfigError(f"run_dir={config.run_dir} holds a run; go on with it by --resume, or name another run_dir")
+        raise ConfigError(f"run_dir={config.run_dir} already has a run; continue it with --resume, or name another run_dir")
     if is_run:
         _changes(folder, config)
     elif resume:
         raise ResumeError(f"run_dir={config.run_dir} holds no run to resume; start without --resume")
     claimed = Claim(folder, _names(folder), is_new=not folder.exists())
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the responses, and the logs, may be confidential
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # responses and logs may be confidential
     _warn_if_open(folder)
     with ExitStack() as undo:
         undo.callback(claimed.discard_unstarted)
@@ -126,7 +126,7 @@ def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                undo.pop_all()  # what is there belongs to the other process
+                undo.pop_all()  # the files belong to the other process
                 raise ConfigError(
                     f"run_dir={config.run_dir} is in use by another process; wait for it or name another run_dir"
                 ) from None
@@ -144,7 +144,7 @@ def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim
 
 @contextmanager
 def explained(run_dir: Path) -> Iterator[None]:
-    """Raise RunFolderError, with the remedy, in place of an OSError because the folder takes nothing more or is gone."""
+    """Replace an OSError by RunFolderError with a remedy, if the folder cannot be written or is gone."""
     try:
         yield
     except OSError as error:
@@ -160,7 +160,7 @@ def explained(run_dir: Path) -> Iterator[None]:
 
 
 def _names(folder: Path) -> frozenset[str]:
-    """Return the names in a folder and in its logs, except of empty logs of ranks: the others of this start may be there."""
+    """Return the names in a folder and its logs folder. Leave out empty logs of ranks, because this start may create them."""
     paths = [path for pattern in ("*", f"{LOGS}/*") for path in folder.glob(pattern)]
     is_empty_log = {path: path.match(f"{LOGS}/rank_*.log") and not path.stat().st_size for path in paths}
     return frozenset(_name(path, folder) for path in paths if not is_empty_log[path])
@@ -171,7 +171,7 @@ def _name(path: Path, folder: Path) -> str:
 
 
 def _warn_if_open(folder: Path) -> None:
-    """Warn where other users can read the folder. Its mode stays as its owner has set it."""
+    """Warn if other users can read the folder. Do not change its mode, because its owner has set it."""
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & 0o055 and all(parent.stat().st_mode & 0o011 for parent in folder.parents):
         print(
@@ -183,7 +183,7 @@ def _warn_if_open(folder: Path) -> None:
 
 
 def adopt(config: Config) -> list[str]:
-    """Record `config` as the run's, now that it starts; return a line for each setting that has changed."""
+    """Write `config` as the run's config at its start. Return a line for each changed setting."""
     if not (config.run_dir / CONFIG_FILE).exists():
         return []
     changes = _changes(config.run_dir, config)
@@ -192,7 +192,7 @@ def adopt(config: Config) -> list[str]:
 
 
 def trim(folder: Path, step: int) -> None:
-    """Remove the log lines after `step`, whose steps a resumed run repeats."""
+    """Remove the log lines after `step`, because a resumed run repeats these steps."""
     for name in (METRICS_FILE, SAMPLES_FILE, MESSAGES_FILE, ROLLOUTS_FILE):
         path = folder / name
         if path.exists():
@@ -204,7 +204,7 @@ def trim(folder: Path, step: int) -> None:
 
 
 def last_step(folder: Path) -> int:
-    """Return the last step that the run has logged; 0 if none."""
+    """Return the last step in the run's log; 0 if there is none."""
     path = folder / METRICS_FILE
     if not path.is_file():
         return 0
@@ -212,9 +212,9 @@ def last_step(folder: Path) -> int:
 
 
 def _is_free(folder: Path) -> bool:
-    """Return True if the folder is empty except for logs, or was left by a start that was killed before it became a run's.
+    """Return True if the folder is empty except for logs, or is left over from a start that was killed early.
 
-    Such a start made the lock before the config: a config without a lock is the user's.
+    Such a start creates the lock before the config, so a config without a lock is the user's file.
     """
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {RUN_FILE}
     names -= {name for name in names if name.startswith((f".{RUN_FILE}.", f".{CONFIG_FILE}."))}
@@ -222,12 +222,12 @@ def _is_free(folder: Path) -> bool:
 
 
 def _changes(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the old and new value of each changed setting. Raises ResumeError for one that must not change."""
+    """Return the old and new value of each changed setting. Raise ResumeError if a setting must not change."""
     try:
         recorded = parse_yaml((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ResumeError(f"{folder / CONFIG_FILE} cannot be read ({error}); restore it, or name another run_dir") from None
-    with suppress(ConfigError):  # keys added since then have their defaults
+    with suppress(ConfigError):  # keys added since the last start get their defaults
         recorded = configs.validate(recorded).model_dump(mode="json")
     return dict(_differences("", recorded, config.model_dump(mode="json"), is_free=False))
 
@@ -241,7 +241,7 @@ def _differences(key: str, recorded: Any, current: Any, *, is_free: bool) -> Ite
     elif recorded != current:
         if not is_free:
             raise ResumeError(
-                f"{key}={current!r} differs from the run's {recorded!r}; give the run's value, or name another run_dir"
+                f"{key}={current!r} differs from the run's {recorded!r}; use the run's value, or name another run_dir"
             )
         yield key, (recorded, current)
 
@@ -276,7 +276,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _fields(path: Path, name: str) -> list[str]:
-    """Return the values of the lines `name: value` of a file in /proc; nothing if it cannot be read."""
+    """Return the values of the lines `name: value` in a file of /proc; [] if it cannot be read."""
     with suppress(OSError):
         pairs = [line.partition(":") for line in path.read_text().splitlines()]
         return [value.strip() for key, _, value in pairs if key.strip() == name]
@@ -291,7 +291,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_state() -> str | None:
-    """Return the commit of the code, with "-dirty" if it was changed; None outside a git checkout."""
+    """Return the commit of the code, with "-dirty" if it has changes; None outside a git checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

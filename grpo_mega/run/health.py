@@ -1,7 +1,7 @@
-"""Judges after each step if the run may continue: are updates finite, and does the engine agree with the trainer?
+"""Checks after each step if the run may continue: are updates finite, and does the engine agree with the trainer?
 
-Input: the metrics of a step, equal on all ranks. Output: a warning; or NonFiniteError or MismatchError, in one line with the
-remedy.
+Input: the metrics of a step, identical on all ranks. Output: a warning, or NonFiniteError or MismatchError with the remedy, in
+one line.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from grpo_mega.errors import MismatchError, NonFiniteError
 from grpo_mega.observe.metrics import K3_STALE, engine_mismatch
 from grpo_mega.types import Sample, StepMetrics
 
-_MOST_NAMED = 8  # samples in a warning
+_MOST_NAMED = 8  # maximum number of samples in a warning
 
 
 @dataclass
 class Health:
-    """Counts the steps in a row with updates that were dropped because of infinities or NaN."""
+    """Counts consecutive steps with updates that were dropped because of infinities or NaN."""
 
     config: Config
     nonfinite_steps: int = 0
 
     @property
     def has_diverged(self) -> bool:
-        """Return True if there were too many of them: the run must end after this step, with a checkpoint."""
+        """Return True if there were too many such steps. The run must then end after this step, with a checkpoint."""
         return self.nonfinite_steps >= self.config.max_nonfinite_steps
 
     def observe(self, step: int, metrics: StepMetrics, blamed: Sequence[Sample]) -> list[str]:
-        """Count the update of `step`; return a warning with the samples to blame if part of it was dropped."""
+        """Count the update of `step`. If part of it was dropped, return a warning with the samples that caused it."""
         if not metrics.get("nonfinite_mini_batches"):
             self.nonfinite_steps = 0
             return []
@@ -46,25 +46,31 @@ class Health:
         return [f"step {step}: loss or gradient not finite, {blame}; the mini-batch was dropped"]
 
     def check(self, step: int, metrics: StepMetrics, checkpoints: Path) -> None:
-        """Raise NonFiniteError after too many such steps, of which the last is logged and saved in `checkpoints`, and
-        MismatchError where engine and trainer give tokens too different probabilities."""
+        """Raise an error if the run must end. The step has been logged.
+
+        Raise NonFiniteError after too many steps with dropped updates; the last step is saved in `checkpoints`. Raise
+        MismatchError if the token probabilities of engine and trainer differ too much.
+        """
         if self.has_diverged:
             raise NonFiniteError(
                 f"loss or gradient was not finite in {self.nonfinite_steps} steps in a row, up to step {step}; a checkpoint is "
-                f"in {checkpoints}; go on with --resume and a lower optimizer.lr, or a higher max_nonfinite_steps"
+                f"in {checkpoints}; continue with --resume and a lower optimizer.lr, or a higher max_nonfinite_steps"
             )
         k3, limit = engine_mismatch(metrics), self.config.rollout.mismatch_stop
-        is_counted = math.isnan(k3) and self.nonfinite_steps > 0  # NaN log-probs of the trainer say nothing of the engine
+        is_counted = math.isnan(k3) and self.nonfinite_steps > 0  # NaN from the trainer is a nonfinite step, not a mismatch
         if limit is not None and not is_counted and not k3 <= limit:
             raise MismatchError(
                 f"step {step}: the KL (k3) between engine and trainer is {k3:.3g} nats per token, above "
-                f"rollout.mismatch_stop={limit}; go on from a checkpoint before it, or raise the limit"
+                f"rollout.mismatch_stop={limit}; continue from an earlier checkpoint, or raise the limit"
             )
 
 
 def staleness_metrics(samples: Sequence[Sample], old_logprobs: Sequence[Tensor], version: int) -> StepMetrics:
-    """Return the staleness of the tokens in the loss, in versions of the policy, and for each the mismatch (k3) of old_logprobs
-    and rollout_logprobs, nats per token. `old_logprobs` has a row per sample, NaN for tokens not in the loss."""
+    """Return the staleness of tokens in the loss, in policy versions, and the mismatch for each staleness.
+
+    The mismatch is the k3 of old_logprobs and rollout_logprobs, in nats per token. `old_logprobs` has a row per sample, with
+    NaN for tokens not in the loss.
+    """
     tokens, sums = Counter[int](), dict[int, float]()
     for sample, old in zip(samples, old_logprobs, strict=True):
         log_ratio = (old - torch.tensor(sample.rollout_logprobs)).double()

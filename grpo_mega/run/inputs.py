@@ -1,8 +1,8 @@
-"""Digests of a run's start model, teachers and data, which its checkpoints record, so that a resumed run notices a change.
+"""Digests of a run's start model, teachers and data. Checkpoints record them, so a resumed run detects changes.
 
-The start model is also the reference of the KL penalty. Its files are therefore hashed in full, and those of teachers: config,
-tokenizer and, unless the run starts from random ones, weights. All ranks share the work piece by piece, each in a thread that
-runs beside the first step; only a resumed run waits for it. For data, the prompts are hashed as they were read.
+The start model is also the reference of the KL penalty, so its files are hashed in full: config, tokenizer and, unless the run
+starts from random weights, weights. Files of teachers are hashed in the same way. All ranks share the work in pieces. Each rank
+hashes in a thread during the first step, and only a resumed run waits for it. Data is hashed as the prompts that were read.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ TEXT_FILES = (
     *("chat_template.jinja", "chat_template.json"),
 )
 MEGATRON_FILES = (METADATA, FORMAT, "common.pt")
-MODEL = "model/"  # before the names of the model's files
+MODEL = "model/"  # prefix of the names of the model's files
 PIECE = 256 << 20  # bytes; a larger file's digest is the sha256 of its pieces' digests
 _CHUNK = 4 << 20
 _SECONDS_BETWEEN_LOOKS = 0.2
 
 
 class RunInputs(threading.Thread):
-    """Digests of one run's inputs; `data` gives those of its data by config key. All ranks call every method together.
+    """Digests of one run's inputs. `data` has the digests of its data by config key. All ranks call every method together.
 
-    The thread hashes this rank's pieces of the model's files; `start` begins that, else `digests` does.
+    The thread hashes this rank's pieces of the model's files. `digests` starts it, if `start` was not called before.
     """
 
     def __init__(self, config: Config, data: Mapping[str, str], rank: int, world_size: int) -> None:
@@ -46,13 +46,13 @@ class RunInputs(threading.Thread):
             files |= {f"teachers.{name}/{p.name}": p for p in model_files(teacher.path, has_weights=teacher.url is None)}
         pieces = [(name, path, i) for name, path in files.items() for i in range(max(1, -(-path.stat().st_size // PIECE)))]
         self._mine = pieces[rank::world_size]
-        self._digests: dict[tuple[str, int], str] = {}  # of the pieces, by name and number
-        self._num_done = 0  # chunks
+        self._digests: dict[tuple[str, int], str] = {}  # digest of each piece, by file name and piece number
+        self._num_done = 0  # number of hashed chunks
         self._problem = ""
         self._gathered: dict[str, str] | None = None
 
     def digests(self) -> dict[str, str]:
-        """Return the digests of model and data; wait for the model's. Raises ConfigError for an unreadable file."""
+        """Wait until the model is hashed, and return the digests of model and data. Raise ConfigError for unreadable files."""
         if self._gathered is None:
             if self.ident is None:
                 self.start()
@@ -74,9 +74,9 @@ class RunInputs(threading.Thread):
         return self._gathered
 
     def changes(self, recorded: Mapping[str, str]) -> list[str]:
-        """Return a line per data set or teacher's file that has changed since `recorded`.
+        """Return a line for each data set or teacher's file that differs from `recorded`.
 
-        Raises ResumeError if the model has changed.
+        Raise ResumeError if the model has changed.
         """
         now = self.digests()
         changed = [name for name in sorted(recorded.keys() | now.keys()) if recorded.get(name) != now.get(name)]
@@ -89,7 +89,7 @@ class RunInputs(threading.Thread):
                     f"{change} since the checkpoint; put the run's files back, or start another run_dir"
                 )
         return [
-            f"{name} is not what it was at the run's checkpoint; the run goes on with what is there now" for name in changed
+            f"{name} has changed since the run's checkpoint; the run continues with the current content" for name in changed
         ]
 
     def run(self) -> None:
@@ -103,12 +103,12 @@ class RunInputs(threading.Thread):
                         left -= len(chunk)
                         self._num_done += 1
                 self._digests[name, index] = digest.hexdigest()
-        except BaseException as error:  # a digest that lacks a piece must not be recorded
+        except BaseException as error:  # a digest without this piece must not be recorded
             self._problem = str(error) or repr(error)
 
 
 def model_files(folder: Path, *, has_weights: bool) -> list[Path]:
-    """Return the files of a model on which a run depends."""
+    """Return the files of a model that a run depends on."""
     texts = [path for name in TEXT_FILES if (path := folder / name).is_file()]
     if not has_weights:
         return texts

@@ -1,6 +1,6 @@
-"""A run under way: its parts, its progress, and the acts around a step: resume, save, stop, end on divergence.
+"""A running job: its parts, its progress, and the actions around a step: resume, save, stop, end on divergence.
 
-Every rank has a RolloutJob; ranks with a policy have a Job.
+Ranks with a policy have a Job. Other ranks have a RolloutJob.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RolloutJob:
     timers: Timers
     stop: StopRequest
     steps_done: int = 0
-    backlog: Backlog = field(default_factory=Backlog)  # after the finished steps
+    backlog: Backlog = field(default_factory=Backlog)  # the backlog after the last finished step
     is_stopping: bool = False
 
     @property
@@ -57,15 +57,15 @@ class RolloutJob:
 
     @property
     def heldout(self) -> dict[str, list[Prompt]]:
-        """Return the held-out prompts by the names of their sets; "" where there is only one without a name."""
+        """Return the held-out prompts by the name of their set; "" if there is only one set, without a name."""
         return {name: prompts[: self.config.eval.num_prompts] for name, prompts in self.data.heldout_sets.items()}
 
     def draw(self, number: int) -> list[Turn]:
-        """Return the prompts of draw `number`, which is the step's number unless steps drew several, or none."""
+        """Return the prompts of draw `number`. It equals the step's number unless steps drew several batches or none."""
         return [Turn(self.data.train[one.row], one.source, one.epoch) for one in self.sampler.draws(number)]
 
     def resume(self) -> int:
-        """Take what waits to be trained from the last checkpoint, if there is one; return the number of finished steps."""
+        """Restore the backlog from the last checkpoint, if there is one. Return the number of finished steps."""
         checkpoint = latest(self.config.run_dir / CHECKPOINTS)
         if checkpoint is not None:
             self._take_progress(checkpoint, read_manifest(checkpoint))
@@ -73,7 +73,7 @@ class RolloutJob:
         return self.steps_done
 
     def stops_after(self, step: int) -> bool:
-        """Return True if the run must stop here; the first rank decides. All ranks call it."""
+        """Return True if the run must stop here. The first rank decides. All ranks call it."""
         if self.runtime.num_engine_ranks:
             agreed = self.rollouts.rendezvous.all_gather("the end of a step", self.is_stopping, self.config.hang_deadline_s)
             self.is_stopping = agreed[0]
@@ -81,7 +81,7 @@ class RolloutJob:
 
     @contextmanager
     def saved_on_failure(self) -> Iterator[None]:
-        """If an engine fails for good, or a refresh of the reward model, end once the ranks with a policy have saved it."""
+        """If an engine or a refresh of the reward model finally fails, wait until the ranks with a policy have saved it."""
         try:
             yield
         except (EngineError, RefreshError):
@@ -95,11 +95,11 @@ class RolloutJob:
         self.backlog = backlog_file.read(checkpoint / STATE, manifest.draws, prompts.get)
         num_begun = sum(bool(group.samples) for group in self.backlog.groups)
         if num_begun and not self.config.rollout.carries:
-            self.log.warn(f"{num_begun} groups that steps before had begun are begun again: rollout no longer continues them")
+            self.log.warn(f"restarting {num_begun} groups that earlier steps had started: rollout no longer continues them")
             self.backlog = self.backlog.restarted(oldest=manifest.step)
 
     def _wait_until_saved(self) -> None:
-        """Wait for the ranks that save, which the launcher ends once this one has ended; if a rank is gone, not for long."""
+        """Wait for the saving ranks, because the launcher kills them once this rank exits. Give up if a rank is gone."""
         if self.runtime.num_engine_ranks:
             with suppress(EngineError):
                 self.rollouts.rendezvous.all_gather("a last checkpoint", "", self.config.hang_deadline_s)
@@ -117,7 +117,7 @@ class Job(RolloutJob):
         return self.is_main and self.config.log.progress
 
     def resume(self) -> int:
-        """Load the run's last checkpoint, if it has one; return the number of finished steps. Raises ResumeError."""
+        """Load the run's last checkpoint, if it has one, and return the number of finished steps. Raise ResumeError."""
         checkpoint = latest(self.checkpoints.folder)
         self.inputs.start()
         if checkpoint is not None:
@@ -129,25 +129,25 @@ class Job(RolloutJob):
             self.policy.restore(checkpoint / STATE)
             self._take_progress(checkpoint, manifest)
             self.checkpoints.saved_step = manifest.step
-            algorithm = self.config.algorithm  # another kl_beta than before is meant to be taken
+            algorithm = self.config.algorithm  # a changed kl_beta overrides the adapted value
             if algorithm.kl_target is not None and manifest.kl_beta is not None and manifest.kl_beta_from == algorithm.kl_beta:
                 self.policy.restore_kl_beta(manifest.kl_beta)
-                self.log.message(f"algorithm.kl_beta goes on at {manifest.kl_beta:.4g}, as algorithm.kl_target has adapted it")
+                self.log.message(f"algorithm.kl_beta continues at {manifest.kl_beta:.4g}, as adapted by algorithm.kl_target")
             self.log.message(f"resumed after step {manifest.step} from {checkpoint}")
         self.timers.lap()
         return self.steps_done
 
     def save_if_due(self, step: int) -> None:
-        """Save after the update, while the devices are the policy's; also if the run was asked to stop, or has diverged."""
+        """Save if a checkpoint is due, the run must stop, or it has diverged. Call this while the policy has the devices."""
         config, interval = self.config, self.config.checkpoint.interval
-        self.is_stopping = self.stop.requested() and step < config.steps  # after the last step there is nothing to stop
+        self.is_stopping = self.stop.requested() and step < config.steps  # the last step stops anyway
         is_due = interval > 0 and (step % interval == 0 or step == config.steps)
         if is_due or self.is_stopping or self.health.has_diverged:
             with self.timers("checkpoint"), progress(None, f"checkpoint of step {step}", self.shows_progress):
                 self.save(step)
 
     def save(self, step: int) -> None:
-        """Begin to save the policy and the run's progress after `step`; files are written in the background."""
+        """Start to save the policy and the run's progress after `step`. Files are written in the background."""
         layout = self.runtime.layout
         self.checkpoints.save(
             self.policy,
@@ -169,18 +169,18 @@ class Job(RolloutJob):
 
     @contextmanager
     def saved_on_failure(self) -> Iterator[None]:
-        """Save a checkpoint of the finished steps if an engine fails for good, or a refresh of the reward model."""
+        """Save a checkpoint of the finished steps if an engine or a refresh of the reward model finally fails."""
         try:
             yield
         except (EngineError, RefreshError) as error:
-            self.colocation.engine.close()  # the policy may need its memory
+            self.colocation.engine.close()  # the policy may need the engine's memory
             self.save(self.steps_done)
             self.checkpoints.finish()
             self._wait_until_saved()
             raise type(error)(f"{error}; a checkpoint of step {self.steps_done} is in {self.checkpoints.folder}") from None
 
     def stops_after(self, step: int) -> bool:
-        """Let the step's checkpoint become visible, now that the step is logged; return True if the run must stop here."""
+        """Allow the step's checkpoint to become visible after the step is logged. Return True if the run must stop here."""
         super().stops_after(step)
         if not self.is_stopping and step < self.config.steps:
             self.checkpoints.poll()
@@ -190,18 +190,18 @@ class Job(RolloutJob):
             if self.is_main:
                 self.stop.clear()
             self.log.message(
-                f"stopped after step {step} of {self.config.steps} as asked; go on with the same command and --resume"
+                f"stopped after step {step} of {self.config.steps} as requested; continue with the same command and --resume"
             )
         return self.is_stopping
 
     def check_health(self, step: int, metrics: StepMetrics) -> None:
-        """End a run that has diverged, once its step is logged. Raises NonFiniteError, with a checkpoint, or MismatchError."""
+        """End a run that has diverged, after its step is logged. Raise NonFiniteError, with a checkpoint, or MismatchError."""
         if self.health.has_diverged:
             self.checkpoints.finish()
         self.health.check(step, metrics, self.checkpoints.folder)
 
     def log_peak_memory(self) -> None:
-        """Log the peak memory of each phase so far, the largest over ranks. All ranks call it."""
+        """Log the peak memory of each phase so far, as the maximum over ranks. All ranks call it."""
         peaks: list[dict[str, int]] = [{}] * self.runtime.layout.world_size
         dist.all_gather_object(peaks, self.timers.peaks)
         largest = {phase: max(p.get(phase, 0) for p in peaks) / 2**30 for phase in self.timers.peaks}

@@ -1,4 +1,4 @@
-"""Reading the Hugging Face checkpoint that a run starts from, and writing the trained policy as one."""
+"""Read the Hugging Face checkpoint that a run starts from, and write the trained policy as a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from grpo_mega.weights.spec import Family, ModelShape, read_config
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The Hugging Face checkpoint that a run starts from, as its config describes it."""
+    """The Hugging Face checkpoint that a run starts from, and the values of its config."""
 
     folder: Path
     hf_config: Any
     shape: ModelShape
     family: Family
-    dtype: torch.dtype  # in which it is trained and served
+    dtype: torch.dtype  # model.dtype of the run's config
 
 
 def read_model(config: Config) -> ModelFiles:
-    """Read model.path. Raises ConfigError or WeightMappingError for a model that cannot be trained."""
+    """Read model.path. Raise ConfigError or WeightMappingError if the model cannot be trained."""
     return _read(config.model.path, config)
 
 
 def _read(folder: Path, config: Config) -> ModelFiles:
     try:
         hf_config = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # transformers and the packages under it raise exceptions of any type
+    except Exception as error:  # transformers and its dependencies raise exceptions of any type
         raise ConfigError(
             f"transformers refuses {folder / 'config.json'} ({' '.join(str(error).split())}); correct the file"
         ) from None
@@ -62,7 +62,7 @@ def _read(folder: Path, config: Config) -> ModelFiles:
 
 
 def read_tokenizer(model: ModelFiles) -> Any:
-    """Load the tokenizer. Raises ConfigError if it cannot be loaded or is larger than the model's vocabulary."""
+    """Load the tokenizer. Raise ConfigError if it cannot be loaded or is larger than the model's vocabulary."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.folder)
     except Exception as error:  # transformers and tokenizers raise exceptions of any type
@@ -74,11 +74,12 @@ def read_tokenizer(model: ModelFiles) -> Any:
 
 
 def decoder(tokenizer: Any, model: ModelFiles | None = None) -> Callable[[Sequence[int]], str]:
-    """Return the function that turns a response's token ids into the text that rewards, samples, reports and evaluation see.
+    """Return a function from a response's token ids to its text. Rewards, samples, reports and evaluation all use this text.
 
-    Left out are the control tokens alone: end of sequence, padding and begin of sequence, as the tokenizer, the model and its
-    generation config name them, and the end of a turn in the chat template. Every other special token, such as <think> or
-    <answer>, is text. So is a token that only rollout.stop_token_ids names, such as </answer>: a format may need it.
+    The text leaves out only control tokens: the end-of-sequence, padding and start-of-sequence tokens of the tokenizer, the
+    model and its generation config, and the end of a turn in the chat template. Other special tokens, such as <think> or
+    <answer>, are text. A token that is only in rollout.stop_token_ids, such as </answer>, is also text, because a format may
+    need it.
     """
     hidden = frozenset(_control_ids(tokenizer, model))
 
@@ -95,13 +96,13 @@ def _control_ids(tokenizer: Any, model: ModelFiles | None) -> set[int]:
     turn_end = special.intersection(tokenizer(find_turn_end(tokenizer), add_special_tokens=False)["input_ids"])
     ids |= {token for token in turn_end if tokenizer.convert_ids_to_tokens(token).strip()}  # some tokenizers add line breaks
     if model is not None:
-        # A config's defaults, here of transformers, may name any token: what neither stops a response nor is special is text.
+        # transformers' config defaults may name ordinary tokens, so padding and start tokens count only if they are special.
         ids |= _ids_of(model, "eos_token_id") | (special & (_ids_of(model, "pad_token_id") | _ids_of(model, "bos_token_id")))
     return ids
 
 
 def _ids_of(model: ModelFiles, name: str) -> set[int]:
-    """Return the ids that the model's config and its generation config have under a name such as eos_token_id."""
+    """Return the ids in a field such as eos_token_id of the model's config and its generation config."""
     sources = [model.hf_config]
     if (model.folder / "generation_config.json").exists():
         sources.append(GenerationConfig.from_pretrained(model.folder))
@@ -113,8 +114,10 @@ def _ids_of(model: ModelFiles, name: str) -> set[int]:
 
 
 def training_sampling(config: Config, model: ModelFiles, tokenizer: Any) -> Sampling:
-    """Return the sampling parameters of training. Every end-of-sequence id stops a response: those of the config, the model,
-    its generation config and the tokenizer."""
+    """Return the sampling parameters of training.
+
+    Every end-of-sequence id of the config, the model, its generation config and the tokenizer stops a response.
+    """
     stops = {*config.rollout.stop_token_ids, *_ids_of(model, "eos_token_id"), tokenizer.eos_token_id} - {None}
     return Sampling(
         group_size=config.algorithm.group_size,
@@ -130,7 +133,7 @@ def training_sampling(config: Config, model: ModelFiles, tokenizer: Any) -> Samp
 
 
 def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
-    """Build the policy with the checkpoint's weights, or random ones from the seed, and its teachers."""
+    """Build the policy and its teachers. The policy gets the checkpoint's weights, or random weights from the seed."""
     policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
     tensors = model.family.hf_tensors(model.shape)
     if config.model.init == "random":

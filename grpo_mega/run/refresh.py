@@ -1,8 +1,8 @@
-"""Refresh the reward model between iterations, by a command of the user (DeepSeekMath, arXiv 2402.03300, algorithm 1).
+"""Refresh the reward model between iterations, with a command of the user (DeepSeekMath, arXiv 2402.03300, algorithm 1).
 
-An iteration is algorithm.ref_model_sync_steps steps. Before the first step of the next one, rank 0 runs rewards.refresh_command
-while all ranks wait; then the servers of `reward_model` must answer, as at the start. rewards/README.md has what the command
-finds. A run that resumes between two iterations runs it again.
+An iteration is algorithm.ref_model_sync_steps steps. Before the next iteration starts, rank 0 runs rewards.refresh_command and
+all ranks wait. Then the servers of `reward_model` must answer, as at the start. rewards/README.md lists the command's inputs. A
+run that resumes between two iterations runs the command again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from grpo_mega.run.job import RolloutJob
 from grpo_mega.temporary import shared_folder
 from grpo_mega.types import Group
 
-# The beginnings of variables that are meant for the ranks.
+# Prefixes of variables that are only for the ranks.
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "GRPO_MEGA_")
 
 
 def keep_rollout(job: RolloutJob, step: int, groups: Sequence[Group]) -> None:
-    """Append all samples of a step to the run's folder, if there is a command that will want them."""
+    """Append all samples of a step to a file in the run's folder, if there is a refresh command."""
     length = job.config.algorithm.ref_model_sync_steps
     if job.config.rewards.refresh_command is None or length is None or not job.is_main:
         return
@@ -51,8 +51,10 @@ def keep_rollout(job: RolloutJob, step: int, groups: Sequence[Group]) -> None:
 
 
 def refresh_rewards_if_due(job: RolloutJob, step: int) -> None:
-    """Run the command if an iteration ended with `step`, the steps done. Raise RefreshError on all ranks if it fails, or if a
-    server does not answer after it."""
+    """Run the command if an iteration ends after `step` finished steps.
+
+    Raise RefreshError on all ranks if the command fails, or if a server does not answer after it.
+    """
     config, length = job.config, job.config.algorithm.ref_model_sync_steps
     if config.rewards.refresh_command is None or length is None or step == 0 or not config.algorithm.ends_iteration(step):
         return
@@ -63,7 +65,7 @@ def refresh_rewards_if_due(job: RolloutJob, step: int) -> None:
 
 
 def _agree(job: RolloutJob, problem: str | None) -> None:
-    """Raise the first problem of any rank on all of them. Ranks wait in no collective, since the command may take hours."""
+    """Raise the first problem of any rank on all ranks. Do not wait in a collective, because the command may take hours."""
     deadline_s = job.config.rewards.refresh_deadline_s + job.config.hang_deadline_s
     for found in job.rollouts.rendezvous.all_gather("the refresh of the reward model", problem, deadline_s):
         if found is not None:
@@ -71,17 +73,17 @@ def _agree(job: RolloutJob, problem: str | None) -> None:
 
 
 def _run_command(config: Config, command: str, step: int, iteration: int) -> str | None:
-    """Return why the command failed; None if it did not."""
+    """Run the command. Return why it failed; None if it succeeded."""
     write_replay(config, iteration)
     folder, deadline_s = config.run_dir.resolve(), config.rewards.refresh_deadline_s
     given = {"REPLAY": folder / REPLAY_FILE, "RUN_DIR": folder, "ITERATION": iteration, "STEP": step}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
-    environment["TMPDIR"] = str(shared_folder())  # the run's own ends with the run
+    environment["TMPDIR"] = str(shared_folder())  # the run's temporary folder is removed with the run
     environment |= {f"GRPO_MEGA_{name}": str(value) for name, value in given.items()}
     log = config.run_dir / LOGS / f"refresh-{step:06d}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
-        # In a session of its own: a Ctrl-C asks the trainer to stop, not the command.
+        # The command gets a separate session, so Ctrl-C stops the trainer and not the command.
         process = subprocess.Popen(
             command,
             shell=True,
@@ -90,7 +92,7 @@ def _run_command(config: Config, command: str, step: int, iteration: int) -> str
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=partial(die_with_launcher, os.getpid()),  # where a killed trainer leaves nothing behind
+            preexec_fn=partial(die_with_launcher, os.getpid()),  # the kernel kills the command if the trainer dies
         )
     try:
         code = process.wait(deadline_s)
@@ -98,11 +100,11 @@ def _run_command(config: Config, command: str, step: int, iteration: int) -> str
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         return f"rewards.refresh_command was not done after rewards.refresh_deadline_s={deadline_s:g}; see {log}, and raise it"
-    return f"rewards.refresh_command ended with code {code}; see {log}, correct it and go on with --resume" if code else None
+    return f"rewards.refresh_command ended with code {code}; see {log}, correct it and continue with --resume" if code else None
 
 
 def write_replay(config: Config, iteration: int) -> None:
-    """Write what the command reads after this iteration, by draws of its own: the same ones whenever it is written."""
+    """Write the samples that the command reads after this iteration. The random choice is the same each time."""
     path = config.run_dir / ROLLOUTS_FILE
     rows = [(line, row["iteration"]) for line, row in read_json_lines(path) if row] if path.exists() else []
     earlier = [place for place, (_, number) in enumerate(rows) if number < iteration]

@@ -23,14 +23,14 @@ _MANY = 2**24  # exceeds the number of samples of any phase
 
 @dataclass
 class Rollouts:
-    """Generates with all engines and scores what they generate. All ranks call `generate` together."""
+    """Generates samples with all engines and scores them. All ranks call every method together."""
 
     config: Config
     generator: Generator
     rendezvous: Rendezvous
     scorer: Scorer
-    sampling: Sampling  # of training
-    decode: Callable[[Sequence[int]], str]  # token ids of a response to text
+    sampling: Sampling  # sampling parameters of training
+    decode: Callable[[Sequence[int]], str]  # token ids of a response -> text
     runtime: Runtime
     timers: Timers
     warn: Callable[[str], None]
@@ -44,10 +44,10 @@ class Rollouts:
         sampling: Sampling | None = None,
         is_evaluation: bool = False,
     ) -> list[Group]:
-        """Return scored groups for all prompts, in their order, on every rank, all from the current policy.
+        """Return scored groups of the current policy for all prompts, in their order, on every rank.
 
-        Raises SyncError if an engine held another policy, and, except for an evaluation, RewardError if a reward function is
-        broken.
+        Raise SyncError if an engine had another policy. Raise RewardError if a reward function is broken, except in an
+        evaluation.
         """
         fresh = [Group(prompt, []) for prompt in prompts]
         chosen = sampling or self.sampling
@@ -67,7 +67,7 @@ class Rollouts:
         return kept, backlog.after_phase(before, kept, rest)
 
     def generate_ahead(self, backlog: Backlog, step: int) -> Backlog:
-        """Return the backlog after what engine ranks generated while `step` trained; trainer ranks call this when they have."""
+        """Let engine ranks generate until the trainer ranks have trained `step` and also call this. Return the new backlog."""
         before = backlog.groups[: self.config.rollout.num_ahead(self.config.batch.prompts_per_step)]
         if not before:
             return backlog
@@ -84,12 +84,13 @@ class Rollouts:
         *,
         is_evaluation: bool = False,
     ) -> tuple[list[Group], list[Group]]:
-        """Generate until `wanted` of the groups are whole, those in the places `needed` among them; return these, scored, and
-        all others, in their order, on every rank. With `wanted` None generate until the trainer ranks are here, too, and return
-        none.
+        """Generate until `wanted` groups are complete, including the groups at the positions `needed`.
 
-        Samples are scored as they finish, on the rank that generated them; those of unfinished groups are scored later. Without
-        partial rollouts the others are returned as they were given.
+        Return these groups, scored, and all other groups, in their order, on every rank. If `wanted` is None, generate until
+        the trainer ranks arrive, and return all groups in the second list.
+
+        Samples are scored when they finish, on the rank that generated them. Samples of unfinished groups are scored later.
+        Without partial rollouts the other groups are returned unchanged.
         """
         keeps_rest = self.config.rollout.carries and not is_evaluation
         oldest = step - self.config.rollout.max_staleness if keeps_rest else step
@@ -121,7 +122,7 @@ class Rollouts:
         wanted: int | None,
         needed: Sequence[int],
     ) -> Phase:
-        """Generate on all engines; hand samples to the reward functions as they end."""
+        """Generate on all engines and submit samples to the reward functions when they end."""
         is_shown = self.runtime.rank == 0 and self.config.log.progress
         with self.timers("sample"), progress(len(groups) * sampling.group_size, description, is_shown) as bar:
             num_shown = tokens_shown = 0
@@ -134,7 +135,7 @@ class Rollouts:
                     self.scorer.submit_group(group.samples)
                 if not self.config.log.progress:
                     return
-                # Counted over all ranks. One number holds both counts, since each request to the store takes time.
+                # One number stores both counts over all ranks, because each request to the store takes time.
                 added = _MANY * sample.response_len + 1
                 before = self.rendezvous.fetch_add(counter, added)
                 tokens, num_done = divmod(before + added, _MANY)
@@ -152,14 +153,14 @@ class Rollouts:
                 phase = self.generator.generate(
                     prompts, sampling, step=step, on_sample=on_sample, wanted=wanted, begun=begun, needed=needed
                 )
-            if self.runtime.rank == 0:  # no rank adds to it any more
+            if self.runtime.rank == 0:  # no rank uses the counter any more
                 self.rendezvous.delete(counter)
         return phase
 
     def _warn_of_failures(self, groups: Sequence[Group], description: str, is_evaluation: bool) -> None:
         """Warn with the first error of a reward function on any rank, if there is one. All ranks call it.
 
-        Training warns of each kind once, because metrics count the failures of each step.
+        Training warns of each kind of failure once, because metrics count the failures of each step.
         """
         samples = [sample for group in groups for sample in group.samples]
         failures = [kinds for sample in samples if (kinds := failures_of(sample))]

@@ -1,9 +1,9 @@
-"""Stages a checkpoint in the memory of each node, so that training does not wait for the disk.
+"""Stages a checkpoint in the memory of each node, so training does not wait for the disk.
 
-One rank per node makes a private folder in a tmpfs, under an unpredictable name, and sends the name to the node's other ranks.
-Once the state is in it, each rank opens its own files and removes their names: from then on the memory is freed with the
-process, however it ends. A folder that no process has locked was left by a killed run; the next run of the same user
-removes it. Folders of other users are neither used nor followed nor removed.
+One rank per node creates a private folder in a tmpfs, with an unpredictable name, and sends the name to the node's other ranks.
+When the folder has the state, each rank opens its files and removes their names. After that the memory is freed when the
+process ends, however it ends. A folder that no process has locked is left over from a killed run, and the next run of the same
+user removes it. Folders of other users are never used, followed or removed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class StagedFile:
-    """A file of the state that this rank wrote: in memory, without a name, or already in its final folder."""
+    """A file of the state that this rank wrote. It is in memory, without a name, or already in its final folder."""
 
     name: str
     content: BinaryIO  # open for reading; closing it frees the memory
@@ -39,15 +39,15 @@ class StagedFile:
 
 
 def stage(write: Callable[[Path], None], num_bytes: int, disk: Path) -> list[StagedFile]:
-    """Have `write(folder)` write the state, `num_bytes` of it by this rank. Return the files that this rank wrote.
+    """Write the state by `write(folder)`. This rank writes `num_bytes`. Return the files that this rank wrote.
 
-    They are in memory if each node has room for its part, and else, or if that is the same file system, in the folder `disk`.
-    All ranks call it together.
+    The files are in memory if each node has room for its part. They are in the folder `disk` if a node has no room, or if
+    `disk` is in the same file system. All ranks call it together.
     """
     rank = dist.get_rank()
     nodes: list[tuple[tuple[str, int], int]] = [(("", 0), 0)] * dist.get_world_size()
     dist.all_gather_object(nodes, (_node(), num_bytes))
-    sizes = {other: size for other, (node, size) in enumerate(nodes) if node == nodes[rank][0]}  # of all ranks of this node
+    sizes = {other: size for other, (node, size) in enumerate(nodes) if node == nodes[rank][0]}  # by rank, only this node
     leader = min(sizes)
     made, lock = _make_folder(sum(sizes.values()), disk) if rank == leader else (None, None)
     folders: list[Path | None] = [None] * dist.get_world_size()
@@ -78,7 +78,7 @@ def all_ranks(value: bool) -> bool:
 
 
 def is_private(folder: Path) -> bool:
-    """Return True for a real folder of this user, closed to all others."""
+    """Return True if `folder` is a real folder of this user and closed to other users."""
     status = folder.lstat()
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
@@ -89,11 +89,11 @@ def remove_unused() -> None:
 
 
 def _make_folder(num_bytes: int, disk: Path) -> tuple[Path, int] | tuple[None, None]:
-    """Make a folder with room for `num_bytes`; return it and the file descriptor that locks it.
+    """Create a folder with room for `num_bytes`. Return it and the file descriptor that locks it.
 
-    Return None if there is no room, or if `disk` is in the same file system: then a file is written in its place at once.
+    Return (None, None) if there is no room, or if `disk` is in the same file system, because files can be written to `disk`.
     """
-    with suppress(OSError):  # no tmpfs, or not a writable one
+    with suppress(OSError):  # there is no writable tmpfs
         if num_bytes < shutil.disk_usage(MEMORY).free / 2 and MEMORY.stat().st_dev != disk.stat().st_dev:
             return make_locked_folder(PREFIX, MEMORY)
     return None, None
@@ -107,6 +107,6 @@ def _take(path: Path, *, is_in_memory: bool) -> StagedFile:
 
 
 def _node() -> tuple[str, int]:
-    """Return an id shared by exactly the ranks that share the tmpfs: containers on one machine may have one each."""
+    """Return an id of the tmpfs that this rank uses. Containers on one machine may have separate ones."""
     device = MEMORY.stat().st_dev if MEMORY.is_dir() else 0
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node(), device

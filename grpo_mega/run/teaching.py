@@ -1,4 +1,4 @@
-"""Log-probs of the teachers for a step's samples, each from the teacher that its row names."""
+"""Log-probs of the teachers for a step's samples. The sample's row names its teacher."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ def attach_teacher_logprobs(
     teachers: Mapping[str, Teacher],
     runtime: Runtime,
 ) -> None:
-    """Set the batches' teacher_logprobs. A Megatron teacher sees all tokens, and those of its samples are kept; a server is
-    asked for its samples alone, each rank asking for a share of them."""
+    """Set the batches' teacher_logprobs.
+
+    A Megatron teacher computes all tokens, and only the values of its samples are kept. A server computes only its samples, and
+    each rank requests a share of them.
+    """
     names = [_teacher_of(config, sample) for sample in samples]
     if any(settings.url for settings in config.teachers.values()):
         rows = _ask_servers(config, samples, names, runtime)
@@ -49,7 +52,7 @@ def attach_teacher_logprobs(
 
 
 def _ask_servers(config: Config, samples: Sequence[Sample], names: Sequence[str], runtime: Runtime) -> list[Tensor]:
-    """Return [response_len] of each sample, on every rank; 0 where its teacher is not on a server."""
+    """Return log-probs [response_len] for each sample, on every rank; 0 if its teacher is not on a server."""
     lengths = [sample.response_len for sample in samples]
     values_N = torch.zeros(sum(lengths), dtype=torch.float32)
     rows = values_N.split(lengths)

@@ -254,13 +254,13 @@ def notices_another_start_model(rank: int, folder: Path) -> None:
         assert text.startswith(f"model.path={path}: must hold") and what in text, text
         change(name, contents.get(name))
     assert opened().changes(recorded | {"data.train=t": "other"}) == [
-        "data.train=t is not what it was at the run's checkpoint; the run goes on with what is there now"
+        "data.train=t has changed since the run's checkpoint; the run continues with the current content"
     ]
     without_weights, taught = opened("random").digests(), opened("random", large=path).digests()
     change("model-1.safetensors", bytes(flipped))
     assert opened("random").changes(without_weights) == []
     assert opened("random", large=path).changes(taught) == [
-        "teachers.large/model-1.safetensors is not what it was at the run's checkpoint; the run goes on with what is there now"
+        "teachers.large/model-1.safetensors has changed since the run's checkpoint; the run continues with the current content"
     ]
 
 

@@ -171,7 +171,7 @@ def test_a_server_that_may_not_be_started_anew_ends_the_run_with_a_checkpoint_an
     (line,) = [line for line in log.splitlines() if "error:" in line]
     assert re.search(
         r"the engine of rank [01] failed 1 times \(http://127\.0\.0\.1:\d+ .*; remove the cause, or raise "
-        r"rollout\.max_restarts, and go on with --resume; a checkpoint of step \d+ is in .*/checkpoints$",
+        r"rollout\.max_restarts, and continue with --resume; a checkpoint of step \d+ is in .*/checkpoints$",
         line,
     )
     assert "Traceback" not in log

@@ -43,7 +43,7 @@ def test_a_setting_with_another_value_than_the_runs_is_named(tmp_path: Path) -> 
     folder = tmp_path / "run"
     started(folder)
     with (
-        pytest.raises(ResumeError, match=r"algorithm.std_eps=0.1 differs from the run's 1e-06; give the run's value"),
+        pytest.raises(ResumeError, match=r"algorithm.std_eps=0.1 differs from the run's 1e-06; use the run's value"),
         claim(config(folder, std_eps=0.1), resume=True, argv=["train"]),
     ):
         pass

@@ -77,11 +77,11 @@ def seen(run_dir: Path) -> dict[str, str]:
 
 def test_a_run_stopped_by_its_file_goes_on_as_if_nothing_had_happened(inputs: Path, whole: End, tmp_path: Path) -> None:
     output = stop_after(inputs, tmp_path / "run", 5)
-    assert "as asked; go on with the same command and --resume" in output
+    assert "as requested; continue with the same command and --resume" in output
     assert not (tmp_path / "run" / "stop").exists()
     assert not (tmp_path / "run" / "hf").exists()
     code, output = run(inputs, tmp_path / "run", "--resume")
-    assert code == 0 and "resumed after step" in output and "algorithm.kl_beta goes on at 0.00" in output
+    assert code == 0 and "resumed after step" in output and "algorithm.kl_beta continues at 0.00" in output
     assert read_end(tmp_path / "run") == whole
     assert seen(tmp_path / "run") == seen(inputs.parent / "whole")
     betas = [row["kl/beta"] for row in metrics(tmp_path / "run") if "kl/beta" in row]
@@ -128,7 +128,7 @@ def test_a_refresh_that_fails_leaves_a_checkpoint_from_which_the_run_goes_on(inp
     assert code == 2, output
     (line,) = [text for text in output.splitlines() if "error:" in text]
     log = tmp_path / "run" / "logs" / "refresh-000003.log"
-    assert f"rewards.refresh_command ended with code 3; see {log}, correct it and go on with --resume" in line
+    assert f"rewards.refresh_command ended with code 3; see {log}, correct it and continue with --resume" in line
     assert f"; a checkpoint of step 3 is in {tmp_path / 'run' / 'checkpoints'}" in line
     assert log.read_text() == "no reward model\n"
     code, output = run(inputs, tmp_path / "run", "--resume")
@@ -198,7 +198,7 @@ def test_a_run_whose_pointer_is_missing_goes_on_from_its_newest_checkpoint(input
     code, output = run(inputs, run_dir, "--resume", "--set", "checkpoint.keep=1")
     heldout.write_bytes(original)
     assert code == 0 and f"resumed after step 15 from {run_dir}/checkpoints/step-000015" in output, output
-    assert f"data.heldout={heldout} is not what it was at the run's checkpoint" in " ".join(output.split())
+    assert f"data.heldout={heldout} has changed since the run's checkpoint" in " ".join(output.split())
     assert "data.train=" not in output
     assert read_end(run_dir) == whole
     assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"latest", "step-000016", "step-000099-mine"}
@@ -280,7 +280,7 @@ def test_a_run_that_diverged_goes_on_with_gentler_settings_and_the_prompts_that_
     fatal = ("--set", "algorithm.kl_beta=1e37", "--set", "max_nonfinite_steps=2")
     code, output = run(inputs, tmp_path / "run", *always, *fatal)
     assert code == 2 and "in 2 steps in a row, up to step 2;" in output, output
-    assert "go on with --resume and a lower optimizer.lr" in output
+    assert "continue with --resume and a lower optimizer.lr" in output
     code, output = run(inputs, tmp_path / "run", *always, "--resume", "--set", "optimizer.lr=1e-4")
     assert code == 0, output
     for line in (

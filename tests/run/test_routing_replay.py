@@ -55,7 +55,7 @@ def test_experts_are_replayed_over_partial_rollouts_and_a_resume(inputs: Path, t
 @pytest.mark.parametrize(
     ("fault", "problem"),
     [
-        ("byte", r"the experts of sample \d of prompt \d are not those that its engine recorded"),
+        ("byte", r"the experts of sample \d of prompt \d differ from the experts that its engine recorded"),
         ("router", r"layer 2 sent \d+ of \d+ tokens to other experts than the engine did; set rollout.routing_replay=false"),
     ],
 )

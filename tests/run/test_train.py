@@ -145,4 +145,4 @@ def test_a_second_start_in_the_same_folder_is_refused(run_dir: Path) -> None:
     process = kills.start(run_dir.parent / "config.json", run_dir, [], output=subprocess.PIPE)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 2
-    assert "holds a run; go on with it by --resume" in output and len(output.splitlines()) == 1
+    assert "already has a run; continue it with --resume" in output and len(output.splitlines()) == 1

@@ -143,7 +143,7 @@ def test_a_job_that_everything_befalls_ends_as_if_nothing_had(
     cluster.run("scancel", "--signal=USR1", job.id)  # to all steps: torchrun would die of it
     cluster.run("scancel", "--batch", "--signal=USR1", job.id)
     job.wait_for_text("requeued: stopped at step-")
-    assert job.log().count(" as asked; go on with the same command and --resume") == 1
+    assert job.log().count(" as requested; continue with the same command and --resume") == 1
     job.wait_for_start()
 
     job.wait_for_steps(2)
