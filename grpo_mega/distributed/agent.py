@@ -1,7 +1,7 @@
-"""torchrun whose store listens on one address: `python -m grpo_mega.distributed.agent TORCHRUN-ARGUMENT ...`.
+"""torchrun with a store that listens on one address: `python -m grpo_mega.distributed.agent TORCHRUN-ARGUMENT ...`.
 
-torchrun's own store listens on all addresses. Slurm jobs start their ranks by this module; the arguments are torchrun's, and
-the rendezvous must be static, which is torchrun's default.
+torchrun's store listens on all addresses. Slurm jobs start their ranks with this module. It takes torchrun's arguments. The
+rendezvous must be static, as it is by default.
 """
 
 from __future__ import annotations
@@ -29,5 +29,5 @@ def _store(host: str, port: int, world_size: int, is_master: bool, timeout: time
 
 if __name__ == "__main__":
     console.install()
-    static_tcp_rendezvous.TCPStore = _store  # type: ignore[misc, assignment]  # torchrun opens its store nowhere else
+    static_tcp_rendezvous.TCPStore = _store  # type: ignore[misc, assignment]  # torchrun opens its store only here
     sys.exit(main())

@@ -1,9 +1,9 @@
-"""Start the ranks of a run on this machine, as torchrun does on many: one process per rank, one exit code for all.
+"""Start the ranks of a run on this machine: one process per rank, one exit code for all. torchrun does it on many machines.
 
-Rank 0 has the terminal; the output of the others goes to log_dir/rank_N.log. When a rank fails, the others get SIGTERM and
-10 s later SIGKILL, and one line names the rank, its exit code and the end of its log. A signal to the launcher is passed on
-once to every rank. Invariant: no rank outlives the launcher, however either ends: each rank leads its own process group,
-which is killed when the rank is gone, and asks the kernel to be killed with the launcher.
+Rank 0 writes to the terminal, and other ranks write to log_dir/rank_N.log. When a rank fails, the other ranks get SIGTERM and
+10 s later SIGKILL, and one line reports the rank, its exit code and the end of its log. A signal to the launcher is forwarded
+once to every rank. No rank outlives the launcher, however either ends: each rank leads a separate process group, and the group
+is killed when the rank is gone. The kernel kills each rank when the launcher dies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from grpo_mega import temporary
 from grpo_mega.errors import EXIT_USER_ERROR
 from grpo_mega.processes import die_with_parent
 
-KEY_VARIABLE = "GRPO_MEGA_RUN_KEY"  # the key of the run's messages, a random text: distributed/messages.py
+KEY_VARIABLE = "GRPO_MEGA_RUN_KEY"  # the key of the run's messages, a random text (distributed/messages.py)
 PORTS = range(10000, 20000)
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_TO_STOP = 10.0
@@ -40,20 +40,20 @@ LINES_OF_LOG = 5
 class Rank:
     rank: int
     process: subprocess.Popen[bytes]
-    log: Path | None  # None: writes to the terminal
-    log_start: int  # bytes that the log held before this run
-    is_signalled: bool = False  # has been sent the signal that the launcher caught
+    log: Path | None  # None if the rank writes to the terminal
+    log_start: int  # size of the log in bytes before this run
+    is_signalled: bool = False  # the launcher has forwarded its signal to this rank
 
 
 def launch_local(argv: list[str], world_size: int, log_dir: Path) -> int:
-    """Run `grpo-mega *argv` as `world_size` local ranks; return 0, or the exit code of the first rank that failed."""
+    """Run `grpo-mega *argv` as `world_size` local ranks. Return 0, or the exit code of the first rank that failed."""
     return run_ranks([sys.executable, "-m", "grpo_mega.cli", *argv], world_size, log_dir)
 
 
 def run_ranks(command: list[str], world_size: int, log_dir: Path) -> int:
-    """Run `command` as `world_size` local ranks; return 0, or the exit code of the first rank that failed.
+    """Run `command` as `world_size` local ranks. Return 0, or the exit code of the first rank that failed.
 
-    A rank killed by a signal counts as 128 + the signal's number.
+    The exit code of a rank that was killed by a signal is 128 + the signal's number.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     temporary.remove_unused()
@@ -63,14 +63,14 @@ def run_ranks(command: list[str], world_size: int, log_dir: Path) -> int:
         try:
             for number, environment in enumerate(environments):
                 ranks.append(_start(number, command, environment, log_dir))
-                if caught:  # while the rank was being started, so that the handler did not know it
+                if caught:  # the signal may have come before the rank was in the list
                     _pass_on(ranks, caught[0])
             return _wait(ranks, caught)
         finally:
             for rank in ranks:
                 _kill_group(rank)
                 rank.process.wait()
-            temporary.remove_unused()  # of ranks that were killed
+            temporary.remove_unused()  # killed ranks leave folders
 
 
 def rank_environments(environ: Mapping[str, str], world_size: int) -> list[dict[str, str]]:
@@ -83,7 +83,7 @@ def rank_environments(environ: Mapping[str, str], world_size: int) -> list[dict[
         "MASTER_PORT": str(free_port()),
         KEY_VARIABLE: secrets.token_hex(32),
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", str(threads)),
-        # Threads that spin while they wait take the cores from one another: ten times slower on a busy machine.
+        # Waiting threads that spin take the cores from other threads, which is ten times slower on a busy machine.
         "OMP_WAIT_POLICY": environ.get("OMP_WAIT_POLICY", "passive"),
         "PYTHONUNBUFFERED": "1",
     }
@@ -92,7 +92,7 @@ def rank_environments(environ: Mapping[str, str], world_size: int) -> list[dict[
 
 @contextlib.contextmanager
 def only_rank() -> Iterator[None]:
-    """Give this process the environment of a job's only rank while the context lasts."""
+    """Set the environment of a job with one rank in this process during the context."""
     before = dict(os.environ)
     os.environ.update(rank_environments(os.environ, world_size=1)[0])
     try:
@@ -107,9 +107,9 @@ def free_port() -> int:
 
 
 def free_ports(count: int, among: range = PORTS) -> list[int]:
-    """Return ports on which no process listens. Raise OSError if there are fewer than `count`.
+    """Return `count` ports without a listening process. Raise OSError if there are fewer.
 
-    `among` lies below the ports that the kernel gives to clients: those may be taken before the port is used.
+    `among` is below the kernel's ports for clients, because a client could take a port before it is used.
     """
     ports: list[int] = []
     for port in random.SystemRandom().sample(among, len(among)):
@@ -118,7 +118,7 @@ def free_ports(count: int, among: range = PORTS) -> list[int]:
             ports.append(port)
         if len(ports) == count:
             return ports
-    raise OSError(f"fewer than {count} ports from {among.start} to {among.stop - 1} are free; end processes that hold them")
+    raise OSError(f"fewer than {count} ports from {among.start} to {among.stop - 1} are free; end processes that use them")
 
 
 def num_cores() -> int:
@@ -127,7 +127,7 @@ def num_cores() -> int:
 
 
 def log_lines(log: Path, start: int) -> list[str]:
-    """Return the lines of a log after its first `start` bytes, without empty ones; none if there is no such file."""
+    """Return the lines of a log after its first `start` bytes, without empty lines; [] if the file does not exist."""
     if not log.exists():
         return []
     with log.open("rb") as file:
@@ -136,17 +136,17 @@ def log_lines(log: Path, start: int) -> list[str]:
 
 
 def log_tail(log: Path, start: int) -> str:
-    """Return the last of these lines, joined into one, behind the path of the log."""
+    """Return the path of the log and its last lines after `start`, as one line."""
     return f"{log} ends: " + (" | ".join(log_lines(log, start)[-LINES_OF_LOG:]) or "(empty)")
 
 
 def exit_description(code: int) -> str:
-    """Describe how a process ended; `code` is negative after a signal, as subprocess has it."""
+    """Describe how a process ended. `code` is negative after a signal, as in subprocess."""
     return f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 def die_with_launcher(launcher: int) -> None:
-    """Have the kernel kill this process with its launcher, where the kernel can do that; for subprocess's preexec_fn."""
+    """Make the kernel kill this process when its launcher dies, if the kernel supports it. Use it as preexec_fn."""
     with contextlib.suppress(OSError):
         die_with_parent(launcher)
 
@@ -162,7 +162,7 @@ def _start(rank: int, command: list[str], environment: dict[str, str], log_dir: 
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=None if log is None else subprocess.STDOUT,
-            process_group=0,  # a Ctrl-C reaches the launcher only, which passes it on once
+            process_group=0,  # Ctrl-C reaches only the launcher, and the launcher forwards it once
             preexec_fn=partial(die_with_launcher, os.getpid()),
         )
     return Rank(rank, process, log, start)
@@ -170,7 +170,7 @@ def _start(rank: int, command: list[str], environment: dict[str, str], log_dir: 
 
 @contextlib.contextmanager
 def _signals_passed_on(ranks: list[Rank]) -> Iterator[list[int]]:
-    """Pass the first SIGINT or SIGTERM on to all ranks, a second one as SIGKILL; yield the list of those caught."""
+    """Forward the first SIGINT or SIGTERM to all ranks. Send SIGKILL for a second one. Yield the list of caught signals."""
     caught: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -189,13 +189,13 @@ def _signals_passed_on(ranks: list[Rank]) -> Iterator[list[int]]:
 
 
 def _wait(ranks: list[Rank], caught: list[int]) -> int:
-    """Wait until all ranks have ended; end the others when one fails. Return the exit code of the run."""
+    """Wait until all ranks have ended. If a rank fails, end the other ranks. Return the exit code of the run."""
     failed = _first_failure(ranks)
     if failed is None:
         return 0
     is_user_error = failed.process.returncode == EXIT_USER_ERROR
     if is_user_error and failed.rank != 0:
-        # Most user errors are raised on every rank, and rank 0 prints to the terminal.
+        # Most user errors are raised on every rank. Prefer rank 0, because it prints to the terminal.
         _wait_for(ranks[:1], SECONDS_FOR_RANK_0_TO_FAIL)
         if ranks[0].process.returncode == EXIT_USER_ERROR:
             failed = ranks[0]
@@ -211,7 +211,7 @@ def _wait(ranks: list[Rank], caught: list[int]) -> int:
 
 
 def _first_failure(ranks: list[Rank]) -> Rank | None:
-    """Wait for a rank that ends with an exit code other than 0; return None once all have ended with 0."""
+    """Wait for a rank that ends with an exit code other than 0. Return None when all ranks have ended with 0."""
     while True:
         codes = [rank.process.poll() for rank in ranks]
         for rank, code in zip(ranks, codes, strict=True):
@@ -229,7 +229,7 @@ def _wait_for(ranks: list[Rank], seconds: float) -> None:
 
 
 def _pass_on(ranks: list[Rank], number: int) -> None:
-    """Send a signal to every rank that has not had one."""
+    """Send a signal to every rank that has not received one."""
     for rank in ranks:
         if not rank.is_signalled:
             rank.is_signalled = True
@@ -243,6 +243,6 @@ def _send(ranks: list[Rank], number: int) -> None:
 
 
 def _kill_group(rank: Rank) -> None:
-    """Kill the rank, if it is alive, and the processes that it started."""
+    """Kill the rank, if it is alive, and its child processes."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(rank.process.pid, signal.SIGKILL)

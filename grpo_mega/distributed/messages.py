@@ -1,8 +1,8 @@
-"""Messages of this run: JSON or arrays that carry an HMAC-SHA256 of the run's key over the message and its name.
+"""Messages of this run: JSON or arrays with an HMAC-SHA256 over the message and its name, with the run's key.
 
-The job's store and gloo know no passwords, so anyone who reaches their ports can write there. A message that no rank of this
-run wrote, or that one wrote under another name, is refused before it is read. Nothing is unpickled. The launcher makes the key
-and passes it by the environment; ranks that torchrun started agree on one by a file of this user alone.
+The job's store and gloo have no passwords, so anyone who reaches their ports can write to them. If no rank of this run wrote a
+message, or a rank wrote it under another name, the message is refused before it is parsed. Nothing is unpickled. The launcher
+creates the key and passes it by the environment. Ranks that torchrun started share a key by a file that only this user reads.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from grpo_mega.paths import RUN_KEY
 
 MAC_BYTES = hashlib.sha256().digest_size
 SHORTEST_KEY = 16  # characters
-SECONDS_FOR_THE_FILE = 60.0  # which a shared disk may show late on other nodes
-_DIGEST = "run_key/digest"  # key of the store
+SECONDS_FOR_THE_FILE = 60.0  # other nodes may see a file on a shared disk late
+_DIGEST = "run_key/digest"  # the digest's key in the store
 
 
 def seal(name: str, message: bytes) -> bytes:
-    """Return the message behind its MAC. No two messages of a run may have the same name."""
+    """Return the MAC and the message. Each message of a run must have a unique name."""
     return _mac(name, message) + message
 
 
@@ -45,7 +45,7 @@ def unseal(name: str, sealed: bytes | memoryview) -> memoryview:
 
 
 def seal_value(name: str, value: Any) -> str:
-    """Return a JSON value and its MAC as one line of ASCII; numbers and texts stay as they are, NaN and infinity too."""
+    """Return a JSON value and its MAC as one line of ASCII. Numbers and texts round-trip exactly, even NaN and infinity."""
     text = json.dumps(value)
     return f"{_mac(name, text.encode()).hex()} {text}"
 
@@ -60,29 +60,31 @@ def unseal_value(name: str, sealed: str | bytes) -> Any:
 
 def forged(name: str) -> EngineError:
     return EngineError(
-        f"{name}: holds what no rank of this run wrote; keep other users and programs off the job's ports (slurm/README.md, "
-        "Nodes that others use too), then go on from the last checkpoint with --resume"
+        f"{name}: has a value that no rank of this run wrote; keep other users and programs off the job's ports "
+        "(slurm/README.md, Nodes that others use too), then continue from the last checkpoint with --resume"
     )
 
 
 @functools.cache
 def run_key() -> bytes:
-    """Return the run's key: that of the environment, else a new one, which suffices where a run is this process alone.
+    """Return the run's key from the environment. Without one create a key, which is enough for a run of one process.
 
-    The key leaves the environment, so that processes that this one starts do not get it.
+    Remove the key from the environment, so child processes do not get it.
     """
     key = os.environ.pop(KEY_VARIABLE, None)
     if key is not None and len(key) < SHORTEST_KEY:
-        raise ConfigError(f"{KEY_VARIABLE}: must have at least {SHORTEST_KEY} characters; take those of `openssl rand -hex 32`")
+        raise ConfigError(
+            f"{KEY_VARIABLE}: must have at least {SHORTEST_KEY} characters; use the output of `openssl rand -hex 32`"
+        )
     return (key or secrets.token_hex(32)).encode()
 
 
 @contextlib.contextmanager
 def shared_key(store: Store, rank: int, world_size: int, folder: Path) -> Iterator[None]:
-    """Let all ranks have one key, where their launcher gave them none: by a file in `folder`, which is gone afterwards.
+    """If the launcher set no key, share one between all ranks by a file in `folder`. The context removes the file at its end.
 
-    All ranks enter the context, and leave it once all have entered. The store tells no more than which key it is. Raise
-    ConfigError if the file does not appear on this node.
+    All ranks enter the context and leave it after all have entered. The store only has a digest of the key. Raise ConfigError
+    if the file does not appear on this node.
     """
     if KEY_VARIABLE in os.environ or world_size == 1 or run_key.cache_info().currsize:
         run_key()
@@ -95,7 +97,7 @@ def shared_key(store: Store, rank: int, world_size: int, folder: Path) -> Iterat
         yield
         return
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # of a start that was killed
+    path.unlink(missing_ok=True)  # a killed start may have left one
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
         file.write(run_key())
     try:

@@ -1,8 +1,8 @@
-"""The ranks that share one engine, on one node: they exchange texts among themselves, in a store of their own.
+"""The ranks that share one engine, on one node. They exchange texts in a separate store.
 
-The job's store is one process for all ranks; a sync of a large model would bring it thousands of requests per engine. A process
-group of these ranks alone would not do: torch names it by the number of groups that a rank is in, which differs between stages
-of Megatron's pipelines, and they would wait for each other under different names.
+The job's store is one process for all ranks, and a sync of a large model would send it thousands of requests per engine. A
+process group of these ranks does not work. torch names it by the number of groups that a rank is in, and this number differs
+between stages of Megatron's pipelines, so the ranks would wait for each other under different names.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from grpo_mega.errors import EngineError
 
 
 class Peers:
-    """`size` ranks of the job, one after another, of which this is number `index`. All of them call every method together."""
+    """`size` consecutive ranks of the job. This rank is number `index`. All of them call every method together."""
 
     def __init__(self, job: Rendezvous, index: int, size: int, deadline_s: float) -> None:
         self._job, self._index, self._size, self._deadline_s = job, index, size, deadline_s
         self._met: tuple[Rendezvous, TCPStore] | None = None  # the leader's store ends with this object
 
     def gather(self, phase: str, text: str) -> list[str]:
-        """Return the texts of all ranks, in their order. Raise EngineError if one does not come within the deadline."""
+        """Return the texts of all ranks, in rank order. Raise EngineError if one does not arrive before the deadline."""
         if self._size == 1:
             return [text]
         try:
@@ -33,10 +33,10 @@ class Peers:
             return self._met[0].all_gather(phase, text, self._deadline_s)
         except DistError as error:
             leader = self._job.rank - self._index
-            raise EngineError(f"rank {leader}, which leads an engine, is gone: {phase} ({error}); see its log") from None
+            raise EngineError(f"rank {leader}, the leader of an engine, is gone: {phase} ({error}); see its log") from None
 
     def broadcast(self, phase: str, text: str) -> str:
-        """Return the text of the leader, which is the first."""
+        """Return the text of the leader, the first rank."""
         return self.gather(phase, text)[0]
 
     def _meet(self) -> tuple[Rendezvous, TCPStore]:
@@ -49,7 +49,7 @@ class Peers:
             port = int(self._job.get(key, self._deadline_s))
             store = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timeout)
         met = Rendezvous(store, self._job.rank, self._size, first=leader, scope=f"engine of rank {leader}")
-        met.all_gather("meeting the others of an engine", None, self._deadline_s)
+        met.all_gather("meeting the other ranks of an engine", None, self._deadline_s)
         if leads:
             self._job.delete(key)
         return met, store

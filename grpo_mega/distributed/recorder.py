@@ -1,7 +1,7 @@
-"""Record the last collective of this rank: each of torch.distributed's notes its beginning and its end.
+"""Record the last collective of this rank. Each function of torch.distributed records its start and its end.
 
-`recorder()` wraps the functions once, for good; it must run before a library takes them by name, as Megatron does. A note costs
-about a microsecond.
+`recorder()` wraps the functions once and permanently. It must run before a library imports them by name, as Megatron does. A
+record costs about a microsecond.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Recorder:
         self._name, self._arguments, self._is_done = "nothing yet", "", True
 
     def beat(self) -> None:
-        """Note progress without a collective, such as a micro-batch.
+        """Record progress without a collective, such as a micro-batch.
 
-        Only the main thread may call it. Work of a background thread is progress only while the main thread waits for it and
-        beats for it; otherwise a stuck collective would hide behind that work.
+        Only the main thread may call it. Work of a background thread counts as progress only if the main thread waits for the
+        work and calls this. Otherwise the work would hide a stuck collective.
         """
         self.last_beat = time.monotonic()
         if self._on_beat is not None:
@@ -40,7 +40,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def heard(self, on_beat: Callable[[], None]) -> Iterator[None]:
-        """Call `on_beat()` at every beat while the context lasts."""
+        """Call `on_beat()` at every beat during the context."""
         self._on_beat = on_beat
         try:
             yield
@@ -48,7 +48,7 @@ class Recorder:
             self._on_beat = None
 
     def last(self) -> str:
-        """Describe the last collective: "in all_reduce of 16 float32 over 4 ranks", or "after ..." when it has returned."""
+        """Describe the last collective: "in all_reduce of 16 float32 over 4 ranks", or "after ..." if it has returned."""
         return f"{'after' if self._is_done else 'in'} {self._name}{self._arguments}"
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,11 +67,11 @@ class Recorder:
 
 @functools.cache
 def recorder() -> Recorder:
-    """Return the recorder of this process; the first call wraps torch.distributed's functions."""
+    """Return the recorder of this process. The first call wraps torch.distributed's functions."""
     result = Recorder()
     for name in NAMES:
         setattr(dist, name, result.wrap(getattr(dist, name)))
-    for name in ("isend", "irecv"):  # P2POp accepts only those of its own module
+    for name in ("isend", "irecv"):  # P2POp compares with the functions of its module
         setattr(dist.distributed_c10d, name, getattr(dist, name))
     return result
 

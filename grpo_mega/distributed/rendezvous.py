@@ -1,9 +1,9 @@
-"""Exchange small values between ranks over the job's store, with no collective outstanding.
+"""Exchange small values between ranks over the job's store, without a pending collective.
 
-A generation phase may last longer than the watchdogs of NCCL and gloo allow, so ranks wait for each other here. Each rank
-makes four requests per exchange, however many ranks there are, and waits in the store instead of asking again and again. Every
-wait has a deadline, past which EngineError names the ranks that are missing and the phase. Values are sealed (messages.py), so
-that what others write into the store is refused with the key's name. Counters cannot be sealed: their values are checked.
+A generation phase may last longer than the watchdogs of NCCL and gloo allow, so ranks wait for each other here. Each rank sends
+four requests per exchange, for any number of ranks, and waits in the store instead of polling. Every wait has a deadline. After
+it EngineError reports the missing ranks and the phase. Values are sealed (messages.py), so values from other programs are
+refused, and the error has the key's name. Counters cannot be sealed, so their values are checked.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch.distributed import DistError, DistStoreError, Store
 from grpo_mega.distributed.messages import forged, seal_value, unseal_value
 from grpo_mega.errors import EngineError
 
-_MAX_NAMED = 8  # missing ranks in an error
+_MAX_NAMED = 8  # maximum number of missing ranks in an error
 
 
 class Rendezvous:
-    """One of `world_size` ranks, numbered from `first` on, that exchange values."""
+    """One of `world_size` ranks that exchange values. The ranks are numbered from `first`."""
 
     def __init__(self, store: Store, rank: int, world_size: int, *, first: int = 0, scope: str = "job") -> None:
-        """`scope` tells this store's keys from the same keys of the run's other stores."""
-        self._store: Store = store.clone()  # type: ignore[attr-defined]  # a connection that waits serves nothing else meanwhile
+        """`scope` distinguishes this store's keys from equal keys in the run's other stores."""
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # a waiting connection serves no other request
         self.rank, self.world_size, self._ranks = rank, world_size, range(first, first + world_size)
         self._scope = scope
         self._num_gathers = self._num_keys = 0
 
     def all_gather(self, phase: str, value: Any, deadline_s: float) -> list[Any]:
-        """Return every rank's value, once all ranks have called; values are JSON. All ranks call equally often."""
+        """Wait until all ranks have called, and return every rank's value. Values are JSON. All ranks call equally often."""
         self._num_gathers += 1
         prefix = f"gather/{self._num_gathers}"
         values, count, done = f"{prefix}/values", f"{prefix}/count", f"{prefix}/done"
@@ -40,7 +40,7 @@ class Rendezvous:
             raise forged(self._name(count))
         if num_come == self.world_size:
             self._store.set(done, "")
-            for name in ("values", "count", "done"):  # all ranks have ended the call before, since they have made this one
+            for name in ("values", "count", "done"):  # all ranks have finished the previous call
                 self._store.delete_key(f"gather/{self._num_gathers - 1}/{name}")
         elif not self._is_set(done, deadline_s):
             missing = sorted(set(self._ranks) - self._read(values).keys())
@@ -49,7 +49,7 @@ class Rendezvous:
             more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
             names = f"rank{'s'[: len(missing) - 1]} {', '.join(map(str, missing[:_MAX_NAMED]))}{more}"
             raise EngineError(
-                f"rank {self.rank} waited {deadline_s:.0f} s in vain for {names} in {phase}; see their logs in RUN_DIR/logs"
+                f"rank {self.rank}: timed out after {deadline_s:.0f} s; missing {names} in {phase}; see RUN_DIR/logs"
             )
         by_rank = self._read(values)
         if len(by_rank) < self.world_size:
@@ -57,14 +57,14 @@ class Rendezvous:
         return [by_rank[rank] for rank in self._ranks]
 
     def unique_key(self, kind: str) -> str:
-        """Return a key that was not given before. All ranks call equally often and get the same key."""
+        """Return a new unique key. All ranks call equally often and get the same key."""
         self._num_keys += 1
         return f"{kind}/{self._num_keys}"
 
     def fetch_add(self, counter: str, count: int = 1, limit: int | None = None) -> int:
-        """Add to a counter that all ranks share and that begins at 0; return its value from before.
+        """Add to a counter that all ranks share. It starts at 0. Return its value before the addition.
 
-        Raise EngineError if it is not a value that the ranks can have counted: up to `limit`, if given.
+        Raise EngineError if the ranks cannot have counted to the value, for example because it exceeds `limit`.
         """
         after = self._add(counter, count)
         if after < count or (limit is not None and after > limit):
@@ -75,9 +75,9 @@ class Rendezvous:
         self._store.set(key, seal_value(self._name(key), text))
 
     def get(self, key: str, deadline_s: float) -> str:
-        """Return the text of a key once it is set. Raise EngineError if that takes longer than the deadline."""
+        """Wait until a key is set, and return its text. Raise EngineError after the deadline."""
         if not self._is_set(key, deadline_s):
-            raise EngineError(f"rank {self.rank} waited {deadline_s:.0f} s in vain for {key}; see the logs in RUN_DIR/logs")
+            raise EngineError(f"rank {self.rank}: timed out after {deadline_s:.0f} s; missing {key}; see RUN_DIR/logs")
         return str(unseal_value(self._name(key), self._store.get(key)))
 
     def try_get(self, key: str) -> str | None:
@@ -88,7 +88,7 @@ class Rendezvous:
         self._store.delete_key(key)
 
     def _name(self, key: str, rank: int | None = None) -> str:
-        """Return the name under which a value of this run is sealed."""
+        """Return the name to seal a value of this run with."""
         return f"{self._scope}/{key}" if rank is None else f"{self._scope}/{key} of rank {rank}"
 
     def _read(self, key: str) -> dict[int, Any]:
@@ -102,7 +102,7 @@ class Rendezvous:
         return by_rank
 
     def _add(self, counter: str, count: int) -> int:
-        """Add to a counter. The store ends the connection if the counter is no number."""
+        """Add to a counter. The store closes the connection if the counter is not a number."""
         try:
             return self._store.add(counter, count)
         except DistError as error:
@@ -112,7 +112,7 @@ class Rendezvous:
             raise
 
     def _is_set(self, key: str, deadline_s: float) -> bool:
-        """Wait until a key is set; return False after the deadline. Signals are handled when it returns."""
+        """Wait until a key is set. Return False after the deadline. Signals are handled when it returns."""
         try:
             self._store.wait([key], timedelta(seconds=deadline_s))
         except DistStoreError:

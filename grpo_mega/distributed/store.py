@@ -1,8 +1,8 @@
-"""The job's store, which listens where its ranks need it and nowhere else.
+"""The job's store. It listens only on the address that its ranks need.
 
-torch's TCPStore listens on all addresses, whatever host it is given, unless it gets a socket that is bound already. On one
-machine the socket is bound to 127.0.0.1, on several to the address of MASTER_ADDR. A store that torchrun has opened is used as
-it is; `python -m grpo_mega.distributed.agent` is torchrun with a bound store.
+torch's TCPStore listens on all addresses, for any host argument, unless it gets a bound socket. On one machine the socket is
+bound to 127.0.0.1. On several machines it is bound to the address of MASTER_ADDR. A store that torchrun has opened is used
+unchanged; `python -m grpo_mega.distributed.agent` is torchrun with a bound store.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from grpo_mega.hardware.environment import is_one_machine
 
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = ""  # all addresses of this machine
-_opened: dict[int, TCPStore] = {}  # by port: a store of this process, which others of its ranks may still use
-_num_asked: Counter[int] = Counter()  # by port
+_opened: dict[int, TCPStore] = {}  # stores of this process by port; other ranks may still use them
+_num_asked: Counter[int] = Counter()  # number of job_store calls by port
 
 
 def job_store(rank: int, timeout: timedelta) -> Store:
-    """Return the store at MASTER_ADDR and MASTER_PORT; open it if this is rank 0, and torchrun has not done so.
+    """Return the store at MASTER_ADDR and MASTER_PORT. Rank 0 opens it, unless torchrun has opened it.
 
-    A process may ask several times, as often as the others, and gets other keys each time. Raise ConfigError if the port is
-    taken.
+    A process may call this several times, equally often on all ranks, and gets separate keys each time. Raise ConfigError if
+    the port is taken.
     """
     host = LOOPBACK if is_one_machine(os.environ) else os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     _num_asked[port] += 1
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # With the number of workers, for which the agent's store waits.
+        # The agent's store waits for this number of workers.
         store = TCPStore(host, port, int(os.environ["WORLD_SIZE"]), is_master=False, timeout=timeout)
     elif rank == 0:
         store = _opened.get(port) or open_store(address_to_bind(os.environ), port, timeout)
@@ -48,9 +48,9 @@ def job_store(rank: int, timeout: timedelta) -> Store:
 
 
 def open_store(address: str, port: int, timeout: timedelta, num_workers: int | None = None) -> TCPStore:
-    """Return a store of this process that listens on `address`; with port 0 on a free port, which is its `port`.
+    """Open a store in this process that listens on `address`. With port 0 it chooses a free port and stores it as `port`.
 
-    With `num_workers`, wait until so many processes have connected.
+    With `num_workers`, wait until this number of processes has connected.
     """
     listener = bound_socket(address, port)
     port = listener.getsockname()[1]
@@ -66,7 +66,7 @@ def open_store(address: str, port: int, timeout: timedelta, num_workers: int | N
 
 
 def bound_socket(address: str, port: int) -> socket.socket:
-    """Return a socket that listens. Listen on all addresses, with a warning, if `address` is not one of this machine's."""
+    """Return a listening socket. If this machine does not have `address`, warn and listen on all addresses."""
     try:
         return _listener(address, port)
     except OSError as error:
@@ -76,12 +76,12 @@ def bound_socket(address: str, port: int) -> socket.socket:
             ) from None
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-    _warn(f"{address} is no address of this machine")
+    _warn(f"{address} is not an address of this machine")
     return _listener(EVERYWHERE, port)
 
 
 def address_to_bind(environ: Mapping[str, str]) -> str:
-    """Return the address on which rank 0, or its torchrun, is to listen."""
+    """Return the address where rank 0 or its torchrun must listen."""
     if is_one_machine(environ):
         return LOOPBACK
     host = environ["MASTER_ADDR"]
@@ -91,7 +91,7 @@ def address_to_bind(environ: Mapping[str, str]) -> str:
         _warn(f"MASTER_ADDR={host} has no address")
         return EVERYWHERE
     if address != host and ip_address(address.partition("%")[0]).is_loopback and host != "localhost":
-        # Debian and Ubuntu give a machine's own name the address 127.0.1.1, which other machines cannot reach.
+        # Debian and Ubuntu map a machine's name to 127.0.1.1, and other machines cannot reach that address.
         _warn(f"MASTER_ADDR={host} is {address} on this machine")
         return EVERYWHERE
     return address
@@ -101,7 +101,7 @@ def _listener(address: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose last connections have just ended is free
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # allow a port with recently closed connections
         listener.bind((address, port))
         listener.listen(socket.SOMAXCONN)
     except BaseException:
@@ -112,8 +112,8 @@ def _listener(address: str, port: int) -> socket.socket:
 
 def _warn(reason: str) -> None:
     print(
-        f"grpo-mega: warning: {reason}, so the job's store listens on all addresses; set MASTER_ADDR to the address by which "
-        "other nodes reach this one, in Slurm jobs NETWORK_INTERFACE to its interface",
+        f"grpo-mega: warning: {reason}, so the job's store listens on all addresses; set MASTER_ADDR to an address of this "
+        "node that other nodes can reach, or in Slurm jobs NETWORK_INTERFACE to its interface",
         file=sys.stderr,
         flush=True,
     )

@@ -1,11 +1,11 @@
-"""End a run that is stuck, and report which ranks wait in which collective: a thread on every rank.
+"""End a stuck run, and report the collective in which each rank waits. A thread on every rank watches the run.
 
-The first rank that has seen no progress for longer than its phase allows, neither its own nor another rank's, asks all others:
-a rank that waits in a collective for one that is slow but moves is not stuck. Rank 0 also asks when the thread of another rank
-sends no heartbeat, whatever the phase. Each rank answers from its own thread with its phase, its last collective and its place
-in the code, and writes the stacks of all its threads to RUN_DIR/hang/rank_N.txt; a rank that does not answer is dead, stopped,
-or stuck outside of Python. The rank that asked prints the answers, equal ones together, and ends its process with EXIT_HANG, on
-which launchers end the others. Nothing is saved: a stuck policy may be half updated.
+If a rank sees no progress on any rank for longer than its phase allows, it asks all other ranks for a report. Progress of other
+ranks counts, because a rank that waits for a slow rank is not stuck. Rank 0 also asks if another rank's thread sends no
+heartbeat, in any phase. Each rank answers from its watch thread with its phase, its last collective and its position in the
+code, and writes the stacks of all its threads to RUN_DIR/hang/rank_N.txt. A rank that does not answer is dead, stopped, or
+stuck outside of Python. The rank that asked prints the answers, groups equal ones, and exits with EXIT_HANG. Launchers then end
+the other ranks. Nothing is saved, because a stuck policy may be half updated.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from grpo_mega.observe.timers import Timers
 
 EXIT_HANG = 3
 FOLDER = "hang"
-LONGEST_PAUSE_S = 5.0  # between looks, each of which costs the store a few requests per rank; below SECONDS_TO_ANSWER
+LONGEST_PAUSE_S = 5.0  # pause between checks; each costs a few store requests per rank; must be below SECONDS_TO_ANSWER
 SECONDS_TO_ANSWER = 10.0
-SECONDS_AFTER_FIRST = 20.0  # rank 0 asks first; others only if it does not
-SECONDS_TO_REPORT = 60.0  # for the rank that asked; another then takes its place
+SECONDS_AFTER_FIRST = 20.0  # other ranks wait longer than rank 0, so rank 0 asks first
+SECONDS_TO_REPORT = 60.0  # if the rank that asked has not reported by then, another rank reports
 SECONDS_TO_WRITE = 5.0
 PACKAGE = Path(__file__).parents[1]
 
 
 class HangWatch:
-    """Watches the run while the context lasts."""
+    """Watches the run during the context."""
 
     def __init__(
         self, config: Config, store: Store, rank: int, world_size: int, timers: Timers, last_checkpoint: Callable[[], str]
@@ -55,9 +55,9 @@ class HangWatch:
         self._rank, self._world_size = rank, world_size
         self._timers, self._last_checkpoint, self._folder = timers, last_checkpoint, config.run_dir / FOLDER
         self._deadline_s, self._deadline_of_phase = config.hang_deadline_s, config.deadline_of_phase
-        self._heard: dict[int, tuple[int, float]] = {}  # by rank: the number of its heartbeats, and when it last grew
-        self._own_move = 0.0  # when this rank last made progress, as last reported to the others
-        self._moves, self._job_moved = 0, time.monotonic()  # reports of progress by all ranks, and the time of the last
+        self._heard: dict[int, tuple[int, float]] = {}  # number of heartbeats and time of the last, by rank
+        self._own_move = 0.0  # time of this rank's last progress that other ranks know of
+        self._moves, self._job_moved = 0, time.monotonic()  # number of progress reports of all ranks, and time of the last
         self._is_over = threading.Event()
         self._main_thread = threading.main_thread().ident
         self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
@@ -73,7 +73,7 @@ class HangWatch:
     def _watch(self) -> None:
         has_answered = False
         store_answered = time.monotonic()
-        others_report: float | None = None  # since when another rank is to end the run
+        others_report: float | None = None  # start of the wait for another rank to end the run
         while not self._is_over.wait(min(LONGEST_PAUSE_S, self._deadline_s / 10)):
             try:
                 self._store.add(f"hang/beats/{self._rank}", 1)
@@ -88,14 +88,14 @@ class HangWatch:
                 ):
                     self._report(reason)
                 store_answered = time.monotonic()
-            except Exception as error:  # the store's process is dead or stopped, or this process is on its way out
+            except Exception as error:  # the store's process is dead or stopped, or this process is ending
                 silence = time.monotonic() - store_answered
                 if silence > self._deadline_s and not self._is_over.is_set():
                     problem = str(error).split("\n", 1)[0][:100]
                     self._end(f"no answer for {silence:.0f} s from the job's store ({problem})", [self._where()])
 
     def _reason(self) -> str | None:
-        """Return why the run must end; None if it goes on."""
+        """Return why the run must end; None if it continues."""
         phase, _ = self._timers.current()
         limit = self._deadline_of_phase.get(phase, self._deadline_s) + (0 if self._rank == 0 else SECONDS_AFTER_FIRST)
         idle = time.monotonic() - max(self._last_move(), self._job_moved)
@@ -105,7 +105,7 @@ class HangWatch:
         return f"no heartbeat from {_ranks(silent)} for {self._deadline_s:.0f} s" if silent else None
 
     def _exchange_progress(self) -> None:
-        """Report this rank's progress since the last look to the others, and note when any rank made progress."""
+        """Report this rank's progress since the last check, and record the time if any rank made progress."""
         own_move = self._last_move()
         moves = self._store.add("hang/moves", int(own_move > self._own_move))
         self._own_move = own_move
@@ -121,7 +121,7 @@ class HangWatch:
         return [rank for rank, (_, when) in self._heard.items() if now - when > self._deadline_s]
 
     def _last_move(self) -> float:
-        """Return when this rank's main thread last made progress: a phase, a collective or a beat."""
+        """Return the time of the main thread's last progress: a phase, a collective or a beat."""
         return max(self._timers.current()[1], recorder().last_beat)
 
     def _answer(self) -> None:
@@ -145,7 +145,7 @@ class HangWatch:
         self._end(reason, lines)
 
     def _answers(self) -> list[str]:
-        """Ask all ranks; return a line for those of equal answers, the rarest first."""
+        """Ask all ranks. Return one line per distinct answer with its ranks, rarest first."""
         self._store.set("hang/asked", "1")
         self._answer()
         ranks = range(self._world_size)
@@ -172,7 +172,7 @@ class HangWatch:
         self._store.set(key, seal_value(key, text))
 
     def _end(self, reason: str, lines: list[str]) -> NoReturn:
-        """Report and end this process, whatever fails."""
+        """Print the report and end this process, even if something fails."""
         try:
             found = _attempt(self._last_checkpoint)
             last = found.result or f"the last checkpoint cannot be read ({found.problem})"
@@ -193,11 +193,11 @@ class HangWatch:
 @dataclass
 class _Attempt:
     result: str | None = None
-    problem: str = f"no answer in {SECONDS_TO_WRITE:.0f} s"  # "": it was done
+    problem: str = f"no answer in {SECONDS_TO_WRITE:.0f} s"  # "" if it succeeded
 
 
 def _attempt(act: Callable[[], str | None]) -> _Attempt:
-    """Call `act` in a thread of its own, and wait for SECONDS_TO_WRITE at most: a file system may never answer."""
+    """Call `act` in a separate thread and wait at most SECONDS_TO_WRITE, because a file system may never answer."""
     attempt = _Attempt()
 
     def run() -> None:
@@ -214,7 +214,7 @@ def _attempt(act: Callable[[], str | None]) -> _Attempt:
 
 
 def _place(frame: object) -> str:
-    """Name the innermost line of this package on a stack, and the innermost of all where that is another."""
+    """Return the innermost line of this package on a stack, and the innermost line of all if it is another."""
     stack = traceback.extract_stack(frame) if frame is not None else []  # type: ignore[arg-type]
     ours = [f for f in stack if Path(f.filename).is_relative_to(PACKAGE)]
     places = [*ours[-1:], *(stack[-1:] if stack and stack[-1] not in ours[-1:] else [])]
@@ -222,7 +222,7 @@ def _place(frame: object) -> str:
 
 
 def _ranks(numbers: list[int]) -> str:
-    """Join rank numbers, runs as ranges: "rank 4" or "ranks 0-3, 5"."""
+    """Join rank numbers, with ranges for consecutive ones: "rank 4" or "ranks 0-3, 5"."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and runs[-1][-1] == n - 1:
@@ -234,5 +234,5 @@ def _ranks(numbers: list[int]) -> str:
 
 
 def _on_nodes(numbers: list[int], nodes: list[str]) -> str:
-    """Return " on n1" where the job has more than one node, else ""; `nodes` by rank, "" if not known."""
+    """Return " on n1" if the job has more than one node, otherwise "". `nodes` has names by rank, "" if not known."""
     return f" on {', '.join(sorted({nodes[n] or 'unknown' for n in numbers}))}" if len(set(nodes) - {""}) > 1 else ""

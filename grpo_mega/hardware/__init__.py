@@ -1,1 +1,1 @@
-"""The machine: its device and kernels, the requirements of FP8, and the figures of known cards."""
+"""The machine: its device and kernels, the requirements of FP8, and data of known GPUs."""

@@ -1,6 +1,6 @@
-"""Cards and assumptions: every number of the planner that comes from neither the config nor the model.
+"""Cards and assumptions: every number of the planner that does not come from the config or the model.
 
-Peaks are the makers' data sheets (dense, without sparsity). The assumptions are judgements; `--explain` lists them.
+Peaks are from NVIDIA's data sheets (dense, without sparsity). The assumptions are estimates. `--explain` lists them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from grpo_mega.errors import ConfigError
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU, and its share of a node of eight. Rates are per GPU and direction."""
+    """One GPU in a node of eight. Rates are per GPU and direction."""
 
     name: str
     title: str
     capability: tuple[int, int]  # CUDA's compute capability
-    memory_gib: float  # as CUDA reports it, which is less than what is sold
-    bf16_flops: float
-    fp8_flops: float  # 0: it has none
-    hbm_bytes: float  # per second
+    memory_gib: float  # size that CUDA reports; smaller than the nominal size
+    bf16_flops: float  # FLOP/s
+    fp8_flops: float  # FLOP/s; 0 if the card has no FP8
+    hbm_bytes: float  # bytes per second
     nvlink_bytes: float
-    network_bytes: float  # between nodes
-    host_bytes: float  # to host memory
-    node_memory_gib: float  # host memory of a usual node of eight
+    network_bytes: float  # bytes per second between nodes
+    host_bytes: float  # bytes per second to host memory
+    node_memory_gib: float  # host memory of a typical node of eight GPUs
 
 
 CARDS = {
@@ -51,39 +51,39 @@ def _assume(value: float, why: str) -> float:
 
 @dataclass(frozen=True)
 class Assumptions:
-    # Shares of a peak that are reached.
-    matmul_share: float = _assume(0.60, "of the bf16 peak, in a layer's products; communication is counted beside it")
-    fp8_matmul_share: float = _assume(0.45, "of the fp8 peak, casts and scales included")
-    attention_share: float = _assume(0.40, "of the bf16 peak, in packed causal flash attention")
-    logprob_share: float = _assume(0.50, "of the bf16 peak, in tiles of logits")
-    hbm_share: float = _assume(0.75, "of the memory's rate, in optimizer steps")
-    nvlink_share: float = _assume(0.70, "of NVLink's rate, in large collectives")
-    network_share: float = _assume(0.80, "of the network's rate, in large collectives")
-    host_share: float = _assume(0.80, "of the link to pinned host memory; all GPUs of a node at once")
-    overlap_share: float = _assume(0.80, "of data-parallel communication hidden where it overlaps")
+    # Achieved shares of a peak.
+    matmul_share: float = _assume(0.60, "share of the bf16 peak in a layer's matrix products; communication counts separately")
+    fp8_matmul_share: float = _assume(0.45, "share of the fp8 peak, including casts and scales")
+    attention_share: float = _assume(0.40, "share of the bf16 peak in packed causal flash attention")
+    logprob_share: float = _assume(0.50, "share of the bf16 peak in tiles of logits")
+    hbm_share: float = _assume(0.75, "share of the memory's rate in optimizer steps")
+    nvlink_share: float = _assume(0.70, "share of NVLink's rate in large collectives")
+    network_share: float = _assume(0.80, "share of the network's rate in large collectives")
+    host_share: float = _assume(0.80, "share of the link to pinned host memory, with all GPUs of a node at once")
+    overlap_share: float = _assume(0.80, "hidden share of data-parallel communication that overlaps with compute")
     # Lengths.
-    response_fill: float = _assume(0.50, "mean response, of rollout.max_response_length")
-    prompt_fill: float = _assume(0.25, "mean prompt, of data.max_prompt_length")
-    packing_fill: float = _assume(0.95, "of a micro-batch's token budget that samples fill")
+    response_fill: float = _assume(0.50, "mean response length as a share of rollout.max_response_length")
+    prompt_fill: float = _assume(0.25, "mean prompt length as a share of data.max_prompt_length")
+    packing_fill: float = _assume(0.95, "share of a micro-batch's token budget that samples fill")
     # Memory of a device.
-    context_gib: float = _assume(0.55, "a CUDA context with its loaded kernels; the trainer's and the engine's")
+    context_gib: float = _assume(0.55, "a CUDA context with its loaded kernels, for trainer and engine each")
     communicator_gib: float = _assume(0.25, "NCCL's buffers for one communicator of several ranks")
-    graph_gib: float = _assume(2.0, "the engine's CUDA graphs and workspaces, which stay while it sleeps")
-    slack_share: float = _assume(0.10, "of what comes and goes while training, lost to fragmentation")
+    graph_gib: float = _assume(2.0, "the engine's CUDA graphs and workspaces; they stay while it sleeps")
+    slack_share: float = _assume(0.10, "share of temporary training memory lost to fragmentation")
     workspace_gib: float = _assume(0.50, "the trainer's cuBLAS, Transformer Engine and optimizer workspaces")
-    expert_imbalance: float = _assume(1.25, "tokens on the busiest rank's experts, to the mean")
+    expert_imbalance: float = _assume(1.25, "tokens on the busiest rank's experts relative to the mean")
     # Host.
-    rank_host_gib: float = _assume(4.0, "host memory of a trainer's rank besides what is listed")
+    rank_host_gib: float = _assume(4.0, "other host memory of a trainer rank")
     engine_host_gib: float = _assume(5.0, "host memory of an engine's process on a rank")
     worker_host_gib: float = _assume(0.4, "host memory of a reward worker")
     # Decoding: fitted to published figures of SGLang on H100s (tests/planner/test_decoding.py).
-    decode_step_s: float = _assume(2.5e-3, "scheduling and sampling of a decoding step, not hidden")
-    decode_layer_s: float = _assume(65e-6, "a layer's kernels beyond what they read and multiply, in a CUDA graph")
-    decode_hbm_share: float = _assume(0.95, "of the memory's rate, while weights and cache are read")
+    decode_step_s: float = _assume(2.5e-3, "scheduling and sampling of a decoding step that is not hidden")
+    decode_layer_s: float = _assume(65e-6, "a layer's kernel overhead in a CUDA graph, without memory reads and products")
+    decode_hbm_share: float = _assume(0.95, "share of the memory's rate when weights and cache are read")
     all_reduce_s: float = _assume(8e-6, "latency of one all-reduce within a node")
-    embedded_layer_s: float = _assume(6e-4, "a layer in transformers' own model, without CUDA graphs")
-    prefill_share: float = _assume(0.50, "of the peak of the engine's precision, in prefill and decoding")
-    step_overhead_s: float = _assume(2.0, "a step's remainder: rewards still under way, packing, logs, sleeping and waking")
+    embedded_layer_s: float = _assume(6e-4, "a layer in the transformers model, without CUDA graphs")
+    prefill_share: float = _assume(0.50, "share of the peak of the engine's precision in prefill and decoding")
+    step_overhead_s: float = _assume(2.0, "remainder of a step: last rewards, packing, logs, sleeping and waking")
 
     def rows(self) -> Iterator[tuple[str, float, str]]:
         """Yield each assumption's name, value and reason."""

@@ -1,4 +1,4 @@
-"""The device, CPU or CUDA, and its memory: the only module that asks which, so that the same code runs on 1 CPU and 64 GPUs."""
+"""The device, CPU or CUDA, and its memory. Only this module selects the device, so the same code runs on 1 CPU and 64 GPUs."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class Device:
 
 
 class PeakMemory:
-    """The most memory held since the last `take`: tensors' on a GPU, this process's resident memory on a CPU."""
+    """The peak memory since the last `take`: of tensors on a GPU, of this process (resident) on a CPU."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.reserved = 0  # bytes that torch's allocator took from a GPU, at most, since this was last set to 0
+        self.reserved = 0  # peak bytes that torch's allocator reserved on a GPU since this was last set to 0
         self.take()
 
     def take(self) -> int:
-        """Return the peak in bytes, and reset it."""
+        """Return the peak in bytes and reset it."""
         if self._device.is_cuda:
             device = self._device.torch_device
             self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(device))
@@ -57,13 +57,13 @@ class PeakMemory:
             return peak
         lines = Path("/proc/self/status").read_text().splitlines()
         peak = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
-        with contextlib.suppress(OSError):  # where that is not allowed the peak is the process's so far
+        with contextlib.suppress(OSError):  # without permission the peak is not reset
             Path("/proc/self/clear_refs").write_text("5")
         return peak
 
 
 def select(choice: Literal["auto", "cpu", "cuda"], local_rank: int) -> Device:
-    """Return the device of this rank. Raise ConfigError if CUDA is asked for and absent, or a GPU is there and unusable."""
+    """Return the device of this rank. Raise ConfigError if CUDA is requested but missing, or if torch cannot use a GPU."""
     has_cuda = torch.cuda.is_available()
     for problem in unusable_gpu_problems(choice, os.environ, sees_gpu=has_cuda):
         raise ConfigError(problem)

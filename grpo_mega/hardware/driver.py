@@ -1,4 +1,4 @@
-"""A machine whose GPU torch cannot use: with `device: auto` it would train on the CPU without a word. Never imports torch."""
+"""Detect a GPU that torch cannot use. Otherwise `device: auto` would silently train on the CPU. Never imports torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES with which a user asks for the CPU
+HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that select the CPU
 SECONDS_TO_ASK = 120.0
 _ASK = "import torch; print('torch sees a GPU:', torch.cuda.is_available())"
 
 
 def unusable_gpu_problems(device: str, environ: Mapping[str, str], sees_gpu: bool | None = None) -> Iterator[str]:
-    """Yield why device=auto is no choice: a GPU that torch does not see. `sees_gpu`: None asks torch in another process."""
+    """Yield the problem if device=auto and torch does not see a GPU. If `sees_gpu` is None, ask torch in another process."""
     sign = gpu_sign(environ) if device == "auto" else None
     if sign is None:
         return
@@ -29,7 +29,7 @@ def unusable_gpu_problems(device: str, environ: Mapping[str, str], sees_gpu: boo
 
 
 def gpu_sign(environ: Mapping[str, str], root: Path = Path("/")) -> str | None:
-    """Return a sign of an NVIDIA GPU or driver; None if there is none, or the user hides the GPUs from this process."""
+    """Return the path of a sign of an NVIDIA GPU or driver; None if there is none or CUDA_VISIBLE_DEVICES hides all GPUs."""
     if environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in HIDDEN:
         return None
     for pattern in ("dev/nvidia[0-9]*", "dev/nvidiactl", "proc/driver/nvidia/gpus/*", "proc/driver/nvidia/version"):
@@ -40,7 +40,7 @@ def gpu_sign(environ: Mapping[str, str], root: Path = Path("/")) -> str | None:
 
 @functools.cache
 def torch_sees_gpu() -> bool:
-    """Ask torch in a process of its own; also True if it cannot be asked, since the ranks report why."""
+    """Ask torch in a separate process. Return True if that fails, because the ranks report the cause."""
     try:
         asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=SECONDS_TO_ASK)
     except (OSError, subprocess.SubprocessError):

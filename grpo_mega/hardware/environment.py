@@ -1,6 +1,6 @@
-"""The variables that libraries read in a rank: one table, whether grpo-mega train, torchrun or Slurm started it.
+"""The variables that libraries read in a rank: one table for ranks of grpo-mega train, torchrun and Slurm.
 
-CUDA, NCCL and gloo read them when they are first used, so a rank sets them before that. What the user has set stays.
+CUDA, NCCL and gloo read them on first use, so a rank sets them before that. Variables that the user has set do not change.
 Never imports torch.
 """
 
@@ -20,22 +20,22 @@ from grpo_mega.hardware.driver import gpu_sign
 from grpo_mega.temporary import shared_folder
 
 LIBRARIES = {
-    # Tensor parallelism with sequence parallelism overlaps communication with GEMMs only if kernels start in the order in which
-    # they were launched, which one hardware queue guarantees.
+    # Tensor parallelism with sequence parallelism overlaps communication with GEMMs only if kernels start in launch order. One
+    # hardware queue guarantees this order.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # Engine and trainer take turns on a GPU's memory. Buffers that NCCL maps through cuMem, and those of NVLink SHARP, which
-    # need it, stay allocated while their owner sleeps: some GB that the other one lacks.
+    # Engine and trainer take turns on a GPU's memory. Buffers that NCCL maps through cuMem stay allocated while their owner
+    # sleeps, so the other one lacks some GB. Buffers of NVLink SHARP need cuMem and do the same.
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_DEBUG": "WARN",
-    # A rank that is gone must end the others, not leave them waiting.
+    # If a rank is gone, the other ranks must end instead of waiting.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    # 2^22 * 4 us before InfiniBand gives a packet up: links flap for a second or two when a port is retrained.
+    # InfiniBand gives up a packet after 2^22 * 4 us, because links flap for a second or two when a port is retrained.
     "NCCL_IB_TIMEOUT": "22",
     "TOKENIZERS_PARALLELISM": "false",
 }
-# The same bits in every run, 10-20% slower: no attention kernel that adds atomically, one reduction order for NCCL, and a fixed
-# workspace, on which cuBLAS' choice of kernel depends.
+# Every run computes the same bits, 10-20% slower: no attention kernel with atomic additions, one reduction order for NCCL, and
+# a fixed workspace for cuBLAS, because its choice of kernel depends on the workspace.
 DETERMINISTIC = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "NCCL_ALGO": "Ring",
@@ -45,12 +45,12 @@ SIOCGIFADDR = 0x8915  # the ioctl that returns an interface's IPv4 address
 
 
 def library_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a rank with the environment `environ` adds to it; none of them is there yet.
+    """Return the variables that a rank adds to its environment `environ`. Variables in `environ` are left out.
 
-    DETERMINISTIC=1 adds those of deterministic kernels. NETWORK_INTERFACE names the interface of NCCL's and gloo's sockets;
-    without it gloo takes the one that leads to MASTER_ADDR. Its own choice is the address of the host's name, which on Ubuntu
-    is 127.0.1.1, so that ranks of different nodes never meet. On one machine both take the loopback, which no other machine
-    reaches.
+    DETERMINISTIC=1 adds the variables for deterministic kernels. NETWORK_INTERFACE is the interface for sockets of NCCL and
+    gloo. Without it gloo uses the interface that leads to MASTER_ADDR. gloo's default is the address of the host's name, but on
+    Ubuntu this is 127.0.1.1, so ranks of different nodes would never connect. On one machine both use the loopback interface,
+    because no other machine can reach it.
     """
     values = dict(LIBRARIES)
     if environ.get("DETERMINISTIC") == "1":
@@ -61,28 +61,28 @@ def library_environment(environ: Mapping[str, str]) -> dict[str, str]:
         values |= loopback_sockets()
     elif interface := interface_to(environ.get("MASTER_ADDR", "")):
         values["GLOO_SOCKET_IFNAME"] = interface
-    if gpu_sign(environ):  # what torch compiles is for later runs too; its default lies in TMPDIR, which ends with the rank
+    if gpu_sign(environ):  # keep compiled kernels for later runs; the default is in TMPDIR, which is removed with the rank
         values["TORCHINDUCTOR_CACHE_DIR"] = str(shared_folder() / f"torchinductor_{os.getuid()}")
     return {name: value for name, value in values.items() if name not in environ}
 
 
 def is_one_machine(environ: Mapping[str, str]) -> bool:
-    """Return True if all ranks of the job are on this machine, as far as the launcher's variables say."""
+    """Return True if the launcher's variables say that all ranks of the job are on this machine."""
     return environ.get("WORLD_SIZE") is not None and environ.get("WORLD_SIZE") == environ.get("LOCAL_WORLD_SIZE")
 
 
 def loopback_sockets() -> dict[str, str]:
-    """Return the variables by which the sockets of NCCL and gloo use the loopback interface."""
+    """Return the variables that make the sockets of NCCL and gloo use the loopback interface."""
     interface = interface_to("127.0.0.1")
     return {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface} if interface else {}
 
 
 def interface_to(host: str) -> str | None:
-    """Return the network interface from whose address this machine reaches `host`; None where it finds none."""
+    """Return the network interface that this machine uses to reach `host`; None if there is none."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # chooses the route; a datagram socket sends nothing for it
+            probe.connect(address)  # connecting a datagram socket chooses the route and sends nothing
             source = probe.getsockname()[0]
     except OSError:
         return None
@@ -97,7 +97,7 @@ def addresses_of(interface: str) -> list[str]:
         try:
             answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()))
             found.append(socket.inet_ntoa(answer[20:24]))
-        except OSError:  # it has none
+        except OSError:  # no IPv4 address
             pass
     try:
         rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
@@ -107,10 +107,10 @@ def addresses_of(interface: str) -> list[str]:
 
 
 def server_cache(environ: Mapping[str, str]) -> Path:
-    """Return the folder of this node in which SGLang keeps the kernels that it compiles, made if need be.
+    """Return this node's folder for kernels that SGLang compiles. Create it if it does not exist.
 
-    SGLang's default lies in the home, which nodes often share: the servers of all nodes would wait for one lock.
-    Others of the node may write to the folder above, so a folder that is not this user's own is passed by.
+    SGLang's default is in the home folder, but nodes often share it, so the servers of all nodes would wait for one lock. Other
+    users may write to the parent folder, so a folder of another user, or one that other users can write to, is not used.
     """
     parent = Path(environ.get("NODE_LOCAL") or shared_folder())
     folder = parent / f"grpo_mega-sglang-{os.getuid()}"
@@ -125,7 +125,7 @@ def server_cache(environ: Mapping[str, str]) -> Path:
 
 
 def cuda_compiler(environ: Mapping[str, str]) -> Path | None:
-    """Return the nvcc with which SGLang compiles kernels when it runs; None where it would find none."""
+    """Return the nvcc that SGLang uses to compile kernels at run time; None if it would not find one."""
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
     found = shutil.which("nvcc", path=f"{home}/bin" if home else f"{environ.get('PATH', '')}{os.pathsep}/usr/local/cuda/bin")
     return Path(found) if found else None

@@ -1,7 +1,7 @@
-"""FP8 as data: what each recipe of Transformer Engine needs; never imports torch. The rules are in validation/precision.py.
+"""The requirements of each FP8 recipe of Transformer Engine. Never imports torch. The rules are in validation/precision.py.
 
-The recipes differ in how they scale to the range of FP8: `delayed` by a history of maxima, `tensorwise` by each tensor's own,
-`blockwise` in blocks of 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3), `mxfp8` in blocks of 32 (OCP MX).
+The recipes use different scales: `delayed` from a history of maxima, `tensorwise` from each tensor's maximum, `blockwise` in
+blocks of 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3), `mxfp8` in blocks of 32 (OCP MX).
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from grpo_mega.config import Config, PrecisionConfig
 from grpo_mega.hardware.kernels import Version
 from grpo_mega.weights.spec import BLOCK
 
-PRECISION_AWARE: Version = (2, 1)  # the first Transformer Engine whose Adam has moments of other dtypes
-SERVED_CAPABILITY: Version = (8, 9)  # the least with which SGLang computes in FP8 blocks instead of repacking them
-LENGTH_MULTIPLE = 16  # of the tokens in a micro-batch per tensor-parallel rank, without FP8
+PRECISION_AWARE: Version = (2, 1)  # first Transformer Engine with Adam moments in other dtypes
+SERVED_CAPABILITY: Version = (8, 9)  # lowest capability if SGLang must compute in FP8 blocks without repacking
+LENGTH_MULTIPLE = 16  # without FP8, tokens per tensor-parallel rank in a micro-batch are padded to this multiple
 
 
 @dataclass(frozen=True)
 class Needs:
-    transformer_engine: Version  # the first that has the recipe
-    capability: Version  # the least compute capability of a GPU
+    transformer_engine: Version  # first version with the recipe
+    capability: Version  # lowest compute capability of a GPU
     card: str
-    length_multiple: int  # of the tokens in a micro-batch per tensor-parallel rank
-    cuda: Version = (12, 0)  # the first CUDA that has its products
+    length_multiple: int  # tokens per tensor-parallel rank in a micro-batch are padded to this multiple
+    cuda: Version = (12, 0)  # first CUDA with the recipe's matrix products
 
 
 RECIPES = {
@@ -35,13 +35,13 @@ RECIPES = {
 
 
 def length_multiple(precision: PrecisionConfig, tp: int) -> int:
-    """Return the number whose multiples the lengths of micro-batches are padded to."""
+    """Return the multiple to which micro-batch lengths are padded."""
     return (RECIPES[precision.fp8_recipe].length_multiple if precision.fp8 else LENGTH_MULTIPLE) * tp
 
 
 def environment(config: Config) -> dict[str, str]:
-    """Return the variables that Transformer Engine reads when it is imported, to be set unless the user has set them."""
+    """Return the variables that Transformer Engine reads at import. Set them unless the user has set them."""
     if config.precision.fp8 and config.precision.fp8_recipe == "blockwise" and config.rollout.quantization:
-        # Otherwise its scales are powers of two, and policy and engine would compute with different weights.
+        # Otherwise scales are powers of two, and policy and engine would compute with different weights.
         return {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
     return {}

@@ -1,7 +1,7 @@
-"""The fused kernels that a run uses: Transformer Engine's if installed, NVIDIA Apex's where that lacks one, else torch's.
+"""The kernels that a run uses: from Transformer Engine if it loads, otherwise from NVIDIA Apex, otherwise from torch.
 
-This module imports neither torch nor the packages it looks for: Megatron has tried to load them. On a CPU all are torch's.
-The package index's `apex` is an unrelated web package that Megatron would take for NVIDIA's: it is refused.
+This module does not import torch or these packages, because Megatron has already tried to load them. On a CPU all kernels are
+torch's. The package `apex` on PyPI is an unrelated web package that Megatron would mistake for NVIDIA Apex, so it is refused.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from grpo_mega.errors import ConfigError
 APEX_REPOSITORY = "https://github.com/NVIDIA/apex"
 
 Version = tuple[int, ...]
-UNFUSED_PACKED: Version = (2, 11)  # the first Transformer Engine with packed samples in its unfused attention, which has fp32
-PACKED_A2A: Version = (2, 10)  # the first with packed samples in the a2a form of context parallelism
-FUSED_PACKED: Version = (9, 0)  # the least compute capability with packed samples in its fused attention
-FLASH_ATTENTION: Version = (2, 1, 1)  # the oldest flash-attn that it uses
+UNFUSED_PACKED: Version = (2, 11)  # first Transformer Engine with packed samples in unfused attention, which supports fp32
+PACKED_A2A: Version = (2, 10)  # first Transformer Engine with packed samples in a2a context parallelism
+FUSED_PACKED: Version = (9, 0)  # lowest compute capability for packed samples in Transformer Engine's fused attention
+FLASH_ATTENTION: Version = (2, 1, 1)  # oldest flash-attn that Transformer Engine uses
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The packages that a run's kernels come from, and why."""
+    """The packages that a run's kernels come from, and the reason for the choice."""
 
     transformer_engine: bool
     apex_adam: bool
@@ -35,7 +35,7 @@ class Kernels:
 
     @property
     def fuses_weight_gradients(self) -> bool:
-        """True if the kernel that computes weight gradients also adds them to the fp32 buffers."""
+        """Return True if the kernel that computes weight gradients also adds them to the fp32 buffers."""
         return self.transformer_engine or self.apex_weight_gradients
 
     def line(self) -> str:
@@ -55,9 +55,9 @@ def choose(
     apex_weight_gradients: bool = False,
     problem: str = "",
 ) -> Kernels:
-    """Return the kernels that a run uses, of the packages that Megatron could load; on a CPU these make no difference.
+    """Choose the kernels of a run from the packages that Megatron could load. On a CPU these packages are not used.
 
-    `problem`: why an installed Transformer Engine does not load. Raise ConfigError for a package `apex` that is not NVIDIA's.
+    `problem`: why an installed Transformer Engine does not load. Raise ConfigError if the package `apex` is not NVIDIA Apex.
     """
     check_apex()
     if not is_cuda:
@@ -73,16 +73,16 @@ def choose(
 
 
 def check_apex() -> None:
-    """Raise ConfigError if the installed `apex` is the web package of that name."""
+    """Raise ConfigError if the installed `apex` is the unrelated web package."""
     spec = find_spec("apex")
     if spec is None:
         return
-    # Looked for in the package's folder, since importing the package might fail.
+    # Search the package's folder, because importing the package might fail.
     if PathFinder.find_spec("apex.multi_tensor_apply", list(spec.submodule_search_locations or ())) is None:
         package = f"apex {_version('apex') or ''}".rstrip()
         raise ConfigError(
-            f"the installed package {package} is not NVIDIA Apex but an unrelated web package, which Megatron would take for "
-            f"it; run pip uninstall apex, and build NVIDIA's from {APEX_REPOSITORY} if you have no Transformer Engine"
+            f"the installed package {package} is not NVIDIA Apex but an unrelated web package, and Megatron would mistake it "
+            f"for Apex; run pip uninstall apex, and build NVIDIA's from {APEX_REPOSITORY} if you have no Transformer Engine"
         )
 
 
@@ -97,7 +97,7 @@ def flash_attention_version() -> str | None:
 
 
 def cuda_version() -> str | None:
-    """Return the CUDA that the installed torch was built with, read from its files; None for a build without."""
+    """Return the CUDA version of the installed torch, read from its files; None for a build without CUDA."""
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         return None

@@ -1,1 +1,1 @@
-"""Sharing devices between policy and engine, and moving weights from one to the other along a plan of weights.plan."""
+"""Share devices between policy and engine, and send weights from policy to engine by a plan of weights.plan."""

@@ -1,10 +1,10 @@
-"""The policy and its engine: which of them holds device memory when, weight syncs, and recovery of engines that fail.
+"""The policy and its engine: turns on device memory, weight syncs, and recovery of failed engines.
 
-A step goes: engine sleeps, policy is onloaded -> update -> gradients dropped, optimizer offloaded -> engine wakes its weights
--> sync and verification -> policy's weights offloaded -> engine wakes its KV cache -> generation. `sync_weights` is the part
-after the update; it runs in the same way before the first step, after a resume and after a restart of a server. A server that
-fails is restarted, gets the current weights, and generates the groups that were left unfinished. On ranks with a policy or an
-engine only, neither gives its memory to the other.
+The order in a step: engine sleeps, policy is onloaded -> update -> gradients dropped, optimizer offloaded -> engine wakes its
+weights -> sync and verification -> policy's weights offloaded -> engine wakes its KV cache -> generation. `sync_weights` is the
+part after the update. It also runs before the first step, after a resume and after a restart of a server. If a server fails, it
+is restarted, gets the current weights, and generates the unfinished groups. Ranks with only a policy or only an engine do not
+share their memory.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Colocation:
     rendezvous: Rendezvous
     timers: Timers
     config: RolloutConfig
-    memory: GpuMemory | None  # None: policy and engine share no device memory, as on a CPU
+    memory: GpuMemory | None  # None if policy and engine share no device memory, for example on a CPU
     log: Callable[[str], None]
     first_engine_rank: int = 0
 
     def __post_init__(self) -> None:
         wants_turns = self.config.sleep == "always" or (self.config.sleep == "auto" and self.memory is not None)
         self._takes_turns = wants_turns and not self.config.is_separate
-        self._num_restarts: Counter[int] = Counter()  # by rank of the leader
+        self._num_restarts: Counter[int] = Counter()  # number of restarts by rank of the leader
         if self.engine.is_server and self.memory is None:
-            self.log("engines neither sleep nor wake here: without a GPU their memory is the host's")
+            self.log("engines do not sleep here, because without a GPU they use host memory")
 
     def sync_weights(self, version: int) -> StepMetrics:
-        """Give the engine the policy's weights, as policy `version`. Raise SyncError or EngineError, on all ranks."""
+        """Send the policy's weights to the engine, as policy `version`. Raise SyncError or EngineError on all ranks."""
         while True:
             num_bytes = self._sync_once(version)
             failures = self._gather_failures("weight sync")
@@ -77,7 +77,7 @@ class Colocation:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Give the devices to the policy while the context lasts."""
+        """Reserve the devices for the policy during the context."""
         if self._takes_turns:
             with self.timers("sleep"):
                 self.engine.sleep()
@@ -97,9 +97,9 @@ class Colocation:
             self.engine.wake_cache()
 
     def recover(self, version: int) -> None:
-        """Restart the engines that have failed, if any, and give all engines policy `version` again.
+        """Restart failed engines. If there were any, send policy `version` to all engines again.
 
-        All ranks call it together. Raise EngineError on all of them if a server failed more than rollout.max_restarts times.
+        All ranks call it together. Raise EngineError on all ranks if a server failed more than rollout.max_restarts times.
         """
         failures = self._gather_failures("generation")
         if failures:
@@ -107,13 +107,13 @@ class Colocation:
             self.sync_weights(version)
 
     def _gather_failures(self, phase: str) -> dict[int, str]:
-        """Return why engines failed, by the rank of their leaders; the same on all ranks."""
+        """Return the failures of all engines, by the rank of their leader. The result is identical on all ranks."""
         failures = self.rendezvous.all_gather(phase, self.engine.failure, self.config.phase_deadline_s)
         return {rank: failure for rank, failure in enumerate(failures) if failure is not None}
 
     def _restart(self, failures: Mapping[int, str]) -> None:
-        """Restart engines until all can be used; those that failed then have no weights."""
-        if self._takes_turns:  # a server takes its memory at the start
+        """Restart failed engines until all engines can be used. Restarted engines have no weights."""
+        if self._takes_turns:  # a server allocates its memory at the start
             self._policy_memory.offload_optimizer()
             self._policy_memory.offload_weights()
         while failures:
@@ -122,7 +122,7 @@ class Colocation:
                 if self._num_restarts[rank] > self.config.max_restarts:
                     raise EngineError(
                         f"the engine of rank {rank} failed {self._num_restarts[rank]} times ({failure}); "
-                        "remove the cause, or raise rollout.max_restarts, and go on with --resume"
+                        "remove the cause, or raise rollout.max_restarts, and continue with --resume"
                     )
                 self.log(f"the engine of rank {rank} failed and is restarted: {failure}")
             self.engine.restart([rank - self.first_engine_rank for rank in failures])

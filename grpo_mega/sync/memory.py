@@ -1,6 +1,6 @@
-"""Measure the GPU memory of policy and engine, and decide if both fit on a device at once; the same answer on all ranks.
+"""Measure the GPU memory of policy and engine, and decide if both fit on a device at once, identically on all ranks.
 
-The policy's need is the peak of its own allocations while it trained; the engine's is what it holds when awake. CUDA only.
+The policy needs the peak of its allocations during training. The engine needs its memory when awake. CUDA only.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from grpo_mega.hardware.device import PeakMemory
 
-MARGIN = 0.08  # of the device, left for fragmentation, NCCL's buffers and longer batches
+MARGIN = 0.08  # share of the device's memory to leave free for fragmentation, NCCL's buffers and longer batches
 
 
 class GpuMemory:
     def __init__(self, device: torch.device, engine_bytes: int, peak: PeakMemory) -> None:
-        """`engine_bytes`: held by the engine when awake, measured at its start."""
+        """`engine_bytes`: memory of the engine when awake, measured at its start."""
         self._peak = peak
         self._engine_bytes = engine_bytes
         self._training_bytes = 0
@@ -33,7 +33,7 @@ class GpuMemory:
         self._training_bytes = max(self._training_bytes, self._peak.reserved)
 
     def both_fit(self) -> bool:
-        """Return True if both fit on every rank with MARGIN of the device to spare; all ranks ask together."""
+        """Return True if both fit on every rank and leave MARGIN of the device free. All ranks call it together."""
         is_enough = self._training_bytes + self._engine_bytes <= (1 - MARGIN) * self._total_bytes
         answer = torch.tensor([int(is_enough)])
         dist.all_reduce(answer, op=dist.ReduceOp.MIN)

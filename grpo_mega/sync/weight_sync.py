@@ -1,7 +1,7 @@
-"""Move the policy's weights into the engine: each engine rank gets its own slices, in buckets, and verifies them.
+"""Send the policy's weights to the engine. Each engine rank gets its slices, in buckets, and verifies them.
 
-The plan is made once, since neither layout changes. Every rank takes part in every sync. While the engine loads one bucket, the
-next is filled.
+The plan is made once, because neither layout changes. Every rank takes part in every sync. While the engine loads one bucket,
+the next bucket is filled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_mega.weights.plan import Plan
 if TYPE_CHECKING:
     from grpo_mega.rollout.engine import Engine
 
-MAX_NAMED = 8  # tensors in an error
+MAX_NAMED = 8  # maximum number of tensors in an error
 AllGather = Callable[[str, list[str]], list[list[str]]]  # (phase, value of this rank) -> values of all ranks
 
 
@@ -35,17 +35,19 @@ class WeightSync:
         prove: bool = True,
         ranks: dist.ProcessGroup | None = None,
     ) -> None:
-        """`dtype`: the engine's, for tensors that the plan does not quantise. Without `prove` no checksums are sent.
-        `ranks`: the group of all ranks of the plan; None: the default group."""
+        """`dtype`: the engine's dtype, for tensors that the plan does not quantise. `prove`: send and compare checksums.
+
+        `ranks`: the group of all ranks of the plan; None for the default group.
+        """
         self._plan, self._dtype, self._bucket_bytes, self._prove = plan, dtype, bucket_bytes, prove
         self._all_gather, self._ranks = all_gather, ranks
 
     def sync_weights(self, tensors: Mapping[str, Tensor], engine: Engine, *, version: int) -> int:
-        """Fill the engine from the policy's `tensors` of all ranks; return the bytes that this rank received from others.
+        """Fill the engine from the policy's `tensors` on all ranks. Return the bytes that this rank received from other ranks.
 
-        Raise SyncError on all ranks, naming tensors, if the engine's are not those of the plan or if one did not arrive whole.
+        Raise SyncError with names of tensors on all ranks, if the engine's tensors do not match the plan or a checksum differs.
         """
-        self._check("beginning a sync", engine.begin_update(), "the engine's tensors are not those of the plan")
+        self._check("starting a sync", engine.begin_update(), "the engine's tensors do not match the plan")
         num_bytes = 0
         for bucket in buckets(
             self._plan,
@@ -58,11 +60,11 @@ class WeightSync:
         ):
             engine.load(bucket)
             num_bytes += bucket.num_bytes_received
-        self._check("ending a sync", engine.end_update(version), f"policy version {version} is not what the engine has")
+        self._check("ending a sync", engine.end_update(version), f"the engine does not have policy version {version}")
         return num_bytes
 
     def _check(self, phase: str, problems: list[str], summary: str) -> None:
-        """Raise the SyncError of the first rank that has problems."""
+        """Raise SyncError on all ranks with the problems of the first rank that has any."""
         for rank, names in enumerate(self._all_gather(phase, problems)):
             if names:
                 more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""

@@ -23,7 +23,7 @@ from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.store import LOOPBACK, address_to_bind, bound_socket, open_store
 from grpo_mega.errors import ConfigError, EngineError
 
-REFUSED = r"^{}: holds what no rank of this run wrote; keep other users and programs off the job's ports"
+REFUSED = r"^{}: has a value that no rank of this run wrote; keep other users and programs off the job's ports"
 TEXTS = ["\u2028 a line\nof \ud800 its own", "", "\x00\x1b[31m", "9" * 700]
 FLOATS = [0.1, -0.0, 5e-324, 1.7976931348623157e308, math.pi, math.inf, -math.inf, 2.0**53 + 2, 1 / 3]
 
@@ -63,9 +63,9 @@ def test_a_message_is_refused_after_any_flipped_bit() -> None:
     "names", [("a", "b"), ("job/gather/1/values of rank 1", "job/gather/1/values of rank 11"), ("a", "a\0")]
 )
 def test_a_message_is_refused_under_another_name(names: tuple[str, str]) -> None:
-    with pytest.raises(EngineError, match="holds what no rank"):
+    with pytest.raises(EngineError, match="has a value that no rank"):
         unseal(names[1], seal(names[0], b"message"))
-    with pytest.raises(EngineError, match="holds what no rank"):
+    with pytest.raises(EngineError, match="has a value that no rank"):
         unseal_value(names[1], seal_value(names[0], "message"))
 
 
@@ -200,7 +200,7 @@ def test_a_rank_with_another_key_is_refused() -> None:
     )
     environment = os.environ | {KEY_VARIABLE: "f" * 64}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert "EngineError: job/port: holds what no rank of this run wrote" in done.stderr
+    assert "EngineError: job/port: has a value that no rank of this run wrote" in done.stderr
 
 
 NODES = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
@@ -223,7 +223,7 @@ def test_an_address_that_others_cannot_reach_is_told(
     assert "MASTER_ADDR=node-7 is 127.0.1.1 on this machine, so the job's store listens on all" in capsys.readouterr().err
     with bound_socket("203.0.113.9", 0) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
-    assert "203.0.113.9 is no address of this machine" in capsys.readouterr().err
+    assert "203.0.113.9 is not an address of this machine" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_one_line() -> None:

@@ -59,7 +59,7 @@ def test_a_leader_that_has_gone_is_named() -> None:
         return str(error.value)
 
     (_, said), _ = as_ranks(range(4, 6), act, leader=4, size=2)
-    assert said.startswith("rank 4, which leads an engine, is gone: gathering (")
+    assert said.startswith("rank 4, the leader of an engine, is gone: gathering (")
 
 
 @pytest.mark.parametrize(("ranks", "missing"), [(range(4, 6), "rank 6 in meeting"), (range(5, 6), "the store of rank 4;")])
@@ -72,4 +72,4 @@ def test_a_rank_that_does_not_come_is_named(ranks: range, missing: str) -> None:
         return str(error.value)
 
     found, _ = as_ranks(ranks, act, leader=4, size=3, deadline_s=2.0)
-    assert all("s in vain for" in said for said in found) and missing in found[-1], found
+    assert all(" timed out after " in said for said in found) and missing in found[-1], found

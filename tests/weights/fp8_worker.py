@@ -217,7 +217,7 @@ def names_a_flipped_byte(rank: int, folder: Path) -> None:
     for keeps_blocks, flip in product((True, False), flips):
         engine = Engine(targets, rank, case.dtype, keeps_blocks=keeps_blocks)
         engine.flip = flip if rank == 2 else None
-        with raises(SyncError, "policy version 4 is not what the engine has, at rank 2: model.*proj.weight;") as said:
+        with raises(SyncError, "the engine does not have policy version 4, at rank 2: model.*proj.weight;") as said:
             sync.sync_weights(policy.tensors(), engine, version=4)
         assert rank != 2 or engine.flipped in said[0]
         assert engine.version == (-1 if rank == 2 else 4)

@@ -54,7 +54,7 @@ TOKEN_BUDGET = 8192
 STEP_S, MAX_SHARE = 80.0, 0.01
 LLAMA_70B = ModelShape("llama", 80, 8192, ffn=28672, num_heads=64, num_kv_heads=8, head_dim=128, vocab=128256, tied=False)
 # The exchanges of a step: how generation ended, failed engines, both ends of the sync, and failed engines again.
-PHASES = ("generation", "generation", "beginning a sync", "ending a sync", "weight sync")
+PHASES = ("generation", "generation", "starting a sync", "ending a sync", "weight sync")
 COLUMNS = ("rendezvous", "store", "exchange", "packing", "logging")
 
 

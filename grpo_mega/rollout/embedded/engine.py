@@ -166,9 +166,7 @@ class EmbeddedEngine(Engine):
             position, clock = clock - began, clock + 1
             for state in states:
                 rows = state.rows
-                places = (first_B[rows] + position).clamp_(
-                    max=longest - 1
-                )  # finished sequences still have a row
+                places = (first_B[rows] + position).clamp_(max=longest - 1)  # finished sequences still have a row
                 uniform = None if streams is None else streams[rows, places]
                 state.tokens, logprobs_BT[rows, position] = draw(
                     state.logits, uniform, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
