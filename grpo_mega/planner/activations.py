@@ -1,9 +1,10 @@
-"""A rank's activations: what a layer keeps for its backward pass, how many layers wait, and what the work needs besides.
+"""Activations of a rank: per layer, over all layers in flight, and working memory.
 
-There are two sets of formulas: for Megatron's local layers with megatron/attention.py's parts, and for Transformer Engine's
-(te_layers.py, where the inputs' names are explained). Tests compare both with what autograd saves, except for MXFP8
-("unproven"). Elements are counted for one micro-batch of `tokens` tokens; with sequence parallelism what lies between the
-layers is cut into tp parts. Tokens on a rank's experts are those of balanced routing, times an assumed imbalance.
+There are two sets of formulas: one for Megatron's local layers with the modules of megatron/attention.py, and one for
+Transformer Engine's layers (te_layers.py, which explains the names of the inputs). Tests compare both with the tensors that
+autograd saves, except for MXFP8 ("unproven"). Elements are counted for one micro-batch of `tokens` tokens. With sequence
+parallelism the tensors between the layers are split into tp parts. Tokens on a rank's experts assume balanced routing, times an
+assumed imbalance.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from grpo_mega.planner import te_layers
 from grpo_mega.planner.figures import Figure, Trust, figure, product
 from grpo_mega.planner.setup import Setup
 
-PADDING = 1.25  # of segments that attention pads to a common length (packed.MAX_PADDING), at most
-TILE_TOKENS, TILE_COLUMNS = 4096, 8192  # of algorithm/logprobs.py on a GPU
+PADDING = 1.25  # largest factor by which attention pads segments to a common length (packed.MAX_PADDING)
+TILE_TOKENS, TILE_COLUMNS = 4096, 8192  # tile size in algorithm/logprobs.py on a GPU
 
 
 @dataclass(frozen=True)
 class Activations:
     """Bytes of activations of one stage."""
 
-    saved: Figure  # waiting for their backward pass
-    recomputed: Figure  # of the layer whose backward pass is under way
-    work: Figure  # of that layer, what autograd does not keep
-    exchanged: Figure  # of that layer's attention, what comes from other context-parallel ranks or goes to them
-    logprobs: Figure  # tiles of logits and the hidden states they are made of; on the last stage
-    forward_only: Figure  # of a pass without gradients
-    layer: list[Figure]  # what one layer keeps, part by part
+    saved: Figure  # kept until their backward pass
+    recomputed: Figure  # kept by the layer whose backward pass is running
+    work: Figure  # working memory of that layer, which autograd does not keep
+    exchanged: Figure  # keys, values and results that its attention exchanges with other context-parallel ranks
+    logprobs: Figure  # tiles of logits, and their hidden states; on the last stage only
+    forward_only: Figure  # working memory in a pass without gradients
+    layer: list[Figure]  # elements that one layer keeps, part by part
 
     @property
     def kept(self) -> list[Figure]:
-        """Return what autograd keeps, at most."""
+        """Return the largest memory that autograd keeps."""
         return [self.saved, self.recomputed]
 
     @property
@@ -41,7 +42,7 @@ class Activations:
 
 
 def activations(setup: Setup, pp_rank: int, padding: float = PADDING) -> Activations:
-    """Return what a rank of the stage needs; `padding` is the share by which attention lengthens segments."""
+    """Return the activations of a rank of the stage; `padding` is the factor by which attention lengthens segments."""
     shape, tp = setup.shape, setup.layout.tp
     h, b, s, tokens = shape.hidden, setup.itemsize, setup.sequence_parts, setup.micro_batch_tokens
     f, q = (shape.moe_ffn or shape.ffn) // tp, shape.q // tp
@@ -55,16 +56,16 @@ def activations(setup: Setup, pp_rank: int, padding: float = PADDING) -> Activat
         kept_layer = selective if recompute == "selective" else unrecomputed
     final = 0.0
     if pp_rank == setup.layout.pp - 1:
-        final = 2.0 if setup.uses_te else 8 / b  # the final norm's; its output is among the log-probs' memory
-    wide = max(experts_share(setup), 1)  # the MLP's tokens, to those of the micro-batch
-    # The experts' outputs, and with tensor parallelism a copy in fp32, in which their sums are scattered.
+        final = 2.0 if setup.uses_te else 8 / b  # kept by the final norm; its output is part of the log-probs' memory
+    wide = max(experts_share(setup), 1)  # tokens in the MLP relative to tokens in the micro-batch
+    # The experts' outputs, and with tensor parallelism an fp32 copy for the reduce-scatter.
     combined = experts_share(setup) * (1 + (4 / b if tp > 1 else 0)) * h
     layer, whole = kept_layer.value, unrecomputed.value
     kept = 0 if recompute == "full" else layer
     shown = [*parts, unrecomputed] if kept_layer is unrecomputed else [*parts, unrecomputed, kept_layer]
     return Activations(
         saved=figure("activations saved", "B", lambda: tokens * b * (layers * layer + final * h / s), trust),
-        # The backward pass is past the final norm before a layer is recomputed.
+        # When a layer is recomputed, the backward pass has already freed the final norm's tensors.
         recomputed=figure("activations recomputed", "B", lambda: tokens * b * max(0, whole - kept - final * h / s), trust),
         # Gradients of the widest tensors, and the gathered sequence.
         work=figure("a layer at work", "B", lambda: tokens * b * (2 * f * wide + 2 * q + 3 * h + combined), trust),
@@ -76,13 +77,13 @@ def activations(setup: Setup, pp_rank: int, padding: float = PADDING) -> Activat
 
 
 def experts_share(setup: Setup) -> float:
-    """Return the tokens on the busiest rank's experts, to those of the micro-batch; 0 for a dense model."""
+    """Return the tokens on the busiest rank's experts relative to the micro-batch's tokens; 0 for a dense model."""
     spread = setup.assumed.expert_imbalance if setup.layout.ep > 1 else 1.0
     return setup.experts_per_token * spread if setup.shape.num_experts else 0
 
 
 def _layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Figure, Figure]:
-    """Return the parts of what one layer keeps, and all it keeps without and with selective recompute."""
+    """Return the parts that one layer keeps, and its total without recompute and with selective recompute."""
     shape, tp = setup.shape, setup.layout.tp
     h, b, s, d = shape.hidden, setup.itemsize, setup.sequence_parts, shape.head_dim
     q, kv, f, fs = shape.q // tp, max(shape.kv // tp, d), (shape.moe_ffn or shape.ffn) // tp, shape.shared_ffn // tp
@@ -93,8 +94,8 @@ def _layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Fi
     padded, keys = (padding, padding) if setup.layout.cp == 1 else (1.0, setup.layout.cp + 0.5)
     if shape.kv_lora:
         return _latent_layer(setup, pp_rank, padded, keys)
-    # What Megatron's local layers keep, in elements per token. Norms are torch's own on a CPU: input and normalised input in
-    # fp32, and the output.
+    # Elements per token that Megatron's local layers keep. Norms are torch's norms on a CPU: they keep input and normalised
+    # input in fp32, and the output.
     both_norms = figure("norms keep, per token", "", lambda: 2 * h * (8 / b + 1) / s)
     qk_norms = figure("norms of queries and keys keep, per token", "", lambda: has_qk * 8 / b * (q + kv))
     norms, qk = both_norms.value, qk_norms.value
@@ -110,9 +111,9 @@ def _layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Fi
 
 
 def _latent_layer(setup: Setup, pp_rank: int, padded: float, keys: float) -> tuple[list[Figure], Figure, Figure]:
-    """Return the same for local layers with multi-latent attention: the means of a stage's layers with experts and without.
+    """Return the same for local layers with multi-latent attention, averaged over a stage's layers with and without experts.
 
-    With recompute the layer whose activations are made again counts, at worst the largest.
+    With recompute only the recomputed layer counts. The formula assumes the largest one.
     """
     shape, tp, b, s = setup.shape, setup.layout.tp, setup.itemsize, setup.sequence_parts
     h, q, v, latents = shape.hidden, shape.q // tp, shape.v // tp, shape.q_lora + shape.kv_lora
@@ -139,12 +140,12 @@ def _share_in_fp8(setup: Setup, pp_rank: int) -> float:
 
 
 def layers_in_flight(setup: Setup, pp_rank: int) -> int:
-    """Return the layers, times micro-batches, whose activations a stage holds at most (1F1B, interleaved or not)."""
+    """Return the largest number of layers times micro-batches whose activations a stage holds (1F1B, interleaved or not)."""
     layout = setup.layout
     sizes = [len(chunk) for chunk in setup.chunks(pp_rank)]
     if layout.vpp == 1:
         return sizes[0] * (layout.pp - pp_rank)
-    # Warm-up runs (pp - p - 1) * 2 passes and pp for each further chunk, in rounds of pp micro-batches; one more is under way.
+    # Warm-up runs (pp - p - 1) * 2 passes and pp for each further chunk, in rounds of pp micro-batches; one more is running.
     passes = (layout.pp - pp_rank - 1) * 2 + (layout.vpp - 1) * layout.pp + 1
     num_layers = chunk = 0
     while passes > 0:
@@ -154,12 +155,13 @@ def layers_in_flight(setup: Setup, pp_rank: int) -> int:
 
 
 def _exchanged(setup: Setup) -> Figure:
-    """Return what attention holds of other context-parallel ranks' keys and values, and of results of its parts.
+    """Return the keys, values and partial results that attention exchanges with other context-parallel ranks.
 
-    Local layers: the keys and values of all, and in the backward pass gradients of these, before and after they are put in
-    order. Transformer Engine: forward each rank's keys and values, and the part of the output that they give, until all are
-    there; backward two buffers for keys, values and their gradients, and the gradients of one part. By a2a the same sizes as
-    its own: queries, keys, values and output, and in the backward pass their gradients.
+    Local layers hold the keys and values of all ranks. In the backward pass they also hold the gradients, before and after
+    reordering. Transformer Engine's p2p keeps each rank's keys and values and their partial output in the forward pass, until
+    all have arrived. In the backward pass it has two buffers for keys, values and their gradients, and the gradients of one
+    part. a2a keeps tensors of the size of the rank's queries, keys, values and output, and in the backward pass their
+    gradients.
     """
     tokens, b, cp = setup.micro_batch_tokens, setup.itemsize, setup.layout.cp
     q, kv = setup.shape.q // setup.layout.tp, setup.keys_and_values
@@ -179,7 +181,7 @@ def _logprobs(setup: Setup, pp_rank: int) -> Figure:
     tokens, h, b = setup.micro_batch_tokens, setup.shape.hidden, setup.itemsize
     tiles = 2 if setup.config.algorithm.calculate_entropy else 1
     tile_tokens, tile_columns = min(TILE_TOKENS, tokens), min(TILE_COLUMNS, -(-setup.shape.vocab // setup.layout.tp))
-    # Float32 tiles and the tile's gradient in bf16; hidden states whole and chosen, and their gradient in float32.
+    # Float32 tiles and the tile's gradient in bf16; all hidden states, the selected ones, and their gradient in float32.
     return figure(
         "log-prob tiles",
         "B",

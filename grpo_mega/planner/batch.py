@@ -1,4 +1,4 @@
-"""A step's arithmetic: prompts, samples, tokens, micro-batches and the pipeline's bubble."""
+"""Arithmetic of a step: prompts, samples, tokens, micro-batches and the pipeline's bubble."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from grpo_mega.planner.setup import Setup
 class Batch:
     samples: Figure  # per step
     tokens: Figure  # per step, prompts included
-    micro_batches: Figure  # of one rank in one optimizer step, with samples of mean length
-    most_micro_batches: Figure  # the same with all samples as long as can be
-    micro_batch_tokens: Figure  # on a rank, on average
-    bubble: Figure  # share of an update that a pipeline stage waits
+    micro_batches: Figure  # per rank and optimizer step, if samples have mean length
+    most_micro_batches: Figure  # per rank and optimizer step, if all samples have the maximum length
+    micro_batch_tokens: Figure  # mean per rank
+    bubble: Figure  # share of an update in which a pipeline stage is idle
 
     @property
     def figures(self) -> list[Figure]:

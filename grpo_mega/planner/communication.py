@@ -19,9 +19,9 @@ class Link:
     """One kind of communication."""
 
     sent: Figure  # bytes that the busiest rank sends in a step
-    num_groups: int  # of ranks that exchange tensors
-    num_crossing: int  # of these, with ranks on several nodes
-    seconds: Figure  # of one step, without deducting what overlaps with computing
+    num_groups: int  # number of process groups that exchange tensors
+    num_crossing: int  # number of groups that span several nodes
+    seconds: Figure  # time per step; overlap with computation is not deducted
 
     @property
     def kind(self) -> str:
@@ -34,10 +34,13 @@ class Link:
 
 @functools.cache
 def groups(layout: MegatronLayout, axis: str) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of ranks that differ along one axis only: tp, cp, pp, dp (with cp), ep (within these) or edp (same
-    experts)."""
+    """Return the groups of ranks that differ only along one axis.
+
+    The axes are tp, cp, pp, dp (includes cp), ep (within dp) and edp (ranks with the same experts).
+    """
     members: dict[tuple[int, ...], list[int]] = {}
-    key: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {  # of a rank's tp_rank, pp_rank and place among replicas
+    # The keys of a rank's tp_rank, pp_rank and replica index.
+    key: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {
         "tp": lambda tp, pp, replica: (pp, replica),
         "cp": lambda tp, pp, replica: (tp, pp, replica // layout.cp),
         "pp": lambda tp, pp, replica: (tp, replica),
@@ -52,7 +55,7 @@ def groups(layout: MegatronLayout, axis: str) -> tuple[tuple[int, ...], ...]:
 
 
 def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
-    """Return what a step's update, log-probs and sync send. `state` is that of the stage that holds most."""
+    """Return the communication of a step's update, log-probs and sync. `state` is the state of the largest stage."""
     layout, config, hidden, b = setup.layout, setup.config, setup.shape.hidden, setup.itemsize
     tp, vpp, ep, replicas = layout.tp, layout.vpp, layout.ep, layout.num_replicas
     layers, tokens, cut = largest_stage(setup), tokens_per_rank(setup, batch), setup.sequence_parts
@@ -77,7 +80,7 @@ def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
         links.append(_link(setup, sent, groups(layout, "ep")))
     if replicas > 1:
         optimizer_steps, elements, fp8_elements = config.batch.optimizer_steps, state.elements, state.fp8_elements
-        spread = state.spread_elements / (elements + fp8_elements)  # share of experts, which fewer ranks have in common
+        spread = state.spread_elements / (elements + fp8_elements)  # share of experts, which fewer ranks hold in common
         sent = figure(
             "gradients and weights",
             "B",
@@ -89,7 +92,7 @@ def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
         )
         links.append(_link(setup, sent, groups(layout, "dp")))
     if setup.world_size > 1:
-        # An upper bound: all of the engine's weights come from other ranks. `plan.sync_traffic` counts them.
+        # This is an upper bound: all of the engine's weights come from other ranks. `plan.sync_traffic` counts them exactly.
         sent = received_weights(setup, "sync to the engines").trusted("estimate")
         if setup.is_separate and setup.num_engine_ranks > layout.world_size:  # fewer ranks send than receive
             received, engines, trainers = sent.value, setup.num_engine_ranks, layout.world_size
@@ -101,10 +104,11 @@ def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
 def _tensor_parallel(setup: Setup, layers: int, moe_layers: int, tokens: float) -> Figure:
     """Return the bytes between tensor-parallel ranks.
 
-    A layer gathers the sequence before either block and scatters the sums behind it (without sequence parallelism an all-reduce
-    does both): 4 forward; backward the same, and with sequence parallelism each gather again for the weights. Experts gather
-    each token once for each expert that it chose, and keep it; their sums are scattered in fp32. Multi-latent attention gathers
-    latents, and the keys' rotary part, which is not gathered again.
+    A layer gathers the sequence before each block and reduce-scatters the sums after it. Without sequence parallelism an
+    all-reduce does both. That is 4 collectives in the forward pass and 4 in the backward pass; with sequence parallelism the
+    backward pass also repeats each gather for the weight gradients. Experts gather each token once per chosen expert and keep
+    it; their sums are reduce-scattered in fp32. Multi-latent attention gathers latents and the keys' rotary part; the rotary
+    part is not gathered again.
     """
     layout, config, hidden, b, tp = setup.layout, setup.config, setup.shape.hidden, setup.itemsize, setup.layout.tp
     updates, forwards = num_passes(setup)
@@ -113,7 +117,7 @@ def _tensor_parallel(setup: Setup, layers: int, moe_layers: int, tokens: float) 
     attention, mlp = 1 + latents + shape.rope_dim / hidden, setup.experts_per_token * (1 + 4 / b) + shared
     gathers = int(config.layout.sequence_parallel)
     all_again, mlp_again = int(recompute == "full"), int(recompute != "none")
-    ends = 2 if layout.pp == 1 else 1  # the embedding's sums, the last hidden states
+    ends = 2 if layout.pp == 1 else 1  # the embedding's sums and the last hidden states
     return figure(
         "tensor parallel",
         "B",
@@ -132,9 +136,10 @@ def _tensor_parallel(setup: Setup, layers: int, moe_layers: int, tokens: float) 
 def _context_parallel(setup: Setup, layers: int, tokens: float) -> Figure:
     """Return the bytes between context-parallel ranks: each sends the keys and values of its tokens to all others.
 
-    That is once forward, by a gather or from neighbour to neighbour (Transformer Engine's p2p), and again where attention is
-    recomputed. Backward the gradients come back in the same way, and p2p sends keys and values again. With a2a each rank gives
-    the others their heads of queries, keys and values, and gets its tokens' output; backward the same of the gradients.
+    This happens once in the forward pass, by a gather or from neighbour to neighbour (Transformer Engine's p2p), and once more
+    if attention is recomputed. In the backward pass the gradients return in the same way, and p2p sends keys and values again.
+    With a2a each rank sends the others their heads of queries, keys and values, and receives the output of its tokens. The
+    backward pass does the same with gradients.
     """
     tp, cp, b, kv = setup.layout.tp, setup.layout.cp, setup.itemsize, setup.keys_and_values
     (updates, forwards), again, q = num_passes(setup), int(setup.config.model.recompute != "none"), setup.shape.q // tp
@@ -147,23 +152,23 @@ def _context_parallel(setup: Setup, layers: int, tokens: float) -> Figure:
 
 
 def num_passes(setup: Setup) -> tuple[int, int]:
-    """Return how often a step passes its tokens: forward and backward in updates; forward only, for log-probs."""
+    """Return the number of forward and backward passes (updates) and of forward-only passes (log-probs) over a step's tokens."""
     batch = setup.config.batch
     return batch.epochs, int(setup.config.needs_old_logprobs) + int(setup.has_reference)
 
 
 def tokens_per_rank(setup: Setup, batch: Batch) -> float:
-    """Return the tokens of a step that each rank of a stage passes through the model once."""
+    """Return the tokens that each rank of a stage processes in one pass over a step."""
     return batch.tokens.value / setup.layout.num_replicas
 
 
 def largest_stage(setup: Setup) -> int:
-    """Return the number of layers of the stage with most."""
+    """Return the number of layers of the largest stage."""
     return max(map(setup.num_layers, range(setup.layout.pp)))
 
 
 def _link(setup: Setup, bytes_sent: Figure, members: Sequence[Sequence[int]]) -> Link:
-    """Return the link between the ranks of each group, which is the network where any group spans several nodes."""
+    """Return the link between the ranks of each group. It is the network if any group spans several nodes."""
     assumed, card, sent = setup.assumed, setup.card, bytes_sent.value
     num_crossing = sum(len({rank // setup.gpus_per_node for rank in group}) > 1 for group in members)
     rate = card.network_bytes if num_crossing else card.nvlink_bytes

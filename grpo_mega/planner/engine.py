@@ -1,4 +1,4 @@
-"""The engine's memory on a device: its weights, its KV cache with the tokens that it holds, and what else it keeps."""
+"""Memory of the engine on a device: weights, KV cache with its number of tokens, and working memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class EngineMemory:
 
     weights: Figure
     cache: Figure
-    cache_tokens: Figure  # that an engine holds at once
-    extra: Figure  # beyond these while it generates
-    asleep: Figure  # what it keeps while it sleeps
-    concurrent: Figure  # sequences of the mean length that it decodes at once
-    shortfall: str | None = None  # the reason why it cannot serve
+    cache_tokens: Figure  # tokens that one engine's cache holds
+    extra: Figure  # working memory while the engine generates
+    asleep: Figure  # memory that stays while the engine sleeps
+    concurrent: Figure  # sequences of mean length that an engine decodes at once
+    shortfall: str | None = None  # reason why the engine cannot serve the longest sample
 
 
 def engine_memory(setup: Setup) -> EngineMemory:
@@ -35,8 +35,8 @@ class Elements:
     """Numbers of elements that a rank of an engine holds."""
 
     plain: int
-    linear: int  # of the linear layers, which rollout.quantization applies to
-    blocks: int  # of FP8, in the linear layers
+    linear: int  # elements of linear layers; rollout.quantization applies to them
+    blocks: int  # number of FP8 blocks in the linear layers
 
     @property
     def total(self) -> int:
@@ -45,7 +45,7 @@ class Elements:
 
 @functools.cache
 def elements_of(family: Family, shape: ModelShape, layout: EngineLayout | None) -> Elements:
-    """Return the exact elements of an engine's rank; without a layout, those of whole Hugging Face tensors."""
+    """Return the exact number of elements on an engine's rank; without a layout, of all Hugging Face tensors."""
     linear_names = family.linear_tensors()
     plain = linear = num_scales = 0
     for block in engine_blocks(family, shape, layout, 0) if layout else hf_blocks(family, shape):
@@ -60,7 +60,7 @@ def elements_of(family: Family, shape: ModelShape, layout: EngineLayout | None) 
 
 
 def received_weights(setup: Setup, label: str) -> Figure:
-    """Return what a rank of the engine is sent in a sync, all of it."""
+    """Return all bytes that a rank of the engine receives in a sync."""
     layout = replace(setup.engine_layout, num_engines=1) if setup.is_served else None
     held = elements_of(setup.family, setup.shape, layout)
     if setup.config.rollout.quantization is None:
@@ -71,9 +71,9 @@ def received_weights(setup: Setup, label: str) -> Figure:
 
 
 def cache_bytes_per_token(setup: Setup) -> int:
-    """Return the bytes per token on one device; with fewer key-value heads than ranks each rank holds one head.
+    """Return the bytes per token on one device. If ranks outnumber key-value heads, each rank holds one head.
 
-    Of multi-latent attention SGLang keeps the latents, whole on every rank.
+    With multi-latent attention SGLang caches the latents, all of them on every rank.
     """
     shape, tp = setup.shape, setup.config.rollout.tp if setup.is_served else 1
     if shape.kv_lora and setup.is_served:
@@ -83,7 +83,7 @@ def cache_bytes_per_token(setup: Setup) -> int:
 
 
 def default_fraction(card: Card, tp: int) -> float:
-    """Return SGLang 0.5.21's default of mem_fraction_static (srt/arg_groups/memory_hook.py): what its reserve leaves."""
+    """Return SGLang 0.5.21's default of mem_fraction_static (srt/arg_groups/memory_hook.py): the share that its reserve leaves."""
     capacity = card.memory_gib * 1024
     chunk = 8192 if capacity < 160 * 1024 else 16384
     graph_batch = 256 if tp < 4 and capacity < 160 * 1024 else 512
@@ -101,7 +101,7 @@ def _served(setup: Setup) -> EngineMemory:
     else:
         fraction = rollout.memory_fraction or default_fraction(card, tp)
         capacity, context, weights = card.memory_gib * GIB, setup.assumed.context_gib * GIB, held.value
-        # The server starts before the policy: free is the device less two contexts.
+        # The server starts before the policy, so the free memory is the device less two contexts.
         cached = figure("KV cache", "B", lambda: max(0, fraction * (capacity - 2 * context) - weights))
     cache = cached.value
     tokens = figure("tokens in a KV cache", "tokens", lambda: floor(cache / per_token))
@@ -123,15 +123,15 @@ def _served(setup: Setup) -> EngineMemory:
 
 
 def _embedded(setup: Setup) -> EngineMemory:
-    """Return the memory of transformers' model in the trainer's process; its cache lasts while it generates."""
+    """Return the memory of transformers' model in the trainer's process. Its cache exists only while it generates."""
     layers, vocab, concurrent = setup.shape.num_layers, setup.shape.vocab, setup.config.rollout.max_concurrent
-    elements = elements_of(setup.family, setup.shape, None).total  # never quantised
+    elements = elements_of(setup.family, setup.shape, None).total  # the embedded engine is never quantised
     weights = product("engine weights", "B", "exact", elements=elements, b=setup.engine_itemsize)
     longest, per_token = setup.longest_sample, cache_bytes_per_token(setup)
     cached = product("KV cache", "B", concurrent=concurrent, longest=longest, per_token=per_token)
     cache = cached.value
     tokens = product("tokens in a KV cache", "tokens", concurrent=concurrent, longest=longest)
-    # A layer's cache grows by copying.
+    # The cache of a layer grows by copying, so a second copy exists for a moment.
     extra = figure("engine's working memory", "B", lambda: 2 * cache / layers + 2 * concurrent * vocab * 4)
     nothing = product("engine's graphs", "B")
     return EngineMemory(weights, cached, tokens, extra, nothing, _concurrent(setup, tokens.value))
@@ -143,7 +143,7 @@ def _concurrent(setup: Setup, tokens: Number) -> Figure:
 
 
 def sequences_per_engine(setup: Setup) -> int:
-    """Return the sequences of a step on the engine that gets most; a prompt's group stays together."""
+    """Return the sequences per step on the busiest engine; a prompt's group stays on one engine."""
     num_engines = setup.engine_layout.num_engines
     num_begun = setup.config.rollout.num_begun(setup.config.batch.prompts_per_step)
     return -(-num_begun // num_engines) * setup.config.algorithm.group_size

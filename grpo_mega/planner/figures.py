@@ -1,7 +1,7 @@
-"""Figures: numbers that know the formula they come from.
+"""Figures: numbers that know their formula.
 
-A formula is a lambda without parameters: the local variables that it names are its inputs. `--explain` and the JSON show its
-source, so that they show what was computed.
+A formula is a lambda without parameters; the local variables that it names are its inputs. `--explain` and the JSON show the
+source of the lambda, so they show exactly the computed formula.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 Number = int | float
 Unit = Literal["B", "s", "tokens", "FLOP", ""]  # "": a plain number
-Trust = Literal["exact", "estimate", "unproven"]  # unproven: by a formula that no run has been compared with
+Trust = Literal["exact", "estimate", "unproven"]  # unproven: no run has been compared with the formula
 
 GIB = 2**30
 
@@ -27,8 +27,8 @@ class Figure:
     label: str
     value: Number
     unit: Unit
-    inputs: Mapping[str, Number]  # of the formula, by name
-    function: FunctionType | None  # None: the inputs joined by the operator
+    inputs: Mapping[str, Number]  # inputs of the formula, keyed by name
+    function: FunctionType | None  # if None, the operator joins the inputs
     trust: Trust = "estimate"
     operator: Literal[" + ", " * "] = " + "
 
@@ -45,7 +45,7 @@ class Figure:
         return _lambdas(code.co_filename)[code.co_firstlineno]
 
     def at(self, **inputs: Number) -> float:
-        """Return what the formula gives with some of the inputs replaced."""
+        """Return the formula's result with some of the inputs replaced."""
         assert self.function is not None
         values = {**self.inputs, **inputs}
         code = self.function.__code__
@@ -67,14 +67,14 @@ class Figure:
 
 
 def figure(label: str, unit: Unit, formula: Callable[[], Number], trust: Trust = "estimate") -> Figure:
-    """Return the figure of a lambda, which must be the only one that begins in its line."""
+    """Return the figure of a lambda. No other lambda may start on the same line."""
     assert isinstance(formula, FunctionType)
     cells = zip(formula.__code__.co_freevars, formula.__closure__ or (), strict=True)
     return Figure(label, formula(), unit, {name: cell.cell_contents for name, cell in cells}, formula, trust)
 
 
 def total(label: str, unit: Unit, parts: Iterable[Figure]) -> Figure:
-    """Return the sum of the parts, whose labels name the inputs."""
+    """Return the sum of the parts. Their labels name the inputs."""
     figures = list(parts)
     inputs = {_name(part.label): part.value for part in figures}
     assert len(inputs) == len(figures), [part.label for part in figures]
@@ -82,7 +82,7 @@ def total(label: str, unit: Unit, parts: Iterable[Figure]) -> Figure:
 
 
 def product(label: str, unit: Unit, trust: Trust = "estimate", **factors: Number) -> Figure:
-    """Return the product of the factors, or the one number that is given; 0 without any."""
+    """Return the product of the factors; 0 without factors."""
     return Figure(label, math.prod(factors.values()) if factors else 0, unit, factors, None, trust, operator=" * ")
 
 
@@ -93,6 +93,6 @@ def _name(label: str) -> str:
 
 @functools.cache
 def _lambdas(path: str) -> dict[int, str]:
-    """Return the bodies of a file's lambdas, by the lines in which these begin."""
+    """Return the bodies of a file's lambdas, keyed by the line on which a lambda starts."""
     tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     return {node.lineno: ast.unparse(node.body) for node in ast.walk(tree) if isinstance(node, ast.Lambda)}
