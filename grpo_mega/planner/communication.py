@@ -152,7 +152,7 @@ def _context_parallel(setup: Setup, layers: int, tokens: float) -> Figure:
 
 
 def num_passes(setup: Setup) -> tuple[int, int]:
-    """Return the number of forward and backward passes (updates) and of forward-only passes (log-probs) over a step's tokens."""
+    """Return the number of forward and backward passes (updates) and of forward-only passes (log-probs) per step."""
     batch = setup.config.batch
     return batch.epochs, int(setup.config.needs_old_logprobs) + int(setup.has_reference)
 

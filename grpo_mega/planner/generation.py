@@ -1,8 +1,9 @@
-"""A simulation of generation, event by event: engines that take groups from one queue, and steps that end before all is done.
+"""An event-by-event simulation of generation: engines take groups from one queue, and a step can end before all groups do.
 
-As in rollout/: a phase ends once `wanted` groups are whole, and those that would be too old for the next step; what is left
-over is continued with other weights, and so begins with a prefill of all its tokens. Between two events, which are ends of
-sequences, all sequences of an engine grow evenly. Draws come in a fixed order, so that equal arguments give equal times.
+As in rollout/, a phase ends once `wanted` groups are complete and the groups that would be too old for the next step are, too.
+The other groups continue with new weights, so each continued response starts with a prefill of all its tokens. Events are ends
+of sequences. Between two events all sequences of an engine grow evenly. Draws come in a fixed order, so equal arguments return
+equal times.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from heapq import heappop, heappush
 
 from grpo_mega.planner.lengths import Lengths
 
-MEASURED = 4  # steps whose mean counts; those before them, until all groups in a step are of the steady kind, do not
+MEASURED = 4  # steps in the mean; the steps before them are warm-up, until every step has the same mix of old and new groups
 
 
 @dataclass(frozen=True)
 class Engines:
-    """Engines of one kind."""
+    """Identical engines."""
 
     count: int
-    concurrent: int  # sequences that one decodes at once
-    in_batches: bool  # another begins only when all have ended
-    steps: tuple[float, ...]  # seconds of a decoding step by number of sequences, without their contexts
-    per_context: float  # seconds that a decoding step takes longer for a token of context
-    per_prefill: float  # seconds for a token
+    concurrent: int  # sequences that one engine decodes at once
+    in_batches: bool  # a new batch starts only when all sequences of the last one have ended
+    steps: tuple[float, ...]  # seconds of a decoding step, indexed by the number of sequences; contexts not included
+    per_context: float  # seconds that each token of context adds to a decoding step
+    per_prefill: float  # seconds per token of a prefill
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The groups of a step."""
+    """Groups of a step."""
 
-    prompts: int  # whole groups that a step waits for
+    prompts: int  # complete groups that a step waits for
     group_size: int
-    begun: int  # groups that are begun or continued until then
-    ahead: int  # groups that are continued while the step trains
-    carries: bool  # what is left is continued in the next step
+    begun: int  # groups that are started or continued while the step waits
+    ahead: int  # groups that continue while the step trains
+    carries: bool  # unfinished groups continue in the next step
     max_staleness: int
 
 
@@ -50,14 +51,14 @@ class Response:
     length: int
     group: Group
     decoded: int = 0
-    before: int = 0  # the engine's step in which its first token would have come, if it had been there from the start
+    before: int = 0  # engine step just before its first token, as if all its tokens had been decoded in this phase
 
 
 @dataclass(eq=False, slots=True)
 class Group:
     responses: list[Response] = field(default_factory=list)
-    begun_by: int | None = None  # the step with its first token
-    num_open: int = 0  # responses that have not ended
+    begun_by: int | None = None  # step of the first token
+    num_open: int = 0  # number of unfinished responses
 
     def opened(self) -> list[Response]:
         return [response for response in self.responses if response.decoded < response.length]
@@ -70,9 +71,9 @@ class Group:
 
 @functools.lru_cache(maxsize=256)
 def mean_wait(engines: Engines, lengths: Lengths, prompt: float, schedule: Schedule, training: float) -> float:
-    """Return the seconds per step until its groups are whole; `training`: seconds for which engines of their own go on then.
+    """Return the mean seconds per step until its groups are complete.
 
-    `prompt`: tokens of each prompt.
+    `prompt`: tokens per prompt. `training`: seconds for which separate engines continue while the others train.
     """
     draw, backlog, waits = _draws(lengths, schedule), list[Group](), list[float]()
     for step in range(MEASURED + (1 + schedule.max_staleness if schedule.carries else 0)):
@@ -95,7 +96,7 @@ def mean_wait(engines: Engines, lengths: Lengths, prompt: float, schedule: Sched
 
 
 def _draws(lengths: Lengths, schedule: Schedule) -> Iterator[list[Group]]:
-    """Yield the groups of one step after the other, each with all lengths of the distribution, shuffled over its groups."""
+    """Yield the groups of one step after another. Each step has all lengths of the distribution, shuffled over its groups."""
     shuffled = lengths.of(schedule.prompts * schedule.group_size)
     order = random.Random(0)
     while True:
@@ -117,7 +118,9 @@ def run_phase(
     needed: Collection[Group] = (),
     until: float = math.inf,
 ) -> float:
-    """Decode the groups until `wanted` of them are whole, and those `needed`, or for so many seconds; return the seconds."""
+    """Decode the groups until `wanted` of them and all `needed` ones are complete, or until `until` seconds; return the
+    seconds.
+    """
     for group in groups:
         group.num_open = len(group.opened())
     opened = [group for group in groups if group.num_open]
@@ -126,7 +129,7 @@ def run_phase(
         return 0.0
     queue = deque(opened)
     servers = [_Server(engines, prompt, share=-(-len(opened) // engines.count)) for _ in range(engines.count)]
-    events: list[tuple[float, int]] = []  # the next end of a response by server
+    events: list[tuple[float, int]] = []  # next end of a response, per server
     for index, server in enumerate(servers):
         server.take(queue)
         if server.live:
@@ -153,18 +156,18 @@ def run_phase(
 
 
 class _Server:
-    """One engine in one phase."""
+    """One engine during one phase."""
 
     def __init__(self, engines: Engines, prompt: float, share: int) -> None:
-        """`share`: groups that it has at most at once."""
-        self.live: list[tuple[int, int, Response]] = []  # a heap by the step in which a response ends
+        """`share`: largest number of groups that it holds at once."""
+        self.live: list[tuple[int, int, Response]] = []  # a heap, ordered by the step in which a response ends
         self._engines, self._prompt, self._share = engines, prompt, share
         self._waiting: deque[Response] = deque()
         self._now, self._step, self._num_groups, self._num_begun = 0.0, 0, 0, 0
         self._context = 0.0  # tokens of all live responses, prompts included
 
     def take(self, queue: deque[Group]) -> None:
-        """Begin with as many responses as can be decoded at once; take groups from the queue for them."""
+        """Start as many responses as can be decoded at once, with groups from the queue."""
         concurrent = self._engines.concurrent
         if self._engines.in_batches and self.live:
             return
@@ -184,7 +187,7 @@ class _Server:
         return self._now + self._seconds(self.live[0][0] - self._step)
 
     def advance(self) -> list[Group]:
-        """Decode until a response ends; return the groups that are whole by that."""
+        """Decode until a response ends; return the groups that are now complete."""
         self._decode(self.live[0][0] - self._step)
         whole = []
         while self.live and self.live[0][0] == self._step:
@@ -198,7 +201,7 @@ class _Server:
         return whole
 
     def stop(self, now: float) -> None:
-        """Decode what is possible by then."""
+        """Decode as many steps as fit before `now`."""
         if self.live:
             most = range(self.live[0][0] - self._step + 1)
             self._decode(max(0, bisect_right(most, now - self._now, key=self._seconds) - 1))
@@ -211,7 +214,7 @@ class _Server:
         self._context += len(self.live) * steps
 
     def _seconds(self, steps: int) -> float:
-        """Return the time of so many steps of what is live, each with contexts one token longer than the one before."""
+        """Return the time of `steps` steps of the live sequences. Each step makes every context one token longer."""
         count, per_context = len(self.live), self._engines.per_context
         contexts = steps * self._context + count * steps * (steps - 1) / 2
         return steps * self._engines.steps[count] + per_context * contexts

@@ -1,4 +1,4 @@
-"""Lengths of responses as a distribution: percentiles that are given, the samples of an earlier run, or an assumed tail."""
+"""Distribution of response lengths: given percentiles, the samples of an earlier run, or an assumed tail."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from grpo_mega.paths import SAMPLES_FILE, user_path
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens by the share of the responses that are no longer; between two shares they grow evenly."""
+    """Quantiles of the length in tokens, with linear interpolation between them."""
 
     shares: tuple[float, ...]
     tokens: tuple[float, ...]
 
     def of(self, count: int) -> list[int]:
-        """Return so many lengths, ascending: that in the middle of each of as many equal shares."""
+        """Return `count` lengths in ascending order: the quantiles at the middles of `count` equal shares."""
         middles = (np.arange(count) + 0.5) / count
         lengths: list[int] = np.rint(np.interp(middles, self.shares, self.tokens)).astype(int).clip(1).tolist()
         return lengths
@@ -31,15 +31,15 @@ class Lengths:
 
 
 def assumed_lengths(mean: float, longest: int) -> Lengths:
-    """Return a distribution with this mean: a share of q is no longer than longest * q ** (longest / mean - 1)."""
+    """Return a distribution with this mean: a share q is no longer than longest * q ** (longest / mean - 1)."""
     shares = np.linspace(0, 1, 1001)
     return Lengths(tuple(shares.tolist()), tuple((longest * shares ** (longest / mean - 1)).tolist()))
 
 
 def read_lengths(text: str, longest: int) -> Lengths:
-    """Return the distribution of "p50=700,p99=12000", which goes from one token to `longest`, or that of a run's samples.
+    """Return the distribution of "p50=700,p99=12000", from one token to `longest`, or of a run's samples.
 
-    What is longer counts as `longest`. Raise ConfigError.
+    Longer responses count as `longest`. Raise ConfigError.
     """
     points = _samples(user_path(text)) if "=" not in text else {0.0: 1.0, 1.0: float(longest)} | _percentiles(text)
     shares = sorted(points)
@@ -58,7 +58,7 @@ def _percentiles(text: str) -> dict[float, float]:
 
 
 def _samples(path: Path) -> dict[float, float]:
-    """Return the lengths of the responses that ended in a run's folder, or in a file of its kind."""
+    """Return the lengths of the finished responses in a run's folder, or in a samples file."""
     path = path / SAMPLES_FILE if path.is_dir() else path
     try:
         rows = [row for _, row in read_json_lines(path) if row is not None]

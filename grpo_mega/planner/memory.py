@@ -1,6 +1,7 @@
-"""Memory of a device by phase, in the order in which policy and engine take turns (sync/colocation.py), and a node's host.
+"""Memory of a device by phase, in the order in which policy and engine take turns (sync/colocation.py), and memory of a host.
 
-Each phase is a list of figures, and their sum. The checkpoint's gather of the optimizer's state is counted in its own phase.
+Each phase is a list of figures and their sum. The gather of the optimizer's state for a checkpoint counts in the checkpoint
+phase.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
     acts = activations(setup, pp_rank)
     fixed = _fixed(setup, engine)
     trainer = [*state_figures(setup, state), *_fp8_copies_of(setup, state, pp_rank)]
-    # A save gathers each part of the optimizer's state over replicas, fp32, one part of one bucket at a time.
+    # A save gathers the optimizer's fp32 state over replicas, one part of one bucket at a time.
     gathered = product("gathered for a save", "B", elements=state.gathered, bytes=FP32)
     bucket = setup.config.sync.bucket_mib * 2**20
     count = 1 if setup.is_served or setup.is_separate else 3
@@ -57,7 +58,8 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
     resident = [] if setup.takes_turns else awake[:2] if setup.is_served else awake[:1]
     stays = [] if setup.keeps_host_copies else trainer[:3]
     guests = [(teacher_weights(one, pp_rank), activations(one, pp_rank)) for one in setup.of_teachers()]
-    taught = product("teacher", "B", "exact", bytes=max((weights for weights, _ in guests), default=0.0))  # one at a time
+    # Teachers are on the device one at a time.
+    taught = product("teacher", "B", "exact", bytes=max((weights for weights, _ in guests), default=0.0))
     vocab = setup.shape.vocab if setup.config.algorithm.has_vocab_kl and pp_rank == setup.layout.pp - 1 else 0
     hidden = max((shape.hidden for shape, _ in setup.teachers), default=0)
     head = product("teacher's output layer", "B", vocab=vocab, hidden=hidden, bytes=setup.itemsize / setup.layout.tp)
@@ -86,7 +88,7 @@ def teacher_weights(of_teacher: Setup, pp_rank: int) -> float:
 
 
 def state_figures(setup: Setup, state: State) -> list[Figure]:
-    """Return weights, gradients and optimizer state of the rank that holds most of its stage."""
+    """Return weights, gradients and optimizer state of the stage's rank that holds most."""
     config = setup.config
     trust: Trust = "unproven" if config.precision.fp8_parameters or config.optimizer.moments_dtype != "float32" else "exact"
     b, elements, fp8_elements, share = setup.itemsize, state.elements, state.fp8_elements, state.largest_share
@@ -99,7 +101,7 @@ def state_figures(setup: Setup, state: State) -> list[Figure]:
 
 
 def _fixed(setup: Setup, engine: EngineMemory) -> list[Figure]:
-    """Return what is on a trainer's device in every phase."""
+    """Return the memory that a trainer's device holds in every phase."""
     trainer, communicator = len(communicators(setup)), setup.assumed.communicator_gib * GIB
     bucket, is_served = setup.config.sync.bucket_mib * 2**20, setup.is_served and not setup.is_separate
     served = 1 if is_served and setup.config.rollout.tp > 1 else 0  # the engine's communicators
@@ -107,17 +109,18 @@ def _fixed(setup: Setup, engine: EngineMemory) -> list[Figure]:
         product("CUDA contexts", "B", count=2 if is_served else 1, context=setup.assumed.context_gib * GIB),
         figure("NCCL buffers", "B", lambda: (trainer + served) * communicator),
         product("workspaces", "B", workspace=setup.assumed.workspace_gib * GIB),
-        product("sync buckets", "B", count=2 if is_served else 0, bucket=bucket),  # kept, so that handles stay valid
+        product("sync buckets", "B", count=2 if is_served else 0, bucket=bucket),  # they stay, so handles stay valid
         *([] if setup.is_separate else [engine.asleep]),
     ]
 
 
 def engine_device(setup: Setup) -> list[Figure]:
-    """Return the memory of a device of its own for an engine, which is the same at all times; nothing of colocated engines."""
+    """Return the memory of a separate engine's device. It is the same at all times; empty for colocated engines."""
     if not setup.is_separate:
         return []
     engine, assumed, is_served = engine_memory(setup), setup.assumed, setup.is_served
-    groups = 1 + (setup.num_engine_ranks > 1) + (is_served and setup.config.rollout.tp > 1)  # all ranks, its side, the engine
+    # The groups of all ranks, of the engine's side, and of the engine.
+    groups = 1 + (setup.num_engine_ranks > 1) + (is_served and setup.config.rollout.tp > 1)
     return [
         product("CUDA contexts", "B", count=2 if is_served else 1, context=assumed.context_gib * GIB),
         product("NCCL buffers", "B", groups=groups, communicator=assumed.communicator_gib * GIB),
@@ -130,7 +133,7 @@ def engine_device(setup: Setup) -> list[Figure]:
 
 
 def communicators(setup: Setup) -> list[str]:
-    """Return the trainer's groups of several ranks that exchange tensors."""
+    """Return the names of the trainer's process groups with more than one rank."""
     layout = setup.layout
     sizes = {
         "tensor parallel": layout.tp,
@@ -140,21 +143,21 @@ def communicators(setup: Setup) -> list[str]:
         "experts": layout.ep * layout.tp if layout.ep > 1 else 1,
         "experts' data parallel": layout.num_replicas // layout.ep if layout.ep > 1 else 1,
         "embeddings": layout.pp if setup.shape.tied else 1,
-        "model parallel": layout.tp * layout.pp,  # the gradient norm
-        "world": setup.world_size,  # the sync
+        "model parallel": layout.tp * layout.pp,  # used for the gradient norm
+        "world": setup.world_size,  # used for the sync
         "trainers": layout.world_size if setup.is_separate else 1,
     }
     return [name for name, size in sizes.items() if size > 1]
 
 
 def _fp8_copies_of(setup: Setup, state: State, pp_rank: int) -> list[Figure]:
-    """Return Transformer Engine's fp8 copies of the linear weights, as they are and transposed; of FP8 weights the latter."""
+    """Return Transformer Engine's fp8 copies of the linear weights: plain and transposed; of FP8 weights only transposed."""
     precision, elements = setup.config.precision, state.num_parameters
     in_fp8 = len(setup.layers_in_fp8) / setup.shape.num_layers
     vocab, hidden, tp = setup.shape.vocab, setup.shape.hidden, setup.layout.tp
     if precision.fp8 is None:
         return []
-    ends = int(pp_rank == 0) + int(pp_rank == setup.layout.pp - 1)  # embedding and output layer, which stay in bf16
+    ends = int(pp_rank == 0) + int(pp_rank == setup.layout.pp - 1)  # embedding and output layer stay in bf16
     copies = 1 if precision.fp8_parameters else 2
     size = figure(
         "fp8 copies of weights",
@@ -177,7 +180,7 @@ class HostMemory:
     pinned: list[Figure]
     pinned_total: Figure
     other: list[Figure]
-    saving: Figure  # beyond that, while a checkpoint is gathered and staged
+    saving: Figure  # additional memory while a checkpoint is gathered and staged
     peak: Figure
 
 
@@ -195,7 +198,7 @@ def host_memory(setup: Setup) -> HostMemory:
 
 
 def _node(setup: Setup, node: list[State], num_engine_ranks: int) -> HostMemory:
-    """Return the host memory of a node with ranks of these states, and so many ranks that generate."""
+    """Return the host memory of a node with trainer ranks of these states and with `num_engine_ranks` generating ranks."""
     layout, assumed, engine_ranks = setup.layout, setup.assumed, num_engine_ranks
     ranks = len(node) if setup.is_separate else setup.ranks_per_node
     weights = sum(s.weights for s in node)
@@ -218,7 +221,7 @@ def _node(setup: Setup, node: list[State], num_engine_ranks: int) -> HostMemory:
         product("reward workers", "B", leaders=leaders, workers=workers, each=assumed.worker_host_gib * GIB),
     ]
     elements, algorithm = sum(s.num_parameters for s in node), setup.config.algorithm
-    if setup.config.rollout.routing_replay:  # twice, while ranks share them
+    if setup.config.rollout.routing_replay:  # doubled, because ranks share them
         tokens = setup.config.batch.prompts_per_step * algorithm.group_size * setup.mean_sample
         shape = setup.shape
         per_token = RouterSizes(shape.num_layers, shape.num_dense, shape.num_experts, setup.experts_per_token).token_bytes
@@ -228,18 +231,18 @@ def _node(setup: Setup, node: list[State], num_engine_ranks: int) -> HostMemory:
     if algorithm.has_vocab_kl:
         tokens = setup.config.batch.prompts_per_step * algorithm.group_size * setup.mean_response / layout.num_replicas
         width = max((one.shape.hidden for one in setup.of_teachers()), default=0)
-        holders = min(ranks, layout.tp * layout.num_replicas)  # ranks of the last stage
+        holders = min(ranks, layout.tp * layout.num_replicas)  # number of ranks of the last stage
         label = "teacher's hidden states"
         other.append(product(label, "B", ranks=holders, tokens=tokens, width=width, itemsize=setup.itemsize))
     staged = checkpoint_bytes(setup).value * ranks / layout.world_size
     copied = 0 if algorithm.averages_reference else algorithm.saved_reference_bytes(setup.itemsize)
-    gathered = 3 * FP32 + copied  # on every rank
+    gathered = 3 * FP32 + copied  # bytes per element; every rank gathers
     saving = figure("while saving", "B", lambda: gathered * elements + staged)
     return HostMemory(pinned, pinned_total, other, saving, total("host peak per node", "B", [pinned_total, *other, saving]))
 
 
 def checkpoint_bytes(setup: Setup) -> Figure:
-    """Return the bytes of weights, of masters and moments in fp32, and of a reference that follows the policy."""
+    """Return the bytes of the weights, the fp32 masters and moments, and a reference that follows the policy."""
     parameters, b = elements_of(setup.family, setup.shape, None).total, setup.itemsize
     reference = setup.config.algorithm.saved_reference_bytes(b)
     return figure("a checkpoint", "B", lambda: parameters * (b + 12 + reference))

@@ -1,4 +1,4 @@
-"""Which placement is faster on the same GPUs: engines on the trainer's devices, or on devices of their own."""
+"""Compare the two placements on the same GPUs: engines on the trainer's devices, or on separate devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_mega.planner.suggest import Changes, Option, options_of
 
 @dataclass(frozen=True)
 class Comparison:
-    """A plan beside the best one that fits with the other placement; None if there is none."""
+    """A plan and the best plan that fits with the other placement; None if none fits."""
 
     plan: Plan
     other: Option | None
@@ -29,7 +29,7 @@ class Comparison:
 
 
 def compare(plan: Plan) -> Comparison | None:
-    """Return the comparison; None where no distribution of lengths tells how long the longest responses keep engines busy."""
+    """Return the comparison; None without a distribution of lengths, because the longest responses decide."""
     setup = replace(plan.setup, lengths=plan.setup.response_lengths)
     if setup.lengths is None:
         return None
@@ -38,7 +38,10 @@ def compare(plan: Plan) -> Comparison | None:
 
 
 def _fastest(options: Sequence[Option]) -> Option | None:
-    """Return the fastest option by ever smaller steps towards it: fewer engine ranks generate longer, more train longer."""
+    """Return the fastest option by a search with shrinking strides.
+
+    With fewer engine ranks generation takes longer; with more engine ranks training does.
+    """
     place, stride = len(options) // 2, len(options) // 2
     while stride:
         near = [other for other in (place, place - stride, place + stride) if 0 <= other < len(options)]
@@ -48,7 +51,7 @@ def _fastest(options: Sequence[Option]) -> Option | None:
 
 
 def _others(setup: Setup) -> Iterator[Changes]:
-    """Yield the changes that lead to the other placement, with the same tp, cp and pp."""
+    """Yield the changes that switch to the other placement, with the same tp, cp and pp."""
     layout, rollout, world = setup.layout, setup.config.rollout, setup.world_size
     unit = layout.tp * layout.cp * layout.pp
     if setup.is_separate:

@@ -1,6 +1,6 @@
-"""A plan: if a job will run, how ranks are placed, how much memory it takes and how long a step lasts.
+"""A plan: whether a job will run, where its ranks are, how much memory it needs and how long a step takes.
 
-`make_plan` takes a config that breaks no rule (see validation/findings.py) as a Setup. Everything is arithmetic on it.
+`make_plan` takes a Setup whose config breaks no rule (see validation/findings.py). Everything else is arithmetic.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_mega.planner.timing import Timing, timing
 from grpo_mega.weights.layout import engine_shards, hf_shards, megatron_shards
 from grpo_mega.weights.plan import Traffic, plan_transfers
 
-MARGIN = 0.08  # of a device that a plan should leave free: what is estimated may be off by that much
+MARGIN = 0.08  # share of the device that a plan should leave free, because estimates may be off by that much
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Plan:
     setup: Setup
     stages: list[StageMemory]
     engine: EngineMemory
-    engine_device: list[Figure]  # of an engine's own; none if engines are colocated
+    engine_device: list[Figure]  # memory of a separate engine's device; empty if engines are colocated
     batch: Batch
     links: list[Link]
 
@@ -37,7 +37,7 @@ class Plan:
 
     @property
     def worst(self) -> StageMemory:
-        """Return the stage with the highest peak; of equal ones, as while generating, that with least room in training."""
+        """Return the stage with the highest peak; of equal peaks (generation), the stage with the least room in training."""
         return max(self.stages, key=lambda stage: (stage.peak.value, stage.totals["update"].value))
 
     @property
@@ -58,12 +58,12 @@ class Plan:
 
     @property
     def spare(self) -> float:
-        """Return the share of the device that the peak leaves free; negative where it does not fit."""
+        """Return the share of the device that the peak leaves free; negative if the plan does not fit."""
         return 1 - self.peak_gib / self.capacity_gib
 
     @property
     def shortfalls(self) -> list[str]:
-        """Return the reasons why it does not run, though no rule is broken."""
+        """Return the reasons why the job does not run although no rule is broken."""
         reasons = [self.engine.shortfall] if self.engine.shortfall else []
         if self.engine_total.gib > self.capacity_gib:
             reasons.append(f"an engine's own device takes {self.engine_total.gib:.1f} GiB of {self.capacity_gib:.1f}")
@@ -101,7 +101,7 @@ class Plan:
 
     @cached_property
     def sync_traffic(self) -> Traffic:
-        """Return what a sync moves between ranks, counted transfer by transfer."""
+        """Return the sync's traffic between ranks, counted transfer by transfer."""
         setup = self.setup
         family, shape = setup.family, setup.shape
         source = megatron_shards(family, shape, setup.layout, fused_norms=setup.uses_te and not shape.num_experts)
@@ -127,5 +127,5 @@ def _largest(stages: list[StageMemory]) -> State:
 
 
 def disk_bytes(plan: Plan) -> tuple[float, float]:
-    """Return the bytes of the checkpoints kept and the one being written, and the free bytes that a save asks for."""
+    """Return the bytes of all kept checkpoints plus the one being written, and the free bytes that a save requires."""
     return plan.checkpoint.value * (plan.setup.config.checkpoint.keep + 1), plan.checkpoint.value

@@ -1,9 +1,9 @@
-"""Compares the plan's arithmetic with real Megatron on chosen ranks of the layout, without the other ranks or a GPU.
+"""Compare the plan's arithmetic with real Megatron on chosen ranks of the layout, without the other ranks and without a GPU.
 
-Each rank is built and run by `grpo_mega.megatron.rehearsal`, in a process that takes no memory for tensors. Compared are
-parameters, buffers, communication by kind and what autograd keeps, for a few micro-batches of full length. It proves the
-formulas of Megatron's local layers; those of Transformer Engine's layers stay unproven. The experts of an MoE model get equal
-numbers of tokens, so the plan that is compared assumes no imbalance.
+`grpo_mega.megatron.rehearsal` builds and runs each rank in a process that allocates no memory for tensors. The comparison
+covers parameters, buffers, communication by kind and the activations that autograd keeps, for a few micro-batches of full
+length. It verifies the formulas of Megatron's local layers, but not the formulas of Transformer Engine's layers. Every expert
+of an MoE model gets the same number of tokens, so the compared plan assumes no imbalance.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from grpo_mega.planner.figures import Figure, Number
 from grpo_mega.planner.memory import device_memory
 from grpo_mega.planner.setup import Setup
 
-TOLERANCE = {"parameters": 0.0, "communication": 0.03, "activations": 0.10}  # of the rehearsed number
-SEGMENTS = 8  # samples of equal length in a micro-batch
+TOLERANCE = {"parameters": 0.0, "communication": 0.03, "activations": 0.10}  # relative to the rehearsed number
+SEGMENTS = 8  # samples of equal length per micro-batch
 AXES = {
     "tensor parallel": ("tp",),
     "context parallel": ("cp",),
@@ -54,14 +54,17 @@ class Comparison:
 
 
 def default_ranks(setup: Setup) -> list[int]:
-    """Return a rank of the first pipeline stage, of the middle one and of the last."""
+    """Return one rank each of the first, the middle and the last pipeline stage."""
     stages = sorted({0, setup.layout.pp // 2, setup.layout.pp - 1})
     places = {setup.layout.place(rank): rank for rank in range(setup.layout.world_size)}
     return [places[0, stage, 0] for stage in stages]
 
 
 def rehearse(cases: Sequence[tuple[Setup, Sequence[int], Mapping[str, Any]]]) -> list[list[Comparison]]:
-    """Return the comparisons of each setup's ranks; with it goes the model's config.json. Raise ConfigError or PlanError."""
+    """Return the comparisons of each setup's ranks. A case is (setup, ranks, fields of config.json).
+
+    Raise ConfigError or PlanError.
+    """
     local = [(_local(setup), ranks, fields) for setup, ranks, fields in cases]
     requests = [request_of(setup, rank, fields) for setup, ranks, fields in local for rank in ranks]
     process = subprocess.run(
@@ -79,13 +82,13 @@ def rehearse(cases: Sequence[tuple[Setup, Sequence[int], Mapping[str, Any]]]) ->
 
 
 def _local(setup: Setup) -> Setup:
-    """Return the setup with Megatron's local layers, nothing that needs Transformer Engine, and balanced experts."""
+    """Return the setup with Megatron's local layers, without Transformer Engine's features, and with balanced experts."""
     config = setup.config.model_copy(update={"precision": PrecisionConfig(), "optimizer": OptimizerConfig()})
     return replace(setup, config=config, uses_te=False, assumed=replace(setup.assumed, expert_imbalance=1.0))
 
 
 def request_of(setup: Setup, rank: int, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request to megatron/rehearsal.py for a rank. Raise ConfigError for what cannot be rehearsed."""
+    """Return the request to megatron/rehearsal.py for a rank. Raise ConfigError if the rank does not exist."""
     size = setup.layout.world_size
     if not 0 <= rank < size:
         trains = " that train" if setup.is_separate else ""
@@ -105,7 +108,7 @@ def request_of(setup: Setup, rank: int, fields: Mapping[str, Any]) -> dict[str, 
 
 
 def num_batches(setup: Setup) -> int:
-    """Return enough micro-batches to fill the pipeline; interleaved stages begin more than one round before the first ends."""
+    """Return enough micro-batches to fill the pipeline. Interleaved stages start more than one round before the first ends."""
     return setup.layout.pp * (2 if setup.layout.vpp > 1 else 1)
 
 
@@ -115,18 +118,19 @@ def _compare(setup: Setup, rank: int, found: Mapping[str, Any]) -> Iterator[Comp
     yield Comparison(rank, "parameters", state.num_parameters, found["num_parameters"], TOLERANCE["parameters"])
     yield Comparison(rank, "weights", state.weights, found["weights"], TOLERANCE["parameters"])
     yield Comparison(rank, "gradients", state.gradients, found["gradients"], TOLERANCE["parameters"])
-    kept = sum(part.value for part in activations(setup, pp_rank, padding=1.0).kept)  # equal lengths need no padding
+    kept = sum(part.value for part in activations(setup, pp_rank, padding=1.0).kept)  # segments of equal length need no padding
     yield Comparison(rank, "activations kept", kept, found["kept"], TOLERANCE["activations"])
     links = {link.kind: link.sent for link in communication(setup, batch(setup), state)}
     for kind, axes in AXES.items():
         if kind in links:
             mine = {group for axis in axes for group in groups(setup.layout, axis) if rank in group}
-            # Two stages send in one direction over a group of all ranks, so that both directions overlap; experts' ranks may be
-            # all data-parallel ones.
+            # Two stages send in one direction over a group of all ranks, so both directions overlap. Experts may be spread over
+            # all data-parallel ranks.
             only = {"pipeline": "isend", "experts": "all_to_all_single"}.get(kind)
             sent = sum(
                 size
-                for ranks, name, size, is_context in found["sent"]  # the same ranks may reduce gradients
+                # The same group of ranks may also reduce gradients.
+                for ranks, name, size, is_context in found["sent"]
                 if (name == only if only else tuple(ranks) in mine and name != "all_to_all_single")
                 and is_context == (kind == "context parallel")
             )
@@ -134,7 +138,7 @@ def _compare(setup: Setup, rank: int, found: Mapping[str, Any]) -> Iterator[Comp
 
 
 def _sent(setup: Setup, kind: str, figure: Figure, pp_rank: int) -> float:
-    """Return what the plan's formula gives for the micro-batches of a rehearsal on this stage."""
+    """Return the result of the plan's formula for a rehearsal's micro-batches on this stage."""
     layout = setup.layout
     tokens = setup.micro_batch_tokens * num_batches(setup)
     once: dict[str, Number] = {"tokens": tokens, "updates": 1, "forwards": 0, "optimizer_steps": 1}
@@ -145,7 +149,7 @@ def _sent(setup: Setup, kind: str, figure: Figure, pp_rank: int) -> float:
     if "ends" in figure.inputs:
         once["ends"] = (pp_rank == 0) + (pp_rank == layout.pp - 1)
     sent = figure.at(**{name: value for name, value in once.items() if name in figure.inputs})
-    if kind == "pipeline" and pp_rank in (0, layout.pp - 1):  # nothing goes beyond the first and the last stage
+    if kind == "pipeline" and pp_rank in (0, layout.pp - 1):  # the first and last stage have one neighbour only
         sent -= sent / (2 * layout.vpp)
     return sent
 

@@ -76,7 +76,7 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
 
 
 def refusal(gpu: str, violations: Sequence[str], notes: Sequence[str]) -> dict[str, Any]:
-    """Return the JSON for a config that breaks a rule, for which there is no plan."""
+    """Return the JSON for a config that breaks a rule and therefore has no plan."""
     return {
         "fits": False,
         "peak_gib": None,
@@ -90,7 +90,7 @@ def refusal(gpu: str, violations: Sequence[str], notes: Sequence[str]) -> dict[s
 
 
 def sections(plan: Plan) -> Iterator[tuple[str, list[Figure]]]:
-    """Yield all figures by section; those of memory are of the stage with the highest peak."""
+    """Yield all figures by section. Memory figures are for the stage with the highest peak."""
     yield "batch", plan.batch.figures
     for phase, parts in plan.worst.phases.items():
         yield f"memory, {phase}", [*parts, plan.worst.totals[phase]]
@@ -112,7 +112,7 @@ def _place(layout: MegatronLayout, rank: int) -> dict[str, int]:
 
 
 def _placement(plan: Plan) -> dict[str, Any] | None:
-    """Return which placement is expected to be faster; None if no lengths tell."""
+    """Return the faster placement with both times; None if there is no distribution of lengths."""
     compared = compare(plan)
     if compared is None:
         return None

@@ -1,4 +1,4 @@
-"""The subject of a plan: the config, the model's shape and the machine, with the sizes that follow from them."""
+"""The subject of a plan: the config, the model's shape and the machine, and sizes derived from them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Setup:
 
     config: Config
     shape: ModelShape
-    experts_per_token: int  # 0: dense
+    experts_per_token: int  # 0 for a dense model
     card: Card
-    world_size: int  # trainer ranks, and engine ranks after them
+    world_size: int  # all ranks: trainers first, then engines
     gpus_per_node: int
     mean_prompt: float  # tokens
     mean_response: float
-    uses_te: bool = True  # Transformer Engine's layers; else Megatron's local ones, as always with shared experts
+    uses_te: bool = True  # Transformer Engine's layers; if False, or with shared experts, Megatron's local layers
     assumed: Assumptions = ASSUMED
-    teachers: tuple[tuple[ModelShape, int], ...] = ()  # those in the policy's layout, with their experts per token
-    lengths: Lengths | None = None  # of responses, with mean_response as their mean; None: not known
+    teachers: tuple[tuple[ModelShape, int], ...] = ()  # teachers in the policy's layout, as (shape, experts per token)
+    lengths: Lengths | None = None  # distribution of response lengths with mean mean_response; None if unknown
 
     def __post_init__(self) -> None:
         if self.shape.shared_ffn:
@@ -49,7 +49,7 @@ class Setup:
 
     @property
     def num_engine_ranks(self) -> int:
-        """Return the number of ranks that generate: with colocated engines all of them."""
+        """Return the number of ranks that generate. With colocated engines all ranks do."""
         return self.config.layout.engine_ranks or self.world_size
 
     @property
@@ -63,7 +63,7 @@ class Setup:
 
     @property
     def response_lengths(self) -> Lengths | None:
-        """Return the distribution of lengths that generation is simulated with; None if means are enough."""
+        """Return the distribution of lengths for the simulation of generation; None if means are enough."""
         if self.lengths is None and (self.is_separate or self.config.rollout.partial):
             return assumed_lengths(self.mean_response, self.config.rollout.max_response_length)
         return self.lengths
@@ -78,7 +78,7 @@ class Setup:
         return sum(map(len, self.chunks(pp_rank)))
 
     def num_moe_layers(self, pp_rank: int) -> int:
-        """Return the number of a stage's layers that have experts."""
+        """Return the number of a stage's layers with experts."""
         return sum(len(dict(self.shape.spans(chunk)).get("moe", ())) for chunk in self.chunks(pp_rank))
 
     @property
@@ -88,12 +88,12 @@ class Setup:
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of a weight."""
+        """Return the bytes per weight."""
         return item_bytes(self.config.model.dtype)
 
     @property
     def engine_itemsize(self) -> int:
-        """Return the bytes of a weight that an engine holds, and of a number in its cache."""
+        """Return the bytes per weight and per cache element of an engine."""
         return item_bytes(self.config.engine_dtype)
 
     @property
@@ -106,21 +106,21 @@ class Setup:
 
     @property
     def is_served(self) -> bool:
-        """Return True if the engine is SGLang, in processes of its own."""
+        """Return True if the engine is SGLang, in separate processes."""
         return self.config.rollout.is_served
 
     @property
     def takes_turns(self) -> bool:
-        """Return True if policy and engine give each other the device's memory; sleep=auto stops that once both fit."""
+        """Return True if policy and engine take turns on the device's memory; sleep=auto ends this once both fit."""
         return self.is_served and not self.is_separate and self.config.rollout.sleep != "never"
 
     @property
     def keeps_host_copies(self) -> bool:
-        """Return True if the policy's weights and optimizer state go to the host; the embedded engine stays on the device."""
+        """Return True if the policy's weights and optimizer state move to the host. The embedded engine stays on the device."""
         return self.takes_turns or (self.config.rollout.sleep == "always" and not self.is_separate)
 
     def of_teachers(self) -> list[Setup]:
-        """Return the setup of each teacher's own forward pass."""
+        """Return one setup per teacher, for its forward pass."""
         layout = {"layers_per_chunk": None, "dp": self.layout.dp}
         setups = []
         for shape, experts in self.teachers:
@@ -142,17 +142,17 @@ class Setup:
 
     @property
     def sequence_parts(self) -> int:
-        """Return the number of parts that sequence parallelism cuts what lies between the layers into."""
+        """Return the number of parts into which sequence parallelism splits the tensors between layers."""
         return self.layout.tp if self.config.layout.sequence_parallel else 1
 
     @property
     def length_multiple(self) -> int:
-        """Return the number whose multiples the lengths of micro-batches are padded to."""
+        """Return the multiple to which micro-batch lengths are padded."""
         return math.lcm(length_multiple(self.config.precision, self.layout.tp), 1 if self.layout.cp == 1 else 2)
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Return the tokens that a rank has of the longest micro-batch."""
+        """Return the tokens of the longest micro-batch on one rank."""
         budget, multiple = self.config.batch.tokens_per_micro_batch, self.length_multiple
         return -(-budget // multiple) * multiple
 
@@ -162,12 +162,12 @@ class Setup:
 
     @property
     def longest_on_rank(self) -> int:
-        """Return the tokens that a rank has of the longest sample."""
+        """Return the tokens of the longest sample on one rank."""
         return tokens_on_rank(self.longest_sample, self.layout.cp)
 
     @property
     def keys_and_values(self) -> int:
-        """Return the numbers that a rank has of a token's keys and values in a layer, of latents as attention takes them."""
+        """Return the elements per token of a layer's keys and values on one rank; for latents, after the up-projection."""
         shape, tp = self.shape, self.layout.tp
         keys = max(shape.kv // tp, shape.head_dim)
         return keys + (shape.v // tp if shape.kv_lora else keys)

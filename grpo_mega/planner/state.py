@@ -1,9 +1,9 @@
 """Parameters, gradients and optimizer state of a rank, exact to the byte, from the shape tables.
 
-Megatron lays a chunk's parameters into buffers, in reverse order: each begins at a multiple of 64 elements, and each bucket
-ends at a multiple of lcm(128, replicas); the replicas are the data- and context-parallel ranks. Weights and fp32 gradients are
-such buffers whole, padding included; the optimizer holds this rank's share of each bucket, padding excluded. Experts that are
-spread over ranks have buffers of their own, and so have weights in FP8.
+Megatron lays out a chunk's parameters in buffers, in reverse order. Each parameter starts at a multiple of 64 elements, and
+each bucket ends at a multiple of lcm(128, replicas); replicas are the data- and context-parallel ranks. Weights and fp32
+gradients are whole buffers with padding. The optimizer holds this rank's share of each bucket without padding. Experts that are
+spread over ranks have separate buffers, and so have weights in FP8.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from grpo_mega.weights.layout import MegatronLayout, megatron_blocks
 from grpo_mega.weights.spec import Family, ModelShape
 
 START_MULTIPLE, END_MULTIPLE = 64, 128  # elements
-SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, where gradients are reduced while others are computed
+SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, if gradients are reduced while others are computed
 FP32 = 4
 
-# Modules in the order in which Megatron registers them; a name is placed by the first part that it contains.
+# Modules in the order in which Megatron registers them. The first part that a name contains sets its place.
 _ORDER = (
     "embedding.",
     "input_layernorm",
@@ -52,13 +52,13 @@ _FP8 = ("linear_proj.weight", "linear_qkv.weight", "linear_fc1.weight", "linear_
 
 @dataclass(frozen=True)
 class Storage:
-    """How the elements of a policy are kept."""
+    """Bytes per element of a policy."""
 
-    itemsize: int  # of a weight
-    is_overlapped: bool  # layout.overlap_grad_reduce: buckets
-    master_bytes: int  # of an element's fp32 master; 0: the weights themselves
-    moment_bytes: int  # of both moments of an element
-    fp8_layers: range | None  # those with linear layers kept in FP8
+    itemsize: int  # bytes per weight
+    is_overlapped: bool  # layout.overlap_grad_reduce, which splits buffers into buckets
+    master_bytes: int  # bytes of the fp32 master per element; 0 if the weights are the masters
+    moment_bytes: int  # bytes of both moments per element
+    fp8_layers: range | None  # layers whose linear weights are stored in FP8
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape) -> Storage:
@@ -74,25 +74,25 @@ class Storage:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Return the bytes of an element's master and moments."""
+        """Return the bytes of master and moments per element."""
         return self.master_bytes + self.moment_bytes
 
 
 @dataclass(frozen=True)
 class Parameter:
-    name: str  # of Megatron's, with its chunk
+    name: str  # Megatron's name, with its chunk
     size: int  # elements on this rank
-    is_alone: bool  # in a bucket of its own: an embedding that two stages share
-    is_spread: bool  # an expert's, over expert-parallel ranks
-    layer: int | None  # in the model
+    is_alone: bool  # has a separate bucket, because two stages share the embedding
+    is_spread: bool  # weight of an expert that is spread over expert-parallel ranks
+    layer: int | None  # layer index in the model
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A chunk's parameters of one kind, laid end to end."""
+    """A chunk's parameters of one kind in one contiguous buffer."""
 
     size: int  # elements, padding included
-    shares: tuple[int, ...]  # elements that each replica's optimizer holds
+    shares: tuple[int, ...]  # elements in each replica's optimizer
     largest_bucket: int  # elements, padding included
     is_fp8: bool = False
     is_spread: bool = False
@@ -100,14 +100,14 @@ class Buffer:
 
 @dataclass(frozen=True)
 class State:
-    """State that a rank of one pipeline stage holds; tensor-parallel ranks are alike."""
+    """State of a rank of one pipeline stage. All tensor-parallel ranks of a stage have the same sizes."""
 
     num_parameters: int  # without padding
-    elements: int  # with padding, less those in FP8
+    elements: int  # with padding, without FP8 elements
     fp8_elements: int  # with padding
-    spread_elements: int  # of both, those of experts over expert-parallel ranks
-    optimizer_elements: tuple[int, ...]  # by replica: context-parallel ranks are neighbours among them
-    gathered: float  # elements on the device while a save gathers a bucket: all of it, and this rank's share
+    spread_elements: int  # elements and fp8_elements of experts that are spread over expert-parallel ranks
+    optimizer_elements: tuple[int, ...]  # per replica; context-parallel ranks are neighbours
+    gathered: float  # elements on the device while a save gathers a bucket: the whole bucket and this rank's share
     storage: Storage
 
     @property
@@ -121,7 +121,7 @@ class State:
         return (self.elements + self.fp8_elements) * FP32
 
     def optimizer(self, replica: int) -> int:
-        """Return the bytes of masters and moments, once Adam has made them."""
+        """Return the bytes of masters and moments after Adam has created them."""
         return self.optimizer_elements[replica] * self.storage.optimizer_bytes
 
     @property
@@ -130,7 +130,7 @@ class State:
 
     @property
     def largest_optimizer(self) -> int:
-        """Return the bytes of masters and moments on the rank that holds most."""
+        """Return the bytes of masters and moments on the rank with the largest share."""
         return self.largest_share * self.storage.optimizer_bytes
 
 
@@ -138,13 +138,13 @@ class State:
 def stage_state(
     family: Family, shape: ModelShape, layout: MegatronLayout, pp_rank: int, storage: Storage, fused_norms: bool
 ) -> State:
-    """Return what each rank of a stage holds."""
+    """Return the state of each rank of a stage."""
     rank = next(r for r in range(layout.world_size) if layout.place(r) == (0, pp_rank, 0))
     chunks = chunk_parameters(family, shape, layout, rank, fused_norms=fused_norms)
     buffers = [b for i, chunk in enumerate(chunks) for b in _buffers(chunk, layout, storage, has_buckets=i + pp_rank == 0)]
     shares = [0] * layout.num_replicas
     for buffer in buffers:
-        for replica in range(layout.num_replicas):  # experts' ranks are neighbours among them
+        for replica in range(layout.num_replicas):  # replicas with the same experts are neighbours
             shares[replica] += buffer.shares[replica * len(buffer.shares) // layout.num_replicas]
     return State(
         num_parameters=sum(p.size for chunk in chunks for p in chunk),
@@ -160,7 +160,7 @@ def stage_state(
 def chunk_parameters(
     family: Family, shape: ModelShape, layout: MegatronLayout, rank: int, *, fused_norms: bool
 ) -> list[list[Parameter]]:
-    """Return a rank's parameters, chunk by chunk, in the order of Megatron's modules."""
+    """Return a rank's parameters by chunk, in the order of Megatron's modules."""
     chunks: list[list[tuple[tuple[int, ...], Parameter]]] = [[] for _ in range(layout.vpp)]
     for block in megatron_blocks(family, shape, layout, rank, fused_norms=fused_norms):
         parameters = ((name, tensor) for name, tensor in block.tensors.items() if not name.endswith("expert_bias"))
@@ -172,10 +172,10 @@ def chunk_parameters(
 
 
 def buffer_of(parameters: Sequence[Parameter], dp_size: int, bucket_size: int | None) -> Buffer:
-    """Lay out one buffer as Megatron does (_ParamAndGradBuffer), with what each rank's optimizer holds of it."""
+    """Return the layout of one buffer as Megatron computes it (_ParamAndGradBuffer), with each rank's optimizer share."""
     end_multiple = math.lcm(dp_size, END_MULTIPLE)
     shares = [0] * dp_size
-    begin = position = largest = 0  # of the bucket, of what is laid, and of all buckets
+    begin = position = largest = 0  # start of the bucket, current position, size of the largest bucket
     spans: list[tuple[int, int]] = []
 
     def close() -> None:
@@ -206,7 +206,7 @@ def buffer_of(parameters: Sequence[Parameter], dp_size: int, bucket_size: int | 
 def _buffers(
     parameters: Sequence[Parameter], layout: MegatronLayout, storage: Storage, *, has_buckets: bool
 ) -> Iterator[Buffer]:
-    """Yield one chunk's buffers; only the first chunk of the first stage is cut into buckets."""
+    """Yield one chunk's buffers. Only the first chunk of the first stage has several buckets."""
     bucket_size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * layout.num_replicas) if storage.is_overlapped and has_buckets else None
     for is_spread in (False, True):
         for is_fp8 in (False, True):
@@ -224,7 +224,7 @@ def _is_fp8(parameter: Parameter, storage: Storage) -> bool:
 def _repeated(
     block: Block, name: str, size: int, shape: ModelShape, layout: MegatronLayout
 ) -> Iterator[tuple[tuple[int, ...], Parameter]]:
-    """Yield the parameters that a block's tensor stands for, each with its place among the chunk's."""
+    """Yield the parameters of a block's tensor, each with its sort key within the chunk."""
     order = next(i for i, part in enumerate(_ORDER) if part in name)
     is_alone = shape.tied and layout.pp > 1 and ("embedding." in name or "output_layer" in name)
     is_spread = block.kind == "expert" and layout.ep > 1

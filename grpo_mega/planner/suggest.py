@@ -1,4 +1,4 @@
-"""Other layouts and settings for the same job: all that are legal, and single changes to what is there."""
+"""Other layouts and settings for the same job: all legal layouts, and single changes to the config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_mega.planner.plan import Plan, make_plan
 from grpo_mega.planner.setup import Setup
 from grpo_mega.validation.findings import job_problems
 
-Changes = dict[str, Any]  # values by dotted key of the config
+Changes = dict[str, Any]  # values keyed by dotted config key
 MAX_VPP, MAX_CP = 4, 8
 
 
@@ -26,7 +26,7 @@ class Option:
 
     @property
     def flags(self) -> str:
-        """Return the changes as the command line takes them; empty for the config as it is."""
+        """Return the changes as command-line flags; empty for the config as it is."""
         return " ".join(f"--set {key}={_text(value)}" for key, value in self.changes.items())
 
     @property
@@ -35,14 +35,14 @@ class Option:
 
 
 def suggest(setup: Setup, count: int = 5) -> list[Option]:
-    """Return the fastest layouts that leave plan.MARGIN free, best first; of equal ones those with the fewest cuts."""
+    """Return the fastest layouts that leave plan.MARGIN free, best first; if rates are equal, the smallest pp and tp first."""
     options = [option for option in options_of(setup, _layouts(setup)) if option.plan.fits and not option.plan.is_tight]
     options.sort(key=lambda option: (-round(option.rate, 2), option.plan.setup.layout.pp, option.plan.setup.layout.tp))
     return options[:count]
 
 
 def first_changes(plan: Plan, count: int = 3) -> list[Option]:
-    """Return single changes: those that make it fit with plan.MARGIN free where it does not, else those that make it faster."""
+    """Return single changes that make the plan fit with plan.MARGIN free; if it already does, changes that make it faster."""
     options = [option for option in options_of(plan.setup, _single_changes(plan.setup)) if option.plan.fits]
     if plan.fits and not plan.is_tight:
         faster = 1.02 * plan.timing.tokens_per_second_per_gpu.value
@@ -68,7 +68,7 @@ def changed(config: Config, changes: Changes) -> Config | None:
 
 
 def options_of(setup: Setup, candidates: Iterable[Changes]) -> Iterator[Option]:
-    """Yield those of the changes to the config that break no rule."""
+    """Yield an option for each candidate whose config breaks no rule."""
     was = setup.config.model_dump(mode="json")
     for changes in candidates:
         config = changed(setup.config, changes)
@@ -79,7 +79,7 @@ def options_of(setup: Setup, candidates: Iterable[Changes]) -> Iterator[Option]:
 
 
 def _layouts(setup: Setup) -> Iterator[Changes]:
-    """Yield all layouts that the trainer ranks and the node admit; tensor parallelism stays within a node."""
+    """Yield all layouts that the trainer ranks and the node allow. Tensor parallelism stays within a node."""
     shape, world = setup.shape, setup.layout.world_size
     node = divisors(setup.ranks_per_node)
     served = node if setup.is_served else [1]
@@ -136,8 +136,10 @@ def _single_changes(setup: Setup) -> Iterator[Changes]:
 
 
 def _contexts(setup: Setup, sizes: Iterable[int]) -> Iterator[tuple[int, Changes]]:
-    """Yield other sizes of context parallelism, with as many tokens in a micro-batch of all ranks together; none where the
-    longest sample leaves room to halve the token budget instead."""
+    """Yield other sizes of context parallelism, with the same micro-batch tokens over all ranks.
+
+    Yield none if the longest sample leaves room to halve the token budget instead.
+    """
     now, budget = setup.layout.cp, setup.config.batch.tokens_per_micro_batch
     for cp in sizes:
         least, scaled = tokens_on_rank(setup.longest_sample, cp), -(-budget * now // cp)
@@ -146,7 +148,7 @@ def _contexts(setup: Setup, sizes: Iterable[int]) -> Iterator[tuple[int, Changes
 
 
 def _engine_cut(setup: Setup, tp: int) -> Changes:
-    """Return `tp` for the engines, and experts in as many parts as they are, or fewer."""
+    """Return `tp` for the engines, with as many expert parts as now or fewer."""
     return {"rollout.tp": tp, "rollout.ep": min(tp, setup.config.rollout.ep)}
 
 

@@ -1,9 +1,8 @@
 """Memory that a Transformer Engine layer keeps for its backward pass, by recipe and recompute, measured without a GPU.
 
-The formulas count elements of `b` bytes for one token. Each of their terms is a tensor that Transformer Engine's own Python
-kept when it ran on fake tensors without a GPU; MEASURED holds results for dense layers, and tests/planner measures these again,
-and others.
-MXFP8 cannot be measured so: its formula is that of a tensorwise layer with the scales of blocks of 32.
+The formulas count elements of `b` bytes per token. Each term is a tensor that Transformer Engine's Python kept when it ran on
+fake tensors without a GPU. MEASURED holds results for dense layers; tests/planner measures them and others again. MXFP8 cannot
+be measured like this. Its formula is a tensorwise layer with the scales of blocks of 32.
 """
 
 from __future__ import annotations
@@ -30,36 +29,37 @@ MEASURED = {
     ("blockwise", "selective"): 377.02,
 }
 
-# Inputs: h, q, kv, f: hidden, a rank's part of queries, keys and MLP rows; heads: its query heads; d: a head's width; s: tp, or
-# 1 where the sequence is not cut; r: tokens on this rank's experts, to those of the micro-batch; x: bytes of an element that a
-# linear layer keeps of its input, scales included; o: bytes of an element that the layer after attention keeps in FP8 in place
-# of its input, 0 where it keeps that itself.
+# Inputs. h: hidden size; q, kv, f: a rank's part of queries, keys and MLP rows; heads: the rank's query heads; d: width of a
+# head; s: tp, or 1 if the sequence is not split; r: tokens on this rank's experts relative to the micro-batch; x: bytes per
+# element that a linear layer keeps of its input, scales included; o: bytes per element that the layer after attention keeps in
+# FP8 instead of its input, 0 if it keeps the input.
 
 
 def layer(setup: Setup, q: int, kv: int, f: int, r: float, layers_in_fp8: float) -> tuple[list[Figure], Figure, Figure]:
-    """Return the parts of what one layer keeps, and all it keeps without and with selective recompute."""
+    """Return the parts that one layer keeps, and its total without recompute and with selective recompute."""
     h, b, s, d = setup.shape.hidden, setup.itemsize, setup.sequence_parts, setup.shape.head_dim
     heads, is_moe = setup.shape.num_heads // setup.layout.tp, setup.shape.num_experts > 0
     x, o = kept_bytes(setup.config.precision, b, layers_in_fp8)
-    # Its input, its output as the linear layer keeps it, and statistics in fp32.
+    # The norm's input, its output as the linear layer keeps it, and statistics in fp32.
     one_norm = figure("a norm keeps, per token", "", lambda: (1 + x / b) * h / s + 4 / (b * s))
     has_qk = int(setup.family.qk_norm)
-    # Their inputs, and statistics by head.
+    # The inputs of both norms, and statistics per head.
     both_norms = figure("norms of queries and keys keep, per token", "", lambda: has_qk * (1 + 4 / (d * b)) * (q + kv))
     norm, qk_norms = one_norm.value, both_norms.value
-    # The last term is the statistics of the softmax, in fp32.
+    # The last term is the softmax statistics in fp32.
     first = figure("attention keeps, per token", "", lambda: norm + qk_norms + (2 + o / b) * q + 2 * kv + 4 * heads / b)
-    # Queries and keys after the rotation, and as values a view of the whole qkv product.
+    # Rotated queries and keys; the values are a view that keeps the whole qkv product.
     again = figure("attention keeps, recomputed, per token", "", lambda: norm + qk_norms + (2 + (o or b) / b) * q + 3 * kv)
     attention, recomputed = first.value, again.value
     label = "a layer keeps without recompute, per token"
-    # The input of the MLP; that of the norm before it and its output, which router and experts have in common.
+    # The input of the MLP. With experts, the input and output of the norm before it; router and experts share the output.
     inputs = 2 * h / s + 4 / (b * s) if is_moe else h / s
     if is_moe:
         router = router_elements(setup)
         whole = figure(label, "", lambda: attention + inputs + router + r * (x / b * h + (2 + x / b) * f + 4 / b))
     else:
-        # The MLP keeps both halves of its first product, and their gated product as the second linear layer keeps it.
+        # The MLP keeps both halves of its first product, and their gated product in the form that the second linear layer
+        # keeps.
         whole = figure(label, "", lambda: attention + norm + (2 + x / b) * f)
     selective = figure("a layer keeps with selective recompute, per token", "", lambda: recomputed + inputs)
     parts = [one_norm, both_norms, first]
@@ -67,7 +67,7 @@ def layer(setup: Setup, q: int, kv: int, f: int, r: float, layers_in_fp8: float)
 
 
 def router_elements(setup: Setup) -> float:
-    """Return the elements that routing keeps of one token: indices and weights of its experts, and a mask of all."""
+    """Return the elements that routing keeps per token: indices and weights of its experts, and a mask over all experts."""
     return (20 * setup.experts_per_token + 5 * setup.shape.num_experts) / (setup.itemsize * setup.sequence_parts)
 
 
@@ -80,7 +80,7 @@ def is_measured(precision: PrecisionConfig) -> bool:
 
 
 def kept_bytes(precision: PrecisionConfig, itemsize: int, layers_in_fp8: float) -> tuple[float, float]:
-    """Return x and o of the formulas, as means over layers of which the share `layers_in_fp8` computes in FP8."""
+    """Return x and o of the formulas, averaged over layers; `layers_in_fp8` is the share of layers in FP8."""
     if precision.fp8 is None:
         return float(itemsize), 0.0
     x = KEPT_BYTES[precision.fp8_recipe] * layers_in_fp8 + itemsize * (1 - layers_in_fp8)

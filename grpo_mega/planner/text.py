@@ -39,7 +39,7 @@ def render(plan: Plan, findings: Findings, options: Sequence[Option] | None, *, 
 
 
 def violations(findings: Findings) -> str:
-    """Return the text for a config that breaks rules, for which there is no plan."""
+    """Return the text for a config that breaks rules and therefore has no plan."""
     count = len(findings.violations)
     lines = [f"{count} rule{'s are' if count > 1 else ' is'} broken; training would refuse this config:"]
     return "\n".join([*lines, *_wrapped(findings.violations, "  - "), *_wrapped(findings.notes, "note: ")])
@@ -62,7 +62,7 @@ def _verdict(plan: Plan) -> str:
 
 
 def _faster(plan: Plan) -> list[str]:
-    """Return the sentence that names the faster placement, if lengths tell."""
+    """Return the sentence that names the faster placement; nothing without a distribution of lengths."""
     compared = compare(plan)
     if compared is None:
         return []
@@ -106,7 +106,7 @@ def _placement(plan: Plan) -> list[str]:
         lines.append(f"  {'engines':{_LABEL}}{setup.num_engine_ranks:>4}, the whole model in each rank's process (embedded)")
     if setup.is_separate:
         engine_ranks = _ranks(range(setup.first_engine_rank, setup.world_size))
-        lines.append(f"  {'':{_LABEL}}     on ranks of their own, {engine_ranks}; the others train")
+        lines.append(f"  {'':{_LABEL}}     on separate ranks, {engine_ranks}; the others train")
     return lines
 
 
@@ -233,7 +233,7 @@ def _time(plan: Plan) -> list[str]:
     lines.append(_row("a step", _seconds(timing.step.value)))
     lines.append(_row("tokens per second per GPU", f"{rate:,.0f}", f"       update at {share:.0%} of the bf16 peak"))
     if plan.setup.config.rollout.is_separate and plan.setup.config.rollout.carries:
-        lines.append("  Engines generate while the others train; sampling is the time for which these wait for them.")
+        lines.append("  Engines generate while the others train; sampling is the time that the trainers wait.")
     return lines
 
 
@@ -243,8 +243,8 @@ def _changes(plan: Plan) -> list[str]:
         return [_head("What to change first", "no single change makes it fit; --suggest searches whole layouts")]
     if not options:
         return []
-    purpose = "those that make it faster" if plan.fits and not plan.is_tight else "those that make room"
-    return [_head("What to change first", f"single changes, {purpose}"), *_option_lines(options)]
+    purpose = "make it faster" if plan.fits and not plan.is_tight else "make room"
+    return [_head("What to change first", f"single changes that {purpose}"), *_option_lines(options)]
 
 
 def _suggestions(options: Sequence[Option]) -> list[str]:
@@ -311,7 +311,7 @@ def _head(title: str, detail: str) -> str:
 
 
 def _wrapped(texts: Iterable[str], lead: str = "") -> list[str]:
-    """Return lines of at most WIDTH columns; spaces that align a table stay."""
+    """Return lines of at most WIDTH columns. Spaces that align a table stay."""
     return [
         line
         for one in texts

@@ -1,7 +1,7 @@
-"""Time of a step by phase, from peak rates and the stated shares of them.
+"""Time of a step by phase, from peak rates and assumed shares of them.
 
-Model FLOPs are those of batching/flops.py: what is computed again for recompute, and the fourth product of the log-probs, is
-work but not utilisation.
+Model FLOPs come from batching/flops.py. Recompute and the fourth product of the log-probs take time, but do not count as model
+FLOPs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from grpo_mega.planner.state import State
 class Timing:
     phases: list[Figure]  # seconds, in the order of a step
     step: Figure
-    decoding: Figure  # of one step of an engine with all its sequences
+    decoding: Figure  # one decoding step of an engine with all its sequences
     tokens_per_second_per_gpu: Figure
-    model_flops_share: Figure  # of the bf16 peak, in updates
+    model_flops_share: Figure  # model FLOPs in updates, relative to the bf16 peak
 
 
 def timing(setup: Setup, batch: Batch, links: list[Link], state: State, engine: EngineMemory) -> Timing:
@@ -65,13 +65,13 @@ def _passes(setup: Setup, batch: Batch, by_kind: dict[str, float], state: State)
     (updates, forwards), reference = num_passes(setup), int(setup.has_reference)
     taught = sum(_forward_seconds(one, batch) for one in setup.of_teachers())
     again = {"none": 0.0, "selective": 0.5, "full": 1.0}[config.model.recompute]
-    # Interleaved stages overlap their sends; otherwise they are waited for.
+    # Interleaved stages overlap their sends with computation; other stages wait for them.
     pipeline = 0.0 if layout.vpp > 1 else by_kind.get("pipeline", 0.0)
     bubble, last = batch.bubble.value, setup.num_layers(layout.pp - 1) / largest_stage(setup)
     overlap = 0.5 * config.layout.overlap_grad_reduce + 0.5 * config.layout.overlap_param_gather
     reduce = by_kind.get("gradients and weights", 0.0) * (1 - setup.assumed.overlap_share * overlap)
     adam = _adam_seconds(setup, state)
-    in_updates = (3 + again) * updates / ((3 + again) * updates + forwards)  # share of the passes that updates make
+    in_updates = (3 + again) * updates / ((3 + again) * updates + forwards)  # share of all passes that updates run
     share = 1 - in_updates
     logprobs = figure(
         "log-probs",
@@ -100,33 +100,33 @@ def _passes(setup: Setup, batch: Batch, by_kind: dict[str, float], state: State)
 
 
 def _forward_flops(setup: Setup, batch: Batch) -> float:
-    """Return the model FLOPs of one forward pass over a step's tokens; only responses go through the output layer."""
+    """Return the model FLOPs of one forward pass over a step's tokens. Only responses go through the output layer."""
     tokens, outputs = batch.tokens.value, batch.samples.value * setup.mean_response
     pairs = tokens * setup.mean_sample / 2  # causal: on average a token sees half of its sample
     return model_flops.of_totals(setup.shape, tokens, pairs, outputs, experts_per_token=setup.experts_per_token).forward
 
 
 def _layers_seconds(setup: Setup, batch: Batch, num_in_fp8: int) -> float:
-    """Return the time of one forward pass of a step's tokens through the layers of the fullest stage."""
+    """Return the time of one forward pass over a step's tokens through the layers of the largest stage."""
     card, assumed, in_fp8 = setup.card, setup.assumed, num_in_fp8 / setup.shape.num_layers
     weights = model_flops.layer_weights(setup.shape, setup.experts_per_token)
     imbalance = assumed.expert_imbalance if setup.layout.ep > 1 else 1.0
     bf16_rate = card.bf16_flops * assumed.matmul_share
     fp8_rate = (card.fp8_flops or card.bf16_flops) * assumed.fp8_matmul_share
     products = 2 * weights * imbalance * ((1 - in_fp8) / bf16_rate + in_fp8 / fp8_rate)
-    # Causal: on average a token sees half of its sample; so do those of a context-parallel rank.
+    # Causal: on average a token sees half of its sample. This also holds for the tokens of a context-parallel rank.
     attention = (setup.shape.q + setup.shape.v) * setup.mean_sample / (card.bf16_flops * assumed.attention_share)
     return largest_stage(setup) * tokens_per_rank(setup, batch) / setup.layout.tp * (products + attention)
 
 
 def _forward_seconds(of_teacher: Setup, batch: Batch) -> float:
-    """Return the time of a teacher's forward pass of a step's tokens."""
+    """Return the time of a teacher's forward pass over a step's tokens."""
     layers, output = _layers_seconds(of_teacher, batch, 0), _output_seconds(of_teacher, batch)
     return max(layers, of_teacher.num_layers(of_teacher.layout.pp - 1) / largest_stage(of_teacher) * layers + output)
 
 
 def _output_seconds(setup: Setup, batch: Batch) -> float:
-    """Return the time of one product of the responses' hidden states with the output weight, on the last stage."""
+    """Return the time to multiply the responses' hidden states by the output weight once, on the last stage."""
     tokens, shape = batch.samples.value * setup.mean_response / setup.layout.num_replicas, setup.shape
     return 2 * tokens * shape.hidden * shape.vocab / setup.layout.tp / (setup.card.bf16_flops * setup.assumed.logprob_share)
 
@@ -138,7 +138,7 @@ def _adam_seconds(setup: Setup, state: State) -> float:
 
 
 def _generation(setup: Setup, engine: EngineMemory, step: Figure) -> Figure:
-    """Return the time of full batches until the sequences are used up, then of a tail in which the longest responses end."""
+    """Return the time of full batches until no sequence waits, and of a tail until the longest responses end."""
     sequences, concurrent = sequences_per_engine(setup), engine.concurrent.value
     prefill = sequences / setup.config.algorithm.group_size * setup.mean_prompt * token_seconds(setup)
     response, longest = setup.mean_response, setup.config.rollout.max_response_length
@@ -151,10 +151,10 @@ def _generation(setup: Setup, engine: EngineMemory, step: Figure) -> Figure:
 
 
 def _simulated(setup: Setup, engine: EngineMemory, step: Figure, lengths: Lengths, training: float) -> Figure:
-    """Return the time for which a step waits until its groups are whole, by simulation; see generation.py."""
+    """Return the simulated time that a step waits until its groups are complete; see generation.py."""
     rollout, prompts, group = setup.config.rollout, setup.config.batch.prompts_per_step, setup.config.algorithm.group_size
     concurrent, without = int(engine.concurrent.value), step.at(concurrent=1, context=0)
-    if not setup.is_served:  # whole groups
+    if not setup.is_served:  # the embedded engine takes whole groups
         concurrent = max(1, concurrent // group) * group
     engines = Engines(
         count=setup.engine_layout.num_engines,
@@ -171,14 +171,14 @@ def _simulated(setup: Setup, engine: EngineMemory, step: Figure, lengths: Length
 
 
 def decoding_step(setup: Setup, weights: Number, concurrent: Number, context: float) -> Figure:
-    """Return the time in which an engine decodes one token of each sequence, `context` tokens long on average.
+    """Return the time in which an engine decodes one token of each sequence; `context` is their mean length in tokens.
 
-    To read the weights and to multiply by them take their times one after the other: so do published figures of large batches.
+    The times to read the weights and to multiply by them are added, because published figures of large batches show no overlap.
     """
     shape, assumed, per_token = setup.shape, setup.assumed, cache_bytes_per_token(setup)
     tp = setup.config.rollout.tp if setup.is_served else 1
     layers, hidden, b = shape.num_layers, shape.hidden, setup.engine_itemsize
-    num_reduced, nvlink = 2 if tp > 1 else 0, setup.card.nvlink_bytes * assumed.nvlink_share  # by a layer
+    num_reduced, nvlink = 2 if tp > 1 else 0, setup.card.nvlink_bytes * assumed.nvlink_share  # all-reduces per layer
     once, latency, products = assumed.decode_step_s, assumed.all_reduce_s, token_seconds(setup)
     kernels = assumed.decode_layer_s if setup.is_served else assumed.embedded_layer_s
     hbm = setup.card.hbm_bytes * assumed.decode_hbm_share
@@ -195,7 +195,7 @@ def decoding_step(setup: Setup, weights: Number, concurrent: Number, context: fl
 
 
 def token_seconds(setup: Setup) -> float:
-    """Return the time of an engine's products for one token."""
+    """Return the time of an engine's matrix products for one token."""
     shape, card, is_served = setup.shape, setup.card, setup.is_served
     weights = shape.num_layers * model_flops.layer_weights(shape, setup.experts_per_token) + shape.hidden * shape.vocab
     in_fp8 = is_served and setup.config.rollout.quantization is not None

@@ -178,7 +178,7 @@ def test_a_plan_with_engine_ranks_reads_well(path: Path, capsys: pytest.CaptureF
     text = "\n".join(lines)
     verdict = next(line for line in lines if line.startswith("Expected faster: "))
     assert "separate (engine_ranks=16, max_staleness=1), " in verdict and "colocated, " in verdict
-    assert "on ranks of their own, 48-63; the others train" in text
+    assert "on separate ranks, 48-63; the others train" in text
     assert (
         "tp=4, pp=4, dp=3" in text and "64 x H100" in text and "2 of tp=8, each within a node; the first: ranks 48-55" in text
     )
