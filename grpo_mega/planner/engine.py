@@ -83,7 +83,7 @@ def cache_bytes_per_token(setup: Setup) -> int:
 
 
 def default_fraction(card: Card, tp: int) -> float:
-    """Return the default of mem_fraction_static in SGLang 0.5.21 (srt/arg_groups/memory_hook.py): the share its reserve leaves."""
+    """Return SGLang 0.5.21's default of mem_fraction_static (srt/arg_groups/memory_hook.py): the share without its reserve."""
     capacity = card.memory_gib * 1024
     chunk = 8192 if capacity < 160 * 1024 else 16384
     graph_batch = 256 if tp < 4 and capacity < 160 * 1024 else 512

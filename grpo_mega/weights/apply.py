@@ -1,9 +1,9 @@
-"""Loading the shards of one rank, and executing plans between the ranks of a process group.
+"""Load the shards of one rank, and execute plans between the ranks of a process group.
 
 `load_shards` reads a rank's tensors from a checkpoint. `buckets` moves weights between ranks in rounds and yields the received
-slices, round by round, in buffers of at most `bucket_bytes`, so the extra memory is a few buckets for any size of model;
-`execute` writes them into plain tensors. Elements are cast to the target's dtype, or quantised where the plan says so, before
-they are sent, and each slice may carry a checksum of the sent bytes.
+slices, round by round, in buffers of at most `bucket_bytes`, so the extra memory is a few buckets for any model size. `execute`
+writes them into plain tensors. Before they are sent, elements are cast to the target's dtype, or quantised if the plan says so.
+Each slice may carry a checksum of the sent bytes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from grpo_mega.weights.transfers import Transfer
 
 @dataclass(frozen=True)
 class Bucket:
-    """The slices that one round brought to this rank, complete when it is yielded."""
+    """The slices that this rank received in one round. The bucket is complete when it is yielded."""
 
-    index: int  # of the round
+    index: int  # index of the round
     values: Tensor  # 1-D, bytes
     entries: tuple[Entry, ...]
-    num_bytes_received: int  # from other ranks; the rest comes from this one
-    dtype: torch.dtype  # of all entries that are neither quantised nor float32
+    num_bytes_received: int  # received from other ranks; the rest was already on this rank
+    dtype: torch.dtype  # dtype of all entries that are neither quantised nor float32
 
 
 @torch.no_grad()
@@ -54,9 +54,10 @@ def execute(
     group: dist.ProcessGroup | None = None,
     bucket_bytes: int = 256 << 20,
 ) -> int:
-    """Execute this rank's part of a plan that all ranks of `group` share. Return the bytes this rank received.
+    """Execute this rank's part of a plan that all ranks of `group` share. Return the number of bytes received.
 
-    `dtype` is that of all targets. Every rank calls this with the same plan; `sources` and `targets` are its own tensors.
+    `dtype` is the dtype of all targets. Every rank calls this with the same plan; `sources` and `targets` are the rank's own
+    tensors.
     """
     device = next((t.device for t in (*sources.values(), *targets.values())), torch.device("cpu"))
 
@@ -83,10 +84,10 @@ def buckets(
 ) -> Iterator[Bucket]:
     """Yield this rank's buckets, one per round. Every rank of `group` calls this with the same plan and takes all its buckets.
 
-    `dtype` is that of all slices that are not quantised. `allocate(round, num_bytes)` returns the contiguous 1-D tensor of
-    uint8 that becomes a bucket's values; a bucket is not touched again after it is yielded. A rank that receives nothing in a
+    `dtype` is the dtype of all slices that are not quantised. `allocate(round, num_bytes)` returns the contiguous 1-D uint8
+    tensor that becomes a bucket's values. A bucket is not touched again after it is yielded. A rank that receives nothing in a
     round gets a bucket without entries. Neither a bucket nor the bytes that a rank sends in a round exceed `bucket_bytes`,
-    unless a single row does, or if quantised a row of blocks, which then goes alone. Without `prove` all checksums are 0.
+    unless a single row does (if quantised, a row of blocks); such a row is sent alone. Without `prove` all checksums are 0.
     """
     exchange = _Exchange(sources, dtype, allocate, group, prove=prove)
     rounds = plan.rounds(bucket_bytes, dtype.itemsize)
@@ -108,10 +109,10 @@ class _Exchange:
     ) -> None:
         self.rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._sources, self._dtype, self._allocate, self._group, self._prove = sources, dtype, allocate, group, prove
-        self._outgoing = torch.empty(0, dtype=torch.uint8)  # kept: fresh memory costs a CPU more than the copy into it
+        self._outgoing = torch.empty(0, dtype=torch.uint8)  # reused, because on a CPU fresh memory costs more than the copy
 
     def run(self, index: int, transfers: list[Transfer]) -> Bucket:
-        """Execute this rank's transfers of a round. In the bucket come first the slices of other ranks, rank by rank."""
+        """Execute this rank's transfers of a round. The bucket starts with the slices from other ranks, in rank order."""
         rank = self.rank
         kept = [t for t in transfers if t.source_rank == t.target_rank]
         sent = sorted((t for t in transfers if t.target_rank != rank), key=lambda t: t.target_rank)
@@ -119,7 +120,7 @@ class _Exchange:
         num_sent, num_received, num_kept = (sum(map(self._num_bytes, some)) for some in (sent, received, kept))
         values = self._allocate(index, num_received + num_kept)
         if self._outgoing.numel() < num_sent or self._outgoing.device != values.device:
-            self._outgoing = torch.empty(0)  # free the old one before the new one is allocated
+            self._outgoing = torch.empty(0)  # free the old buffer before allocating the new one
             self._outgoing = torch.empty(num_sent, dtype=torch.uint8, device=values.device)
         outgoing = self._outgoing[:num_sent]
         sent_sums = self._pack(sent, outgoing)
@@ -128,9 +129,10 @@ class _Exchange:
         froms, tos = [t.source_rank for t in received], [t.target_rank for t in sent]
         sizes = self._by_rank(froms, map(self._num_bytes, received)), self._by_rank(tos, map(self._num_bytes, sent))
         counts = self._by_rank(froms, [1] * len(froms)), self._by_rank(tos, [1] * len(tos))
-        dist.all_to_all_single(values[:num_received], outgoing, *sizes, group=self._group)  # bytes, since gloo knows no fp8
+        # sent as bytes, because gloo does not support fp8
+        dist.all_to_all_single(values[:num_received], outgoing, *sizes, group=self._group)
         dist.all_to_all_single(received_sums, sent_sums, *counts, group=self._group)
-        sums = torch.cat((received_sums, kept_sums)).tolist()  # waits for the device, once a round
+        sums = torch.cat((received_sums, kept_sums)).tolist()  # the only wait for the device in a round
         return Bucket(index, values, self._entries([*received, *kept], sums), num_received, self._dtype)
 
     def _num_bytes(self, transfer: Transfer) -> int:
@@ -150,9 +152,10 @@ class _Exchange:
         return tuple(entries)
 
     def _pack(self, transfers: list[Transfer], buffer: Tensor) -> Tensor:
-        """Copy the slices into the buffer, one after the other. Return their checksums, [len(transfers)] on its device."""
+        """Copy the slices into the buffer, one after another. Return their checksums, [len(transfers)], on the same device."""
         sums, start = [], 0
-        quantised: dict[tuple[str, Index, Index], tuple[Tensor, Tensor]] = {}  # bytes and checksum: several ranks may need them
+        # bytes and checksum, for other ranks that need the same slice
+        quantised: dict[tuple[str, Index, Index], tuple[Tensor, Tensor]] = {}
         for t in transfers:
             piece = subtensor(self._sources, t.source)[region(t.source_offset, t.box.shape)]
             place = buffer[start : start + self._num_bytes(t)]
@@ -168,7 +171,7 @@ class _Exchange:
                 continue
             dtype = torch.float32 if t.is_float32 else self._dtype
             piece = piece.to(dtype)
-            if place.storage_offset() % dtype.itemsize:  # after quantised slices
+            if place.storage_offset() % dtype.itemsize:  # unaligned after quantised slices
                 place.copy_(piece.contiguous().view(-1).view(torch.uint8))
             else:
                 place.view(dtype).view(t.box.shape).copy_(piece)
@@ -180,7 +183,7 @@ class _Exchange:
 
 
 def _quantise(piece: Tensor, place: Tensor) -> None:
-    """Write the FP8 values to `place`, and after them the scales of their blocks."""
+    """Write the FP8 values to `place`, followed by the scales of their blocks."""
     values, scales = quantise(piece)
     place[: values.numel()].copy_(values.view(-1).view(torch.uint8))
     place[values.numel() :].copy_(scales.view(-1).view(torch.uint8))

@@ -1,8 +1,8 @@
-"""Boxes: rectangular slices of Hugging Face tensors, and where they sit in a rank's local tensors.
+"""Boxes: rectangular slices of Hugging Face tensors, and their position in a rank's local tensors.
 
-The Hugging Face tensor is the common coordinate system: the shards of a rank, in any layout, are described as pieces, each one
-box of one Hugging Face tensor at one offset of one local tensor. Shapes and offsets count elements. A local tensor named
-"name[3]" is the fourth sub-tensor of the parameter `name`. A `Block` describes once what repeats in many layers or experts.
+The Hugging Face tensor is the common coordinate system. In any layout the shards of a rank are pieces: one box of a Hugging
+Face tensor at one offset of a local tensor. Shapes and offsets count elements. A local tensor named "name[3]" is the fourth
+sub-tensor of the parameter `name`. A `Block` describes tensors that repeat in many layers or experts only once.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Box:
         return math.prod(map(sub, self.stop, self.start))
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common part, or None if it is empty. Both boxes are of the same tensor."""
+        """Return the intersection, or None if it is empty. Both boxes must be of the same tensor."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(self.tensor, start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def subtract(self, inner: Box) -> Iterator[Box]:
-        """Yield disjoint boxes that together are this one without `inner`, which lies inside it."""
+        """Yield disjoint boxes that together cover this box except `inner`, which must be inside it."""
         start, stop = list(self.start), list(self.stop)
         for dim, (a, b) in enumerate(zip(inner.start, inner.stop, strict=True)):
             if start[dim] < a:
@@ -55,7 +55,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box that sits at `offset` of the local tensor `local`, in the same orientation."""
+    """A box at `offset` of the local tensor `local`, in the same orientation."""
 
     box: Box
     local: str
@@ -74,20 +74,20 @@ class LocalTensor:
     pieces: tuple[Piece, ...]
 
     def above(self, other: LocalTensor) -> LocalTensor:
-        """Return the tensor with the rows of this one, and below them those of `other`."""
+        """Return the tensor with the rows of `other` appended below the rows of this one."""
         rows = self.shape[0]
         below = (Piece(p.box, p.local, (rows + p.offset[0], *p.offset[1:])) for p in other.pieces)
         return LocalTensor((rows + other.shape[0], *self.shape[1:]), (*self.pieces, *below))
 
     def numbered(self, layer: int, expert: int, first_layer: int = 0, first_expert: int = 0) -> LocalTensor:
-        """Return the tensor with numbers in place of {i} and {e}; in local names they count from the first layer and expert."""
+        """Return the tensor with numbers in place of {i} and {e}. In local names they count from the first layer and expert."""
         local = {"i": layer - first_layer, "e": expert - first_expert}
         pieces = (Piece(p.box.numbered(layer, expert), p.local.format(**local), p.offset) for p in self.pieces)
         return LocalTensor(self.shape, tuple(pieces))
 
 
 def whole(tensor: str, shape: Index) -> Box:
-    """Return the box that is all of a Hugging Face tensor of that shape."""
+    """Return the box that covers a whole Hugging Face tensor of this shape."""
     return Box(tensor, (0,) * len(shape), tuple(shape))
 
 
@@ -96,17 +96,17 @@ def alone(box: Box, local: str = "") -> LocalTensor:
     return LocalTensor(box.shape, (Piece(box, local, (0,) * len(box.shape)),))
 
 
-RankShards = dict[str, LocalTensor]  # all tensors of one rank, by local name
+RankShards = dict[str, LocalTensor]  # all tensors of one rank, keyed by local name
 
-Kind = Literal["model", "layer", "expert"]  # a tensor stands in a model once, in every layer, or for every expert
+Kind = Literal["model", "layer", "expert"]  # a tensor occurs once in the model, in every layer, or for every expert
 ONCE = range(1)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Tensors that repeat on a rank in some layers and experts; names leave the numbers open as {i} and {e}.
+    """Tensors that repeat on a rank in some layers and experts. Names have {i} and {e} instead of numbers.
 
-    The numbers in the names of boxes are the model's; those in local names count from `first_layer` and the first expert.
+    Numbers in box names are the model's. Numbers in local names count from `first_layer` and the first expert.
     """
 
     kind: Kind
@@ -130,5 +130,5 @@ def expand(blocks: Iterable[Block]) -> RankShards:
 
 
 def region(offset: Index, shape: Index) -> tuple[slice, ...]:
-    """Return the index of the sub-tensor of that shape at that offset."""
+    """Return the index of the sub-tensor of this shape at this offset."""
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))

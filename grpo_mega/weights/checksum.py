@@ -1,14 +1,14 @@
-"""A checksum of a tensor's bytes that is the same on every device and in every process; needs torch alone.
+"""A checksum of a tensor's bytes that is the same on every device and in every process. Needs only torch.
 
-The elements in their logical order, as bytes, are read as 64-bit little-endian words w_0, w_1, ... (the last filled up with
-zeros). Modulo 2^64, with BLOCK = 2^20 words, the odd constant A, and `mix(x) = x ^ (x >> 32)` with a logical shift:
+The elements in their logical order, as bytes, are read as 64-bit little-endian words w_0, w_1, ... (the last word is filled up
+with zeros). Modulo 2^64, with BLOCK = 2^20 words, the odd constant A, and `mix(x) = x ^ (x >> 32)` with a logical shift:
 
     m_j   = mix(A * (j + 1)) * A | 1                  j = 0 .. BLOCK - 1; odd and without a pattern
     s_b   = sum over j of m_j * mix(A * w_(b BLOCK + j))
     total = (...(num_bytes * A + s_0) * A + s_1 ...) * A + s_last
 
-Each step is a bijection of each single word, since A and m_j are odd: a change within one word always changes the checksum.
-Any other change, such as words in another order, goes unseen with a chance of about 2^-32 at worst.
+Each step is a bijection of each single word, because A and m_j are odd. So a change within one word always changes the
+checksum. Any other change, such as words in another order, goes unseen with a chance of at most about 2^-32.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 20  # words that share a run of multipliers: part of the definition
-_CPU_STEP = 1 << 17  # words at once: what stays in a core's cache
+BLOCK = 1 << 20  # words per run of multipliers; part of the definition
+_CPU_STEP = 1 << 17  # words per step, small enough for a core's cache
 _HALF = (1 << 32) - 1
-_A = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio's bits, as a signed number
+_A = 0x9E3779B97F4A7C15 - (1 << 64)  # the bits of the golden ratio, as a signed number
 
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a 0-d int64 tensor on the tensor's device, without waiting for it. Any shape, strides and dtype."""
+    """Return a 0-d int64 tensor on the tensor's device, without waiting for it. Any shape, strides and dtype work."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     multipliers = _multipliers(BLOCK, data.device)
     step = BLOCK if data.is_cuda else _CPU_STEP
@@ -42,7 +42,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _words(data: Tensor) -> Tensor:
-    """View bytes as int64; copy them where they are not aligned or do not fill the last word."""
+    """View bytes as int64. Copy them if they are not aligned or do not fill the last word."""
     if data.numel() % 8 or data.data_ptr() % 8 or data.storage_offset() % 8:
         padded = data.new_zeros(-(-data.numel() // 8) * 8)
         padded[: data.numel()] = data
@@ -51,7 +51,7 @@ def _words(data: Tensor) -> Tensor:
 
 
 def _mix(words: Tensor) -> Tensor:
-    """Mix in place. The mask makes the arithmetic shift a logical one."""
+    """Mix in place. The mask turns the arithmetic shift into a logical one."""
     return words.bitwise_xor_((words >> 32).bitwise_and_(_HALF))
 
 

@@ -1,16 +1,16 @@
-"""FP8 in blocks of 128 x 128: e4m3 values, and an fp32 scale per block that multiplies them back; needs torch alone.
+"""FP8 in blocks of 128 x 128: e4m3 values, and an fp32 scale per block that multiplies them back. Needs only torch.
 
-The format of DeepSeek-V3's weights (arXiv:2412.19437, section 3.3), which SGLang's `quant_method: fp8` with
-`weight_block_size: [128, 128]` reads as `weight` and `weight_scale_inv` and dequantises as `value * scale` (its
-`block_quant_dequant`). The scale is amax / 448, 448 being e4m3's largest number, so that a block's largest value uses the whole
-range. It is rounded as Transformer Engine's block quantiser does without powers of two (`compute_scale_from_amax`): factor =
-448 / amax in fp32, value = weight * factor, scale = 1 / factor. So a trainer whose blockwise recipe has fp32 scales (with
-NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1; by default they are powers of two) computes with the very weights that are served.
+This is the format of DeepSeek-V3's weights (arXiv:2412.19437, section 3.3). SGLang's `quant_method: fp8` with
+`weight_block_size: [128, 128]` reads it as `weight` and `weight_scale_inv` and dequantises with `value * scale` (its
+`block_quant_dequant`). The scale is amax / 448, because 448 is e4m3's largest number, so a block's largest value uses the whole
+range. It is rounded like Transformer Engine's block quantiser without powers of two (`compute_scale_from_amax`): factor = 448 /
+amax in fp32, value = weight * factor, scale = 1 / factor. So a trainer whose blockwise recipe has fp32 scales (with
+NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1; the default is powers of two) computes with exactly the weights that are served.
 
-A block of zeros has factor 1. One with a NaN or an infinity has a NaN for its scale, so that it is as broken there as here. The
-factor is at most 2^126, which is reached below an amax of 5e-36: else the scale could be a denormal, which kernels flush to
-zero. The last block of rows or columns may be smaller. Each block is computed by itself: quantising a slice that is cut at
-multiples of 128 gives the same bytes as cutting the quantised tensor.
+A block of zeros has factor 1. A block with a NaN or an infinity has a NaN as its scale, so it stays as broken as its source.
+The factor is at most 2^126, reached below an amax of 5e-36. Otherwise the scale could be a denormal, and kernels flush
+denormals to zero. The last block of rows or columns may be smaller. Blocks are independent: to quantise a slice cut at
+multiples of 128 returns the same bytes as to cut the quantised tensor.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 from grpo_mega.weights.spec import BLOCK, num_blocks
 
 VALUES, SCALES = torch.float8_e4m3fn, torch.float32
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # largest number of e4m3
 LARGEST_FACTOR = 2.0**126
-_ELEMENTS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 22}  # with float32 copies: what fits a CPU's caches, and 64 MiB on a GPU
+_ELEMENTS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 22}  # float32 copies of this size fit a CPU's caches, or take 64 MiB on a GPU
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     for row in range(0, rows, step):
         blocks = _blocks(weight[row : row + step])
         amax = blocks.abs().amax(dim=3).amax(dim=1)
-        # Not `LARGEST / amax`, which torch computes as a product with the reciprocal.
+        # Not `LARGEST / amax`, because torch computes it as a product with the reciprocal.
         factor = torch.full_like(amax, LARGEST).div_(amax).clamp_(max=LARGEST_FACTOR)
         factor = torch.where((amax > 0) & amax.isfinite(), factor, 1.0)
         scaled = blocks.mul(factor[:, None, :, None]).to(VALUES)
@@ -48,7 +48,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def dequantise(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [rows, cols] of `dtype`: each value times its block's scale, multiplied in float32."""
+    """Return [rows, cols] in `dtype`: each value times its block's scale, multiplied in float32."""
     rows, cols = values.shape
     weight = torch.empty((rows, cols), dtype=dtype, device=values.device)
     step = _rows_at_once(values)
@@ -64,7 +64,7 @@ def _rows_at_once(tensor: Tensor) -> int:
 
 
 def _blocks(part: Tensor) -> Tensor:
-    """Return float32 [blocks of rows, 128, blocks of columns, 128]; smaller last blocks are padded with zeros."""
+    """Return float32 [blocks of rows, 128, blocks of columns, 128]. Smaller last blocks are padded with zeros."""
     part = part.to(SCALES)
     rows, cols = part.shape
     if rows % BLOCK or cols % BLOCK:

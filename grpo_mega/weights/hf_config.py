@@ -1,7 +1,8 @@
-"""The fields of a config.json as transformers resolves them: its defaults, other names, precedence and types, without it.
+"""Resolve the fields of a config.json without transformers, with its defaults, aliases, precedence and types.
 
-The launcher, the plan and the converters read a config.json by `resolve`; the ranks read transformers' own config by it, and
-refuse a model for which both differ. What transformers refuses is refused here too, and so are values that no model can have.
+The launcher, the plan and the converters read a config.json with `resolve`. The ranks resolve transformers' own config with it
+too, and refuse a model if the two results differ. Values that transformers refuses are refused here too, and so are values that
+no model can have.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from grpo_mega.weights.hf_fields import ALIASES, FIELDS, ROPE_THETA, SHARED_FIEL
 Fields = dict[str, Any]
 _MAX_LAYERS, _MAX_COUNT, _MAX_SIZE = 10_000, 100_000, 10**12
 _NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_NEEDED_OF = {  # what no config.json of the model type lacks, though transformers has a default for it
+# Fields that every config.json of the model type has, although transformers has a default for them.
+_NEEDED_OF = {
     "mixtral": ("num_local_experts",),
     "qwen3_moe": ("num_experts", "moe_intermediate_size"),
     "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
@@ -33,7 +35,7 @@ _SIZES = (
 )
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _DTYPES = ("float32", "float", "float16", "half", "bfloat16", "float64", "double", "float8_e4m3fn", "float8_e5m2")
-_DIVIDING_HEADS = ("llama", "deepseek_v2")  # model types whose hidden_size must be a multiple of the heads
+_DIVIDING_HEADS = ("llama", "deepseek_v2")  # hidden_size of these model types must be a multiple of the number of heads
 _LATENT = ("deepseek_v2", "deepseek_v3")
 _ROPE_NEEDS = {
     "linear": ("factor",),
@@ -43,9 +45,9 @@ _ROPE_NEEDS = {
 
 
 def resolve(raw: Mapping[str, Any]) -> Fields:
-    """Return all fields of a config.json's contents. Raise WeightMappingError for a value that cannot be.
+    """Return all fields of a config.json's contents. Raise WeightMappingError for an impossible value.
 
-    A model type without a table of fields is returned as it is. `resolve` of the result gives the same.
+    A model type without a table of fields is returned as it is. `resolve` of the result returns the same fields.
     """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FIELDS:
@@ -90,7 +92,7 @@ def resolve(raw: Mapping[str, Any]) -> Fields:
 
 
 def difference(model_type: str, ours: Fields, theirs: Fields) -> str | None:
-    """Return the first field of a model type that two resolved configs have different values for; None if there is none."""
+    """Return the first field with different values in two resolved configs of a model type; None if there is none."""
     for name in (*FIELDS.get(model_type, {}), "head_dim", "rope_parameters"):
         if ours.get(name) != theirs.get(name) and name != "layer_types":
             return f"{name} is {theirs.get(name)!r} for transformers, not {ours.get(name)!r}"
@@ -141,7 +143,7 @@ def _check_layer_types(fields: Fields) -> None:
 
 
 def _rope(fields: Fields, default_theta: float) -> Fields:
-    """Return the rotary embedding's parameters, of `rope_parameters`, `rope_scaling` and single fields."""
+    """Return the rotary embedding's parameters from `rope_parameters`, `rope_scaling` and single fields."""
     scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
     for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
         if value is not None and not isinstance(value, dict):

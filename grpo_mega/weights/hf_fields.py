@@ -83,7 +83,7 @@ _OF = {
         mlp_only_layers:ints?=null bos_token_id:int?=null eos_token_id:ids?=null
     """,
 }
-# Another name of a field; where a file has both, transformers takes this one.
+# Aliases of fields. If a file has both names, transformers uses the alias.
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "deepseek_v3": {"num_local_experts": "n_routed_experts"},
     "glm4_moe": {"num_local_experts": "n_routed_experts"},
@@ -99,7 +99,7 @@ class Field:
     default: Any
 
     def refuses(self, value: Any) -> str | None:
-        """Return what a value must be, if it is not that."""
+        """Return the required type of a value if the value has another type; None if it is right."""
         kind = self.kind.removesuffix("?")
         is_right, wording = _KINDS[kind]
         if is_right(value) or (value is None and self.kind.endswith("?")):
@@ -137,7 +137,7 @@ def _parse(text: str) -> dict[str, Field]:
 
 
 FIELDS: Mapping[str, Mapping[str, Field]] = {model_type: _parse(_ALL) | _parse(text) for model_type, text in _OF.items()}
-# Of every model type.
+# Fields of every model type.
 SHARED_FIELDS: Mapping[str, Field] = _parse(
     "transformers_version:str?=null architectures:texts?=null chunk_size_feed_forward:int=0 is_encoder_decoder:bool=false "
     "output_hidden_states:bool?=false return_dict:bool?=true"

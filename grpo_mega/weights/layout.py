@@ -1,9 +1,10 @@
-"""Layouts and the shards of each rank: of Megatron (TP, CP, PP, VPP, DP, EP), of the engine, or whole Hugging Face tensors.
+"""Layouts and the shards of each rank: Megatron's (TP, CP, PP, VPP, DP, EP), the engine's, or whole Hugging Face tensors.
 
-A rank's place in Megatron is (tp_rank, pp_rank, dp_rank), in its default order tp fastest, then dp, then pp; context-parallel
-ranks, which hold the same weights as data-parallel ones do, come right after tp. Expert-parallel ranks are neighbours within
-context- and data-parallel ones. Local names of a Megatron rank are "chunk<v>.<parameter name>", v being the model chunk (0
-without interleaving). `*_shards` describes all ranks, `*_rank_shards` one rank tensor by tensor, `*_blocks` one rank in blocks.
+A rank's position in Megatron is (tp_rank, pp_rank, dp_rank). In the default order tp is fastest, then dp, then pp.
+Context-parallel ranks hold the same weights, like data-parallel ranks, and come right after tp. Expert-parallel ranks are
+neighbours within the context- and data-parallel ranks. Local names of a Megatron rank are "chunk<v>.<parameter name>", where v
+is the model chunk (0 without interleaving). `*_shards` describes all ranks, `*_rank_shards` one rank tensor by tensor,
+`*_blocks` one rank in blocks.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class MegatronLayout:
     pp: int = 1
     vpp: int = 1
     dp: int = 1
-    order: RankOrder = "tp-dp-pp"  # axes from the one whose ranks are neighbours to the one farthest apart
-    layers_per_chunk: tuple[int, ...] | None = None  # in model order, pp * vpp of them; None: as even as possible
-    ep: int = 1  # expert parallelism over this many of the dp * cp ranks; each expert is cut along tp like the other tensors
-    cp: int = 1  # ranks that share each sequence
+    order: RankOrder = "tp-dp-pp"  # axes, from neighbouring ranks to the farthest ones
+    layers_per_chunk: tuple[int, ...] | None = None  # pp * vpp entries in model order; None: as even as possible
+    ep: int = 1  # size of expert parallelism over the dp * cp ranks; tp splits each expert like any other tensor
+    cp: int = 1  # number of ranks that share each sequence
 
     @property
     def world_size(self) -> int:
@@ -36,7 +37,7 @@ class MegatronLayout:
 
     @property
     def num_replicas(self) -> int:
-        """Return the number of ranks that hold the same weights, experts aside."""
+        """Return the number of ranks that hold the same weights, except experts."""
         return self.cp * self.dp
 
     @property
@@ -57,19 +58,22 @@ class MegatronLayout:
         return rank // self.tp % self.cp
 
     def ep_rank(self, rank: int) -> int:
-        """Return the ep_rank of a global rank. Megatron orders experts' ranks tp, ep, dp, pp, and the dense ones tp, cp, dp,
-        pp."""
+        """Return the ep_rank of a global rank. Megatron orders ranks as tp, ep, dp, pp for experts and as tp, cp, dp, pp
+        otherwise.
+        """
         return (self.place(rank)[2] * self.cp + self.cp_rank(rank)) % self.ep
 
     def chunk_sizes(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers of each chunk, in model order. The first chunks take a remainder: the last has the output layer."""
+        """Return the layers per chunk, in model order. The first chunks take a remainder, because the last has the output
+        layer.
+        """
         if self.layers_per_chunk is not None:
             return self.layers_per_chunk
         base, extra = divmod(num_layers, self.num_chunks)
         return tuple(base + (i < extra) for i in range(self.num_chunks))
 
     def layers_of(self, num_layers: int, pp_rank: int, chunk: int) -> range:
-        """Return the global layers of a rank's model chunk. Chunk v of stage p is the (v * pp + p)-th of the model."""
+        """Return the global layers of a rank's model chunk. Chunk v of stage p is chunk v * pp + p of the model."""
         sizes = self.chunk_sizes(num_layers)
         index = chunk * self.pp + pp_rank
         first = sum(sizes[:index])
@@ -82,9 +86,9 @@ class MegatronLayout:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """Rank r of the world serves engine r // tp at its tensor-parallel rank r % tp; those beyond the engines serve none.
+    """Rank r of the world serves engine r // tp as tensor-parallel rank r % tp. Ranks beyond the engines serve none.
 
-    `ep`: an engine's ranks form so many runs of neighbours; each run holds a part of the experts, cut over its ranks.
+    `ep`: the ranks of an engine form this many runs of neighbours. Each run holds a part of the experts, split over its ranks.
     """
 
     tp: int = 1
@@ -97,7 +101,7 @@ class EngineLayout:
 
 
 def megatron_layout_problems(shape: ModelShape, layout: MegatronLayout) -> Iterator[str]:
-    """Yield why Megatron cannot cut the model into the layout: a line for each rule that it breaks, with the remedy."""
+    """Yield the reasons why Megatron cannot split the model like this: one line with the remedy per broken rule."""
     obstacle = _training_obstacle(shape, layout.tp)
     if obstacle:
         yield f"tp={layout.tp} {obstacle}; use {_legal(shape, _training_obstacle)}"
@@ -120,7 +124,7 @@ def megatron_layout_problems(shape: ModelShape, layout: MegatronLayout) -> Itera
 
 
 def engine_layout_problems(shape: ModelShape, tp: int, ep: int = 1) -> Iterator[str]:
-    """Yield why SGLang cannot cut the model into `tp` parts, and its experts into `ep` runs, with the remedy."""
+    """Yield the reasons, with remedies, why SGLang cannot split the model into `tp` parts and its experts into `ep` runs."""
     if ep > 1 and not shape.num_experts:
         yield f"ep={ep} spreads experts, but the model is dense; use ep=1"
     if shape.num_experts % ep:
@@ -135,10 +139,10 @@ def _legal(shape: ModelShape, obstacle: Callable[[ModelShape, int], str | None])
 
 
 def _training_obstacle(shape: ModelShape, tp: int) -> str | None:
-    """Return why Megatron cannot cut the model into `tp` parts; None if it can.
+    """Return the reason why Megatron cannot split the model into `tp` parts; None if it can.
 
-    It cuts the fused rows of queries, keys and values evenly, so that a part may begin within a head; SGLang gives each rank
-    whole heads, and has some keys and values twice.
+    Megatron splits the fused rows of queries, keys and values evenly, so a part may start within a head. SGLang assigns whole
+    heads to each rank, and repeats some keys and values.
     """
     rows = shape.q + 2 * shape.kv if not shape.kv_lora else shape.q
     fused = f"does not divide the {rows} fused rows of queries, keys and values" if rows % tp else None
@@ -146,7 +150,7 @@ def _training_obstacle(shape: ModelShape, tp: int) -> str | None:
 
 
 def _obstacle(shape: ModelShape, tp: int, ep: int = 1) -> str | None:
-    """Return why a tensor-parallel size fits neither Megatron nor SGLang with `ep`; None if it fits SGLang."""
+    """Return the reason why a tensor-parallel size fits neither Megatron nor SGLang with `ep`; None if it fits SGLang."""
     if tp % ep:
         return f"is no multiple of ep={ep}"
     rows = [(shape.shared_ffn, "rows of the shared experts")] if shape.num_experts else []
@@ -163,18 +167,18 @@ def _obstacle(shape: ModelShape, tp: int, ep: int = 1) -> str | None:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The shards of every rank of the world, before a movement of weights or after it.
+    """The shards of every rank of the world, before or after a movement of weights.
 
-    A rank's part is a few blocks, and ranks with the same shards share them, so that the layout of hundreds of ranks is made
-    in milliseconds for any number of layers.
+    A rank holds a few blocks, and ranks with the same shards share them. So the layout of hundreds of ranks takes milliseconds
+    for any number of layers.
     """
 
-    blocks: tuple[tuple[Block, ...], ...]  # by rank
-    quantised: frozenset[str] = frozenset()  # Hugging Face tensors, layer and expert left open, that arrive as FP8 blocks
+    blocks: tuple[tuple[Block, ...], ...]  # indexed by rank
+    quantised: frozenset[str] = frozenset()  # Hugging Face tensors, with {i} and {e}, that arrive as FP8 blocks
 
     @classmethod
     def of_ranks(cls, shards: Sequence[RankShards]) -> ShardLayout:
-        """Return the layout of ranks with these shards, layers and experts already written out."""
+        """Return the layout of ranks with these shards, with all layers and experts written out."""
         return cls(tuple((Block("model", ONCE, ONCE, tensors),) for tensors in shards))
 
     @property
@@ -182,14 +186,14 @@ class ShardLayout:
         return len(self.blocks)
 
     def after(self, num_ranks: int) -> ShardLayout:
-        """Return the same layout on ranks that follow `num_ranks` others, which hold nothing of it."""
+        """Return the same layout shifted by `num_ranks` ranks, which hold no shards."""
         return replace(self, blocks=((),) * num_ranks + self.blocks)
 
     def rank_shards(self, rank: int) -> RankShards:
         return expand(self.blocks[rank])
 
     def quantised_shards(self, rank: int) -> RankShards:
-        """Return those of a rank's tensors that arrive as FP8 blocks."""
+        """Return the tensors of a rank that arrive as FP8 blocks."""
         return expand(
             replace(block, tensors={name: t for name, t in block.tensors.items() if self._is_quantised(t)})
             for block in self.blocks[rank]
@@ -202,8 +206,11 @@ class ShardLayout:
 def megatron_shards(
     family: Family, shape: ModelShape, layout: MegatronLayout, *, fused_norms: bool = False, grouped_experts: bool = False
 ) -> ShardLayout:
-    """Return the trainer's layout. `fused_norms`: names as Transformer Engine's layer spec gives them; `grouped_experts`: as
-    it does where the experts of a layer are one module."""
+    """Return the trainer's layout.
+
+    `fused_norms`: use the names of Transformer Engine's layer spec. `grouped_experts`: use its names for a layer's experts in
+    one module.
+    """
     names = {"fused_norms": fused_norms, "grouped_experts": grouped_experts}
     places = [(*layout.place(rank)[:2], layout.ep_rank(rank)) for rank in range(layout.world_size)]
     blocks = {
@@ -223,7 +230,7 @@ def engine_shards(
 
 
 def hf_shards(family: Family, shape: ModelShape, world_size: int, *, quantise: bool = False) -> ShardLayout:
-    """Return the layout with all whole Hugging Face tensors on every rank: the embedded engine's."""
+    """Return the embedded engine's layout: all whole Hugging Face tensors on every rank."""
     blocks = tuple(hf_blocks(family, shape))
     return ShardLayout((blocks,) * world_size, family.linear_tensors() if quantise else frozenset())
 
@@ -235,7 +242,7 @@ def megatron_rank_shards(
 
 
 def hf_rank_shards(family: Family, shape: ModelShape, names: Iterable[str] | None = None) -> RankShards:
-    """Return whole Hugging Face tensors under their own names, all or those named: for the writer of a checkpoint."""
+    """Return whole Hugging Face tensors under their own names, all or the given ones, to write a checkpoint."""
     tensors = family.hf_tensors(shape)
     return {name: alone(whole(name, tensors[name]), name) for name in (tensors if names is None else names)}
 
@@ -249,7 +256,7 @@ def megatron_blocks(
     fused_norms: bool = False,
     grouped_experts: bool = False,
 ) -> list[Block]:
-    """Return the shards of a trainer's rank, under names as `megatron_shards` describes them."""
+    """Return the shards of a trainer's rank. Names are as in `megatron_shards`."""
     tp_rank, pp_rank, _ = layout.place(rank)
     experts = layout.experts_of(shape.num_experts, layout.ep_rank(rank))
 
@@ -269,20 +276,20 @@ def megatron_blocks(
         is_last = pp_rank == layout.pp - 1 and chunk == layout.vpp - 1
         once = [family.embedding] if is_first else []
         once += [row for row in family.rows if (row.where == "first" and is_first) or (row.where == "last" and is_last)]
-        if is_last and not (shape.tied and is_first):  # else the embedding itself serves
+        if is_last and not (shape.tied and is_first):  # otherwise the embedding serves as the output layer
             once.append(family.output)
         blocks += _blocks(family, shape, once, partial(tensors, chunk), layers, experts)
     return blocks
 
 
 def engine_blocks(family: Family, shape: ModelShape, layout: EngineLayout, rank: int) -> list[Block]:
-    """Return the shards of a rank's SGLang process, under its names; none on a rank that serves no engine."""
+    """Return the shards of a rank's SGLang process, under its names; empty if the rank serves no engine."""
     if rank >= layout.world_size:
         return []
     once = [family.embedding, *family.rows_of("model", shape)]
     if not (shape.tied and family.engine_ties):
         once.append(family.output)
-    tp_rank, width = rank % layout.tp, layout.tp // layout.ep  # of an expert: the ranks that cut it
+    tp_rank, width = rank % layout.tp, layout.tp // layout.ep  # width: number of ranks that split an expert
     first = shape.num_experts // layout.ep * (tp_rank // width)
 
     def tensors(rows: Iterable[Row]) -> RankShards:
@@ -316,7 +323,7 @@ def _blocks(
     layers: range,
     experts: range,
 ) -> list[Block]:
-    """Return the blocks of the `tensors` of rows: those that stand there once, those of each layer, and of each expert."""
+    """Return the blocks of `tensors(rows)`: once per model, once per layer, and once per expert."""
     blocks = [Block("model", ONCE, ONCE, tensors(once))]
     for span, run in shape.spans(layers):
         blocks.append(Block("layer", run, ONCE, tensors(family.rows_of("layer", shape, span)), layers.start))
@@ -325,5 +332,5 @@ def _blocks(
 
 
 def _hf_names(family: Family, shape: ModelShape, row: Row) -> tuple[str, ...]:
-    """Return the names of a row's Hugging Face tensors: a tied output layer holds a copy of the embedding."""
+    """Return the names of a row's Hugging Face tensors. A tied output layer uses the embedding's."""
     return family.embedding.hf if row is family.output and shape.tied else row.hf

@@ -1,4 +1,4 @@
-"""The ops of a family's rows: how Hugging Face tensors are cut into those of a tensor-parallel rank of Megatron and SGLang."""
+"""The ops of a family's rows: how Megatron and SGLang split Hugging Face tensors over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from grpo_mega.weights.boxes import Box, Index, LocalTensor
 from grpo_mega.weights.spec import ModelShape, Shard, padded_vocab, round_up
 
-ENGINE_VOCAB_MULTIPLE = 64  # SGLang allocates a multiple of this many rows for a vocabulary
+ENGINE_VOCAB_MULTIPLE = 64  # SGLang pads a vocabulary to a multiple of this many rows
 
 
 @dataclass(frozen=True)
 class Copy:
-    """The same tensor on both sides, cut along `axis` for tensor parallelism (None: whole on every rank)."""
+    """The same tensor on both sides, split along `axis` for tensor parallelism (None: whole on every rank)."""
 
     dims: tuple[str, ...]
     axis: int | None = None
@@ -33,9 +33,10 @@ class Copy:
 
 @dataclass(frozen=True)
 class Vocab:
-    """An embedding: cut into equal runs of the vocabulary, which Megatron pads until it divides by the tensor-parallel size.
+    """An embedding, split into equal runs of the vocabulary. Megatron pads it to a multiple of the tensor-parallel size.
 
-    SGLang pads it to a multiple of 64, and where that does not divide, to one of 64 times the size.
+    SGLang pads it to a multiple of 64. If the tensor-parallel size does not divide that, it pads to a multiple of 64 times the
+    size.
     """
 
     def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
@@ -61,9 +62,9 @@ class Vocab:
 class QKV:
     """Megatron's fused projection: for each key-value head its query heads, then its key, then its value.
 
-    Ranks hold equal runs of its rows. With fewer key-value heads than ranks a run is a part of one head's rows, and Megatron
-    gathers the activations. SGLang has a rank's query heads, then its keys, then its values, and with fewer key-value heads
-    than ranks neighbouring ranks hold the same one.
+    Ranks hold equal runs of its rows. If ranks outnumber key-value heads, a run is a part of one head's rows, and Megatron
+    gathers the activations. SGLang has a rank's query heads, then its keys, then its values. If ranks outnumber key-value
+    heads, neighbouring ranks hold the same head.
     """
 
     trailing: tuple[str, ...]  # ("hidden",) for weights, () for biases
@@ -76,15 +77,15 @@ class QKV:
         shape = shard.shape
         rest = shape.dims(self.trailing)
         zeros = (0,) * len(rest)
-        rows_of = (shape.q // shape.num_kv_heads, shape.head_dim, shape.head_dim)  # of q, k, v for one key-value head
+        rows_of = (shape.q // shape.num_kv_heads, shape.head_dim, shape.head_dim)  # rows of q, k, v per key-value head
         width = (shape.q + 2 * shape.kv) // shard.tp_size
-        first, last = width * shard.tp_rank, width * (shard.tp_rank + 1)  # this rank's rows of the whole fused tensor
+        first, last = width * shard.tp_rank, width * (shard.tp_rank + 1)  # this rank's rows in the whole fused tensor
         pieces, row = [], 0
         for head in range(shape.num_kv_heads):
             for name, rows in zip(shard.names, rows_of, strict=True):
                 begin, end = max(row, first), min(row + rows, last)
                 if begin < end:
-                    shift = rows * head - row  # from a row of the fused tensor to one of the Hugging Face tensor
+                    shift = rows * head - row  # maps a row of the fused tensor to a row of the Hugging Face tensor
                     pieces.append((Box(name, (begin + shift, *zeros), (end + shift, *rest)), (begin - first, *zeros)))
                 row += rows
         return shard.tensor((width, *rest), pieces)

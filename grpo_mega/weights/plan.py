@@ -1,8 +1,8 @@
-"""Plans: the transfers that lead from one shard layout to another, described once for all layers and experts that repeat.
+"""Plans: the transfers from one shard layout to another, described once for all layers and experts that repeat.
 
-Layers of one pipeline chunk have the same shards in both layouts, so a plan has transfers with names that leave the layer
-open, and the layers they repeat for. `traffic` counts the bytes and `rounds` gives the order, without writing out all
-transfers. A plan is the same on every rank that makes it.
+Layers of one pipeline chunk have the same shards in both layouts. So a plan has transfers with {i} in their names, and the
+layers for which they repeat. `traffic` counts the bytes and `rounds` returns the order, without writing out all transfers.
+Every rank computes the same plan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_mega.weights.rounds import Rounds, make_rounds
 from grpo_mega.weights.spec import BLOCK
 from grpo_mega.weights.transfers import Need, Place, Template, Transfer, choose, match
 
-_SHARES = 4  # a source's average share of the largest tensor is at least this many transfers, so that loads come out even
+_SHARES = 4  # a source gets at least this many transfers of the largest tensor on average, so loads come out even
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Traffic:
     same_rank: int
     same_node: int  # between ranks of a node
     between_nodes: int
-    sent: tuple[int, ...]  # by rank, to others
-    received: tuple[int, ...]  # by rank, from others
+    sent: tuple[int, ...]  # per rank, to other ranks
+    received: tuple[int, ...]  # per rank, from other ranks
 
     @property
     def moved(self) -> int:
@@ -46,11 +46,11 @@ class Plan:
     _rounds: dict[tuple[int, int], Rounds] = field(default_factory=dict, repr=False, compare=False)
 
     def transfers(self) -> Iterator[Transfer]:
-        """Yield all transfers, one by one; for small models."""
+        """Yield all transfers, one by one; for small models only."""
         return (one.at(t, place) for one in self.templates for place in one.places for t in one.transfers)
 
     def traffic(self, itemsize: int) -> Traffic:
-        """Count the bytes, if an element that is not quantised takes `itemsize` of them."""
+        """Count the bytes, with `itemsize` bytes per element that is not quantised."""
         same_rank = same_node = between_nodes = 0
         sent, received = [0] * self.world_size, [0] * self.world_size
         for template in self.templates:
@@ -70,7 +70,7 @@ class Plan:
         return Traffic(same_rank, same_node, between_nodes, tuple(sent), tuple(received))
 
     def rounds(self, capacity: int, itemsize: int = 1) -> Rounds:
-        """Return the transfers in rounds of at most `capacity` bytes per rank; made once for each size."""
+        """Return the transfers in rounds of at most `capacity` bytes per rank. Rounds are computed once per size."""
         key = capacity, itemsize
         if key not in self._rounds:
             self._rounds[key] = make_rounds(self.templates, self.world_size, capacity, itemsize)
@@ -78,7 +78,7 @@ class Plan:
 
 
 def plan_transfers(sources: ShardLayout, targets: ShardLayout, *, ranks_per_node: int) -> Plan:
-    """Plan the way from one shard layout to another, in time that does not grow with the number of layers and experts.
+    """Plan the transfers from one shard layout to another, in time that does not grow with the number of layers and experts.
 
     Raise WeightMappingError if a target needs an element that no source has, or if an FP8 block would come from several ranks.
     """
@@ -115,7 +115,7 @@ class _Extent:
 
 
 def _by_extent(layout: ShardLayout) -> dict[_Extent, list[RankShards]]:
-    """Return the shards of each rank in blocks with the same layers and experts, whose numbers the names leave open."""
+    """Return the shards of each rank, keyed by the layers and experts for which they repeat. Names have {i} and {e}."""
     shards: dict[_Extent, list[RankShards]] = {}
     for rank, blocks in enumerate(layout.blocks):
         for block in blocks:
@@ -133,7 +133,7 @@ def _common(a: range, b: range) -> range:
 def _templates(
     needs: list[Need], layers: range, experts: range, firsts: tuple[Place, Place], sent: list[int]
 ) -> Iterator[Template]:
-    """Yield one template, or several with other source ranks each, where one would leave some of them without work."""
+    """Yield one template. If it would leave some sources without work, yield several with different sources."""
     num_places = len(layers) * len(experts)
     step = min(num_places, _num_choices(needs))
     for start in range(step):
@@ -147,7 +147,7 @@ def _quantised(template: Template, tensors: frozenset[str]) -> Template:
     for transfer in template.transfers:
         box = transfer.box
         if box.tensor in tensors:
-            # The boxes of a tensor cover it: where all of them begin with a block, they end with one too.
+            # The boxes of a tensor cover it. If all of them start at a block's start, they also end at a block's end.
             if any(start % BLOCK for start in box.start):
                 raise WeightMappingError(
                     f"a rank has {box.tensor} from {box.start}, inside a block of {BLOCK} that is quantised as a whole; "
@@ -159,7 +159,7 @@ def _quantised(template: Template, tensors: frozenset[str]) -> Template:
 
 
 def _num_choices(needs: list[Need]) -> int:
-    """Return how many times to choose sources for the same needs, judged by the group of sources with the most elements."""
+    """Return how often to choose sources for the same needs, based on the group of sources with the most elements."""
     num_needs: dict[int, int] = defaultdict(int)
     num_elements: dict[int, int] = defaultdict(int)
     num_sources: dict[int, int] = {}

@@ -1,8 +1,8 @@
-"""The receiving end of buckets: writing entries to plain tensors, and verifying them there by checksum.
+"""The receiving end of buckets: write entries to plain tensors, and verify them there by checksum.
 
-A bucket is bytes. An entry is elements of one dtype, or if it is quantised FP8 values followed by the scales of their blocks.
-Where the target is FP8 too, both are kept as they came, the scales in the parameter `scales_name(target)`; any other target
-gets the dequantised numbers. Needs torch alone, so that an engine's own process can use it.
+A bucket is bytes. An entry is elements of one dtype, or, if quantised, FP8 values followed by the scales of their blocks. A
+target in FP8 stores both as they came, with the scales in the parameter `scales_name(target)`. Any other target gets the
+dequantised numbers. Needs only torch, so an engine's process can import it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from grpo_mega.weights.spec import BLOCK, num_blocks
 
 
 class Entry(NamedTuple):
-    """The bytes of a bucket from `start`, as `shape`, belong at `offset` of the local tensor `target`."""
+    """Bytes of a bucket from `start` on, as `shape`, that belong at `offset` of the local tensor `target`."""
 
     target: str
     offset: Index
     shape: Index
     start: int
-    checksum: int  # of this entry's bytes, as they were sent
+    checksum: int  # checksum of this entry's bytes at the source
     is_quantised: bool = False
-    is_float32: bool = False  # whatever the others are
+    is_float32: bool = False  # float32 for any dtype of the other entries
 
 
 @torch.no_grad()
 def write_entries(entries: Iterable[Entry], values: Tensor, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Copy the entries of a bucket's bytes to their places. `dtype`: of all that are neither quantised nor float32."""
+    """Copy the entries of a bucket to their places. `dtype`: dtype of all entries that are neither quantised nor float32."""
     for entry in entries:
         place = subtensor(tensors, entry.target)[region(entry.offset, entry.shape)]
         if not entry.is_quantised:
@@ -50,16 +50,16 @@ def write_entries(entries: Iterable[Entry], values: Tensor, tensors: Mapping[str
 
 @torch.no_grad()
 def mismatched_tensors(entries: Iterable[Entry], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors with an entry, not quantised, whose checksum is not the one that came with it."""
+    """Return the names of tensors with an entry that is not quantised and whose checksum differs from the sender's."""
     plain = [entry for entry in entries if not entry.is_quantised]
     return _unlike(plain, [checksum(subtensor(tensors, e.target)[region(e.offset, e.shape)]) for e in plain])
 
 
 @torch.no_grad()
 def mismatched_blocks(entries: Iterable[Entry], values: Tensor, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors with a quantised entry, which `write_entries` has just written, of another checksum.
+    """Return the names of tensors with a quantised entry, just written by `write_entries`, whose checksum differs.
 
-    Verify values and scales in the target where it keeps them; else those of the bucket, which are not kept.
+    Verify values and scales in the target if it stores them; else verify them in the bucket.
     """
     quantised, sums = [entry for entry in entries if entry.is_quantised], []
     for entry in quantised:
@@ -72,7 +72,7 @@ def mismatched_blocks(entries: Iterable[Entry], values: Tensor, tensors: Mapping
 
 
 def subtensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return the tensor of that name, or if there is none and it is "parameter[3]", that parameter's fourth sub-tensor."""
+    """Return the tensor of this name. If it does not exist and the name is "parameter[3]", return the fourth sub-tensor."""
     if name in tensors:
         return tensors[name]
     parameter, _, number = name.partition("[")
@@ -80,7 +80,7 @@ def subtensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def scales_name(name: str) -> str:
-    """Return the name of SGLang's parameter with the scales of another, whose name may be "parameter[3]"."""
+    """Return the name of SGLang's parameter with the scales of another one. The name may be "parameter[3]"."""
     parameter, bracket, number = name.partition("[")
     return f"{parameter}_scale_inv{bracket}{number}"
 
@@ -91,7 +91,7 @@ def _blocks(entry: Entry, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read(values: Tensor, start: int, shape: Index, dtype: torch.dtype) -> Tensor:
-    """Return a view, or a copy where the bytes are not aligned for the dtype."""
+    """Return a view, or a copy if the bytes are not aligned for the dtype."""
     data = values[start : start + math.prod(shape) * dtype.itemsize]
     if data.storage_offset() % dtype.itemsize:
         data = data.clone()
@@ -114,5 +114,5 @@ def _end(entry: Entry) -> int:
 def _unlike(entries: list[Entry], sums: list[Tensor]) -> list[str]:
     if not entries:
         return []
-    values = torch.stack(sums).tolist()  # waits for the device, once
+    values = torch.stack(sums).tolist()  # the only wait for the device
     return list(dict.fromkeys(e.target for e, value in zip(entries, values, strict=True) if value != e.checksum))

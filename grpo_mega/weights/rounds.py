@@ -1,8 +1,8 @@
-"""Rounds: the order in which the ranks execute a plan together, so that no buffer grows beyond its limit.
+"""Rounds: the order in which the ranks execute a plan together, so that no buffer exceeds its limit.
 
-In one round each rank sends and receives at most `capacity` bytes; slices that stay on a rank count as received. All parts of
-a plan advance side by side, in proportion to their length, so that in every round the senders of all pipeline stages have
-work. Rounds follow from the plan alone: every rank makes the same ones.
+In one round each rank sends and receives at most `capacity` bytes. Slices that stay on a rank count as received. All parts of a
+plan advance together, in proportion to their length, so the senders of all pipeline stages have work in every round. Rounds
+depend only on the plan, so every rank computes the same ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.spec import BLOCK
 from grpo_mega.weights.transfers import Template, Transfer
 
-GRAIN = 4  # a tensor is cut until no rank sends or receives more of it at a time than a GRAIN-th of a round
+GRAIN = 4  # a tensor is split until no rank sends or receives more than 1/GRAIN of a round at a time
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,25 @@ class _Unit:
 
     template: Template
     by_rank: dict[int, list[Transfer]]  # the transfers in which a rank takes part
-    load: NDArray[np.int64]  # [2 * world]: bytes that each rank sends, then those that it receives
+    load: NDArray[np.int64]  # [2 * world]: bytes that each rank sends, then bytes that each rank receives
 
 
 @dataclass(frozen=True)
 class Rounds:
-    units: list[list[tuple[_Unit, int]]]  # by round: units, with the place
+    units: list[list[tuple[_Unit, int]]]  # per round: units, each with its place
 
     def __len__(self) -> int:
         return len(self.units)
 
     def of(self, index: int, rank: int) -> list[Transfer]:
-        """Return a rank's transfers of a round; the two ranks of a transfer have theirs in the same order."""
+        """Return a rank's transfers of a round. The sender and the receiver of a transfer see it in the same order."""
         return [unit.template.at(t, place) for unit, place in self.units[index] for t in unit.by_rank.get(rank, ())]
 
 
 def make_rounds(templates: Sequence[Template], world_size: int, capacity: int, itemsize: int) -> Rounds:
-    """Order all transfers. One of more than `capacity` bytes is cut along dim 0; a single row larger than that goes alone.
+    """Order all transfers. Transfers of more than `capacity` bytes are split along dim 0; a larger single row goes alone.
 
-    An element takes `itemsize` bytes. A quantised tensor is cut between two rows of blocks only, so that 128 rows go alone.
+    An element takes `itemsize` bytes. A quantised tensor is split only between rows of blocks, so 128 rows go alone.
     """
     steps = []
     for number, template in enumerate(templates):
@@ -68,7 +68,7 @@ def make_rounds(templates: Sequence[Template], world_size: int, capacity: int, i
 
 
 def _units(template: Template, world_size: int, capacity: int, itemsize: int) -> Iterator[list[_Unit]]:
-    """Yield the units of each Hugging Face tensor of a template; all ranks that need a tensor advance through it together."""
+    """Yield the units of each Hugging Face tensor of a template. All ranks that need a tensor advance through it together."""
     grain = max(1, capacity // GRAIN)
     of_tensor: dict[str, list[Transfer]] = defaultdict(list)
     for transfer in template.transfers:
@@ -88,7 +88,7 @@ def _units(template: Template, world_size: int, capacity: int, itemsize: int) ->
 
 
 def _cut(transfer: Transfer, num_cuts: int) -> Iterator[Transfer]:
-    """Cut a transfer into `num_cuts` runs of rows, or as many as it has rows or rows of blocks."""
+    """Split a transfer into `num_cuts` runs of rows, or into single rows (or rows of blocks) if it has fewer."""
     box = transfer.box
     rows = box.stop[0] - box.start[0]
     step = math.ceil(rows / num_cuts)
@@ -120,7 +120,7 @@ def _parts(transfers: list[Transfer], most: int, itemsize: int) -> Iterator[list
 
 
 def _ends(transfer: Transfer) -> tuple[int, ...]:
-    """Return the receiving rank, and the complement (~) of the sending rank if that is another one."""
+    """Return the receiving rank, and the complement (~) of the sending rank if it is a different rank."""
     is_local = transfer.source_rank == transfer.target_rank
     return (transfer.target_rank,) if is_local else (transfer.target_rank, ~transfer.source_rank)
 

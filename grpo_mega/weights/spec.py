@@ -1,7 +1,7 @@
-"""A model's shape as its Hugging Face config states it, and the rows of a family's table.
+"""A model's shape according to its Hugging Face config, and the rows of a family's table.
 
-`ModelShape.from_hf_config` reads the sizes in a config.json, which hf_config.py resolves. `Row` ties the Hugging Face names of
-a logical tensor to its names in Megatron and in the engine, SGLang, through an op, which says how each cuts it for tensor
+`ModelShape.from_hf_config` reads the sizes from a config.json, resolved by hf_config.py. `Row` maps the Hugging Face names of a
+logical tensor to its names in Megatron and in the engine, SGLang. Its op says how each of them splits the tensor for tensor
 parallelism.
 """
 
@@ -17,13 +17,13 @@ from grpo_mega.files import read_json
 from grpo_mega.weights.boxes import ONCE, Box, Index, Kind, LocalTensor, Piece
 from grpo_mega.weights.hf_config import resolve
 
-# Pipeline position: with the embedding, in every layer, for every expert of every layer, with the output layer.
+# Pipeline position: with the embedding, in every layer, for every expert of every layer, or with the output layer.
 Where = Literal["first", "layer", "expert", "last"]
 Span = Literal["dense", "moe"]  # layers with an MLP, or with experts
-FLOAT32 = "e_score_correction_bias"  # ends the names of tensors that are float32 whatever the model's dtype
-BLOCK = 128  # rows and columns of a linear layer that share a scale in FP8
+FLOAT32 = "e_score_correction_bias"  # tensors whose names end like this are float32 for any dtype of the model
+BLOCK = 128  # rows and columns of a linear layer's block with one FP8 scale
 
-# MoE model types: the fields with the number of experts (transformers writes one or the other) and with the rows of an expert.
+# MoE model types: the fields with the number of experts (transformers writes either) and with the rows of an expert.
 _MOE_FIELDS = {
     "mixtral": (("num_local_experts", "num_experts"), "intermediate_size"),
     "qwen3_moe": (("num_experts", "num_local_experts"), "moe_intermediate_size"),
@@ -32,15 +32,15 @@ _MOE_FIELDS = {
     "glm4_moe": (("n_routed_experts", "num_local_experts"), "moe_intermediate_size"),
 }
 _LATENT = ("deepseek_v2", "deepseek_v3")  # model types with multi-latent attention (MLA)
-_SHARED = (*_LATENT, "glm4_moe")  # with shared experts and first dense layers
+_SHARED = (*_LATENT, "glm4_moe")  # model types with shared experts and first dense layers
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer; names of the derived sizes are what tables write as dims.
+    """Sizes of a decoder-only transformer. Tables use the names of the derived sizes as dims.
 
-    With multi-latent attention every head has a key and a value of its own, made from a latent of `kv_lora` numbers; `head_dim`
-    is then that of queries and keys, of which the last `rope_dim` numbers are rotated.
+    With multi-latent attention every head has a separate key and value, computed from a latent of `kv_lora` elements.
+    `head_dim` is then the width of queries and keys; their last `rope_dim` elements are rotated.
     """
 
     model_type: str
@@ -52,15 +52,15 @@ class ModelShape:
     head_dim: int
     vocab: int
     tied: bool
-    num_experts: int = 0  # of each layer but the first `num_dense`; 0: dense
+    num_experts: int = 0  # per layer after the first `num_dense`; 0 for a dense model
     moe_ffn: int = 0
-    num_dense: int = 0  # layers of an MoE model, from the first, that have an MLP instead of experts
-    shared_ffn: int = 0  # rows of the MLP beside the experts, through which every token goes
+    num_dense: int = 0  # number of first layers of an MoE model with an MLP instead of experts
+    shared_ffn: int = 0  # rows of the shared experts' MLP, which every token uses
     kv_lora: int = 0  # 0: no multi-latent attention
-    q_lora: int = 0  # of the queries' own latent; 0: they are made from the hidden state
+    q_lora: int = 0  # width of the queries' latent; 0: queries are computed from the hidden state
     rope_dim: int = 0
-    v_dim: int = 0  # of a head's value
-    qk_norm: int = 0  # width of norms of queries and keys, where a family's models differ in having them
+    v_dim: int = 0  # width of a head's value
+    qk_norm: int = 0  # width of the norms of queries and keys, for families whose models differ in it
 
     @property
     def q(self) -> int:
@@ -88,7 +88,7 @@ class ModelShape:
 
     @property
     def kv_down_fused(self) -> int:
-        return self.kv_down if self.q_lora else 0  # with the queries' latent, in SGLang
+        return self.kv_down if self.q_lora else 0  # SGLang fuses it with the queries' latent
 
     @property
     def kv_up(self) -> int:
@@ -98,7 +98,7 @@ class ModelShape:
         return tuple(getattr(self, name) for name in names)
 
     def spans(self, layers: range) -> list[tuple[Span, range]]:
-        """Return the runs of like layers among `layers`: those with an MLP, then those with experts."""
+        """Return the runs of equal layers among `layers`: layers with an MLP, then layers with experts."""
         border = self.num_dense if self.num_experts else self.num_layers
         dense, moe = range(layers.start, min(layers.stop, border)), range(max(layers.start, border), layers.stop)
         spans: list[tuple[Span, range]] = [("dense", dense), ("moe", moe)]
@@ -106,7 +106,7 @@ class ModelShape:
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelShape:
-        """Read the contents of a config.json. Raise WeightMappingError naming the field that is missing or wrong."""
+        """Read the contents of a config.json. Raise WeightMappingError with the name of a missing or wrong field."""
         config = resolve(config)
 
         def field(name: str, default: int | None = None) -> int:
@@ -174,7 +174,7 @@ def _check_every_layer_has_experts(config: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Shard:
-    """The input of an op: the tensor `local` of one tensor-parallel rank, made of the Hugging Face tensors `names`."""
+    """The input of an op: the tensor `local` of one tensor-parallel rank, made from the Hugging Face tensors `names`."""
 
     names: tuple[str, ...]
     local: str
@@ -183,12 +183,12 @@ class Shard:
     tp_rank: int = 0
 
     def tensor(self, shape: Index, pieces: Iterable[tuple[Box, Index]]) -> LocalTensor:
-        """Return a local tensor of that shape with each box at its offset."""
+        """Return a local tensor of this shape with each box at its offset."""
         return LocalTensor(shape, tuple(Piece(box, self.local, offset) for box, offset in pieces))
 
 
 class Op(Protocol):
-    """How the Hugging Face tensors of a row make up one tensor of Megatron, and one of the engine."""
+    """Maps the Hugging Face tensors of a row to one tensor of Megatron and one of the engine."""
 
     def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
         """Return the shape of each Hugging Face tensor of the row, in the row's order."""
@@ -207,17 +207,19 @@ class Op(Protocol):
 class Row:
     """One logical tensor of a family. In names {i} is the layer, {e} the expert; Megatron counts both from a rank's first.
 
-    A row of which a dim is 0 in a model's shape stands for no tensor there.
+    If a dim of the row is 0 in a model's shape, the model does not have the tensor.
     """
 
     hf: tuple[str, ...]
     megatron: str
     op: Op
     where: Where = "layer"
-    megatron_te: str | None = None  # its name where Transformer Engine fuses the norm into the linear layer
-    engine: str | None = None  # SGLang's; None: the (first) Hugging Face name. Rows with the same one stand one below the other
-    is_linear: bool = False  # the weight of a linear layer of attention, MLP or an expert: these are quantised to FP8
-    span: Span | None = None  # the layers that have it; None: all
+    megatron_te: str | None = None  # Megatron's name if Transformer Engine fuses the norm into the linear layer
+    # SGLang's name; None: the (first) Hugging Face name. Rows with the same name are stacked.
+    engine: str | None = None
+    # True for the weight of a linear layer of attention, MLP or an expert; FP8 quantises these.
+    is_linear: bool = False
+    span: Span | None = None  # layers that have the row; None: all
 
     @property
     def kind(self) -> Kind:
@@ -226,9 +228,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Family:
-    """A family's table. With tied embeddings `output` holds `embedding`'s tensor, and the checkpoint stores that one alone.
+    """A family's table. With tied embeddings `output` uses `embedding`'s tensor, and the checkpoint stores it only once.
 
-    `engine_ties`: SGLang then has that parameter alone too; else it keeps an output layer of its own beside it.
+    `engine_ties`: SGLang then has only that parameter, too. Otherwise it has a separate output layer.
     """
 
     rows: tuple[Row, ...]
@@ -243,7 +245,7 @@ class Family:
         return (self.embedding,) if shape.tied else (self.embedding, self.output)
 
     def rows_of(self, kind: Kind, shape: ModelShape, span: Span | None = None) -> list[Row]:
-        """Return the rows of a kind that the model has, `span`: in these layers."""
+        """Return the model's rows of a kind; with `span`, only rows of these layers."""
         return [
             row
             for row in self.rows
@@ -253,9 +255,9 @@ class Family:
         ]
 
     def linear_tensors(self) -> frozenset[str]:
-        """Return the Hugging Face names, layer and expert left open, of the tensors that SGLang quantises to FP8.
+        """Return the Hugging Face names, with {i} and {e}, of the tensors that SGLang quantises to FP8.
 
-        An embedding, the output layer, a norm, a router or a bias is never among them.
+        Embedding, output layer, norms, routers and biases are never among them.
         """
         return frozenset(name for row in self.rows if row.is_linear for name in row.hf)
 

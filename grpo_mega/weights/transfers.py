@@ -1,8 +1,8 @@
-"""Transfers: which slices go from which rank to which, so that every target gets the shards of its layout.
+"""Transfers: which rank sends which slices to which rank, so that every target gets the shards of its layout.
 
 Each element of a target is fetched exactly once: from its own rank if it is there, else from a rank of its node, else from any
-rank; among equals from the one that has sent least so far. So the bytes moved equal the lower bound (the elements of the
-targets, without those that are there already), and the result is the same on every rank that computes it.
+rank. Among equal sources the one that has sent least so far is chosen. So the bytes moved equal the lower bound (the elements
+of the targets, except elements that are already there), and every rank computes the same result.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ Place = tuple[int, int]  # numbers of a layer and an expert
 
 
 class Transfer(NamedTuple):
-    """Copy `source[source_offset : + shape]` of one rank to `target[target_offset : + shape]` of another (or the same).
+    """A copy of `source[source_offset : + shape]` on one rank to `target[target_offset : + shape]` on another (or the same)
+    rank.
 
-    A quantised transfer carries FP8 values and the scales of their blocks, and never a part of a block. The router's bias stays
-    float32: rounded, it would choose other experts.
+    A quantised transfer has FP8 values and the scales of their blocks, and only whole blocks. The router's bias stays float32,
+    because the rounded bias would choose other experts.
     """
 
     source_rank: int
@@ -47,7 +48,7 @@ class Transfer(NamedTuple):
         return self.box.tensor.endswith(FLOAT32)
 
     def num_bytes(self, itemsize: int) -> int:
-        """Return the bytes that are sent, if an element that is not quantised takes `itemsize` bytes."""
+        """Return the number of bytes sent, with `itemsize` bytes per element that is not quantised."""
         if not self.is_quantised:
             return self.box.size * (4 if self.is_float32 else itemsize)
         return self.box.size + SCALE_BYTES * math.prod(num_blocks(self.box.shape))
@@ -55,7 +56,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Template:
-    """Transfers that repeat at several places; names leave the numbers of layer and expert open as {i} and {e}.
+    """Transfers that repeat at several places. Names have {i} and {e} instead of the numbers of layer and expert.
 
     Places are counted layer by layer: number n is expert n % len(experts) of layer n // len(experts).
     """
@@ -63,8 +64,8 @@ class Template:
     transfers: tuple[Transfer, ...]
     layers: range = ONCE
     experts: range = ONCE
-    places: range = ONCE  # the transfers are made at these places; templates with other source ranks have the rest
-    source_first: Place = (0, 0)  # the numbers in the sources' local names count from here
+    places: range = ONCE  # places of these transfers; templates with other source ranks have the other places
+    source_first: Place = (0, 0)  # numbers in the sources' local names count from this place
     target_first: Place = (0, 0)
 
     @cached_property
@@ -87,16 +88,17 @@ class Template:
 
 
 class Need(NamedTuple):
-    """A box that a rank needs for `target`, and its possible sources: the rank itself, else ranks of its node, else all."""
+    """A box that a rank needs for `target`, and its nearest sources: the rank itself, else ranks of its node, else all holders."""
 
     rank: int
     target: Piece
     part: Box
-    sources: list[tuple[int, Piece]]  # the same list object for needs with the same sources
+    # The list is one object for all needs with the same sources.
+    sources: list[tuple[int, Piece]]
 
 
 def match(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_per_node: int) -> list[Need]:
-    """Return the needs of `targets[rank]` and where `sources[rank]` can meet them, ordered by Hugging Face tensor.
+    """Return the needs of `targets[rank]` with the `sources[rank]` that can serve them, in order of Hugging Face tensors.
 
     Raise WeightMappingError if a target needs an element that no source has.
     """
@@ -115,7 +117,7 @@ def match(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_pe
 
 
 def choose(needs: Iterable[Need], sent: list[int], weight: int = 1) -> list[Transfer]:
-    """Choose a source for each need. Update `sent`, elements by rank, as if every transfer were made `weight` times."""
+    """Choose a source for each need. Update `sent`, elements per rank, as if every transfer ran `weight` times."""
     transfers = []
     for need in needs:
         rank, piece = need.sources[0] if len(need.sources) == 1 else min(need.sources, key=lambda s: (sent[s[0]], s[0]))
@@ -152,7 +154,7 @@ def _pieces(shards: Sequence[RankShards]) -> Iterable[tuple[int, Piece]]:
 
 
 def _needs_of(wanted: list[tuple[int, Piece]], held: list[_Held]) -> Iterable[Need]:
-    """Yield the needs of the pieces of one Hugging Face tensor. Ranks with the same box and holders share the arithmetic."""
+    """Yield the needs of the pieces of one Hugging Face tensor. Ranks with the same box and holders share the computation."""
     overlapping: dict[Box, list[_Held]] = {}
     parts: dict[tuple[Box, tuple[int, ...]], list[tuple[Box, _Held]]] = {}
     for rank, target in wanted:
@@ -168,7 +170,7 @@ def _needs_of(wanted: list[tuple[int, Piece]], held: list[_Held]) -> Iterable[Ne
 
 
 def _cover(rank: int, target: Piece, near: list[_Held]) -> list[tuple[Box, _Held]]:
-    """Split the target's box into disjoint parts, each with the first of `near` that has it."""
+    """Split the target's box into disjoint parts, each with the first of `near` that holds it."""
     parts: list[tuple[Box, _Held]] = []
     missing = [target.box]
     for source in near:

@@ -1,4 +1,4 @@
-"""The known families by the `model_type` of config.json. To add one, write its table beside dense.py and list it here."""
+"""The known families, keyed by the `model_type` of config.json. To add one, write its table in this folder and list it here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(model_type: str) -> Family:
-    """Return the family of a model type. Raise WeightMappingError for one without a table."""
+    """Return the family of a model type. Raise WeightMappingError if the model type has no table."""
     if model_type not in FAMILIES:
         raise WeightMappingError(f"model_type {model_type!r} is not known; known are {', '.join(sorted(FAMILIES))}")
     return FAMILIES[model_type]

@@ -1,8 +1,9 @@
-"""deepseek_v2, deepseek_v3 and glm4_moe: first layers with an MLP, then experts beside shared experts.
+"""deepseek_v2, deepseek_v3 and glm4_moe: first layers with an MLP, then layers with experts and shared experts.
 
-DeepSeek's have multi-latent attention: queries, keys and values are made from latents, which are whole on every tensor-parallel
-rank; the matrices after them are cut by heads. glm4_moe has Llama's with biases, and in some sizes norms of queries and keys.
-deepseek_v3 and glm4_moe add a bias per expert to the router's scores when they choose experts; no optimizer changes it.
+DeepSeek's models have multi-latent attention: queries, keys and values are computed from latents. Latents are whole on every
+tensor-parallel rank; the matrices after them are split by heads. glm4_moe has Llama's attention with biases, and in some sizes
+norms of queries and keys. deepseek_v3 and glm4_moe add a bias per expert to the router's scores when they choose experts. No
+optimizer changes it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _mlp(block: str, rows: str, span: Span) -> tuple[Row, Row]:
     )
 
 
-_FUSED = _HF + "self_attn.fused_qkv_a_proj_with_mqa.weight"  # where the queries have a latent too
+_FUSED = _HF + "self_attn.fused_qkv_a_proj_with_mqa.weight"  # used if the queries have a latent too
 
 _LATENT = (
     Row((_HF + "input_layernorm.weight",), _MCORE + "input_layernorm.weight", Copy(("hidden",))),

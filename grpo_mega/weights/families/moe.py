@@ -1,8 +1,8 @@
-"""MoE models: Llama's attention with a router and experts for the MLP. qwen3_moe (q and k norms) and mixtral.
+"""MoE models: Llama's attention with a router and experts instead of the MLP. qwen3_moe (q and k norms) and mixtral.
 
-Megatron's names are those of SequentialMLP, which holds each expert as a module of its own; layout.py makes TEGroupedMLP's of
-them. The engine has one parameter for an expert's part in all experts of a layer, [experts, ...]; the one of a rank's e-th
-expert is "parameter[e]" here. Its layout is that of SGLang's Triton kernels.
+Megatron's names are the names in SequentialMLP, where each expert is a separate module; layout.py derives TEGroupedMLP's names.
+The engine has one parameter, [experts, ...], for the same part of all experts of a layer. The part of a rank's e-th expert is
+"parameter[e]" here. Its layout is the layout of SGLang's Triton kernels.
 """
 
 from __future__ import annotations
