@@ -88,7 +88,7 @@ class Template:
 
 
 class Need(NamedTuple):
-    """A box that a rank needs for `target`, and its nearest sources: the rank itself, else ranks of its node, else all holders."""
+    """A box that a rank needs for `target`, and its nearest sources: the rank itself, else ranks of its node, else all."""
 
     rank: int
     target: Piece
