@@ -1,8 +1,8 @@
 """Advantages from rewards: one pure function of a group's samples per `algorithm.adv_type`.
 
-In: the scored groups of a step. Out: the same samples with `advantages`, one float32 value per response token. All are finite.
-Zero-variance groups and groups of one sample get exactly 0, unless the step's mean, which gdpo and whitening subtract, is not
-0. Samples without a reward always get 0. reinforce_plus_plus has no group baseline: only whole steps of equal values get 0.
+Input: the scored groups of a step. Output: the same samples with `advantages`, one finite float32 value per response token.
+Zero-variance groups and groups of one sample get exactly 0, unless gdpo or whitening subtracts a step mean that is not 0.
+Samples without a reward always get 0. reinforce_plus_plus has no group baseline, so only whole steps of equal values get 0.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Scored:
     samples: Sequence[Sample]
     outcomes_G: Tensor  # float64, rewards with the overlong penalty
     kls: Sequence[Tensor]  # kl_beta * KL of each sample's tokens, float64
-    reward_weights: Mapping[str, float]  # by reward function
+    reward_weights: Mapping[str, float]  # keyed by reward function
 
     @property
     def rewards_G(self) -> Tensor:
-        """Return the outcomes less the sum of each response's penalties."""
+        """Return the outcomes minus the sum of each response's penalties."""
         return self.outcomes_G - torch.tensor([float(kl.sum()) for kl in self.kls], dtype=torch.float64)
 
 
@@ -43,12 +43,12 @@ def assign_advantages(
     kl_penalties: Sequence[Tensor] | None = None,
     reward_weights: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Sample]:
-    """Set the advantages of every sample by a.adv_type, and return the samples, flat and in order.
+    """Set the advantages of every sample by a.adv_type. Return all samples as a flat list, in order.
 
-    Samples without a reward get zeros and are in no mean. `kl_penalties` ([response_len] per sample, in the order of the
-    samples) are subtracted from the reward, times kl_beta, where a.kl_in is "reward"; None: there is no penalty (yet).
-    `reward_weights` are those of the reward functions, for gdpo. `groups` must be all groups of the step, on every rank. Raises
-    RewardError for a reward that is not finite.
+    Samples without a reward get zeros and count in no mean. If a.kl_in is "reward", `kl_penalties` times kl_beta are subtracted
+    from the reward ([response_len] per sample, in the order of the samples; None: no penalty yet). `reward_weights` are the
+    weights of the reward functions, for gdpo. `groups` must be all groups of the step, on every rank. Raise RewardError if a
+    reward is not finite.
     """
     samples: list[Sample] = []
     rewards: list[Tensor] = []
@@ -73,7 +73,7 @@ def assign_advantages(
     if a.normalize_advantages or a.adv_type in _WHITENED:
         whiten(counted)
     _drop_rounding(counted)
-    for sample in samples:  # not before: whitening advantages that differ by little would amplify the rounding of float32
+    for sample in samples:  # cast last, because whitening nearly equal advantages would amplify the rounding of float32
         assert sample.advantages is not None
         sample.advantages = sample.advantages.float()
     return samples
@@ -83,27 +83,28 @@ def assign_advantages(
 
 
 def grpo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
-    """Outcome supervision, DeepSeekMath (arXiv 2402.03300) 4.1.2: give every token its response's z-score in the group.
+    """Outcome supervision, DeepSeekMath (arXiv 2402.03300) 4.1.2: every token gets its response's z-score in the group.
 
-    With std_over=batch the deviation is that of all rewards of the step, which comes later (Lite PPO, arXiv 2508.08221).
+    With std_over=batch the deviation is taken later, over all rewards of the step (Lite PPO, arXiv 2508.08221).
     """
     return _on_all_tokens(g, group_zscore(g.rewards_G, a))
 
 
 def grpo_process(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
-    """Process supervision, DeepSeekMath (arXiv 2402.03300) 4.1.3: normalise step rewards over all steps of the group; the
-    advantage of a token is the sum over the steps that end at or after it, 0 after the last step.
+    """Process supervision, DeepSeekMath (arXiv 2402.03300) 4.1.3: step rewards normalised over all steps of the group.
 
-    Rewards for whole responses add their z-score (as in `grpo`) on all tokens. In a group without any, the overlong penalty
-    alone is the outcome.
+    The advantage of a token is the sum over the steps that end at or after it, 0 after the last step. Rewards for whole
+    responses add their z-score (as in `grpo`) on all tokens. If the group has none, the overlong penalty alone is the outcome.
     """
     steps = group_zscore(torch.tensor([r for s in g.samples for r in s.step_rewards], dtype=torch.float64), a)
     return _of_steps(g, a, steps.split([len(s.step_rewards) for s in g.samples]) if g.samples else [])
 
 
 def grpo_turn(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
-    """Turn-level supervision, MT-GRPO (arXiv 2505.11821): as `grpo_process`, but a step's reward is normalised over the
-    rewards that the group's samples have for the same turn, the k-th step of each."""
+    """Turn-level supervision, MT-GRPO (arXiv 2505.11821): like `grpo_process`, but normalised per turn.
+
+    A step's reward is normalised over the rewards of the group's samples for the same turn, the k-th step of each.
+    """
     of_samples = [torch.zeros(len(s.step_rewards), dtype=torch.float64) for s in g.samples]
     for turn in range(max(map(len, of_samples), default=0)):
         members = [i for i, values in enumerate(of_samples) if len(values) > turn]
@@ -114,8 +115,11 @@ def grpo_turn(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
 
 
 def grpo_leave_one_out(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
-    """Return (r_i - mean) / (std + std_eps), mean and std of the group's other rewards: RLOO's baseline (arXiv 2402.14740) with
-    GRPO's scale, NeMo-RL's default. Where the others are all equal, return r_i - mean."""
+    """Return (r_i - mean) / (std + std_eps), with mean and std of the group's other rewards.
+
+    This is RLOO's baseline (arXiv 2402.14740) with GRPO's scale, NeMo-RL's default. If the other rewards are all equal, return
+    r_i - mean.
+    """
     rewards_G = g.rewards_G
     num = len(rewards_G)
     if num < 2 or not bool(_centered(rewards_G).any()):
@@ -129,39 +133,41 @@ def grpo_leave_one_out(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
 
 
 def rloo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
-    """Return r_i less the mean of the group's other rewards (Kool et al. 2019; RLOO, arXiv 2402.14740, eq. 8)."""
+    """Return r_i minus the mean of the group's other rewards (Kool et al. 2019; RLOO, arXiv 2402.14740, eq. 8)."""
     rewards_G = g.rewards_G
     return _on_all_tokens(g, _centered(rewards_G) * (len(rewards_G) / max(len(rewards_G) - 1, 1)))
 
 
 def reinforce_plus_plus(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
-    """REINFORCE++ (arXiv 2501.03262, eqs. 5 and 6): return r less the KL penalties of the token and of later ones.
+    """REINFORCE++ (arXiv 2501.03262, eqs. 5 and 6): return r minus the KL penalties of the token and of later tokens.
 
-    There is no group baseline; the tokens of the step are whitened together afterwards.
+    There is no group baseline. The tokens of the step are whitened together afterwards.
     """
     return [r - kl.flip(0).cumsum(0).flip(0) for r, kl in zip(g.outcomes_G, g.kls, strict=True)]
 
 
 def reinforce_plus_plus_baseline(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
-    """REINFORCE++ with baseline (arXiv 2501.03262, eq. 7): return r less the group's mean; tokens are whitened later."""
+    """REINFORCE++ with baseline (arXiv 2501.03262, eq. 7): return r minus the group's mean; tokens are whitened later."""
     return _on_all_tokens(g, _centered(g.rewards_G))
 
 
 def opo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
-    """OPO (arXiv 2505.23585): return r_i - sum_j l_j r_j / sum_j l_j, l the responses' lengths: the baseline of least variance
-    if a response's squared gradient grows with its length."""
+    """OPO (arXiv 2505.23585): return r_i - sum_j l_j r_j / sum_j l_j, where l are the lengths of the responses.
+
+    This baseline has the least variance if a response's squared gradient grows with its length.
+    """
     lengths_G = torch.tensor([s.response_len for s in g.samples], dtype=torch.float64)
     if not lengths_G.any():
         return _on_all_tokens(g, lengths_G)
-    rewards_G = g.rewards_G - g.rewards_G[lengths_G.argmax()]  # so that equal ones give exactly 0
+    rewards_G = g.rewards_G - g.rewards_G[lengths_G.argmax()]  # shifted, so equal rewards return exactly 0
     return _on_all_tokens(g, rewards_G - (lengths_G * rewards_G).sum() / lengths_G.sum())
 
 
 def pass_at_k(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
-    """Return what r_i adds to the best of k: the mean over all sets of k - 1 others of max(0, r_i - the best of the set).
+    """Return how much r_i adds to the best of k: the mean of max(0, r_i - the best of the set) over all sets of k - 1 others.
 
-    This is PKPO's leave-one-out estimator of max@k (arXiv 2505.15201), on the scale on which, for k = G, the best sample gets
-    its lead over the second and all others 0 (arXiv 2503.19595). With normalize_by_std it is divided by the group's deviation.
+    This is PKPO's leave-one-out estimator of max@k (arXiv 2505.15201). It is scaled so that for k = G the best sample gets its
+    lead over the second and all others 0 (arXiv 2503.19595). With normalize_by_std it is divided by the group's deviation.
     """
     rewards_G = g.rewards_G
     num = len(rewards_G)
@@ -169,7 +175,7 @@ def pass_at_k(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
     if k < 2:
         return _on_all_tokens(g, torch.zeros_like(rewards_G))
     sorted_G, order_G = rewards_G.sort()
-    # How often, of all sets, the j-th of the others in ascending order is the best of its set.
+    # The share of all sets in which the j-th of the others, in ascending order, is the best.
     share_G = torch.tensor([math.comb(j, k - 2) / math.comb(num - 1, k - 1) for j in range(num)], dtype=torch.float64)
     values_G = torch.zeros_like(rewards_G)
     values_G[order_G] = (sorted_G[:, None] - sorted_G).tril(-1) @ share_G
@@ -178,8 +184,10 @@ def pass_at_k(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
 
 
 def gdpo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
-    """GDPO (arXiv 2601.05242): return sum_k w_k times the z-score in the group of the k-th reward function's scores, w_k its
-    weight. The sums are normalised over all samples of the step afterwards."""
+    """GDPO (arXiv 2601.05242): return sum_k w_k times the group's z-score of the k-th reward function's scores.
+
+    w_k is the function's weight. The sums are normalised over all samples of the step afterwards.
+    """
     total_G = torch.zeros(len(g.samples), dtype=torch.float64)
     for name, weight in g.reward_weights.items():
         found = [i for i, sample in enumerate(g.samples) if sample.scores.get(name) is not None]
@@ -189,23 +197,23 @@ def gdpo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
 
 
 def none(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
-    """Return 0: rewards are for the log alone, and a teacher's part is added in the loss."""
+    """Return 0: rewards are only logged, and the loss adds the teacher's part."""
     return _on_all_tokens(g, torch.zeros_like(g.outcomes_G))
 
 
-# By the names that a config uses (algorithm.adv_type).
+# Keyed by the names in a config (algorithm.adv_type).
 ADVANTAGES: Mapping[str, Callable[[Scored, AlgorithmConfig], list[Tensor]]] = {
     f.__name__: f for f in (grpo, grpo_process, grpo_turn, grpo_leave_one_out, rloo, opo, pass_at_k, gdpo)
 } | {f.__name__: f for f in (reinforce_plus_plus, reinforce_plus_plus_baseline, none)}
-WITHOUT_BASELINE = frozenset({"reinforce_plus_plus"})  # equal rewards of a group teach, too
+WITHOUT_BASELINE = frozenset({"reinforce_plus_plus"})  # groups of equal rewards teach, too
 _WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 
 
 def group_zscore(rewards_G: Tensor, a: AlgorithmConfig) -> Tensor:
-    """Return (r - mean) / (std + std_eps) over the rewards of one group; 0 where all are equal, or where there is only one.
+    """Return (r - mean) / (std + std_eps) over the rewards of one group; 0 if all are equal or there is only one.
 
-    std divides by G - std_ddof: slime, verl, RLinf and TRL use 1, Megatron-LM 0. Without normalize_by_std: r - mean, which
-    gives easy and hard prompts no more weight than others (Dr. GRPO, arXiv 2503.20783, section 3.1).
+    std divides by G - std_ddof: slime, verl, RLinf and TRL use 1, Megatron-LM 0. Without normalize_by_std return r - mean, so
+    easy and hard prompts weigh no more than others (Dr. GRPO, arXiv 2503.20783, section 3.1).
     """
     centered = _centered(rewards_G)
     if not a.normalize_by_std or a.std_over == "batch" or not bool(centered.any()):
@@ -216,7 +224,8 @@ def group_zscore(rewards_G: Tensor, a: AlgorithmConfig) -> Tensor:
 def whiten(samples: Sequence[Sample], eps: float = 1e-8) -> None:
     """Shift and scale the advantages to mean 0 and standard deviation 1 over all response tokens, in place.
 
-    (a - mean) / sqrt(var + eps), where var divides by the number of tokens less one, as in verl; 0 where all are equal.
+    The result is (a - mean) / sqrt(var + eps), where var divides by the number of tokens minus one, as in verl; 0 if all are
+    equal.
     """
     advantages = [sample.advantages for sample in samples if sample.advantages is not None]
     values = torch.cat(advantages).double() if advantages else torch.zeros(0, dtype=torch.float64)
@@ -230,8 +239,10 @@ def whiten(samples: Sequence[Sample], eps: float = 1e-8) -> None:
 
 
 def overlong_penalty(length: int, a: AlgorithmConfig, max_response_length: int) -> float:
-    """Return DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to the buffer, down to -a.overlong_penalty at
-    max_response_length."""
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13).
+
+    It is 0 up to the buffer and falls to -a.overlong_penalty at max_response_length.
+    """
     buffer = round(a.overlong_buffer * max_response_length)
     if buffer == 0:
         return 0.0
@@ -240,18 +251,18 @@ def overlong_penalty(length: int, a: AlgorithmConfig, max_response_length: int) 
 
 
 def _outcomes(samples: Sequence[Sample], a: AlgorithmConfig, max_response_length: int) -> Tensor:
-    """Return reward + overlong penalty [G], in float64: the rounding of float32 would look like a variance of equal rewards."""
+    """Return reward + overlong penalty [G], in float64, because float32 rounding would look like variance of equal rewards."""
     outcomes = [(s.reward or 0.0) + overlong_penalty(s.response_len, a, max_response_length) for s in samples]
     return torch.tensor(outcomes, dtype=torch.float64)
 
 
 def _deviation(values: Tensor, a: AlgorithmConfig) -> Tensor:
-    """Return the standard deviation, over the number of values less std_ddof; 0 where all are equal."""
+    """Return the standard deviation, with the number of values minus std_ddof as divisor; 0 if all are equal."""
     return (_centered(values).square().sum() / max(len(values) - a.std_ddof, 1)).sqrt()
 
 
 def _scale(samples: Sequence[Sample], values: Tensor, a: AlgorithmConfig, *, shift: float) -> None:
-    """Subtract `shift` from the advantages and divide by the deviation of `values`, in place; 0 if these are all equal."""
+    """Subtract `shift` from the advantages and divide by the deviation of `values`, in place; set 0 if these are all equal."""
     deviation = _deviation(values, a)
     for sample in samples:
         assert sample.advantages is not None
@@ -260,8 +271,11 @@ def _scale(samples: Sequence[Sample], values: Tensor, a: AlgorithmConfig, *, shi
 
 
 def _drop_rounding(samples: Sequence[Sample]) -> None:
-    """Set advantages to 0, in place, that are 0 but for rounding. The mean of a step's z-scores is 0, but its sum in floating
-    point is about 1e-17, and once that is subtracted a zero-variance group would seem to teach."""
+    """Set advantages to 0, in place, if they differ from 0 only by rounding.
+
+    The mean of a step's z-scores is 0, but its floating-point sum is about 1e-17. Once it is subtracted, a zero-variance group
+    would seem to teach.
+    """
     values = [sample.advantages for sample in samples if sample.advantages is not None and sample.response_len]
     largest = max((float(values_R.abs().max()) for values_R in values), default=0.0)
     for values_R in values:
@@ -269,7 +283,7 @@ def _drop_rounding(samples: Sequence[Sample]) -> None:
 
 
 def _centered(rewards: Tensor) -> Tensor:
-    """Return r - mean. Equal rewards are compared exactly: std + eps would amplify a mean that differs by one rounding."""
+    """Return r - mean. Equal rewards are compared exactly, because std + eps would amplify a rounding error of the mean."""
     if rewards.numel() == 0 or bool((rewards == rewards[0]).all()):
         return torch.zeros_like(rewards)
     return rewards - rewards.mean()
@@ -280,7 +294,7 @@ def _on_all_tokens(g: Scored, values_G: Tensor) -> list[Tensor]:
 
 
 def _of_steps(g: Scored, a: AlgorithmConfig, of_samples: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sums of the steps' values that end at or after each token, and add the z-scores of whole responses."""
+    """Return the sums of the steps' values that end at or after each token, plus the z-scores of whole responses."""
     has_outcome = any(s.reward is not None for s in g.samples)
     whole = [i for i, s in enumerate(g.samples) if s.reward is not None or not has_outcome]
     result = [_sum_of_later(s.step_ends, values, s.response_len) for s, values in zip(g.samples, of_samples, strict=True)]
@@ -296,7 +310,7 @@ def _sum_of_later(ends: Sequence[int], values: Tensor, length: int) -> Tensor:
 
 
 def _is_scored(sample: Sample, a: AlgorithmConfig) -> bool:
-    """Return True if the sample has a reward that a.adv_type uses. Raises RewardError for one that is not finite."""
+    """Return True if the sample has a reward that a.adv_type uses. Raise RewardError if a reward is not finite."""
     if any(not math.isfinite(r) for r in [*sample.step_rewards, sample.reward or 0.0]):
         raise RewardError(
             f"sample {sample.index} of prompt {sample.prompt.id} has reward {sample.reward} and step rewards "

@@ -1,7 +1,7 @@
-"""The tokens that clip_cov and kl_cov treat apart: those whose log-prob and advantage vary together most.
+"""Choose the tokens that clip_cov and kl_cov treat differently: tokens with a large covariance of log-prob and advantage.
 
-In: a whole mini-batch, with the log-probs before its update, so that neither micro-batches nor ranks change the choice. Out: 1
-on the chosen tokens. Such tokens take most of the entropy away (Cui et al., arXiv 2505.22617).
+Input: a whole mini-batch with the log-probs before its update, so neither micro-batches nor ranks change the choice. Output: 1
+on the chosen tokens. Such tokens reduce the entropy most (Cui et al., arXiv 2505.22617).
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from grpo_mega.config import AlgorithmConfig
 
 @torch.no_grad()
 def choose(x: LossInputs, a: AlgorithmConfig, generator: torch.Generator) -> Tensor:
-    """Return [T]: 1 on tokens chosen by cov_t = (old_logprobs_t - their mean) (A_t - its mean), with means over the mini-batch
-    (arXiv 2505.22617, section 4.2):
+    """Return [T]: 1 on the chosen tokens (arXiv 2505.22617, section 4.2), else 0.
 
-    clip_cov  random ones of those with cov_low < cov_t < cov_high
-    kl_cov    those with the largest cov_t
+    With cov_t = (old_logprobs_t - their mean) (A_t - its mean), and means over the mini-batch:
 
-    They are a share cov_share of all tokens, rounded down but at least one; fewer if clip_cov finds no more.
+        clip_cov  chooses at random among the tokens with cov_low < cov_t < cov_high
+        kl_cov    chooses the tokens with the largest cov_t
+
+    The number of chosen tokens is a share cov_share of all tokens, rounded down but at least one; clip_cov may find fewer.
     """
     is_chosen_T = torch.zeros_like(x.old_logprobs)
     where_N = torch.nonzero(x.loss_mask > 0)[:, 0]

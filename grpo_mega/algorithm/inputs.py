@@ -1,8 +1,8 @@
 """The inputs of a loss, and sums over the tokens of one response.
 
-Every vector is [T], the tokens of a micro-batch; a response is never cut over micro-batches. With context parallelism a rank
-has a part of each response, and sums over a response are taken over all parts, with exact gradients. Tokens with loss_mask 0
-are in no sum, mean or count.
+Every vector is [T], the tokens of a micro-batch. A response is never split over micro-batches. With context parallelism a rank
+has a part of each response, and sums over a response include all parts, with exact gradients. Tokens with loss_mask 0 count in
+no sum, mean or count.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Bound of every log-ratio. exp(20) = 5e8 is far outside of any clip range, and finite when multiplied by an advantage of 0.
+# Bound of every log-ratio. exp(20) = 5e8 is far outside any clip range, and still finite when multiplied by an advantage of 0.
 MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Vectors [T] in float32 (float64 in tests) unless noted; old_, ref_ and rollout_logprobs carry no gradient."""
+    """Vectors [T] in float32 (float64 in tests) unless noted. old_, ref_ and rollout_logprobs have no gradient."""
 
     logprobs: Tensor  # with gradient
     old_logprobs: Tensor
@@ -29,20 +29,20 @@ class LossInputs:
     advantages: Tensor
     loss_mask: Tensor  # 1 on response tokens that contribute to the loss
     loss_weights: Tensor  # from token_weights.py
-    segments: Tensor  # int64, the index of each token's sequence in the micro-batch
+    segments: Tensor  # int64, index of each token's sequence in the micro-batch
     num_segments: int
-    teacher_logprobs: Tensor | None = None  # of the model to distil from
-    teacher_kl: Tensor | None = None  # over the vocabulary, with gradient
+    teacher_logprobs: Tensor | None = None  # log-probs of the model to distill from
+    teacher_kl: Tensor | None = None  # KL over the vocabulary, with gradient
     entropy: Tensor | None = None  # with gradient if there is an entropy bonus
-    # From all tokens of the mini-batch, before the update; None or 1 where no method asks for it.
-    nll_weights: Tensor | None = None  # of the negative log-likelihood, from token_weights.py
+    # Computed from all tokens of the mini-batch before the update; None or 1 if no method uses them.
+    nll_weights: Tensor | None = None  # weights of the negative log-likelihood, from token_weights.py
     is_chosen: Tensor | None = None  # 1 on the tokens that covariance.py chooses
-    importance_mean: float = 1.0  # by which the correction divides its weights
-    cp_group: dist.ProcessGroup | None = None  # the ranks that hold the other parts of the same responses
+    importance_mean: float = 1.0  # divisor of the correction's weights
+    cp_group: dist.ProcessGroup | None = None  # ranks that hold the other parts of the same responses
 
     @classmethod
     def of_masked_token(cls, *, has_reference: bool, has_entropy: bool, distill_kl: str | None = None) -> LossInputs:
-        """Return one masked token: its loss and metrics are 0, under the names that all micro-batches of a run have."""
+        """Return one masked token. Its loss and metrics are 0, with the same names as in all micro-batches of a run."""
         zero = torch.zeros(1)
         has = (has_reference, has_entropy, distill_kl == "sampled", distill_kl not in (None, "sampled"))
         ref, entropy, teacher, teacher_kl = (zero if has_it else None for has_it in has)
@@ -51,7 +51,7 @@ class LossInputs:
         return replace(masked, teacher_logprobs=teacher, teacher_kl=teacher_kl, entropy=entropy)
 
     def without_masked(self) -> LossInputs:
-        """Return the inputs with 0 on masked tokens: before any arithmetic, so that no NaN of theirs reaches a gradient."""
+        """Return the inputs with 0 on masked tokens, before any arithmetic, so no NaN of a masked token reaches a gradient."""
         is_unmasked_T = self.loss_mask > 0
 
         def clean(values_T: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class LossInputs:
 
     def sequence_sum(self, values_T: Tensor) -> Tensor:
         """Return [T]: for each token the sum of `values_T` over the unmasked tokens of its sequence."""
-        # In float64, so that the order of these sums, which is not fixed on a GPU, does not show in the result.
+        # Float64 hides the order of the sums, which is not fixed on a GPU.
         sums_S = torch.zeros(self.num_segments, dtype=torch.float64, device=values_T.device)
         sums_S = sums_S.index_add(0, self.segments, (values_T * self.loss_mask).double())
         if self.cp_group is not None:
@@ -112,7 +112,7 @@ class LossInputs:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of all ranks' tensors, on each. The loss is the sum of their losses, so gradients are summed over ranks too."""
+    """The sum of all ranks' tensors, on each rank. The loss is the sum of the ranks' losses, so gradients are summed too."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:

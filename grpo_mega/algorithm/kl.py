@@ -1,6 +1,6 @@
-"""Per-token estimates of KL(policy || reference) from the log-probabilities of sampled tokens; pure and differentiable.
+"""Per-token estimates of KL(policy || reference) from the log-probabilities of sampled tokens. Pure and differentiable.
 
-In: logprobs and ref_logprobs of the same shape. Out: a penalty of that shape, 0 where both agree. `adapted_beta` adapts the
+Input: logprobs and ref_logprobs of the same shape. Output: a penalty of that shape, 0 if both agree. `adapted_beta` adapts the
 penalty's weight between steps.
 """
 
@@ -23,21 +23,20 @@ def kl_penalty(
     old_logprobs: Tensor | None = None,
     kl_clamp: float | None = KL_CLAMP,
 ) -> Tensor:
-    """Return the penalty by name (k1, k2, k3 after Schulman, "Approximating KL Divergence", 2020), d = logprobs - ref_logprobs:
+    """Return the penalty `kind` for d = logprobs - ref_logprobs (k1, k2, k3: Schulman, "Approximating KL Divergence", 2020).
 
-    kl          k1 = d. As a loss its gradient has mean 0 over the policy's own samples: for monitoring, or for rewards.
+    kl          k1 = d. As a loss its gradient has mean 0 over the policy's own samples: for monitoring, or for rewards
     abs         |d|
     mse         k2 = d^2 / 2
     low_var_kl  k3 = e^-d - 1 + d, DeepSeekMath (arXiv 2402.03300) eq. 4; d clamped to +-20, the value to at most kl_clamp
-    low_var_kl_weighted  r k3 with r = e^(logprobs - old_logprobs), DeepSeek-V3.2's unbiased estimate (arXiv 2512.02556): over
-                samples of the policy before the update its mean is the policy's KL now, and its gradient that KL's. The ratio
-                carries gradient; d and log r are clamped to +-20, the product to at most kl_clamp
-    low_var_kl+  the value of low_var_kl with the gradient of mse, d: straight-through, as verl has it. The mean of k3 is the KL
-                with little variance, and on-policy the mean gradient of k2 is that of the KL; each has only one of the two
+    low_var_kl_weighted  r k3 with r = e^(logprobs - old_logprobs), DeepSeek-V3.2's unbiased estimate (arXiv 2512.02556). Over
+                samples of the policy before the update its mean is the KL of the current policy, and its gradient is that
+                KL's gradient. The ratio has a gradient. d and log r are clamped to +-20, the product to at most kl_clamp
+    low_var_kl+  the value of low_var_kl with the gradient of mse, d: straight-through, as in verl. The mean of k3 is the KL
+                with little variance, and on-policy the mean gradient of k2 is the KL's gradient; each has only one of the two
 
-    The gradient of every penalty is 0 or points towards the reference. For r k3 it is r d; a clamp on k3 alone would leave the
-    ratio's own gradient, which lowers log-probs that are below the reference already.
-    kl_clamp None clamps only d and log r.
+    The gradient of every penalty is 0 or points towards the reference. For r k3 it is r d. A clamp on k3 alone would leave the
+    ratio's gradient, and that lowers log-probs that are already below the reference. kl_clamp None clamps only d and log r.
     """
     if kind == "kl":
         return logprobs - ref_logprobs
@@ -53,25 +52,25 @@ def kl_penalty(
     if kind == "low_var_kl_weighted":
         assert old_logprobs is not None, kind
         ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        # Where the clamp makes k3 a constant, the ratio must be one too.
+        # If the clamp makes k3 a constant, the ratio must be a constant too.
         penalty = torch.where(distance.abs() <= MAX_LOG_RATIO, ratio, ratio.detach()) * penalty
     return penalty if kl_clamp is None else penalty.clamp(max=kl_clamp)
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Return e^d - 1 - d >= 0 for d = log_ratio clamped to +-20; its mean over samples of q is KL(q || p) for d = log p - log
-    q.
+    """Return e^d - 1 - d >= 0 for d = log_ratio clamped to +-20.
 
-    Computed with expm1: in float32 the plain form is off by 5% at d = 1e-3 and meaningless below 3e-4.
+    For d = log p - log q its mean over samples of q is KL(q || p). It is computed with expm1, because in float32 the plain form
+    is off by 5% at d = 1e-3 and meaningless below 3e-4.
     """
     d = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(d) - d
 
 
 def adapted_beta(beta: float, kl: float, num_samples: int, a: AlgorithmConfig) -> float:
-    """Return the weight of the KL penalty after a step with this mean KL (Ziegler et al., arXiv 1909.08593, section 2.2):
+    """Return the weight of the KL penalty after a step with this mean KL (Ziegler et al., arXiv 1909.08593, section 2.2).
 
-    beta (1 + clip(kl / kl_target - 1, -0.2, 0.2) num_samples / kl_horizon), or beta where kl is not finite
+    It is beta (1 + clip(kl / kl_target - 1, -0.2, 0.2) num_samples / kl_horizon), or beta if kl is not finite.
     """
     if a.kl_target is None or not math.isfinite(kl):
         return beta

@@ -1,10 +1,10 @@
-"""Compute log-probabilities and entropies of softmax(hidden @ weight.T / temperature), its vocabulary split over
-tensor-parallel ranks.
+"""Compute log-probabilities and entropies of softmax(hidden @ weight.T / temperature) over a vocabulary-parallel weight.
 
-In: hidden states [T, H] and this rank's rows [padded_vocab / tp, H] of the output weight. Out: [T] vectors, the same on every
-rank of the group. Logits exist one tile of tokens and columns at a time, in float32 (float64 for float64 weights): forward and
-backward both compute them, a fourth matrix product in exchange for never holding [T, V]. The forward costs two collectives on
-[T] vectors (a max and a sum), the backward none: the hidden states' gradient is this rank's part of a sum over the group.
+Input: hidden states [T, H] and this rank's rows [padded_vocab / tp, H] of the output weight. Output: [T] vectors, the same on
+every rank of the group. Logits exist one tile of tokens and columns at a time, in float32 (float64 for float64 weights).
+Forward and backward both compute them: a fourth matrix product is the price of never storing [T, V]. The forward has two
+collectives on [T] vectors (a max and a sum). The backward has none: the hidden states' gradient is this rank's part of a sum
+over the group.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# exp of it is 0 in float64 as in float32, yet it can be multiplied with anything finite: where p is 0, p * log p stays 0.
+# exp of it is 0 in float32 and float64, but it can be multiplied by any finite number: if p is 0, p * log p stays 0.
 LOG_ZERO = -1e4
-# Tokens and columns of a tile: on a CPU two of them stay in its cache, on a GPU each fills it with work.
+# Tokens and columns of a tile: on a CPU two tiles stay in its cache, on a GPU each tile keeps it busy.
 _CPU_TILE, _GPU_TILE = (1024, 4096), (4096, 8192)
 
 
@@ -40,16 +40,16 @@ def vocab_parallel_logprobs(
     """Return log-probabilities of `targets_T` under softmax(hidden_TH @ weight.T / temperature), and optionally entropies.
 
     hidden_TH: [T, H], the same on all ranks of `tp_group`; weight_VH: [width, H]; both float32, bfloat16 or float64. Rank r
-    holds rows r * width to (r + 1) * width of the padded vocabulary; those from `vocab_size` on are padding: they are never
-    read, and their gradient is 0. targets_T: [T] int64, each in 0 .. vocab_size - 1. Tokens where `needed_T` (bool) is False
-    give 0 and cost nothing. Logits of -inf have probability 0; a row of nothing else has no softmax and gives NaN.
-    Returns logprobs_T and entropy_T (nats; None without `with_entropy`), float32 (float64 for float64 weights).
-    All ranks of the group must call with the same T and needed_T.
+    holds rows r * width to (r + 1) * width of the padded vocabulary. Rows from `vocab_size` on are padding: they are never
+    read, and their gradient is 0. targets_T: [T] int64, each in 0 .. vocab_size - 1. Tokens with `needed_T` (bool) False return
+    0 and cost nothing. Logits of -inf have probability 0. A row of only such logits has no softmax and returns NaN. Returns
+    logprobs_T and entropy_T (nats; None without `with_entropy`), float32 (float64 for float64 weights). All ranks of the group
+    must call with the same T and needed_T.
 
-    Gradients flow from both. That of hidden_TH is this rank's part: whatever made hidden_TH the same on all ranks has to add
-    the parts up in its backward, as a column-parallel linear's input does. That of the weight is summed in float32, and either
-    returned in the weight's dtype or, with `weight_grad_VH` ([width, H]), added to that, the weight itself getting none.
-    Tokens whose upstream gradients are 0 are left out of the backward.
+    Both have gradients. The gradient of hidden_TH is this rank's part. The operation that made hidden_TH the same on all ranks
+    must add the parts up in its backward, like the input of a column-parallel linear layer. The gradient of the weight is
+    summed in float32. It is returned in the weight's dtype, or with `weight_grad_VH` ([width, H]) added to that tensor, and the
+    weight gets none. Tokens whose upstream gradients are 0 are skipped in the backward.
     """
     shard = shard_of(weight_VH, vocab_size, temperature, tp_group, tile)
     if needed_T is None:
@@ -68,7 +68,7 @@ class Shard:
     """The columns of the vocabulary on a rank, and the tiles of [T, V]."""
 
     start: int
-    num_columns: int  # without padding; 0 on a rank that holds padding only
+    num_columns: int  # without padding; 0 if the rank holds only padding
     inverse_temperature: float
     num_tile_tokens: int
     num_tile_columns: int
@@ -80,7 +80,7 @@ class Shard:
         return _slices(num_tokens, self.num_tile_tokens)
 
     def scratch(self, like: Tensor) -> Tensor:
-        """Allocate memory for a tile, in the dtype of computation."""
+        """Allocate memory for a tile in the dtype of the computation."""
         size = min(self.num_tile_tokens, like.shape[0]) * min(self.num_tile_columns, self.num_columns)
         return torch.empty(size, dtype=_compute_dtype(like), device=like.device)
 
@@ -91,8 +91,7 @@ class Shard:
         return x_nv
 
     def targets(self, targets_n: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-        """Return each target's column in a tile [n, 1] (0 if it is in another tile), and a mask [n, 1] of those in this
-        tile."""
+        """Return each target's column in a tile [n, 1] (0 if in another tile), and a mask [n, 1] of targets in this tile."""
         column_n1 = (targets_n - (self.start + columns.start)).unsqueeze(1)
         is_here_n1 = (column_n1 >= 0) & (column_n1 < columns.stop - columns.start)
         return torch.where(is_here_n1, column_n1, 0), is_here_n1
@@ -122,7 +121,7 @@ class _Logprobs(torch.autograd.Function):
         max_T, sums_kT = statistics(hidden_TH, weight_VH, targets_T, shard, tp_group, with_entropy)
         target_T, sum_exp_T = sums_kT[0], sums_kT[1]
         log_sum_T = sum_exp_T.log()
-        # Both terms of the entropy are >= 0, so that nothing cancels: log sum e^y - sum y e^y / sum e^y with y = x - max <= 0.
+        # Both terms of the entropy are >= 0, so nothing cancels: log sum e^y - sum y e^y / sum e^y with y = x - max <= 0.
         entropy_T = log_sum_T - sums_kT[2] / sum_exp_T if with_entropy else None
         ctx.shard, ctx.weight_grad_VH = shard, weight_grad_VH
         ctx.set_materialize_grads(False)
@@ -139,7 +138,8 @@ class _Logprobs(torch.autograd.Function):
         if grad_entropy_T is not None:
             is_moved_T |= grad_entropy_T != 0
         index_N = is_moved_T.nonzero().squeeze(1)
-        scale_N = ctx.shard.inverse_temperature / sum_exp_T[index_N]  # of gradients to logits, times e^y / sum e^y
+        # Multiplied by e^y, this turns gradients of log-probs into gradients of logits.
+        scale_N = ctx.shard.inverse_temperature / sum_exp_T[index_N]
         slope_N = offset_N = None
         if grad_entropy_T is not None:
             slope_N = -grad_entropy_T[index_N] * scale_N
@@ -151,7 +151,7 @@ class _Logprobs(torch.autograd.Function):
         grad_hidden_NH, grad_weight_VH = gradients(
             hidden_NH, weight_VH, upstream, ctx.shard, ctx.weight_grad_VH, needs=ctx.needs_input_grad[:2]
         )
-        if grad_hidden_NH is not None:  # cast only here, where the tiles' memory is free again
+        if grad_hidden_NH is not None:  # cast here, because the tiles' memory is free again
             grad_hidden_NH = grad_hidden_NH.to(hidden_TH.dtype)
         if grad_hidden_NH is not None and hidden_NH is not hidden_TH:
             grad_hidden_NH = torch.zeros_like(hidden_TH).index_copy_(0, index_N, grad_hidden_NH)
@@ -159,7 +159,7 @@ class _Logprobs(torch.autograd.Function):
 
 
 class Upstream(Protocol):
-    """Turn the logits of a tile into their gradient."""
+    """Turns the logits of a tile into their gradient."""
 
     @property
     def has_spare(self) -> bool: ...
@@ -172,14 +172,14 @@ class _Upstream:
     """The values that determine the gradient of the logits, for the tokens that have one.
 
     With y = x - max and p = e^y / sum e^y: d logprob / dx_j = [j = target] - p_j, d entropy / dx_j = -p_j (log p_j + entropy).
-    Both are multiples of e^y but for the target's own: e^y (slope y + offset - grad) + [j = target] grad sum_exp.
+    Both are multiples of e^y, except at the target: e^y (slope y + offset - grad) + [j = target] grad sum_exp.
     """
 
     targets_N: Tensor
     max_N: Tensor
     sum_exp_N: Tensor
-    grad_N: Tensor  # of the log-prob, over temperature and sum_exp
-    slope_N: Tensor | None  # minus that of the entropy, over the same
+    grad_N: Tensor  # gradient of the log-prob, over temperature and sum_exp
+    slope_N: Tensor | None  # minus the gradient of the entropy, over temperature and sum_exp
     offset_N: Tensor | None  # slope times (entropy - log sum_exp)
 
     @property
@@ -187,7 +187,7 @@ class _Upstream:
         return self.slope_N is not None
 
     def to_logits(self, x_nv: Tensor, spare: Tensor, tokens: slice, columns: slice, shard: Shard) -> Tensor:
-        """Replace a tile's logits by their gradient; `spare` is scratch."""
+        """Replace a tile's logits with their gradient; `spare` is scratch."""
         target_n1, is_here_n1 = shard.targets(self.targets_N[tokens], columns)
         y_nv = x_nv.sub_(self.max_N[tokens, None])
         grad_n1 = self.grad_N[tokens, None]
@@ -208,10 +208,12 @@ def statistics(
     tp_group: dist.ProcessGroup | None,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the vocabulary's max_T, and rows of sums [k, T]: target logit, sum e^y, and with entropy sum y e^y, with y = x -
-    max."""
+    """Return the vocabulary's max_T, and rows of sums [k, T] over y = x - max.
+
+    The rows are the target logit, sum e^y, and with entropy sum y e^y.
+    """
     dtype, num_tokens = _compute_dtype(weight_VH), hidden_TH.shape[0]
-    # The least finite number stands for -inf, whose differences would be NaN.
+    # The smallest finite number replaces -inf, because differences of -inf would be NaN.
     max_T = torch.full((num_tokens,), torch.finfo(dtype).min, dtype=dtype, device=hidden_TH.device)
     sums_kT = torch.zeros((3 if with_entropy else 2, num_tokens), dtype=dtype, device=hidden_TH.device)
     scratch, spare = shard.scratch(hidden_TH), shard.scratch(hidden_TH) if with_entropy else None
@@ -250,8 +252,10 @@ def gradients(
     *,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of hidden states (in the dtype of computation) and weight, None if not needed; the weight's is added
-    to `weight_grad_VH` if there is one."""
+    """Return the gradients of hidden states (in the dtype of the computation) and of the weight; None if not needed.
+
+    The weight's gradient is added to `weight_grad_VH` if that is given.
+    """
     needs_hidden, needs_weight = needs
     dtype, operands_NH = _compute_dtype(weight_VH), operand(hidden_NH)
     grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=dtype) if needs_hidden else None
@@ -283,7 +287,7 @@ def _shift(sums_kT: Tensor, delta_T: Tensor) -> None:
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
-    """Compute out = beta out + alpha a @ b, in place; sums and `out` may be float32 where a and b are bfloat16 (on a GPU)."""
+    """Compute out = beta out + alpha a @ b, in place. On a GPU sums and `out` may be float32 while a and b are bfloat16."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     else:

@@ -1,9 +1,9 @@
 """Policy losses: LossInputs -> LossOutputs, pure functions on the [T] vectors of one micro-batch.
 
-`loss` is the micro-batch's part of the mini-batch's loss, sum_t loss_weights_t * l_t: parts add up over micro-batches and
-ranks, and no part is ever divided by a local count. Metrics work the same way: `sums` are added and `maxima` maximised over
-micro-batches (`accumulate`) and ranks, and then become numbers (`finalize`). Tokens with loss_mask 0 contribute exactly 0 to
-all of these and to the gradient, whatever their values, NaN included.
+`loss` is the micro-batch's part of the mini-batch's loss, sum_t loss_weights_t * l_t. Parts add up over micro-batches and
+ranks, and no part is ever divided by a local count. Metrics work the same way: over micro-batches (`accumulate`) and ranks,
+`sums` are added and the largest of `maxima` is taken. `finalize` turns them into numbers. Tokens with loss_mask 0 contribute
+exactly 0 to all of these and to the gradient, even if their values are NaN.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ class LossOutputs:
 
     loss: Tensor  # scalar with gradient
     sums: dict[str, Tensor]  # "loss/..." are parts of a weighted sum; "num_tokens" counts; all others are sums over tokens
-    maxima: dict[str, Tensor]  # all at least 0, the value without any token
+    maxima: dict[str, Tensor]  # at least 0, the value without tokens
 
 
 def policy_loss(inputs: LossInputs, a: AlgorithmConfig) -> LossOutputs:
     """Return one micro-batch's part of sum_t loss_weights_t keep_t (c_t l_t + kl_beta KL_t - entropy_bonus H_t).
 
-    l_t is the objective's loss of a token (objectives.py), c_t and keep_t are the off-policy correction's weight and mask
+    l_t is the objective's loss of a token (objectives.py). c_t and keep_t are the off-policy correction's weight and mask
     (correction.py), both 1 without one. a.positive_nll adds positive_nll sum_t nll_weights_t keep_t (-logprobs_t), VAPO's
     imitation of right answers (arXiv 2504.05118, eqs. 9 and 10). A KL penalty in the reward (a.kl_in) adds nothing to the loss.
-    a.distill_beta adds -distill_beta (old_logprobs - teacher_logprobs) to the advantages: on-policy, the gradient of the sum is
-    that of KL(policy || teacher), one token at a time (as MiniLLM's single-step part, arXiv 2306.08543, section 2.2). Whatever
-    normalised the advantages of rewards is before that, so that the teacher's scale is distill_beta alone. With a.distill_kl
-    reverse or forward it adds distill_beta keep_t teacher_kl_t to the loss instead (GKD, arXiv 2306.13649, eq. 4).
+
+    a.distill_beta adds -distill_beta (old_logprobs - teacher_logprobs) to the advantages. On-policy, the gradient of the sum is
+    the gradient of KL(policy || teacher), one token at a time (MiniLLM's single-step part, arXiv 2306.08543, section 2.2).
+    Advantages of rewards are normalised before that, so the teacher's scale is distill_beta alone. With a.distill_kl reverse or
+    forward it adds distill_beta keep_t teacher_kl_t to the loss instead (GKD, arXiv 2306.13649, eq. 4).
     """
     x = inputs.without_masked()
     if a.distill_beta > 0 and not a.has_vocab_kl:
         x = replace(x, advantages=x.advantages - a.distill_beta * x.log_lead())
     correction = correct(x, a.correction)
-    # A dropped token is not in its response's mean ratio either, or it would still get a gradient through that.
+    # A dropped token is excluded from its response's mean ratio too, because it would get a gradient through it.
     objective = OBJECTIVES[a.loss_type](replace(x, loss_mask=x.loss_mask * correction.keep), a)
     weights_T = x.loss_weights * correction.keep
     terms = {"loss/policy": weights_T * correction.importance * objective.loss}
@@ -76,7 +77,7 @@ def policy_loss(inputs: LossInputs, a: AlgorithmConfig) -> LossOutputs:
 
 
 def accumulate(outputs: Iterable[LossOutputs]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Combine the sums and maxima of micro-batches, which have the same names in the same order throughout a run."""
+    """Combine the sums and maxima of micro-batches. They have the same names in the same order throughout a run."""
     sums: dict[str, Tensor] = {}
     maxima: dict[str, Tensor] = {}
     for output in outputs:
@@ -88,7 +89,7 @@ def accumulate(outputs: Iterable[LossOutputs]) -> tuple[dict[str, Tensor], dict[
 
 
 def finalize(sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the metrics from global sums and maxima; all are 0 without any unmasked token."""
+    """Return the metrics from global sums and maxima; all are 0 without unmasked tokens."""
     num_tokens = float(sums["num_tokens"])
     metrics = {"num_tokens": num_tokens}
     for name, value in sums.items():
@@ -101,7 +102,7 @@ def finalize(sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> dict[s
 
 
 def _diagnostics(x: LossInputs, objective: Objective, kl_clamp: float | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the sums and maxima that every loss reports; `x` is without masked values."""
+    """Return the sums and maxima that every loss reports. `x` must be without masked values."""
     ratio_T = x.log_ratio().exp()
     mismatch_T = x.old_logprobs - x.rollout_logprobs
     means = {

@@ -1,9 +1,9 @@
-"""The policy's term of each loss, before weights, KL and entropy; one pure function per method.
+"""The policy's term of each loss, before weights, KL and entropy: one pure function per method.
 
-In: the inputs of a micro-batch without masked values (LossInputs.without_masked), and the config's section `algorithm`. Out:
-l_t of each token, to be minimised, with gradient. r_t = exp(logprobs_t - old_logprobs_t) is the importance ratio, its
-logarithm clamped to +-20; low and high are a.clip_low and a.clip_high; sg[] stops the gradient. Where a method defines one
-value per response, every token of it gets that value, so that seq-mean-token-mean gives the mean over responses.
+Input: the inputs of a micro-batch without masked values (LossInputs.without_masked), and the config's section `algorithm`.
+Output: l_t of each token, to be minimised, with gradient. r_t = exp(logprobs_t - old_logprobs_t) is the importance ratio, with
+its logarithm clamped to +-20; low and high are a.clip_low and a.clip_high; sg[] stops the gradient. If a method defines one
+value per response, every token of the response gets it, so seq-mean-token-mean returns the mean over responses.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from grpo_mega.config import AlgorithmConfig
 @dataclass(frozen=True)
 class Objective:
     loss: Tensor  # [T], l_t
-    is_low: Tensor  # [T] bool: the ratio is so small that the token has no gradient, or less
-    is_high: Tensor  # [T] bool: the ratio is so large that the token has no gradient, or less
+    is_low: Tensor  # [T] bool: the ratio is so small that the token loses its gradient, or a part of it
+    is_high: Tensor  # [T] bool: the ratio is so large that the token loses its gradient, or a part of it
 
 
 def actor(x: LossInputs, a: AlgorithmConfig) -> Objective:
@@ -36,7 +36,7 @@ def actor(x: LossInputs, a: AlgorithmConfig) -> Objective:
 
 
 def dual_clip(x: LossInputs, a: AlgorithmConfig) -> Objective:
-    """Return PPO's dual clip (arXiv 1912.09729, eq. 5): as `actor`, but where A_t < 0 the objective is at least c A_t:
+    """Return PPO's dual clip (arXiv 1912.09729, eq. 5): like `actor`, but for A_t < 0 the objective is at least c A_t:
 
     l_t = -max(min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t), c A_t)   for A_t < 0, c = ratio_clip_c
     """
@@ -53,9 +53,9 @@ def gspo(x: LossInputs, a: AlgorithmConfig) -> Objective:
 
 
 def gspo_token(x: LossInputs, a: AlgorithmConfig) -> Objective:
-    """Return GSPO's token form (arXiv 2507.18071, eqs. 13 and 14), for advantages that differ within a response:
+    """Return GSPO's token form (arXiv 2507.18071, eqs. 13 and 14), for advantages that differ within a response.
 
-    s_t = sg[s] exp(logprobs_t - sg[logprobs_t]) in place of r_t
+    It uses s_t = sg[s] exp(logprobs_t - sg[logprobs_t]) instead of r_t.
     """
     log_sequence_T = x.sequence_mean(x.log_ratio().detach())
     return _clipped((log_sequence_T + x.logprobs - x.logprobs.detach()).exp(), x.advantages, a)
@@ -64,7 +64,7 @@ def gspo_token(x: LossInputs, a: AlgorithmConfig) -> Objective:
 def cispo(x: LossInputs, a: AlgorithmConfig) -> Objective:
     """Return CISPO (MiniMax-M1, arXiv 2506.13585, eqs. 4 and 5): l_t = -sg[clip(r_t, 1 - low, 1 + high)] A_t logprobs_t.
 
-    No token loses its gradient: the clip applies to its weight.
+    No token loses its gradient, because the clip applies to its weight.
     """
     ratio_T = x.log_ratio().exp().detach()
     weight_T = ratio_T.clamp(1 - a.clip_low, 1 + a.clip_high)
@@ -72,11 +72,10 @@ def cispo(x: LossInputs, a: AlgorithmConfig) -> Objective:
 
 
 def sapo(x: LossInputs, a: AlgorithmConfig) -> Objective:
-    """Return SAPO's soft gate (arXiv 2511.20347): l_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t, with gradient weight 1 at r_t =
-    1.
+    """Return SAPO's soft gate (arXiv 2511.20347): l_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t.
 
-    tau is sapo_tau_positive where A_t > 0, else sapo_tau_negative. Nothing is clipped; is_low and is_high mark the tokens that
-    `actor` would clip.
+    The gradient weight is 1 at r_t = 1. tau is sapo_tau_positive if A_t > 0, else sapo_tau_negative. Nothing is clipped; is_low
+    and is_high mark the tokens that `actor` would clip.
     """
     ratio_T = x.log_ratio().exp()
     tau_T = torch.full_like(ratio_T, a.sapo_tau_negative).masked_fill(x.advantages > 0, a.sapo_tau_positive)
@@ -86,11 +85,11 @@ def sapo(x: LossInputs, a: AlgorithmConfig) -> Objective:
 
 
 def gmpo(x: LossInputs, a: AlgorithmConfig) -> Objective:
-    """Return GMPO (arXiv 2507.20673, eq. 4): the geometric mean of the response's clipped ratios in place of r_t:
+    """Return GMPO (arXiv 2507.20673, eq. 4): the geometric mean of the response's clipped ratios instead of r_t:
 
-    l_t = -exp(mean_u d_u) A_t, d_u = min(log r_u, high) where A_u > 0, max(log r_u, -low) elsewhere
+        l_t = -exp(mean_u d_u) A_t, d_u = min(log r_u, high) if A_u > 0, else max(log r_u, -low)
 
-    low and high bound the logarithm of the ratio here (0.4 in the paper).
+    Here low and high bound the logarithm of the ratio (0.4 in the paper).
     """
     log_T = x.log_ratio()
     is_low_T = (x.advantages < 0) & (log_T < -a.clip_low)
@@ -100,7 +99,7 @@ def gmpo(x: LossInputs, a: AlgorithmConfig) -> Objective:
 
 
 def reinforce(x: LossInputs, a: AlgorithmConfig) -> Objective:
-    """Return REINFORCE (Williams 1992): l_t = -A_t logprobs_t, without ratio or clip: for one optimizer step per rollout."""
+    """Return REINFORCE (Williams 1992): l_t = -A_t logprobs_t, without ratio or clip. Use one optimizer step per rollout."""
     none_T = torch.zeros_like(x.advantages, dtype=torch.bool)
     return Objective(-x.advantages * x.logprobs, none_T, none_T)
 
@@ -108,7 +107,7 @@ def reinforce(x: LossInputs, a: AlgorithmConfig) -> Objective:
 def clip_cov(x: LossInputs, a: AlgorithmConfig) -> Objective:
     """Return Clip-Cov (arXiv 2505.22617, section 4.2): `actor`, but l_t = 0 on the tokens that covariance.py chooses.
 
-    A chosen token that the clip holds already keeps its l_t, which has no gradient.
+    A chosen token that is already clipped keeps its l_t, which has no gradient.
     """
     inner = _clipped(x.log_ratio().exp(), x.advantages, a)
     assert x.is_chosen is not None
@@ -119,7 +118,7 @@ def clip_cov(x: LossInputs, a: AlgorithmConfig) -> Objective:
 def kl_cov(x: LossInputs, a: AlgorithmConfig) -> Objective:
     """Return KL-Cov (arXiv 2505.22617, section 4.2), without a clip:
 
-    l_t = -r_t A_t, and cov_kl |log r_t| more on the tokens that covariance.py chooses, the KL as the authors' code has it
+    l_t = -r_t A_t, plus cov_kl |log r_t| on the tokens that covariance.py chooses, as in the authors' code
     """
     log_T = x.log_ratio()
     assert x.is_chosen is not None
@@ -127,7 +126,7 @@ def kl_cov(x: LossInputs, a: AlgorithmConfig) -> Objective:
     return Objective(a.cov_kl * x.is_chosen * log_T.abs() - log_T.exp() * x.advantages, none_T, none_T)
 
 
-# By the names that a config uses (algorithm.loss_type); "actor" is RLinf's name of the clipped objective.
+# Keyed by the names in a config (algorithm.loss_type); "actor" is RLinf's name of the clipped objective.
 OBJECTIVES: Mapping[str, Callable[[LossInputs, AlgorithmConfig], Objective]] = {
     f.__name__: f for f in (actor, dual_clip, gspo, gspo_token, cispo, sapo, gmpo, reinforce, clip_cov, kl_cov)
 }

@@ -1,4 +1,4 @@
-"""The weight of each token in the loss, fixed before any batch is packed.
+"""The weight of each token in the loss, computed before any batch is packed.
 
 The loss of a mini-batch is sum_t weight_t * loss_t over all its tokens, on any rank and in any micro-batch. The weights come
 from global counts, so no layout can change the loss.
@@ -18,7 +18,7 @@ def mini_batch_weights(
 ) -> list[list[float]]:
     """Return, for each sample of each of the step's mini-batches, the weight of each of its response tokens.
 
-    Samples that do not contribute to the loss get 0 and are in no count. With use_valid_token_scale, token-mean divides by the
+    Samples that do not contribute to the loss get 0 and do not count. With use_valid_token_scale, token-mean divides by the
     tokens of the whole rollout over the number of mini-batches.
     """
     lengths = [[s.response_len if contributes_to_loss(s, a) else 0 for s in samples] for samples in mini_batches]
@@ -38,14 +38,20 @@ def mini_batch_weights(
 
 
 def contributes_to_loss(sample: Sample, a: AlgorithmConfig) -> bool:
-    """Return False for samples without any reward, unless a teacher teaches them, and, with overlong_filter, for truncated
-    ones (they stay in their group)."""
+    """Return False for samples outside the loss.
+
+    These are samples without a reward, unless a teacher teaches them, and with overlong_filter truncated samples. Both stay in
+    their group.
+    """
     return (sample.is_scored or a.distill_beta > 0) and not (a.overlong_filter and sample.finish_reason == "length")
 
 
 def positive_weights(mini_batch: Sequence[Sample], a: AlgorithmConfig) -> list[float]:
-    """Return, for each sample, the weight of each of its tokens in the negative log-likelihood of right answers: 1 / the tokens
-    of all of them, responses in the loss with a reward above positive_above (VAPO, arXiv 2504.05118, eq. 9); 0 for others."""
+    """Return, for each sample, the weight of each of its tokens in the negative log-likelihood of right answers.
+
+    Right answers are responses in the loss with a reward above positive_above. The weight is 1 / the tokens of all right
+    answers (VAPO, arXiv 2504.05118, eq. 9), and 0 for other samples.
+    """
     is_right = [contributes_to_loss(s, a) and s.reward is not None and s.reward > a.positive_above for s in mini_batch]
     num_tokens = sum(s.response_len for s, it_is in zip(mini_batch, is_right, strict=True) if it_is)
     return [1.0 / num_tokens if it_is and num_tokens else 0.0 for it_is in is_right]
@@ -61,12 +67,12 @@ def token_weights(
 ) -> list[float]:
     """Return, for each sample, the weight of each of its response tokens. Empty responses get 0.
 
-    num_samples and num_tokens are global counts, of the mini-batch or of anything else that the loss is averaged over.
+    num_samples and num_tokens are global counts, of the mini-batch or of any other set that the loss averages over.
 
-    token-mean               1 / num_tokens                           DAPO (arXiv 2503.14476) eq. 8
-    seq-mean-token-mean      1 / (num_samples * length)               DeepSeekMath (arXiv 2402.03300) eq. 3
-    seq-mean-token-sum       1 / num_samples
-    seq-mean-token-sum-norm  1 / (num_samples * max_response_length)  Dr. GRPO (arXiv 2503.20783)
+        token-mean               1 / num_tokens                           DAPO (arXiv 2503.14476) eq. 8
+        seq-mean-token-mean      1 / (num_samples * length)               DeepSeekMath (arXiv 2402.03300) eq. 3
+        seq-mean-token-sum       1 / num_samples
+        seq-mean-token-sum-norm  1 / (num_samples * max_response_length)  Dr. GRPO (arXiv 2503.20783)
     """
     if kind == "token-mean":
         divisors = [num_tokens for _ in response_lens]

@@ -1,7 +1,7 @@
 """Compute the KL divergence of policy and teacher over the whole vocabulary, tile by tile as in logprobs.py.
 
-In: hidden states of both, and both output weights with the same rows of the vocabulary on a rank. Out: [N] nats, the same on
-every rank of the group, with gradients for the policy. Of [N, V] a tile exists at a time.
+Input: hidden states of both models, and both output weights with the same rows of the vocabulary on a rank. Output: [N] nats,
+the same on every rank of the group, with gradients for the policy. Only one tile of [N, V] exists at a time.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def vocab_parallel_kl(
     weight_grad_VH: Tensor | None = None,
     tile: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Return KL(policy || teacher) if `is_reverse`, else KL(teacher || policy), of each token [T]; 0 where needed_T is False.
+    """Return KL(policy || teacher) if `is_reverse`, else KL(teacher || policy), of each token [T]; 0 if needed_T is False.
 
-    teacher_hidden_NG holds the N tokens that are needed. All else is as in `vocab_parallel_logprobs`.
+    teacher_hidden_NG holds the N needed tokens. The other arguments are as in `vocab_parallel_logprobs`.
     """
     shard, index_N = shard_of(weight_VH, vocab_size, temperature, tp_group, tile), needed_T.nonzero().squeeze(1)
     teacher = (teacher_hidden_NG, teacher_weight_VG)
@@ -43,10 +43,10 @@ def vocab_parallel_kl(
 
 @dataclass
 class _Pair:
-    """Log-probabilities of both models on a tile; what is passed upstream is for the backward."""
+    """Log-probabilities of both models on a tile, and the upstream values for the backward."""
 
-    log_sum_N: Tensor  # of the policy
-    hidden_NG: Tensor  # of the teacher, as are the next two
+    log_sum_N: Tensor  # log of the sum of exponentials of the policy's logits
+    hidden_NG: Tensor  # hidden states of the teacher
     weight_VG: Tensor
     teacher_log_sum_N: Tensor
     is_reverse: bool
@@ -60,7 +60,7 @@ class _Pair:
         return logp_nv, u_nv.sub_(self.teacher_log_sum_N[tokens, None]).clamp_(min=LOG_ZERO)
 
     def to_logits(self, x_nv: Tensor, spare: Tensor, tokens: slice, columns: slice, shard: Shard) -> Tensor:
-        """Return the gradient of a tile's logits: p (log p - log q - KL) of the reverse KL, p - q of the forward one."""
+        """Return the gradient of a tile's logits: p (log p - log q - KL) for the reverse KL, p - q for the forward KL."""
         assert self.grad_N is not None
         logp_nv, logq_nv = self.log_probs(x_nv, spare, tokens, columns, shard)
         if self.is_reverse:

@@ -1,11 +1,11 @@
-"""Balance samples over the micro-batches of all data-parallel ranks, by their numbers of tokens and by attention's work.
+"""Balance samples over the micro-batches of all data-parallel ranks, by number of tokens and by work of attention.
 
-In: the lengths of one mini-batch's samples. Out: for each rank, for each micro-batch, the indices of its samples. Every rank
-has the same number of micro-batches, none over the token budget; some may be empty. All micro-batches are padded to the longest
-(pack.py), so its length is minimised: samples are placed longest first, then exchanged between long and short micro-batches
-("bins"). Equal tokens are equal work but for attention, whose work grows with the square of a sample's length: bins are dealt
-such that the work of each rank is the same. A pure function of its arguments: all ranks find the same plan without
-communication.
+Input: the lengths of one mini-batch's samples. Output: for each rank, for each micro-batch, the indices of its samples. Every
+rank has the same number of micro-batches, none over the token budget; some may be empty. All micro-batches are padded to the
+longest one (pack.py), so its length is minimised: samples are placed longest first, then exchanged between long and short
+micro-batches ("bins"). Equal tokens mean equal work, except in attention, because its work grows with the square of a sample's
+length. So bins are dealt to give every rank the same work. The result depends only on the arguments, so all ranks compute the
+same plan without communication.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from grpo_mega.errors import PlanError
 
-CLOSE_ENOUGH = (1e-4, 2e-4, 4e-4)  # shares of the mean by which the longest bin may exceed it, tried in this order
-MAX_ROUNDS = 40  # rounds of exchanges for each share
-NUM_MOVABLE = 11  # samples of a bin that take part in exchanges, its shortest: they leave the finest differences
+CLOSE_ENOUGH = (1e-4, 2e-4, 4e-4)  # the longest bin may exceed the mean by these shares, tried in this order
+MAX_ROUNDS = 40  # rounds of exchanges per share
+NUM_MOVABLE = 11  # the shortest samples of a bin take part in exchanges, because they make the finest differences
 NUM_PARTNERS = 24  # short bins that are candidates for each long bin in a round
 
 Ints = NDArray[np.int64]
@@ -35,16 +35,16 @@ def balance(
     length_multiple: int = 1,
     tokens_per_pair: float = 0.0,
 ) -> list[list[list[int]]]:
-    """Return [dp_rank][micro_batch] -> indices into `lengths`, ascending; as few micro-batches per rank as the budget allows.
+    """Return [dp_rank][micro_batch] -> ascending indices into `lengths`, with the fewest micro-batches that the budget allows.
 
-    The number of micro-batches is a multiple of `micro_batch_multiple`, and at least that. They are evened out until rounding
-    the longest up to `length_multiple`, as the caller does, hides the rest. `tokens_per_pair` is the work of attention for a
-    query and a key, relative to all other work for a token. Raises PlanError for a length over the budget.
+    The number of micro-batches per rank is a positive multiple of `micro_batch_multiple`. Bins are evened out until the
+    caller's rounding of the longest to `length_multiple` hides the rest. `tokens_per_pair` is the work of attention for a query
+    and a key, relative to all other work for a token. Raise PlanError if a length exceeds the budget.
     """
     _check_budget(lengths, token_budget)
     lengths_N = np.array(lengths, dtype=np.int64)
     num_bins = dp_size * micro_batch_multiple
-    # No fewer bins can do: neither for all tokens together, nor for samples of which no two share a bin.
+    # Lower bounds: the bins for all tokens together, and one bin per sample that is longer than half of the budget.
     num_needed = max(-(-int(lengths_N.sum()) // token_budget), int((2 * lengths_N > token_budget).sum()))
     num_bins *= max(1, -(-num_needed // num_bins))
     bin_of_N = even_bins(lengths_N, num_bins, token_budget, length_multiple)
@@ -58,7 +58,7 @@ def balance(
 
 
 def even_bins(lengths_N: Ints, num_bins: int, token_budget: int, length_multiple: int) -> Ints:
-    """Return the bin of each sample, with the longest bin about as short as possible; it may still exceed the budget."""
+    """Return the bin of each sample, with the longest bin about as short as possible. It may still exceed the budget."""
     order_N = np.argsort(-lengths_N, kind="stable")
     falling_N = lengths_N[order_N]
     least = int(falling_N.max(initial=0))
@@ -77,7 +77,7 @@ def loads(bin_of_N: Ints, lengths_N: Ints, num_bins: int) -> Ints:
 
 def longest_first(falling_N: Ints, num_bins: int) -> Ints:
     """Assign longest processing time first: each length, in falling order, goes into the lightest bin."""
-    heap = list(range(num_bins))  # load * num_bins + bin, so that numbers alone are compared
+    heap = list(range(num_bins))  # load * num_bins + bin, so only integers are compared
     bins: list[int] = []
     for added in (falling_N * num_bins).tolist():
         lightest = heap[0]
@@ -87,15 +87,15 @@ def longest_first(falling_N: Ints, num_bins: int) -> Ints:
 
 
 def even_out(bin_of_N: Ints, falling_N: Ints, num_bins: int, targets: Sequence[int]) -> None:
-    """Exchange samples between bins, in place, until no bin is longer than a target; each is tried for MAX_ROUNDS rounds.
+    """Exchange samples between bins, in place, until no bin is longer than a target. Each target gets MAX_ROUNDS rounds.
 
     `falling_N` is sorted in falling order.
     """
     loads_B = loads(bin_of_N, falling_N, num_bins)
     slots_BS = _movable(bin_of_N, num_bins)
-    sizes_BS = np.append(falling_N, 0)[slots_BS].astype(np.int32)  # an empty slot's is 0: to exchange with it is to move
+    sizes_BS = np.append(falling_N, 0)[slots_BS].astype(np.int32)  # an empty slot has size 0, so an exchange with it is a move
     for target in targets:
-        num_idle = 0  # rounds without an exchange; after as many as there are bins all have met
+        num_idle = 0  # rounds without an exchange; after one round per bin all pairs have met
         for round_index in range(MAX_ROUNDS):
             if loads_B.max() <= target or num_idle == num_bins:
                 break
@@ -105,10 +105,10 @@ def even_out(bin_of_N: Ints, falling_N: Ints, num_bins: int, targets: Sequence[i
 
 
 def _exchange(loads_B: Ints, slots_BS: Ints, sizes_BS: NDArray[np.int32], target: int, round_index: int) -> int:
-    """Do one round; return the number of exchanges.
+    """Run one round and return the number of exchanges.
 
-    Each bin longer than `target` considers some of the short bins, different ones in every round, and makes the exchange of two
-    samples, or the move of one, that leaves the longer of both bins shortest, if it becomes shorter than before.
+    Each bin longer than `target` considers some of the short bins, different ones in every round. It exchanges two samples, or
+    moves one, to make the longer of both bins as short as possible, but only if that bin becomes shorter than before.
     """
     num_bins, num_slots = slots_BS.shape
     order_B = np.argsort(-loads_B, kind="stable")
@@ -137,7 +137,7 @@ def _exchange(loads_B: Ints, slots_BS: Ints, sizes_BS: NDArray[np.int32], target
 
 
 def _movable(bin_of_N: Ints, num_bins: int) -> Ints:
-    """Return [bins, slots]: the movable samples of each bin, and -1 in empty slots, of which there is at least one."""
+    """Return [bins, slots]: the movable samples of each bin, and -1 in empty slots. At least one slot is empty."""
     counts_B = np.bincount(bin_of_N, minlength=num_bins)
     by_bin_N = np.argsort(bin_of_N, kind="stable")
     slot_S = np.arange(min(NUM_MOVABLE, int(counts_B.max())) + 1)
@@ -147,7 +147,7 @@ def _movable(bin_of_N: Ints, num_bins: int) -> Ints:
 
 
 def _deal(bins: list[list[int]], work_B: NDArray[np.float64], dp_size: int) -> list[list[list[int]]]:
-    """Give each bin, heaviest first, to the rank with the least work so far of those that still lack bins."""
+    """Assign each bin, heaviest first, to the rank with the least work so far among ranks that still lack bins."""
     heap = [(0.0, rank) for rank in range(dp_size)]
     ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
     for b in np.argsort(-work_B, kind="stable").tolist():

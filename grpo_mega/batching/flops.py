@@ -1,11 +1,13 @@
 """Count the floating-point operations of a training step by formulas, for the model FLOPs utilisation (MFU).
 
 A matrix product of [m, k] and [k, n] counts 2 m k n; nothing else counts. In a forward pass over segments of n tokens:
- linear     2 x tokens x weights that multiply a token, in each layer: hidden x (q + 2 kv) + q x hidden for attention (or the
-            matrices to and from its latents), and 3 x hidden x ffn for a gated MLP, or hidden x experts for the router and
-            3 x hidden x moe_ffn for each chosen expert, and the same for shared ones
- attention  2 x (q + v) for each pair of a query and a key that it sees, n (n + 1) / 2 of them in a segment, in each layer
- output     2 x hidden x vocab for each token that needs a log-prob
+
+  linear     2 x tokens x weights that multiply a token, in each layer: hidden x (q + 2 kv) + q x hidden for attention (or the
+             matrices to and from its latents), and 3 x hidden x ffn for a gated MLP, or hidden x experts for the router and
+             3 x hidden x moe_ffn for each chosen expert, and the same for shared ones
+  attention  2 x (q + v) for each pair of a query and a key that it sees, n (n + 1) / 2 of them in a segment, in each layer
+  output     2 x hidden x vocab for each token that needs a log-prob
+
 A backward pass counts twice the forward. Recomputation (activations, logits) and lookups do not count.
 """
 
@@ -22,7 +24,7 @@ from grpo_mega.weights.spec import ModelShape
 class Flops:
     """Floating-point operations of one forward pass, by part."""
 
-    linear: float  # whole numbers, except where they are means
+    linear: float  # float, because counts may be means
     attention: float
     output: float
 
@@ -39,7 +41,7 @@ class Flops:
 def count(shape: ModelShape, lengths: Sequence[int], *, experts_per_token: int = 0, num_outputs: int | None = None) -> Flops:
     """Count a pass over segments of `lengths` tokens, with `num_outputs` tokens (None: all) through the output layer.
 
-    Raises ConfigError for an MoE model without its number of experts per token.
+    Raise ConfigError for an MoE model without its number of experts per token.
     """
     num_tokens = sum(lengths)
     num_pairs = sum(n * (n + 1) // 2 for n in lengths)
@@ -51,7 +53,7 @@ def count(shape: ModelShape, lengths: Sequence[int], *, experts_per_token: int =
 def of_totals(
     shape: ModelShape, num_tokens: float, num_pairs: float, num_outputs: float, *, experts_per_token: int = 0
 ) -> Flops:
-    """Count tokens, of which `num_outputs` go through the output layer, and the pairs of a query and a key that it sees."""
+    """Count a pass from totals: tokens, pairs of a query and a key that it sees, and tokens through the output layer."""
     return Flops(
         linear=2 * num_tokens * shape.num_layers * layer_weights(shape, experts_per_token),
         attention=2 * (shape.q + shape.v) * num_pairs * shape.num_layers,
@@ -66,8 +68,7 @@ def tokens_per_pair(shape: ModelShape, experts_per_token: int = 0) -> float:
 
 
 def layer_weights(shape: ModelShape, experts_per_token: int = 0) -> float:
-    """Return the number of weights of a layer that multiply a token, the mean over all layers. Raises ConfigError as `count`
-    does."""
+    """Return the mean number of weights per layer that multiply a token. Raise ConfigError like `count`."""
     attention = shape.hidden * (shape.q + 2 * shape.kv) + shape.q * shape.hidden
     if shape.kv_lora:
         queries = shape.q_lora * (shape.hidden + shape.q) if shape.q_lora else shape.hidden * shape.q

@@ -1,10 +1,10 @@
-"""Map values between samples and packed rows, and cut rows over context-parallel ranks.
+"""Map values between samples and packed rows, and split rows over context-parallel ranks.
 
-Response token j of a sample whose prompt has P tokens belongs to the position that predicts it: P - 1 + j of the sample's
-segment. Packed rows are written and read by `response_slice`, so the two cannot disagree.
+Response token j of a sample with P prompt tokens belongs to the position that predicts it: P - 1 + j of the sample's segment.
+Packed rows are written and read with `response_slice`, so the two cannot disagree.
 
-With context parallelism each segment, padded to a multiple of 2 * cp tokens, is 2 * cp chunks, of which rank r holds chunk r
-and chunk 2 * cp - 1 - r, in this order: causal attention then costs every rank the same.
+With context parallelism each segment, padded to a multiple of 2 * cp tokens, is split into 2 * cp chunks. Rank r holds chunk r
+and chunk 2 * cp - 1 - r, in this order, so causal attention costs the same on every rank.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from grpo_mega.types import PackedBatch, Sample
 
 
 def response_slice(segment_start: int, sample: Sample, *, is_shared: bool = False) -> slice:
-    """Return the positions of a packed row that predict the response of a sample with the segment start `segment_start`.
+    """Return the positions of a packed row that predict the response of a sample whose segment starts at `segment_start`.
 
-    `is_shared`: the segment has the last token of the prompt alone.
+    `is_shared`: the segment has only the last token of the prompt.
     """
     prompt_len = min(1, len(sample.prompt.token_ids)) if is_shared else len(sample.prompt.token_ids)
     assert prompt_len > 0, f"prompt {sample.prompt.id} is empty: nothing predicts the first token of its response"
@@ -41,7 +41,7 @@ def chunks_of(length: int, cp_size: int, cp_rank: int) -> list[range]:
 
 
 def part_of(batch: PackedBatch, cp_size: int, cp_rank: int) -> PackedBatch:
-    """Return a context-parallel rank's part of a whole row; targets stay those of the whole."""
+    """Return a context-parallel rank's part of a whole row. Targets stay the targets of the whole row."""
     cuts = batch.cu_seqlens.tolist()
     chunks = [chunk for begin, end in pairwise(cuts) for chunk in _moved(chunks_of(end - begin, cp_size, cp_rank), begin)]
     rows = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
@@ -53,9 +53,9 @@ def part_of(batch: PackedBatch, cp_size: int, cp_rank: int) -> PackedBatch:
 
 
 def response_places(batch: PackedBatch, samples: Sequence[Sample]) -> Iterator[list[tuple[slice, slice]]]:
-    """Yield, for each of `batch.sample_indices`, pairs of positions of the row and of the response tokens that they predict.
+    """Yield, for each of `batch.sample_indices`, pairs of positions: in the row, and of the response tokens that they predict.
 
-    `samples` are all of the step's. There is one pair for each chunk that this rank holds.
+    `samples` are all samples of the step. There is one pair per chunk on this rank.
     """
     cuts = batch.cu_seqlens.tolist()
     for begin, end, index in zip(cuts, cuts[1:], batch.sample_indices, strict=False):  # padding has no sample
@@ -80,7 +80,7 @@ def from_samples(values: Sequence[Tensor], batch: PackedBatch, samples: Sequence
 
 
 def segments(batch: PackedBatch) -> Tensor:
-    """Return [T] int64: the index of each token's segment; padding is the last one."""
+    """Return [T] int64: the index of each token's segment. Padding is the last segment."""
     numbers = torch.arange(batch.num_segments, device=batch.cu_seqlens.device)
     return numbers.repeat_interleave(batch.cu_seqlens.diff(), output_size=batch.num_tokens)
 

@@ -1,10 +1,9 @@
 """Pack samples end to end into the micro-batches of one DP rank, without padding sample by sample.
 
-In: the step's samples by mini-batch, the same on all ranks, with advantages. Out: this DP rank's PackedBatches, on the CPU,
-and of each row the part of its context-parallel rank: lengths and budgets count the tokens of one such rank.
-Within a mini-batch every rank has the same number of micro-batches, all of the same length T; with too few samples, some
-micro-batches are padding only, with loss 0. The choice of samples that share a micro-batch never changes loss, gradient or
-metrics.
+Input: the step's samples by mini-batch, the same on all ranks, with advantages. Output: this DP rank's PackedBatches on the
+CPU. Each row has only the part of its context-parallel rank; lengths and budgets count the tokens of one such rank. Within a
+mini-batch every rank has the same number of micro-batches, all of the same length T. If there are too few samples, some
+micro-batches are only padding, with loss 0. The assignment of samples to micro-batches never changes loss, gradient or metrics.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from grpo_mega.types import Group, PackedBatch, Sample, unknown_expert
 
 
 def split(groups: Sequence[Group], num_mini_batches: int) -> list[list[Sample]]:
-    """Split the samples into mini-batches: contiguous runs of whole groups, with numbers of groups that differ by at most
-    one."""
+    """Split the samples into mini-batches: contiguous runs of whole groups, with numbers of groups that differ by at most 1."""
     if len(groups) < num_mini_batches:
         raise PlanError(
             f"batch.mini_batches={num_mini_batches} needs as many groups, but the step has {len(groups)}; "
@@ -53,13 +51,13 @@ def pack(
     """Return [mini_batch][micro_batch] of DP rank `dp_rank` and context-parallel rank `cp_rank`.
 
     token_weights[m][i] is the weight of each response token of sample i of mini-batch m in the global loss
-    (algorithm/token_weights.py); a sample of weight 0 has loss_mask 0. `sample_indices` count through the
-    mini-batches, that is, through the step's samples. T is the longest micro-batch of the mini-batch on any rank, rounded up
-    to `length_multiple`, so it may pass `token_budget` by less than that. The number of micro-batches is a multiple of
-    `micro_batch_multiple`. Raises PlanError for a sample longer than the budget.
+    (algorithm/token_weights.py); a sample of weight 0 has loss_mask 0. `sample_indices` count all of the step's samples,
+    through the mini-batches. T is the longest micro-batch of the mini-batch on any rank, rounded up to `length_multiple`, so it
+    may exceed `token_budget` by less than that. The number of micro-batches is a multiple of `micro_batch_multiple`. Raise
+    PlanError if a sample is longer than the budget.
     """
     result: list[list[PackedBatch]] = []
-    length_multiple = math.lcm(length_multiple, 1 if cp_size == 1 else 2)  # the last segment, padding, is cut too
+    length_multiple = math.lcm(length_multiple, 1 if cp_size == 1 else 2)  # the last segment, padding, is split too
     offset = 0
     for samples, weights in zip(mini_batches, token_weights, strict=True):
         units = _units(samples, token_budget) if share_prompts else [[i] for i in range(len(samples))]
@@ -70,7 +68,7 @@ def pack(
             token_budget=token_budget,
             micro_batch_multiple=micro_batch_multiple,
             length_multiple=length_multiple,
-            tokens_per_pair=tokens_per_pair * cp_size,  # a rank's tokens stand for cp_size times as many
+            tokens_per_pair=tokens_per_pair * cp_size,  # a length stands for cp_size times as many tokens
         )
         longest = max(sum(lengths[i] for i in members) for micro_batches in ranks for members in micro_batches)
         num_tokens = max(1, -(-longest // length_multiple)) * length_multiple
@@ -82,14 +80,14 @@ def pack(
 
 
 def attach_advantages(batches: Sequence[PackedBatch], samples: Sequence[Sample]) -> None:
-    """Replace the advantages in the batches by those of the samples; `samples` are all of the step's."""
+    """Replace the advantages in the batches with the advantages of the samples. `samples` are all samples of the step."""
     rows = [s.advantages for s in samples if s.advantages is not None]
     assert len(rows) == len(samples), "a sample has no advantages"
     attach(batches, "advantages", rows, samples)
 
 
 def attach(batches: Sequence[PackedBatch], name: str, rows: Sequence[Tensor], samples: Sequence[Sample]) -> None:
-    """Set the batches' field `name` from a row [response_len] for each of the step's samples; 0 elsewhere."""
+    """Set the batches' field `name` from one row [response_len] per sample of the step; 0 elsewhere."""
     for batch in batches:
         present = [rows[i].to(batch.tokens.device, batch.loss_mask.dtype) for i in batch.sample_indices]
         setattr(batch, name, from_samples(present, batch, samples))
@@ -104,7 +102,7 @@ def _pack_one(
     cp_size: int,
     share_prompts: bool,
 ) -> PackedBatch:
-    """Pack the samples at `members` into `num_tokens` tokens, each padded for `cp_size` ranks to share it.
+    """Pack the samples at `members` into `num_tokens` tokens, each padded so that `cp_size` ranks can share it.
 
     `offset` is the index of samples[0] in the step.
     """
@@ -154,7 +152,7 @@ def _pack_one(
 
 
 def _lay_prompts(samples: Sequence[Sample], tokens: Tensor, position_ids: Tensor, boundaries: list[int]) -> list[int]:
-    """Append each prompt but for its last token once, after all samples; return each sample's trunk, see PackedBatch."""
+    """Append each prompt without its last token once, after all samples. Return each sample's trunk (see PackedBatch)."""
     trunks: dict[int, int] = {}
     for prompt in {sample.prompt.id: sample.prompt for sample in samples}.values():
         begin, length = boundaries[-1], len(prompt.token_ids) - 1
@@ -167,12 +165,12 @@ def _lay_prompts(samples: Sequence[Sample], tokens: Tensor, position_ids: Tensor
 
 
 def num_tokens_of(samples: Sequence[Sample]) -> int:
-    """Return the tokens of samples of one prompt that they share: it is there once, and its last token once for each."""
+    """Return the number of tokens of samples that share one prompt. The prompt counts once, its last token once per sample."""
     return len(samples[0].prompt.token_ids) - 1 + sum(1 + sample.response_len for sample in samples)
 
 
 def _units(samples: Sequence[Sample], token_budget: int) -> list[list[int]]:
-    """Return runs of samples that share their prompt, as many as a micro-batch has room for."""
+    """Return runs of samples that share their prompt, with as many samples as fit into a micro-batch."""
     units: list[list[int]] = []
     for i, sample in enumerate(samples):
         before = [samples[j] for j in units[-1]] if units else []
@@ -185,7 +183,7 @@ def _units(samples: Sequence[Sample], token_budget: int) -> list[list[int]]:
 
 
 def _routes(samples: Sequence[Sample], num_tokens: int) -> Tensor | None:
-    """Return routes [num_tokens, ...] that are not known of any token; None if no sample has any."""
+    """Return routes [num_tokens, ...] that are unknown for every token; None if no sample has routes."""
     like = next((sample.routes.experts for sample in samples if sample.routes), None)
     if like is None:
         return None

@@ -1,9 +1,9 @@
-"""Every rule that a config, its model, its data and this machine must meet before a GPU is taken or a rank is started.
+"""Every rule that a config, its model, its data and this machine must meet before a GPU is taken or a rank starts.
 
-Each subject has generators that yield a line for each broken rule: layout, model, precision, engine, rewards, tokenizer. A
-file that cannot be read ends its generator with a UserError. The chat template is a program that came with the model: a child
-process renders it within bounds of time and memory (`chat_template.py`). Training raises the first problem (`preflight.check`);
-the plan lists them all (`findings.py`).
+Each subject has generators that yield one line per broken rule: layout, model, precision, engine, rewards, tokenizer. If a file
+cannot be read, its generator raises a UserError. The chat template is a program from the model's folder, so a child process
+renders it within limits of time and memory (`chat_template.py`). Training raises the first problem (`preflight.check`); the
+plan lists all problems (`findings.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The chat template that a tokenizer's files give, found as transformers finds it, and rendered once within bounds.
+"""The chat template of a tokenizer's files, found as transformers finds it, and rendered once within limits.
 
-A template is a program that came with the model. One that loops for ever, or builds gigabytes, would stop every rank. So a
-child process renders a question and its answer within bounds (render_template.py). What the template refuses is left to the
-ranks, whose errors name the row.
+A template is a program from the model's folder. A template that never ends, or builds gigabytes, would stop every rank. So a
+child process renders a question and its answer within limits (render_template.py). If the template refuses the messages, the
+ranks report it, because their errors name the row.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from grpo_mega.validation import render_template
 from grpo_mega.validation.render_template import CPU_SECONDS, MEMORY_BYTES, OUT_OF_MEMORY
 
 MAX_TEMPLATE_BYTES = 4 << 20
-WALL_SECONDS = 120.0  # of a machine that is busy with other things; a template that waits for nothing is bound by its CPU time
+WALL_SECONDS = 120.0  # long enough for a busy machine; a template that does not wait reaches the CPU limit first
 
 
 def check_chat_template(folder: Path, settings: dict[str, Any]) -> None:
-    """Raise ConfigError for a tokenizer without a default chat template, or one that takes too much time or memory.
+    """Raise ConfigError if a tokenizer has no default chat template, or if the template takes too much time or memory.
 
     `settings`: the contents of tokenizer_config.json.
     """
@@ -40,9 +40,9 @@ def check_chat_template(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def find_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """Return the template of prompts: files come before tokenizer_config.json, and of several the one called "default" is it.
+    """Return the template of prompts. Files come before tokenizer_config.json; of several templates, "default" is used.
 
-    Raise ConfigError for several of which none is the default. chat_template.json is a processor's and is not read.
+    Raise ConfigError if there are several and none is the default. chat_template.json belongs to a processor and is not read.
     """
     found: dict[str, Any] = {}
     files = {"default": folder / "chat_template.jinja"}
@@ -72,7 +72,7 @@ def find_template(folder: Path, settings: dict[str, Any]) -> str | None:
 
 
 def bound_problem(template: str) -> str | None:
-    """Return that a template takes too much time or memory to render a question and its answer; None if it does not."""
+    """Return the limit that a template exceeds when it renders a question and its answer; None if it exceeds none."""
     try:
         done = subprocess.run(
             [sys.executable, "-I", render_template.__file__],

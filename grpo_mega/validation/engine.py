@@ -1,4 +1,4 @@
-"""Rules for `rollout`: how the engines are cut over the ranks, and what SGLang can hold."""
+"""Rules for `rollout`: how the engines are split over the ranks, and which weights SGLang can hold."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from grpo_mega.validation.precision import rollout_block_problems
 from grpo_mega.weights.layout import engine_layout_problems
 from grpo_mega.weights.spec import ModelShape
 
-CPU_ROWS = 32  # SGLang's DEFAULT_MOE_PADDING_SIZE: to what multiple it pads the MLP's rows on a CPU
+CPU_ROWS = 32  # on a CPU SGLang pads the MLP's rows to a multiple of this (DEFAULT_MOE_PADDING_SIZE)
 
 
 def engine_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
-    """Yield what is wrong with the engine's own layout and with the weights that it is sent."""
+    """Yield problems of the engine's layout and of the weights that it receives."""
     yield from rollout_block_problems(rollout, layout, shape)
     if rollout.routing_replay and not shape.num_experts:
         yield f"rollout.routing_replay={str(rollout.routing_replay).lower()} needs a model with experts; leave it out"
@@ -34,7 +34,7 @@ def engine_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelSh
 
 
 def missing_engine_problems(rollout: RolloutConfig, *, on_gpu: bool) -> Iterator[str]:
-    """Yield that SGLang is to generate and is not installed, or lacks the compiler that it calls on a GPU."""
+    """Yield a problem if SGLang must generate but is not installed, or lacks the compiler that it calls on a GPU."""
     if rollout.is_served and importlib.util.find_spec("sglang") is None:
         yield "rollout.engine='sglang', but SGLang is not installed; see grpo_mega/rollout/sglang/README.md, or use embedded"
     if rollout.is_served and on_gpu and cuda_compiler(os.environ) is None:
@@ -45,7 +45,7 @@ def missing_engine_problems(rollout: RolloutConfig, *, on_gpu: bool) -> Iterator
 
 
 def engine_rank_problems(tp: int, world_size: int, ranks_per_node: int, engine_ranks: int = 0) -> Iterator[str]:
-    """Yield why engines of `tp` ranks do not fill the last `engine_ranks` ranks (0: all), or would span two nodes."""
+    """Yield problems if engines of `tp` ranks do not fill the last `engine_ranks` ranks (0: all), or would span two nodes."""
     first, owner = (world_size - engine_ranks, "engine ranks") if engine_ranks else (0, "ranks")
     if (world_size - first) % tp:
         yield f"rollout.tp={tp} does not divide the job's {world_size - first} {owner}; use a divisor of it"
@@ -60,7 +60,7 @@ def engine_rank_problems(tp: int, world_size: int, ranks_per_node: int, engine_r
 
 
 def served_card_problems(rollout: RolloutConfig, dtype: str, capability: Version, name: str) -> Iterator[str]:
-    """Yield why a server on a GPU called `name` cannot hold FP8 blocks as they are sent."""
+    """Yield problems of a server on a GPU called `name` that cannot store FP8 blocks as they are sent."""
     if rollout.quantization is None:
         return
     if capability < SERVED_CAPABILITY:
@@ -73,7 +73,7 @@ def served_card_problems(rollout: RolloutConfig, dtype: str, capability: Version
 
 
 def padding_problems(shape: ModelShape, tp: int) -> Iterator[str]:
-    """Yield why SGLang would pad the model on a CPU, so that no checkpoint's tensors fit its own."""
+    """Yield problems if SGLang would pad the model on a CPU, because a checkpoint's tensors would then not fit."""
     for rows in {shape.moe_ffn or shape.ffn, shape.ffn if shape.num_dense else 0}:
         if rows % (CPU_ROWS * tp):
             yield (

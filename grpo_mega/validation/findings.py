@@ -1,7 +1,7 @@
-"""Every rule that a config breaks, each with its remedy, from the same generators that training asks.
+"""Every rule that a config breaks, each with its remedy, from the same generators that training uses.
 
-What only this machine lacks (weights, tokenizer, data, SGLang, Transformer Engine) is a note: a plan may be made on a laptop.
-What is here and broken is a violation, as it would be for training.
+If something is only missing on this machine (weights, tokenizer, data, SGLang, Transformer Engine), it is a note, because a
+plan may be made on a laptop. If it is here and broken, it is a violation, as in training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
     def take(self, problems: Iterable[str]) -> None:
-        """Add the problems, each once, and the UserError that may end them; two rules may find the same thing."""
+        """Add the problems, each once, and the UserError that may end them. Two rules may find the same problem."""
 
         def add() -> None:
             for problem in problems:
@@ -55,7 +55,7 @@ class Findings:
 def find_all(
     config: Config, card: Card, world_size: int, gpus_per_node: int, *, model_config: Path | None, model: str | None
 ) -> tuple[Model | None, Findings]:
-    """Return the model, None if it cannot be read, with all that is wrong with the config on these GPUs or missing here.
+    """Return the model (None if it cannot be read) and everything wrong with the config on these GPUs or missing here.
 
     `model_config` and `model` are a file and a well-known name to read the model from instead of model.path.
     """
@@ -81,7 +81,7 @@ def find_all(
 
 
 def job_problems(config: Config, shape: ModelShape | None, card: Card, world_size: int, gpus_per_node: int) -> Iterator[str]:
-    """Yield the broken rules that no file decides; without a shape only those that the model has no part in."""
+    """Yield the broken rules that need no file. Without a shape, skip the rules that need the model."""
     rollout = config.rollout
     yield from world_size_problems(config.layout, world_size)
     yield from context_problems(config)
@@ -104,7 +104,7 @@ def _find_data(config: Config, findings: Findings) -> None:
 
 
 def _find_files(config: Config, shape: ModelShape, findings: Findings) -> None:
-    """Check weights and tokenizer in model.path, which holds at least a config.json."""
+    """Check weights and tokenizer in model.path. The folder has at least a config.json."""
     folder = config.model.path
     names = [path.name for path in folder.iterdir()]
     if config.model.init == "checkpoint":
@@ -123,7 +123,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _missing_here(config: Config, card: Card) -> list[str]:
-    """Return what training would miss on this machine."""
+    """Return the problems that training would have on this machine."""
     missing = Findings()
     missing.take(missing_engine_problems(config.rollout, on_gpu=False))
     missing.take(installed_problems(config, card.capability, card.title))

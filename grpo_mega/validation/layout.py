@@ -1,4 +1,4 @@
-"""Rules for `layout`: the number of ranks, and how the model is cut over them."""
+"""Rules for `layout`: the number of ranks, and how the model is split over them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_mega.weights.spec import ModelShape
 
 
 def megatron_layout(layout: LayoutConfig, world_size: int) -> MegatronLayout:
-    """Return Megatron's layout of `world_size` ranks; data parallelism takes what tp, cp and pp leave."""
+    """Return Megatron's layout of `world_size` ranks. Data parallelism gets the ranks that tp, cp and pp leave."""
     return MegatronLayout(
         tp=layout.tp,
         pp=layout.pp,
@@ -25,7 +25,7 @@ def megatron_layout(layout: LayoutConfig, world_size: int) -> MegatronLayout:
 
 
 def world_size_problems(layout: LayoutConfig, world_size: int) -> Iterator[str]:
-    """Yield why `world_size` ranks cannot be arranged in the layout."""
+    """Yield the reasons why `world_size` ranks cannot form the layout."""
     unit, num_engines = layout.tp * layout.cp * layout.pp * layout.least_dp, layout.engine_ranks
     cut = f"layout.tp={layout.tp}, pp={layout.pp}" + (f", cp={layout.cp}" if layout.cp > 1 else "")
     num_trainers = world_size - num_engines
@@ -51,18 +51,18 @@ def world_size_problems(layout: LayoutConfig, world_size: int) -> Iterator[str]:
 
 
 def context_problems(config: Config) -> Iterator[str]:
-    """Yield what Transformer Engine's layers, which plans of GPUs have too, do not compute."""
+    """Yield problems of features that Transformer Engine's layers do not compute. Plans for GPUs use these layers, too."""
     if config.layout.cp > 1 and config.model.dtype == "float32":
         yield (
             f"layout.cp={config.layout.cp}: must be 1 with model.dtype=float32 on GPUs with Transformer Engine, whose "
-            "attention over ranks takes bfloat16 alone; use that, or raise layout.tp or layout.pp instead"
+            "context-parallel attention supports only bfloat16; use bfloat16, or raise layout.tp or layout.pp instead"
         )
     if config.batch.share_prompts:
-        yield "batch.share_prompts=true: must be left out on GPUs with Transformer Engine, whose attention has no such mask"
+        yield "batch.share_prompts=true: must be left out on GPUs with Transformer Engine; its attention has no such mask"
 
 
 def exchange_problems(layout: LayoutConfig, version: str | None) -> Iterator[str]:
-    """Yield why Transformer Engine of `version`, None without one, does not exchange packed samples as the layout has it."""
+    """Yield a problem if Transformer Engine of `version` (None: not installed) cannot exchange packed samples like this."""
     if layout.cp > 1 and layout.cp_comm_type == "a2a" and version is not None and as_version(version) < PACKED_A2A:
         yield (
             f"layout.cp_comm_type=a2a: must have Transformer Engine {as_text(PACKED_A2A)} or later for packed samples, found "
@@ -71,7 +71,7 @@ def exchange_problems(layout: LayoutConfig, version: str | None) -> Iterator[str
 
 
 def layout_problems(layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
-    """Yield why the model cannot be cut into the layout."""
+    """Yield the reasons why the model cannot be split into the layout."""
     for problem in megatron_layout_problems(shape, megatron_layout(layout, layout.num_trainers)):
         yield f"layout.{problem}"
     if shape.num_experts and layout.tp > 1 and not layout.sequence_parallel:

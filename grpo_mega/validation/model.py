@@ -1,4 +1,4 @@
-"""Rules for `model`: its config.json, the features that the layers of `megatron/` compute, its weights; needs no torch."""
+"""Rules for `model`: its config.json, the features that the layers of `megatron/` support, and its weights. Needs no torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_config import resolve
 from grpo_mega.weights.spec import ModelShape, read_config
 
-STATIC_ROPE = {"default", "linear", "llama3"}  # angles that depend on the position alone
-LATENT_ROPE = {"default", "yarn"}  # of multi-latent attention
+STATIC_ROPE = {"default", "linear", "llama3"}  # angles depend only on the position
+LATENT_ROPE = {"default", "yarn"}  # for multi-latent attention
 _WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe")
-_LATENT_REQUIRED: dict[str, dict[str, Any]] = {  # of models with multi-latent attention
+# Values that models with multi-latent attention must have.
+_LATENT_REQUIRED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False},
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "rope_interleave": True},
 }
@@ -44,17 +45,17 @@ _REQUIRED = {
 @dataclass(frozen=True)
 class Model:
     shape: ModelShape
-    experts_per_token: int  # 0: dense
-    fields: dict[str, Any]  # of its config.json
-    is_here: bool  # in model.path, so that its other files can be checked too
-    note: str | None = None  # the source of the fields, where it is not model.path
+    experts_per_token: int  # 0 for a dense model
+    fields: dict[str, Any]  # resolved fields of config.json
+    is_here: bool  # True if the model is in model.path, so its other files can be checked too
+    note: str | None = None  # source of the fields if it is not model.path
 
 
 def read_model(config: Config, model_config: Path | None = None, name: str | None = None) -> Model:
-    """Read the model from `model_config`, a config.json or its folder, or as the well-known one of a name; else from
-    model.path, or, where there is no config.json, as the well-known model for which that folder is named.
+    """Read the model from `model_config` (a config.json or its folder), from a well-known `name`, or from model.path.
 
-    Raise ConfigError or WeightMappingError.
+    If model.path has no config.json, use the well-known model that its folder is named after. Raise ConfigError or
+    WeightMappingError.
     """
     folder, note = config.model.path, None
     if model_config is None and name is None and (problem := adapter_problem(folder)) is not None:
@@ -80,7 +81,7 @@ def read_model(config: Config, model_config: Path | None = None, name: str | Non
 
 
 def check_model(model: ModelConfig) -> ModelShape:
-    """Return the shape of a model whose config.json and weights are all right. Raise ConfigError or WeightMappingError."""
+    """Return the shape of a model with a valid config.json and valid weights. Raise ConfigError or WeightMappingError."""
     folder = model.path
     if not folder.is_dir():
         raise ConfigError(f"model.path={folder} is not a folder; name the folder of a Hugging Face checkpoint")
@@ -100,7 +101,7 @@ def check_model(model: ModelConfig) -> ModelShape:
 
 
 def shape_of(fields: dict[str, Any]) -> ModelShape:
-    """Return the shape in a config.json's fields. Raise ConfigError or WeightMappingError if it cannot be trained."""
+    """Return the shape from a config.json's fields. Raise ConfigError or WeightMappingError if it cannot be trained."""
     fields = resolve(fields)
     shape = ModelShape.from_hf_config(fields)
     family_of(shape.model_type)
@@ -109,7 +110,7 @@ def shape_of(fields: dict[str, Any]) -> ModelShape:
 
 
 def check_weights(folder: Path, shape: ModelShape) -> None:
-    """Raise WeightMappingError unless the folder's weights are whole, and the model's."""
+    """Raise WeightMappingError unless the folder's weights are complete and fit the model."""
     family = family_of(shape.model_type)
     if is_distributed_checkpoint(folder):
         MegatronWeights(folder, family, shape).close()
@@ -122,7 +123,7 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
 
 
 def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
-    """Yield what would be computed differently from the Hugging Face model, or not at all.
+    """Yield features that would be computed differently from the Hugging Face model, or not at all.
 
     `fields` are resolved (weights/hf_config.py).
     """
@@ -139,7 +140,7 @@ def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
         yield f"config.json has num_key_value_heads={fields['num_key_value_heads']}; it must be num_attention_heads={heads}"
     if model_type in ("deepseek_v3", "glm4_moe"):
         yield from _group_problems(fields)
-    # Qwen states a window even where it does not use one; the other families use the window that they state.
+    # Qwen's config has a window even if it is off; the other families use the window in their config.
     uses_window = fields.get("use_sliding_window", False) if str(model_type).startswith("qwen") else True
     rope = _rope(fields)
     for name, supported in (_REQUIRED | _REQUIRED_OF.get(str(model_type), {})).items():
@@ -154,7 +155,7 @@ def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def experts_per_token(fields: dict[str, Any]) -> int:
-    """Return the number of a layer's experts that a token goes to. Raise ConfigError."""
+    """Return the number of experts per token in a layer. Raise ConfigError."""
     model_type = str(fields.get("model_type"))
     num_experts = next((fields[n] for n in ("n_routed_experts", "num_local_experts", "num_experts") if fields.get(n)), 0)
     value = fields.get("num_experts_per_tok")
@@ -169,15 +170,15 @@ def experts_per_token(fields: dict[str, Any]) -> int:
 
 
 def _group_problems(fields: dict[str, Any]) -> Iterator[str]:
-    """Yield why Megatron cannot choose a token's experts from the best groups as DeepSeek-V3 does."""
+    """Yield the reasons why Megatron cannot choose a token's experts from the best groups like DeepSeek-V3."""
     groups, chosen = fields.get("n_group") or 1, fields.get("topk_group") or 1
     num_experts, per_token = fields.get("n_routed_experts") or 0, experts_per_token(fields)
     if chosen >= groups:
         return
     if num_experts % groups or per_token > chosen * (num_experts // groups):
         yield (
-            f"config.json has n_group={groups}, topk_group={chosen}: {num_experts} experts do not make equal groups of which "
-            f"{chosen} hold num_experts_per_tok={per_token}; correct the file"
+            f"config.json has n_group={groups}, topk_group={chosen}: {num_experts} experts do not make equal groups, "
+            f"{chosen} of them with num_experts_per_tok={per_token}; correct the file"
         )
     elif per_token // chosen != 2:
         yield (
@@ -187,7 +188,7 @@ def _group_problems(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def latent_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield what a model with shared experts cannot be combined with: its layers are never Transformer Engine's."""
+    """Yield settings that a model with shared experts does not support, because its layers are never Transformer Engine's."""
     if not shape.shared_ffn:
         return
     if config.precision.fp8 is not None:
@@ -200,7 +201,7 @@ def latent_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield settings of experts and routers that the model has no part for, and what models with experts do not have."""
+    """Yield settings of experts and routers that do not fit the model, and settings that models with experts do not support."""
     if config.batch.share_prompts and shape.num_experts:
         yield f"batch.share_prompts=true: must be left out for {shape.model_type}, a model with experts; remove it"
     for name in ("grouped_experts", "fused_permutation"):
@@ -217,7 +218,7 @@ def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def position_problems(config: Config, fields: dict[str, Any]) -> Iterator[str]:
-    """Yield why the model has no positions for the longest sample, prompt and response, or not the same in the engine."""
+    """Yield problems if the model lacks positions for the longest sample (prompt and response), or differs in the engine."""
     rope = _rope(fields)
     if config.rollout.is_served and rope.get("mscale_all_dim") and not rope.get("mscale"):
         yield (

@@ -1,4 +1,4 @@
-"""Rules for numbers in FP8 and other dtypes: what they need of the card, of the installed packages and of the layout."""
+"""Rules for FP8 and other dtypes: requirements on the card, the installed packages and the layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from grpo_mega.weights.spec import BLOCK, ModelShape, Row, Shard
 
 
 def installed_problems(config: Config, capability: Version | None, name: str) -> Iterator[str]:
-    """Yield what the installed packages lack for a GPU called `name`; `capability` is None where it is not known yet."""
+    """Yield requirements that the installed packages miss for a GPU called `name`; `capability` is None if not known yet."""
     transformer_engine = transformer_engine_version()
     yield from transformer_engine_problems(config.precision, transformer_engine)
     yield from exchange_problems(config.layout, transformer_engine)
@@ -42,7 +42,7 @@ def installed_problems(config: Config, capability: Version | None, name: str) ->
 
 
 def transformer_engine_problems(precision: PrecisionConfig, version: str | None) -> Iterator[str]:
-    """Yield why Transformer Engine does not serve the recipe; Megatron would ignore a missing one silently."""
+    """Yield problems if Transformer Engine does not support the recipe. Megatron would silently ignore a missing one."""
     if precision.fp8 is None:
         return
     needed = RECIPES[precision.fp8_recipe].transformer_engine
@@ -56,7 +56,7 @@ def transformer_engine_problems(precision: PrecisionConfig, version: str | None)
 
 
 def cuda_problems(precision: PrecisionConfig, version: str | None) -> Iterator[str]:
-    """Yield why torch's CUDA is too old for the recipe; its version is None where torch has none."""
+    """Yield problems if torch's CUDA is too old for the recipe. `version` is None if torch has no CUDA."""
     if precision.fp8 is None or version is None:
         return
     needed = RECIPES[precision.fp8_recipe].cuda
@@ -69,7 +69,7 @@ def cuda_problems(precision: PrecisionConfig, version: str | None) -> Iterator[s
 
 
 def moments_problems(optimizer: OptimizerConfig, version: str | None) -> Iterator[str]:
-    """Yield why Transformer Engine, which has the Adam for moments of fewer bytes, is missing or too old."""
+    """Yield a problem if Transformer Engine, whose Adam supports moments of fewer bytes, is missing or too old."""
     if optimizer.moments_dtype != "float32" and (version is None or as_version(version) < PRECISION_AWARE):
         yield (
             f"optimizer.moments_dtype={optimizer.moments_dtype} needs Transformer Engine {as_text(PRECISION_AWARE)} or later, "
@@ -80,10 +80,10 @@ def moments_problems(optimizer: OptimizerConfig, version: str | None) -> Iterato
 def attention_problems(
     dtype: str, capability: Version, name: str, transformer_engine: str | None, flash_attn: str | None
 ) -> Iterator[str]:
-    """Yield why Transformer Engine has no attention for packed samples on a GPU called `name`.
+    """Yield problems if Transformer Engine has no attention for packed samples on a GPU called `name`.
 
-    Its fused attention takes them in bf16 from compute capability 9.0 on. Its unfused attention takes any dtype since version
-    2.11, but holds every score: below 9.0 flash-attn is required whatever the version.
+    Its fused attention supports them in bf16 from compute capability 9.0 on. Its unfused attention supports any dtype since
+    version 2.11, but stores every score. So flash-attn is required below 9.0 for every version.
     """
     if transformer_engine is None:
         return
@@ -102,7 +102,7 @@ def attention_problems(
 
 
 def card_problems(precision: PrecisionConfig, capability: Version | None, name: str) -> Iterator[str]:
-    """Yield why a device called `name` cannot compute the recipe; `capability` is None on a CPU."""
+    """Yield problems if a device called `name` cannot compute the recipe; `capability` is None on a CPU."""
     if precision.fp8 is None:
         return
     needs = RECIPES[precision.fp8_recipe]
@@ -117,7 +117,7 @@ def card_problems(precision: PrecisionConfig, capability: Version | None, name: 
 
 
 def bf16_layer_problems(precision: PrecisionConfig, layout: LayoutConfig, num_layers: int) -> Iterator[str]:
-    """Yield why layers cannot stay in bf16: Megatron takes no more of them at either end than one pipeline stage has."""
+    """Yield the reasons why layers cannot stay in bf16. At each end Megatron allows at most one pipeline stage of them."""
     if precision.fp8 is None:
         return
     most = num_layers // layout.pp
@@ -137,7 +137,7 @@ def bf16_layer_problems(precision: PrecisionConfig, layout: LayoutConfig, num_la
 
 
 def block_problems(precision: PrecisionConfig, layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
-    """Yield where blocks of 128 would straddle tensor-parallel ranks, or be cut short where these gather them."""
+    """Yield problems if blocks of 128 would span tensor-parallel ranks, or would be cut short by the ranks' gather."""
     if precision.fp8 is None or precision.fp8_recipe != "blockwise":
         return
     if layout.sequence_parallel and shape.hidden % BLOCK:
@@ -156,11 +156,11 @@ def block_problems(precision: PrecisionConfig, layout: LayoutConfig, shape: Mode
                 f"layout.tp={layout.tp} cuts the {size} {rows} ({blocks}) inside a block of precision.fp8_recipe='blockwise'; "
                 f"use {other}another recipe, such as tensorwise"
             )
-            return  # the remedy is the same for the others
+            return  # one remedy fixes all sizes
 
 
 def rollout_block_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
-    """Yield where a block of rollout.quantization would straddle ranks of the trainer or of an engine."""
+    """Yield problems if a block of rollout.quantization would span ranks of the trainer or of an engine."""
     if rollout.quantization is None:
         return
     sides: list[tuple[str, int, Callable[[ModelShape, int], str | None]]] = [
@@ -179,14 +179,14 @@ def rollout_block_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: 
 
 
 def _trainer_cut(shape: ModelShape, tp: int) -> str | None:
-    """Return where Megatron cuts a linear layer inside a block; None if nowhere, "" if it cannot cut the model at all."""
+    """Return where Megatron splits a linear layer inside a block; None if nowhere, "" if it cannot split the model at all."""
     if any(megatron_layout_problems(shape, MegatronLayout(tp=tp))):
         return ""
     return _cut(shape, tp, lambda row, rank: row.op.megatron(Shard(row.hf, "", shape, tp, rank)))
 
 
 def _engine_cut(shape: ModelShape, tp: int, ep: int) -> str | None:
-    """Return the same for SGLang, where the parts of fused layers must begin with a block too."""
+    """Return the same for SGLang. The parts of its fused layers must start with a block, too."""
     if any(engine_layout_problems(shape, tp, ep)):
         return ""
 
@@ -203,12 +203,12 @@ def _cut(shape: ModelShape, tp: int, held: Callable[[Row, int], LocalTensor], *,
         for piece in (piece for rank in range(tp) for piece in held(row, rank).pieces):
             box = piece.box
             for dim, (start, offset) in enumerate(zip(box.start, piece.offset, strict=True)):
-                # The boxes of a tensor cover it, so it is enough to look at where they begin.
+                # The boxes of a tensor cover it, so it is enough to check their starts.
                 if start % BLOCK:
                     size = sizes[box.tensor][dim]
                     return f"{box.tensor} at {('row', 'column')[dim]} {start} of {size} (blocks of {BLOCK}: {size / BLOCK:g})"
                 if fused and offset % BLOCK:
-                    return f"fused layers so that {box.tensor} begins at row {offset}"
+                    return f"fused layers so that {box.tensor} starts at row {offset}"
     return None
 
 

@@ -1,9 +1,10 @@
-"""Checks a config against the files that it names, before any rank starts or device is taken; never imports torch. A child
-process renders the chat template, and another one asks torch whether it sees a GPU where `device: auto` meets one.
+"""Check a config against the files that it names, before any rank starts or device is taken. Never imports torch.
 
-What is wrong with the layout for this model, with a path or name, with the model's files (from their headers), with the
-tokenizer or with a row of the data is one line with the remedy. The ranks check what needs the tokenizer itself, the weights'
-values or the user's code, before the first step.
+A child process renders the chat template. Another one asks torch if it sees a GPU when `device: auto` finds one.
+
+A problem with the layout for this model, with a path or name, with the model's files (from their headers), with the tokenizer
+or with a row of the data is one line with the remedy. Checks that need the tokenizer itself, the weights' values or the user's
+code run on the ranks before the first step.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from grpo_mega.weights.spec import ModelShape, read_config
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError or WeightMappingError in one line for the first thing that cannot work."""
+    """Raise ConfigError or WeightMappingError in one line for the first problem."""
     raise_first(unusable_gpu_problems(config.device, os.environ))
     raise_first(reward_problems(config.rewards))
     shape = check_model(config.model)
     raise_first(position_problems(config, resolve(read_config(config.model.path))))
     raise_first(cut_problems(config, shape))
-    # What the card lacks is for the ranks to find out.
+    # The ranks check the card.
     raise_first(installed_problems(config, FUSED_PACKED if config.device == "cuda" else None, "cuda"))
     raise_first(missing_engine_problems(config.rollout, on_gpu=config.device == "cuda"))
     check_tokenizer_files(config.model.path, shape.vocab)
@@ -44,7 +45,7 @@ def check(config: Config) -> None:
 
 
 def cut_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield why the model cannot be cut as the config says: over the trainer's ranks, into FP8 blocks, over an engine's."""
+    """Yield the reasons why the model cannot be split over the trainer's ranks, into FP8 blocks, or over an engine's ranks."""
     yield from layout_problems(config.layout, shape)
     yield from latent_problems(config, shape)
     yield from expert_problems(config, shape)

@@ -1,6 +1,7 @@
-"""A program that renders the chat template on stdin, within bounds of CPU time and memory. It imports nothing of the package.
+"""A program that renders the chat template from stdin within limits of CPU time and memory. Imports nothing of the package.
 
-The exit code is 0 if it ends, also if the template refuses the messages; OUT_OF_MEMORY; or the signal of the bound.
+The exit code is 0 if it ends, also if the template refuses the messages. Otherwise it is OUT_OF_MEMORY, or the signal of the
+limit.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ def main() -> int:
         render(template, ImmutableSandboxedEnvironment)
     except (MemoryError, RecursionError):
         return OUT_OF_MEMORY
-    except Exception:  # for the ranks to report, with the row
+    except Exception:  # the ranks report it, with the row
         return 0
     return 0
 
 
 def render(template: str, environment_type: Any) -> None:
-    """Render as transformers does."""
+    """Render like transformers."""
     environment = environment_type(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False)
     environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: form}

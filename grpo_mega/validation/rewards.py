@@ -1,4 +1,4 @@
-"""Rules for `rewards`: functions that are known or can be imported, and their options; imports nothing of the user's."""
+"""Rules for `rewards`: functions must be known or importable, with valid options. Imports none of the user's code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_mega.rewards import registry
 
 
 def reward_problems(rewards: RewardsConfig) -> Iterator[str]:
-    """Yield what is wrong with each reward function's name, module or options."""
+    """Yield problems of each reward function's name, module or options."""
     for function in rewards.functions:
         try:
             registry.check(function.name, function.options, rewards.step_splitter, rewards.deadline_s)
@@ -32,14 +32,14 @@ def _module_problems(function: RewardFunctionConfig) -> Iterator[str]:
 
 
 def _can_find(module: str) -> bool:
-    """Return True if a module could be imported, without importing anything of it."""
+    """Return True if a module could be imported. Import nothing of it."""
     path: list[str] | None = None
     parts = module.split(".")
     for number, part in enumerate(parts):
-        # By its last name: for folders without __init__.py a full name is looked up among what was imported.
+        # Search for its last name, because without __init__.py a full name is only looked up among imported modules.
         spec = PathFinder.find_spec(part, path)
         if spec is None:
-            # Another finder, such as that of an editable installation, may know a top-level module.
+            # Another finder, for example of an editable installation, may know a top-level module.
             return number == 0 and importlib.util.find_spec(part) is not None
         if spec.submodule_search_locations is None:
             return number == len(parts) - 1

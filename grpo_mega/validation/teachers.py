@@ -1,4 +1,4 @@
-"""Rules for `teachers`: models that can be read, cut into the policy's layout, and that mean the same by every token id."""
+"""Rules for `teachers`: models that can be read, fit the policy's layout, and agree with the policy on every token id."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_mega.weights.spec import ModelShape, read_config
 
 
 def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield what is wrong with each teacher of a policy of this shape."""
+    """Yield the problems of each teacher for a policy of this shape."""
     for name, settings in config.teachers.items():
         key = f"teachers.{name}.path"
         try:
@@ -34,7 +34,7 @@ def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         elif theirs.vocab < shape.vocab:
             yield (
                 f"{key}={settings.path}: must have the vocabulary of model.path={config.model.path}, but vocab_size is "
-                f"{theirs.vocab} there and {shape.vocab} here, so that it knows not every token; name a larger one"
+                f"{theirs.vocab} there and {shape.vocab} here, so it lacks some tokens; name a larger one"
             )
         problems = list(position_problems(config, resolve(read_config(settings.path))))
         if settings.url is None:
@@ -43,7 +43,7 @@ def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def row_problems(config: Config) -> Iterator[str]:
-    """Yield the first row of each training set that names no teacher, where rows choose."""
+    """Yield the first row of each training set that names no teacher, if rows choose their teacher."""
     column = config.data.teacher_column
     if column is None:
         return
@@ -58,6 +58,6 @@ def row_problems(config: Config) -> Iterator[str]:
 
 
 def _layout(config: Config, theirs: ModelShape) -> LayoutConfig:
-    """Return the policy's layout as a teacher has it: with as many layers in each chunk as its own size gives."""
+    """Return the policy's layout for a teacher. The layers per chunk follow from the teacher's size."""
     changes: dict[str, object] = {"layers_per_chunk": None, "dp": config.layout.dp or config.layout.least_dp}
     return config.layout.model_copy(update=changes | ({} if theirs.num_experts else {"ep": 1}))

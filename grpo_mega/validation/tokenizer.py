@@ -1,6 +1,6 @@
 """Rules for a tokenizer's files, checked without transformers: they exist, have a chat template, and fit the vocabulary.
 
-For tokenizers without a tokenizer.json the vocabulary is checked once the tokenizer is loaded (`check_vocabulary`).
+Without a tokenizer.json the vocabulary is checked after the tokenizer is loaded (`check_vocabulary`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt",
 
 
 def check_tokenizer_files(folder: Path, vocab_size: int) -> None:
-    """Raise ConfigError for a tokenizer that is missing, damaged, without chat template, or larger than the vocabulary."""
+    """Raise ConfigError if a tokenizer is missing, damaged, without chat template, or larger than the vocabulary."""
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         raise ConfigError(
             f"model.path={folder} holds no tokenizer (none of {', '.join(_VOCABULARIES)}); copy the model's there"
@@ -30,7 +30,7 @@ def check_tokenizer_files(folder: Path, vocab_size: int) -> None:
 
 
 def vocabulary_difference(folder: Path, other: Path) -> str | None:
-    """Return an example of what two folders' tokenizers mean differently; None if they agree on every id."""
+    """Return an example of a token with different ids in two folders' tokenizers; None if they agree on every id."""
     theirs, ours = _vocabulary(folder), _vocabulary(other)
     for token in sorted(theirs.keys() | ours.keys()):
         if theirs.get(token) != ours.get(token):
@@ -39,7 +39,7 @@ def vocabulary_difference(folder: Path, other: Path) -> str | None:
 
 
 def _vocabulary(folder: Path) -> dict[str, int | str]:
-    """Return the id of each token in a tokenizer.json, or, without one, a digest of each file with a vocabulary."""
+    """Return the id of each token in a tokenizer.json. Without one, return a digest of each file with a vocabulary."""
     if _token_ids(folder, {}):
         tokenizer = _read_object(folder / "tokenizer.json")
         vocabulary = tokenizer["model"]["vocab"]
@@ -59,7 +59,7 @@ def check_vocabulary(folder: Path, largest_id: int, vocab_size: int) -> None:
 
 
 def _token_ids(folder: Path, settings: dict[str, Any]) -> list[int]:
-    """Return all ids of a tokenizer.json and of the tokens that its settings add; none without a tokenizer.json."""
+    """Return all ids of a tokenizer.json and of the tokens that its settings add; empty without a tokenizer.json."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         return []

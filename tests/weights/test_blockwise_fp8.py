@@ -144,7 +144,7 @@ def test_layouts_that_cut_between_blocks_are_taken() -> None:
             1,
             8,
             "sglang",
-            "rollout.tp=8 cuts fused layers so that model.layers.{i}.mlp.up_proj.weight begins at row 3",
+            "rollout.tp=8 cuts fused layers so that model.layers.{i}.mlp.up_proj.weight starts at row 3",
         ),
         (
             QWEN_SMALL,
@@ -159,7 +159,7 @@ def test_layouts_that_cut_between_blocks_are_taken() -> None:
             1,
             1,
             "sglang",
-            "rollout.tp=1 cuts fused layers so that model.layers.{i}.mlp.up_proj.weight begins at row 300, inside a block",
+            "rollout.tp=1 cuts fused layers so that model.layers.{i}.mlp.up_proj.weight starts at row 300, inside a block",
         ),
     ],
 )
