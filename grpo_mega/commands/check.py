@@ -1,7 +1,7 @@
-"""Prove that a layout does not change the numbers: train on the same samples in several layouts, and compare with one rank.
+"""Verify that a layout does not change the numbers: train on the same samples in several layouts and compare with one rank.
 
 `check(config, layouts)` generates one rollout with a single rank. For every layout it then computes log-probs of policy and
-reference, takes three optimizer steps on these samples, and compares log-probs, metrics and weights with the single rank's.
+reference, takes three optimizer steps on these samples, and compares log-probs, metrics and weights with the single rank.
 Layouts of equal world size share one launch of ranks, which run `python -m grpo_mega.commands.check_rank FOLDER`.
 """
 
@@ -28,7 +28,7 @@ from grpo_mega.weights.boxes import Box
 
 UPDATES = 3
 SampleKey = tuple[int, int]  # prompt id, index in its group
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # rounding of sharp models included; a wrong layout is off by far more
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # covers the rounding of sharp models; a wrong layout is off by far more
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Case:
 
     name: str
     config: Config
-    reverse_groups: bool = False  # another order of packing
+    reverse_groups: bool = False  # True for another order of packing
 
     @property
     def world_size(self) -> int:
@@ -46,10 +46,10 @@ class Case:
 
 @dataclass
 class Outcome:
-    """The results of a case. Log-probs are those of the response tokens, by sample."""
+    """The results of a case. Log-probs cover the response tokens, by sample."""
 
     updates: list[StepMetrics]
-    logprobs: dict[str, dict[SampleKey, Tensor]]  # old_, ref_ and teacher_logprobs -> sample -> [response_len]
+    logprobs: dict[str, dict[SampleKey, Tensor]]  # keyed by old_, ref_ or teacher_logprobs, then sample; [response_len]
     checkpoint: Path  # the weights after the updates, as a Hugging Face folder
 
 
@@ -59,28 +59,28 @@ class Difference:
 
     name: str
     loss: float  # over all updates, relative to the mean absolute log-prob, the scale of one token's term
-    grad_norm: float  # relative
-    logprobs: float  # of any token, relative to the mean absolute log-prob (at least 1 nat)
+    grad_norm: float  # relative difference
+    logprobs: float  # largest difference of a token, relative to the mean absolute log-prob (at least 1 nat)
     ref_logprobs: float
     weights: float  # norm of the difference, relative to the norm of the weights
-    metrics: float  # of all other metrics of the updates, relative to their size (at least 1)
-    clipped_tokens: float  # largest difference in their number in an update
-    num_tokens: float  # in the largest update
+    metrics: float  # largest difference of all other update metrics, relative to their size (at least 1)
+    clipped_tokens: float  # largest difference of their number in an update
+    num_tokens: float  # number in the largest update
 
     def is_within(self, tolerance: float) -> bool:
-        """Return whether rounding explains the differences.
+        """Return True if rounding explains the differences.
 
-        For a ratio close to a clip bound, the last bits decide whether the token counts as clipped: with ratios spread over an
-        interval of about 1, this concerns a share `tolerance` of all tokens.
+        If a ratio is close to a clip bound, the last bits decide whether the token counts as clipped. With ratios spread over
+        an interval of about 1, this concerns a share `tolerance` of all tokens.
         """
         parts = (self.loss, self.logprobs, self.ref_logprobs, self.weights)
-        derived = (self.grad_norm, self.metrics)  # sums and exponentials of those: their rounding adds up
+        derived = (self.grad_norm, self.metrics)  # sums and exponentials of the other values, so rounding adds up
         is_close = all(p <= tolerance for p in parts) and all(d <= 10 * tolerance for d in derived)
         return is_close and self.clipped_tokens <= 1.5 + tolerance * self.num_tokens
 
 
 def run(path: Path, overrides: Sequence[str], layouts: Sequence[str]) -> int:
-    """Print how far each layout's numbers are from a single rank's; return 1 if rounding does not explain a difference."""
+    """Print how far each layout's numbers are from a single rank's. Return 1 if rounding does not explain a difference."""
     config = configs.load(path, list(overrides))
     differences, tolerance = check(config, layouts), TOLERANCE[config.model.dtype]
     print(table(differences, tolerance))
@@ -88,7 +88,7 @@ def run(path: Path, overrides: Sequence[str], layouts: Sequence[str]) -> int:
 
 
 def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
-    """Return the differences of each layout ("tp=2,pp=2") from a single rank. Raises ConfigError for a bad layout."""
+    """Return the differences of each layout ("tp=2,pp=2") from a single rank. Raise ConfigError for a bad layout."""
     config = config.model_copy(
         update={"batch": config.batch.model_copy(update={"epochs": UPDATES, "mini_batches": 1}), "run_dir": Path("unused")}
     )
@@ -100,10 +100,10 @@ def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
 
 
 def with_layout(config: Config, text: str) -> Config:
-    """Return the config with a layout like "tp=2,pp=2,sequence_parallel=true"; other keys of it have their defaults."""
+    """Return the config with a layout like "tp=2,pp=2,sequence_parallel=true". Other keys of the layout have their defaults."""
     raw = config.model_dump(mode="json")
     raw["layout"], raw["rollout"]["placement"] = {}, "colocated"
-    for part in text.split(","):  # a list's own commas are written as ";"
+    for part in text.split(","):  # commas within a list are written as ";"
         configs.apply_override(raw, f"layout.{part.strip().replace(';', ',')}")
     changed = configs.validate(raw)
     preflight.check(changed)
@@ -127,7 +127,7 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[Outcome]:
 
 def compare(name: str, outcome: Outcome, baseline: Outcome) -> Difference:
     pairs = list(zip(baseline.updates, outcome.updates, strict=True))
-    grad_norms = [(a.get("grad_norm", 0.0), b.get("grad_norm", 0.0)) for a, b in pairs]  # a dropped mini-batch has none
+    grad_norms = [(a.get("grad_norm", 0.0), b.get("grad_norm", 0.0)) for a, b in pairs]  # a dropped mini-batch has no grad_norm
     scale = max(1.0, _mean_abs(baseline.logprobs["old_logprobs"].values()))
     return Difference(
         name=name,
@@ -154,12 +154,12 @@ def table(differences: Sequence[Difference], tolerance: float) -> str:
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a metric has no comparison of its own."""
+    """Return True if no other field of Difference covers a metric."""
     return not name.startswith(("clip/", "loss/total")) and name != "grad_norm"
 
 
 def _weights_difference(new: Path, old: Path) -> float:
-    """Return the norm of the difference of two checkpoints, relative to the norm of the second, tensor by tensor."""
+    """Return the norm of the difference of two checkpoints, relative to the norm of the second one, tensor by tensor."""
     difference = norm = 0.0
     with open_hf_reader(new) as new_reader, open_hf_reader(old) as old_reader:
         for name in sorted(old_reader.names):
@@ -177,7 +177,7 @@ def _largest(new: dict[SampleKey, Tensor], old: dict[SampleKey, Tensor]) -> floa
 
 
 def _worst(values: Iterable[float]) -> float:
-    """Return the maximum, or NaN if there is one (which max() might skip); 0 without values."""
+    """Return the maximum, or NaN if there is one (max() might skip it); 0 without values."""
     all_values = list(values)
     return math.nan if any(map(math.isnan, all_values)) else max(all_values, default=0.0)
 

@@ -1,7 +1,7 @@
 """One rank of `check`: run all cases of a launch, one after another in the same processes.
 
-`python -m grpo_mega.commands.check_rank FOLDER` reads cases.pt and groups.pt (which the first launch writes) and leaves
-an outcome.pt and a Hugging Face checkpoint for each case.
+`python -m grpo_mega.commands.check_rank FOLDER` reads cases.pt and groups.pt (written by the first launch). It writes an
+outcome.pt and a Hugging Face checkpoint for each case.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
 
 
 def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) -> None:
-    """Write the case's outcome to `folder`; all ranks of the layout call it."""
+    """Write the case's outcome to `folder`. All ranks of the layout call this."""
     model = read_model(case.config)
     policy = build_policy(case.config, model, runtime)
     samples = [sample for group in groups for sample in group.samples]
@@ -62,7 +62,7 @@ def _by_sample(
 ) -> dict[SampleKey, Tensor]:
     """Return every sample's values, on every rank; an empty dict if none were computed.
 
-    The keys, prompt and index, do not depend on the order of packing.
+    The keys (prompt and index) do not depend on the order of packing.
     """
     has_values = torch.tensor(float(any(getattr(b, name) is not None for mini in batches for b in mini)))
     if not runtime.max(has_values.to(runtime.device.torch_device)):

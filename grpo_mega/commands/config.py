@@ -22,7 +22,7 @@ NAMES = {bool: "true | false", int: "whole number", float: "number", str: "text"
 
 @dataclass(frozen=True)
 class Key:
-    """One key by its dotted name, in which NAME stands for a name that the user chooses and [] for any item of a list."""
+    """One key by its dotted name. NAME stands for a name that the user chooses, and [] for any item of a list."""
 
     name: str
     kind: str
@@ -67,7 +67,7 @@ def markdown(keys: list[Key]) -> str:
 
 
 def _is_in(name: str, wanted: str) -> bool:
-    """Return whether a key is the wanted key, or in the wanted section."""
+    """Return True if a key is the wanted key, or in the wanted section."""
     parts, wanted_parts = (text.replace("[]", "").split(".") for text in (name, wanted))
     is_same = (part in (other, "NAME") for part, other in zip(parts, wanted_parts, strict=False))
     return len(parts) >= len(wanted_parts) and all(is_same)
@@ -92,7 +92,8 @@ def _default(field: FieldInfo, inner: type[Section] | None) -> str:
     if field.is_required():
         return "required"
     if inner is not None and isinstance(field.default, Section):
-        return ""  # the defaults of its keys
+        # The keys of a section have defaults, so the section needs none.
+        return ""
     value = field.default
     if isinstance(value, tuple):
         value = [one.model_dump(exclude_defaults=True) if isinstance(one, Section) else one for one in value]

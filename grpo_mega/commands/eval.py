@@ -1,7 +1,7 @@
-"""`grpo-mega eval`: a run's checkpoint, or a config's model, answers prompts; nothing is trained, and no run is changed.
+"""`grpo-mega eval`: answer prompts with a run's checkpoint or a config's model. Trains nothing and changes no run.
 
-Like `train` it is one rank where torchrun has set RANK, and elsewhere starts the ranks of the layout by itself. The ranks'
-logs and the servers' files are in a temporary folder, which is kept only if a rank fails.
+Like `train` it is one rank if torchrun has set RANK, and otherwise starts the ranks of the layout itself. The ranks' logs and
+the servers' files are in a temporary folder that is kept only if a rank fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_mega.paths import LOGS
 from grpo_mega.temporary import KEEP, private_folder
 from grpo_mega.validation import preflight
 
-FOLDER = "GRPO_MEGA_EVAL_FOLDER"  # set by the launcher for its ranks: their temporary folder
+FOLDER = "GRPO_MEGA_EVAL_FOLDER"  # temporary folder of the ranks, set by the launcher
 
 
 def run(options: EvalOptions, argv: list[str]) -> int:
@@ -42,7 +42,7 @@ def _start(request: EvalRequest, argv: list[str]) -> int:
 
 
 def _start_in(folder: Path, request: EvalRequest, argv: list[str]) -> int:
-    code = 1  # of an unexpected exception
+    code = 1  # exit code after an unexpected exception
     try:
         if request.config.layout.world_size == 1:
             with only_rank():
@@ -64,7 +64,7 @@ def _start_in(folder: Path, request: EvalRequest, argv: list[str]) -> int:
 
 
 def _under_torchrun(request: EvalRequest) -> int:
-    """Evaluate with a folder of each rank's own."""
+    """Evaluate with a separate folder for each rank."""
     check_world_size(os.environ, request.config.layout)
     if os.environ["RANK"] == "0":
         preflight.check(request.config)

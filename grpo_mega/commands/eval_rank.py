@@ -27,7 +27,7 @@ from grpo_mega.types import Prompt
 
 
 def evaluate_checkpoint(request: EvalRequest) -> None:
-    """Evaluate; all ranks call it. Rank 0 writes request.out, and prints a table and, as the last line, a summary in JSON."""
+    """Evaluate; all ranks call this. Rank 0 writes request.out, and prints a table and, as the last line, a summary in JSON."""
     began = time.monotonic()
     source = _Source(request.checkpoint, request.step)
     with open_job(request.config, source.build) as job:
@@ -50,11 +50,11 @@ class _Source:
 
     def __init__(self, checkpoint: Path | None, step: int) -> None:
         self.checkpoint = checkpoint
-        self.step = step  # after which the policy was saved
+        self.step = step  # step after which the policy was saved
 
     def build(self, config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
-        """Return a policy that cannot be trained. Raises ResumeError or WeightMappingError on all ranks."""
-        chosen = [self.checkpoint]  # by rank 0: a run that is still training may save another meanwhile
+        """Return a policy that cannot be trained. Raise ResumeError or WeightMappingError on all ranks."""
+        chosen = [self.checkpoint]  # chosen by rank 0, because a run that still trains may save another one meanwhile
         dist.broadcast_object_list(chosen)
         (self.checkpoint,) = chosen
         if self.checkpoint is None and config.model.init == "random":
@@ -79,7 +79,7 @@ class _Source:
 
 
 def prompts_of(job: RolloutJob, request: EvalRequest) -> dict[str, list[Prompt]]:
-    """Return the sets to evaluate, by name."""
+    """Return the sets to evaluate, keyed by name."""
     if request.set_names is None:
         return job.heldout
     sets: dict[str, list[Prompt]] = {name: [] for name in request.set_names}

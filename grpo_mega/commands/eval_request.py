@@ -1,7 +1,7 @@
-"""Turn the options of `grpo-mega eval` into a config of its own, from a run's folder or a config, before anything heavy.
+"""Turn the options of `grpo-mega eval` into a config, from a run's folder or a config file, before anything heavy runs.
 
-The resulting config trains nothing: its layout, engine, rewards and seed are the run's; the prompts to answer are its
-data.train (or, where held-out prompts are split off from data.train, those split off); the caller sets its run_dir.
+The resulting config trains nothing. Layout, engine, rewards and seed come from the run. The prompts to answer are its
+data.train, or the held-out prompts split off from data.train. The caller sets its run_dir.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from grpo_mega.run.folder import last_step
 @dataclass(frozen=True)
 class EvalRequest:
     config: Config
-    checkpoint: Path | None  # of a run; None: the model that the config names
-    set_names: tuple[str, ...] | None  # of the sets in data.train; None: the held-out prompts are split off from data.train
-    description: str  # of the prompts, for the log
+    checkpoint: Path | None  # a run's checkpoint; None: the model in the config
+    set_names: tuple[str, ...] | None  # names of the sets in data.train; None: the held-out prompts split off from data.train
+    description: str  # description of the prompts, for the log
     out: Path | None
-    step: int = 0  # after which the config's model was written, if it is a finished run's
-    note: str | None = None  # for the user
+    step: int = 0  # step after which the config's model was written, if a finished run wrote it
+    note: str | None = None  # message for the user
 
 
 def make_request(options: EvalOptions) -> EvalRequest:
-    """Return the request. Raises ConfigError or ResumeError in one line for what cannot be evaluated; writes nothing."""
+    """Return the request. Raise ConfigError or ResumeError in one line if it cannot be evaluated. Writes nothing."""
     if options.prompts is not None and options.prompts < 1:
         raise ConfigError(f"--prompts {options.prompts} leaves nothing to evaluate; give at least 1")
     is_run = options.target.is_dir()
@@ -49,8 +49,8 @@ def make_request(options: EvalOptions) -> EvalRequest:
     if model is not None:
         raw["model"] |= {"path": str(model), "init": "checkpoint"}
     elif checkpoint is not None:
-        raw["model"]["init"] = "random"  # so that the weights in model.path, which are not read, need not be there
-    # The trainer's side holds weights alone: it neither computes nor steps.
+        raw["model"]["init"] = "random"  # model.path need not have weights, because they are not read
+    # The trainer's side only holds weights: it neither computes nor steps.
     raw["layout"] |= {"overlap_grad_reduce": False, "overlap_param_gather": False, "engine_ranks": 0}
     raw["precision"] = {}
     raw["optimizer"] |= {"moments_dtype": "float32"}
@@ -96,13 +96,13 @@ def _eval_settings(options: EvalOptions, given: dict[str, Any]) -> dict[str, Any
     names = ("samples", "temperature", "top_p", "greedy", "ks")
     settings = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.samples is not None:
-        settings.setdefault("ks", None)  # the config's were chosen for its own number of samples
+        settings.setdefault("ks", None)  # the config's ks fit its number of samples, not this one
     is_configs_choice = options.data is None and not options.train_set
     return settings | {"num_prompts": options.prompts or (given["num_prompts"] if is_configs_choice else None)}
 
 
 def _choose_data(raw: dict[str, Any], config: Config, options: EvalOptions) -> tuple[tuple[str, ...] | None, str]:
-    """Make the prompts to evaluate data.train, where they are sets of their own; return their names and a description."""
+    """Set data.train to the prompts to evaluate, if they are separate sets. Return their names and a description."""
     data = raw["data"]
     data |= {"pass_rates": None, "min_pass_rate": None, "max_pass_rate": None}
     if options.train_set:

@@ -1,7 +1,7 @@
-"""Write the policy of a run's checkpoint as a Hugging Face folder: its weights alone, from any layout, streamed.
+"""Write the policy of a run's checkpoint as a Hugging Face folder: only its weights, from any layout, streamed.
 
-No model is built and no optimizer state read, so that a checkpoint whose optimizer state is refused can be exported too. A
-finished run without checkpoints has such a folder, which is copied.
+No model is built and no optimizer state is read, so even a checkpoint whose optimizer state is refused can be exported. A
+finished run without checkpoints already has such a folder, so export copies it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE
 
 
 def export(run_dir: Path, out: Path, step: int | None) -> None:
-    """Write `out` and print a line. Raises ResumeError if there is no such checkpoint or it is damaged."""
+    """Write `out` and print a line. Raise ResumeError if the checkpoint does not exist or is damaged."""
     if out.exists():
         raise ConfigError(f"{out} exists; name a folder that does not")
     config = configs.load(run_dir / CONFIG_FILE)
@@ -30,7 +30,7 @@ def export(run_dir: Path, out: Path, step: int | None) -> None:
         return
     checkpoint = find(run_dir / CHECKPOINTS, step)
     manifest = read_manifest(checkpoint)
-    import torch.distributed as dist  # only where a checkpoint is to be read
+    import torch.distributed as dist  # needed only to read a checkpoint
 
     from grpo_mega.formats.convert import convert_mcore_to_hf
     from grpo_mega.run.checkpoints import verify
@@ -45,7 +45,7 @@ def export(run_dir: Path, out: Path, step: int | None) -> None:
 
 
 def _copy_folder(source: Path, out: Path) -> None:
-    """Copy a folder such that `out` appears only when it is complete."""
+    """Copy a folder. `out` appears only when the copy is complete."""
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(source, partial)

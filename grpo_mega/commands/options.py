@@ -1,4 +1,4 @@
-"""The options of commands, as dataclasses from which argparse takes flags, types, defaults and help. Imports nothing heavy."""
+"""The options of commands, as dataclasses that define flags, types, defaults and help for argparse. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ConfigOptions:
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """The options of eval; None: as in the config."""
+    """The options of eval. None means: as in the config."""
 
     target: Annotated[
         Path, Argument(None, "a run's folder: its checkpoint, or its hf; a config: its model", "RUN_DIR_OR_CONFIG")
@@ -97,7 +97,7 @@ def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
 
 
 def read_options(options: type[Options], parsed: argparse.Namespace) -> Options:
-    """Return the options that argparse read."""
+    """Return the options from the arguments that argparse read."""
     given = {one.name: getattr(parsed, one.name) for one in fields(options)}  # type: ignore[arg-type]
     return options(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 

@@ -26,9 +26,9 @@ FITS, DOES_NOT_FIT, ILLEGAL = 0, 1, 2
 
 
 def run(options: PlanOptions) -> int:
-    """Print the plan; return 0 if the job fits, 1 if it does not, 2 if its config breaks a rule.
+    """Print the plan. Return 0 if the job fits, 1 if it does not, 2 if its config breaks a rule.
 
-    Raises UserError if there is nothing to plan; with --json, the error is in the JSON instead.
+    Raise UserError if there is nothing to plan; with --json, the error is in the JSON instead.
     """
     try:
         setup, findings = prepare(options)
@@ -63,7 +63,7 @@ def _rehearse(setup: Setup, options: PlanOptions) -> list[rehearsal.Comparison]:
 
 
 def prepare(options: PlanOptions) -> tuple[Setup | None, Findings]:
-    """Return the setup (of use only if no rule is violated; None for a model of unknown shape). Raises ConfigError."""
+    """Return the setup, valid only if no rule is violated; None if the model's shape is unknown. Raise ConfigError."""
     card = card_of(options.gpu)
     if options.ranks and not options.rehearses:
         raise ConfigError(f"--ranks {' '.join(map(str, options.ranks))} needs --rehearse; add it")
@@ -117,7 +117,7 @@ def prepare(options: PlanOptions) -> tuple[Setup | None, Findings]:
 
 
 def _teachers(config: Config, findings: Findings) -> tuple[tuple[ModelShape, int], ...]:
-    """Return the shapes of the teachers that are here or well known; note the others."""
+    """Return the shapes of the teachers that are here or well known. Note the others."""
     found: list[tuple[ModelShape, int]] = []
     for name, teacher in [pair for pair in config.teachers.items() if pair[1].url is None]:
         own = config.model_copy(update={"model": config.model.model_copy(update={"path": teacher.path})})

@@ -24,13 +24,13 @@ def check_world_size(environ: Mapping[str, str], layout: LayoutConfig) -> None:
 def prepare_rank(config: Config) -> None:
     """Set the environment of the libraries, and raise ConfigError if a kernel that the run needs does not load.
 
-    From here on TMPDIR is a folder of this process.
+    After this call, TMPDIR is a folder of this process.
     """
     temporary.enter()
     from grpo_mega.hardware.environment import library_environment
     from grpo_mega.hardware.fp8 import environment
 
     os.environ.update(environment(config) | library_environment(os.environ) | os.environ)
-    from grpo_mega.megatron.found import check_loads  # imported after the environment is set: it imports Megatron
+    from grpo_mega.megatron.found import check_loads  # imported late, because it imports Megatron, which reads the environment
 
     check_loads()

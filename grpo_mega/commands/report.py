@@ -15,6 +15,6 @@ def report(run_dir: Path) -> None:
     """Write the page, and the picture if at least one step was logged; print their paths."""
     print(write_report(run_dir))
     picture = run_dir / "curves.png"
-    with contextlib.suppress(ConfigError):  # no step was logged, as the page says
+    with contextlib.suppress(ConfigError):  # no step was logged, and the page says so
         draw_curves(run_dir / METRICS_FILE, picture)
         print(picture)

@@ -1,4 +1,4 @@
-"""The section `algorithm` of the config: RLinf's keys by their names, and those of the methods that came after GRPO.
+"""The section `algorithm` of the config: RLinf's keys under their names, and keys for methods after GRPO.
 
 `recipe` names a published method and sets its keys (recipes.py). A key that is given overrides the recipe.
 """
@@ -19,7 +19,8 @@ KLPenalty = Literal["low_var_kl", "low_var_kl_weighted", "low_var_kl+", "kl", "a
 Rejection = Literal[
     "none", "token_k2", "token_k3", "seq_sum_k2", "seq_sum_k3", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"
 ]
-KL_CLAMP = 10.0  # as in verl and RLinf: one token far from the reference must not decide the step
+# verl and RLinf use the same value. One token far from the reference must not decide the step.
+KL_CLAMP = 10.0
 
 
 class CorrectionConfig(Section):
@@ -265,7 +266,9 @@ class AlgorithmConfig(Section):
         return self.ref_model_sync_steps is not None and self.ref_model_mixup_alpha < 1
 
     def saved_reference_bytes(self, itemsize: int) -> int:
-        """Return the bytes in a checkpoint of an element of the reference, whose weights have `itemsize`; 0: not saved."""
+        """Return the bytes per element that a checkpoint needs for the reference (weights take `itemsize`); 0 if it is not
+        saved.
+        """
         return 0 if self.ref_model_sync_steps is None else 4 if self.averages_reference else itemsize
 
     def ends_iteration(self, step: int) -> bool:
@@ -288,7 +291,7 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_recipe(cls, value: Any) -> Any:
-        """Fill in the recipe's keys that are not given, by any name. An unknown recipe is left to the field's own check."""
+        """Fill in the recipe's keys that are not set under any name. The field itself checks for unknown recipes."""
         if isinstance(value, dict):
             value = rlinf.to_ours(value)
         if not isinstance(value, dict) or not isinstance(value.get("recipe"), str):
@@ -312,7 +315,7 @@ class AlgorithmConfig(Section):
         if self.kl_in == "reward" and self.adv_type in ("grpo_process", "grpo_turn", "gdpo"):
             yield f"kl_in=reward: must be loss with {adv_type}; use algorithm.kl_in=loss"
         if self.kl_target is not None and self.kl_beta == 0:
-            yield f"kl_target={self.kl_target} needs algorithm.kl_beta > 0, the weight to begin with; set both or neither"
+            yield f"kl_target={self.kl_target} needs algorithm.kl_beta > 0, the initial weight; set both or neither"
         if self.ref_model_sync_steps is not None and self.kl_beta == 0:
             yield f"ref_model_sync_steps={self.ref_model_sync_steps} needs algorithm.kl_beta > 0, or there is no reference"
         if self.ref_model_mixup_alpha != 1 and self.ref_model_sync_steps is None:
@@ -342,6 +345,6 @@ class AlgorithmConfig(Section):
     def _distillation_problems(self) -> Iterator[str]:
         beta = f"algorithm.distill_beta={self.distill_beta}"
         if self.distill_beta and self.dynamic_sampling_tries:
-            yield f"dynamic_sampling_tries={self.dynamic_sampling_tries}: must be 0 with {beta}, which uses every group; use 0"
+            yield f"dynamic_sampling_tries={self.dynamic_sampling_tries}: must be 0 with {beta}, because it uses every group; use 0"
         if self.distill_beta and self.is_by_covariance:
             yield f"loss_type={self.loss_type}: must not choose tokens by covariance with {beta}; use actor"

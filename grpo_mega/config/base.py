@@ -33,18 +33,18 @@ def _named(path: Path) -> Path:
     return path
 
 
-# Text in YAML, where ~ is the user's home.
+# Text in YAML; ~ is the user's home.
 FilePath = Annotated[Path, Field(strict=False), AfterValidator(_named), AfterValidator(user_path)]
 LIST = Field(strict=False)  # a tuple that is a list in YAML
 
 
 def tokens_on_rank(length: int, cp: int) -> int:
-    """Return how many of `length` tokens of one sequence, padded to 2 * cp equal chunks, each of `cp` ranks holds."""
+    """Return how many of `length` tokens of one sequence each of `cp` ranks holds, after padding to 2 * cp equal chunks."""
     return length if cp == 1 else 2 * -(-length // (2 * cp))
 
 
 def divisors(n: int) -> list[int]:
-    """Return the divisors in order, found below the root: n may be huge."""
+    """Return the divisors in ascending order. The search ends at the root, because n may be huge."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
@@ -55,14 +55,14 @@ def any_divisor(n: int) -> str:
 
 
 def inner_section(annotation: Any) -> type[Section] | None:
-    """Return the section in a type such as `tuple[TrainSource, ...]` or `DataSource | None`. None if there is none."""
+    """Return the section in a type such as `tuple[TrainSource, ...]` or `DataSource | None`; None if it has none."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next((section for inner in get_args(annotation) if (section := inner_section(inner))), None)
 
 
 class Section(BaseModel):
-    """Strict: a value is of its key's type, or it is refused. Only an int may stand for a float."""
+    """Strict: a value must have its key's type. Only an int may replace a float."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
-    is_text_too: ClassVar[bool] = False  # text may stand for it, such as a data set's path
+    is_text_too: ClassVar[bool] = False  # True if text may replace the section, such as a data set's path

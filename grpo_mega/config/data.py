@@ -1,4 +1,4 @@
-"""The section `data` of the config: which data sets, and which of their columns."""
+"""The section `data` of the config: the data sets and their columns."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class DataConfig(Section):
 
     @property
     def heldout_sources(self) -> dict[str, DataSource]:
-        """The held-out sets by name; that of data.heldout has the name ""."""
+        """The held-out sets, keyed by name. The set in data.heldout has the name ""."""
         return {"": self.heldout} if self.heldout is not None else self.heldout_sets
 
     @field_validator("system_prompt")

@@ -1,6 +1,6 @@
-"""Read a config from YAML with `--set a.b=c` on top. An error is one line with the key, its value and the remedy.
+"""Read a config from YAML with `--set a.b=c` on top. An error is one line with the key, its value and the fix.
 
-Values are of the type that the schema has: `yes` is no number and no boolean, and text is what was written.
+Values must have the types of the schema: `yes` is no number and no boolean, and text stays as written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_mega.yaml_text import dump_yaml, parse_value, parse_yaml
 
 MAX_BYTES = 4 << 20  # the largest config file that is read
 _MAX_SHOWN = 200
-_UNION_LABELS = ("bool", "literal['reference']")  # that pydantic adds to a key of several types
+_UNION_LABELS = ("bool", "literal['reference']")  # pydantic adds these labels for a key with several types
 _REMEDIES = {
     "bool_type": "must be true or false; write one of them",
     "int_type": "must be a whole number; write it in digits, like 16",
@@ -34,7 +34,7 @@ _REMEDIES = {
 
 
 def load(path: Path, overrides: list[str] | None = None) -> Config:
-    """Read `path` (YAML), apply `overrides` ("a.b=c") in order, and validate. Raises ConfigError."""
+    """Read `path` (YAML), apply `overrides` ("a.b=c") in order, and validate. Raise ConfigError."""
     try:
         raw = parse_yaml(read_file(path, MAX_BYTES).decode("utf-8-sig"))
     except OSError as error:
@@ -49,7 +49,7 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def validate(raw: dict[str, Any]) -> Config:
-    """Return a Config from a nested dict. Raises ConfigError for the first problem."""
+    """Return a Config from a nested dict. Raise ConfigError for the first problem."""
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
@@ -57,7 +57,7 @@ def validate(raw: dict[str, Any]) -> Config:
 
 
 def dump(config: Config) -> str:
-    """Return the whole config as YAML, defaults included; `load` of it gives the same Config."""
+    """Return the whole config as YAML, defaults included. `load` of the text returns the same Config."""
     return dump_yaml(config.model_dump(mode="json"))
 
 
@@ -90,7 +90,7 @@ def _value_of(text: str, forms: set[Any]) -> Any:
 
 
 def _forms(annotation: Any, path: list[str]) -> set[Any]:
-    """Return the types of values that the schema has at a path: str, int, tuple, a section, ...; empty for an unknown key."""
+    """Return the types that the schema allows at a path: str, int, tuple, a section, ...; empty for an unknown key."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _forms(inner[0], path)
@@ -115,7 +115,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def one_line(schema: type[BaseModel], error: ValidationError) -> str:
-    """Return the first problem that `schema` has with its values."""
+    """Return the first problem that `schema` finds in its values."""
     problem = error.errors()[0]
     location = [part for part in problem["loc"] if part not in _UNION_LABELS]
     key = ".".join(str(part) for part in location)
@@ -125,7 +125,7 @@ def one_line(schema: type[BaseModel], error: ValidationError) -> str:
         return f"{key} is missing; it has no default"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error" and not message.startswith("must "):
-        return message  # which names the key
+        return message  # the message already names the key
     message = _REMEDIES.get(problem["type"], message)
     return f"{key}={_shown(problem['input'])}: {message[0].lower()}{message[1:]}"
 
@@ -133,7 +133,7 @@ def one_line(schema: type[BaseModel], error: ValidationError) -> str:
 def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except ValueError:  # an int of too many digits to print
+    except ValueError:  # an int with too many digits to print
         text = "a huge number"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
@@ -141,7 +141,7 @@ def _shown(value: object) -> str:
 def _nearest(schema: type[BaseModel], location: tuple[int | str, ...]) -> str:
     section: Any = schema
     for part in location[:-1]:
-        if isinstance(part, str) and part in section.model_fields:  # else an index, or a name that the user chose
+        if isinstance(part, str) and part in section.model_fields:  # other parts are an index, or a name that the user chose
             section = inner_section(section.model_fields[part].annotation)
     names = list(section.model_fields)
     close = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)

@@ -10,7 +10,7 @@ from grpo_mega.config.base import FilePath, NonNegativeFloat, NonNegativeInt, Po
 
 
 class RouterConfig(Section):
-    """Train the routers of MoE models; they compute in fp32. megatron/routers.py says over what a loss is averaged."""
+    """Train the routers of MoE models; they compute in fp32. megatron/routers.py says how a loss is averaged."""
 
     balancing: Literal["none", "aux_loss", "seq_aux_loss"] = Field(
         default="none",
@@ -164,7 +164,7 @@ class PrecisionConfig(Section):
             history = {"fp8_amax_history_len", "fp8_amax_compute_algo"}
             for name, value in self.model_dump(include=history, exclude_defaults=True).items():
                 raise ValueError(
-                    f"precision.{name}={value} needs precision.fp8_recipe=delayed, which alone keeps a history; "
+                    f"precision.{name}={value} needs precision.fp8_recipe=delayed, because only this recipe has a history; "
                     f"set it, or leave {name} out"
                 )
         if self.fp8_parameters and self.fp8_recipe == "mxfp8":

@@ -1,4 +1,4 @@
-"""The published methods that `algorithm.recipe` names, and the keys that each sets."""
+"""The published methods that `algorithm.recipe` names, and the keys that each method sets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Recipe = Literal[
     "partial",
 ]
 
-# Values of the papers, which algorithm/README.md lists; grpo is the section's own defaults.
+# The papers' values, listed in algorithm/README.md. grpo is the section's defaults.
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "grpo": {},
     "rlinf": {"loss_agg_func": "token-mean", "normalize_advantages": True, "early_stop_imp_ratio": 5.0},

@@ -1,6 +1,6 @@
 """The section `rewards` of the config: the functions that score a response, with their weights and options.
 
-validation/ checks the names and options of functions; workers check those of the user's own functions when they import them.
+validation/ checks names and options of functions. Workers check the user's own functions when they import them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RewardsConfig(Section):
     @field_validator("functions")
     @classmethod
     def _distinct(cls, value: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
-        """Raise ValueError unless there is a reward function, and none is there twice."""
+        """Raise ValueError unless there is a reward function and no function occurs twice."""
         names = [function.name for function in value]
         if not names:
             raise ValueError("rewards.functions is empty; name at least one, for example accuracy")
@@ -98,7 +98,7 @@ class RewardsConfig(Section):
 
 
 def step_separator(splitter: str) -> re.Pattern[str]:
-    """Return the pattern at the end of whose matches a step ends. Raises ValueError for a name that is no splitter's."""
+    """Return a pattern; each step ends at the end of a match. Raise ValueError for an unknown splitter."""
     pattern = splitter.removeprefix(STEP_REGEX) if splitter.startswith(STEP_REGEX) else STEP_SPLITTERS.get(splitter)
     if not pattern:
         raise ValueError(f"step_splitter={splitter!r} is unknown; use {', '.join(STEP_SPLITTERS)} or {STEP_REGEX}PATTERN")

@@ -1,4 +1,4 @@
-"""RLinf's keys of the section `algorithm` that have other names or values here: read as ours, or refused with ours."""
+"""RLinf's keys of the section `algorithm` with other names or values here: converted to our keys, or refused with our key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "kl_penalty_type": {"k1": "kl", "k2": "mse", "k3": "low_var_kl"},
     "adv_type": {"reinpp": "reinforce_plus_plus"},
 }
-# The bounds of log-ratios are those of algorithm/inputs.py.
+# The bounds of log-ratios are defined in algorithm/inputs.py.
 FIXED = {"clip_log_ratio_min": -20, "clip_log_ratio_max": 20, "recompute_logprobs": True, "shuffle_rollout": False}
 ELSEWHERE = {
     "n_minibatches": "batch.mini_batches",
@@ -17,11 +17,11 @@ ELSEWHERE = {
     "training_batch_size_per_gpu": "batch.tokens_per_micro_batch",
     "max_num_gen_batches": "algorithm.dynamic_sampling_tries",
 }
-_REPLACED = ("actor", "reinforce_plus_plus", 0)  # values that a further key of RLinf's refines
+_REPLACED = ("actor", "reinforce_plus_plus", 0)  # values that another of RLinf's keys refines
 
 
 def to_ours(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section with RLinf's keys as ours. Raises ValueError for those that cannot be, and for two that contradict."""
+    """Return the section with RLinf's keys replaced by ours. Raise ValueError for unsupported or contradicting keys."""
     for key, value in given.items():
         if key in ELSEWHERE:
             raise ValueError(f"algorithm.{key}={value}: is RLinf's name; set {ELSEWHERE[key]} instead")
@@ -43,7 +43,7 @@ def to_ours(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _meaning(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the keys that one of RLinf's means here, none of them where it is off; None for a key of ours."""
+    """Return our keys for one of RLinf's, empty if it is off; None for one of our keys."""
     meanings = {
         "clip_ratio_low": {"ratio_clip_eps_low": value},
         "clip_ratio_high": {"ratio_clip_eps_high": value},

@@ -140,17 +140,17 @@ class RolloutConfig(Section):
 
     @property
     def carries(self) -> bool:
-        """True if groups that a step leaves unfinished, or whole, go on in the next one."""
+        """True if unfinished or surplus complete groups of a step continue in the next one."""
         return self.partial or (self.is_separate and self.max_staleness > 0)
 
     def num_begun(self, prompts_per_step: int) -> int:
-        """Return the number of prompts that a step begins, or continues."""
+        """Return the number of prompts that a step starts or continues."""
         if self.is_separate and self.carries:
             return (1 + self.max_staleness) * prompts_per_step
         return math.ceil(round(prompts_per_step * self.oversample, 6))
 
     def num_ahead(self, prompts_per_step: int) -> int:
-        """Return the number of prompts that are begun, or continued, while a step trains."""
+        """Return the number of prompts that are started or continued while a step trains."""
         return self.max_staleness * prompts_per_step if self.is_separate else 0
 
     @model_validator(mode="after")
@@ -163,11 +163,11 @@ class RolloutConfig(Section):
         if self.tp % self.ep:
             raise ValueError(f"rollout.ep={self.ep} does not divide rollout.tp={self.tp}; use a divisor of it")
         if self.is_separate and self.partial:
-            raise ValueError("rollout.partial=true: must not be with placement=separate, which always continues; leave it out")
+            raise ValueError("rollout.partial=true: must not be with placement=separate (it always continues); leave it out")
         if self.is_separate and self.carries and self.oversample > 1:
             raise ValueError(
                 f"rollout.oversample={self.oversample}: must be 1 with placement=separate and "
-                f"max_staleness={self.max_staleness}, which says how much is begun; leave it out"
+                f"max_staleness={self.max_staleness}, because it sets how much is started; leave it out"
             )
         if self.partial and self.max_staleness == 0:
             raise ValueError("rollout.max_staleness=0: must be at least 1 with rollout.partial; raise it, or leave partial out")
@@ -175,8 +175,8 @@ class RolloutConfig(Section):
             raise ValueError("rollout.partial=true needs rollout.oversample > 1, or nothing is left to continue; use 1.25")
         if self.longest_first and self.oversample > 1 and not self.carries:
             raise ValueError(
-                f"rollout.longest_first=true: must not be with oversample={self.oversample}, which aborts what begins last, "
-                "here always the short groups; set partial=true, or leave one out"
+                f"rollout.longest_first=true: must not be with oversample={self.oversample}, because it "
+                "aborts the groups that start last, here always the short ones; set partial=true, or leave one out"
             )
         if self.mismatch_stop is not None and self.mismatch_stop < self.mismatch_warn:
             raise ValueError(

@@ -86,7 +86,7 @@ class LayoutConfig(Section):
 
     @property
     def least_dp(self) -> int:
-        """Return the smallest number of data-parallel ranks for which ep divides dp * cp."""
+        """Return the smallest number of data-parallel ranks that makes ep divide dp * cp."""
         return self.ep // math.gcd(self.ep, self.cp)
 
     @property
@@ -295,12 +295,12 @@ class Config(Section):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """True if old_logprobs are computed before the update; with one optimizer step they equal the update's own."""
+        """True if old_logprobs are computed before the update. With one optimizer step they equal the update's own log-probs."""
         return self.batch.optimizer_steps > 1 or self.algorithm.has_kl_reward or self.algorithm.needs_mini_batch
 
     @property
     def deadline_of_phase(self) -> dict[str, float]:
-        """Longest time without progress, in seconds, of the phases that may take longer than `hang_deadline_s`."""
+        """Longest time without progress, in seconds, of the phases that may exceed `hang_deadline_s`."""
         longest = {"sample": self.rollout.phase_deadline_s, "reward": self.rewards.deadline_s}
         longest["refresh"] = self.rewards.refresh_deadline_s
         longest |= dict.fromkeys(("wake", "sleep", "sync"), self.rollout.start_deadline_s)
@@ -380,4 +380,4 @@ class Config(Section):
                 "log-probs of given tokens at 1 alone; set it, or leave url out"
             )
         if column is not None and not self.teachers:
-            yield f"data.teacher_column={column} needs teachers, which its values name; set them, or leave it out"
+            yield f"data.teacher_column={column} needs teachers, because its values name them; set them, or leave it out"

@@ -1,7 +1,8 @@
-"""Arguments of SGLang 0.5.21 that rollout.server_args must not hold, with what to use or why not.
+"""Arguments of SGLang 0.5.21 that rollout.server_args must not hold, with the alternative or the reason.
 
-They would change tokens or log-probs without the trainer's knowledge, keep weights or caches of another policy, or cut the
-engine otherwise than its weights are sent. Aliases count, and so do beginnings of a name, which SGLang's parser completes.
+They would change tokens or log-probs without the trainer's knowledge, keep weights or caches of another policy, or split the
+engine differently from the weights it receives. Aliases count. So do prefixes of a name, because SGLang's parser completes
+them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _SAMPLING = "changes how tokens are sampled; use rollout.temperature, top_p and top_k"
-_SPECULATION = "generates by another model or method, which is not sent the policy's weights"
+_SPECULATION = "generates with another model or method that does not get the policy's weights"
 _MODEL = "changes the model that generates; use the files of model.path, rollout.dtype or rollout.quantization"
 _ADAPTERS = "adds weights that the trainer does not have; merge them into model.path"
 _CACHES = "keeps caches beyond a weight sync, so that tokens would come from an older policy's"
@@ -46,11 +47,11 @@ REASONS: Mapping[str, str] = {
     **dict.fromkeys(("max_total_tokens", "mem_fraction_static", "enable_memory_saver", "random_seed"), _OTHERS),
     **dict.fromkeys(("enable_return_routed_experts", "admin_api_key", "incremental_streaming_output"), _OTHERS),
 }
-_SPECULATIVE = "speculative_"  # all arguments with this prefix
+_SPECULATIVE = "speculative_"  # prefix of further refused arguments
 
 
 def problem_of(name: str) -> str | None:
-    """Return why a server argument of this name cannot be given; None if it can."""
+    """Return the reason why a server argument of this name is not allowed; None if it is."""
     plain = name.strip("-").replace("-", "_").lower().partition("=")[0]
     if plain in REASONS:
         return REASONS[plain]

@@ -22,10 +22,10 @@ class TrainRequest:
 
 
 def read(arguments: Sequence[str], environ: Mapping[str, str], *, is_cached: bool) -> TrainRequest:
-    """Return the flags' config, after downloading the model if necessary. Raises ConfigError.
+    """Return the flags' config, after downloading the model if necessary. Raise ConfigError.
 
-    Under torchrun, the number of data-parallel ranks follows from WORLD_SIZE in `environ`. `is_cached`: the process that
-    started this one has downloaded the model.
+    Under torchrun, the number of data-parallel ranks follows from WORLD_SIZE in `environ`. `is_cached`: the parent process has
+    already downloaded the model.
     """
     values, notes = parse(arguments)
     train = sources.find_data(values["dataset_name"], values.get("dataset_config"), values.get("dataset_train_split"))
@@ -49,7 +49,7 @@ def read(arguments: Sequence[str], environ: Mapping[str, str], *, is_cached: boo
 
 
 def data_parallel_size(values: Values, environ: Mapping[str, str]) -> int:
-    """Return --data_parallel, or torchrun's ranks divided by those of the other dimensions."""
+    """Return --data_parallel, or torchrun's ranks divided by the sizes of the other dimensions."""
     world_size = environ.get("WORLD_SIZE", "")
     if "data_parallel" in values or not world_size.isdecimal():
         return int(max(1, values.get("data_parallel", 1)))

@@ -1,8 +1,8 @@
-"""The flags of `python -m grpo_mega.grpo`: their table, and how a command line of them is read.
+"""The flags of `python -m grpo_mega.grpo`: their table, and the parser for a command line.
 
-The table gives each flag's name, the kind of its value, and the config key that it sets; where the key is None, values.py or
-sources.py handles the flag. A flag that is not given leaves the config's default. Underscores and dashes are the same in names,
-and so are `--name value` and `--name=value`; a flag of true or false may stand alone. Errors are ConfigError in one line.
+The table has each flag's name, the kind of its value, and the config key that it sets. If the key is None, values.py or
+sources.py handles the flag. A missing flag leaves the config's default. Underscores and dashes are the same in names, and so
+are `--name value` and `--name=value`. A flag of true or false may stand alone. Errors are ConfigError in one line.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ _VLLM = "samples come from the trainer's own engine, or from SGLang's servers by
 _ALL_WEIGHTS = "all weights are trained; leave it out"
 _LAYOUT = "models are sharded by --tensor_parallel and --pipeline_parallel; leave it out"
 _UPLOAD = "nothing is uploaded; leave it out, and upload output_dir/hf afterwards"
-# Besides these, any flag that begins with vllm_.
+# Any flag with the prefix vllm_ is refused, too.
 REFUSED: Mapping[str, str] = {
     "use_vllm": _VLLM,
     "fp16": "there is no training in float16; use --bf16 true or --dtype float32",
@@ -166,7 +166,7 @@ NOTED: Mapping[str, str] = {
     "run_name": "a run is named by its folder",
 }
 
-Values = dict[str, Any]  # by flag: bool, int, float, str or list[str], by its kind
+Values = dict[str, Any]  # keyed by flag; the kind sets the type: bool, int, float, str or list[str]
 _TRUE, _FALSE = {"true", "yes", "1"}, {"false", "no", "0"}
 _BATCH_TEXT = """\
 A rollout has per_device_train_batch_size x steps_per_generation x data-parallel ranks samples: that many / num_generations
@@ -211,7 +211,7 @@ def help_text() -> str:
 
 
 def _split(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return (name, values) of each flag; names with underscores."""
+    """Return (name, values) of each flag, with underscores in names."""
     flags: list[tuple[str, list[str]]] = []
     for argument in arguments:
         if argument.startswith("--"):

@@ -1,4 +1,4 @@
-"""Read `--reward-funcs NAME ...` and `--reward-weights W ...` as one override of the key rewards.functions."""
+"""Turn `--reward-funcs NAME ...` and `--reward-weights W ...` into one override of the key rewards.functions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_reward_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides_of(options: argparse.Namespace) -> list[str]:
-    """Return the overrides of --set, then that of the reward flags. Raises ConfigError."""
+    """Return the overrides of --set, followed by the override of the reward flags. Raise ConfigError."""
     known: dict[str, Mapping[str, Any]] = {}
     if options.reward_funcs is not None:
         from grpo_mega import config as configs
@@ -40,9 +40,9 @@ def overrides_of(options: argparse.Namespace) -> list[str]:
 def reward_override(
     names: Sequence[str] | None, weights: Sequence[str | float] | None, options: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[str]:
-    """Return one "rewards.functions=[...]", or nothing if no function is named. `options` holds those of functions, by name.
+    """Return one "rewards.functions=[...]", or nothing if no function is named. `options` holds the functions' options by name.
 
-    Raises ConfigError.
+    Raise ConfigError.
     """
     if names is None:
         if weights is not None:

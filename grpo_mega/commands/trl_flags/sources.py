@@ -1,4 +1,4 @@
-"""Find the model and the data sets that flags name: on this machine, or on the Hugging Face hub."""
+"""Find the models and data sets that flags name: on this machine, or on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.files import read_json
 from grpo_mega.paths import user_path
 
-PROMPT_COLUMNS = ("prompt", "problem", "question")  # where no column is given: the first of these that the set has
+PROMPT_COLUMNS = ("prompt", "problem", "question")  # default columns: the first one that the set has
 _FORMATS = (".jsonl", ".json", ".parquet")
 _HUB_NAME = re.compile(r"[\w][\w.-]*(?:/[\w][\w.-]*)?")
-# All files that a checkpoint is read from: no weights in other formats, and no code.
+# All files of a checkpoint that may be read: no weights in other formats, and no code.
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def find_model(name: str, revision: str | None, *, is_cached: bool) -> Path:
-    """Return the folder of a checkpoint: a local one, or one of the hub, downloaded once into its cache. Raises ConfigError.
+    """Return the folder of a checkpoint: a local one, or one of the hub, downloaded once into its cache. Raise ConfigError.
 
     `is_cached`: another process has downloaded it, so the network is not used.
     """
@@ -34,7 +34,7 @@ def find_model(name: str, revision: str | None, *, is_cached: bool) -> Path:
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=_MODEL_FILES, local_files_only=is_cached))
-    except Exception as error:  # the hub's client raises its own errors, the network's and the disk's
+    except Exception as error:  # raised by the hub's client, the network or the disk
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(
             f"--model_name_or_path {name} is neither a local folder nor available from the Hugging Face hub ({reason}); "
@@ -43,17 +43,17 @@ def find_model(name: str, revision: str | None, *, is_cached: bool) -> Path:
 
 
 def own_dtype(model: Path) -> str:
-    """Return float32 if that is the dtype in the model's config.json, else bfloat16."""
+    """Return float32 if the model's config.json has this dtype, else bfloat16."""
     try:
         fields = read_json(model / "config.json")
     except (OSError, ValueError):
-        return "bfloat16"  # preflight reports what is wrong with the file
+        return "bfloat16"  # preflight reports the problem with the file
     dtype = fields.get("dtype") or fields.get("torch_dtype") if isinstance(fields, dict) else None
     return "float32" if dtype == "float32" else "bfloat16"
 
 
 def find_data(name: str, config: str | None, split: str | None) -> str:
-    """Return the value of data.train for a file, a folder or a name of the hub. Raises ConfigError."""
+    """Return the value of data.train for a file, a folder or a name on the hub. Raise ConfigError."""
     path = user_path(name)
     is_local = path.exists() or path.suffix in _FORMATS or not _HUB_NAME.fullmatch(name.removeprefix("hub:"))
     if is_local:
@@ -68,7 +68,7 @@ def find_data(name: str, config: str | None, split: str | None) -> str:
 
 
 def find_prompt_column(path: str) -> str | None:
-    """Return the first of PROMPT_COLUMNS that the data set has; None if it has none of them."""
+    """Return the first of PROMPT_COLUMNS in the data set; None if it has none of them."""
     first = next(iter(read_rows(path)), None)
     return next((column for column in PROMPT_COLUMNS if first and column in first.values), None)
 

@@ -1,6 +1,6 @@
 """Map the values of flags to the keys of a config.
 
-TRL counts optimizer steps and batches of samples; the config counts rollouts (`steps`), prompts per rollout and optimizer steps
+TRL counts optimizer steps and batches of samples. The config counts rollouts (`steps`), prompts per rollout and optimizer steps
 per rollout.
 """
 
@@ -15,15 +15,15 @@ from grpo_mega.commands.trl_flags.rewards import reward_override
 from grpo_mega.config import Config, apply_override
 from grpo_mega.errors import ConfigError
 
-Raw = dict[str, Any]  # a config before it is validated
-_PER_DEVICE_DEFAULT = 8  # TRL's
+Raw = dict[str, Any]  # a config before validation
+_PER_DEVICE_DEFAULT = 8  # TRL's default
 _BATCH_FLAGS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "steps_per_generation",
     "generation_batch_size",
 )
-# TRL's loss_type chooses how tokens are aggregated, and for some values the objective.
+# TRL's loss_type sets how tokens are aggregated, and for some values the objective.
 LOSS_TYPES: Mapping[str, Raw] = {
     "grpo": {"loss_agg_func": "seq-mean-token-mean"},
     "sapo": {"loss_agg_func": "seq-mean-token-mean", "loss_type": "sapo"},
@@ -38,7 +38,7 @@ SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear
 def to_raw(values: Values, dp_size: int, count_prompts: Callable[[], int]) -> Raw:
     """Return the flags' config, without model and data. `count_prompts` returns the size of the training set.
 
-    Raises ConfigError for values that contradict each other, or that this trainer does not have.
+    Raise ConfigError if values contradict each other or this trainer does not support them.
     """
     raw: Raw = {}
     for name, value in values.items():
@@ -86,7 +86,7 @@ def _algorithm(values: Values) -> Raw:
         raw["loss_type"] = "gspo"
     if "epsilon_high" in values:
         raw["ratio_clip_eps_high"] = values["epsilon_high"]
-        if name == "cispo":  # the ratio itself is limited, not its distance from 1
+        if name == "cispo":  # cispo limits the ratio itself, not its distance from 1
             if values["epsilon_high"] <= 1:
                 raise ConfigError(
                     f"--epsilon_high {values['epsilon_high']:g} is the largest ratio of --loss_type cispo; "
@@ -119,7 +119,7 @@ def _needs_clipped(loss_type: str, flag: str, value: str) -> None:
 
 
 def _batch(values: Values, raw: Raw, dp_size: int) -> None:
-    """Set prompts per rollout by TRL's arithmetic: passes of per_device_train_batch_size samples per data-parallel rank."""
+    """Set prompts per rollout with TRL's arithmetic: passes of per_device_train_batch_size samples per data-parallel rank."""
     given = [name for name in _BATCH_FLAGS if name in values]
     for name in given:
         if values[name] < 1:
@@ -167,7 +167,7 @@ def longest_sample(raw: Raw) -> int:
 
 
 def _reference(values: Values, raw: Raw) -> None:
-    """Set how the reference follows the policy, by TRL's defaults."""
+    """Set how the reference follows the policy, with TRL's defaults."""
     if values.get("sync_ref_model"):
         _put(raw, "algorithm.ref_model_sync_steps", -(-values.get("ref_model_sync_steps", 512) // optimizer_steps(raw)))
         _put(raw, "algorithm.ref_model_mixup_alpha", values.get("ref_model_mixup_alpha", 0.6))
