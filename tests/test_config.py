@@ -163,7 +163,7 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("rollout.oversample=0.9", "rollout.oversample=0.9: input should be greater than or equal to 1"),
         (
             "rollout={longest_first: true, oversample: 1.5}",
-            "rollout.longest_first=true: must not be with oversample=1.5, which aborts what begins last",
+            "rollout.longest_first=true: must not be with oversample=1.5, because it aborts the groups that start last",
         ),
         ("rollout={engine: sglang, tp: 4, ep: 3}", "rollout.ep=3 does not divide rollout.tp=4; use a divisor of it"),
         ("rollout.ep=2", "rollout.ep=2 does not divide rollout.tp=1; use a divisor of it"),
@@ -223,7 +223,7 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
             "algorithm.correction.reject='token_k1': input should be 'none'",
         ),
         ("algorithm={kl_in: reward, adv_type: gdpo}", "algorithm.kl_in=reward: must be loss with algorithm.adv_type=gdpo; use"),
-        ("algorithm.kl_target=0.1", "algorithm.kl_target=0.1 needs algorithm.kl_beta > 0, the weight to begin with; set both"),
+        ("algorithm.kl_target=0.1", "algorithm.kl_target=0.1 needs algorithm.kl_beta > 0, the initial weight; set both"),
         ("algorithm={adv_type: rloo, std_over: batch}", "algorithm.std_over=batch needs algorithm.adv_type=grpo and"),
         (
             "algorithm={adv_type: grpo_leave_one_out, group_size: 2}",

@@ -92,8 +92,7 @@ def _default(field: FieldInfo, inner: type[Section] | None) -> str:
     if field.is_required():
         return "required"
     if inner is not None and isinstance(field.default, Section):
-        # The keys of a section have defaults, so the section needs none.
-        return ""
+        return ""  # its keys have defaults
     value = field.default
     if isinstance(value, tuple):
         value = [one.model_dump(exclude_defaults=True) if isinstance(one, Section) else one for one in value]

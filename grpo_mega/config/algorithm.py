@@ -266,9 +266,7 @@ class AlgorithmConfig(Section):
         return self.ref_model_sync_steps is not None and self.ref_model_mixup_alpha < 1
 
     def saved_reference_bytes(self, itemsize: int) -> int:
-        """Return the bytes per element that a checkpoint needs for the reference (weights take `itemsize`); 0 if it is not
-        saved.
-        """
+        """Return the bytes per element of the reference in a checkpoint; weights take `itemsize`. 0 if it is not saved."""
         return 0 if self.ref_model_sync_steps is None else 4 if self.averages_reference else itemsize
 
     def ends_iteration(self, step: int) -> bool:
@@ -345,6 +343,6 @@ class AlgorithmConfig(Section):
     def _distillation_problems(self) -> Iterator[str]:
         beta = f"algorithm.distill_beta={self.distill_beta}"
         if self.distill_beta and self.dynamic_sampling_tries:
-            yield f"dynamic_sampling_tries={self.dynamic_sampling_tries}: must be 0 with {beta}, because it uses every group; use 0"
+            yield f"dynamic_sampling_tries={self.dynamic_sampling_tries}: must be 0 with {beta} (it uses every group); use 0"
         if self.distill_beta and self.is_by_covariance:
             yield f"loss_type={self.loss_type}: must not choose tokens by covariance with {beta}; use actor"

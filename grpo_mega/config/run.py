@@ -295,7 +295,7 @@ class Config(Section):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """True if old_logprobs are computed before the update. With one optimizer step they equal the update's own log-probs."""
+        """True if old_logprobs are computed before the update. With one optimizer step they equal the update's log-probs."""
         return self.batch.optimizer_steps > 1 or self.algorithm.has_kl_reward or self.algorithm.needs_mini_batch
 
     @property
