@@ -1,8 +1,10 @@
-"""The command line: `grpo-mega train CONFIG`, `plan CONFIG`, `check CONFIG --layouts "..."`, `eval RUN_DIR_OR_CONFIG`,
-`export RUN_DIR OUT`, `report RUN_DIR`, `config [KEY]`, and `grpo` with the flags of TRL.
+"""The command line of grpo-mega.
 
-Imports nothing heavy until a command runs. An error that the user can correct (UserError) is one line on stderr and exit code
-2. `train` is one rank where torchrun has set RANK; elsewhere it starts the ranks of the layout by itself.
+The commands are `grpo-mega train CONFIG`, `plan CONFIG`, `check CONFIG --layouts "..."`, `eval RUN_DIR_OR_CONFIG`, `export
+RUN_DIR OUT`, `report RUN_DIR`, `config [KEY]`, and `grpo` with the flags of TRL.
+
+Nothing heavy is imported until a command runs. An error that the user can correct (UserError) is one line on stderr and exit
+code 2. `train` is one rank if torchrun has set RANK; otherwise it starts the ranks of the layout itself.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from grpo_mega.paths import user_path
 if TYPE_CHECKING:
     from grpo_mega.config import Config
 
-CLAIMED = "GRPO_MEGA_CLAIMED"  # set for ranks whose launcher has checked the config and holds the run's folder
+CLAIMED = "GRPO_MEGA_CLAIMED"  # set for ranks whose launcher has checked the config and claimed the run's folder
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; return the process's exit code."""
+    """Run one command and return the process's exit code."""
     console.install()
     arguments = sys.argv[1:] if argv is None else argv
-    options = _parser().parse_args(arguments if arguments[:1] != ["grpo"] else ["grpo"])  # which reads its own flags
+    options = _parser().parse_args(arguments if arguments[:1] != ["grpo"] else ["grpo"])  # grpo reads its own flags
     try:
         code = _run(options, arguments)
         sys.stdout.flush()
@@ -36,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         return _refuse(str(error))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `head`, has gone; Python writes to stdout once more at the end
+    except BrokenPipeError:  # the reader, such as `head`, has exited; Python writes to stdout once more at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_INTERRUPTED
     except OSError as error:
@@ -46,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _refuse(text: str) -> int:
-    """Print an error that the user can correct; return the exit code."""
+    """Print an error that the user can correct, and return the exit code."""
     rank = os.environ.get("RANK", "0")
     with suppress(OSError):  # stderr may be a file on a full disk
         prefix = "" if rank == "0" else f"rank {rank}: "
@@ -93,7 +95,7 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
 
 
 def train(config: Config, resume: bool, argv: list[str]) -> int:
-    """Train as one rank, or start the ranks with `argv`; return the exit code."""
+    """Train as one rank, or start the ranks with `argv`. Return the exit code."""
     from grpo_mega.commands.ranks import check_world_size
     from grpo_mega.distributed.launch import launch_local, rank_environments
     from grpo_mega.paths import LOGS
@@ -108,7 +110,7 @@ def train(config: Config, resume: bool, argv: list[str]) -> int:
     preflight.check(config)
     with run_folder.claim(config, resume=resume, argv=argv) as claim:
         if not is_rank and config.layout.world_size > 1:
-            os.environ[CLAIMED] = str(os.getpid())  # the ranks are part of this claim
+            os.environ[CLAIMED] = str(os.getpid())  # the ranks share this claim
             try:
                 code = launch_local(argv, config.layout.world_size, config.run_dir / LOGS)
             finally:
@@ -122,7 +124,7 @@ def train(config: Config, resume: bool, argv: list[str]) -> int:
 
 
 def grpo(argv: list[str]) -> int:
-    """Train by the flags of TRL and open-r1; `argv` is "grpo" and the flags."""
+    """Train with the flags of TRL and open-r1; `argv` is "grpo" and the flags."""
     from grpo_mega.commands.trl_flags import command
     from grpo_mega.commands.trl_flags.flags import help_text
 
@@ -140,7 +142,7 @@ def _train_as_rank(config: Config) -> int:
     from grpo_mega.commands.ranks import prepare_rank
 
     prepare_rank(config)
-    from grpo_mega import train as train_module  # after the environment is set
+    from grpo_mega import train as train_module  # imported after the environment is set
 
     train_module.run(config)
     return 0
@@ -152,15 +154,15 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(prog="grpo-mega", description="Train language models with GRPO on Megatron-core.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train_parser = commands.add_parser("train", help="train by a YAML config")
+    train_parser = commands.add_parser("train", help="train with a YAML config")
     add_options(train_parser, ConfigOptions)
     train_parser.add_argument("--resume", action="store_true", help="continue the run in run_dir from its last checkpoint")
     train_parser.add_argument("--profile", metavar="STEPS", help="steps to trace into RUN_DIR/trace, like 3 or 3-4")
     add_reward_flags(train_parser)
-    commands.add_parser("grpo", help="train by the flags of TRL and open-r1, without a file; grpo --help lists them")
+    commands.add_parser("grpo", help="train with the flags of TRL and open-r1, without a file; grpo --help lists them")
     plan_parser = commands.add_parser("plan", help="estimate without a GPU whether a job fits in memory, and how fast it is")
     add_options(plan_parser, PlanOptions)
-    check_parser = commands.add_parser("check", help="prove that layouts give the same numbers as a single rank")
+    check_parser = commands.add_parser("check", help="verify that layouts give the same numbers as a single rank")
     add_options(check_parser, ConfigOptions)
     check_parser.add_argument(
         "--layouts",

@@ -1,9 +1,9 @@
-"""Filter all output to the terminal, at one place.
+"""Filter all output to the terminal in one place.
 
-`install` has everything that this process prints, logs, warns of or raises pass through `text.printable`: texts of models, data
-and templates may hold escape sequences that recolour, rewrite or reprogram a terminal, and controls that reverse a line. Styled
-output goes through `get_console`, a rich console that filters the text and writes its own styles. Progress bars of tqdm, which
-libraries show, keep the two controls by which they redraw their lines.
+After `install`, everything that this process prints, logs, warns of or raises passes through `text.printable`. Texts of models,
+data and templates may contain escape sequences that recolour, rewrite or reprogram a terminal, and controls that reverse a
+line. Styled output goes through `get_console`, a rich console that filters the text and writes its own styles. The progress
+bars of libraries (tqdm) keep the two controls that redraw their lines.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _BAR_START = re.compile("(?:\r|\n|\x1b\\[A)*")
 
 
 class SafeStream:
-    """A text stream whose written text passes through `printable`; all else is the stream's."""
+    """A text stream that passes written text through `printable`. Everything else is delegated to the stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     @property
     def rich_proxied_file(self) -> TextIO:
-        """The terminal's own stream, to which rich writes."""
+        """The terminal's stream, for rich to write to."""
         stream = self._stream
         while (inner := getattr(stream, "rich_proxied_file", None)) is not None:
             stream = inner
         return stream
 
     def write(self, text: str) -> int:
-        caller = sys._getframe().f_back  # None: the interpreter reports an error
+        caller = sys._getframe().f_back  # None if the interpreter reports an error
         if caller is not None and str(caller.f_globals.get("__name__")).partition(".")[0] == "tqdm":
             start = _BAR_START.match(text)[0]  # type: ignore[index]  # which matches any text
             self._stream.write(start + printable(text.removeprefix(start)))
@@ -55,7 +55,7 @@ class SafeStream:
 
 
 def install() -> None:
-    """Filter this process's stdout and stderr. Text that the terminal cannot show must not end a run, so it is escaped."""
+    """Filter this process's stdout and stderr. Text that the terminal cannot show is escaped, because it must not end a run."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):

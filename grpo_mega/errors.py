@@ -1,4 +1,4 @@
-"""Errors that the user can correct: each text is one line that names the value, the rule that it breaks, and the fix.
+"""Errors that the user can correct. Each text is one line that names the value, the broken rule, and the fix.
 
 The command line prints the text without a traceback and exits with code 2. Conditions that cannot happen are asserts instead.
 """
@@ -7,7 +7,7 @@ import errno
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
-# Of a disk that takes nothing more: full, past a quota or a limit, read-only, or gone.
+# A disk that accepts no more data: full, beyond a quota or limit, read-only, or gone.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 
 
@@ -28,32 +28,32 @@ class WeightMappingError(UserError):
 
 
 class SyncError(UserError):
-    """Weights in the engine that differ from those that the trainer sent."""
+    """Weights in the engine differ from the weights that the trainer sent."""
 
 
 class ResumeError(UserError):
-    """A checkpoint from which the run cannot go on."""
+    """The run cannot continue from a checkpoint."""
 
 
 class RunFolderError(UserError):
-    """A run's folder that cannot be written any more, or is gone."""
+    """A run's folder cannot be written any more, or is gone."""
 
 
 class RewardError(UserError):
-    """A reward function that does not work on any sample."""
+    """A reward function does not work on any sample."""
 
 
 class RefreshError(UserError):
-    """A refresh of the reward model that failed between two iterations."""
+    """A refresh of the reward model failed between two iterations."""
 
 
 class NonFiniteError(UserError):
-    """Losses or gradients that stay infinite or NaN for several steps."""
+    """Losses or gradients stay infinite or NaN for several steps."""
 
 
 class EngineError(UserError):
-    """An engine that died, hangs or refuses a request; the text names rank, phase and the server's log."""
+    """An engine died, hangs or refuses a request. The text names rank, phase and the server's log."""
 
 
 class MismatchError(UserError):
-    """Engine and trainer that give the same tokens too different probabilities."""
+    """Engine and trainer compute too different probabilities for the same tokens."""

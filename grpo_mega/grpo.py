@@ -1,6 +1,6 @@
-"""`python -m grpo_mega.grpo FLAGS`: train by the flags of TRL and open-r1, without a YAML file.
+"""`python -m grpo_mega.grpo FLAGS`: train with the flags of TRL and open-r1, without a YAML file.
 
-Equals `grpo-mega grpo FLAGS`; `--help` lists the flags.
+This is the same as `grpo-mega grpo FLAGS`; `--help` lists the flags.
 """
 
 from __future__ import annotations

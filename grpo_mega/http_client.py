@@ -1,8 +1,8 @@
-"""One HTTP request with a deadline for all of it, a limit on the reply and no redirects.
+"""One HTTP request with one deadline for everything, a limit on the reply and no redirects.
 
-To follow a redirect would send the request's headers, and an API key among them, to an address that the user did not set; it is
-returned like any other reply. The request runs in a thread, because neither looking up a name nor reading a reply that arrives
-byte by byte keeps to the timeout of a socket.
+A followed redirect would send the request's headers, including an API key, to an address that the user did not set. So a
+redirect is returned like any other reply. The request runs in a thread, because a socket's timeout limits neither a name lookup
+nor a reply that arrives byte by byte.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _CHUNK = 1 << 16  # bytes
 @dataclass(frozen=True)
 class Reply:
     status: int
-    body: bytes  # at most most_bytes of it
-    is_whole: bool  # False: the server sent more than most_bytes
+    body: bytes  # at most most_bytes of the body
+    is_whole: bool  # False if the server sent more than most_bytes
     redirects_to: str = ""  # scheme and host of a redirect
 
 
 class NoReply(OSError):
-    """The server sent no reply in time, or nothing that is HTTP; the text is the cause in one line."""
+    """The server sent no reply in time, or no valid HTTP. The text is the cause in one line."""
 
 
 def send(url: str, body: bytes | None, headers: Mapping[str, str], *, deadline_s: float, most_bytes: int) -> Reply:
-    """Return the reply to a POST, or to a GET without a body, whatever its status. Raises NoReply."""
+    """Return the reply to a POST, or to a GET if there is no body, with any status. Raise NoReply."""
     outcome: queue.SimpleQueue[Reply | BaseException] = queue.SimpleQueue()
     end = time.monotonic() + deadline_s
 
@@ -48,7 +48,7 @@ def send(url: str, body: bytes | None, headers: Mapping[str, str], *, deadline_s
         found = outcome.get(timeout=deadline_s)
     except queue.Empty:
         raise NoReply(f"no whole reply within {deadline_s:g} s") from None
-    except RuntimeError as error:  # no more threads
+    except RuntimeError as error:  # no more threads are available
         raise NoReply(str(error)) from None
     if isinstance(found, Reply):
         return found

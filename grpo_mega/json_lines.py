@@ -1,7 +1,7 @@
 """Files of JSON lines: one object per line, in UTF-8.
 
-A line ends with "\\n" and with nothing else. What `str.splitlines` also takes for ends of lines (U+2028, U+2029, U+0085) is
-escaped on writing, and is text on reading, where a byte order mark is passed over.
+Only "\\n" ends a line. `str.splitlines` also splits at U+2028, U+2029 and U+0085. These are escaped on writing, and are text on
+reading. A byte order mark is skipped on reading.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ _OTHER_LINE_ENDS = re.compile("[\u0085\u2028\u2029]")
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """Return the line of an object. Not-a-number and infinities are the strings "NaN", "Infinity" and "-Infinity", which
-    Python's float() reads; lone surrogates are U+FFFD."""
+    """Return the line of an object.
+
+    Not-a-number and infinities become the strings "NaN", "Infinity" and "-Infinity", because Python's float() reads them. Lone
+    surrogates become U+FFFD.
+    """
     text = well_formed(json.dumps(_finite(record), allow_nan=False, ensure_ascii=False))
     return _OTHER_LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
 
 
 def parse_json_line(line: bytes) -> dict[str, Any] | None:
-    """Return the object in a line; None where it holds none, such as a last line half written."""
+    """Return the object in a line; None if it has none, such as a half-written last line."""
     try:
         record = json.loads(line, parse_constant=str)
     except ValueError:
@@ -35,7 +38,7 @@ def parse_json_line(line: bytes) -> dict[str, Any] | None:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield each line as it stands with the object in it, or None. Raises OSError."""
+    """Yield each raw line with its object, or None. Raise OSError."""
     with path.open("rb") as lines:
         for line in lines:
             yield line, parse_json_line(line)

@@ -1,4 +1,4 @@
-"""The names of the files in a run's folder, RUN_DIR, paths that a user writes, and files that are never seen half written."""
+"""File names in a run's folder (RUN_DIR), paths that a user writes, and files that are never seen half-written."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"  # every start of the run: command, host, versions, changed settings
 LOCK_FILE = "lock"  # held by the process that uses the folder
-RUN_KEY = "run_key"  # while ranks that torchrun started agree on a key; see distributed/messages.py
-STOP_FILE = "stop"  # a user makes it to stop the run after the current step
+RUN_KEY = "run_key"  # exists while ranks that torchrun started agree on a key; see distributed/messages.py
+STOP_FILE = "stop"  # the user creates it to stop the run after the current step
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
-EXPERTS_FILE = "experts.json"  # tokens of each expert, by layer, in the last mini-batch
+EXPERTS_FILE = "experts.json"  # tokens per expert and layer in the last mini-batch
 MESSAGES_FILE = "messages.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"  # all samples, if rewards.refresh_command is set; see run/refresh.py
-REPLAY_FILE = "replay.jsonl"  # those of them that the command reads
+REPLAY_FILE = "replay.jsonl"  # the samples that the command reads
 REPORT_FILE = "report.html"
 LOGS = "logs"  # output of ranks and servers
 TRACE = "trace"
@@ -24,7 +24,7 @@ FINISHED = "hf"  # the policy after the last step, as a Hugging Face folder
 
 
 def user_path(path: str | Path) -> Path:
-    """Return a path as the user means it: ~ is the home. A name without a home stays as it is."""
+    """Return a path with ~ as the user's home. A path with an unknown home stays as it is."""
     return Path(os.path.expanduser(path))
 
 
@@ -34,13 +34,13 @@ def heldout_file(step: int) -> str:
 
 
 def heldout_files(run_dir: Path) -> dict[int, Path]:
-    """Return the run's files of held-out answers by step."""
+    """Return the run's files of held-out answers, keyed by step."""
     steps = {path: path.stem.removeprefix("heldout-") for path in run_dir.glob("heldout-*.jsonl")}
     return {int(step): path for path, step in sorted(steps.items()) if step.isdecimal()}
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Give the file its new content at once: at any time, also after a kill, it has the old content or the new."""
+    """Replace the content of the file atomically. At any time, even after a kill, it has the old or the new content."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fresh.write_bytes(content)

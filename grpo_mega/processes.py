@@ -1,8 +1,8 @@
-"""Find the processes that run below another, and end them with it, whatever they are doing (Linux).
+"""Find the processes below another process, and end them with it, in any state (Linux).
 
-A process ends with its parent by `die_with_parent`. The processes that it started in turn end with a guardian, a process that
-adopts the orphans below it (`adopt_orphans`) and calls `kill_descendants` before it exits. A temporary folder belongs to the
-processes that hold its lock: one that none of them holds any more, however they ended, is removed by `remove_unlocked`.
+`die_with_parent` ends a process with its parent. Its own children end with a guardian: a process that adopts the orphans below
+it (`adopt_orphans`) and calls `kill_descendants` before it exits. A temporary folder belongs to the processes that hold its
+lock. `remove_unlocked` removes a folder when no process holds its lock, however they ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-SECONDS_TO_DIE = 60.0  # a process in a system call, or one that holds much GPU memory, takes its time
+SECONDS_TO_DIE = 60.0  # a process in a system call or with much GPU memory takes long
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -33,7 +33,7 @@ class Process:
 
 
 def living() -> Iterator[Process]:
-    """Yield all processes of this machine but the zombies. One that still has threads is no zombie, even without its first."""
+    """Yield all processes of this machine except zombies. A process with living threads is no zombie, even without its first."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
             with contextlib.suppress(OSError):
@@ -57,7 +57,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_descendants() -> None:
-    """Kill everything below this process, which must have called `adopt_orphans`, and wait until it is gone."""
+    """Kill everything below this process and wait until it is gone. The process must have called `adopt_orphans`."""
     until = time.monotonic() + SECONDS_TO_DIE
     while time.monotonic() < until:
         for pid in descendants(os.getpid()):
@@ -72,32 +72,32 @@ def kill_descendants() -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below this one that loses its own. Raises OSError where the system cannot."""
+    """Become the parent of every orphan below this process. Raise OSError if the system does not support it."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when the thread of `parent` that started it ends; end now if it is gone.
+    """Ask the kernel to signal this process when the thread of `parent` that started it ends. End now if it is gone.
 
-    The children of this process do not inherit that. Raises OSError where the system cannot, and the parent is there.
+    Children of this process do not inherit this. Raise OSError if the system does not support it and the parent lives.
     """
     try:
         _prctl(_PR_SET_PDEATHSIG, number)
     finally:
-        if os.getppid() != parent:  # it ended before the kernel was asked
+        if os.getppid() != parent:  # the parent ended before the kernel was asked
             os._exit(1)
 
 
 def make_locked_folder(prefix: str, base: Path) -> tuple[Path, int]:
-    """Return a new folder of this user alone, and the descriptor that locks it for this process and those forked from it.
+    """Return a new private folder, and the descriptor that locks it for this process and its forks.
 
-    Raises OSError where none can be made, or its file system knows no locks.
+    Raise OSError if no folder can be made, or its file system has no locks.
     """
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         try:
             lock = _lock(folder)
-        except (FileNotFoundError, BlockingIOError):  # another process, which removes unlocked ones, was faster
+        except (FileNotFoundError, BlockingIOError):  # another process was faster and removed it as unlocked
             continue
         except OSError:
             folder.rmdir()
@@ -108,10 +108,10 @@ def make_locked_folder(prefix: str, base: Path) -> tuple[Path, int]:
 
 
 def remove_unlocked(prefix: str, base: Path, keep: str = "") -> None:
-    """Remove this user's folders of that prefix that no living process has locked, and that hold no file called `keep`."""
+    """Remove this user's folders with this prefix that no living process has locked and that have no file called `keep`."""
     with contextlib.suppress(OSError):  # the base is gone, or closed
         for folder in list(base.glob(f"{prefix}*")):
-            with contextlib.suppress(OSError):  # in use, a link, another user's, or removed meanwhile
+            with contextlib.suppress(OSError):  # in use, a link, another user's, or already removed
                 lock = _lock(folder)
                 if os.fstat(lock).st_uid == os.geteuid() and not (keep and (folder / keep).exists()):
                     shutil.rmtree(folder, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""Private temporary folders: of this user alone, short enough for Unix sockets, and none left behind by a dead process.
+"""Private temporary folders: only for this user, short enough for Unix sockets, and never left behind by a dead process.
 
-Batch systems set a TMPDIR that is too long for the path of a socket below it, which has at most 107 bytes. A folder is
-therefore made below the first of TMPDIR, /tmp, /dev/shm and XDG_RUNTIME_DIR in which a socket can be bound. A folder is locked
-by its processes as long as one of them lives, and carries its host in its name: where several hosts share a TMPDIR, each
-removes only its own. Neither a process id that is used again nor a container's own process ids can mislead that.
+Batch systems set a TMPDIR that is too long for the path of a socket in it (at most 107 bytes). So a folder is made in the first
+of TMPDIR, /tmp, /dev/shm and XDG_RUNTIME_DIR that can bind a socket. A folder is locked while one of its processes lives. Its
+name has the host, so hosts that share a TMPDIR remove only their own folders. Neither reused process ids nor a container's
+process ids can cause a wrong removal.
 
-`enter` gives a process a folder for all that it and its libraries make: fork servers, torch's shared memory, W&B.
+`enter` creates a folder for everything that a process and its libraries make: fork servers, torch's shared memory, W&B.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from pathlib import Path
 from grpo_mega.errors import ConfigError
 from grpo_mega.processes import make_locked_folder, remove_unlocked
 
-KEEP = "keep"  # a file in a folder that is to outlive its process
-SHARED = "GRPO_MEGA_TMPDIR"  # the user's TMPDIR, in a process that has entered a folder of its own
-LONGEST_SOCKET = "torch-shm-dir-XXXXXX/manager.sock"  # of the sockets that libraries make below TMPDIR
+KEEP = "keep"  # a folder with this file outlives its process
+SHARED = "GRPO_MEGA_TMPDIR"  # the user's TMPDIR, in a process that has entered a private folder
+LONGEST_SOCKET = "torch-shm-dir-XXXXXX/manager.sock"  # longest socket path that libraries make below TMPDIR
 
-_entered: tuple[int, Path] | None = None  # the process that entered, which may have been forked since, and its folder
+_entered: tuple[int, Path] | None = None  # the process that entered (it may have been forked since) and its folder
 
 
 def enter() -> Path:
-    """Give this process a folder, which TMPDIR names from now on, until it ends; return the folder. May be called again.
+    """Create a folder, set TMPDIR to it until this process ends, and return it. May be called again.
 
-    Raises ConfigError where no folder takes a socket.
+    Raise ConfigError if no folder can bind a socket.
     """
     global _entered
     if _entered is None or _entered[0] != os.getpid():
@@ -43,24 +43,24 @@ def enter() -> Path:
         os.environ[SHARED] = str(shared_folder())
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
         _entered = os.getpid(), folder
-        # After the fork server, which removes its own folder in this one at the exit with priority -100. Not in forks.
+        # This runs after the fork server removes its own folder in this one (exit priority -100), and not in forks.
         util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-1000)
     return _entered[1]
 
 
 def shared_folder() -> Path:
-    """Return the user's temporary folder: for what later runs use too."""
+    """Return the user's temporary folder, for files that later runs use too."""
     try:
         current = tempfile.gettempdir()
-    except FileNotFoundError:  # none can be written to
+    except FileNotFoundError:  # no folder is writable
         current = os.environ.get("TMPDIR") or "/tmp"
     return Path(os.environ[SHARED] if Path(current).name.startswith(_prefix()) and SHARED in os.environ else current)
 
 
 def make_folder() -> tuple[Path, int]:
-    """Return a new folder, and the file descriptor that locks it for this process and those forked from it.
+    """Return a new folder, and the file descriptor that locks it for this process and its forks.
 
-    Raises ConfigError where no folder takes a socket.
+    Raise ConfigError if no folder can bind a socket.
     """
     problems = []
     for base in _bases():
@@ -85,7 +85,7 @@ def make_folder() -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """Yield a new folder, which is removed at the end unless it holds a file of the name KEEP."""
+    """Yield a new folder. It is removed at the end unless it has a file called KEEP."""
     folder, lock = make_folder()
     try:
         yield folder
@@ -111,7 +111,7 @@ def _prefix() -> str:
 
 
 def _check_socket(folder: Path) -> None:
-    """Raise OSError unless a socket with the longest name below `folder` can be made."""
+    """Raise OSError unless a socket with the longest name can be made below `folder`."""
     path = folder / LONGEST_SOCKET.replace("/", "-")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.bind(str(path))

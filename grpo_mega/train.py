@@ -1,7 +1,7 @@
 """The training run, top to bottom: generate, score, pack, update, sync_weights.
 
-Every rank runs this program; there is no controller. Generation is shared over the ranks and its groups are then gathered, so
-that every rank computes the same advantages and the same packing; each then trains on its own micro-batches.
+Every rank runs this program; there is no controller. Generation is shared over the ranks, and then every rank gathers all
+groups. So every rank computes the same advantages and the same packing. Then each rank trains on its own micro-batches.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from grpo_mega.types import Group, PackedBatch, StepMetrics
 
 
 def run(config: Config) -> None:
-    """Train from the run's last checkpoint up to config.steps, evaluating before, during and after; then export to RUN_DIR/hf.
+    """Train from the run's last checkpoint to config.steps, with evaluations, and export the policy to RUN_DIR/hf.
 
-    If asked to stop, end after the current step, with a checkpoint. Ranks without a policy generate, step by step.
+    Evaluate before, during and after training. If asked to stop, save a checkpoint after the current step and end. Ranks
+    without a policy only generate, step by step.
     """
     with explained(config.run_dir), open_job(config) as job, job.saved_on_failure():
         first, runtime = job.resume(), job.runtime
@@ -60,9 +61,9 @@ def run(config: Config) -> None:
 
 
 def train_step(job: Job, step: int) -> None:
-    """Do one rollout and its optimizer steps, and save a checkpoint if one is due; then the engine has policy step + 1."""
+    """Run one rollout and its optimizer steps, and save a checkpoint if one is due. Then sync policy step + 1 to the engine."""
     groups, backlog, metrics = generate(job, step)
-    with job.colocation.training():  # while this lasts, the GPUs' memory is the trainer's
+    with job.colocation.training():  # the trainer owns the GPUs' memory in this block
         if len(groups) >= job.config.batch.mini_batches:
             with job.timers("pack"):
                 batches = pack(job.config, groups, job.policy)
@@ -87,7 +88,7 @@ def train_step(job: Job, step: int) -> None:
 
 
 def generate_step(job: RolloutJob, step: int) -> None:
-    """Do the part of a step that falls to a rank without a policy."""
+    """Run the part of a step for a rank without a policy."""
     _, job.backlog, _ = generate(job, step)
     job.steps_done = step + 1
     generate_ahead(job, step)
@@ -95,7 +96,7 @@ def generate_step(job: RolloutJob, step: int) -> None:
 
 
 def generate_ahead(job: RolloutJob, step: int) -> None:
-    """Wait for what engine ranks generated while the step trained, if there are any; then they have nothing under way."""
+    """Wait until engine ranks have generated ahead for the next step, if there are any. Nothing is in flight afterwards."""
     num_ahead = job.config.rollout.num_ahead(job.config.batch.prompts_per_step)
     if num_ahead and step + 1 < job.config.steps:
         backlog = job.backlog.drawn_up_to(num_ahead, job.draw, ())
@@ -103,10 +104,10 @@ def generate_ahead(job: RolloutJob, step: int) -> None:
 
 
 def generate(job: RolloutJob, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
-    """Return the step's scored groups, the backlog after it, and counts of what was left out.
+    """Return the step's scored groups, the backlog after it, and counts of dropped groups.
 
-    With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), groups without an advantage other than 0 are replaced from
-    further rollouts, at most algorithm.dynamic_sampling_tries of them. Each rollout judges them again, over all groups so far.
+    With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), groups whose advantages are all 0 are replaced from further
+    rollouts, at most algorithm.dynamic_sampling_tries of them. Each rollout judges the groups again, over all groups so far.
     """
     config, groups, usable, seen = job.config, list[Group](), list[Group](), set[int]()
     wanted, is_dynamic = config.batch.prompts_per_step, config.algorithm.dynamic_sampling_tries > 0
@@ -115,7 +116,7 @@ def generate(job: RolloutJob, step: int) -> tuple[list[Group], Backlog, StepMetr
     dropped: dict[str, list[Group]] = {"gold_unparsable": [], "equal_rewards": []}
     for attempt in range(1 + config.algorithm.dynamic_sampling_tries):
         backlog = backlog.drawn_up_to(config.rollout.num_begun(wanted), job.draw, seen)
-        if not backlog.groups:  # the data set is small, and all of it was drawn
+        if not backlog.groups:  # the data set is small and already drawn
             break
         seen |= {group.prompt.id for group in backlog.groups}
         description = "sampling" if attempt == 0 else f"sampling again ({attempt})"
@@ -146,7 +147,7 @@ def generate(job: RolloutJob, step: int) -> tuple[list[Group], Backlog, StepMetr
 
 
 def update(job: Job, step: int, groups: Sequence[Group], batches: Sequence[Sequence[PackedBatch]]) -> StepMetrics:
-    """Take the optimizer steps of one rollout, one per mini-batch; warn of what is wrong with them."""
+    """Run the optimizer steps of one rollout, one per mini-batch, and log warnings about their health."""
     samples = [sample for group in groups for sample in group.samples]
     num_passes = sum(map(len, batches)) * (job.config.layout.vpp or 1) * job.config.batch.epochs
     with (

@@ -1,6 +1,6 @@
 """The containers that cross package borders: Prompt, Turn, Sample, Group, PackedBatch, StepMetrics.
 
-Plain dataclasses without behaviour beyond derived sizes. torch is imported for annotations only, so that processes without
+They are plain dataclasses without behaviour beyond derived sizes. torch is imported only for annotations, so processes without
 tensors (reward workers, the command line) stay light.
 """
 
@@ -15,36 +15,36 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
-StepMetrics = dict[str, float]  # the metrics of one step; names are path-like: "reward/mean", "loss/kl", "seconds/update"
+StepMetrics = dict[str, float]  # metrics of one step, with names like paths: "reward/mean", "loss/kl", "seconds/update"
 
 
 @dataclass(frozen=True)
 class Prompt:
     """One row of a data set, rendered and tokenised.
 
-    `prefill` is the text that the chat template already wrote into the assistant's turn (for example "<think>\\n"); it is part
+    `prefill` is the text that the chat template already wrote into the assistant's turn (for example "<think>\\n"). It is part
     of `text` and `token_ids`, and format rewards score it together with the response.
     """
 
-    id: int  # index in the data set; with (seed, step, sample index) it fixes the random stream of a rollout
+    id: int  # index in the data set; with (seed, step, sample index) it sets the random stream of a rollout
     text: str
     token_ids: tuple[int, ...]
     answer: str
     prefill: str = ""
     extras: dict[str, Any] = field(default_factory=dict)
-    given: dict[str, Any] = field(default_factory=dict)  # the row's prompt, also as "prompts", and answer, by their columns
+    given: dict[str, Any] = field(default_factory=dict)  # the row's prompt (also as "prompts") and answer, keyed by column
 
 
 class Turn(NamedTuple):
-    """A prompt as the data's order draws it: once in every epoch of its set."""
+    """A prompt as the data order draws it: once in every epoch of its set."""
 
     prompt: Prompt
-    source: int = 0  # number of its set, each of which has epochs of its own
+    source: int = 0  # index of its set; each set counts its epochs separately
     epoch: int = 0
 
 
 class Span(NamedTuple):
-    """Response tokens `start` to `end` - 1, which the policy of `version` generated in one phase."""
+    """Response tokens `start` to `end` - 1, generated in one phase by the policy of `version`."""
 
     version: int
     start: int
@@ -53,24 +53,24 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Routes:
-    """The experts that an engine used for the tokens of a sample, from its first; see rollout/routes.py."""
+    """The experts that an engine used for the tokens of a sample, from the first token on; see rollout/routes.py."""
 
     experts: NDArray[Any]  # [tokens, MoE layers, experts per token] uint8 or uint16
-    checksum: int  # CRC-32 of the experts' bytes, from where they were recorded
+    checksum: int  # CRC-32 of the experts' bytes, computed by the recording engine
 
 
 def unknown_expert(dtype: Any) -> int:
-    """Return the number that stands for an expert that was not recorded: the largest of the type, numpy's or torch's."""
+    """Return the id of an expert that was not recorded: the largest number of the numpy or torch type."""
     return int(2 ** (8 * dtype.itemsize) - 1)
 
 
 @dataclass
 class Sample:
-    """One response to a prompt, with its log-probs, scores and advantages; or as much of it as there is (partial rollouts).
+    """One response to a prompt, with its log-probs, scores and advantages. It may be unfinished (partial rollouts).
 
-    `response_ids` ends with the end-of-sequence token if the model stopped by itself (finish_reason "stop"); that token is
-    part of the response and of the loss. `rollout_logprobs` has one entry per response token, temperature-scaled, before
-    top-p and top-k. Both are lists where the sample was generated, and arrays once all ranks share it.
+    `response_ids` ends with the end-of-sequence token if the model stopped by itself (finish_reason "stop"). That token is part
+    of the response and of the loss. `rollout_logprobs` has one entry per response token, temperature-scaled, before top-p and
+    top-k. Both are lists on the rank that generated the sample, and arrays once all ranks share it.
     """
 
     prompt: Prompt
@@ -78,19 +78,19 @@ class Sample:
     response_ids: Sequence[int]
     rollout_logprobs: Sequence[float]
     finish_reason: FinishReason | None  # None: unfinished, to be continued
-    spans: Sequence[Span] = ()  # of the whole response, in their order
-    scores: dict[str, float | None] = field(default_factory=dict)  # by reward function
+    spans: Sequence[Span] = ()  # spans of the whole response, in order
+    scores: dict[str, float | None] = field(default_factory=dict)  # keyed by reward function
     verdicts: dict[str, str] = field(default_factory=dict)
     reward: float | None = None  # weighted sum of the scores
-    step_ends: list[int] = field(default_factory=list)  # index of the response token at which each step ends, ascending
-    step_rewards: list[float] = field(default_factory=list)  # of those steps, weighted
+    step_ends: list[int] = field(default_factory=list)  # index of each step's last response token, ascending
+    step_rewards: list[float] = field(default_factory=list)  # weighted reward of each step
     advantages: Tensor | None = None  # [response_len] float32
-    old_logprobs: list[float] | None = None  # of logged samples, after the update
-    routes: Routes | None = None  # of prompt and response, up to the last token but one, if they are to be replayed
+    old_logprobs: list[float] | None = None  # only for logged samples, after the update
+    routes: Routes | None = None  # routes of prompt and response without the last token, if they are replayed
 
     @property
     def is_scored(self) -> bool:
-        """Return True if a reward function scored the sample; other samples are excluded from the loss and group statistics."""
+        """Return True if a reward function scored the sample. Other samples are excluded from loss and group statistics."""
         return self.reward is not None or bool(self.step_rewards)
 
     @property
@@ -99,13 +99,12 @@ class Sample:
 
     @property
     def begun_by(self) -> int:
-        """Return the version of the policy that began the response; also the step in which it did, which its random stream
-        depends on."""
+        """Return the policy version of the first token. It is also the step that seeds the sample's random stream."""
         return self.spans[0].version
 
     @property
     def policy_version(self) -> int:
-        """Return the version of the policy that ended the response."""
+        """Return the policy version of the last token."""
         return self.spans[-1].version
 
     @property
@@ -119,7 +118,7 @@ class Sample:
 
 @dataclass
 class Group:
-    """All samples of one prompt, in the order of their index; or those that were begun so far (partial rollouts)."""
+    """All samples of one prompt, in the order of their index, or the samples started so far (partial rollouts)."""
 
     prompt: Prompt
     samples: list[Sample]
@@ -134,18 +133,18 @@ class Group:
 
     @property
     def begun_by(self) -> int | None:
-        """Return the oldest version of a policy that generated part of it; None if there is none yet."""
+        """Return the oldest policy version that generated a part of the group; None if nothing is generated yet."""
         return min((sample.begun_by for sample in self.samples), default=None)
 
 
 @dataclass
 class PackedBatch:
-    """One micro-batch: several samples laid end to end, then padding, in one row of T tokens.
+    """One micro-batch: several samples end to end, then padding, in one row of T tokens.
 
-    With context parallelism a row is this rank's part: two chunks of every segment, see batching/layout.py.
+    With context parallelism a row is this rank's part: two chunks of every segment (see batching/layout.py).
 
     Per-token arrays are aligned to the position that *predicts*: entry t belongs to `targets[t]`, the token after `tokens[t]`.
-    The last position of every segment predicts nothing (loss_mask 0). If there is padding it is the last segment.
+    The last position of every segment predicts nothing (loss_mask 0). Padding, if any, is the last segment.
     """
 
     tokens: Tensor  # [T] int64
@@ -153,26 +152,27 @@ class PackedBatch:
     position_ids: Tensor  # [T] int64, from 0 in every segment
     cu_seqlens: Tensor  # [num_segments + 1] int32, covers all T tokens of this rank
     loss_mask: Tensor  # [T] float32, 1 on response tokens that contribute to the loss
-    loss_weights: Tensor  # [T] float32, the weight of each token in the loss of the mini-batch (0 where loss_mask is 0)
+    loss_weights: Tensor  # [T] float32, weight of each token in the mini-batch's loss (0 where loss_mask is 0)
     advantages: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
-    sample_indices: list[int]  # index in the step of each segment's sample, without padding
-    lengths: list[int]  # tokens of each sample, on all ranks that share the row, without padding
-    # With shared prompts: of each sample the index of the segment, after those of all samples, that has its prompt but for the
-    # last token; the sample's own segment has the rest, and -1 says that this is all.
+    sample_indices: list[int]  # step-wide index of each segment's sample, without padding
+    lengths: list[int]  # tokens per sample over all context-parallel ranks, without padding
+    # With shared prompts, per sample: index of the shared segment with all prompt tokens but the last, after the segments of
+    # all samples. It is -1 if the sample's segment has the whole prompt.
     trunks: list[int] | None = None
-    cp_size: int = 1  # ranks that share the row
+    cp_size: int = 1  # number of ranks that share the row
     cp_rank: int = 0
     old_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
     ref_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
     teacher_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
-    # By teacher, for a KL over the vocabulary: the tokens that it teaches [T] bool, and their last hidden states, on the host.
+    # Per teacher, for a KL over the vocabulary: taught tokens [T] bool, and their last hidden states, on the host.
     teacher_hidden: dict[str, tuple[Tensor, Tensor]] | None = None
-    # What some methods take from the whole mini-batch, see LossInputs.
+    # Values that some methods compute from the whole mini-batch, see LossInputs.
     nll_weights: Tensor | None = None  # [T] float32
     is_chosen: Tensor | None = None  # [T] float32
     importance_mean: float = 1.0
-    routes: Tensor | None = None  # [T, MoE layers, experts per token], as Routes has them; None: not known for any token
+    # [T, MoE layers, experts per token] expert ids (see Routes); None if no token has recorded routes
+    routes: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -1,8 +1,8 @@
-"""YAML as every part of the project reads and writes it: the values are what a person wrote, or it is an error with its line.
+"""YAML as every part of the project reads and writes it. A value is what a person wrote, or an error with its line.
 
-Plain scalars follow the core schema of YAML 1.2: only true and false are booleans, `1e-6` is a number, `1:30`, `yes` and dates
-are text. Keys are always text. A key that is given twice, a merge key and an unknown tag are refused. Aliases may repeat a
-value, but may not make a small file a huge one.
+Plain scalars follow the core schema of YAML 1.2: only true and false are booleans, `1e-6` is a number, and `1:30`, `yes` and
+dates are text. Keys are always text. Duplicate keys, merge keys and unknown tags are refused. Aliases may repeat a value, but
+may not turn a small file into a huge one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-MAX_VALUES = 100_000  # in one text, with every alias counted as often as it is used
+MAX_VALUES = 100_000  # per text; every use of an alias counts
 _TAG = "tag:yaml.org,2002:"
 _PATTERNS = {
     "null": re.compile(r"null|Null|NULL|~|"),
@@ -39,7 +39,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def parse_value(text: str) -> Any:
-    """Return the value of a text on a command line: a list or mapping in YAML's flow style, a number, true, null, or itself.
+    """Return the value of a text on a command line: a list or mapping in flow style, a number, true, null, or the text itself.
 
     Raise ValueError.
     """
@@ -55,7 +55,7 @@ def parse_value(text: str) -> Any:
 
 
 def dump_yaml(value: Any) -> str:
-    """Return a text of which `parse_yaml` gives the same value, and so does a reader of YAML 1.1."""
+    """Return a text that `parse_yaml` and readers of YAML 1.1 read as the same value."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
@@ -78,11 +78,11 @@ for _name, _pattern in _PATTERNS.items():
 
 
 class _Reader:
-    """Makes values of the nodes of one document."""
+    """Creates values from the nodes of one document."""
 
     def __init__(self) -> None:
         self._num_values = 0
-        self._open: set[yaml.Node] = set()  # the collections around the current node
+        self._open: set[yaml.Node] = set()  # the collections that contain the current node
 
     def value(self, node: yaml.Node, key: str) -> Any:
         self._num_values += 1
@@ -142,7 +142,7 @@ def _kind(text: str) -> str:
 
 
 def _scalar(kind: str, text: str) -> Any:
-    """Return the value of a text that matches the pattern of its kind. Raise ValueError for a number that is too long."""
+    """Return the value of a text that matches the pattern of its kind. Raise ValueError if a number is too long."""
     if kind == "null":
         return None
     if kind == "bool":
@@ -154,4 +154,4 @@ def _scalar(kind: str, text: str) -> Any:
     if kind == "float":
         lowered = text.lower()
         return float(lowered.replace(".inf", "inf").replace(".nan", "nan"))
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")  # joins escaped pairs, as JSON does
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")  # joins escaped pairs, like JSON
