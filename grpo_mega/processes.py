@@ -33,7 +33,7 @@ class Process:
 
 
 def living() -> Iterator[Process]:
-    """Yield all processes of this machine except zombies. A process with living threads is no zombie, even without its first."""
+    """Yield all processes of this machine except zombies. A process with living threads is none, even without its first."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
             with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ def find_surrogate(value: Any) -> str | None:
 def printable(text: str) -> str:
     """Return text that cannot control a terminal: controls are escaped as "\\x1b" or "\\u202e", and colours removed.
 
-    Line feeds and tabs stay. All other controls (C0, C1, DEL) and line and paragraph separators are escaped. So are the controls
-    of bidirectional text, because they show a line in a different order.
+    Line feeds and tabs stay. All other controls (C0, C1, DEL) and line and paragraph separators are escaped. Controls of
+    bidirectional text are escaped too, because they show a line in a different order.
     """
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), _COLOUR.sub("", text.replace("\r\n", "\n")))
