@@ -40,7 +40,7 @@ class SafeStream:
     def write(self, text: str) -> int:
         caller = sys._getframe().f_back  # None if the interpreter reports an error
         if caller is not None and str(caller.f_globals.get("__name__")).partition(".")[0] == "tqdm":
-            start = _BAR_START.match(text)[0]  # type: ignore[index]  # which matches any text
+            start = _BAR_START.match(text)[0]  # type: ignore[index]  # it matches any text
             self._stream.write(start + printable(text.removeprefix(start)))
         else:
             self._stream.write(printable(text))

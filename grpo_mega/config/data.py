@@ -14,7 +14,7 @@ from grpo_mega.text import find_surrogate
 
 
 class DataSource(Section):
-    """One data set; data/sources.py describes the forms of a path. In YAML the path alone may stand for it."""
+    """One data set; data/sources.py describes the forms of a path. In YAML a plain path may replace it."""
 
     is_text_too: ClassVar[bool] = True
 

@@ -62,10 +62,10 @@ def dump(config: Config) -> str:
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Set one value of a nested dict, by "a.b=c". Raises ConfigError.
+    """Set one value of a nested dict, by "a.b=c". Raise ConfigError.
 
-    Where the schema wants text, c is the text as it stands, and only null is None where the key may be None. Elsewhere c is a
-    number, true, false, null, or a list or section in YAML's flow style.
+    If the schema expects text, c is taken literally, except that null is None if the key allows None. Otherwise c is a number,
+    true, false, null, or a list or section in YAML's flow style.
     """
     key, separator, text = override.partition("=")
     if not separator or not key:

@@ -1,7 +1,6 @@
 """The config of a run, and its sections for layout, batch, optimizer, evaluation, checkpoints and logs.
 
-A key's description gives its meaning and unit, and the meaning of None or 0. Validators hold the rules of
-the config alone.
+A key's description states its meaning and unit, and the meaning of None or 0. Validators check rules that need only the config.
 """
 
 from __future__ import annotations
@@ -376,8 +375,8 @@ class Config(Section):
             yield f"algorithm.distill_kl={self.algorithm.distill_kl}: must be sampled with a teacher's url; leave one out"
         if urls and self.rollout.temperature != 1:
             yield (
-                f"rollout.temperature={self.rollout.temperature}: must be 1 with a teacher's url={urls[0]}, since servers give "
-                "log-probs of given tokens at 1 alone; set it, or leave url out"
+                f"rollout.temperature={self.rollout.temperature}: must be 1 with a teacher's url={urls[0]}, because "
+                "servers return log-probs of given tokens only at 1; set it, or leave url out"
             )
         if column is not None and not self.teachers:
             yield f"data.teacher_column={column} needs teachers, because its values name them; set them, or leave it out"
