@@ -240,7 +240,7 @@ def test_a_gpu_without_an_attention_for_packed_samples_is_refused_in_one_line(
             {"cp": 2},
             "float32",
             "2.11.0",
-            r"layout\.cp=2: must be 1 with model\.dtype=float32 .*; use that, or raise layout\.tp",
+            r"layout\.cp=2: must be 1 with model\.dtype=float32 .*; use bfloat16, or raise layout\.tp",
         ),
         (
             {"cp": 2, "cp_comm_type": "a2a"},
