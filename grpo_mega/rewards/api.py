@@ -1,10 +1,10 @@
 """The result of a reward function (Score), and the pool's result for a sample (RewardResult).
 
 A reward function is `(prompt, response, answer, extras, **options) -> float | None | Score`. None, as the result or as a
-Score's value, means "does not apply here": the function then adds nothing to the sample's reward. A Score may also have
-rewards for the steps of the response (DeepSeekMath, arXiv 2402.03300, section 4.1.3), beside a value or in its place. All
-numbers must be finite, since one NaN would reach every gradient of its group. A function of TRL's signature (groups.py) returns
-a list of these, one per sample.
+Score's value, means "does not apply here": the function adds nothing to the sample's reward. A Score may also have rewards for
+the steps of the response (DeepSeekMath, arXiv 2402.03300, section 4.1.3), with or without a value. All numbers must be finite,
+because one NaN would reach every gradient of its group. A function with TRL's signature (groups.py) returns a list with one
+result per sample.
 """
 
 import math
@@ -18,7 +18,7 @@ from grpo_mega.text import well_formed
 
 @dataclass(frozen=True)
 class Step:
-    """The reward of one step, which ends after the first `end` characters of the response."""
+    """The reward of one step. The step ends after the first `end` characters of the response."""
 
     end: int
     value: float
@@ -26,7 +26,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Score:
-    """A reward's value (None: does not apply), the one word that says why, and rewards of steps by ascending end."""
+    """The value of a reward (None: does not apply), a one-word verdict that says why, and step rewards by ascending end."""
 
     value: float | None
     verdict: str
@@ -34,16 +34,16 @@ class Score:
 
     @property
     def metric(self) -> float | None:
-        """Return the value that is logged: the value, else the mean over the steps."""
+        """Return the value to log: the value, or the mean over the steps if there is no value."""
         if self.value is None and self.steps:
             return sum(step.value for step in self.steps) / len(self.steps)
         return self.value
 
 
 class NoScore(Exception):
-    """Raised where a score is missing through no fault of the response, such as when a server does not answer.
+    """Raised if a score is missing through no fault of the response, for example because a server does not answer.
 
-    The sample then has no score (None) with the verdict "error", and does not train; any other exception costs it the score: 0.
+    The sample then gets no score (None) with the verdict "error", and does not train. Any other exception gives the score 0.
     """
 
 
@@ -54,8 +54,8 @@ def as_score(returned: Any, response: str) -> Score:
     """Return the Score for whatever a reward function returned for this response.
 
     Raises:
-        TypeError, ValueError: it is neither None, nor a Score, nor a number; a number is not finite; or the steps do not end in
-            the response, one after the other.
+        TypeError, ValueError: the result is not None, a Score or a number; a number is not finite; or the step ends are not
+            ascending within the response.
     """
     if returned is None:
         return Score(None, "not_applicable")
@@ -78,26 +78,28 @@ def as_score(returned: Any, response: str) -> Score:
 class RewardResult:
     """The outcome of one sample.
 
-    `total` is the weighted sum over the functions that gave a value, times those that multiply. It is None if nothing is
-    summed, and if a score is missing through no fault of the response: without it the sum is too small, as with a score of 0.
+    `total` is the weighted sum over the functions that returned a value, times the multiplying functions. It is None if there
+    is nothing to sum, or if a score is missing through no fault of the response: without that score the sum would be too small,
+    as if the score were 0.
 
-    `scores` are the values, and for a function that rewarded steps alone the mean over them. `steps` are weighted, by ascending
-    end; those of two functions may end at the same place. A function of weight 0 is only watched: its steps are not among them.
+    `scores` are the values; a function that rewards only steps has their mean. `steps` are weighted and ordered by ascending
+    end; steps of two functions may end at the same character. A function of weight 0 is only observed, so `steps` does not
+    include its steps.
     """
 
     total: float | None
     scores: dict[str, float | None]
     verdicts: dict[str, str]
     steps: tuple[Step, ...] = ()
-    errors: Mapping[str, str] = field(default_factory=dict)  # the exceptions that were raised, by function
+    errors: Mapping[str, str] = field(default_factory=dict)  # exceptions by function
 
 
 def result_of(
     weights: Mapping[str, float], outcomes: Mapping[str, Score], errors: Mapping[str, str], factors: Collection[str] = ()
 ) -> RewardResult:
-    """Combine the Scores of all functions in `weights`, which gives the order.
+    """Combine the Scores of all functions in `weights`, in their order.
 
-    Those of `factors` multiply the sum of the others; the sum is 1 where there are no others.
+    The functions in `factors` multiply the sum of the others. The sum is 1 if there are no others.
     """
     missing = [name for name in weights if name in errors and outcomes[name].value is None]
     weighted = {name: w * score.value for name, w in weights.items() if (score := outcomes[name]).value is not None}
@@ -122,5 +124,5 @@ def _number(value: Any, name: str) -> float:
         raise TypeError(f"the {name} is {type(value).__name__}; return a float, None or a Score")
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"the {name} is {number}; return a finite number, or None where the function does not apply")
+        raise ValueError(f"the {name} is {number}; return a finite number, or None if the function does not apply")
     return number

@@ -1,9 +1,9 @@
-"""Call a reward function of TRL's signature, `(completions, solution, **kwargs) -> list`, on all samples of a prompt at once.
+"""Call a reward function with TRL's signature, `(completions, solution, **kwargs) -> list`, on all samples of a prompt.
 
-It is one that names completions, prompts or completion_ids, and gets lists with one entry per sample: these three; the gold
-answer as solution, answer and ground_truth, and under its column's name; every other column of the data; prefill; and
-finish_reason, "stop" or "length" for each sample. Completions and prompts are texts where the data's prompts are, and messages
-where those are. It may be a coroutine function.
+A function has this signature if it names completions, prompts or completion_ids. It gets lists with one entry per sample: these
+three; the gold answer as solution, answer, ground_truth, and under its column's name; every other data column; prefill; and
+finish_reason, "stop" or "length". Completions and prompts are texts if the data's prompts are texts, and messages if the
+prompts are messages. The function may be a coroutine function.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from typing import Any
 
 NAMES = frozenset({"prompts", "completions", "completion_ids"})
 GOLD = ("solution", "answer", "ground_truth")
-FINISH_REASON = "finish_reason"  # of extras; it differs within a group
-GIVEN = NAMES | {*GOLD, "prefill", FINISH_REASON}  # are no options of a function
+FINISH_REASON = "finish_reason"  # a key of extras whose value differs within a group
+GIVEN = NAMES | {*GOLD, "prefill", FINISH_REASON}  # names that are never options of a function
 
 Texts = tuple[str, str, str, dict[str, Any]]  # prompt, response, gold answer, extras
 
@@ -24,7 +24,7 @@ def takes_groups(function: Callable[..., Any]) -> bool:
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function by name; none if one cannot tell."""
+    """Return the parameters of a function by name; none if they cannot be determined."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -34,9 +34,10 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
 def call(
     function: Callable[..., Any], samples: Sequence[Texts], given: Mapping[str, Any], token_ids: Sequence[list[int]], form: str
 ) -> list[Any]:
-    """Return what the function gives each sample.
+    """Return the function's result for each sample.
 
-    `given` is Prompt.given, `form` the function's key `completions`. Raises ValueError unless there is one reward per sample.
+    `given` is Prompt.given, and `form` is the function's key `completions`. Raises ValueError unless there is one reward per
+    sample.
     """
     text, _, answer, extras = samples[0]
     prompt = given.get("prompts", text)
@@ -55,7 +56,7 @@ def call(
     parameters = parameters_of(function)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         values = {name: value for name, value in values.items() if name in parameters}
-    options = getattr(function, "keywords", {})  # those of the config win over columns of the same name
+    options = getattr(function, "keywords", {})  # options of the config take precedence over data columns with the same name
     try:
         returned = function(**{name: value for name, value in values.items() if name not in options})
         if inspect.iscoroutine(returned):

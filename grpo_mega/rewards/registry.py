@@ -1,9 +1,9 @@
-"""Find reward functions by name: one of BUILT_IN, or the dotted path of the user's own, `package.module.function`.
+"""Find reward functions by name: one of BUILT_IN, or the dotted path of a user function, `package.module.function`.
 
-`check` imports nothing of the user's, so that a misspelt name or option is refused before anything starts; `bind` imports the
-function's module, which for a dotted path is the user's code and is therefore done in the worker processes only. Options are
-the keyword arguments that a function takes after (prompt, response, answer, extras), or beside those that groups.py gives one
-of TRL's signature; one that takes `step_splitter` is given rewards.step_splitter unless its options say otherwise.
+`check` imports no user code, so a misspelt name or option is refused before anything starts. `bind` imports the function's
+module. For a dotted path that is user code, so only worker processes do it. Options are the keyword arguments that a function
+takes after (prompt, response, answer, extras), or in addition to the arguments that groups.py passes with TRL's signature. A
+function that takes `step_splitter` gets rewards.step_splitter unless its options set another.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from grpo_mega.rewards.api import RewardFunction
 from grpo_mega.rewards.groups import GIVEN, parameters_of, takes_groups
 from grpo_mega.rewards.steps import splitter
 
-BUILT_IN = {  # dotted paths, and for an example's function its file in the repository
+BUILT_IN = {  # dotted paths; for a function of an example, its file in the repository
     "accuracy": "grpo_mega.rewards.math.accuracy.accuracy",
     "arithmetic_oracle": "examples/arithmetic_oracle.py",
     "arithmetic_steps": "examples/process_supervision/arithmetic_steps.py",
@@ -35,10 +35,10 @@ BUILT_IN = {  # dotted paths, and for an example's function its file in the repo
     "soft_format": "grpo_mega.rewards.format.soft_format",
     "tag_count": "grpo_mega.rewards.format.tag_count",
 }
-OF_GROUPS = frozenset({"len"})  # of these, the ones that are called once for all samples of a prompt
-OF_SERVERS = frozenset({"reward_model"})  # wait for a server: what takes too long is no fault of the response
+OF_GROUPS = frozenset({"len"})  # built-in functions that are called once for all samples of a prompt
+OF_SERVERS = frozenset({"reward_model"})  # functions that wait for a server, so a timeout is not the fault of the response
 _NUM_ARGUMENTS = 4  # prompt, response, answer, extras
-_FORMS: dict[Any, tuple[Any, str]] = {  # by the type of an option: the types of its values, and their name in errors
+_FORMS: dict[Any, tuple[Any, str]] = {  # by type of an option: the accepted types of its values, and their name in errors
     bool: (bool, "true or false, without quotes"),
     int: (int, "a whole number"),
     float: ((int, float), "a number"),
@@ -51,7 +51,9 @@ def check_name(name: str) -> None:
     if name in BUILT_IN or ("." in name and all(part.isidentifier() for part in name.split("."))):
         return
     if name.startswith("soft_overlong"):
-        raise ConfigError(f"reward function {name!r}: is no function here; set algorithm.overlong_buffer and overlong_penalty")
+        raise ConfigError(
+            f"reward function {name!r}: is not a reward function here; set algorithm.overlong_buffer and overlong_penalty"
+        )
     nearest = difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     raise ConfigError(
@@ -61,7 +63,7 @@ def check_name(name: str) -> None:
 
 
 def check(name: str, options: Mapping[str, Any], step_splitter: str, deadline_s: float) -> None:
-    """Raise ConfigError for an unknown name, and for a built-in function's options; import nothing of the user's."""
+    """Raise ConfigError for an unknown name or for wrong options of a built-in function. Import no user code."""
     check_name(name)
     if name not in BUILT_IN:
         return
@@ -73,13 +75,13 @@ def check(name: str, options: Mapping[str, Any], step_splitter: str, deadline_s:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"reward function {name!r} with options {dict(options)}: {error}") from None
     if name == "reward_model":
-        from grpo_mega.rewards.reward_model import check_deadline  # not for others: its imports take time
+        from grpo_mega.rewards.reward_model import check_deadline  # imported late, because its imports take time
 
         check_deadline(options, deadline_s)
 
 
 def _check_types(name: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option of a built-in function whose value is of another type, such as "no" for a bool."""
+    """Raise ConfigError if an option of a built-in function has a value of the wrong type, such as "no" for a bool."""
     types = get_type_hints(resolve(name))
     for option, value in options.items():
         accepted, form = _FORMS.get(types.get(option), (object, ""))
@@ -88,10 +90,10 @@ def _check_types(name: str, options: Mapping[str, Any]) -> None:
 
 
 def bind(name: str, options: Mapping[str, Any], step_splitter: str) -> RewardFunction:
-    """Return the function called `name`, with its options.
+    """Return the function called `name` with its options bound.
 
     Raises:
-        ConfigError: unknown name, a module that cannot be imported or lacks the function, or options that it does not take.
+        ConfigError: the name is unknown, its module cannot be imported or lacks the function, or it takes other options.
     """
     function = resolve(name)
     accepted = _options_of(function)
@@ -116,7 +118,7 @@ def resolve(name: str) -> RewardFunction:
     """Return the function called `name`.
 
     Raises:
-        ConfigError: unknown name, a module that cannot be imported, or one without such a function.
+        ConfigError: the name is unknown, or its module cannot be imported or lacks the function.
     """
     check_name(name)
     if name in BUILT_IN and BUILT_IN[name].endswith(".py"):
@@ -131,12 +133,12 @@ def resolve(name: str) -> RewardFunction:
         ) from error
     if not callable(function):
         raise ConfigError(f"reward function {name!r}: {module_name} has no function {function_name}; check the name")
-    return function() if isinstance(function, type) else function  # ms-swift's are classes
+    return function() if isinstance(function, type) else function  # ms-swift defines reward functions as classes
 
 
 @lru_cache(maxsize=8)
 def _example(name: str, path: str) -> ModuleType:
-    """Import the file of an example; `path` is relative to the repository. Raises ConfigError where there is none."""
+    """Import the file of an example. `path` is relative to the repository. Raises ConfigError if there is no such file."""
     file = Path(__file__).resolve().parents[2] / path
     if not file.is_file():
         raise ConfigError(
@@ -145,18 +147,20 @@ def _example(name: str, path: str) -> ModuleType:
         )
     spec = importlib.util.spec_from_file_location(f"grpo_mega_example_{file.stem}", file)
     assert spec and spec.loader
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
 
 
 def _options_of(function: RewardFunction) -> dict[str, bool] | None:
-    """Return the options that a function takes, and whether each is required; None where it takes any, or one cannot tell."""
+    """Return the options that a function takes, each with whether it is required; None if it takes any or if unknown."""
     parameters = list(parameters_of(function).values())
     if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     if takes_groups(function):
-        return {p.name: False for p in parameters if p.name not in GIVEN}  # any of them may be a column of the data
+        return {
+            p.name: False for p in parameters if p.name not in GIVEN
+        }  # a data column may supply any of them, so none is required
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     taken = positional[:_NUM_ARGUMENTS]
     named = [p for p in parameters if p not in taken and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

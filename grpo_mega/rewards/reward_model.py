@@ -1,7 +1,7 @@
-"""The reward of a reward-model server, for a response or for each of its steps; the options are the fields of `Server`.
+"""The reward of a reward-model server, for a response or for each of its steps. The options are the fields of `Server`.
 
-A response that the server did not score has no score (NoScore, verdict "error"), not 0: the server is away, slow, refuses or
-redirects, or its reply is too long, cannot be read or is no finite number.
+A response that the server did not score gets no score (NoScore, verdict "error") instead of 0. This covers a server that is
+away, slow, refuses or redirects, and a reply that is too long, unreadable or not a finite number.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from grpo_mega.rewards.api import NoScore, Score, Step
 from grpo_mega.rewards.steps import splitter
 from grpo_mega.text import well_formed
 
-FIRST_PAUSE_S = 0.2  # twice as long before every further try
+FIRST_PAUSE_S = 0.2  # doubles before every further try
 START_TIMEOUT_S = 30.0
-MOST_BYTES = 16 << 20  # of a reply; thousands of steps, or embeddings of a model that is no reward model
-HEALTH_BYTES = 4096  # read of the reply to /health, whose status is all that counts
-SHOWN = 200  # characters of a server's complaint
+MOST_BYTES = 16 << 20  # limit of a reply; allows thousands of steps, or embeddings of a model that is not a reward model
+HEALTH_BYTES = 4096  # bytes to read of the reply to /health; only its status matters
+SHOWN = 200  # characters to show of a server's complaint
 
 TEXT_TEMPLATE = "{prompt}{response}"
 JUDGE_TEMPLATE = """Judge a response to a question.
@@ -53,26 +53,34 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 
 class Server(Section):
-    """A reward-model server as the options of `reward_model` describe it, and the requests to it."""
+    """A reward-model server, with the options of `reward_model` as fields, and the requests to it."""
 
     model_config = ConfigDict(strict=True)
 
-    url: str  # of the server, such as http://node7:30000
-    # classify: a model with a value head, by SGLang's POST /classify; score: the probability of a label token after the text,
-    # by SGLang's POST /v1/score; chat: a judge, by POST /v1/chat/completions of any server that has it; the last number of its
-    # reply is the reward
+    url: str  # address of the server, such as http://node7:30000
+    # classify: a model with a value head, through SGLang's POST /classify. score: the probability of a label token after the
+    # text, through SGLang's POST /v1/score. chat: a judge, through POST /v1/chat/completions of any server that has it; the
+    # last number of its reply is the reward.
     api: Literal["classify", "score", "chat"] = "classify"
-    model: str = ""  # its name at the server, where that wants one
-    template: str = ""  # the text for the server, with {prompt}, {response}, {answer} and {column} of the data set
-    steps: bool = False  # reward each step, by the response up to its end, in place of the response (chat: a request per step)
-    step_splitter: str = "blank-lines"  # where steps end; rewards.step_splitter unless given
-    labels: str | int = ""  # score: token ids such as "9689,2753"; of several the first one's share, of one its probability
-    output: int | None = Field(default=None, ge=0)  # classify and score: which of the model's outputs, if it has several
-    scale: float | None = None  # times the value; chat's own template asks for 0 to 10, so that its scale is 0.1 unless given
-    max_tokens: PositiveInt = 512  # chat: of a reply
-    timeout_s: float = Field(default=4.0, gt=0)  # for one response, retries and pauses included; below rewards.deadline_s
-    retries: int = Field(default=2, ge=0)  # further tries where the server does not answer, or answers 429 or 5xx
-    api_key_env: str = ""  # the environment variable that holds the key, where the server wants one
+    model: str = ""  # name of the model at the server, if the server needs one
+    template: str = ""  # text to send, with {prompt}, {response}, {answer} and {column} of the data set
+    steps: bool = (
+        False  # True: reward each step by scoring the response up to the end of that step (chat: one request per step)
+    )
+    step_splitter: str = "blank-lines"  # splitter that finds the step ends; default: rewards.step_splitter
+    # score: token ids such as "9689,2753". With several ids, the reward is the share of the first one; with one id, its
+    # probability.
+    labels: str | int = ""
+    output: int | None = Field(default=None, ge=0)  # classify and score: index of the model's output to use, if it has several
+    scale: float | None = (
+        None  # factor of the value; default 1, but 0.1 for the default chat template, because it asks for 0 to 10
+    )
+    max_tokens: PositiveInt = 512  # chat: maximum length of a reply
+    timeout_s: float = Field(
+        default=4.0, gt=0
+    )  # limit for one response with retries and pauses; must be below rewards.deadline_s
+    retries: int = Field(default=2, ge=0)  # further tries if the server does not answer, or answers 429 or 5xx
+    api_key_env: str = ""  # environment variable with the API key, if the server needs one
 
     @model_validator(mode="after")
     def _fits(self) -> Server:
@@ -90,7 +98,7 @@ class Server(Section):
         return self
 
     def fill(self, values: Mapping[str, str]) -> str:
-        """Fill the template with these values; other words in braces stay."""
+        """Fill the template with these values. Other words in braces stay."""
         template = self.template or (JUDGE_TEMPLATE if self.api == "chat" else TEXT_TEMPLATE)
         return well_formed(_FIELD.sub(lambda match: values.get(match[1], match[0]), template))
 
@@ -116,7 +124,7 @@ class Server(Section):
         return send(self.url.rstrip("/") + path, data, headers, deadline_s=timeout_s, most_bytes=most_bytes)
 
     def _ask(self, path: str, body: Mapping[str, Any], deadline: float) -> Any:
-        """Return the reply of the server, after further tries where they may help, as long as there is time."""
+        """Return the server's reply. Retry while a retry may help and time is left."""
         pause = FIRST_PAUSE_S
         for num_left in range(self.retries, -1, -1):
             try:
@@ -130,7 +138,7 @@ class Server(Section):
             except NoReply as error:
                 problem = f"does not answer ({_one_line(str(error))})"
             except ValueError as error:
-                problem = f"sent what is not JSON ({_one_line(str(error))})"
+                problem = f"sent a reply that is not JSON ({_one_line(str(error))})"
             if num_left == 0 or time.monotonic() + pause >= deadline:
                 break
             time.sleep(pause)
@@ -138,7 +146,7 @@ class Server(Section):
         raise self._failure(path, problem, "see its log, or raise timeout_s and rewards.deadline_s") from None
 
     def _parsed(self, path: str, reply: Reply) -> Any:
-        """Return the JSON of a reply. Raises ValueError for what is none, NoScore for more of it than anything needs."""
+        """Return the JSON of a reply. Raises ValueError if it is not JSON, and NoScore if it is too long."""
         if not reply.is_whole:
             raise self._failure(path, f"sent more than {MOST_BYTES >> 20} MiB", "is url the address of a reward model?")
         try:
@@ -167,7 +175,9 @@ class Server(Section):
         return [self._output_of(row[:1] if labels and isinstance(row, list) else row) for row in rows]
 
     def _output_of(self, values: Any) -> float:
-        if not isinstance(values, list) or not values or not all(type(value) in (int, float) for value in values):  # no bool
+        if (
+            not isinstance(values, list) or not values or not all(type(value) in (int, float) for value in values)
+        ):  # rejects bool
             raise self._failure("", f"gave {_shown(values)} for a text", "serve a reward model, with --is-embedding")
         if len(values) > 1 and self.output is None:
             raise self._failure("", f"has a model of {len(values)} outputs", f"set output to one of 0 to {len(values) - 1}")
@@ -176,7 +186,7 @@ class Server(Section):
         return self._finite(values[self.output or 0])
 
     def _finite(self, value: float) -> float:
-        """Return the value as a float. Raises NoScore for NaN, infinity and what becomes it."""
+        """Return the value as a float. Raises NoScore for NaN, infinity and numbers that overflow to it."""
         try:
             number = float(value)
         except OverflowError:
@@ -203,7 +213,7 @@ class Server(Section):
 
 
 def reward_model(prompt: str, response: str, answer: str, extras: dict[str, Any], **options: Any) -> Score:
-    """Return the server's reward; `options` are the fields of `Server`. Raises NoScore where the server gives none."""
+    """Return the server's reward. `options` are the fields of `Server`. Raises NoScore if the server returns none."""
     server = server_of(options)
     values = {**{name: str(value) for name, value in extras.items()}, "prompt": prompt, "answer": answer}
     if not server.steps:
@@ -215,14 +225,14 @@ def reward_model(prompt: str, response: str, answer: str, extras: dict[str, Any]
     return Score(None, "scored", tuple(Step(end, reward) for end, reward in zip(ends, rewards, strict=True)))
 
 
-# The registry reads a function's options from its signature.
+# The registry reads the options of a function from its signature.
 reward_model.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [*list(inspect.signature(reward_model).parameters.values())[:4], *inspect.signature(Server).parameters.values()]
 )
 
 
 def server_of(options: Mapping[str, Any]) -> Server:
-    """Return the server that the options describe. Raises ConfigError for a value that an option cannot have."""
+    """Return the server that the options describe. Raises ConfigError for an invalid option value."""
     try:
         return Server.model_validate(options)
     except ValidationError as error:
@@ -230,7 +240,7 @@ def server_of(options: Mapping[str, Any]) -> Server:
 
 
 def check_deadline(options: Mapping[str, Any], deadline_s: float) -> None:
-    """Raise ConfigError if the pool would end a check before the function itself gives up."""
+    """Raise ConfigError if the pool would end a check before the function itself times out."""
     timeout_s = server_of(options).timeout_s
     if timeout_s >= deadline_s:
         raise ConfigError(
@@ -240,7 +250,7 @@ def check_deadline(options: Mapping[str, Any], deadline_s: float) -> None:
 
 
 def check_reachable(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless the server answers and is ready; one without /health need only answer."""
+    """Raise ConfigError unless the server answers and is ready. A server without /health only needs to answer."""
     server = server_of(options)
     try:
         reply = server.open("/health", None, START_TIMEOUT_S, HEALTH_BYTES)
@@ -266,7 +276,7 @@ def _status(reply: Reply) -> str:
 
 
 def _shown(reply: Any) -> str:
-    """Return the outermost of a parsed reply, which may be large and deep."""
+    """Return the outermost part of a parsed reply, because a reply may be large and deep."""
     return _one_line(reprlib.repr(reply))
 
 

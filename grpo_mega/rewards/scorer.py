@@ -1,8 +1,8 @@
-"""Score a rollout: samples go to the pool as they end, and their scores come back into them.
+"""Score a rollout: send samples to the pool as they finish, and write the scores into them.
 
-`submit` is called for every sample that ends, `submit_group` once all of a group have; `finish` waits for the rest and fills in
-scores, verdicts, reward and the rewards of steps. Training then calls `check`; evaluation only warns of `first_error`.
-`drop_unusable` removes the groups whose gold answer does not parse: they would train on format alone.
+Call `submit` for every sample that finishes, and `submit_group` once all samples of a group have finished. `finish` waits for
+the rest and sets scores, verdicts, rewards and step rewards. Training then calls `check`; evaluation only warns about
+`first_error`. `drop_unusable` removes the groups whose gold answer does not parse, because they would train on format alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from grpo_mega.rewards.steps import tokens_at
 from grpo_mega.rewards.workers.pool import RewardPool
 from grpo_mega.types import Group, Sample
 
-MIN_SAMPLES, MIN_PROMPTS = 8, 4  # on which a reward function has raised before it counts as broken
+# A reward function counts as broken after it has raised on this many samples and prompts.
+MIN_SAMPLES, MIN_PROMPTS = 8, 4
 
 VERDICTS = (
     "correct",
@@ -39,20 +40,20 @@ VERDICTS = (
 
 
 class Scorer:
-    """One rank's samples, scored in a pool of worker processes."""
+    """Scores the samples of one rank in a pool of worker processes."""
 
     def __init__(self, pool: RewardPool, decode: Callable[[Sequence[int]], str]) -> None:
         self._pool = pool
         self._decode = decode
         self._samples: dict[int, Sample] = {}
-        self._key_of: dict[int, int] = {}  # by id() of a sample in _samples
-        self._scored: list[tuple[Sample, RewardResult]] = []  # of the last rollout
+        self._key_of: dict[int, int] = {}  # keys by id() of the sample
+        self._scored: list[tuple[Sample, RewardResult]] = []  # results of the last rollout
         self._failures = Failures()
-        self.warned_of: set[str] = set()  # kinds of failures that the log names already; see run/rollout.py
+        self.warned_of: set[str] = set()  # kinds of failures that the log already names; see run/rollout.py
         self._keys = itertools.count()
 
     def submit(self, sample: Sample) -> None:
-        """Hand a sample to the workers, without waiting. The response is scored as the text that `decode` returns."""
+        """Send a sample to the workers without waiting. The scored text is what `decode` returns for the response."""
         key = next(self._keys)
         self._samples[key] = sample
         self._key_of[id(sample)] = key
@@ -61,8 +62,10 @@ class Scorer:
         self._pool.submit(key, prompt.text, self._decode(sample.response_ids), prompt.answer, extras)
 
     def submit_group(self, samples: Iterable[Sample]) -> None:
-        """Hand the samples of a group to the functions that are called once per group; first those not submitted yet, which
-        finished in an earlier phase, to the others."""
+        """Send a group to the functions that are called once per group.
+
+        Samples that finished in an earlier phase, and so were not submitted yet, first go to the other functions.
+        """
         ordered = sorted(samples, key=lambda sample: sample.index)
         for sample in ordered:
             if id(sample) not in self._key_of:
@@ -71,7 +74,7 @@ class Scorer:
         self._pool.submit_group(keys, ordered[0].prompt.given, token_ids)
 
     def keep(self, groups: Iterable[Group]) -> None:
-        """Keep the samples of these groups; the others that were submitted are not scored any further."""
+        """Keep the samples of these groups, and stop scoring all other submitted samples."""
         kept = {id(sample) for group in groups for sample in group.samples}
         dropped = [key for key, sample in self._samples.items() if id(sample) not in kept]
         self._pool.discard(dropped)
@@ -79,7 +82,7 @@ class Scorer:
             del self._key_of[id(self._samples.pop(key))]
 
     def finish(self, on_progress: Callable[[], None] = lambda: None) -> None:
-        """Wait until everything submitted is scored; call `on_progress()` as checks finish."""
+        """Wait until everything submitted is scored. Call `on_progress()` whenever checks finish."""
         results = self._pool.collect(on_progress)
         for key, sample in self._samples.items():
             result = results[key]
@@ -89,7 +92,7 @@ class Scorer:
         self._samples, self._key_of = {}, {}
 
     def check(self) -> None:
-        """Raise RewardError for a function that is broken, as the samples of this rollout and those before show it."""
+        """Raise RewardError if this rollout and earlier ones show that a reward function is broken."""
         self._failures.add(self._scored)
 
     @property
@@ -98,7 +101,7 @@ class Scorer:
         return next((f"{name}: {text}" for _, result in self._scored for name, text in result.errors.items()), None)
 
     def _at_tokens(self, sample: Sample, steps: Sequence[Step]) -> tuple[list[int], list[float]]:
-        """Return the tokens at which steps end, and their rewards; steps that end at one token make one step."""
+        """Return the tokens at which steps end, and their rewards. Steps that end at the same token are merged into one."""
         if not steps:
             return [], []
         sums: dict[int, float] = {}
@@ -108,7 +111,7 @@ class Scorer:
 
 
 def drop_unusable(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-    """Return the groups whose gold answer parses, and the others."""
+    """Return (groups whose gold answer parses, the other groups)."""
     usable, dropped = list[Group](), list[Group]()
     for group in groups:
         (dropped if any("gold_unparsable" in s.verdicts.values() for s in group.samples) else usable).append(group)
@@ -116,7 +119,7 @@ def drop_unusable(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
 
 
 def failures_of(sample: Sample) -> set[str]:
-    """Return what failed checks left the sample with: "zero" for a score of 0, "missing" for none where there should be one."""
+    """Return the effect of failed checks on the sample: "zero" for a score of 0, "missing" for a missing score."""
     failed = [
         (sample.scores.get(name), verdict) for name, verdict in sample.verdicts.items() if verdict in ("error", "timeout")
     ]
@@ -125,19 +128,19 @@ def failures_of(sample: Sample) -> set[str]:
 
 
 class Failures:
-    """Decide when a reward function is broken, and the run must end: after it has raised on everything for a while.
+    """Decides when a reward function is broken, so that the run must end.
 
-    An exception may also be the fault of one row of the data, on which the function raises for each sample of the group, and a
-    rank may have few prompts in a rollout. So a function counts as broken once it has raised on every sample of this rank since
-    it last gave a score, and these are MIN_SAMPLES different ones, of MIN_PROMPTS prompts. To wait that long costs little:
-    scores that are all equal give no gradient.
+    An exception may be the fault of one data row: the function then raises on every sample of the group, and a rank may have
+    few prompts in a rollout. So a function counts as broken once it has raised on every sample of this rank since its last
+    score, if these are at least MIN_SAMPLES different samples from MIN_PROMPTS prompts. Waiting that long costs little, because
+    equal scores produce no gradient.
     """
 
     def __init__(self) -> None:
-        self._failed: dict[str, set[tuple[int, tuple[int, ...]]]] = {}  # by function: (prompt id, response)
+        self._failed: dict[str, set[tuple[int, tuple[int, ...]]]] = {}  # failed samples by function, as (prompt id, response)
 
     def add(self, scored: Sequence[tuple[Sample, RewardResult]]) -> None:
-        """Add the results of one rollout. Raises RewardError for a function that is broken."""
+        """Add the results of one rollout. Raises RewardError if a function is broken."""
         for name in {name for _, result in scored for name in result.verdicts}:
             errors = [(sample, result.errors[name]) for sample, result in scored if name in result.errors]
             if len(errors) < len(scored):

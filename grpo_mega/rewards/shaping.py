@@ -1,8 +1,9 @@
-"""Rewards that shape a response beside its answer: signs of steps, length, repetition, language.
+"""Rewards that shape a response, apart from whether its answer is right: signs of steps, length, repetition, language.
 
-reasoning_steps, len, cosine and repetition_penalty give the values of open-r1's functions of these names, with two differences:
-a gold answer that cannot be read gives no value (open-r1 takes every answer to it for right), and past max_len cosine stays at
-its last value (open-r1's turns back). Lengths are in characters. Options that cannot be are a ValueError, on any response.
+reasoning_steps, len, cosine and repetition_penalty return the values of open-r1's functions with these names, with two
+differences. If the gold answer cannot be read there is no value, while open-r1 counts every answer as right. Past max_len
+cosine keeps its last value, while open-r1's turns back. Lengths are in characters. Impossible options raise ValueError on any
+response.
 """
 
 import math
@@ -14,7 +15,9 @@ from grpo_mega.rewards.api import Score
 from grpo_mega.rewards.math.accuracy import accuracy
 from grpo_mega.rewards.math.answer import whole_turn
 
-SHAPING = frozenset({"reasoning_steps", "len", "cosine", "repetition_penalty", "language_consistency"})  # no marks of a test
+SHAPING = frozenset(
+    {"reasoning_steps", "len", "cosine", "repetition_penalty", "language_consistency"}
+)  # these do not say whether an answer is right
 
 _SIGN_OF_STEP = re.compile(r"Step \d+:|\A\d+\.|\n[-*]|(?:First|Second|Next|Finally),")
 _SIGNS_WANTED = 3
@@ -24,11 +27,11 @@ _LETTERS = dict.fromkeys(("en", "de", "es", "fr", "it", "pt"), "A-Za-z\u00c0-\u0
 _LETTERS |= {"zh": _HAN, "ja": _HAN + _KANA, "ko": "\uac00-\ud7af", "ru": "\u0400-\u04ff", "el": "\u0370-\u03ff"}
 _LETTERS |= {"ar": "\u0600-\u06ff", "he": "\u0590-\u05ff"}
 _WORD = re.compile(rf"[{_HAN}{_KANA}]|(?:(?![{_HAN}{_KANA}])[^\W\d_])+")
-_NO_PROSE = re.compile(r"\\[A-Za-z]+|\b[A-Za-z]\b|<[^<>\s]*>")  # commands of LaTeX, variables, tags
+_NO_PROSE = re.compile(r"\\[A-Za-z]+|\b[A-Za-z]\b|<[^<>\s]*>")  # matches LaTeX commands, variables and tags
 
 
 def reasoning_steps(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float:
-    """Return a third per sign of a step, at most 1: "Step 2:", a bullet, "First," or "1." where the text begins."""
+    """Return a third per sign of a step, at most 1: "Step 2:", a bullet, "First,", or "1." at the start of the text."""
     return min(1.0, sum(1 for _ in _SIGN_OF_STEP.finditer(response)) / _SIGNS_WANTED)
 
 
@@ -45,9 +48,10 @@ def len_reward(
 
 
 def len_of(judged: Sequence[Score], lengths: Sequence[int]) -> list[Score]:
-    """Return the length reward for the accuracy reward's Scores and the lengths of a group:
+    """Return the length reward for a group's accuracy Scores and lengths.
 
-    0.5 - (length - shortest) / (longest - shortest); for a wrong answer at most 0; 0 where all are equally long
+    The reward is 0.5 - (length - shortest) / (longest - shortest), at most 0 for a wrong answer, and 0 if all lengths are
+    equal.
     """
     spread = max(lengths) - min(lengths)
     values = [0.5 - (length - min(lengths)) / spread if spread else 0.0 for length in lengths]
@@ -92,9 +96,10 @@ def cosine_of(
     max_value_correct: float = 1.0,
     max_len: float = 1000,
 ) -> Score:
-    """Return the cosine reward for the accuracy reward's Score: half a period of a cosine over the length, up to max_len.
+    """Return the cosine reward for an accuracy Score: half a cosine period over the length, up to max_len.
 
-    A right answer falls from max_value_correct to min_value_correct, a wrong one rises from min_value_wrong to max_value_wrong.
+    The reward of a right answer falls from max_value_correct to min_value_correct. The reward of a wrong one rises from
+    min_value_wrong to max_value_wrong.
     """
     if judged.value is None:
         return judged
@@ -113,9 +118,9 @@ def repetition_penalty(
     max_penalty: float = -1.0,
     unit: str = "words",
 ) -> float:
-    """Return max_penalty times the share of the response's n-grams that are repetitions (arXiv 2502.03373, appendix C.2).
+    """Return max_penalty times the share of repeated n-grams in the response (arXiv 2502.03373, appendix C.2).
 
-    Words are separated by white space, and upper and lower case are the same; `unit: characters` is for scripts without spaces.
+    Words are separated by white space, and case does not matter. `unit: characters` is for scripts without spaces.
     """
     _require("ngram_size", ngram_size, ngram_size >= 1, "be at least 1")
     _require("max_penalty", max_penalty, max_penalty <= 0, "be at most 0")
@@ -128,10 +133,11 @@ def repetition_penalty(
 
 
 def language_consistency(prompt: str, response: str, answer: str, extras: dict[str, Any], *, language: str = "en") -> float:
-    """Return the share of the thought's words that are in the language's script (DeepSeek-R1, arXiv 2501.12948, 2.3.2).
+    """Return the share of the thought's words in the script of the language (DeepSeek-R1, arXiv 2501.12948, 2.3.2).
 
-    The thought is the text between <think> and </think>, or all of a response without one. A Chinese or Japanese character is a
-    word; commands of LaTeX and single Latin letters are none. Languages that share a script cannot be told apart.
+    The thought is the text between <think> and </think>, or the whole response without such tags. Each Chinese or Japanese
+    character is a word. LaTeX commands and single Latin letters are not words. Languages that share a script cannot be told
+    apart.
     """
     _require("language", language, language in _LETTERS, f"be one of {', '.join(_LETTERS)}")
     turn = whole_turn(response, extras)

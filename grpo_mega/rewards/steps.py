@@ -2,12 +2,12 @@
 
     blank-lines    a step ends with the blank lines after it
     lines          a step is a line
-    step-k         a step begins at a line such as "Step 2: ...", "**Step 2**", "### step 2." or "- Step 2)"
+    step-k         a step starts at a line such as "Step 2: ...", "**Step 2**", "### step 2." or "- Step 2)"
     regex:PATTERN  a step ends where a match of PATTERN ends
 
-A splitter maps a text to the ascending character ends of its steps. Together the steps are the whole text, what separates two
-of them belongs to the one before, and none is white space alone: such a piece belongs to its neighbour, and a text of white
-space has no steps. Time is linear in the text's length (for regex:PATTERN, as far as PATTERN is).
+A splitter maps a text to the ascending character ends of its steps. Together the steps are the whole text. A separator belongs
+to the step before it. No step is only white space: such a piece is merged into its neighbour, and a text of only white space
+has no steps. Time is linear in the length of the text (for regex:PATTERN, if PATTERN is linear).
 """
 
 import re
@@ -18,10 +18,10 @@ from functools import lru_cache
 from grpo_mega.config.rewards import step_separator
 from grpo_mega.errors import ConfigError
 
-PIECE_SIZE = 16  # tokens that are decoded together; up to MAX_CUT more where a piece would end within a character
+PIECE_SIZE = 16  # tokens that are decoded together, plus up to MAX_CUT if the piece would end within a character
 MAX_CUT = 4
 
-_REPLACEMENT = "\ufffd"  # a part of a character, decoded
+_REPLACEMENT = "\ufffd"  # decoded form of an incomplete character
 _INK = re.compile(r"\S")
 
 Splitter = Callable[[str], list[int]]
@@ -30,7 +30,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @lru_cache(maxsize=32)
 def splitter(name: str) -> Splitter:
-    """Return the splitter called `name`. Raises ConfigError for an unknown name or a pattern that is no regular expression."""
+    """Return the splitter called `name`. Raises ConfigError for an unknown name or an invalid pattern."""
     try:
         separator = step_separator(name)
     except ValueError as error:
@@ -39,8 +39,10 @@ def splitter(name: str) -> Splitter:
 
 
 def tokens_at(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> list[int]:
-    """Return for each of the character `ends` the smallest t such that token_ids[: t + 1] decode to a text that begins with so
-    many characters of the whole text."""
+    """Return for each character end the index of the token that completes it.
+
+    This is the smallest t such that the decoded token_ids[: t + 1] start with that many characters of the whole text.
+    """
     ids = list(token_ids)
     by_token = _token_ends(ids, decode)
     if by_token is not None:
@@ -51,7 +53,7 @@ def tokens_at(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> 
 
 def _ends(text: str, separator: re.Pattern[str]) -> list[int]:
     ends: list[int] = []
-    ink = _INK.search(text)  # the first character of the step that is to end, white space aside
+    ink = _INK.search(text)  # first non-space character of the current step
     for match in separator.finditer(text):
         if ink is not None and ink.start() < match.end():
             ends.append(match.end())
@@ -64,22 +66,22 @@ def _ends(text: str, separator: re.Pattern[str]) -> list[int]:
 
 
 def _token_ends(token_ids: Sequence[int], decode: Decode) -> list[int] | None:
-    """Return for each token how many characters of the whole decoded text are complete once it is decoded.
+    """Return for each token how many characters of the whole decoded text are complete after it; None if unknown.
 
-    A character that several tokens make up is complete with the last of them, and a token without text, such as a special one
-    that `decode` leaves out, adds none. The text is decoded in pieces, since decoding every prefix of a long text takes
-    seconds; None if the pieces do not make up the whole, as with some tokenizers.
+    A character that spans several tokens is complete with the last one. A token without text, such as a special token that
+    `decode` omits, adds no characters. The text is decoded in pieces, because decoding every prefix of a long text takes
+    seconds. With some tokenizers the pieces do not add up to the whole text; then the result is None.
     """
     ids = list(token_ids)
     ends = _ends_by_pieces(ids, decode, context=[])
-    # Some tokenizers drop the space before a text's first word, so decode the later pieces after a token.
+    # Some tokenizers drop the space before the first word of a text, so decode later pieces after a token.
     return ends if ends is not None else _ends_by_pieces(ids, decode, context=ids[:1])
 
 
 def _ends_by_pieces(ids: list[int], decode: Decode, context: list[int]) -> list[int] | None:
     whole = decode(ids)
     ends: list[int] = []
-    start = 0  # characters of the pieces so far
+    start = 0  # characters of all pieces so far
     while len(ends) < len(ids):
         before = context if ends else []
         skipped = len(decode(before))
@@ -90,7 +92,7 @@ def _ends_by_pieces(ids: list[int], decode: Decode, context: list[int]) -> list[
                 break
         if not whole.startswith(text, start):
             return None
-        reached = 0  # never less than before: a character can come and go while bytes of the next one are decoded with its own
+        reached = 0  # must not shrink: a character can vanish while bytes of the next one are decoded with it
         for size in range(1, len(piece) + 1):
             reached = max(reached, _num_common(decode([*before, *piece[:size]])[skipped:], text))
             ends.append(start + reached)
@@ -99,5 +101,5 @@ def _ends_by_pieces(ids: list[int], decode: Decode, context: list[int]) -> list[
 
 
 def _num_common(a: str, b: str) -> int:
-    """Return how many first characters two texts have in common."""
+    """Return the length of the longest common prefix of two texts."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -180,7 +180,7 @@ def test_rewards_are_added_by_weight_or_multiplied(multiplies: tuple[str, ...], 
         ("repetition_penalty", {"unit": "lines"}, "unit='lines': must be words or characters"),
         ("language_consistency", {"language": "xx"}, "language='xx': must be one of en, de, "),
         ("len", {"language": "en"}, "has no option 'language'; it takes none"),
-        ("soft_overlong_punishment", {}, "is no function here; set algorithm.overlong_buffer"),
+        ("soft_overlong_punishment", {}, "is not a reward function here; set algorithm.overlong_buffer"),
     ],
 )
 def test_wrong_options_of_the_shaping_functions_are_refused_at_once(name: str, options: dict[str, Any], error: str) -> None:

@@ -1,1 +1,1 @@
-"""Reward functions in processes of their own, so that a check that hangs or dies costs its deadline and nothing else."""
+"""Reward functions in separate processes, so a check that hangs or dies costs only its deadline."""

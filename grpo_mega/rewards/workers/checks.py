@@ -1,7 +1,7 @@
-"""The pool's queue of checks: which samples wait for which check, and the verdicts of the accuracy reward so far.
+"""The pool's queue of checks, the samples that wait for each check, and the accuracy verdicts so far.
 
-Invariants: of two checks with the same texts one is queued or under way at a time; a check in the queue has samples. Not for
-several threads at once: the pool's lock guards it.
+At most one check with the same texts is queued or running at a time. Every queued check has samples. The class has no lock:
+callers hold the pool's lock.
 """
 
 from collections import OrderedDict, deque
@@ -10,44 +10,49 @@ from dataclasses import dataclass
 
 from grpo_mega.rewards.api import Score
 
-CAPACITY = 10_000  # verdicts; some megabytes
+CAPACITY = 10_000  # number of verdicts to remember; takes a few megabytes
 
-Texts = tuple[str, str]  # what stands for the gold answer and for the answer, on which alone a verdict depends
+Texts = tuple[str, str]  # digests or texts of the gold answer and the answer; a verdict depends only on them
 
 
 @dataclass(eq=False)
 class Check:
-    """One function on the samples that must get the same score: one, unless `texts` are those on which it depends. With a
-    `group`, one call on all its samples, which each get a score of their own."""
+    """One call of a function, whose samples all get the same score.
+
+    A check without `texts` has one sample. With `texts`, all samples with these texts share it. With `group`, it is one call
+    for all samples of the group, and each sample gets its own score.
+    """
 
     name: str
     keys: list[Hashable]
     texts: Texts | None = None
-    group: bytes | None = None  # what the call needs beside the samples, pickled
-    num_deaths: int = 0  # workers that ended during it
-    failure: Score | None = None  # the score if the gold answer alone can be checked, which is the next thing to try
+    group: bytes | None = None  # pickled arguments of the call that do not belong to one sample
+    num_deaths: int = 0  # number of workers that ended during this check
+    failure: Score | None = (
+        None  # the score to give if the gold answer proves checkable; set while only the gold answer is checked
+    )
 
 
 class Checks:
-    """Checks to be done, first come, first served."""
+    """A first-in, first-out queue of checks."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._queue: deque[Check] = deque()
-        self._shared: dict[Texts, Check] = {}  # queued or under way
-        self._verdicts: OrderedDict[Texts, Score] = OrderedDict()  # the most recently used ones are last
-        self._failures: dict[Texts, Score] = {}  # of checks that hung or crashed in this rollout
-        self._refused: dict[str, Score] = {}  # by gold answer that itself hung or crashed in this rollout
+        self._shared: dict[Texts, Check] = {}  # checks that are queued or running
+        self._verdicts: OrderedDict[Texts, Score] = OrderedDict()  # most recently used last
+        self._failures: dict[Texts, Score] = {}  # checks that hung or crashed in this rollout
+        self._refused: dict[str, Score] = {}  # gold answers that hung or crashed in this rollout
         self._capacity = capacity
 
     def known(self, texts: Texts) -> Score | None:
-        """Return the Score of these texts, if it is remembered."""
+        """Return the remembered Score of these texts; None if there is none."""
         if texts in self._verdicts:
             self._verdicts.move_to_end(texts)
             return self._verdicts[texts]
         return self._refused.get(texts[0]) or self._failures.get(texts)
 
     def add(self, check: Check) -> None:
-        """Queue a check, or have its samples wait for one with the same texts."""
+        """Queue a check. If a check with the same texts exists, add the samples to it instead."""
         if check.texts is not None:
             like_it = self._shared.setdefault(check.texts, check)
             if like_it is not check:
@@ -56,19 +61,22 @@ class Checks:
         self._queue.append(check)
 
     def next(self) -> Check | None:
-        """Return the check to begin with now; None if none waits."""
+        """Return the check to start now; None if the queue is empty."""
         return self._queue.popleft() if self._queue else None
 
     def again(self, check: Check) -> None:
-        """Queue a check that was under way before all others, unless all its samples were discarded."""
+        """Put a started check at the front of the queue, unless all its samples were discarded."""
         if check.keys:
             self._queue.appendleft(check)
         else:
             self._end(check)
 
     def finish(self, check: Check, score: Score, *, is_own: bool) -> list[Hashable]:
-        """Return all samples of a check that has ended. The function's own score is remembered; what it gets for a hang or a
-        crash is remembered until `end_rollout`, since the cause may have been the machine."""
+        """Return all samples of a check that has ended, and remember its score.
+
+        A score from the function itself is kept. The score of a hang or crash is kept until `end_rollout`, because the machine
+        may have been the cause.
+        """
         self._end(check)
         if check.texts is not None:
             if not is_own:
@@ -80,7 +88,7 @@ class Checks:
         return check.keys
 
     def refuse_gold(self, gold: str, score: Score) -> list[Check]:
-        """Let every check of this gold answer have this score until `end_rollout`. Return those that were queued."""
+        """Give this score to every check of this gold answer until `end_rollout`. Return the checks that were queued."""
         self._refused[gold] = score
         refused = [check for check in self._queue if check.texts is not None and check.texts[0] == gold]
         self._queue = deque(check for check in self._queue if check not in refused)
@@ -93,7 +101,7 @@ class Checks:
         self._failures, self._refused = {}, {}
 
     def forget(self, keys: Collection[Hashable]) -> None:
-        """Drop the checks for which no other samples than these wait."""
+        """Drop these samples, and the checks that have no other samples."""
         for check in (*self._queue, *self._shared.values()):
             check.keys = [key for key in check.keys if key not in keys]
         self._queue = deque(check for check in self._queue if check.keys)

@@ -1,10 +1,10 @@
-"""Make the fork server the guardian of the workers that it forks. It alone may import this module, and does so first.
+"""Make the fork server the guardian of its workers. Only the fork server may import this module, before any other.
 
-The guardian leaves the trainer's session, so that neither an interrupt nor a signal to the trainer's process group reaches it
-or its workers. It adopts the orphans below it. When the pool or its process ends, it kills the workers and all processes that
-their checks have started, in sessions of their own or not. It learns of that end by SIGTERM, which the pool or the kernel
-sends, or, where the kernel cannot, by the end of file on which every fork server exits; only a process that has made itself a
-daemon escapes where the kernel gives it another parent.
+The guardian leaves the trainer's session, so an interrupt or a signal to the trainer's process group reaches neither the
+guardian nor its workers. It adopts orphans among its descendants. When the pool or its process ends, the guardian kills the
+workers and every process that their checks started, in any session. It learns of the end by SIGTERM from the pool or the
+kernel. If the kernel cannot send one, it learns by the end of file that makes every fork server exit. Only a daemonized process
+escapes, on kernels that assign it another parent.
 """
 
 import atexit
@@ -18,12 +18,14 @@ from grpo_mega.processes import adopt_orphans, die_with_parent, kill_descendants
 
 
 def _guard() -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what is imported later: a fork of more than one thread could hang
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # before numerical libraries start threads: a fork with several threads can hang
     with contextlib.suppress(OSError):
         os.setsid()
-    os.dup2(2, 1)  # what a reward function prints must not mix with the trainer's output
-    console.install()  # a function may print a response
-    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # an adopted orphan has ended
+    os.dup2(2, 1)  # output of reward functions must not mix with the trainer's output
+    console.install()  # for functions that print responses
+    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # harmless: an adopted orphan has ended
     server = os.getpid()
 
     def end(*_: object) -> None:

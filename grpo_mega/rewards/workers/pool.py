@@ -1,20 +1,21 @@
-"""A pool of killable processes that score samples while sampling goes on.
+"""A pool of killable processes that score samples while sampling continues.
 
-Input: samples by `submit`, which does not block. Output: a RewardResult for each by `collect`, which waits for all. Invariants:
-every check (one sample, one function) ends within `deadline_s` of its start, by SIGKILL if need be; a check that hangs, crashes
-or raises costs its own score only; no worker outlives the pool or its process. One daemon thread drives each worker; the
-methods only touch queues.
+`submit` queues a sample and does not block. `collect` waits for all samples and returns a RewardResult for each. Every check
+(one sample, one function) ends within `deadline_s` of its start, with SIGKILL if necessary. A check that hangs, crashes or
+raises affects only its own score. No worker outlives the pool or its process. One daemon thread drives each worker; the methods
+only touch queues.
 
-The accuracy reward's verdict depends on two short texts alone, the normalized answers, and often needs no math-verify. So
-`submit` looks for it by `quick` and among the verdicts so far, and samples with the same texts wait for one check, whatever its
-outcome. `len` and `cosine` are computed here from that verdict and lengths. Where a check hangs, the gold answer alone is
-checked: if that hangs too, it is "gold_unparsable", for all samples that have it.
+The accuracy verdict depends only on two short texts, the normalized answers, and often needs no math-verify. So `submit` tries
+`quick` and the cached verdicts first. Samples with the same texts share one check, whatever its outcome. `len` and `cosine` are
+computed here from the verdict and the lengths. If a check hangs, the pool checks the gold answer alone. If that hangs too,
+every sample with this gold answer gets "gold_unparsable".
 
-A check whose worker ends is tried once more in another worker, since the system may have killed it; the second time it is the
-response's fault. A check of a reward server that takes too long is no fault of the response: no score.
+If a worker ends during a check, the check is retried once in another worker, because the system may have killed the first. The
+second time the response is to blame. If a reward-server check takes too long, the response is not to blame: it gets no score.
 
-A function of TRL's signature is called once per group, which `submit_group` tells. Only the workers know which of the user's
-functions are of it: both kinds of checks are queued for these, and a worker passes over those that are not for it.
+A function with TRL's signature is called once per group; `submit_group` announces the groups. Only the workers know which user
+functions have this signature. So user functions are queued both per sample and per group, and a worker skips the kind that does
+not apply.
 """
 
 import contextlib
@@ -40,29 +41,30 @@ from grpo_mega.rewards.workers.checks import Check, Checks, Texts
 from grpo_mega.rewards.workers.process import ForkServer, Worker, WorkerEnded
 from grpo_mega.rewards.workers.worker import ACCURACY, JUDGED, Job, Outcome, Request
 
-COSINE, LENGTH = "cosine", "len"  # computed from the accuracy reward's verdict
-SECONDS_BETWEEN_LOOKS = 1.0  # at the progress while results are waited for, and at whether an idle worker is still alive
-_MAX_STARTS, _PAUSE_S = 5, 0.2  # of one worker while the fork server ends each time, and the pause between two of them
+COSINE, LENGTH = "cosine", "len"  # computed from the accuracy verdict
+# Seconds between looks at the progress while results are awaited, and between checks that an idle worker is still alive.
+SECONDS_BETWEEN_LOOKS = 1.0
+# Attempts to start a worker while the fork server keeps ending, and the pause between two attempts.
+_MAX_STARTS, _PAUSE_S = 5, 0.2
 
 
 @dataclass
 class _Pending:
     payload: bytes
     length: int  # characters of the response
-    group: Sequence[Hashable] = ()  # the keys of its group, once that is whole
-    judged: Score | None = None  # by the accuracy reward, for `len`
+    group: Sequence[Hashable] = ()  # keys of the complete group; empty until then
+    judged: Score | None = None  # accuracy score, needed for `len`
     outcomes: dict[str, Score] = field(default_factory=dict)  # by function
-    errors: dict[str, str] = field(default_factory=dict)  # the exceptions that were raised, by function
+    errors: dict[str, str] = field(default_factory=dict)  # exceptions by function
 
 
 class RewardPool:
     """Run reward functions in worker processes; a context manager.
 
-    `rewards` passes registry.check. Its `deadline_s` for one check begins when a worker gets it: neither queueing nor start-up
-    counts. A pool without workers is for a rank that submits nothing.
+    `rewards` must have passed registry.check. Its `deadline_s` starts when a worker receives the check, so queueing and startup
+    do not count. A pool without workers is for a rank that submits nothing.
 
-    The workers start at once, in the background; what goes wrong then is raised as RewardError by the next `submit` or
-    `collect`.
+    The workers start immediately, in the background. If a start fails, the next `submit` or `collect` raises RewardError.
     """
 
     def __init__(self, rewards: RewardsConfig, *, has_workers: bool = True) -> None:
@@ -74,16 +76,16 @@ class RewardPool:
         self._in_workers = [name for name in self._weights if name not in JUDGED]
         self._maybe_of_groups = frozenset(name for name in self._in_workers if name not in BUILT_IN)
 
-        self._lock = threading.Lock()  # guards everything up to the blank line
-        self._changed = threading.Condition(self._lock)  # for those who wait for results or for a worker
-        self._has_work = threading.Condition(self._lock)  # for idle workers' threads
+        self._lock = threading.Lock()  # guards the attributes up to the blank line
+        self._changed = threading.Condition(self._lock)  # notified about results and started workers
+        self._has_work = threading.Condition(self._lock)  # wakes the threads of idle workers
         self._checks = Checks()
         self._pending: dict[Hashable, _Pending] = {}
-        self._unfinished = 0  # outcomes
+        self._unfinished = 0  # outcomes that are still missing
         self._counters: Counter[str] = Counter(killed_workers=0)
         self._first_error: str | None = None
         self._failure: str | None = None
-        self._is_ready = not has_workers  # a worker has imported all functions
+        self._is_ready = not has_workers  # True once a worker has imported all functions
         self._pids: list[int] = []
 
         self._server = ForkServer(imports_math_verify=self._is_judged)
@@ -100,19 +102,19 @@ class RewardPool:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Checks by verdict since the pool began, and "killed_workers"."""
+        """Number of checks by verdict since the pool started, and "killed_workers"."""
         with self._lock:
             return dict(self._counters)
 
     @property
     def first_error(self) -> str | None:
-        """The first exception or crash since the pool began, with the function's name."""
+        """The first exception or crash since the pool started, with the function's name."""
         with self._lock:
             return self._first_error
 
     @property
     def worker_pids(self) -> list[int]:
-        """The process ids of the present workers."""
+        """The process ids of the current workers."""
         with self._lock:
             return list(self._pids)
 
@@ -124,7 +126,7 @@ class RewardPool:
             self._raise_failure()
 
     def submit(self, key: Hashable, prompt: str, response: str, answer: str, extras: dict[str, Any]) -> None:
-        """Queue one sample for all functions; `key`, which must be new, is its name in what `collect` returns."""
+        """Queue one sample for all functions. `key` must be new; `collect` returns the result under it."""
         assert self._threads, "a pool without workers"
         score, texts = self._judge_now(response, answer, extras) if self._is_judged else (None, None)
         is_known = score is not None and not self._in_workers
@@ -147,9 +149,9 @@ class RewardPool:
                 self._has_work.notify()
 
     def submit_group(self, keys: Sequence[Hashable], given: Mapping[str, Any], token_ids: Sequence[list[int]]) -> None:
-        """Queue the functions that take a whole group, whose samples have all been submitted; `given` is that of groups.call.
+        """Queue the functions that take a whole group. All samples of the group must have been submitted.
 
-        A sample that is in no group when results are collected is a group by itself.
+        `given` is the argument of groups.call. A sample without a group when results are collected is its own group.
         """
         if not self._maybe_of_groups and LENGTH not in self._weights:
             return
@@ -163,8 +165,10 @@ class RewardPool:
                 self._has_work.notify()
 
     def discard(self, keys: Collection[Hashable]) -> None:
-        """Forget samples submitted since the last collect. A check of theirs that has begun ends, and counts for nothing; so
-        their keys must not be used again."""
+        """Forget samples submitted since the last collect.
+
+        A check of such a sample that has started still finishes, but does not count. So never reuse these keys.
+        """
         with self._lock:
             forgotten = {key: self._pending.pop(key) for key in keys}
             self._checks.forget(forgotten)
@@ -175,7 +179,7 @@ class RewardPool:
     def collect(self, on_progress: Callable[[], None] = lambda: None) -> dict[Any, RewardResult]:
         """Wait for all samples submitted since the last collect; return their results in the order of submission.
 
-        While it waits, `on_progress()` is called from the caller's thread whenever checks have finished.
+        The caller's thread calls `on_progress()` whenever checks have finished.
 
         Raises:
             RewardError: the workers cannot start.
@@ -193,7 +197,7 @@ class RewardPool:
         return {key: result_of(self._weights, one.outcomes, one.errors, self._factors) for key, one in pending.items()}
 
     def close(self) -> None:
-        """End all workers, busy or not, and wait for their end; may be called twice."""
+        """End all workers, busy or not, and wait until they have ended. May be called twice."""
         self._fail("the reward pool is closed; submit before close()")
         self._server.close()
         for thread in self._threads:
@@ -210,20 +214,20 @@ class RewardPool:
             self._has_work.notify_all()
 
     def _judge_now(self, response: str, answer: str, extras: Mapping[str, Any]) -> tuple[Score | None, Texts | None]:
-        """Return (the accuracy reward's Score, None) if that is clear at once, else (None, the texts on which it depends)."""
+        """Return (the accuracy Score, None) if it is clear without a check, else (None, the texts on which it depends)."""
         turn, reason = whole_turn(response, extras), extras.get(FINISH_REASON)
         score, texts = quick(turn, answer, reason, **self._options.get(ACCURACY, {}))
         if score is not None or texts is not None:
             return score, texts
         marked = None
         if reason != "length":
-            with contextlib.suppress(Exception):  # costs the check, in the worker, which meets it as well
+            with contextlib.suppress(Exception):  # the check in the worker meets the same error and fails
                 marked = locate_answer(turn)[0]
         return None, (_digest(answer), _digest(turn if marked is None else marked, reason))
 
     def _record(self, key: Hashable, name: str, score: Score, error: str | None = None) -> None:
-        """Take the outcome of a check; `error` is the text of the exception that was raised, if any."""
-        if (sample := self._pending.get(key)) is None:  # it was discarded
+        """Record the outcome of a check. `error` is the text of its exception, if any."""
+        if (sample := self._pending.get(key)) is None:  # the sample was discarded
             return
         if name != ACCURACY:
             self._record_one(sample, name, score, error)
@@ -248,7 +252,7 @@ class RewardPool:
             self._changed.notify_all()
 
     def _score_lengths(self, keys: Sequence[Hashable]) -> None:
-        """Compute `len` for a group once all its samples that are left are judged."""
+        """Compute `len` for a group once all its remaining samples have an accuracy verdict."""
         group = [sample for key in keys if (sample := self._pending.get(key)) is not None]
         judged = [sample.judged for sample in group if sample.judged is not None]
         if LENGTH not in self._weights or not group or len(judged) < len(group) or LENGTH in group[0].outcomes:
@@ -256,10 +260,10 @@ class RewardPool:
         for sample, score in zip(group, len_of(judged, [sample.length for sample in group]), strict=True):
             self._record_one(sample, LENGTH, score, sample.errors.get(LENGTH))
 
-    # Everything below runs in the workers' threads.
+    # The worker threads run everything below.
 
     def _serve(self) -> None:
-        """Keep one worker at work, and replace it when it ends."""
+        """Keep one worker running, and replace it when it ends."""
         try:
             is_replacement = False
             while self._failure is None:
@@ -277,7 +281,7 @@ class RewardPool:
             self._fail(f"a thread of the reward pool ended with {type(error).__name__}: {error}")
 
     def _start(self, is_replacement: bool) -> Worker:
-        """Return a worker that is ready. Raises RewardError where none can be."""
+        """Return a worker that is ready. Raises RewardError if none can start."""
         for _ in range(_MAX_STARTS):
             with contextlib.suppress(OSError, EOFError):
                 worker = Worker(self._server, Job(self._rewards, is_replacement))
@@ -287,11 +291,11 @@ class RewardPool:
                     self._maybe_of_groups = worker.of_groups - JUDGED
                     self._changed.notify_all()
                 return worker
-            time.sleep(_PAUSE_S)  # the fork server has ended; the next worker starts it again
+            time.sleep(_PAUSE_S)  # the fork server has ended; the next attempt restarts it
         raise RewardError("the process that forks them has ended; its standard error says why")
 
     def _run_checks(self, worker: Worker) -> None:
-        """Give the worker checks until it has ended or the pool has."""
+        """Send checks to the worker until the worker ends or the pool closes."""
         while (next_check := self._next_check(worker)) is not None:
             check, request = next_check
             try:
@@ -308,7 +312,7 @@ class RewardPool:
                 self._finish(check, outcomes)
 
     def _next_check(self, worker: Worker) -> tuple[Check, Request] | None:
-        """Wait for a check, and return it with its samples; None if the worker has ended or the pool has."""
+        """Wait for a check, and return it with its samples; None if the worker has ended or the pool is closed."""
         with self._lock:
             while self._failure is None:
                 if (check := self._checks.next()) is None:
@@ -327,10 +331,10 @@ class RewardPool:
             payloads = [pickle.dumps(("", answer, answer, {}))]
         return check.name, payloads, check.group
 
-    # The lock is held by the callers of all below but the first.
+    # The methods below run with the lock held, except _retry_or_fail, which takes it.
 
     def _retry_or_fail(self, check: Check, problem: str) -> None:
-        """Try a check once more whose worker has ended; the second time it has failed."""
+        """Retry a check whose worker has ended. Fail it if this was the second time."""
         with self._lock:
             check.num_deaths += 1
             if check.num_deaths == 1:
@@ -341,7 +345,7 @@ class RewardPool:
             self._fail_check(check, Score(0.0, "error"))
 
     def _fail_check(self, check: Check, score: Score) -> None:
-        """Give a check that hung or crashed this score; first look whether that is the gold answer's fault."""
+        """Give this score to a check that hung or crashed. First find out whether the gold answer is to blame."""
         if check.failure is not None:
             self._refuse_gold(check)
         elif check.texts is not None and self._checks.known(check.texts) is None:
@@ -354,7 +358,7 @@ class RewardPool:
             self._give(check, [(score, error)] * len(check.keys), is_own=False)
 
     def _again(self, check: Check) -> None:
-        left = [key for key in check.keys if key in self._pending]  # the others were discarded in the meantime
+        left = [key for key in check.keys if key in self._pending]  # without samples discarded in the meantime
         check.keys[:] = left if check.group is None or len(left) == len(check.keys) else []
         self._checks.again(check)
         self._has_work.notify()
@@ -365,19 +369,19 @@ class RewardPool:
             self._give(refused, [(GOLD_UNPARSABLE, None)], is_own=False)
 
     def _finish(self, check: Check, outcomes: list[Outcome]) -> None:
-        """Take what the function gave."""
+        """Record the outcomes that the function returned."""
         if check.failure is not None:
             self._give(check, [(check.failure, None)], is_own=False)
         else:
             self._give(check, outcomes, is_own=outcomes[0][1] is None)
 
     def _give(self, check: Check, outcomes: list[Outcome], *, is_own: bool) -> None:
-        """Record outcomes, one for each sample or one for all; `is_own`: the function gave the score."""
+        """Record one outcome per sample, or one outcome for all samples. `is_own`: the function itself returned the score."""
         keys = check.keys if check.group is not None else self._checks.finish(check, outcomes[0][0], is_own=is_own)
         for key, (score, error) in zip(keys, outcomes * (len(keys) if len(outcomes) == 1 else 1), strict=True):
             self._record(key, check.name, score, error)
 
 
 def _digest(*parts: object) -> str:
-    """Return what stands for a text that is too long to keep."""
+    """Return a digest that identifies a text too long to keep."""
     return hashlib.blake2b(repr(parts).encode(errors="backslashreplace"), digest_size=16).hexdigest()

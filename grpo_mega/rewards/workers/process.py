@@ -1,8 +1,8 @@
-"""Worker processes as the pool sees them: forked, given checks, killed with all that they have started.
+"""Worker processes as the pool sees them: fork one, send it checks, kill it with everything it started.
 
-Each thread of the pool drives one `Worker`. All workers of a pool are forked by its `ForkServer`, multiprocessing's, which is a
-fresh process: it holds nothing of the trainer but its environment and sys.path, has one thread, and imports `guardian` first.
-Neither it nor a worker imports the trainer's `__main__`.
+Each thread of the pool drives one `Worker`. The pool's `ForkServer` (from multiprocessing) forks all workers. It is a fresh
+process with one thread, inherits only the trainer's environment and sys.path, and imports `guardian` first. Neither the server
+nor a worker imports the trainer's `__main__`.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from grpo_mega.errors import RewardError
 from grpo_mega.processes import descendants
 from grpo_mega.rewards.workers.worker import GUARDIAN, WARM, Job, Outcome, Request
 
-START_LIMIT_S = 300.0  # for a worker's imports; generous, since network file systems are slow
-_END_LIMIT_S = 60.0  # for the end of a killed process, which takes long where it has filled gigabytes
+START_LIMIT_S = 300.0  # limit for a worker's imports; generous because network file systems are slow
+_END_LIMIT_S = 60.0  # limit for a killed process to end, which is slow after it has filled gigabytes
 _TOO_SLOW = f"a worker took more than {START_LIMIT_S:.0f} s to import its functions; make them lighter"
 
 
 class ForkServer(forkserver.ForkServer):
-    """The process that forks workers, started by the first fork and again where it has ended. For several threads at once.
+    """The process that forks workers. The first fork starts it; a later fork restarts it if it has ended. Thread-safe.
 
-    The kernel ends the server with the thread that started it, so only threads that live as long as the pool may fork.
+    The kernel ends the server together with the thread that started it, so only threads that live as long as the pool may fork.
     """
 
     def __init__(self, imports_math_verify: bool) -> None:
@@ -37,15 +37,17 @@ class ForkServer(forkserver.ForkServer):
         self._is_closed = False
 
     def connect(self, fd: int) -> tuple[int, int]:
-        """Request a worker that inherits `fd`. Return the pipe with its process id and, later, its exit status, and the pipe
-        for its job. Raises RewardError after `close`, OSError where the server has ended."""
+        """Request a worker that inherits `fd`. Return (pipe with its process id and later its exit status, pipe for its job).
+
+        Raises RewardError after `close`, and OSError if the server has ended.
+        """
         with self._connecting:
             if self._is_closed:
                 raise RewardError("the reward pool is closed")
             return self.connect_to_new_process([fd])
 
     def close(self) -> None:
-        """End the server, all workers and everything that they have started."""
+        """End the server, all workers, and everything that they started."""
         with self._connecting:
             self._is_closed = True
             pid: int | None = self._forkserver_pid  # type: ignore[attr-defined]
@@ -56,16 +58,16 @@ class ForkServer(forkserver.ForkServer):
 
 
 class WorkerEnded(Exception):
-    """The worker has ended by itself; the text says how, such as "status 3" or "signal SIGSEGV"."""
+    """The worker ended by itself. The text says how, such as "status 3" or "signal SIGSEGV"."""
 
 
 class Worker:
-    """A worker process that has imported its functions; used by one thread, which closes it in the end."""
+    """A worker process that has imported its functions. One thread uses it and finally closes it."""
 
     def __init__(self, server: ForkServer, job: Job) -> None:
-        """Have `server` fork it, and wait until it is ready.
+        """Fork a worker from `server`, and wait until it is ready.
 
-        Raises RewardError where it cannot import its functions, OSError or EOFError where the server has ended.
+        Raises RewardError if it cannot import its functions, and OSError or EOFError if the server has ended.
         """
         self._connection, theirs = Pipe()
         self._is_killed = False
@@ -75,7 +77,7 @@ class Worker:
                 self._status_fd, job_fd = server.connect(theirs.fileno())
             undo.callback(os.close, self._status_fd)
             with open(job_fd, "wb") as stream:
-                pickle.dump({"sys_path": [path or os.getcwd() for path in sys.path]}, stream)  # and no __main__
+                pickle.dump({"sys_path": [path or os.getcwd() for path in sys.path]}, stream)  # does not send __main__
                 pickle.dump(job, stream)
             self.pid = forkserver.read_signed(self._status_fd)
             undo.callback(self.kill)
@@ -90,7 +92,7 @@ class Worker:
         return bool(connection.wait([self._status_fd], 0))
 
     def run(self, request: Request, deadline_s: float) -> list[Outcome] | None:
-        """Return the outcome of each sample; None past the deadline, when the worker is killed.
+        """Return the outcome of each sample. Past the deadline, kill the worker and return None.
 
         Raises WorkerEnded.
         """
@@ -105,27 +107,27 @@ class Worker:
         return None
 
     def kill(self) -> None:
-        """Kill it, if it has not ended, and all that it started; do not wait for their end."""
+        """Kill the worker if it has not ended, and everything that it started, without waiting."""
         if self._is_killed:
             return
         self._is_killed = True
         if not self.has_ended:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGSTOP)  # so that it starts nothing in the meantime
+                os.kill(self.pid, signal.SIGSTOP)  # stop it first, so it starts no more processes
             for pid in (*descendants(self.pid), self.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # what a worker that has ended by itself left behind
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # processes that an ended worker left behind
             os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill it, and free the pipes."""
+        """Kill the worker, and close the pipes."""
         self.kill()
         self._connection.close()
         os.close(self._status_fd)
 
     def _ready(self) -> frozenset[str] | str:
-        """Wait until it has imported its functions; return those that take groups, or a problem. EOFError: it has ended."""
+        """Wait for the imports; return the names of group functions, or a problem. EOFError: the server has ended."""
         try:
             return self._connection.recv() if self._has_message(START_LIMIT_S) else _TOO_SLOW
         except (EOFError, OSError):
@@ -135,16 +137,16 @@ class Worker:
         return f"a worker ended with {_describe(status)} while it imported its functions; its standard error says why"
 
     def _has_message(self, seconds: float) -> bool:
-        """Wait for a message. Raises EOFError where there is none and the process has ended."""
+        """Wait for a message. Raises EOFError if there is none and the process has ended."""
         ready = connection.wait([self._connection, self._status_fd], seconds)
-        if self._connection in ready or self._connection.poll():  # it was in time, however late this thread is
+        if self._connection in ready or self._connection.poll():  # the message was in time, even if this thread is late
             return True
         if self._status_fd in ready:
             raise EOFError
         return False
 
     def _status(self) -> int | None:
-        """Return the exit status (negative: the signal), after killing what may be left; None if the server has ended."""
+        """Kill leftover processes and return the exit status (negative: the signal); None if the server has ended."""
         self.kill()
         with contextlib.suppress(EOFError):
             if connection.wait([self._status_fd], _END_LIMIT_S):

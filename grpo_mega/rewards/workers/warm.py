@@ -1,6 +1,7 @@
-"""Import math-verify and build its parser's tables: one to two seconds, spent once by the fork server, not by each worker.
+"""Import math-verify and build its parser's tables. The fork server spends this second or two once for all workers.
 
-A worker imports this module as well, which costs nothing where the fork server has it, and otherwise says why it cannot.
+A worker imports this module too. That costs nothing after the fork server has imported it; otherwise the import reports why it
+fails.
 """
 
 import gc
@@ -12,4 +13,4 @@ try:
 except Exception as error:
     raise ImportError(f"math-verify cannot be used: {type(error).__name__}: {error}") from error
 gc.collect()
-gc.freeze()  # so that a worker's garbage collection leaves these pages shared
+gc.freeze()  # keeps these pages shared when a worker collects garbage

@@ -1,8 +1,8 @@
-"""One reward worker: a process that the fork server forks, and that runs one check at a time. Never imports torch by itself.
+"""One reward worker: a process, forked by the fork server, that runs one check at a time. It never imports torch itself.
 
-Over its connection it sends the names of the functions that take groups once it has imported all, or a text that says why it
-cannot; then, for each (function's name, pickled samples, pickled rest of a group or None), the outcome of every sample. It ends
-with the connection and with the fork server, even if a check hangs.
+After importing all functions, the worker sends the names of the functions that take groups, or the reason why it cannot start.
+For each request (function name, pickled samples, pickled group data or None) it sends the outcome of every sample. The worker
+ends with the connection or the fork server, even during a check that hangs.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ from grpo_mega.rewards.api import NoScore, RewardFunction, Score, as_score
 from grpo_mega.text import well_formed
 
 ACCURACY = "accuracy"
-JUDGED = frozenset({ACCURACY, "len", "cosine"})  # need the accuracy reward's verdict, which workers find once for all of them
-GUARDIAN, WARM = "grpo_mega.rewards.workers.guardian", "grpo_mega.rewards.workers.warm"  # what the fork server imports
-MEMORY_LIMIT_BYTES = 4 << 30  # address space of one worker
+JUDGED = frozenset({ACCURACY, "len", "cosine"})  # need the accuracy verdict, which workers compute once for all of them
+GUARDIAN, WARM = "grpo_mega.rewards.workers.guardian", "grpo_mega.rewards.workers.warm"  # modules that the fork server preloads
+MEMORY_LIMIT_BYTES = 4 << 30  # address space limit of a worker
 _MAX_ERROR_CHARS = 2000
 _OUT_OF_MEMORY_STATUS = 71
 
-Outcome = tuple[Score, str | None]  # and the text of the exception that was raised, if any
+Outcome = tuple[Score, str | None]  # score, and the text of the exception if any
 Request = tuple[str, list[bytes], bytes | None]
 
 
@@ -39,22 +39,25 @@ class Job:
     """The task of a worker, sent to it through the fork server."""
 
     rewards: RewardsConfig
-    is_replacement: bool  # of a worker that ended in the middle of the run
+    is_replacement: bool  # True if it replaces a worker that ended during the run
 
     def _bootstrap(self, parent_sentinel: int) -> int:
-        """Run the job in the forked process, and return its exit status: the fork server calls this method by this name."""
+        """Run the job in the forked process and return its exit status. The fork server calls this method by name."""
         inherited = forkserver.get_inherited_fds()
         assert inherited
-        os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # only the trainer's end counts
+        os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # only the trainer may keep it open
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        os.setsid()  # so that the pool can kill what a check leaves behind in its process group
+        os.setsid()  # gives the worker a process group, so the pool can kill whatever a check leaves behind
         with contextlib.suppress(OSError):
             die_with_parent(os.getppid())
         for limit, num_bytes in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, MEMORY_LIMIT_BYTES)):
             with contextlib.suppress(OSError, ValueError):  # some systems refuse RLIMIT_AS; the deadline still holds
                 resource.setrlimit(limit, (num_bytes, num_bytes))
-        with contextlib.suppress(EOFError, BrokenPipeError), Connection(inherited[0]) as connection:  # the pool is gone
+        with (
+            contextlib.suppress(EOFError, BrokenPipeError),
+            Connection(inherited[0]) as connection,
+        ):  # these errors mean that the pool is gone
             self._serve(connection)
         return 0
 
@@ -71,7 +74,7 @@ class Job:
             connection.send(_run(functions[name], samples, group, forms.get(name, "text")))
 
     def _import(self) -> dict[str, RewardFunction]:
-        if GUARDIAN not in sys.modules:  # a fork server passes over modules that it cannot import
+        if GUARDIAN not in sys.modules:  # fork servers silently skip modules that they cannot import
             raise ImportError("a new Python process cannot import grpo_mega; install it, or set PYTHONPATH to its folder")
         functions: dict[str, RewardFunction] = {}
         wanted = {function.name: function.options for function in self.rewards.functions}
@@ -81,7 +84,7 @@ class Job:
             functions[name] = registry.bind(name, options, self.rewards.step_splitter)
             if name == ACCURACY:
                 importlib.import_module(WARM)
-            elif name == "reward_model" and not self.is_replacement:  # a server that restarts must not end the run
+            elif name == "reward_model" and not self.is_replacement:  # a restarting server must not end the run
                 from grpo_mega.rewards.reward_model import check_reachable
 
                 check_reachable(options)
@@ -98,8 +101,8 @@ def _run(function: RewardFunction, pickled: list[bytes], group: bytes | None, fo
             returned = groups.call(function, samples, given, token_ids, form)
         return [_outcome(value, response) for value, (_, response, _, _) in zip(returned, samples, strict=True)]
     except MemoryError:
-        os._exit(_OUT_OF_MEMORY_STATUS)  # the heap is full of what did not fit; only a fresh process can go on
-    except BaseException as error:  # SystemExit and its like end the check, not the worker
+        os._exit(_OUT_OF_MEMORY_STATUS)  # the heap is full, so only a fresh process can continue
+    except BaseException as error:  # SystemExit and similar end the check, not the worker
         return [_failed(error)] * len(pickled)
 
 
@@ -115,7 +118,7 @@ def _failed(error: BaseException) -> Outcome:
 
 
 def describe(error: BaseException) -> str:
-    """Return the type, text and place of an exception."""
+    """Return the type, text and location of an exception."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:
