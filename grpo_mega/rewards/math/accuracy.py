@@ -1,18 +1,18 @@
 """The accuracy reward: compare the response's answer with the gold answer.
 
-Both are read by `answer.extract_answer` and `normalize.normalize_answer`. Verdicts: "correct" (1.0), "wrong" (0.0),
-"unparsable" (0.0, the response has no answer that can be read) and "gold_unparsable" (None; it depends on the gold
-answer alone, so that all samples of a prompt get it and the caller can drop the prompt).
+`answer.extract_answer` and `normalize.normalize_answer` read both answers. Verdicts: "correct" (1.0), "wrong" (0.0),
+"unparsable" (0.0, the response has no readable answer) and "gold_unparsable" (None). "gold_unparsable" depends only on the gold
+answer, so all samples of a prompt get it and the caller can drop the prompt.
 
-Two plain numbers are compared exactly, and so are pairs, intervals and sets of them (`numbers`); two times of day and two
-phrases by their text; everything else by math-verify: equations against their right-hand side, sets in any order, tuples and
-intervals in order, expressions up to algebra. Where the gold answer has plain numbers, arithmetic on numerals is no answer
-(`evaluated`). Of a response that ended at the length limit (extras["finish_reason"] is "length") only an answer counts that
-it states explicitly and completely (`answer`). There is no timeout here, since none that lives inside the process can stop
-every input: run it in the pool.
+Two plain numbers are compared exactly, and so are pairs, intervals and sets of plain numbers (`numbers`). Two times of day and
+two phrases are compared by their text. math-verify compares everything else: equations by their right-hand side, sets in any
+order, tuples and intervals in order, expressions up to algebra. If the gold answer has plain numbers, arithmetic on numerals
+does not count as an answer (`evaluated`). If the response ended at the length limit (extras["finish_reason"] is "length"), only
+an explicit and complete answer counts (`answer`). There is no timeout here, because no timeout inside the process can stop
+every input: run the function in the pool.
 
-`quick` is for the process that runs the training: the same verdict where exact arithmetic and text decide. It looks at short
-answers only, so that no regex or number can take long, and imports no math-verify.
+The training process calls `quick`. It returns the same verdict if exact arithmetic and text decide. It only looks at short
+answers, so that no regex or number takes long, and does not import math-verify.
 """
 
 import re
@@ -38,28 +38,28 @@ from grpo_mega.rewards.math.numbers import (
 from grpo_mega.rewards.math.prose import TAIL
 from grpo_mega.rewards.math.units import unit_after, values_agree
 
-GOLD_SECONDS = 2.0  # processor time for parsing a gold answer
-CUT = "length"  # the finish reason of a response that ended at the length limit
-MAX_CHARS = 100  # of an answer that `quick` looks at
+GOLD_SECONDS = 2.0  # limit of processor time for parsing a gold answer
+CUT = "length"  # finish reason of a response that ended at the length limit
+MAX_CHARS = 100  # length limit of answers that `quick` looks at
 UNPARSABLE, GOLD_UNPARSABLE = Score(0.0, "unparsable"), Score(None, "gold_unparsable")
 CORRECT, WRONG = Score(1.0, "correct"), Score(0.0, "wrong")
 
 _EQUALS = re.compile(r"(?<![<>!\\:=])=(?!=)")
-_WITH_UNIT = "\x1f"  # between a normalized answer and its unit
-_SECONDS = f"{_WITH_UNIT}time1:1"  # what a span such as 2 h 30 min is read in
+_WITH_UNIT = "\x1f"  # separates a normalized answer from its unit
+_SECONDS = f"{_WITH_UNIT}time1:1"  # unit of a time span such as 2 h 30 min
 _DEGREES = f"{_WITH_UNIT}angle1:1"
 _NUMERAL_AND_UNIT = re.compile(r"(-?\d{1,15}(?:\.\d{1,15})?) ?((?:[A-Za-z\u00b5\u03bc]{0,5}|¢))")
-_EVALUATED = re.compile(r"-?\d{1,30}(?:\.\d{1,30})?%?", re.ASCII)  # where no other rule applies
+_EVALUATED = re.compile(r"-?\d{1,30}(?:\.\d{1,30})?%?", re.ASCII)  # an evaluated number, to which no other rule applies
 _UNIT_I, _UNIT_J = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])"), re.compile(r"(?<![A-Za-z\\])j(?![A-Za-z])")
 _VARIABLE = re.compile(r" ?[A-Za-z] ?")
 _LIST = re.compile(r",|;|\band\b|\bor\b")
 _CHOICE = re.compile(r"\(([A-J])\) (.+)")
 _BASE = re.compile(r"[\dA-F]+_\{?(\d+)\}?")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
-# To math-verify words are products of their letters: it takes "stop" for "pots".
+# math-verify reads words as products of their letters, so "stop" would equal "pots".
 _PHRASE = re.compile(r".*[A-Za-z]{4}|.*[A-Za-z] +[A-Za-z]")
 
-# The forms that answers commonly have, so that the parser's tables have been built for them.
+# Common forms of answers. warm_up parses them to build the parser's tables.
 _FORMS = (
     ("x + 1", "1 + x"),
     (r"\frac{3\sqrt{2}}{2}", r"\frac{3}{\sqrt{2}}"),
@@ -85,7 +85,7 @@ _FORMS = (
 
 
 def accuracy(prompt: str, response: str, answer: str, extras: dict[str, Any], *, unevaluated: bool = False) -> Score:
-    """Score the response against the gold `answer`; the verdicts are in the module's docstring.
+    """Score the response against the gold `answer`; the module docstring lists the verdicts.
 
     With `unevaluated`, arithmetic on numerals is accepted as an answer.
     """
@@ -97,17 +97,17 @@ def accuracy(prompt: str, response: str, answer: str, extras: dict[str, Any], *,
 def quick(
     response: str, answer: str, finish_reason: str | None = None, *, unevaluated: bool = False
 ) -> tuple[Score | None, tuple[str, str] | None]:
-    """Return (the Score, None) if that is clear at once, else (None, the normalized gold answer and answer, on which alone it
-    depends, if they are short).
+    """Return (the Score, None) if it is clear without math-verify, else (None, the texts that determine it).
 
-    It takes time linear in the texts' lengths and some dozen microseconds for the answers in them, whatever they hold.
+    The texts are the normalized gold answer and answer; None if one is too long. Time is linear in the length of the texts,
+    plus some dozen microseconds for the answers, whatever they contain.
     """
     try:
         gold, text = _read_gold(answer), _read_if_short(response, finish_reason == CUT)
         if gold is None or text is None:
             return None, None
         score = _judge(*_without_choices(gold, text), unevaluated)
-    except Exception:  # costs the check, in the worker, which meets it as well
+    except Exception:  # the check in the worker meets the same error and fails
         return None, None
     return score, None if score is not None else (gold, text)
 
@@ -119,15 +119,16 @@ def read(text: str, is_cut: bool = False) -> str:
 
 
 def warm_up() -> None:
-    """Import math-verify and build its parser's tables, which takes one to two seconds, so that no check pays for it."""
+    """Import math-verify and build its parser's tables, which takes one to two seconds, before the first check."""
     for gold, text in _FORMS:
         accuracy("", rf"\boxed{{{text}}}", rf"\boxed{{{gold}}}", {})
 
 
 def _without_choices(gold: str, text: str) -> tuple[str, str]:
-    """Return the parts of two normalized answers that are compared, with units only where both have one.
+    """Return the parts of two normalized answers to compare, with units only if both have one.
 
-    Of "(C) 12" that is the letter where the other one is a letter, or if both have letters that differ; else the value.
+    For "(C) 12" the part is the letter if the other answer is a letter, or if both have different letters; else it is the
+    value.
     """
     if _WITH_UNIT in gold or _WITH_UNIT in text:
         if (
@@ -135,7 +136,7 @@ def _without_choices(gold: str, text: str) -> tuple[str, str]:
             and (number := parse_number(gold))
             and number.value * 3600 == Fraction(text.removesuffix(_SECONDS))
         ):
-            return gold, gold  # 2.5 is 2 h 30 min where the question names the hours
+            return gold, gold  # 2.5 equals 2 h 30 min if the question asks for hours
         if text.endswith(_DEGREES) and "\\pi" in gold:
             return gold, rf"\frac{{{text.removesuffix(_DEGREES)}\pi}}{{180}}"
         if not (_WITH_UNIT in gold and _WITH_UNIT in text):
@@ -157,7 +158,7 @@ def _is_plain(gold: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _judge(gold: str, text: str, unevaluated: bool) -> Score | None:
-    """Return the Score of a normalized answer against a normalized gold one; None if it takes math-verify to tell."""
+    """Return the Score of a normalized answer against a normalized gold answer; None if only math-verify can decide."""
     if _WITH_UNIT in gold:
         (value, _, unit), (other, _, other_unit) = (side.replace("¢", "").partition(_WITH_UNIT) for side in (gold, text))
         return CORRECT if values_agree(Fraction(value), unit, Fraction(other), other_unit) else WRONG
@@ -185,7 +186,7 @@ def _judge_by_math_verify(gold: str, text: str) -> Score:
     if not _is_plain(gold) and not _parse_gold(gold):
         return GOLD_UNPARSABLE
     if _UNIT_J.search(text) and not _UNIT_J.search(gold) and _UNIT_I.search(gold):
-        text = _UNIT_J.sub("i", text)  # engineers' imaginary unit
+        text = _UNIT_J.sub("i", text)  # j is the imaginary unit of engineers
     if not _is_readable(gold, text):
         return UNPARSABLE
     is_correct = _compare(gold, text)
@@ -203,14 +204,14 @@ def _is_readable(gold: str, text: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _parse_gold(gold: str) -> tuple[Any, ...]:
-    """Parse a gold answer; cached because a group shares it. One that takes GOLD_SECONDS of the processor is not parsed."""
+    """Parse a gold answer; () if it takes more than GOLD_SECONDS of processor time. Cached, because a group shares it."""
     with cpu_limit(GOLD_SECONDS):
         return mathverify.parse(gold)
     return ()
 
 
 def _compare(gold: str, text: str) -> bool | None:
-    """Return whether two normalized answers, neither of them empty, are the same; None if it takes math-verify to tell."""
+    """Return whether two non-empty normalized answers are the same; None if only math-verify can decide."""
     if text == gold:
         return True
     by_kind = compare_kinds(gold, text)
@@ -238,7 +239,7 @@ def _compare(gold: str, text: str) -> bool | None:
 
 
 def _right_side(gold: str, text: str) -> str:
-    """Return the part of `text` that is compared: all, but of "x = 9*2 = 18" the 18 unless the gold answer is an equation."""
+    """Return the part of `text` to compare: 18 for "x = 9*2 = 18", but the whole text if the gold answer is an equation."""
     if _EQUALS.search(gold) or _LIST.search(text):
         return text
     first, *others = _EQUALS.split(text)
@@ -248,7 +249,7 @@ def _right_side(gold: str, text: str) -> str:
 
 
 def _is_contradiction(gold: str, text: str) -> bool:
-    """Return whether the text equates two different numbers, as 17 = 18, or is in another base than the gold answer."""
+    """Return whether the text equates two different numbers, like 17 = 18, or has another base than the gold answer."""
     if "_" in gold and (gold_base := _BASE.fullmatch(gold)) and (base := _BASE.fullmatch(text)):
         return gold_base[1] != base[1]
     if "=" not in text or _EQUALS.search(gold) or _LIST.search(text):
@@ -259,7 +260,7 @@ def _is_contradiction(gold: str, text: str) -> bool:
 
 
 def _choice(text: str) -> tuple[str, str]:
-    """Return the letter and the value of "(C) 12"; for a letter alone that, and no value; else neither."""
+    """Return (letter, value) of "(C) 12"; (letter, "") for a letter alone; else two empty texts."""
     if match := _CHOICE.fullmatch(text):
         return match[1], match[2]
     return (text.upper() if len(text) == 1 and text.upper() in "ABCDEFGHIJ" else ""), ""
@@ -270,7 +271,7 @@ def _read_if_short(text: str, is_cut: bool = False) -> str | None:
     return _normalize_short(marked, conclusion, is_cut) if len(marked or conclusion) <= MAX_CHARS else None
 
 
-_read_gold = lru_cache(maxsize=1024)(_read_if_short)  # a group shares it
+_read_gold = lru_cache(maxsize=1024)(_read_if_short)  # cached, because a group shares the gold answer
 
 
 def _normalize(marked: str | None, conclusion: str, is_cut: bool) -> str:
@@ -280,7 +281,7 @@ def _normalize(marked: str | None, conclusion: str, is_cut: bool) -> str:
     text = normalize_answer(extracted) if extracted is not None else ""
     if seconds := seconds_of(text):
         return f"{seconds}{_SECONDS}"
-    number = text.rpartition("=")[2].strip()  # of E = 450
+    number = text.rpartition("=")[2].strip()  # E = 450 becomes 450
     with_unit = _NUMERAL_AND_UNIT.fullmatch(number)
     if with_unit is None:
         return text
@@ -289,7 +290,7 @@ def _normalize(marked: str | None, conclusion: str, is_cut: bool) -> str:
     return f"{number}{'¢' if text.endswith('¢') else ''}{_WITH_UNIT}{unit}" if unit else text
 
 
-_normalize_short = lru_cache(maxsize=4096)(_normalize)  # the answers of a group are few
+_normalize_short = lru_cache(maxsize=4096)(_normalize)  # cached, because a group has few different answers
 
 
 def _is_phrase(text: str) -> bool:

@@ -1,14 +1,20 @@
 """Find the answer of a response, as text (`extract_answer`).
 
-The text after the thought (`</think>`) counts, all of it if there is no thought; a response that was cut off inside its thought
-has no answer. Give `whole_turn`: where the chat template opens the thought, the response has no `<think>` of its own.
+Only the text after the thought (`</think>`) counts, or the whole text if there is no thought. A response that was cut off
+inside its thought has no answer. Pass `whole_turn`: if the chat template opens the thought, the response itself has no
+`<think>`.
 
-The answer is the content of the last complete `<answer>...</answer>`; else of the last `\\boxed{...}` with balanced braces, or
-of several that a comma or "and" joins; else the rest of the line after the last `####`, unless that is a heading with text
-below it; else the answer that the text states (`prose`). A last box that is never closed is no answer, and nothing else is one
-then. Of a response that was cut at the length limit counts a box or a tag that is closed, a `####` line that ends, and an
-announced answer with what follows it; not the last expression. Gold answers are read by the same rule, so that a bare `1/2`, a
-worked solution ending in `#### 18` and one ending in `\\boxed{18}` all serve. Time is linear in the text's length.
+The first of these that exists is the answer:
+- the last complete `<answer>...</answer>`;
+- the last `\\boxed{...}` with balanced braces, or several that a comma or "and" joins;
+- the rest of the line after the last `####`, unless it is a heading with text below it;
+- the answer that the text states (`prose`).
+
+If the last box is never closed, there is no answer. In a response that was cut at the length limit, only these count: a closed
+box or tag, a complete `####` line, and an announced answer with the text after it. The last expression does not count.
+
+Gold answers are read by the same rules, so a bare `1/2`, a worked solution ending in `#### 18` and one ending in `\\boxed{18}`
+all work. Time is linear in the length of the text.
 """
 
 import re
@@ -29,25 +35,24 @@ _JOIN = re.compile(
 _JOIN_OPEN = re.compile(r"(?:[,;]|[,;]?\s*(?:an?d?|or?\b|\\text ?\{ ?(?:and|or) ?\}))[\s$]*(?:[A-Za-z] ?= ?)?(?:\\[a-z]*)?")
 _JOIN_CHARS, _MAX_JOINED = 40, 10
 _NUMBERED, _NUMBER = re.compile(r"\d+[.)]\s"), re.compile(r"[-$€£\\(*_ ]*\d")
-_MAX_HASHED = 400  # characters of a line after ####; a longer one is no answer
+_MAX_HASHED = 400  # length limit of a line after ####; a longer line is not an answer
 
 
 def whole_turn(response: str, extras: Mapping[str, Any]) -> str:
-    """Return the assistant's turn: the text that the chat template wrote into it (extras["prefill"]), and the response."""
+    """Return the assistant's turn: the text that the chat template wrote into it (extras["prefill"]), then the response."""
     return str(extras.get("prefill") or "") + response
 
 
 def extract_answer(response: str, is_cut: bool = False) -> str | None:
-    """Return the answer's text, stripped but otherwise as written; None where there is none."""
+    """Return the answer's text, stripped but otherwise unchanged; None if there is none."""
     return read_located(*locate_answer(response, is_cut), is_cut)
 
 
 def locate_answer(response: str, is_cut: bool = False) -> tuple[str | None, str]:
-    """Return (the text that is marked as the answer, ""), or (None, the text that states it).
+    """Return (the text marked as the answer, ""), or (None, the text that may state it).
 
-    Of a response that `is_cut` at the length limit, only a mark that is complete counts.
-
-    It searches without any regex that could go back over the text.
+    If the response `is_cut` at the length limit, only a complete mark counts. No regex that could backtrack over the whole text
+    is used.
     """
     conclusion = _conclusion(response)
     tagged = _last_tagged(conclusion)
@@ -61,14 +66,14 @@ def locate_answer(response: str, is_cut: bool = False) -> tuple[str | None, str]
 
 
 def read_located(marked: str | None, conclusion: str, is_cut: bool = False) -> str | None:
-    """Return the answer, as `extract_answer` does, from the result of `locate_answer`."""
+    """Return the answer from the result of `locate_answer`, like `extract_answer`."""
     if marked is not None:
         return marked.strip() or None
     return read_announced(conclusion) if is_cut else read_passage(conclusion)
 
 
 def _conclusion(response: str) -> str:
-    """Return the text after the last thought; "" if that thought has no end."""
+    """Return the text after the last thought; "" if that thought does not end."""
     if "<" not in response and "[" not in response:
         return response
     for opening, closing in _THOUGHTS:
@@ -89,7 +94,7 @@ def _last_tagged(text: str) -> str | None:
 
 
 def _hashed(text: str, is_cut: bool) -> str | None:
-    """Return the rest of the line after the last `####`, unless it is a title, too long for an answer, or may be cut off."""
+    """Return the rest of the line after the last `####`; None if it is a title, too long, or may be cut off."""
     _, mark, rest = text.rpartition("####")
     line, end, below = rest.partition("\n") if mark else ("", "", "")
     line = line.strip()
@@ -101,16 +106,16 @@ def _hashed(text: str, is_cut: bool) -> str | None:
 
 
 def _boxed(text: str, is_cut: bool) -> str | None:
-    r"""Return the content of the last box, or of the last ones if they are joined: "\boxed{3} and \boxed{5}" gives "3, 5".
+    r"""Return the content of the last box, or of several joined ones: "\boxed{3} and \boxed{5}" returns "3, 5".
 
-    A last box that is never closed is an answer that was cut off: "" then.
+    Return "" if the last box is never closed, because the answer was then cut off.
     """
     start = _last_command(text, len(text))
     if start < 0:
         return None
     last = _closed_box(text, start)
     if last is None:
-        if unbraced := _UNBRACED.match(text, start):  # \boxed 5
+        if unbraced := _UNBRACED.match(text, start):  # handles \boxed 5
             rest = text[unbraced.end() : unbraced.end() + _MAX_HASHED]
             found = read_start(rest)
             if found is not None:
@@ -135,7 +140,7 @@ def _boxed(text: str, is_cut: bool) -> str | None:
 
 
 def _last_command(text: str, end: int) -> int:
-    r"""Return where the last \boxed or \fbox before `end` begins, or -1."""
+    r"""Return the index of the last \boxed or \fbox before `end`, or -1."""
     while (place := text.rfind("box", 0, end)) >= 0:
         for command in _COMMANDS:
             start = place - command.index("box")
@@ -146,7 +151,7 @@ def _last_command(text: str, end: int) -> int:
 
 
 def _joined_box(text: str, start: int) -> tuple[int, int] | None:
-    """Return where the content of the box stands that is joined with the one with the content at `start`."""
+    """Return the span of the content of the box that is joined to the box whose content starts at `start`."""
     first = max(0, start - _JOIN_CHARS)
     join = _JOIN.search(text[first:start]) if "}" in text[first:start] else None
     before = _last_command(text, first + join.start()) if join else -1
@@ -155,19 +160,19 @@ def _joined_box(text: str, start: int) -> tuple[int, int] | None:
 
 
 def _is_opened(text: str, start: int) -> bool:
-    """Return whether a box is opened at `start`."""
+    """Return whether a box opens at `start`."""
     box = _TOKEN.match(text, start)
     return box is not None and box[0][-1] == "{" and _is_token(text, start)
 
 
 def _last_boxed(text: str) -> tuple[int, int] | None:
-    """Return where the content of the balanced `\\boxed{...}` or `\\fbox{...}` that starts last begins and ends."""
+    """Return the span of the content of the last balanced `\\boxed{...}` or `\\fbox{...}`."""
     start = _last_command(text, len(text))
     return (_closed_box(text, start) or _last_boxed_of_all(text)) if start >= 0 else None
 
 
 def _closed_box(text: str, start: int) -> tuple[int, int] | None:
-    """Return the same for the box at `start` with no other box in it, if it is closed."""
+    """Return the span of the content of the box at `start`; None if it is not closed."""
     box = _TOKEN.match(text, start)
     if box is None or box[0][-1] != "{" or not _is_token(text, start):
         return None
@@ -183,7 +188,7 @@ def _closed_box(text: str, start: int) -> tuple[int, int] | None:
 
 
 def _is_token(text: str, start: int) -> bool:
-    """Return whether the backslash at `start` begins a command, and is not the second half of an escaped one."""
+    """Return whether the backslash at `start` opens a command, and is not the second half of an escaped backslash."""
     first = start
     while first > 0 and text[first - 1] == "\\":
         first -= 1
@@ -191,9 +196,9 @@ def _is_token(text: str, start: int) -> bool:
 
 
 def _last_boxed_of_all(text: str) -> tuple[int, int] | None:
-    """Return the same in one pass over the text, for texts with a last box that is never closed."""
+    """Return the span of the content of the last closed box, in one pass. For texts whose last box is never closed."""
     last: tuple[int, int] | None = None
-    open_braces: list[int] = []  # the index after each open brace, negated where it does not belong to a box
+    open_braces: list[int] = []  # index after each open brace; -1 if the brace does not open a box
     for token in _TOKEN.finditer(text):
         if token[0] == "}":
             start = open_braces.pop() if open_braces else -1

@@ -1,7 +1,7 @@
 r"""Refuse answers whose value or form is too large to compute (`is_bounded`), before math-verify and sympy see them.
 
 sympy computes 9^{9^{9}}, 1000000! and \binom{10^9}{5\cdot 10^8} as soon as it reads them, and math-verify's parser needs time
-exponential in the depth of brackets. The digits of a value are estimated from above, in one pass over the text.
+exponential in the depth of brackets. One pass over the text computes an upper bound on the digits of the value.
 """
 
 import contextlib
@@ -14,15 +14,15 @@ from types import FrameType
 
 from grpo_mega.rewards.math.evaluated import tokenize
 
-MAX_DEPTH = 10  # of nested brackets
-MAX_SIZE = 20_000.0  # decimal digits of a value: 2^{50000} has 15,052, and is computed in milliseconds
-MAX_EXPONENT_SIZE = 6.0  # decimal digits of an exponent, for bases of any kind
-_OF_SUMS = 0.31  # more digits that a value may have for each further operand
+MAX_DEPTH = 10  # maximum depth of nested brackets
+MAX_SIZE = 20_000.0  # maximum decimal digits of a value: 2^{50000} has 15,052 and is computed in milliseconds
+MAX_EXPONENT_SIZE = 6.0  # maximum decimal digits of an exponent, for any base
+_OF_SUMS = 0.31  # upper bound on the digits that each further operand adds to a sum
 
 
 @lru_cache(maxsize=4096)
 def is_bounded(text: str) -> bool:
-    """Return whether a normalized answer can be parsed and computed in a moment, as far as numbers and brackets go."""
+    """Return whether the numbers and brackets of a normalized answer are small enough to parse and compute quickly."""
     try:
         _Sizes(text).read_group(0)
     except OverflowError:
@@ -31,12 +31,12 @@ def is_bounded(text: str) -> bool:
 
 
 class _TimeUp(BaseException):
-    """The processor time is used up; no Exception, since libraries catch those."""
+    """The processor time is used up. Not an Exception, because libraries catch every Exception."""
 
 
 @contextlib.contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Leave the block once it has used so much processor time. Without effect outside a process's main thread."""
+    """Leave the block once it has used this much processor time. No effect outside the main thread of a process."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise _TimeUp
@@ -45,7 +45,9 @@ def cpu_limit(seconds: float) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds / 10)  # again, where a finally block has swallowed the first
+    signal.setitimer(
+        signal.ITIMER_VIRTUAL, seconds, seconds / 10
+    )  # repeats, in case a finally block swallowed the first signal
     try:
         with contextlib.suppress(_TimeUp):
             yield
@@ -55,14 +57,14 @@ def cpu_limit(seconds: float) -> Iterator[None]:
 
 
 class _Sizes:
-    """Reads the logarithms of absolute values, at least 0 each; raises OverflowError at the first that is too large."""
+    """Reads logarithms of absolute values, each at least 0. Raises OverflowError at the first that is too large."""
 
     def __init__(self, text: str) -> None:
         self._tokens = tokenize(text)
         self._next = 0
 
     def read_group(self, depth: int) -> float:
-        """Read up to a closing bracket or the end; return an upper bound of the size of sums and products in it."""
+        """Read up to a closing bracket or the end. Return an upper bound on the size of the sums and products in it."""
         if depth > MAX_DEPTH:
             raise OverflowError
         sizes: list[float] = []
@@ -86,7 +88,7 @@ class _Sizes:
         return _checked(sum(sizes) + _OF_SUMS * max(0, len(sizes) - 1))
 
     def _read_exponent(self, depth: int) -> float:
-        """Return the size of an exponent; of 9^9^9 the tower."""
+        """Return the size of an exponent; for 9^9^9 the size of the whole tower."""
         size = self._read_atom(depth + 1)
         if self._next < len(self._tokens) and self._tokens[self._next][0] == "power":
             self._next += 1
@@ -96,7 +98,7 @@ class _Sizes:
         return size
 
     def _read_atom(self, depth: int) -> float:
-        """Return the size of an argument: a group, or one token."""
+        """Return the size of an argument: a group or one token."""
         if depth > MAX_DEPTH:
             raise OverflowError
         while self._next < len(self._tokens):
@@ -112,7 +114,7 @@ class _Sizes:
 
 
 def _size_of_literal(text: str) -> float:
-    value = float(text[:300])  # more digits are no float
+    value = float(text[:300])  # a longer literal overflows a float
     return max(0.0, log10(value) if value else 0.0) + max(0, len(text.partition(".")[0]) - 300)
 
 

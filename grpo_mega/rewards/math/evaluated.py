@@ -1,8 +1,9 @@
-r"""Tell evaluated answers from arithmetic that is left to the reader (`is_unevaluated`).
+r"""Distinguish evaluated answers from arithmetic that is left to the reader (`is_unevaluated`).
 
-A policy that is paid for 40+11 in place of 51 stops calculating within a few steps. So where the gold answer consists of plain
-numbers, a sum, a difference, a product or a quotient of numerals is no answer. A power, factorial, binomial or radical is one,
-and so are 3\times 10^8, 6!-180 (one numeral) and a fraction in lowest terms. 2/4 is accepted for 1/2, but 84/2 is not for 42.
+A policy that is rewarded for 40+11 in place of 51 stops calculating within a few steps. So if the gold answer consists of
+plain numbers, a sum, difference, product or quotient of numerals does not count. A power, factorial, binomial or radical
+counts, and so do 3\times 10^8, 6!-180 (one numeral) and a fraction in lowest terms. 2/4 is accepted for 1/2, but 84/2 is not
+accepted for 42.
 
 An answer that ends in an operator (`is_open`) is unfinished, whatever the gold answer is. Input: normalized answers.
 """
@@ -14,7 +15,7 @@ from functools import lru_cache
 
 from grpo_mega.rewards.math.numbers import MAX_DIGITS, in_words, parse_number
 
-MAX_DEPTH = 30  # of nested brackets; a deeper answer counts as unevaluated
+MAX_DEPTH = 30  # maximum depth of nested brackets; a deeper answer counts as unevaluated
 
 _OPEN = re.compile(
     r"(?:[-+*/=<>^]|\\(?:times|cdot|div|pm|mp|leq?|geq?|neq?|approx|equiv|sim))[ ?_.]*\Z"
@@ -50,7 +51,7 @@ _TOKEN = re.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in _TOKE
 
 @lru_cache(maxsize=1024)
 def has_plain_numbers(gold: str) -> bool:
-    """Return whether a gold answer is a plain number, or plain numbers in a list, an interval, a matrix or the like."""
+    """Return whether a gold answer is a plain number, or plain numbers in a list, an interval, a matrix or similar."""
     if parse_number(gold) or in_words(gold):
         return True
     parts = [part.strip() for part in _SEPARATOR.split(gold)]
@@ -63,10 +64,10 @@ def is_open(text: str) -> bool:
 
 
 def is_unevaluated(text: str, gold: str) -> bool:
-    """Return whether an answer is arithmetic on numerals, for a gold answer that has plain numbers."""
+    """Return whether an answer is arithmetic on numerals. The gold answer must have plain numbers."""
     if _SIGNS.search(text):
         return True
-    last_sides = [part.rpartition("=")[2] for part in re.split(r"([,;])", text)]  # of a = 1 + 1 = 2 the 2
+    last_sides = [part.rpartition("=")[2] for part in re.split(r"([,;])", text)]  # keeps 2 for a = 1 + 1 = 2
     is_fraction, number = "/" in gold or "frac" in gold, parse_number(gold)
     try:
         _Reader(
@@ -78,7 +79,7 @@ def is_unevaluated(text: str, gold: str) -> bool:
 
 
 def tokenize(text: str) -> list[tuple[str, str]]:
-    """Return (kind, text) of the tokens of a normalized answer, without spaces; the kinds are the keys of _TOKENS."""
+    """Return (kind, text) of each token of a normalized answer, without spaces. The kinds are the keys of _TOKENS."""
     return [(match.lastgroup or "", match[0]) for match in _TOKEN.finditer(text) if match.lastgroup != "space"]
 
 
@@ -87,16 +88,16 @@ class _Unevaluated(Exception):
 
 
 class _Kind(IntEnum):
-    NUMERAL = 0  # a number, or a power or root of one
+    NUMERAL = 0  # a number, or a power or root of a number
     CLOSED_FORM = 1  # a factorial, a binomial or the value of a function
     LETTER = 2  # a variable, or a constant such as pi
 
 
-_Operand = tuple[_Kind, Fraction | None]  # the value of an integer that is written out
+_Operand = tuple[_Kind, Fraction | None]  # kind, and the value if it is an integer that is written out
 
 
 class _Term:
-    """Operands and operators read since the last separator."""
+    """The operands and operators since the last separator."""
 
     def __init__(self) -> None:
         self.operands: list[_Operand] = []
@@ -112,7 +113,7 @@ class _Term:
         self.has_operator, self.is_after_operand = True, False
 
     def finish(self) -> _Operand | None:
-        """Return the operand that the term is, if any. Raises _Unevaluated."""
+        """Return the operand that the term evaluates to, if any. Raises _Unevaluated."""
         kinds = [kind for kind, _ in self.operands]
         if self.has_operator and (kinds.count(_Kind.NUMERAL) > 1 or _Kind.LETTER in kinds):
             raise _Unevaluated
@@ -120,14 +121,14 @@ class _Term:
 
 
 class _Reader:
-    """Reads an answer from left to right, once; raises _Unevaluated at the first arithmetic on numerals."""
+    """Reads an answer once, from left to right. Raises _Unevaluated at the first arithmetic on numerals."""
 
     def __init__(self, text: str, is_gold_fraction: bool, is_gold_integer: bool) -> None:
         self._tokens = tokenize(text)
         self._next = 0
         self._is_gold_fraction = is_gold_fraction
-        self._is_gold_integer = is_gold_integer  # as in \frac{2}{1}
-        self._is_argument = False  # of a function, in which \frac{\pi}{3} is fine
+        self._is_gold_integer = is_gold_integer  # \frac{2}{1} is such a gold answer
+        self._is_argument = False  # True inside the argument of a function, where \frac{\pi}{3} is allowed
 
     def read_group(self, depth: int) -> _Operand | None:
         """Read up to a closing bracket or the end, and return the operand that the group is, if any."""
@@ -183,7 +184,7 @@ class _Reader:
             self._read_atom(depth)
             term.add((_Kind.NUMERAL, None))
         elif kind == "letter" and text == "x" and term.is_after_operand and self._peek()[0] in ("number", "open"):
-            term.add_operator()  # 6 x 7
+            term.add_operator()  # x is a multiplication sign, as in 6 x 7
         elif kind == "loop":
             raise _Unevaluated
         elif kind == "function":
@@ -197,7 +198,7 @@ class _Reader:
 
     def _add_product(self, term: _Term, text: str, depth: int) -> None:
         if text != "/" and self._peek()[1] == "10" and self._peek(1)[0] == "power" and term.is_after_operand:
-            self._next += 2  # 3 \times 10^8
+            self._next += 2  # scientific notation, as in 3 \times 10^8
             self._read_atom(depth, is_argument=False)
         elif text in "/:" and term.operands and term.is_after_operand:
             term.operands[-1] = self._fraction(term.operands[-1], self._read_atom(depth, is_argument=False))
@@ -205,7 +206,7 @@ class _Reader:
             term.add_operator()
 
     def _read_atom(self, depth: int, is_argument: bool = True) -> _Operand | None:
-        """Read a group or a single token; of a number that is an argument, as in \frac12, one digit."""
+        """Read a group or a single token. If a number is an argument, as in \\frac12, read only one digit."""
         while self._peek()[0] == "sum":
             self._next += 1
         token = self._take()
@@ -221,7 +222,7 @@ class _Reader:
         return (_Kind.NUMERAL, _value(text)) if kind == "number" else (_Kind.LETTER, None)
 
     def _fraction(self, above: _Operand | None, below: _Operand | None) -> _Operand:
-        """Return the operand that a quotient is. Raises _Unevaluated, unless it is the way to write the value."""
+        """Return the operand that a quotient is. Raises _Unevaluated unless it is the normal way to write the value."""
         kinds = {operand[0] if operand else _Kind.LETTER for operand in (above, below)}
         if above and below and above[1] is not None and below[1]:
             value = above[1] / below[1]

@@ -1,7 +1,8 @@
-r"""Compare answers of kinds that are neither plain numbers nor formulas (`compare_kinds`), in their normalized form.
+r"""Compare answers that are neither plain numbers nor formulas (`compare_kinds`), in normalized form.
 
-Residues (3 \pmod{7}), times of day, names in any order ("Bob and Alice"), no solution against \emptyset, a number with a
-decimal comma, a column vector against a tuple. The gold answer or the answer must be of the kind; None where no kind decides.
+The kinds are residues (3 \pmod{7}), times of day, names in any order ("Bob and Alice"), no solution against \emptyset, a
+number with a decimal comma, and a column vector against a tuple. The gold answer or the answer must be of the kind. The result
+is None if no kind applies.
 """
 
 import re
@@ -49,7 +50,7 @@ _NO_SOLUTION = frozenset({"no solution", "\\emptyset", "emptyset"})
 
 
 def compare_kinds(gold: str, text: str) -> bool | None:
-    """Return whether two normalized answers are the same, if that is a matter of their kind."""
+    """Return whether two normalized answers are the same; None if no kind decides it."""
     if "pmod" in gold or "pmod" in text:
         return _same_residue(gold, text)
     if (gold_time := _minutes(gold)) and (time := _minutes(text)):
@@ -77,14 +78,14 @@ def compare_kinds(gold: str, text: str) -> bool | None:
 
 
 def seconds_of(text: str) -> int | None:
-    """Return the length of a span such as 1 hour 30 minutes or 7 h 12 min."""
+    """Return the length in seconds of a time span such as 1 hour 30 minutes or 7 h 12 min."""
     match = _SPAN.fullmatch(text) if text[:1].isdigit() else None
     parts = [int(part or 0) for part in match.groups()] if match else []
     return parts[0] * 86_400 + parts[1] * 3600 + parts[2] * 60 + parts[3] if any(parts) else None
 
 
 def _same_residue(gold: str, text: str) -> bool | None:
-    """Compare 3 mod 7 with 10 mod 7 by residue; with a plain number, by that number."""
+    """Compare 3 mod 7 with 10 mod 7 by residue. Compare a residue with a plain number by the number."""
     sides = [_RESIDUE.fullmatch(side) for side in (gold, text)]
     if sides[0] and sides[1]:
         modulus = int(sides[0][2][:100])
@@ -100,7 +101,7 @@ def _same_residue(gold: str, text: str) -> bool | None:
 
 
 def _assigned(text: str) -> dict[str, str]:
-    """Return the values of a=3, b=-1 or of (a,b)=(3,-1) by name; none if the text is neither."""
+    """Return the values by name of a=3, b=-1 or of (a,b)=(3,-1); {} if the text is neither."""
     if "=" not in text or ("," not in text and " and " not in text):
         return {}
     if match := _TUPLES.fullmatch(text):
@@ -115,7 +116,7 @@ def _assigned(text: str) -> dict[str, str]:
 
 
 def _date(text: str) -> tuple[int, str, int] | None:
-    """Return year, month and day of a date."""
+    """Return the year, month and day of a date."""
     match = _DATE.fullmatch(text)
     if match is None:
         return None
@@ -134,7 +135,7 @@ def _minutes(text: str) -> tuple[int, str] | None:
 
 
 def _same_time(gold: tuple[int, str], time: tuple[int, str]) -> bool:
-    """Return whether they agree, and am or pm if the gold answer says which; 19:30 is 7:30 pm."""
+    """Return whether two times agree, including am or pm if the gold answer has it. 19:30 is 7:30 pm."""
     (minutes, half), (other, other_half) = gold, time
     if half == other_half or (not half and minutes == other and minutes < 13 * 60):
         return minutes == other
@@ -147,7 +148,7 @@ def _of_day(time: tuple[int, str]) -> int:
 
 
 def _names(text: str) -> frozenset[str] | None:
-    """Return the names in a list of several, in lower case; None if the text is no such list."""
+    """Return the names of a list in lower case; None if the text is not a list of several names."""
     parts = [part.strip().lower() for part in _JOIN.split(text)]
     parts = [part for part in parts if part]
     if len(parts) < 2 or not all(_NAME.fullmatch(part) and len(part.split()) <= 3 for part in parts):

@@ -1,9 +1,9 @@
-"""math-verify, as the accuracy reward uses it: `parse` and `verify`, without timeouts of its own.
+"""math-verify for the accuracy reward: `parse` and `verify`, without timeouts.
 
-Most of its time goes into its parser, ANTLR's in Python. Its decisions depend on the types of the tokens alone, so that those
-for 5x^2+3 also serve for 7y^2+4. A new form it first tries to parse without the stack of rules ("SLL"), which gives the
-same tree or a syntax error, and only after an error with it ("LL"), which is much slower. The comparison of wrong answers
-is mostly sympy's `simplify`, which is not called where values at one point tell two expressions apart.
+Most of math-verify's time goes into its parser, ANTLR in Python. The parser's decisions depend only on the token types, so the
+decisions for 5x^2+3 are reused for 7y^2+4. A new form is first parsed without the rule stack ("SLL"), which returns the same
+tree or a syntax error. Only after an error is it parsed with the stack ("LL"), which is much slower. Comparing wrong answers is
+mostly sympy's `simplify`, so it is not called if values at one point differ.
 """
 
 import contextlib
@@ -12,17 +12,17 @@ import math
 from functools import lru_cache, partial
 from typing import Any
 
-_FORMS = 4096  # sequences of tokens for which decisions are remembered
-_DIGITS, _CLEARLY = 15, 1e-6  # of a value that is computed, and by how much two must differ for their size
+_FORMS = 4096  # number of token sequences whose decisions are remembered
+_DIGITS, _CLEARLY = 15, 1e-6  # digits to compute of a value, and the relative difference that counts as different
 
 
 def parse(text: str) -> tuple[Any, ...]:
-    """Return math-verify's readings of a normalized answer, taken as one LaTeX formula; none if it cannot read it."""
+    """Return math-verify's readings of a normalized answer, taken as one LaTeX formula; () if it cannot read the answer."""
     if not text:
         return ()
     math_verify = _math_verify()
-    # math-verify's own removal of units would take "3t" for "3"; its search for boxes and its fallback to a string would
-    # extract a second time.
+    # With units=True math-verify would read "3t" as "3". Its search for boxes and its fallback to a string would extract a
+    # second time.
     config = math_verify.LatexExtractionConfig(
         boxed_match_priority=-1,
         normalization_config=math_verify.LatexNormalizationConfig(
@@ -34,7 +34,7 @@ def parse(text: str) -> tuple[Any, ...]:
 
 
 def verify(gold: tuple[Any, ...], response: tuple[Any, ...]) -> bool:
-    """Return whether one of the readings of the response equals one of those of the gold answer."""
+    """Return whether any reading of the response equals any reading of the gold answer."""
     if _math_verify().verify(list(gold), list(response), allow_set_relation_comp=True, timeout_seconds=None):
         return True
     return any(_equal_as_complex(a, b) for a in gold for b in response)
@@ -42,13 +42,15 @@ def verify(gold: tuple[Any, ...], response: tuple[Any, ...]) -> bool:
 
 @lru_cache(maxsize=1)
 def _math_verify() -> Any:
-    """Import math_verify at its first use, which takes a second; silence its log lines, and make it faster."""
+    """Import math_verify at its first use, which takes a second. Silence its log, and make it faster."""
     import math_verify
 
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     for speed_up in (_parse_each_form_once, _read_numbers_once, _refute_by_numbers):
-        with contextlib.suppress(ImportError, AttributeError):  # a version that is built otherwise is as right, and slower
+        with contextlib.suppress(
+            ImportError, AttributeError
+        ):  # another version without these hooks is equally right, only slower
             speed_up()
     return math_verify
 
@@ -62,7 +64,7 @@ def _parse_each_form_once() -> None:
 
     @lru_cache(maxsize=_FORMS)
     def decisions_of(form: tuple[int, ...]) -> list[int]:
-        """Return the list of the decisions for token types, which the first parse of them fills."""
+        """Return the list of decisions for these token types. The first parse fills it."""
         return []
 
     def parse(self: Any, latex: str, parser: Any) -> Any:
@@ -88,7 +90,7 @@ def _parse_each_form_once() -> None:
 
 
 def _decide(parser: Any, mode: Any) -> tuple[Any, list[int]]:
-    """Return the tree, and the alternatives that the parser chose on the way."""
+    """Return the tree, and the alternatives that the parser chose."""
     parser._interp.predictionMode = mode
     choose = parser._interp.adaptivePredict
     decisions: list[int] = []
@@ -102,7 +104,7 @@ def _decide(parser: Any, mode: Any) -> tuple[Any, list[int]]:
 
 
 def _read_numbers_once() -> None:
-    """Cache numbers: for "5" sympy evaluates Python code, which takes half a millisecond."""
+    """Cache numbers, because sympy evaluates Python code for "5", which takes half a millisecond."""
     from latex2sympy2_extended import latex2sympy2
 
     converter = latex2sympy2._Latex2Sympy
@@ -122,7 +124,7 @@ def _refute_by_numbers() -> None:
 
 
 def _equal_as_complex(a: Any, b: Any) -> bool:
-    """Return whether two constants in the imaginary unit, which math-verify takes for a variable, have the same value."""
+    """Return whether two constants in i have the same value. math-verify takes i for a variable."""
     from sympy import Expr, I, Symbol  # type: ignore[import-untyped]
 
     if not (isinstance(a, Expr) and isinstance(b, Expr)):
@@ -138,14 +140,14 @@ def _equal_as_complex(a: Any, b: Any) -> bool:
 
 
 def _differ_at_a_point(a: Any, b: Any) -> bool:
-    """Return whether two expressions clearly have different real values at one point, so that no algebra makes them equal."""
+    """Return whether two expressions clearly have different real values at one point, so they cannot be equal."""
     from sympy import Derivative, Expr, Limit, Rational, Symbol
     from sympy.concrete.expr_with_limits import ExprWithLimits  # type: ignore[import-untyped]
 
     try:
         if not (isinstance(a, Expr) and isinstance(b, Expr)):
             return False
-        if any(side.has(ExprWithLimits, Derivative, Limit) for side in (a, b)):  # a value of an integral can take long
+        if any(side.has(ExprWithLimits, Derivative, Limit) for side in (a, b)):  # evaluating an integral can take long
             return False
         symbols = sorted(a.free_symbols | b.free_symbols, key=str)
         if not all(type(symbol) is Symbol for symbol in symbols):

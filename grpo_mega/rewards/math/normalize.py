@@ -1,15 +1,14 @@
 """Bring an answer's text into canonical form (`normalize_answer`), for exact comparison or for math-verify.
 
-Input: text of `answer.extract_answer`; output: one line of LaTeX-like text, "" if nothing is left. Removed are words
-around the expression, math delimiters, markdown, LaTeX spacing, currency signs, units, degree signs, thousands
-separators, a final full stop. Kept: the percent sign as `%` (whether it matters depends on the other side), `x = `,
-brackets, letters.
+Input: text from `answer.extract_answer`. Output: one line of LaTeX-like text, "" if nothing is left. Removed are words around
+the expression, math delimiters, Markdown, LaTeX spacing, currency signs, units, degree signs, thousands separators and a final
+full stop. Kept are the percent sign as `%` (whether it matters depends on the other answer), `x = `, brackets and letters.
 
-A comma in `1,234` separates thousands unless it stands in brackets, where it separates elements: (100,200) is a pair
-and [1,234] an interval. In brackets it separates thousands only where another comma has a space after it: (1,234, 5).
-`1{,}000`, `1\\,000` and `1,\\!000` are always one number; so is `10 000` if it is the whole answer.
+A comma in `1,234` separates thousands. In brackets it separates elements: (100,200) is a pair and [1,234] an interval. In
+brackets it separates thousands only if another comma has a space after it: (1,234, 5). `1{,}000`, `1\\,000` and `1,\\!000` are
+always one number, and so is `10 000` if it is the whole answer.
 """
-# ruff: noqa: RUF001 -- the characters that look like others are what is normalized
+# ruff: noqa: RUF001 -- this module normalizes characters that look like others
 
 import re
 
@@ -58,7 +57,7 @@ _NUMBER = (
 _POWER = r"(?:\^ ?\{?-?\d\}?)?"
 _UNIT = (
     rf"(?:(?<= )(?:{_UNITS})"
-    r"|(?<=[\d}])(?:[ckm]m|kg|mg|m[lL]|ft|lbs?|oz|mph|hrs?|km/h|m/s)"  # without a space only what is no product of letters
+    r"|(?<=[\d}])(?:[ckm]m|kg|mg|m[lL]|ft|lbs?|oz|mph|hrs?|km/h|m/s)"  # no space needed: not a product of letters
     rf"|(?<= )(?!(?:{_FUNCTIONS})\b)[A-Za-z]{{3,}}[A-Za-z ./-]*)"
 )
 _UNIT_AFTER_NUMBER = re.compile(
@@ -66,7 +65,7 @@ _UNIT_AFTER_NUMBER = re.compile(
     rf"\.?{_POWER}(?:(?: ?/ ?| ?\\cdot ?|[ *])(?:{_UNITS}|[A-Za-z]{{3,}}){_POWER})*$"
 )
 _TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathsf|mbox|operatorname) ?\{([^{}]*)\}"
-_CHOICE = re.compile(  # \textbf{(C)}\ 12
+_CHOICE = re.compile(  # matches \textbf{(C)}\ 12
     r"[\s$]*(?:\\(?:text|textbf|textrm|mathrm|mathbf|bold) ?\{\s*)?(?:\(([A-J])\)|([A-J])[.:)](?= |\\|\}))\s*\}?"
     r"(?:\\[ ,;:!]|\\q?quad(?![A-Za-z])|[~\s.:])*(?=[^\s.,;:!?}])"
 )
@@ -80,10 +79,11 @@ _SEPARATORS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!,|,\\!|\\ |~)(?=\d{3}(?!\d))")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d])(?!,\d)")
 _BRACKETED = re.compile(r"[(\[{][^()\[\]{}]*,[^()\[\]{}]*[)\]}]")
 
-# Most answers: already canonical but for a backslash before the percent sign. The rules below give the same for them.
+# Matches most answers, which are canonical except for a backslash before the percent sign. The rules below would not change
+# them.
 _CANONICAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\d+/\d+|\\[dt]?frac\{-?\d+\}\{\d+\})(?:\\?%)?", re.ASCII)
 
-# Formulas in which no rule of `plain` or `notation` finds anything, so that most expressions are spared them.
+# Matches formulas that no rule of `plain` or `notation` changes, so most expressions skip these rules.
 _ORDINARY = re.compile(
     r"(?:\\(?:[dt]?frac|sqrt|pi|cdot|times|left|right|cup)(?![A-Za-z])|(?<![+ ])\\infty(?![A-Za-z])|\\\{(?=[-\d]|\\(?!\}))|\\\}"
     r"|(?<![A-Za-z])[abcdefkmnrtxyz](?![A-Za-z])|\d|[-+/^()}]|\{(?![ ,]*\})|,(?!\d\d,)|(?<!\d) "
@@ -94,7 +94,7 @@ _ORDINARY = re.compile(
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\\\$|\$|(?<!\\)\\[\[\]()]|[€£¥₹]", ""),  # currency signs and math delimiters
+        (r"\\\$|\$|(?<!\\)\\[\[\]()]|[€£¥₹]", ""),  # removes currency signs and math delimiters
         (r"\\(?:left|right|displaystyle|textstyle|big|Big)(?![A-Za-z])\.?", ""),
         (r"(?<!\\)\\!", ""),
         (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\n", " "),
@@ -119,18 +119,18 @@ _REWRITES = tuple(
 
 
 def normalize_answer(text: str) -> str:
-    """Return the canonical form of an answer; the same for every way of writing it that the module's docstring names."""
+    """Return the canonical form of an answer, the same for all spellings in the module docstring."""
     return canonical_number(text) or _by_rules(text.strip())
 
 
 def canonical_number(text: str) -> str:
-    """Return the number that a text is, without a unit and already in canonical form; "" if it is none."""
+    """Return the text if it is a number without a unit in canonical form, else ""."""
     text = text.strip()
     return text.replace("\\%", "%") if len(text) <= TAIL and _CANONICAL.fullmatch(text) else ""
 
 
 def _by_rules(text: str) -> str:
-    if len(text) > TAIL and not is_prose(text):  # its end is another answer
+    if len(text) > TAIL and not is_prose(text):  # the end of a long text is another answer
         return ""
     is_ordinary = len(text) <= TAIL and _ORDINARY.fullmatch(text) is not None
     if not is_ordinary:
@@ -154,7 +154,7 @@ def _by_rules(text: str) -> str:
 
 
 def _last_row(text: str) -> str:
-    """Keep the last one of aligned equations."""
+    """Keep only the last of several aligned equations."""
     if "\\begin" not in text or not (begin := _ALIGNED.search(text)):
         return text
     body, _, after = text[begin.end() :].partition(rf"\end{{{begin[1]}}}")
@@ -163,14 +163,14 @@ def _last_row(text: str) -> str:
 
 
 def _unwrap_if_prose(match: re.Match[str]) -> str:
-    r"""Unwrap a `\text{...}` that is part of the answer: one with a number, a denial, or words that stand between numbers."""
+    r"""Unwrap a `\text{...}` that belongs to the answer: it has a number, a denial, or words between numbers."""
     is_part = re.search(r"\d", match[1]) or _DENIAL.search(match[1])
     is_part = is_part or (re.search(r"[A-Za-z]{3}", match[1]) and _TEXT_BETWEEN.search(match.string))
     return f" {match[1]} " if is_part else match[0]
 
 
 def _unwrap_text(text: str) -> str:
-    r"""Remove `\text{...}` beside an expression (a unit, a remark), and unwrap it where it is all there is."""
+    r"""Remove `\text{...}` next to an expression (a unit, a remark); unwrap it if there is nothing else."""
     without = re.sub(rf"{_TEXT}{_POWER}", _conjunction, text)
     if re.search(r"[\dA-Za-z]", _SPACE.sub("", without)):
         return without
@@ -181,7 +181,7 @@ def _conjunction(match: re.Match[str]) -> str:
     word = match[1].strip().lower()
     if word in ("and", "or"):
         return f" {word} "
-    if len(match[1]) == 1:  # \mathrm{e}, \mathbf{v}
+    if len(match[1]) == 1:  # a symbol such as \mathrm{e} or \mathbf{v}
         return match[1]
     return "%" if word in ("percent", "%") else " "
 
@@ -203,7 +203,9 @@ def _scale(match: re.Match[str]) -> str:
 def _join_thousands(text: str) -> str:
     if re.fullmatch(r"[-+]? ?\d{1,3}(?: \d{3})+(?:\.\d+)?%?", text):
         return text.replace(" ", "")
-    lists = [match.span() for match in _BRACKETED.finditer(text) if ", " not in match[0]]  # where commas separate elements
+    lists = [
+        match.span() for match in _BRACKETED.finditer(text) if ", " not in match[0]
+    ]  # in these brackets commas separate elements
 
     def join(match: re.Match[str]) -> str:
         is_in_list = any(start <= match.start() < end for start, end in lists)

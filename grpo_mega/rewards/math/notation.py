@@ -1,10 +1,10 @@
-r"""Other ways to write an answer, as kinds: `rewrite` brings each into the form that the other rules and math-verify read.
+r"""Other notations for answers: `rewrite` converts each into the form that the other rules and math-verify read.
 
-Units in \text with powers, magnitude words, cents, ordinals, reversed and angle brackets, empty sets, combinations, sines of
-degrees, polar form, residues, segments, repeating decimals, and numbers of European form. Input and output: text of an answer
-without Markdown. Every pattern is linear in the text, which `normalize` has cut to a bounded length.
+Covers units in \text with powers, magnitude words, cents, ordinals, reversed and angle brackets, empty sets, combinations,
+sines of degrees, polar form, residues, segments, repeating decimals, and numbers in European form. Input and output: text of
+an answer without Markdown. Every pattern is linear in the text, and `normalize` has cut the text to a bounded length.
 """
-# ruff: noqa: RUF001 -- characters that look like others are what is replaced
+# ruff: noqa: RUF001 -- this module replaces characters that look like others
 
 import re
 
@@ -140,7 +140,7 @@ def rewrite(text: str) -> str:
 
 
 def rewrite_phrase(text: str) -> str:
-    """Return an answer that is a phrase of a kind (an ordinal, no solution, noon) in the one form that it has here."""
+    """Return the standard form of an answer that is a known phrase (an ordinal, no solution, noon); else the text."""
     if not text or text[0].isdigit() or len(text) > 60:
         return text
     text = re.sub(r"(?:입니다|이다|です|だ)$|^(?:it is|it's|that is|this is|será|es|ist|sera|è|é) ", "", text)
@@ -155,13 +155,13 @@ def rewrite_phrase(text: str) -> str:
 
 
 def is_single_word(text: str) -> bool:
-    """Return whether a text is one word that can be an answer in the middle of a sentence: true, a weekday, seventh, zero."""
+    """Return whether a text is one word that can be an answer within a sentence: true, a weekday, seventh, zero."""
     word = text.lower()
     return word in _WORDS or word in _ORDINAL_WORD or word == "zero" or any(one.fullmatch(text) for one, _ in _TRANSLATIONS)
 
 
 def _reversed_brackets(text: str) -> str:
-    r"""Return ]2,5[ as (2,5) and [1,5;2[ as [1.5,2)."""
+    r"""Rewrite ]2,5[ as (2,5) and [1,5;2[ as [1.5,2)."""
     opening, closing = text.find("["), text.find("]")
     if opening < 0 and closing < 0:
         return text

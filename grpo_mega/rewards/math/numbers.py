@@ -1,13 +1,13 @@
-"""Plain numbers and lists of them, read from normalized answers and compared exactly.
+"""Plain numbers and lists of plain numbers, read from normalized answers and compared exactly.
 
-Input: text of `normalize.normalize_answer`. A plain number is an integer, decimal (0.5, .5, 1.5e3, 1.5\\times10^{3}), fraction
-(1/2, \\frac{1}{2}), mixed number (1 1/2, 1\\frac{1}{2}) or repeating decimal (0.\\overline{3}), with an optional sign and an
-optional percent sign. Exact, because math-verify rounds decimals to six places: it takes 1e-7 for 2e-7.
+Input: text from `normalize.normalize_answer`. A plain number is an integer, decimal (0.5, .5, 1.5e3, 1.5\\times10^{3}),
+fraction (1/2, \\frac{1}{2}), mixed number (1 1/2, 1\\frac{1}{2}) or repeating decimal (0.\\overline{3}), with an optional sign
+and percent sign. The comparison is exact, because math-verify rounds decimals to six places: it accepts 1e-7 for 2e-7.
 
-Pairs, intervals and sets of them, as (1,-2), [0,1/2), \\{1,2,3\\}, are compared here only where the verdict is beyond doubt,
-and so that of math-verify: both sides have the same brackets and simple numbers that are equal or clearly differ. Lists
-that math-verify reads in ways of its own are left to it: one element, equal ends, an interval's ends in descending order,
-an element twice.
+Pairs, intervals and sets of plain numbers, as (1,-2), [0,1/2), \\{1,2,3\\}, are compared here only if the verdict is beyond
+doubt and equals math-verify's: both sides have the same brackets, and simple numbers that are equal or clearly differ. Some
+lists have a special meaning in math-verify and are left to it: one element, equal ends, an interval's ends in descending order,
+a repeated element.
 """
 
 import re
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-MAX_DIGITS = 1000  # of an integer that is worth arithmetic; int() refuses 4,300
-ROUNDED_DECIMALS = 6  # a decimal with at least so many places may stand for a number that it rounds, as in math-verify
-ROUNDED_DIGITS = 4  # ... if it also has so many significant digits: 0.000001 does not stand for 0.0000014
+MAX_DIGITS = 1000  # limit for arithmetic on integers; int() refuses 4,300
+ROUNDED_DECIMALS = 6  # a decimal with at least this many places may be a rounded number, as in math-verify ...
+ROUNDED_DIGITS = 4  # ... if it also has this many significant digits: 0.000001 does not stand for 0.0000014
 
 _SIGN = r"(?P<sign>[-+]?) ?"
 _FRAC = r"\\[dtc]?frac(?: ?\{ ?(?P<n>-?\d+) ?\} ?\{ ?(?P<d>\d+) ?\}| ?(?P<n1>\d) ?(?P<d1>\d))"
@@ -47,17 +47,17 @@ _CLEARLY = Fraction(1, 100_000)  # math-verify rounds to six places
 
 @dataclass(frozen=True)
 class PlainNumber:
-    """The exact value (for a percentage the value before the sign: 50 for 50%)."""
+    """The exact value. For a percentage, the value before the sign: 50 for 50%."""
 
     value: Fraction
-    decimals: int  # places after the point, 0 for integers and fractions
+    decimals: int  # places after the decimal point, 0 for integers and fractions
     is_percent: bool
     is_cents: bool = False
 
 
 @dataclass(frozen=True)
 class NumberList:
-    """The values in order, those of a set ascending, and the two brackets."""
+    """The values in order (of a set, ascending) and the two brackets."""
 
     brackets: str
     values: tuple[Fraction, ...]
@@ -65,7 +65,7 @@ class NumberList:
 
 @lru_cache(maxsize=1024)
 def parse_number(text: str) -> PlainNumber | None:
-    """Return the plain number that the whole of `text` is, or None."""
+    """Return the plain number if the whole `text` is one, else None."""
     if len(text) > MAX_DIGITS:
         return None
     core = text.strip()
@@ -88,10 +88,10 @@ def parse_number(text: str) -> PlainNumber | None:
 def numbers_equal(gold: PlainNumber, response: PlainNumber) -> bool:
     """Return whether two plain numbers are the same answer.
 
-    A percent sign on both sides or on neither changes nothing; on one side only, p% stands for both p and p/100, since a
-    question "how many percent" has the answer 50, 50% or 0.5.
+    If both sides have a percent sign, or neither, it does not matter. If only one side has it, p% stands for both p and p/100,
+    because a question "how many percent" has the answers 50, 50% and 0.5.
     """
-    if gold.is_cents != response.is_cents:  # without its unit, 75 is in cents and 0.75 in dollars
+    if gold.is_cents != response.is_cents:  # without a unit, 75 means cents and 0.75 means dollars
         cents, plain = (gold, response) if gold.is_cents else (response, gold)
         is_whole = plain.value.denominator == 1
         return cents.value == (plain.value if is_whole or (gold.is_cents and cents.value < 1) else plain.value * 100)
@@ -106,14 +106,14 @@ def numbers_equal(gold: PlainNumber, response: PlainNumber) -> bool:
 
 
 def numbers_contradict(a: PlainNumber, b: PlainNumber) -> bool:
-    """Return whether "a = b" is false even if one of the two is rounded: 17 = 18 is, 1/3 = 0.33 is not."""
+    """Return whether "a = b" is false even if one side is rounded: 17 = 18 is false, 1/3 = 0.33 is not."""
     difference = abs(a.value - b.value)
     steps = [Fraction(1, 10**number.decimals) for number in (a, b) if not (number.value * 10**number.decimals) % 1]
     return not numbers_equal(a, b) and not any(difference < step for step in steps)
 
 
 def in_words(text: str) -> PlainNumber | None:
-    """Return the number that `text` spells, one noun after it aside: "twelve", "twenty-five eggs", "three quarters"."""
+    """Return the number that `text` spells, ignoring one noun after it: "twelve", "twenty-five eggs", "three quarters"."""
     parts = text.lower().replace("-", " ").split()
     if len(parts) > 1 and parts[-1].endswith("s") and parts[-1] not in _DENOMINATORS:
         parts.pop()
@@ -141,7 +141,7 @@ def in_words(text: str) -> PlainNumber | None:
 
 @lru_cache(maxsize=1024)
 def parse_list(text: str) -> NumberList | None:
-    """Return the list that the whole of `text` is, or None."""
+    """Return the list if the whole `text` is one, else None."""
     match = _LIST.fullmatch(text)
     if match is None:
         return None
@@ -159,7 +159,7 @@ def parse_list(text: str) -> NumberList | None:
 
 
 def lists_equal(gold: NumberList, response: NumberList) -> bool | None:
-    """Return whether they are the same; None if that is in doubt."""
+    """Return whether two lists are the same; None if it is in doubt."""
     if gold.brackets != response.brackets or len(gold.values) != len(response.values):
         return None
     differences = [abs(a - b) for a, b in zip(gold.values, response.values, strict=True)]
@@ -182,7 +182,7 @@ def _rounds_to(exact: PlainNumber, rounded: PlainNumber) -> bool:
 
 
 def _value(groups: dict[str, str]) -> tuple[Fraction | None, int]:
-    """Return the unsigned value and the number of decimal places, from the groups of one of the forms."""
+    """Return the unsigned value and the number of decimal places, from the groups of a match in _FORMS."""
     if "decimal" in groups:
         exponent = int(groups.get("e") or groups.get("t") or 0)
         whole, _, part = groups["decimal"].partition(".")

@@ -1,10 +1,10 @@
 """Find the answer that a text states: the last one announced, else the last one in bold, else the last expression.
 
-`read_passage` reads the conclusion of a response, `read_marked` the content of a tag, a box or a `####` line that holds more
-than an expression. Both return text for `normalize.normalize_answer`, or None. "The answer is 16 students out of 20" announces
-16: the first expression counts after an announcement, the last one elsewhere. An expression that the text denies ("not 5",
-"more than 5") is no answer, and a text that gives two answers ("6 or 9", "2 hours and 30 minutes") keeps both. Only the last
-TAIL characters are read, so that time is bounded.
+`read_passage` reads the conclusion of a response. `read_marked` reads the content of a tag, a box or a `####` line that holds
+more than an expression. Both return text for `normalize.normalize_answer`, or None. "The answer is 16 students out of 20"
+announces 16: after an announcement the first expression counts, elsewhere the last one. An expression that the text denies
+("not 5", "more than 5") is not an answer, and a text with two answers ("6 or 9", "2 hours and 30 minutes") keeps both. Only the
+last TAIL characters are read, so time is bounded.
 """
 
 import re
@@ -12,12 +12,15 @@ import re
 from grpo_mega.rewards.math.notation import is_single_word
 from grpo_mega.rewards.math.plain import plain
 
-TAIL = 2000  # characters from the end in which an answer is looked for; a longer answer is none
-MAX_PHRASE_WORDS = 5  # a text without any number or formula is an answer itself only up to this length
-MAX_ANNOUNCED, MAX_CLAUSE = 8, 400  # announcements that are tried, the last one first, and characters of each
-MAX_TITLE = 20  # characters before "answer" in a heading
+# Number of characters to search from the end. A longer answer does not count.
+TAIL = 2000
+# Longest phrase without a number or formula that counts as an answer.
+MAX_PHRASE_WORDS = 5
+# Number of announcements to try, the last one first, and characters to read after each.
+MAX_ANNOUNCED, MAX_CLAUSE = 8, 400
+MAX_TITLE = 20  # maximum number of characters before "answer" in a heading
 
-_CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"  # the inside of a regex's character class
+_CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"  # for use within a regex character class
 
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 _FUNCTION = re.compile(
@@ -28,22 +31,22 @@ _ATOM = (
     rf"(?:\d*\\[dtc]?frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}|\d*\\sqrt\{{[^{{}}]*\}}|\d*√\d+"
     rf"|\\?[$€£¥₹]?-?{_DIGITS}(?: ?(?:π|\\pi(?![A-Za-z])))?)"
 )
-# Without thousands, which would make it ambiguous, and the time exponential in the commas: (1,234) is matched by two of them.
+# No thousands separators: (1,234) would match in two ways, and time would be exponential in the number of commas.
 _ELEMENT = r"(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?"
 _EXPRESSION = re.compile(
-    rf"[(\[] ?-?{_ELEMENT}(?: ?, ?-?{_ELEMENT})+ ?[)\]]"  # a tuple or an interval
+    rf"[(\[] ?-?{_ELEMENT}(?: ?, ?-?{_ELEMENT})+ ?[)\]]"  # matches a tuple or an interval
     rf"|(?:{_MONTHS}) \d{{1,2}}(?:st|nd|rd|th)?, \d{{4}}|\d{{1,2}}(?:st"
     rf"|nd|rd|th)? (?:{_MONTHS}),? \d{{4}}|\d{{4}}-\d\d-\d\d(?!\d)"
     r"|(?<![\d.,])\d{1,6} ?(?:h|hours?|hrs?|days?),? (?:and )?\d{1,6} ?(?:min(?:ute)?s?|h(?:ou)?rs?)\b"
     r"(?:,? (?:and )?\d{1,6} ?s(?:ec(?:ond)?s?)?\b)?"
-    r"|(?<![A-Za-z_\d])\d{1,2}:\d\d(?!\d)(?: ?[aApP]\.?[mM]\b\.?)?"  # a time of day
+    r"|(?<![A-Za-z_\d])\d{1,2}:\d\d(?!\d)(?: ?[aApP]\.?[mM]\b\.?)?"  # matches a time of day
     rf"|(?:(?<![\w)\]}}.])[-+])?{_ATOM}"
     rf"(?:(?:(?<=\d):(?=\d)| ?(?:[-+/^\u00d7·÷±]|\*\*?|\\times|\\cdot|\\div|\\pm) ?)\(?{_ATOM}\)?)*"
     r"(?: ?(?:\\?%|percent\b|¢|cents?\b)| (?:thousand|[mb]illion|trillion)\b)?"
 )
 _FORMULA = re.compile(
     r"\$\$(?P<display>[^$]+)\$\$|\\\[(?P<bracket>(?:[^\\]|\\[^\[\]])+)\\\]|\\\((?P<inline>(?:[^\\]|\\[^()])+)\\\)"
-    r"|(?<!\\)\$(?!\s)(?P<dollar>[^$\n]+)(?<![\s\\])\$(?!\d)"  # "$5 and $6" are prices, not a formula
+    r"|(?<!\\)\$(?!\s)(?P<dollar>[^$\n]+)(?<![\s\\])\$(?!\d)"  # prices such as "$5 and $6" are not a formula
 )
 _JOIN = re.compile(
     r"\s*(?P<equals>=|\\approx|≈)\s*|\s*(?:[,;]\s*(?:and|or)\b|[,;]|(?:and|or|und|oder|et|ou|o|y|u|e|oppure|lub|veya|ve|и|или)\b|或者?|または)\s*"
@@ -51,12 +54,12 @@ _JOIN = re.compile(
 _TIMES = r"[+*/^\u00d7÷·]|\\times\b|\\cdot\b|\\div\b"
 _WORD_FOR_OPERATOR = r"(?:plus|minus|times|divided by|multiplied by)"
 _JOINT = re.compile(r"\s*(?:(?:,\s*)?(?:or|and|oder|und|ou|et|o|y|e|veya|ve)\b|,|;)\s*")
-_COMPOUND = re.compile(  # 2 hours and 30 minutes; 40 plus 11; 40 apples + 11 apples; 50% of 84
+_COMPOUND = re.compile(  # matches 2 hours and 30 minutes; 40 plus 11; 40 apples + 11 apples; 50% of 84
     rf"(?:\s*[A-Za-z]+,?)?\s+(?:and|or|to|{_WORD_FOR_OPERATOR})\s+\\?[$€£]?[\d(\\]|\s*(?:to|through)\s+[$€£]?\d"
     rf"|(?:\s*[A-Za-z]+)?\s*(?:{_TIMES})\s*\\?[$€£]?[\d(\\A-Za-z]|\s*(?:[A-Za-z]+\s*)?-\s*\\?[$€£]?\d"
     r"|(?<=%)\s*of\s+[$€£]?\d|(?:\s*\w+)?\s+or\s+(?:more|less|fewer|greater|above|below)\b"
 )
-_OPERATOR_BEFORE = re.compile(  # x + 11, 40 plus 11, 40 apples - 11; a bullet or a dash is none
+_OPERATOR_BEFORE = re.compile(  # matches x + 11, 40 plus 11, 40 apples - 11, but not a bullet or a dash
     rf"(?:\S ?(?:{_TIMES}|\\pm)|(?:[\d)}}\]]|\b[A-Za-z]|\d\s[A-Za-z]+) ?-|\b{_WORD_FOR_OPERATOR})[ $(]*$"
     r"|\b(?:sum|product|difference|quotient) (?:of|between) [\d\s.,$-]*(?:and )?$|\b(?:half|twice|double|triple|%) (?:of )?$"
 )
@@ -65,7 +68,7 @@ _OPERATOR_AFTER = re.compile(
     r"|[$)]* ?\w* or (?:more|less|fewer|greater|above|below)\b"
 )
 _OPEN = re.compile(rf"(?:[-=<>≈]|{_TIMES}|\\approx|\bequals|\b{_WORD_FOR_OPERATOR})[ $?_.*…\\)\]]*$")
-# What may follow a response that was cut off: an answer that one of them changes may not be complete.
+# Possible continuations of a response that was cut off. If one changes the answer, the answer may be incomplete.
 _AFTER_NUMBER, _AFTER_WORD = ("7", "/7", " + 7", " 7", " million"), (" 7", " million")
 _WORD_AFTER_NUMBER = re.compile(r"[\d)}$*],? ?([A-Za-z]+)$")
 _WORDS_OF_NUMBERS = (
@@ -83,13 +86,13 @@ _HEDGE = re.compile(
 )
 _USUAL_ENDS = frozenset(
     ("", ".", "$", "$.", "$$", "\n", "\n\\]", "\\]", "\\)", "\\).", "**", "**.")
-)  # of responses after the box
+)  # usual texts after the box
 _NUMERAL = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _LETTER = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f"
 _WORD = re.compile(
     rf"(?<![{_LETTER}\\])(?:[{_LETTER}]{{3,}}|(?i:it|is|so|we|he|be|of|by|at|on|as)(?![{_LETTER}]))|[{_CJK}]+|[\u0400-\u04ff\u0600-\u06ff\u0900-\u097f]{{2,}}"
 )
-_BESIDE = frozenset("$%.,:;}")  # what ends the formula or the clause before a word
+_BESIDE = frozenset("$%.,:;}")  # characters that end the formula or the clause before a word
 _COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+")
 
 _KEYWORD = (
@@ -102,13 +105,13 @@ _ANNOUNCED = re.compile(
     re.IGNORECASE,
 )
 _SOUGHT = re.compile(r"\b(?:find|get|check|verify|compute|calculate|determine|obtain|reach|round|simplify|write)\b[^.:]*$")
-_REASON = re.compile(  # what begins an explanation after an answer
+_REASON = re.compile(  # matches the start of an explanation after an answer
     r"[,;]? (?=(?:because|since|as|for|given|when|if)\b)"
     rf"|, ?(?=(?!and\b|or\b)(?:[a-z]{{3,}}|[{_CJK}]))"
     rf"|(?<=\S) ?(?=\([^()]*(?:[A-Za-z]{{3}}|=|[{_CJK}]))"
 )
-_NAME = re.compile(r"[A-Za-z]{3,}(?=, \d)")  # Monday, 3 days after Friday
-_OFFER = re.compile(  # what chat models end with
+_NAME = re.compile(r"[A-Za-z]{3,}(?=, \d)")  # matches Monday in "Monday, 3 days after Friday"
+_OFFER = re.compile(  # matches closing offers of chat models
     r"\s(?:Would you|Do you (?:want|have|need)|Shall I|Want me|Let me know|Feel free|I hope|Hope (?:this|that)|Please let"
     r"|If you (?:have|need|want|would))\b[^\n]*$"
 )
@@ -176,14 +179,14 @@ def read_passage(text: str) -> str | None:
 
 
 def _without_notes(text: str) -> str:
-    """Remove the last paragraphs that check or explain the answer, or stand in brackets."""
+    """Remove final paragraphs that check or explain the answer, or are in brackets."""
     while (parts := text.rstrip().rpartition("\n\n")) and parts[0].strip() and _NOTE.match(parts[2]):
         text = parts[0]
     return text
 
 
 def read_announced(text: str) -> str | None:
-    """Return the answer that a text which was cut off announces, if nothing that may have followed can change it."""
+    """Return the answer that a cut-off text announces, unless a continuation could change it."""
     found, last = _announced(plain(text[-TAIL:])), text[-1:]
     word = _WORD_AFTER_NUMBER.search(text[-TAIL:])
     if found is None or (word and any(whole.startswith(word[1].lower()) for whole in _WORDS_OF_NUMBERS)):
@@ -196,7 +199,7 @@ def read_announced(text: str) -> str | None:
 
 
 def other_answer(answer: str, text: str) -> str | None:
-    """Return the number that `text`, which follows an answer, holds possible or says instead: "but it could also be 19"."""
+    """Return the number that `text`, after an answer, calls possible or states instead: "but it could also be 19"."""
     if text in _USUAL_ENDS or (len(text) < 40 and not any(char.isdigit() for char in text)):
         return None
     *_, hedge = (None, *_HEDGE.finditer(text[:MAX_CLAUSE]))
@@ -208,7 +211,7 @@ def other_answer(answer: str, text: str) -> str | None:
 
 
 def read_marked(text: str) -> str | None:
-    """Return the answer in a text that is marked as one: of a single sentence the expression that it begins with, if any."""
+    """Return the answer in a text marked as the answer. For a single sentence, prefer the expression at its start."""
     text = plain(text[-TAIL:])
     if not is_prose(text):
         return text or None
@@ -217,15 +220,15 @@ def read_marked(text: str) -> str | None:
 
 
 def read_start(text: str) -> str | None:
-    """Return the expression or the letter that `text` begins with."""
+    """Return the expression or letter at the start of `text`."""
     match = _EXPRESSION.match(text) or re.match(r"\(?[A-Za-z](?![A-Za-z])\)?", text)
     return match[0] if match else None
 
 
 def is_prose(text: str) -> bool:
-    """Return whether `text` has words beside its formulas: "18 dollars" and "It is x" have, "x + 1" and "cost = 18" not.
+    """Return whether `text` has words apart from formulas: "18 dollars" and "It is x" do, "x + 1" and "cost = 18" do not.
 
-    A single word without any number is no prose but an answer ("Friday").
+    A single word without a number is not prose but an answer ("Friday").
     """
     if _ANNOUNCED.match(text):
         return True
@@ -240,9 +243,9 @@ def is_prose(text: str) -> bool:
 
 
 def _announced(text: str, bold: str | None = None) -> str | None:
-    """Return the answer after the last "the answer is", "Answer:" or heading "Answer" that is followed by one.
+    """Return the answer after the last "the answer is", "Answer:" or heading "Answer" that has an answer after it.
 
-    Where that begins with words, an expression in `bold` says which of the expressions after them it is.
+    If words follow the announcement, an expression in `bold` takes precedence over other expressions after it.
     """
     for match in reversed([*_ANNOUNCED.finditer(text)][-MAX_ANNOUNCED:]):
         before = text[: match.start()].rpartition("\n")[2]
@@ -263,14 +266,14 @@ def _read_clause(clause: str) -> str | None:
 
 
 def _read_start(clause: str) -> str | None:
-    """Return the expression, choice or phrase that a clause begins with."""
+    """Return the expression, choice or phrase at the start of a clause."""
     filler = _FILLER.match(clause)
     clause = clause[filler.end() if filler else 0 :].rstrip(" .!?,;:")
     if choice := _CHOICE.match(clause):
         value = clause[choice.end() :].strip(" .:)")
         has_value = choice["closed"] and value and not is_prose(value)
         return f"({choice['closed']}) {value}" if has_value else choice["closed"] or choice["bare"]
-    if clause.count("}") > clause.count("{"):  # of JSON
+    if clause.count("}") > clause.count("{"):  # the extra brace closes a JSON object
         clause = clause.rstrip('} "\n')
     head = _REASON.split(clause)[0].rstrip(" .!?,;:")
     if head and not is_prose(head):
@@ -282,7 +285,7 @@ def _read_start(clause: str) -> str | None:
 
 
 def _leading(clause: str) -> str | None:
-    """Return the expressions that begin the clause: "3, 5 and 7", of "2 * 8 = 16" the 16; all of it if units join two."""
+    """Return the expressions at the start of the clause: "3, 5 and 7", or 16 for "2 * 8 = 16"; the clause if units join two."""
     items: list[str] = []
     end = position = 0
     while item := _FORMULA.match(clause, position) or _EXPRESSION.match(clause, position):
@@ -301,7 +304,7 @@ def _leading(clause: str) -> str | None:
 
 
 def _emphasized(text: str) -> str | None:
-    """Return the expression in bold in the last line, if there is one and only one."""
+    """Return the expression in bold in the last line, if there is exactly one."""
     line = text.rstrip().rpartition("\n")[2]
     found = [plain(bold) for bold in _EMPHASIS.findall(line) if not _LIST_MARKER.fullmatch(bold.strip())]
     answers = [
@@ -324,7 +327,7 @@ def _chosen(text: str) -> str | None:
 
 
 def _last_expression(text: str) -> str | None:
-    """Return the last formula, or the last number or expression after it; but none that is denied, or in a remark alone."""
+    """Return the last formula, or the last number or expression after it. Skip denied ones and ones only in a remark."""
     if _OPEN.search(text[-_DENIED_CHARS:]):
         return None
     if verdict := _YES_OR_NO.match(text.rpartition("\n")[2]):
@@ -334,7 +337,7 @@ def _last_expression(text: str) -> str | None:
     formulas = [match for match in _FORMULA.finditer(text) if match[match.lastgroup or 0].strip()]
     start = formulas[-1].end() if formulas else 0
     end = len(text)
-    while end > start:  # sentence by sentence, the last one first
+    while end > start:  # searches sentence by sentence, the last one first
         begin = max(start, text.rfind("\n", start, end - 1) + 1, text.rfind(". ", start, end - 1) + 1)
         found = _last_stated(text, [*_EXPRESSION.finditer(text, begin, end)], formulas[-1].end() if formulas else -1)
         if found is not None:
@@ -354,7 +357,7 @@ def _joined_formulas(text: str, formulas: list[re.Match[str]]) -> str | None:
 
 
 def _last_stated(text: str, found: list[re.Match[str]], formula_end: int = -1) -> str | None:
-    """Return the last one that is neither denied nor a remark; "" if it is an operand of arithmetic that is not read."""
+    """Return the last match that is not denied and not a remark; "" if it is an operand of unread arithmetic."""
     while found:
         match = found.pop()
         before = text[max(0, match.start() - _DENIED_CHARS) : match.start()]
@@ -365,9 +368,11 @@ def _last_stated(text: str, found: list[re.Match[str]], formula_end: int = -1) -
         line = text.rfind("\n", 0, match.start()) + 1
         remark = text.rfind("(", line, match.start())
         is_remark = remark >= 0 and (span := _REMARK.match(text, remark)) is not None and span.end() >= match.end()
-        if 0 <= formula_end <= match.start() and _ROUNDED.fullmatch(text, formula_end, match.start()):  # $e^2$, roughly 7.389
+        if 0 <= formula_end <= match.start() and _ROUNDED.fullmatch(
+            text, formula_end, match.start()
+        ):  # skips 7.389 in "$e^2$, roughly 7.389"
             continue
-        if is_remark and (formula_end > line or (found and line <= found[-1].start())):  # "16 eggs (4 boxes)"
+        if is_remark and (formula_end > line or (found and line <= found[-1].start())):  # skips 4 in "16 eggs (4 boxes)"
             continue
         return match[match.lastgroup or 0].strip()
     return None

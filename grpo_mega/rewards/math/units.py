@@ -1,7 +1,7 @@
-r"""Units that an answer is written with: `unit_after` finds the one of a number, `values_agree` compares two of them.
+r"""Units of answers: `unit_after` finds the unit of a number, `values_agree` compares two quantities.
 
-Only units of the table count, and only where the gold answer and the answer both have one: 45 minutes are not 45 hours, 2 m
-are 200 cm, and 75 cents are \$0.75. Everything else is compared without its unit.
+Only units of the table count, and only if both the gold answer and the answer have one: 45 minutes are not 45 hours, 2 m are
+200 cm, and 75 cents are \$0.75. Everything else is compared without its unit.
 """
 
 import re
@@ -68,22 +68,24 @@ _PATTERNS = [(re.compile(rf"(?:{names})(?![A-Za-z/]| ?/)"), of) for names, of in
 _SIGNS = {"$": "usd", "US$": "usd", "USD": "usd", "R$": "brl", "€": "eur", "EUR": "eur", "£": "gbp", "GBP": "gbp", "₹": "inr"}
 _SIGNS |= {"Rs": "inr", "Rs.": "inr", "¥": "yen or yuan"}
 _SIGN = re.compile(r"(?:(?P<sign>USD|EUR|GBP|Rs\.?|[€£₹¥])|(?P<country>[A-Z]{0,2})(?P<escape>\\?)\$) ?[-*]{0,3}\Z")
-_CLOSING = re.compile(r"[^\n$\\]*(?:\\.[^\n$\\]*)*\$")  # the end of a formula
-# Of a unit that several others may be, as pounds sterling or of mass.
+_CLOSING = re.compile(r"[^\n$\\]*(?:\\.[^\n$\\]*)*\$")  # matches the end of a formula
+# Units that can stand for several others; a pound may be sterling or mass.
 _ANY_OF = {"cent1": ("usd1", "eur1"), "pound1": ("gbp1",), "yen or yuan1": ("jpy1", "cny1")}
 _SQUARE = re.compile(r"(?:square|sq\.?|quadrat) ?|(cubic) ?", re.IGNORECASE)
 _GAP = r"(?:\\[,;:! ]|[\s$*_~{}]|\\(?:text|textrm|mathrm|rm)(?![A-Za-z]))*"
 _POWER = re.compile(r"\}? ?(?:\^ ?\{? ?([23])|([\u00b2\u00b3]))")
-_MORE = re.compile(r"\}? ?(?:\^|(?:[\u00b7/\u207b]|\*(?!\*))|\\cdot|(?:\\[,;: ])? ?[A-Za-z]{1,3} ?\^)")  # a unit of several
+_MORE = re.compile(
+    r"\}? ?(?:\^|(?:[\u00b7/\u207b]|\*(?!\*))|\\cdot|(?:\\[,;: ])? ?[A-Za-z]{1,3} ?\^)"
+)  # matches the continuation of a compound unit
 _DIRECTION = re.compile(r"\b(anti-?|counter-?)?clockwise\b", re.IGNORECASE)
 _PAST_OR_FUTURE = re.compile(
     r"\b(?:years?|days?|weeks?|months?|hours?|minutes?) (?:(ago|earlier|before)|from now|later|hence)\b"
 )
-_LOOK = 40  # characters after the number
+_LOOK = 40  # number of characters to search after the number
 
 
 def unit_after(text: str, number: str) -> str:
-    """Return dimension, power and factor of the unit of the last `number` in the text, as text; "" if it has none."""
+    """Return the unit of the last `number` in the text as "{dimension}{power}:{factor}", such as "length2:1"; else ""."""
     if not number:
         return ""
     place = text.rfind(number)
