@@ -1,12 +1,12 @@
-"""A run's checkpoints in its folder: finding the newest, publishing a new one, and removing old ones. Needs no torch.
+"""The checkpoints of a run: find the newest, publish a new one, remove old ones. Needs no torch.
 
-    step-000012/             Megatron's files below `state`, and the manifest; it has this name only once it is whole
+    step-000012/             Megatron's files below `state`, and the manifest; has this name only once it is complete
     latest                   the name of the checkpoint from which the run resumes
-    .step-000012.partial     a save under way, or the remains of a killed one
+    .step-000012.partial     a save in progress, or the remains of a killed save
     .step-000012.removed     a checkpoint that is being removed
 
-A run removes only its own checkpoints: a real folder whose name is that of the step in its manifest. Copies under other names,
-links and folders without a manifest are the user's.
+A run removes only its own checkpoints: real folders whose name matches the step in their manifest. Copies under other names,
+links and folders without a manifest belong to the user.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from grpo_mega.paths import CHECKPOINTS, FINISHED
 
 LATEST = "latest"
 MANIFEST = "checkpoint.json"
-STATE = "state"  # the folder of Megatron's files within a checkpoint
-FORMAT = 1  # format number of checkpoints; raise it with every change that readers must handle
+STATE = "state"  # folder of Megatron's files within a checkpoint
+FORMAT = 1  # format number of checkpoints; increase it with every change that readers must handle
 _CLOCK_TICK_S = 1e-3
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a checkpoint, written into it as JSON together with its format."""
+    """The description of a checkpoint, stored in it as JSON together with its format number."""
 
-    step: int  # steps finished; also the policy's version
+    step: int  # number of finished steps; also the version of the policy
     optimizer_step: int
-    fingerprint: str  # of the weights, see Policy.fingerprint
+    fingerprint: str  # fingerprint of the weights, see Policy.fingerprint
     layout: str
-    model: dict[str, Any]  # sizes of the model, by field of ModelShape
+    model: dict[str, Any]  # model sizes by field of ModelShape
     seed: int
     checksums: dict[str, str]  # sha256 by file below STATE
-    draws: int  # batches of prompts drawn from the data so far
+    draws: int  # number of prompt batches drawn from the data so far
     inputs: dict[str, str]  # digests of model and data, see run/inputs.py
-    kl_beta: float | None = None  # of the next step, where algorithm.kl_target adapts it
-    kl_beta_from: float | None = None  # the algorithm.kl_beta from which it was adapted
+    kl_beta: float | None = None  # KL coefficient of the next step if algorithm.kl_target adapts it
+    kl_beta_from: float | None = None  # value of algorithm.kl_beta from which kl_beta was adapted
     written_at: float = 0.0  # seconds since the epoch; set by publish
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest. Raise ResumeError if the folder is not a checkpoint, or one of another format."""
+    """Return the manifest. Raise ResumeError if the folder is not a checkpoint, or has another format number."""
     path = checkpoint / MANIFEST
     try:
         values = read_json(path)
@@ -70,19 +70,19 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def check_model(checkpoint: Path, saved: dict[str, Any], shape: Any) -> None:
-    """Raise ResumeError unless the saved sizes are equal to `shape`, a dataclass."""
+    """Raise ResumeError unless the saved sizes equal `shape`, a dataclass."""
     ours = asdict(shape)
     different = [f"{name}={saved.get(name)!r} instead of {value!r}" for name, value in ours.items() if saved.get(name) != value]
     if different:
-        raise ResumeError(f"checkpoint {checkpoint} is of another model ({', '.join(different)}); set model.path to that one")
+        raise ResumeError(f"checkpoint {checkpoint} is of another model ({', '.join(different)}); set model.path to that model")
 
 
 def latest(folder: Path) -> Path | None:
     """Return the checkpoint from which the run resumes, or None if there is none.
 
-    `latest` names it. If that file is missing, as after a kill during the first save, it is the checkpoint written last.
-    Interrupted saves are ignored. Raise ResumeError if `latest` names no checkpoint. Raise it too if `latest` is missing
-    and the folder has only copies, or only checkpoints that cannot be read.
+    The file `latest` names it. If that file is missing, for example after a kill during the first save, it is the checkpoint
+    written last. Interrupted saves are ignored. Raise ResumeError if `latest` does not name a checkpoint, or if `latest` is
+    missing and the folder has only copies or only unreadable checkpoints.
     """
     pointer = folder / LATEST
     whole = _whole(folder)
@@ -90,20 +90,20 @@ def latest(folder: Path) -> Path | None:
     copies = [path for _, _, path in whole if path not in named]
     if not pointer.exists():
         if copies and not named:
-            raise ResumeError(f"{pointer} is missing beside {copies[-1].name}; put that name into it and resume")
+            raise ResumeError(f"{pointer} is missing, but {copies[-1].name} exists; write that name into it and resume")
         if not named and (unreadable := sorted(folder.glob(f"step-*/{MANIFEST}"))):
-            read_manifest(unreadable[-1].parent)  # raises the error
+            read_manifest(unreadable[-1].parent)  # this call raises the error
         return named[-1] if named else None
     try:
         found = folder / read_name(pointer)
     except (OSError, ValueError) as error:
         raise ResumeError(
-            f"{pointer} cannot be read ({error}); put the name of a checkpoint's folder into it and resume"
+            f"{pointer} cannot be read ({error}); write the name of a checkpoint's folder into it and resume"
         ) from None
     if found == folder or not (found / MANIFEST).is_file():
         candidates = named or copies
-        remedy = f"put {candidates[-1].name} into it" if candidates else "put the name of a checkpoint's folder into it"
-        raise ResumeError(f"{pointer} names {found.name!r}, which is not there or not whole; {remedy} and resume")
+        remedy = f"write {candidates[-1].name} into it" if candidates else "write the name of a checkpoint's folder into it"
+        raise ResumeError(f"{pointer} names {found.name!r}, which is missing or incomplete; {remedy} and resume")
     return found
 
 
@@ -113,7 +113,7 @@ def tell_latest(folder: Path) -> str:
         found = latest(folder)
     except ResumeError as error:
         return str(error)
-    return f"the last good checkpoint is {found}: go on with --resume" if found else "there is no checkpoint yet"
+    return f"the last good checkpoint is {found}: continue with --resume" if found else "there is no checkpoint yet"
 
 
 def find(folder: Path, step: int | None) -> Path:
@@ -126,9 +126,9 @@ def find(folder: Path, step: int | None) -> Path:
 
 
 def find_finished(run_dir: Path, step: int | None) -> Path | None:
-    """Return RUN_DIR/hf of a finished run without checkpoints; None where `find` is to be asked.
+    """Return RUN_DIR/hf of a finished run without checkpoints; None if the caller should use `find`.
 
-    Raise ResumeError if such a run is asked for the checkpoint of a step.
+    Raise ResumeError if a step's checkpoint is requested from such a run.
     """
     finished = run_dir / FINISHED
     if not (finished / "config.json").is_file() or any((run_dir / CHECKPOINTS).glob(f"step-*/{MANIFEST}")):
@@ -141,7 +141,7 @@ def find_finished(run_dir: Path, step: int | None) -> Path | None:
 
 
 def without_checkpoints(finished: Path) -> str:
-    """Return a line that explains why a run's policy was taken from `finished`."""
+    """Return a line that says why the policy of a run was taken from `finished`."""
     return f"{finished.parent} has no checkpoints: taking {finished}, the policy after its last step"
 
 
@@ -154,25 +154,26 @@ def partial_name(step: int) -> str:
 
 
 def surplus(folder: Path, keep: int) -> list[Path]:
-    """Return the checkpoints beyond the `keep` newest, never the one that `latest` names.
+    """Return the checkpoints beyond the `keep` newest, but never the one named by `latest`.
 
-    A run that went back to an older step gave up those of later steps: one that is followed in time by another of the same or
-    an earlier step counts as older than any that is not.
+    A run that resumed from an older step abandoned the later steps. So a checkpoint counts as older than all others if one of
+    the same or an earlier step was written after it.
     """
     written = _written(folder)
     is_given_up = {path: any(later <= step for _, later, _ in written[i:]) for i, (_, step, path) in enumerate(written, 1)}
-    given_up_first = sorted(is_given_up, key=lambda path: not is_given_up[path])  # and in both parts the oldest
+    # Stable sort: within both parts, the oldest come first.
+    given_up_first = sorted(is_given_up, key=lambda path: not is_given_up[path])
     with suppress(ResumeError):
         return [path for path in given_up_first[:-keep] if path != latest(folder)]
     return given_up_first[:-keep]
 
 
 def publish(folder: Path, manifest: Manifest, keep: int) -> None:
-    """Give the finished `.step-N.partial` its name, point `latest` to it, and remove what `keep` leaves over."""
+    """Rename the finished `.step-N.partial`, point `latest` to it, and remove checkpoints beyond `keep`."""
     partial, final = folder / partial_name(manifest.step), folder / step_name(manifest.step)
     written = _written(folder)
     newest = max((when for when, _, _ in written), default=0.0)
-    # A node whose clock is behind that of the one before it does not make its checkpoints the older ones.
+    # If the clock of this node is behind, its checkpoints must still count as newer.
     manifest = replace(manifest, written_at=max(time.time(), newest + _CLOCK_TICK_S))
     _write_through(partial / MANIFEST, json.dumps({"format": FORMAT} | asdict(manifest), indent=1) + "\n")
     sync_folder(partial)
@@ -191,16 +192,16 @@ def publish(folder: Path, manifest: Manifest, keep: int) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; a kill meanwhile leaves no part of it under its name."""
+    """Remove a checkpoint. A kill during the removal leaves no part of it under its name."""
     gone = checkpoint.with_name(f".{checkpoint.name}.removed")
     shutil.rmtree(gone, ignore_errors=True)
-    with suppress(OSError):  # the remains only take disk space
+    with suppress(OSError):  # remains only take disk space
         os.rename(checkpoint, gone)
         shutil.rmtree(gone)
 
 
 def clean(folder: Path) -> None:
-    """Make the folder, and remove the remains of killed saves and removals."""
+    """Create the folder, and remove the remains of killed saves and removals."""
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in (".step-*.partial", ".step-*.removed"):
         for remains in folder.glob(pattern):
@@ -208,7 +209,7 @@ def clean(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write a folder's entries to the disk."""
+    """Sync the entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -217,12 +218,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def _written(folder: Path) -> list[tuple[float, int, Path]]:
-    """Return those of `_whole` that a run wrote here."""
+    """Return the checkpoints from `_whole` that a run wrote in this folder."""
     return [(when, step, path) for when, step, path in _whole(folder) if path.name == step_name(step) and not path.is_symlink()]
 
 
 def _whole(folder: Path) -> list[tuple[float, int, Path]]:
-    """Return time of writing, step and path of all checkpoints, copies and links among them, in this order."""
+    """Return (time of writing, step, path) of all complete checkpoints, including copies and links, in this order."""
     checkpoints = []
     for file in folder.glob(f"[!.]*/{MANIFEST}"):
         with suppress(ResumeError):

@@ -1,8 +1,8 @@
-"""Reading a Megatron distributed checkpoint without torch: which piece of which tensor lies where, by its `.metadata`.
+"""Read a Megatron distributed checkpoint without torch: its `.metadata` says where each piece of each tensor is.
 
-That file is a pickle, read with stand-ins for the few classes it is made of; everything else it names becomes an empty object,
-so that nothing of it is ever called. Each piece is a file of `torch.save` within a file: a zip archive of stored records.
-Torch's own reader needs the classes themselves: `load_metadata` and `check_extra_state` refuse every name but theirs.
+`.metadata` is a pickle. It is read with stand-ins for the few classes that it contains; everything else becomes an empty
+object, so nothing in it is ever called. Each piece is a `torch.save` file within a file: a zip archive of stored records.
+Torch's own reader needs the real classes: `load_metadata` and `check_extra_state` refuse every name that is not on their list.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _METADATA_NAMES = {
     *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("pathlib", "PurePosixPath")),
 }
 _TENSOR_NAMES = {("torch._utils", "_rebuild_tensor_v2"), ("torch.storage", "_load_from_bytes")}
-_RECIPES = "transformer_engine.common.recipe"  # its classes have names that begin with a capital letter
+_RECIPES = "transformer_engine.common.recipe"  # only its classes are allowed: their names start with a capital letter
 FORMAT = "metadata.json"
 COMMON = "common.pt"
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """`tensor[offset : offset + shape]`, saved in `length` bytes of a file from `start` on."""
+    """`tensor[offset : offset + shape]`, saved in `length` bytes of a file, starting at `start`."""
 
     offset: Index
     shape: Index
@@ -68,32 +68,32 @@ def read_metadata(folder: Path) -> dict[str, SavedTensor]:
             return _tensors(_Unpickler(file).load())
     except OSError:
         raise WeightMappingError(f"{path} does not exist; give the folder of a Megatron distributed checkpoint") from None
-    except Exception as error:  # a damaged pickle raises what it likes
+    except Exception as error:  # a damaged pickle can raise any exception
         raise WeightMappingError(f"{path} cannot be read ({error!r}); save the checkpoint again") from None
 
 
 def load_metadata(file: BinaryIO) -> Any:
-    """Return torch's Metadata from a `.metadata` file. Raise UnpicklingError, and call nothing, if it names another class."""
+    """Return torch's Metadata from a `.metadata` file. Raise UnpicklingError if it names another class, and call nothing."""
     return _MetadataUnpickler(file).load()
 
 
 def check_extra_state(content: bytes) -> None:
-    """Raise UnpicklingError if the pickled state of a layer's FP8 scales names what no such state does. Call nothing."""
+    """Raise UnpicklingError if the pickled state of a layer's FP8 scales has an unexpected name. Call nothing."""
     _ExtraStateUnpickler(io.BytesIO(content)).load()
 
 
 @dataclass(frozen=True)
 class FoundTensor:
-    """The tensor in a file of `torch.save`."""
+    """The tensor in a `torch.save` file."""
 
     dtype: str
     shape: Index
-    data_offset: int  # from the file's beginning
-    crc: int  # CRC32 of its bytes; 0 where torch was set to save none
+    data_offset: int  # bytes from the start of the file
+    crc: int  # CRC32 of its bytes; 0 if torch saved none
 
 
 def find_tensor(file: BinaryIO) -> FoundTensor:
-    """Find the one tensor in a file of `torch.save`. Raise ValueError if there is none, or one with gaps."""
+    """Find the single tensor in a `torch.save` file. Raise ValueError if there is none, or if it is not contiguous."""
     try:
         records = {record.filename: record for record in zipfile.ZipFile(file).infolist()}
     except zipfile.BadZipFile:
@@ -105,7 +105,7 @@ def find_tensor(file: BinaryIO) -> FoundTensor:
     file.seek(_begin(file, pickled))
     text = file.read(pickled.file_size)
     if pickled.CRC and zlib.crc32(text) != pickled.CRC:
-        raise ValueError("describes its tensor in bytes that do not have the CRC32 saved with them")
+        raise ValueError("describes its tensor in bytes that do not match their saved CRC32")
     dtype, shape = _unpickled(text)
     if data.file_size != prod(shape) * ITEM_BYTES[dtype]:
         raise ValueError(f"holds {data.file_size} bytes for a tensor {list(shape)} of {dtype}")
@@ -117,7 +117,7 @@ def _tensors(metadata: _Record) -> dict[str, SavedTensor]:
     tensors = {}
     for key, saved in metadata.state_dict_metadata.items():
         if not hasattr(saved, "chunks"):
-            continue  # an object, not a tensor
+            continue  # objects have no chunks
         chunks = []
         for chunk in saved.chunks:
             offset = _index(chunk.offsets)
@@ -132,7 +132,7 @@ def _index(value: Any) -> Index:
 
 
 class _Record:
-    """Stands in for any class: takes whatever state it is given."""
+    """Stands in for any class and accepts any state."""
 
     fqn: str
     offset: Any = None
@@ -169,29 +169,29 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the classes of torch's metadata, whose constructors only store their arguments, and refuses all other names."""
+    """Creates the classes of torch's metadata, whose constructors only store arguments. Refuses all other names."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _METADATA_NAMES or (module == "torch" and name in FROM_TORCH):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint does")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, unexpected in a checkpoint")
 
 
 class _ExtraStateUnpickler(pickle.Unpickler):
-    """Makes empty objects in place of the classes in Transformer Engine's state of a layer, and refuses all other names."""
+    """Creates empty objects instead of the classes in Transformer Engine's layer state. Refuses all other names."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if (module, name) in _TENSOR_NAMES or (module == _RECIPES and name.isidentifier() and name.lstrip("_")[:1].isupper()):
             return _Record
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no layer's state does")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, unexpected in the state of a layer")
 
 
 def _begin(file: BinaryIO, record: zipfile.ZipInfo) -> int:
-    """Return the offset of a record's bytes, which follow its local header."""
+    """Return the offset of a record's bytes, after its local header."""
     file.seek(record.header_offset + 26)
-    lengths: tuple[int, int] = struct.unpack("<HH", file.read(4))  # of its name and its extra field
+    lengths: tuple[int, int] = struct.unpack("<HH", file.read(4))  # lengths of its name and its extra field
     return record.header_offset + 30 + sum(lengths)
 
 
@@ -204,12 +204,12 @@ def _unpickled(text: bytes) -> tuple[str, Index]:
             raise ValueError(f"holds a tensor that is not contiguous (strides {list(stride)})")
         step *= max(n, 1)
     if offset:
-        raise ValueError(f"holds a tensor that begins at element {offset} of its storage")
+        raise ValueError(f"holds a tensor that starts at element {offset} of its storage")
     return dtype, tuple(shape)
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Loads (dtype, offset, shape, stride); refuses all names but those of a tensor."""
+    """Loads (dtype, offset, shape, stride). Refuses all names that a tensor does not need."""
 
     def persistent_load(self, pid: Any) -> str:
         return FROM_STORAGE[pid[1]]
@@ -223,4 +223,4 @@ class _TensorUnpickler(pickle.Unpickler):
             return dict
         if module == "torch" and name in FROM_STORAGE:
             return name
-        raise ValueError(f"names {module}.{name}, which no saved tensor does")
+        raise ValueError(f"names {module}.{name}, unexpected in a saved tensor")

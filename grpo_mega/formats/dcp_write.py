@@ -1,7 +1,7 @@
-"""All that torch's distributed loader needs beside the bytes of tensors, where these are written without its saver.
+"""Everything that torch's distributed loader needs besides tensor bytes, for checkpoints written without torch's saver.
 
-Each piece of a tensor is a file of `torch.save` within a file. Where its bytes begin and how long it is are known before one of
-them is read, so that they can be streamed to their place in any order. The `.metadata` says which piece lies where.
+Each piece of a tensor is a `torch.save` file within a file. The start and length of its bytes are known before any byte is
+read, so pieces can be written in any order. The `.metadata` says where each piece is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from grpo_mega.weights.boxes import Index
 from grpo_mega.weights.spec import ModelShape
 
 STATE_FILE = "__1_0.distcp"
-# Modules for which Megatron saves an "extra state", with Transformer Engine or without, in every layer and in every expert.
+# Modules with a Megatron "extra state" in every layer or expert, with or without Transformer Engine.
 _LAYER_STATES = (
     "self_attention.linear_qkv",
     "self_attention.linear_proj",
@@ -50,7 +50,7 @@ _EXPERT_STATES = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_
 
 @dataclass(frozen=True)
 class SavedPiece:
-    """`tensor[start : + chunk]` of the tensor of shape `full` that has the keys, in `length` bytes of a file."""
+    """`tensor[start : start + chunk]` of a tensor of shape `full` saved under `keys`, in `length` bytes of a file."""
 
     keys: tuple[str, ...]
     full: Index
@@ -63,7 +63,7 @@ class SavedPiece:
 
 
 def metadata_bytes(pieces: Iterable[SavedPiece], shape: ModelShape) -> bytes:
-    """Return the pickle of `.metadata` for a model's pieces and its extra states, all of them in STATE_FILE."""
+    """Return the pickled `.metadata` for the pieces of a model and its extra states, which are all in STATE_FILE."""
     chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
     first: dict[str, SavedPiece] = {}
     storage: dict[MetadataIndex, Any] = {}
@@ -86,20 +86,20 @@ def metadata_bytes(pieces: Iterable[SavedPiece], shape: ModelShape) -> bytes:
 
 
 def common_bytes() -> bytes:
-    """Return the file that Megatron keeps once for all ranks, with only the fields that its loader needs."""
+    """Return the file that Megatron stores once for all ranks, with only the fields that its loader needs."""
     return _saved({"checkpoint_version": 3.0, "iteration": 0})
 
 
 def state_bytes() -> bytes:
-    """Return STATE_FILE: an empty extra state, as Megatron's layers without FP8 save it."""
+    """Return the content of STATE_FILE: an empty extra state, as Megatron's layers save it without FP8."""
     return _saved([None])
 
 
 @dataclass(frozen=True)
 class Blob:
-    """The file of `torch.save` for a contiguous tensor: `prefix`, the tensor's bytes, `suffix`.
+    """The `torch.save` file of a contiguous tensor: `prefix`, the tensor's bytes, `suffix`.
 
-    The CRC32 of these bytes stands at `crc_offsets` of the suffix, 4 bytes each, little-endian; it is 0 as yet.
+    The CRC32 of these bytes goes to `crc_offsets` of the suffix, 4 bytes each, little-endian. Until then it is 0.
     """
 
     prefix: bytes
@@ -120,12 +120,12 @@ def blob_of(dtype: str, shape: Index) -> Blob:
     writer.write_record_metadata("data/0", tensor.nbytes)
     writer.write_end_of_file()
     prefix, suffix = sink.parts
-    # The first follows the signature of the record's data descriptor, the second stands before the name in the directory.
+    # The first CRC32 follows the signature of the data descriptor; the second precedes the name in the directory.
     return Blob(bytes(prefix), bytes(suffix), (4, suffix.rindex(b"archive/data/0") - 30))
 
 
 class _Pickler(pickle.Pickler):
-    """Describes a tensor without memory as torch.save does one whose bytes are in the record data/0."""
+    """Pickles a tensor without memory like torch.save pickles a tensor whose bytes are in the record data/0."""
 
     def __init__(self, file: io.BytesIO, tensor: torch.Tensor, storage_name: str) -> None:
         super().__init__(file, protocol=2)
@@ -144,7 +144,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Sink(io.BytesIO):
-    """Keeps what torch.save writes in parts, between which it leaves holes for the bytes of tensors."""
+    """Collects the output of torch.save in parts. The tensor bytes go between the parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,11 +161,11 @@ class _Sink(io.BytesIO):
 
 
 def _extra_states(shape: ModelShape) -> list[str]:
-    """Return the names that Megatron may ask for, with Transformer Engine or without."""
+    """Return the names that Megatron may request, with or without Transformer Engine."""
     layers, experts = shape.num_layers, shape.num_experts
     names = ["decoder.final_layernorm._extra_state/shard_0_1"]
     for i in range(layers):
-        # Where layers differ, each has keys of its own.
+        # If layers differ, each layer has separate keys.
         prefix, at, of = (f"{i}.", "", "") if shape.num_dense else ("", f"{i}.", f"{layers}.")
         place = "0_1" if shape.num_dense else f"{i}_{layers}"
         names += [f"decoder.layers.{prefix}{name}._extra_state/shard_{place}" for name in _LAYER_STATES]

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint folder and what must be in them; needs no torch."""
+"""The files of a Hugging Face checkpoint folder and the tensors they must contain; needs no torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"),
-    *(".distcp", ".metadata", "metadata.json"),  # a Megatron checkpoint with Hugging Face's other files beside it
+    *(".distcp", ".metadata", "metadata.json"),  # for a Megatron checkpoint next to Hugging Face files
 )
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
-TEMPLATES = "additional_chat_templates"  # a folder of named chat templates
-SCALE_SUFFIX = "_scale_inv"  # follows a weight's name in that of the scales of its FP8 blocks
+TEMPLATES = "additional_chat_templates"  # folder of named chat templates
+SCALE_SUFFIX = "_scale_inv"  # suffix of a weight's name that names the scales of its FP8 blocks
 _BLOCK_BYTES = 8 << 20
 
 
@@ -37,12 +37,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def shards_of(index: Path) -> list[Path]:
-    """Return the files that an index names, which lie beside it. Raise WeightMappingError."""
+    """Return the files that an index names, in the folder of the index. Raise WeightMappingError."""
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
         outside = next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightMappingError(f"{index} is no index of shards ({error!r}); fetch the file again") from None
+        raise WeightMappingError(f"{index} is not an index of shards ({error!r}); fetch the file again") from None
     if outside is not None:
         raise WeightMappingError(f"{index} names {outside!r}, outside of its folder; fetch index and shards again")
     for name in names:
@@ -54,7 +54,10 @@ def shards_of(index: Path) -> list[Path]:
 
 
 def split_into_shards(num_bytes: Mapping[str, int], max_shard_bytes: int) -> dict[str, list[str]]:
-    """Split tensors, in order, into files of at most `max_shard_bytes`; a larger tensor gets its own. Return names by file."""
+    """Split tensors, in order, into files of at most `max_shard_bytes`. Return tensor names by file.
+
+    A larger tensor gets a separate file.
+    """
     shards: list[list[str]] = [[]]
     used = 0
     for name, size in num_bytes.items():
@@ -69,7 +72,7 @@ def split_into_shards(num_bytes: Mapping[str, int], max_shard_bytes: int) -> dic
 
 
 def index_of(shards: Mapping[str, list[str]], num_bytes: Mapping[str, int]) -> dict[str, bytes]:
-    """Return the index file of shards by its name; nothing for a single file."""
+    """Return the content of the index file by its name; {} for a single file."""
     if len(shards) == 1:
         return {}
     weight_map = {name: file for file, names in shards.items() for name in names}
@@ -78,16 +81,16 @@ def index_of(shards: Mapping[str, list[str]], num_bytes: Mapping[str, int]) -> d
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Return config, generation config, tokenizer and all other files of a model but its weights."""
+    """Return config, generation config, tokenizer and all other files of a model except its weights."""
     files = [p for p in sorted(folder.iterdir()) if p.is_file() and not p.name.endswith(WEIGHT_SUFFIXES)]
     files = [p for p in files if p.name not in ADAPTER_FILES]
     return [*files, *sorted(p for p in folder.glob(f"{TEMPLATES}/*.jinja") if p.is_file())]
 
 
 def adapter_problem(folder: Path) -> str | None:
-    """Return what is wrong with a folder that holds an adapter's config; None if it holds none.
+    """Return the problem of a folder that contains an adapter's config; None if it contains none.
 
-    Beside weights, libraries follow it to another base model, so it cannot be told what the weights are.
+    Next to full weights, libraries follow the adapter's config to another base model, so it is unclear which weights are meant.
     """
     path = folder / ADAPTER_CONFIG
     if not path.exists():
@@ -98,18 +101,18 @@ def adapter_problem(folder: Path) -> str | None:
         base = None
     if any((folder / name).exists() for name in (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")):
         return (
-            f"holds {ADAPTER_CONFIG} beside full weights, with which libraries load base_model_name_or_path={base!r} instead; "
-            f"remove {ADAPTER_CONFIG} if the weights are those to train"
+            f"holds {ADAPTER_CONFIG} next to full weights, so libraries load base_model_name_or_path={base!r} instead; "
+            f"remove {ADAPTER_CONFIG} to train the full weights"
         )
     return f"is an adapter of {base or 'another model'}, not a model; merge it into its base first, and name the merged folder"
 
 
 def check_shapes(folder: Path, shapes: Mapping[str, Index], expected: Mapping[str, Index]) -> None:
-    """Raise WeightMappingError for the first tensor that is missing, has a wrong shape, or is not known."""
+    """Raise WeightMappingError for the first tensor that is missing, unknown, or has a wrong shape."""
     for name, shape in expected.items():
         if name not in shapes and (prefix := _prefix_of(name, shapes)) is not None:
             raise WeightMappingError(
-                f"{folder} holds {prefix + name.removeprefix('model.')!r} where {name!r} is read: its names have the prefix "
+                f"{folder} holds {prefix + name.removeprefix('model.')!r} instead of {name!r}: its names have the prefix "
                 f"{prefix!r} of a model with more parts, such as vision; save its language model alone, and name that folder"
             )
         if name not in shapes:
@@ -119,30 +122,28 @@ def check_shapes(folder: Path, shapes: Mapping[str, Index], expected: Mapping[st
                 f"{folder}: {name} has shape {list(shapes[name])}, but config.json means {list(shape)}; "
                 "give the config.json that belongs to these weights"
             )
-    # A tied output layer may be stored as well; rotary tables are derived.
+    # A tied output layer may be stored too. Rotary tables are derived from the config.
     known = {*expected, "lm_head.weight", *extra_names(shapes)}
     for name in sorted(set(shapes) - known):
         if name.endswith(SCALE_SUFFIX):
             raise WeightMappingError(
                 f"{folder} is quantised to FP8 in blocks (it holds {name!r}), and only plain weights can be trained; "
-                f"write those by tools/convert_hf_to_mcore.py {folder} OUT, and set model.path=OUT"
+                f"write plain weights with tools/convert_hf_to_mcore.py {folder} OUT, and set model.path=OUT"
             )
         if not name.endswith("rotary_emb.inv_freq"):
-            raise WeightMappingError(
-                f"{folder} holds {name!r}, which its model type has no place for; check model_type in config.json"
-            )
+            raise WeightMappingError(f"{folder} holds {name!r}, unknown to its model type; check model_type in config.json")
 
 
 def _prefix_of(name: str, names: Iterable[str]) -> str | None:
-    """Return what stands in place of "model." before a tensor's name among others; None if it is not there at all."""
+    """Return the prefix that replaces "model." before a tensor's name among the names; None if the tensor is missing."""
     bare = name.removeprefix("model.")
     return next((other.removesuffix(bare) for other in names if other.endswith(f".{bare}")), None)
 
 
 def check_tied(folder: Path, output: str, embedding: str, tensors: Mapping[str, tuple[Path, TensorInfo]]) -> None:
-    """Raise WeightMappingError for a stored output layer that is not the embedding, though config.json ties them.
+    """Raise WeightMappingError if a stored output layer differs from the embedding, although config.json ties them.
 
-    Training would drop it without a word; transformers loads such a model with both.
+    Training would silently drop the output layer, while transformers loads such a model with both.
     """
     if output in tensors and not _same_bytes(tensors[output], tensors[embedding]):
         raise WeightMappingError(
@@ -151,7 +152,7 @@ def check_tied(folder: Path, output: str, embedding: str, tensors: Mapping[str, 
 
 
 def _same_bytes(a: tuple[Path, TensorInfo], b: tuple[Path, TensorInfo]) -> bool:
-    """Return True if two tensors have the same dtype, shape and bits; read block by block."""
+    """Return True if two tensors have the same dtype, shape and bits. Reads block by block."""
     (path, info), (other_path, other) = a, b
     if (info.dtype, info.shape) != (other.dtype, other.shape):
         return False
