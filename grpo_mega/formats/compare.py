@@ -1,4 +1,4 @@
-"""Comparing two checkpoints of either kind: config, names, and every tensor bit by bit."""
+"""Compare two checkpoints of either kind: config, names, and every tensor bit by bit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SAME = {"torch_dtype": "dtype"}  # old names of fields
 
 @dataclass
 class Difference:
-    """`config`: fields as (name, in A, in B). The others are names of tensors; `other`: with the two shapes and dtypes."""
+    """`config`: different fields as (name, in A, in B). The other lists have tensor names, `other` also shapes and dtypes."""
 
     config: list[tuple[str, Any, Any]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # in B
+    missing: list[str] = field(default_factory=list)  # tensors missing in B
     extra: list[str] = field(default_factory=list)
     other: list[str] = field(default_factory=list)
     bits: list[str] = field(default_factory=list)
@@ -70,13 +70,13 @@ def compare(a: Checkpoint, b: Checkpoint, workers: int = 2, show_progress: bool 
 
 
 def compare_configs(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return the fields that differ, except those that name the library which wrote the file."""
+    """Return the fields that differ, except fields that name the library version or the source."""
     ours, theirs = ({_SAME.get(k, k): v for k, v in c.items() if k not in _IGNORED} for c in (a, b))
     return [(k, ours.get(k), theirs.get(k)) for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)]
 
 
 def _equal_streams(a: Any, b: Any) -> bool:
-    """Compare two streams of blocks, whose sizes may differ."""
+    """Compare two streams of blocks. Block sizes may differ."""
     left, right = b"", b""
     for x, y in zip_longest(a, b, fillvalue=b""):
         left, right = left + x, right + y
@@ -88,7 +88,7 @@ def _equal_streams(a: Any, b: Any) -> bool:
 
 
 def _without_derived(weights: Weights, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the shapes of all tensors but rotary tables and a stored copy of a tied output layer, which are derived."""
+    """Return the shapes of all tensors except derived ones: rotary tables and a stored copy of a tied output layer."""
     is_tied = checkpoint.model()[1].tied
     derived = ("rotary_emb.inv_freq", "lm_head.weight") if is_tied else ("rotary_emb.inv_freq",)
     return {name: shape for name, shape in weights.shapes.items() if not name.endswith(derived)}

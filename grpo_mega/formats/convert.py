@@ -1,4 +1,4 @@
-"""The two conversions. Both stream, resume, verify what they wrote, and leave nothing under the output's name before that."""
+"""The two conversions. Both stream, resume, verify their output, and create the output's name only after that."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_mega.formats.slices import box_target, target_of
 from grpo_mega.weights.boxes import LocalTensor, alone, whole
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-_FILE_BYTES = 8 << 30  # at about this size another file is begun; a rank reads only those that it needs
+_FILE_BYTES = 8 << 30  # start another file at about this size; a rank reads only the files that it needs
 _ALIGNMENT = 64
 _FORMAT = {  # the content of Megatron's metadata.json
     "sharded_backend": "torch_dist",
@@ -33,16 +33,16 @@ _FORMAT = {  # the content of Megatron's metadata.json
 def convert_hf_to_mcore(
     folder: Path, out: Path, *, dtype: str | None = None, workers: int = 2, show_progress: bool = True
 ) -> Report:
-    """Convert a Hugging Face folder to a Megatron distributed checkpoint, with the folder's config and tokenizer beside it.
+    """Convert a Hugging Face folder to a Megatron distributed checkpoint, including config and tokenizer.
 
-    `dtype`: torch's name of the one to cast to; None keeps each tensor's own. Raise ConfigError or WeightMappingError in one
-    line for all that cannot be converted, before anything is written if headers show it.
+    `dtype`: torch's name of the dtype to cast to; None keeps the dtype of each tensor. Raise a one-line ConfigError or
+    WeightMappingError for anything that cannot be converted, before writing anything if the headers show it.
     """
     cast = _known(dtype)
     check_free(out)
     checkpoint = find_checkpoint(folder)
     if checkpoint.is_megatron:
-        raise ConfigError(f"{folder} is a Megatron checkpoint already; convert_mcore_to_hf.py takes it")
+        raise ConfigError(f"{folder} is already a Megatron checkpoint; use convert_mcore_to_hf.py")
     weights = checkpoint.open()
     assert isinstance(weights, HfWeights)
     plan = megatron_plan(checkpoint, weights, cast)
@@ -62,17 +62,18 @@ def convert_mcore_to_hf(
     config_folder: Path | None = None,
     show_progress: bool = True,
 ) -> Report:
-    """Convert a Megatron distributed checkpoint, converted or a run's, saved in any layout, to a Hugging Face folder.
+    """Convert a Megatron distributed checkpoint to a Hugging Face folder.
 
-    `config_folder`: the folder of config.json and tokenizer, if the checkpoint does not lead to one.
+    The checkpoint may come from a conversion or a run, in any parallel layout. `config_folder`: the folder of config.json and
+    tokenizer, if the checkpoint does not name one.
     """
     cast = _known(dtype)
     check_free(out)
     checkpoint = find_checkpoint(folder, config_folder)
     if not checkpoint.is_megatron:
         if checkpoint.path != Path(folder):
-            raise ConfigError(f"{folder} has no checkpoints; use {checkpoint.path}, which is a Hugging Face folder already")
-        raise ConfigError(f"{folder} is a Hugging Face folder already; convert_hf_to_mcore.py takes it")
+            raise ConfigError(f"{folder} has no checkpoints; use {checkpoint.path}, which is already a Hugging Face folder")
+        raise ConfigError(f"{folder} is already a Hugging Face folder; use convert_hf_to_mcore.py")
     weights = checkpoint.open()
     assert isinstance(weights, MegatronWeights)
     try:
@@ -83,9 +84,9 @@ def convert_mcore_to_hf(
 
 
 def megatron_plan(checkpoint: Checkpoint, weights: HfWeights, dtype: str | None) -> OutputPlan:
-    """Plan a Megatron distributed checkpoint of a Hugging Face folder. `dtype` None: the tensors' own.
+    """Plan a Megatron distributed checkpoint of a Hugging Face folder. `dtype` None keeps the tensors' dtypes.
 
-    Raise WeightMappingError if the folder does not hold the tensors of its config.json.
+    Raise WeightMappingError if the folder does not contain the tensors that its config.json describes.
     """
     family, shape = checkpoint.model()
     check_shapes(checkpoint.side, weights.shapes, family.hf_tensors(shape))
@@ -127,7 +128,7 @@ def hf_plan(checkpoint: Checkpoint, weights: MegatronWeights, max_shard_bytes: i
     shards = split_into_shards(num_bytes, max_shard_bytes)
     items, headers, sizes = [], {}, {}
     for file, names in shards.items():
-        names.sort(key=lambda name: -ITEM_BYTES[targets[name].dtype])  # wider elements first, so that all are aligned
+        names.sort(key=lambda name: -ITEM_BYTES[targets[name].dtype])  # wider elements first, so that all tensors are aligned
         headers[file], offsets = header_of((name, targets[name].dtype, shapes[name]) for name in names)
         items += [Item(file, offset, targets[name]) for name, offset in zip(names, offsets, strict=True)]
         sizes[file] = offsets[-1] + num_bytes[names[-1]]
@@ -136,19 +137,22 @@ def hf_plan(checkpoint: Checkpoint, weights: MegatronWeights, max_shard_bytes: i
 
 
 def _source_of_extra(checkpoint: Checkpoint, weights: MegatronWeights) -> HfWeights | MegatronWeights | None:
-    """Return the model that a run came from, if its config.json names layers for multi-token prediction: a run keeps none."""
+    """Return the source model of a run if its config.json names layers for multi-token prediction.
+
+    A run does not store these layers.
+    """
     if not checkpoint.config().get("num_nextn_predict_layers") or extra_names(weights.shapes):
         return None
     try:
         return find_checkpoint(checkpoint.side).open()
-    except WeightMappingError:  # of the model there is no more than its config
+    except WeightMappingError:  # only the config of the model exists
         return None
 
 
 def _pieces_to_save(tensor: LocalTensor) -> list[tuple[int, LocalTensor]]:
-    """Return the tensors to save a stored one as, each with its first row in it.
+    """Split a stored tensor into the tensors to save, each with its first row in the stored tensor.
 
-    Gate and up projections are two, as Megatron saves them; all else, also interleaved heads, is one.
+    Gate and up projections become two tensors, as in Megatron. Everything else, including interleaved heads, stays one tensor.
     """
     if len(tensor.pieces) != 2:
         return [(0, tensor)]
@@ -156,7 +160,7 @@ def _pieces_to_save(tensor: LocalTensor) -> list[tuple[int, LocalTensor]]:
 
 
 def _side_contents(checkpoint: Checkpoint, *, was_quantised: bool, dtype: str | None) -> dict[str, bytes | Path]:
-    """Return the files beside the weights, with the config.json of an output that has another dtype or no quantisation."""
+    """Return the files that accompany the weights. Adapt config.json to another dtype or to removed quantisation."""
     contents: dict[str, bytes | Path] = {str(path.relative_to(checkpoint.side)): path for path in side_files(checkpoint.side)}
     config = checkpoint.config()
     changed = dict(config)

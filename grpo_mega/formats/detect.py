@@ -1,7 +1,7 @@
-"""Finding the checkpoint at a path, and describing it: a Hugging Face folder, a converted one, or a run's; needs no torch.
+"""Find and describe the checkpoint at a path: a Hugging Face folder, a converted checkpoint, or a run's; needs no torch.
 
-A Megatron checkpoint carries the Hugging Face files that belong to it (config.json, tokenizer, ...) beside its own. One that
-training wrote has them in the folder that the run started from, which the run's config.yaml names.
+A converted Megatron checkpoint contains the Hugging Face files that belong to it (config.json, tokenizer, ...). For a
+checkpoint written by training, these files are in the folder that the run started from, named in the run's config.yaml.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import Family, ModelShape, read_config
 from grpo_mega.yaml_text import parse_yaml
 
-_TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM's own training
+_TRACKER = "latest_checkpointed_iteration.txt"  # file that Megatron-LM's training writes
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`weights`: the folder with the tensors; `side`: the one with config.json and tokenizer; `manifest`: a run's, or None."""
+    """`weights`: the folder with the tensors. `side`: the folder with config.json and tokenizer. `manifest`: only for runs."""
 
     path: Path
     kind: str  # "Hugging Face" or "Megatron"
     weights: Path
     side: Path
     manifest: Manifest | None
-    note: str | None = None  # where the tensors are, if not at `path`
+    note: str | None = None  # says where the tensors are if not at `path`
 
     @property
     def is_megatron(self) -> bool:
@@ -47,7 +47,7 @@ class Checkpoint:
         return read_config(self.side)
 
     def model(self) -> tuple[Family, ModelShape]:
-        """Return the family and sizes. Raise WeightMappingError for an unknown type or a config without a needed field."""
+        """Return the family and sizes. Raise WeightMappingError for an unknown type or a missing config field."""
         shape = ModelShape.from_hf_config(self.config())
         return family_of(shape.model_type), shape
 
@@ -61,13 +61,13 @@ class Checkpoint:
 
 
 def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint:
-    """Return the checkpoint at `path`. `config_folder`: the folder of config.json and tokenizer, if nothing leads to it.
+    """Return the checkpoint at `path`. `config_folder`: the folder of config.json and tokenizer, if nothing else names it.
 
-    Raise WeightMappingError if it is no checkpoint, or its config.json cannot be found.
+    Raise WeightMappingError if `path` is not a checkpoint, or its config.json cannot be found.
     """
     path = Path(path)
     if not path.is_dir():
-        raise WeightMappingError(f"{path} is not a folder; give that of a checkpoint")
+        raise WeightMappingError(f"{path} is not a folder; name the folder of a checkpoint")
     if (problem := adapter_problem(path)) is not None:
         raise WeightMappingError(f"{path} {problem}")
     state = _state_of(path)
@@ -84,7 +84,7 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
 
 
 def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
-    """Return kind, family, sizes, dtype, step and so on, None where the checkpoint has none. Raise WeightMappingError."""
+    """Return kind, family, sizes, dtype, step and more, with None for missing values. Raise WeightMappingError."""
     checkpoint = find_checkpoint(path, config_folder)
     _, shape = checkpoint.model()
     weights = checkpoint.open()
@@ -122,7 +122,7 @@ def _is_hugging_face(path: Path) -> bool:
 
 
 def _state_of(path: Path) -> Path | None:
-    """Return the folder of Megatron's files: itself, or within a checkpoint, the checkpoints, or the folder of a run."""
+    """Return the folder of Megatron's files. `path` may be it, a checkpoint, the folder of checkpoints, or a run."""
     candidates = [path, path / STATE]
     for folder in (path, path / CHECKPOINTS):
         if (folder / LATEST).exists():
@@ -161,16 +161,18 @@ def _side_of(state: Path) -> Path:
             model = _model_of(folder / CONFIG_FILE)
             if (model / "config.json").is_file():
                 return model
-    raise WeightMappingError(f"{state} has no config.json, and no run's config.yaml leads to one; give its folder by --config")
+    raise WeightMappingError(
+        f"{state} has no config.json, and no run's config.yaml names a folder with one; name the folder with --config"
+    )
 
 
 def _model_of(config: Path) -> Path:
-    """Return the folder of the model that a run's config.yaml names."""
+    """Return the model folder that a run's config.yaml names."""
     try:
         return Path(parse_yaml(read_file(config, MAX_JSON_BYTES).decode("utf-8"))["model"]["path"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise WeightMappingError(
-            f"{config} names no model.path ({error}); give the folder of config.json by --config"
+            f"{config} names no model.path ({error}); name the folder of config.json with --config"
         ) from None
 
 
@@ -181,7 +183,7 @@ def _kind(checkpoint: Checkpoint, weights: Any) -> str:
 
 
 def _pieces(saved: dict[str, SavedTensor]) -> str:
-    """Return the tensor-parallel size of the saved pieces; the checkpoint loads at any."""
+    """Return the tensor-parallel size of the saved pieces. The checkpoint loads at any size."""
     columns = {
         c.offset[-1] for c in next(t for key, t in saved.items() if key.endswith("self_attention.linear_proj.weight")).chunks
     }

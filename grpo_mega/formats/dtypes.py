@@ -1,8 +1,8 @@
-"""Element types: their names in safetensors, which the package uses, and in torch; needs no torch."""
+"""Element types: their safetensors names, used in this package, and their torch names; needs no torch."""
 
 from __future__ import annotations
 
-_TYPES = (  # safetensors, bytes, torch, the storage class in files of torch.save
+_TYPES = (  # columns: safetensors name, bytes, torch name, storage class in torch.save files
     ("F64", 8, "float64", "DoubleStorage"),
     ("F32", 4, "float32", "FloatStorage"),
     ("F16", 2, "float16", "HalfStorage"),
@@ -16,8 +16,8 @@ _TYPES = (  # safetensors, bytes, torch, the storage class in files of torch.sav
     ("F8_E4M3", 1, "float8_e4m3fn", None),
     ("F8_E5M2", 1, "float8_e5m2", None),
 )
-WEIGHTS = ("F64", "F32", "F16", "BF16")  # the dtypes of weights that can be converted and trained, the widest first
-FP8 = "F8_E4M3"  # the dtype of block-quantised checkpoints
+WEIGHTS = ("F64", "F32", "F16", "BF16")  # dtypes of weights that can be converted and trained, widest first
+FP8 = "F8_E4M3"  # dtype of block-quantised checkpoints
 ITEM_BYTES = {name: size for name, size, _, _ in _TYPES} | {"U64": 8, "U32": 4, "U16": 2, "F8_E8M0": 1}
 TORCH_NAMES = {name: torch for name, _, torch, _ in _TYPES}
 FROM_TORCH = {torch: name for name, torch in TORCH_NAMES.items()}
@@ -26,5 +26,5 @@ FROM_STORAGE = {storage: name for name, storage in STORAGE_NAMES.items()}
 
 
 def item_bytes(torch_name: str) -> int:
-    """Return the bytes of an element of torch's dtype of that name."""
+    """Return the bytes per element of the torch dtype with this name."""
     return ITEM_BYTES[FROM_TORCH[torch_name]]

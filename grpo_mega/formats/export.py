@@ -1,7 +1,7 @@
-"""Writing the trainer's weights as a Hugging Face folder: the writing rank gathers and writes one shard at a time.
+"""Write the trainer's weights as a Hugging Face folder: rank 0 gathers and writes one shard at a time.
 
-config.json and the tokenizer's files are copied byte for byte from the folder the model came from, since libraries rewrite
-fields when they save a config.
+config.json and the tokenizer's files are copied byte for byte from the source model's folder, because libraries rewrite fields
+when they save a config.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def export(
     folder: Path,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write `folder` on rank 0, replacing it; all ranks take part. Config and tokenizer come from `source_folder`."""
+    """Write `folder` on rank 0, replacing it. Collective over all ranks. Config and tokenizer come from `source_folder`."""
     rank = dist.get_rank()
     reader = _reader_of_extra(source_folder, family, shape)
     extra = {name: reader.num_bytes(name) for name in extra_names(reader.names)} if reader else {}
@@ -68,7 +68,7 @@ def export(
 
 
 def _reader_of_extra(source_folder: Path, family: Family, shape: ModelShape) -> CheckpointReader | None:
-    """Return the reader of a model whose config.json names layers for multi-token prediction, if its weights are there."""
+    """Return the source model's reader if its config.json names layers for multi-token prediction and its weights exist."""
     try:
         has_extra = read_config(source_folder).get("num_nextn_predict_layers")
         return open_reader(source_folder, family, shape) if has_extra else None
@@ -81,9 +81,9 @@ def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 class FolderWriter:
-    """Writes a checkpoint shard by shard; the folder appears under its name only when `finish` is called.
+    """Writes a checkpoint shard by shard. The folder appears under its name only when `finish` is called.
 
-    `num_bytes` of every tensor, in order. `shards`: file names, and the names of the tensors in them.
+    `num_bytes`: size of every tensor, in order. `shards`: tensor names by file name.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class FolderWriter:
         self._partial = folder.with_name(folder.name + ".partial")
 
     def begin(self) -> None:
-        """Remove the remains of a broken write, and copy the files beside the weights."""
+        """Remove the remains of an interrupted write, and copy all files except weights."""
         if self._partial.exists():
             shutil.rmtree(self._partial)
         self._partial.mkdir(parents=True)

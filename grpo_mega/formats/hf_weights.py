@@ -1,7 +1,7 @@
-"""Hugging Face folders as `Weights`: safetensors, sharded or not, or pytorch_model.bin; block-quantised FP8 is dequantised.
+"""Hugging Face folders as `Weights`: safetensors or pytorch_model.bin, sharded or not. Block-quantised FP8 is dequantised.
 
-Only headers are read. A .bin is unpickled with torch's weights-only loader onto tensors without memory, which shows where in
-the file each tensor lies.
+Only headers are read. A .bin is unpickled with torch's weights-only loader into tensors without memory, because they show the
+offset of each tensor in the file.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _DEFAULT_BLOCK = (128, 128)
 
 
 class HfWeights:
-    """`config` is the contents of config.json, `tensors` all stored tensors, scales too, with their files.
+    """The weights of a Hugging Face folder. `config`: content of config.json. `tensors`: all stored tensors and scales.
 
-    Raises WeightMappingError for files that are missing or cut short, and for tensors of a dtype that cannot be converted.
+    Raises WeightMappingError if a file is missing or cut short, or if a tensor's dtype cannot be converted.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ class HfWeights:
         self._extents = {name: self._extent(name) for name in self.shapes}
 
     def check(self, expected: Mapping[str, Index]) -> None:
-        """Raise WeightMappingError for the first tensor that is missing, has a wrong shape, or is not known, as scales are."""
+        """Raise WeightMappingError for the first tensor that is missing, unknown (scales included), or has a wrong shape."""
         check_shapes(self.folder, {name: info.shape for name, (_, info) in self.tensors.items()}, expected)
 
     def check_index(self) -> None:
@@ -53,7 +53,7 @@ class HfWeights:
         for name, file in weight_map.items():
             if name not in self.tensors or self.tensors[name][0].name != file:
                 raise WeightMappingError(
-                    f"{self._index} names {name!r} in {file}, which does not hold it; fetch index and shards again"
+                    f"{self._index} names {name!r} in {file}, but that file does not contain it; fetch index and shards again"
                 )
 
     @property
@@ -71,7 +71,7 @@ class HfWeights:
         return [Part(whole(name, self.shapes[name]), self._extents[name], 0, 0)]
 
     def _extent(self, name: str) -> Extent:
-        """Return where a tensor lies, with the scales of its FP8 blocks. Raise WeightMappingError for another dtype."""
+        """Return the extent of a tensor, with the scales of its FP8 blocks. Raise WeightMappingError for another dtype."""
         path, info = self.tensors[name]
         rows, columns = matrix(info.shape)
         scale_name = name + SCALE_SUFFIX
@@ -117,7 +117,7 @@ def _read_bin(path: Path) -> dict[str, TensorInfo]:
         with FakeTensorMode():
             tensors = torch.load(path, weights_only=True, map_location="cpu")
         infos = {name: _located(name, tensor) for name, tensor in tensors.items()}
-    except Exception as error:  # unpickling raises what it likes
+    except Exception as error:  # unpickling can raise any exception
         reason = (str(error) or repr(error)).splitlines()[0][:200]
         raise WeightMappingError(f"{path} cannot be read by torch's weights-only loader ({reason}); use safetensors") from None
     size = path.stat().st_size
@@ -128,7 +128,7 @@ def _read_bin(path: Path) -> dict[str, TensorInfo]:
 
 
 def _is_cut_archive(path: Path) -> bool:
-    """Return True if a file is empty, or begins as an archive of torch.save and does not end as one."""
+    """Return True if a file is empty, or starts like a torch.save archive but does not end like one."""
     with path.open("rb") as file:
         head = file.read(4)
     return not head or (head == b"PK\x03\x04"[: len(head)] and not zipfile.is_zipfile(path))

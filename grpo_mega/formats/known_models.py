@@ -1,7 +1,7 @@
-"""Config fields of well-known models, so that a plan needs no download: the part of each public config.json that a plan reads.
+"""Config fields of well-known models, so that a plan needs no download: the fields of public config.json files that plans read.
 
-`known_models.json` has them. A model is found by its short name (`--model llama-3-70b`), by its id on the Hugging Face hub, or
-by a folder that is named like the end of its id.
+The fields are in `known_models.json`. A model is found by its short name (`--model llama-3-70b`), by its id on the Hugging Face
+hub, or by a folder named like the end of its id.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from grpo_mega.errors import ConfigError
 
 @dataclass(frozen=True)
 class KnownModel:
-    source: str  # its id on the Hugging Face hub
+    source: str  # model id on the Hugging Face hub
     fields: Mapping[str, Any]
 
 
@@ -26,20 +26,22 @@ KNOWN_MODELS: Mapping[str, KnownModel] = {name: KnownModel(**model) for name, mo
 
 
 def known_model(name: str) -> KnownModel:
-    """Return the model of a short name or an id. Raise ConfigError."""
+    """Return the model with a short name or an id. Raise ConfigError."""
     model = KNOWN_MODELS.get(name.lower()) or _by_id(name)
     if model is None:
-        raise ConfigError(f"--model {name}: must be one of {', '.join(KNOWN_MODELS)}; give others by --model-config FILE")
+        raise ConfigError(
+            f"--model {name}: must be one of {', '.join(KNOWN_MODELS)}; use --model-config FILE for another model"
+        )
     return model
 
 
 def model_of_folder(folder: Path) -> KnownModel | None:
-    """Return the model for which a folder is named, whether it exists or not."""
+    """Return the model that a folder is named after, whether the folder exists or not."""
     return KNOWN_MODELS.get(folder.name.lower()) or _by_id(folder.name)
 
 
 def _by_id(name: str) -> KnownModel | None:
-    """Return the model of an id, with or without its owner."""
+    """Return the model with an id, with or without the owner."""
     wanted = name.lower()
     models = KNOWN_MODELS.values()
     return next((m for m in models if wanted in (m.source.lower(), m.source.lower().partition("/")[2])), None)

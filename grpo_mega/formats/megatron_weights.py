@@ -1,9 +1,9 @@
-"""Megatron's distributed checkpoints as `Weights`: Hugging Face tensors found in the pieces in which any layout saved them.
+"""Megatron's distributed checkpoints as `Weights`: Hugging Face tensors, found in pieces saved by any parallel layout.
 
-A key of a checkpoint holds a parameter of all layers, [layers, ...], or of all experts of all layers, [layers, experts, ...];
-where some layers have experts and others none, one of a single layer. At each place stands the tensor that a rank has at
-tensor-parallel size 1, as the family's table describes it; the vocabulary may be padded. Needs no torch. Optimizer state and
-all else that a checkpoint holds is skipped.
+A key of a checkpoint holds a parameter of all layers, [layers, ...], or of all experts of all layers, [layers, experts, ...].
+If some layers have experts and others do not, a key holds the parameter of a single layer. Each place holds the tensor of a
+rank at tensor-parallel size 1, as described by the family's table. The vocabulary may be padded. Optimizer state and everything
+else in the checkpoint is skipped. Needs no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from grpo_mega.observe.progress import progress
 from grpo_mega.weights.boxes import Box, Index, LocalTensor, Piece, alone, whole
 from grpo_mega.weights.spec import Family, ModelShape, Row, Shard
 
-# Megatron's local layer spec saves its own norms under the names that they have fused into Transformer Engine's linear layers.
+# Megatron's local layer spec saves separate norms under the names of the norms fused into TE's linear layers.
 _RENAMED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
@@ -36,9 +36,9 @@ _RENAMED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_ml
 class Stored:
     """The part of a key that belongs to one layer or one expert."""
 
-    keys: tuple[str, ...]  # the same tensor has other keys under other layer specs; the first is Transformer Engine's
-    stack: Index  # the key's leading dims: (), (layers,), (experts,) or (layers, experts)
-    place: Index  # in them
+    keys: tuple[str, ...]  # keys of the tensor under different layer specs; the first is Transformer Engine's
+    stack: Index  # leading dims of the key: (), (layers,), (experts,) or (layers, experts)
+    place: Index  # index into the leading dims
     tensor: LocalTensor
 
 
@@ -63,13 +63,13 @@ def stored_tensors(family: Family, shape: ModelShape) -> Iterator[Stored]:
 
 
 def stored_extra(shapes: Mapping[str, Index]) -> Iterator[Stored]:
-    """Yield the tensors of layers for multi-token prediction among those of a checkpoint."""
+    """Yield the tensors of layers for multi-token prediction among the tensors of a checkpoint."""
     for name in extra_names(shapes):
         yield Stored((KEY + name,), (), (), alone(whole(name, shapes[name])))
 
 
 def stacked_layers(shape: ModelShape, layer: int) -> tuple[Index, Index]:
-    """Return the leading dims of the keys of a layer, and its place there; none where layers differ."""
+    """Return the leading dims of a layer's keys, and the layer's place in them; empty if layers differ."""
     return ((), ()) if shape.num_dense else ((shape.num_layers,), (layer,))
 
 
@@ -88,14 +88,14 @@ def _keys_of(row: Row) -> tuple[str, ...]:
 
 
 class MegatronWeights:
-    """Raises WeightMappingError if the checkpoint is damaged or not of this model."""
+    """The weights of a Megatron checkpoint. Raises WeightMappingError if it is damaged or belongs to another model."""
 
     def __init__(self, folder: Path, family: Family, shape: ModelShape) -> None:
         self.folder = Path(folder)
         self._saved = read_metadata(folder)
         extra = {key.removeprefix(KEY): saved.shape for key, saved in self._saved.items() if key.startswith(KEY)}
         self.shapes = family.hf_tensors(shape) | extra
-        self._chunks: dict[tuple[str, ...], dict[Index, list[Chunk]]] = {}  # by a stored tensor's keys, and by place
+        self._chunks: dict[tuple[str, ...], dict[Index, list[Chunk]]] = {}  # by keys of a stored tensor, then by place
         self._pieces: dict[str, list[tuple[Stored, Piece]]] = defaultdict(list)
         for stored in (*stored_tensors(family, shape), *stored_extra(extra)):
             if stored.keys not in self._chunks:
@@ -114,11 +114,12 @@ class MegatronWeights:
         return [part for _, part in self._parts(name)]
 
     def check_crcs(self, workers: int, show_progress: bool = True) -> None:
-        """Read every saved piece of the weights once. Raise WeightMappingError for the first without its CRC32.
+        """Read every saved piece of the weights once. Raise WeightMappingError for the first piece that differs from its CRC32.
 
-        torch.save keeps a CRC32 of every record. Those saved with `torch.serialization.set_crc32_options(False)` are skipped.
+        torch.save stores a CRC32 for every record. Pieces saved with `torch.serialization.set_crc32_options(False)` are
+        skipped.
         """
-        names: dict[Chunk, str] = {}  # of the first tensor in each
+        names: dict[Chunk, str] = {}  # first tensor in each chunk
         for name in self._pieces:
             for chunk, _ in self._parts(name):
                 names.setdefault(chunk, name)
@@ -130,8 +131,8 @@ class MegatronWeights:
                 extent = self._extents[chunk]
                 if self._crc_of(extent) != self._crcs[chunk]:
                     raise WeightMappingError(
-                        f"{extent.path}: {names[chunk]} is damaged: the {extent.num_bytes} bytes from {extent.offset} on do "
-                        "not have the CRC32 that was saved with them; fetch or save the checkpoint again"
+                        f"{extent.path}: {names[chunk]} is damaged: the {extent.num_bytes} bytes at offset {extent.offset} do "
+                        "not match their saved CRC32; fetch or save the checkpoint again"
                     )
                 bar.advance(extent.num_bytes)
 
@@ -157,10 +158,11 @@ class MegatronWeights:
         return crc
 
     def _part(self, stored: Stored, piece: Piece, chunk: Chunk) -> Part | None:
-        """Return the part of a piece that lies in a chunk."""
+        """Return the part of a piece that is in a chunk; None if there is none."""
         depth = len(stored.place)
         offset, shape = chunk.offset[depth:], chunk.shape[depth:]
-        start = tuple(a - b for a, b in zip(piece.box.start, piece.offset, strict=True))  # of the parameter, in the HF tensor
+        # Start of the parameter in the HF tensor.
+        start = tuple(a - b for a, b in zip(piece.box.start, piece.offset, strict=True))
         held = Box(
             piece.box.tensor,
             tuple(s + o for s, o in zip(start, offset, strict=True)),
@@ -173,7 +175,7 @@ class MegatronWeights:
         return Part(common, self._extent(chunk, depth, stored.place), *inside)
 
     def _extent(self, chunk: Chunk, depth: int, place: Index) -> Extent:
-        """Return the matrix at a place of a chunk that may cover several."""
+        """Return the matrix at one place of a chunk. A chunk may cover several places."""
         if chunk not in self._extents:
             self._extents[chunk] = self._locate(chunk)
         whole, number = self._extents[chunk], 0
@@ -186,18 +188,18 @@ class MegatronWeights:
         path = self.folder / chunk.file
         try:
             saved = find_tensor(io.BufferedReader(_Section(self._reader, path, chunk.start, chunk.length)))
-        except Exception as error:  # a damaged archive raises what it likes
+        except Exception as error:  # a damaged archive can raise any exception
             raise WeightMappingError(f"{path} is damaged at byte {chunk.start} ({error}); save the checkpoint again") from None
         if prod(saved.shape) != prod(chunk.shape) or saved.dtype not in WEIGHTS:
             raise WeightMappingError(
-                f"{path} holds {saved.dtype} {list(saved.shape)} at byte {chunk.start}, where the metadata says "
+                f"{path} holds {saved.dtype} {list(saved.shape)} at byte {chunk.start}, but the metadata says "
                 f"{list(chunk.shape)}; save the checkpoint again"
             )
         self._crcs[chunk] = saved.crc
         return Extent(path, chunk.start + saved.data_offset, saved.dtype, *matrix(saved.shape))
 
     def _find(self, stored: Stored) -> SavedTensor:
-        """Return what the checkpoint has of a parameter in all layers and experts. The vocabulary may be padded."""
+        """Return the saved tensor of a parameter in all layers and experts. The vocabulary may be padded."""
         key = next((key for key in stored.keys if key in self._saved), None)
         if key is None:
             name = stored.keys[0]
@@ -212,7 +214,7 @@ class MegatronWeights:
         return self._saved[key]
 
     def _check_files(self) -> list[Path]:
-        """Return the files. Raise WeightMappingError unless every one is there and as long as its chunks say."""
+        """Return the files. Raise WeightMappingError if a file is missing or too short for its chunks."""
         ends: dict[str, int] = defaultdict(int)
         for places in self._chunks.values():
             for chunk in chain.from_iterable(places.values()):
@@ -227,7 +229,7 @@ class MegatronWeights:
 
 
 class _Section(io.RawIOBase):
-    """A part of a file, as a file of its own."""
+    """A part of a file, as a separate file object."""
 
     def __init__(self, files: Files, path: Path, start: int, length: int) -> None:
         self._files, self._path, self._start, self._length, self._at = files, path, start, length, 0
@@ -241,7 +243,7 @@ class _Section(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if at < 0:
-            raise OSError(f"{offset} bytes lead before the beginning")
+            raise OSError(f"offset {offset} is before the start of the file")
         self._at = at
         return at
 

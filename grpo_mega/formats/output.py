@@ -1,7 +1,7 @@
-"""A folder that gets its name only when every tensor in it has been written, read back and found equal to its source.
+"""A folder that gets its name only after every tensor was written, read back and compared with its source.
 
-Until then it is OUT.partial, with a journal of the tensors that are written, so that the same conversion started again goes on
-where it was. Workers are threads: reading and writing blocks does not hold Python's lock.
+Until then it is OUT.partial, with a journal of the written tensors, so that restarting the same conversion continues it.
+Workers are threads, because reading and writing blocks does not hold Python's lock.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from grpo_mega.formats.stream import Streamer, is_finite, torch_dtype
 from grpo_mega.observe.progress import Bar, progress
 
 JOURNAL = "journal"
-_SPARE_BYTES = 64 << 20  # left free on the disk
+_SPARE_BYTES = 64 << 20  # space to leave free on the disk
 
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor at a place of a file: `before`, its bytes, `after`, with the CRC32 of its bytes at `crc_offsets` of `after`."""
+    """A tensor at a place in a file: `before`, its bytes, `after`. The CRC32 of its bytes goes to `crc_offsets` of `after`."""
 
     file: str
     offset: int
@@ -49,10 +49,10 @@ class Item:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """The files to write and their sizes, the tensors in them, and `headers`, bytes at the beginning of a file.
+    """The files to write with their sizes, the tensors in them, and `headers`, the bytes at the start of a file.
 
-    `last`: other files' bytes, or the files that are copied; without these the folder is no checkpoint. `inputs`: the files
-    that tensors are read from. `options`: all else that the result depends on.
+    `last`: contents of other files, or files to copy, written at the end; without them the folder is not a checkpoint.
+    `inputs`: the files that tensors are read from. `options`: everything else that affects the result.
     """
 
     sizes: dict[str, int]
@@ -67,7 +67,7 @@ class OutputPlan:
         return sum(item.target.num_bytes for item in self.items)
 
     def fingerprint(self) -> str:
-        """Return a digest of the inputs and of the place of every tensor."""
+        """Return a digest of the inputs, the options, and the place of every tensor."""
         stats = [(str(p.resolve()), s.st_size, s.st_mtime_ns) for p in self.inputs for s in (p.stat(),)]
         items = [(i.file, i.offset, i.target.name, i.target.dtype, i.target.num_bytes) for i in self.items]
         return f"{zlib.crc32(repr((stats, items, self.options)).encode()):08x}"
@@ -79,22 +79,22 @@ class Report:
 
     num_tensors: int = 0
     num_bytes: int = 0
-    resumed_bytes: int = 0  # of num_bytes, written by an earlier start
+    resumed_bytes: int = 0  # part of num_bytes that an earlier attempt wrote
     write_seconds: float = 0.0
     verify_seconds: float = 0.0
     nonfinite: list[str] = field(default_factory=list)  # names of tensors with NaN or infinity
 
 
 def check_free(out: Path) -> None:
-    """Raise ConfigError unless the output's place is free."""
+    """Raise ConfigError unless the output can be created there."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists; remove it or name another output")
     if not out.parent.is_dir():
-        raise ConfigError(f"{out.parent}, where {out.name} shall be, is not a folder; make it or name another output")
+        raise ConfigError(f"{out.parent}, the parent of {out.name}, is not a folder; make it or name another output")
 
 
 def write(plan: OutputPlan, out: Path, workers: int, show_progress: bool = True) -> Report:
-    """Write and verify the folder. Raise ConfigError or WeightMappingError, and then leave nothing behind."""
+    """Write and verify the folder. Raise ConfigError or WeightMappingError; then no output is left behind."""
     check_free(out)
     partial = out.with_name(out.name + ".partial")
     threads = torch.get_num_threads()
@@ -117,7 +117,7 @@ def write(plan: OutputPlan, out: Path, workers: int, show_progress: bool = True)
 
 @contextmanager
 def _claimed(partial: Path) -> Iterator[FileIO]:
-    """Yield the journal, and keep other processes from writing to the folder meanwhile."""
+    """Yield the journal, and lock the folder against other processes meanwhile."""
     partial.mkdir(exist_ok=True)
     with (partial / JOURNAL).open("a+b", buffering=0) as journal:
         try:
@@ -158,7 +158,7 @@ def _fill(plan: OutputPlan, partial: Path, journal: FileIO, workers: int, show_p
 
 
 def _resumed(plan: OutputPlan, partial: Path, journal: FileIO) -> set[int]:
-    """Return the items that an earlier start has written. Remove the remains of another conversion."""
+    """Return the items that an earlier attempt wrote. Remove the remains of another conversion."""
     journal.seek(0)
     fingerprint, *numbers = journal.read().decode().splitlines() or [""]
     if fingerprint == plan.fingerprint() and all((partial / name).exists() for name in plan.sizes):
@@ -192,14 +192,14 @@ def _publish(plan: OutputPlan, partial: Path, out: Path) -> None:
             os.fsync(file.fileno())
     (partial / JOURNAL).unlink()
     if out.exists():
-        out.rmdir()  # it is empty
+        out.rmdir()  # the folder is empty here
     os.rename(partial, out)
     sync_folder(out)
     sync_folder(out.parent)
 
 
 class _Copier(threading.local):
-    """Writes tensors and reads them back. Every thread has an instance of its own, made by its first use, with its buffers."""
+    """Writes tensors and reads them back. Each thread gets a separate instance with separate buffers at first use."""
 
     def __init__(self, folder: Path, files: Files, outputs: Files) -> None:
         self._folder, self._outputs, self._streamer = folder, outputs, Streamer(files)
@@ -213,16 +213,16 @@ class _Copier(threading.local):
             offset += len(block)
 
     def verify(self, item: Item, bar: Bar) -> bool:
-        """Read a tensor's source once more, and compare. Only then write what stands around it, with its checksum.
+        """Read a tensor's source again and compare. Only then write the bytes around the tensor, with its checksum.
 
-        Return False if an element is NaN or infinite. Raise WeightMappingError for other bytes than were written.
+        Return False if an element is NaN or infinite. Raise WeightMappingError if the bytes differ.
         """
         offset, crc, all_finite = item.data_offset, 0, True
         for block in self._streamer.blocks(item.target):
             written = self._read(item.file, offset, len(block))
             if written != block:
                 raise WeightMappingError(
-                    f"{item.file} reads back otherwise than {item.target.name} was written to it; is the disk in order?"
+                    f"{item.file}: {item.target.name} differs from its source when read back; check the disk"
                 )
             crc = zlib.crc32(written, crc) if item.crc_offsets else 0
             all_finite = all_finite and is_finite(torch.frombuffer(block, dtype=torch_dtype(item.target.dtype)))
@@ -233,17 +233,17 @@ class _Copier(threading.local):
         return all_finite
 
     def _write_frame(self, item: Item, crc: int) -> None:
-        """Write `before` and `after`, with the checksum in it."""
+        """Write `before` and `after`, with the checksum inside `after`."""
         after = bytearray(item.after)
         for place in item.crc_offsets:
             after[place : place + 4] = crc.to_bytes(4, "little")
         for offset, part in ((item.offset, item.before), (item.data_offset + item.target.num_bytes, after)):
             self._outputs.write(self._folder / item.file, offset, part)
             if self._read(item.file, offset, len(part)) != part:
-                raise WeightMappingError(f"{item.file} reads back otherwise than it was written; is the disk in order?")
+                raise WeightMappingError(f"{item.file} differs from what was written when read back; check the disk")
 
     def _read(self, name: str, offset: int, length: int) -> bytearray:
-        """Return bytes of an output, valid until the next call. A bytearray compares with a block at the speed of memory."""
+        """Return bytes of an output, valid until the next call. A bytearray compares with a block at memory speed."""
         if len(self._buffer) != length:
             self._buffer = bytearray(length)
         self._outputs.read_into(self._folder / name, offset, memoryview(self._buffer))

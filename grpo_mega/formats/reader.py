@@ -24,7 +24,7 @@ from grpo_mega.weights.spec import Family, ModelShape
 
 
 class CheckpointReader:
-    """Slices of a checkpoint's tensors; reads only the bytes of the boxes asked for. A context manager."""
+    """Reads slices of a checkpoint's tensors, and only the bytes of the requested boxes. A context manager."""
 
     def __init__(self, weights: HfWeights | MegatronWeights) -> None:
         self._weights = weights
@@ -67,17 +67,17 @@ class CheckpointReader:
         return values
 
     def check(self, expected: Mapping[str, Index]) -> None:
-        """Raise WeightMappingError for the first tensor that is missing, has a wrong shape, or is not known."""
-        if isinstance(self._weights, HfWeights):  # a Megatron checkpoint is compared with the family when it is opened
+        """Raise WeightMappingError for the first tensor that is missing, unknown, or has a wrong shape."""
+        if isinstance(self._weights, HfWeights):  # a Megatron checkpoint was compared with the family when it was opened
             self._weights.check(expected)
 
     def _view(self, copy: Copy) -> Tensor:
-        """Return the elements of a copy as a view of its file, mapped into memory, [rows, columns]."""
+        """Return the elements of a copy as a view of its memory-mapped file, [rows, columns]."""
         extent = copy.extent
         assert extent.scale is None, "check() refuses quantised checkpoints"
         if extent.path not in self._maps:
             with extent.path.open("rb") as file:
-                # Torch refuses memory that cannot be written; no page is ever copied, since nothing writes.
+                # Torch refuses read-only memory. Nothing writes, so no page is ever copied.
                 self._maps[extent.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         dtype, count = torch_dtype(extent.dtype), extent.rows * extent.columns
         values = torch.frombuffer(self._maps[extent.path], dtype=dtype, count=count, offset=extent.offset)
@@ -86,7 +86,7 @@ class CheckpointReader:
 
 
 def open_reader(folder: Path, family: Family, shape: ModelShape) -> CheckpointReader:
-    """Return the reader of a model's folder, with safetensors or Megatron's files. Raise WeightMappingError."""
+    """Return the reader of a model folder with safetensors or Megatron files. Raise WeightMappingError."""
     if is_distributed_checkpoint(folder):
         return CheckpointReader(MegatronWeights(folder, family, shape))
     return open_hf_reader(folder)
@@ -94,15 +94,15 @@ def open_reader(folder: Path, family: Family, shape: ModelShape) -> CheckpointRe
 
 def open_hf_reader(folder: Path) -> CheckpointReader:
     """Return the reader of a Hugging Face folder's safetensors. Raise WeightMappingError."""
-    weight_files(folder)  # refuses other formats
+    weight_files(folder)  # raises for other formats
     return CheckpointReader(HfWeights(folder, {}))
 
 
 def random_reader(tensors: Mapping[str, Index], seed: int, std: float) -> Callable[[Box], Tensor]:
-    """Return a function that reads boxes of random tensors, which are the same in every layout.
+    """Return a function that reads boxes of random tensors, identical in every parallel layout.
 
-    Norms are 1, biases 0, and all else is normal with deviation `std`, each tensor from a random stream of its own. For small
-    models: every read draws the whole tensor.
+    Norms are 1, biases 0. Everything else is normal with standard deviation `std`, and each tensor has a separate random
+    stream. For small models only, because every read draws the whole tensor.
     """
 
     def read(box: Box) -> Tensor:

@@ -1,7 +1,7 @@
-"""The headers of safetensors files, read and written without torch: names, dtypes, shapes and places of the tensors.
+"""Read and write the headers of safetensors files without torch: names, dtypes, shapes and offsets of the tensors.
 
-Format: 8 bytes, the header's length N in little-endian; N bytes of JSON; then the tensors' bytes, whose offsets count from the
-end of the header.
+Format: 8 bytes with the header's length N in little-endian; N bytes of JSON; then the tensor bytes. Offsets count from the end
+of the header.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from grpo_mega.errors import WeightMappingError
 from grpo_mega.files import check_regular
 from grpo_mega.formats.dtypes import ITEM_BYTES
 
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_HEADER_BYTES = 100_000_000  # limit of the format
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    dtype: str  # as the format writes it: "BF16"
+    dtype: str  # safetensors name, such as "BF16"
     shape: tuple[int, ...]
-    offset: int = 0  # of its first byte in the file
+    offset: int = 0  # offset of the first byte in the file
 
 
 def read_headers(paths: Sequence[Path]) -> dict[str, tuple[Path, TensorInfo]]:
-    """Return each tensor of several files with the file that holds it. Raise WeightMappingError."""
+    """Return each tensor of several files with its file. Raise WeightMappingError."""
     tensors: dict[str, tuple[Path, TensorInfo]] = {}
     for path in paths:
         for name, info in read_header(path).items():
@@ -41,7 +41,7 @@ def read_headers(paths: Sequence[Path]) -> dict[str, tuple[Path, TensorInfo]]:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of a file. Raise WeightMappingError if it is damaged, or has other bytes than theirs."""
+    """Return the tensors of a file. Raise WeightMappingError if it is damaged or has bytes outside of tensors."""
     try:
         check_regular(path)
     except OSError as error:
@@ -79,7 +79,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[int]]:
-    """Return the header of (name, dtype, shape) in order, and where in the file each tensor begins."""
+    """Return the header for (name, dtype, shape) in order, and the offset of each tensor in the file."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset, offsets = 0, []
     for name, dtype, shape in tensors:
@@ -96,7 +96,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for name, value in pairs:
         if name in entries:
-            raise ValueError(f"{name} stands there twice")
+            raise ValueError(f"{name} occurs twice")
         entries[name] = value
     return entries
 

@@ -1,8 +1,8 @@
-"""Slices: where the elements of tensors lie in files, and what a tensor to be written is copied from; needs no torch.
+"""Slices: where the elements of tensors are in files, and how a tensor to write is copied from them; needs no torch.
 
-An `Extent` is a matrix that lies row by row in a file; vectors are matrices of one column. A checkpoint of either kind is
-`Weights`: for each Hugging Face tensor its parts, each a box of the tensor at a place of an extent. A `Target` is a tensor to
-be written, as the copies that make it up, for either direction of a conversion.
+An `Extent` is a matrix stored row by row in a file; a vector is a matrix with one column. A checkpoint of either kind is
+`Weights`: it maps each Hugging Face tensor to its parts, and each part is a box of the tensor at a place in an extent. A
+`Target` is a tensor to write, as a list of copies, for either direction of a conversion.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.dtypes import ITEM_BYTES, WEIGHTS
 from grpo_mega.weights.boxes import Box, Index, LocalTensor, Piece, alone
 
-BLOCK_BYTES = 1 << 20  # read and written at once: stays in a core's cache between the two
+BLOCK_BYTES = 1 << 20  # size of one read and write; a block stays in the cache of a core between the two
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The scales of a block-quantised matrix: element [i, j] is multiplied by the one at [i // rows, j // columns]."""
+    """The scales of a block-quantised matrix: element [i, j] is multiplied by the scale at [i // rows, j // columns]."""
 
     extent: Extent
     rows: int
@@ -49,7 +49,7 @@ class Extent:
 
 
 class Part(NamedTuple):
-    """`box` of a Hugging Face tensor begins at [row, column] of `extent`."""
+    """`box` of a Hugging Face tensor starts at [row, column] of `extent`."""
 
     box: Box
     extent: Extent
@@ -61,18 +61,18 @@ class Weights(Protocol):
     """The tensors of a checkpoint under their Hugging Face names."""
 
     folder: Path
-    files: list[Path]  # all that weights are read from
+    files: list[Path]  # all files that weights are read from
     shapes: dict[str, Index]
 
     def dtype(self, name: str) -> str:
-        """Return the dtype of the tensor, or if it is quantised, the one to which it is dequantised."""
+        """Return the dtype of the tensor; for a quantised tensor, the dtype after dequantisation."""
         ...
 
     def parts(self, name: str) -> list[Part]: ...
 
 
 class Copy(NamedTuple):
-    """`extent[row : + rows, column : + columns]` goes to `[to_row, to_column]` of the target."""
+    """`extent[row : row + rows, column : column + columns]` goes to `[to_row, to_column]` of the target."""
 
     extent: Extent
     row: int
@@ -85,7 +85,7 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor to be written, as a matrix. The copies cover each of its elements once, sorted by row and column."""
+    """A tensor to write, as a matrix. The copies cover each element once, sorted by row and column."""
 
     name: str
     dtype: str
@@ -99,7 +99,7 @@ class Target:
 
     @property
     def is_runs(self) -> bool:
-        """True if the tensor consists of unchanged runs of bytes, one after the other."""
+        """True if the tensor consists of consecutive unchanged runs of bytes."""
         return all(
             c.columns == self.columns == c.extent.columns and c.extent.dtype == self.dtype and c.extent.scale is None
             for c in self.copies
@@ -115,7 +115,7 @@ class Files:
         self._lock = threading.Lock()
 
     def read_into(self, path: Path, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer. Raise WeightMappingError if the file ends before."""
+        """Fill the buffer. Raise WeightMappingError if the file is too short."""
         descriptor = self._descriptor(path)
         done = 0
         while done < len(buffer):
@@ -141,7 +141,7 @@ class Files:
             os.fsync(descriptor)
 
     def close(self) -> None:
-        """Close all files; no thread may use them any more."""
+        """Close all files. No thread may use them afterwards."""
         with self._lock:
             for descriptor in self._descriptors.values():
                 os.close(descriptor)
@@ -158,10 +158,10 @@ class Files:
 
 
 def target_of(tensor: LocalTensor, weights: Weights, dtype: str | None = None) -> Target:
-    """Return the target for a tensor made of boxes of Hugging Face tensors, and named after them.
+    """Return the target for a tensor made of boxes of Hugging Face tensors, named after these tensors.
 
     `dtype` None: the dtype of these tensors, the widest if there are several. Raise WeightMappingError if the checkpoint does
-    not hold all of it.
+    not contain the whole tensor.
     """
     name = ", ".join(dict.fromkeys(piece.box.tensor for piece in tensor.pieces))
     rows, columns = matrix(tensor.shape)
@@ -180,12 +180,12 @@ def target_of(tensor: LocalTensor, weights: Weights, dtype: str | None = None) -
 
 
 def box_target(box: Box, weights: Weights, dtype: str | None = None) -> Target:
-    """Return a box of a Hugging Face tensor as a target of its own."""
+    """Return a box of a Hugging Face tensor as a separate target."""
     return target_of(alone(box), weights, dtype)
 
 
 def matrix(shape: Index) -> tuple[int, int]:
-    """Return the rows and columns of a tensor: the last dim are the columns of all but vectors."""
+    """Return the rows and columns of a tensor. The last dim is the columns, except for vectors."""
     return (prod(shape), 1) if len(shape) < 2 else (prod(shape[:-1]), shape[-1])
 
 
@@ -194,7 +194,7 @@ def row_and_column(index: Index) -> tuple[int, int]:
 
 
 def _widest(dtypes: set[str]) -> str:
-    """Return the dtype that holds the values of all."""
+    """Return the dtype that can hold the values of all dtypes."""
     return "F32" if dtypes == {"BF16", "F16"} else min(dtypes, key=WEIGHTS.index)
 
 

@@ -1,6 +1,7 @@
-"""The bytes of a target, block by block, in memory that does not depend on its size.
+"""The bytes of a target, block by block, in memory that does not grow with the target.
 
-Runs of unchanged bytes are read straight into the block. Columns, casts and block scales go through torch, some rows at a time.
+Unchanged runs of bytes are read directly into the block. Columns, casts and block scales go through torch, a few rows at a
+time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def torch_dtype(dtype: str) -> torch.dtype:
 
 
 class Streamer:
-    """One worker's buffers. A block is valid until the next one is asked for."""
+    """The buffers of one worker. A block is valid until the next one is requested."""
 
     def __init__(self, files: Files, block_bytes: int = BLOCK_BYTES) -> None:
         self._files, self._block_bytes = files, block_bytes
@@ -64,7 +65,7 @@ class Streamer:
             yield block
 
     def _fill(self, place: Tensor, copy: Copy, row: int) -> None:
-        """Fill `place` with the copy's columns of the extent's rows from `row` on."""
+        """Fill `place` with the copy's columns of the extent's rows, starting at `row`."""
         extent = copy.extent
         step = max(1, self._block_bytes // max(1, extent.row_bytes))
         for begin in range(0, place.shape[0], step):
@@ -97,6 +98,9 @@ class Streamer:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Return True if no element is NaN or infinite. One pass without a copy: the extremes of a tensor with a NaN are NaN."""
+    """Return True if no element is NaN or infinite.
+
+    Makes one pass without a copy, because the minimum and maximum of a tensor with a NaN are NaN.
+    """
     low, high = torch.aminmax(values)
     return math.isfinite(float(low)) and math.isfinite(float(high))

@@ -22,9 +22,7 @@ from grpo_mega.validation.model import check_model
 from tests.formats.families import CASES, save, tensors_of
 
 BASE = "org/other\u2028base"
-BESIDE = (
-    r"holds adapter_config\.json beside full weights, with which libraries load base_model_name_or_path='org/other\\u2028base'"
-)
+BESIDE = r"holds adapter_config\.json next to full weights, so libraries load base_model_name_or_path='org/other\\u2028base'"
 ALONE = r"is an adapter of org/other.{1,6}base, not a model; merge it into its base first, and name the merged folder"
 TEMPLATES = {"additional_chat_templates/tool_use.jinja": "{# T\u2028 #}", "chat_template.jinja": "{{ messages[0].content }}"}
 

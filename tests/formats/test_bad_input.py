@@ -154,12 +154,12 @@ def no_space(folder: Path) -> None:
 REFUSED: dict[Callable[[Path], None], str] = {
     missing_shard: rf"{SHARD} is named by .* but does not exist; fetch the missing shard",
     truncated_shard: rf"{SHARD} cannot be read \(it is cut short: \d+ bytes of \d+\); fetch the file again",
-    index_names_missing_tensor: rf"{INDEX} names 'model.layers.9.input_layernorm.weight' in {SHARD}, which does not hold it; ",
+    index_names_missing_tensor: rf"{INDEX} names 'model.layers.9.input_layernorm.weight' in {SHARD}, but that file does not",
     index_lacks_a_tensor: "has no tensor 'model.norm.weight'; fetch the checkpoint again",
     wrong_shape: r"embed_tokens.weight has shape \[102, 32\], but config.json means \[999, 32\]; give the config.json",
     unknown_dtype: "model.norm.weight has dtype I8, none of F64, F32, F16, BF16; give one that is not quantized",
     fp8_without_scales: "has dtype F8_E4M3, .* there is no model.norm.weight_scale_inv; give one that is not quantized",
-    unknown_tensor: "holds 'model.layers.0.mlp.gate_proj.bias', which its model type has no place for; check model_type",
+    unknown_tensor: "holds 'model.layers.0.mlp.gate_proj.bias', unknown to its model type; check model_type",
     unknown_type: "model_type 'gpt2' is not known; known are deepseek_v2, deepseek_v3, glm4_moe, llama, mistral, mixtral, "
     "qwen2, qwen3, qwen3_moe",
     config_without_field: "config.json has no field 'num_attention_heads'",
@@ -224,7 +224,7 @@ def test_an_output_that_exists_is_left_alone(sound: Path, tmp_path: Path, capsys
         assert tool.main([str(sound), str(tmp_path / "out")]) == 2
         assert capsys.readouterr().err == f"{tmp_path / 'out'} exists; remove it or name another output\n"
     assert convert_hf_to_mcore.main([str(sound), str(tmp_path / "none/out")]) == 2
-    assert "where out shall be, is not a folder" in capsys.readouterr().err
+    assert "the parent of out, is not a folder" in capsys.readouterr().err
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["notes"]
 
 
@@ -286,12 +286,12 @@ REFUSED_BACK: dict[Callable[[Path], None], str] = {
     lost_file: "__0_0.distcp does not exist, but .metadata names it; fetch the missing file",
     cut_file: r"__0_0.distcp is cut short: 1000 bytes of \d+; fetch the file again",
     overwritten_file: r"__0_0.distcp is damaged at byte 0 \(is no archive of torch.save\); save the checkpoint again",
-    flipped_bit: r"__0_0.distcp: model.embed_tokens.weight is damaged: the 13056 bytes from \d+ on do not have the CRC32",
+    flipped_bit: r"__0_0.distcp: model.embed_tokens.weight is damaged: the 13056 bytes at offset \d+ do not match",
     flipped_bit_of_its_description: r"__0_0.distcp is damaged at byte 0 \(describes its tensor in bytes that do not",
     broken_metadata: r".metadata cannot be read \(.*\); save the checkpoint again",
     other_layers: r"layer_norm_weight has shape \[8, 32\], but config.json means \[7, 32\]; give the config.json that belongs",
     other_family: "holds no 'decoder.layers.self_attention.q_layernorm.weight'; give the config.json that belongs",
-    lost_config: "has no config.json, and no run's config.yaml leads to one; give its folder by --config",
+    lost_config: "has no config.json, and no run's config.yaml names a folder with one; name the folder with --config",
 }
 
 

@@ -119,7 +119,7 @@ def test_without_latest_a_run_goes_on_from_the_whole_checkpoint_written_last(tmp
 def test_without_latest_copies_alone_are_refused_by_name(tmp_path: Path) -> None:
     old(tmp_path, 3, 20, "step-000003-good")
     old(tmp_path, 4, 10, "best")
-    with pytest.raises(ResumeError, match=re.escape(f"{tmp_path}/latest is missing beside best; put that name into it")):
+    with pytest.raises(ResumeError, match=re.escape(f"{tmp_path}/latest is missing, but best exists; write that name into it")):
         latest(tmp_path)
     (tmp_path / "latest").write_text("best\n")
     assert latest(tmp_path) == tmp_path / "best"
@@ -152,7 +152,7 @@ def test_a_pointer_to_nothing_is_refused_with_the_name_of_the_newest_before_anyt
         old(folder, step, age)
     (folder / "step-000005").mkdir()
     (folder / "latest").write_text(text)
-    with pytest.raises(ResumeError, match=re.escape("not there or not whole; put step-000006 into it and resume")):
+    with pytest.raises(ResumeError, match=re.escape("missing or incomplete; write step-000006 into it and resume")):
         claim(config, resume=True, argv=["train"]).__enter__()
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 6}\n'
 

@@ -138,10 +138,10 @@ BROKEN = {
     leave_a_pointer: r"model-00002-of-00006.safetensors cannot be read \(.*\); fetch the file again",
     empty_shard: r"model-00002-of-00006.safetensors cannot be read \(.*\); fetch the file again",
     remove_tensor: r"has no tensor 'model.layers.0.input_layernorm.weight'; fetch the checkpoint again",
-    add_tensor: r"holds 'model.layers.0.self_attn.q_norm.weight', .* no place for; check model_type in config.json",
+    add_tensor: r"holds 'model.layers.0.self_attn.q_norm.weight', unknown to its model type; check model_type in config.json",
     change_vocabulary: r"embed_tokens.weight has shape \[102, 32\], but config.json means \[999, 32\]; give the config.json",
-    cut_index: r"index.json is no index of shards \(.*\); fetch the file again",
-    empty_index: r"index.json is no index of shards \(.*\); fetch the file again",
+    cut_index: r"index.json is not an index of shards \(.*\); fetch the file again",
+    empty_index: r"index.json is not an index of shards \(.*\); fetch the file again",
     remove_weights: r"has neither model.safetensors nor model.safetensors.index.json; give a checkpoint",
 }
 

@@ -113,7 +113,7 @@ def test_bytes_that_changed_on_the_disk_are_found_when_read_back(tmp_path: Path,
     (partial / "__0_0.distcp").write_bytes(bytes((tmp_path / "whole/__0_0.distcp").stat().st_size))
     (partial / JOURNAL).write_text(f"{noted}\n0\n")
     assert convert_hf_to_mcore.main([str(source), str(tmp_path / "out")]) == 2
-    expected = "__0_0.distcp reads back otherwise than model.embed_tokens.weight was written to it; is the disk in order?\n"
+    expected = "__0_0.distcp: model.embed_tokens.weight differs from its source when read back; check the disk\n"
     assert capsys.readouterr().err.endswith(expected)
     assert not partial.exists() and not (tmp_path / "out").exists()
 

@@ -184,7 +184,7 @@ def test_a_finished_run_without_checkpoints_gives_its_policy_from_hf(
     assert verify_checkpoint.main([str(finished), str(tmp_path / "out"), "--no-logits"]) == 0
     assert note in capsys.readouterr().out
 
-    there = f"{finished} has no checkpoints; use {finished / 'hf'}, which is a Hugging Face folder already\n"
+    there = f"{finished} has no checkpoints; use {finished / 'hf'}, which is already a Hugging Face folder\n"
     assert convert_mcore_to_hf.main([str(finished), str(tmp_path / "other")]) == 2
     assert capsys.readouterr().err == there
     for arguments in (["eval", str(finished)], ["export", str(finished), str(tmp_path / "other")]):

@@ -163,7 +163,7 @@ CASES = [
     Case("shard's tensors overlap", (SHARD, OTHER_NORM, "overlap", "fetch"), spoil=header(overlap)),
     Case("shard with a hole", (SHARD, "hole of 4 bytes", "fetch"), spoil=header(lambda h: shift(h, 4))),
     Case("shard out of range", (SHARD, "cut short", "fetch"), spoil=header(lambda h: grow(h, 128))),
-    Case("shard names twice", (SHARD, "stands there twice", "fetch"), spoil=header(lambda h: h.append(h[-1]))),
+    Case("shard names twice", (SHARD, "occurs twice", "fetch"), spoil=header(lambda h: h.append(h[-1]))),
     Case("shard with more", (SHARD, "its header describes", "fetch"), spoil=header(lambda h: h.remove(max(h, key=end_of)))),
     Case(
         "tensor in two shards",
