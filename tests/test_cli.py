@@ -190,7 +190,7 @@ def test_report_of_a_run_without_a_step_is_a_page_that_says_so(tmp_path: Path, c
 
 def test_report_of_a_folder_without_metrics_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path)]) == 2
-    assert "name the run_dir of a run that has begun" in capsys.readouterr().err
+    assert "name the run_dir of a run that has started" in capsys.readouterr().err
 
 
 def test_a_reader_that_goes_away_is_no_error_of_ours(config_file: Path) -> None:

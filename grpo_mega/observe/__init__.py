@@ -1,1 +1,1 @@
-"""Observing a run: timers, metrics, the log and its writers, progress bars, curves, the report."""
+"""Observe a run: timers, metrics, the log and its writers, progress bars, curves, the report."""

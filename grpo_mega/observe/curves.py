@@ -1,4 +1,4 @@
-"""metrics.jsonl as curves: each metric by step. The last line of a step counts, since a resumed run repeats steps."""
+"""metrics.jsonl as curves: each metric by step. The last line of a step counts, because a resumed run repeats steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Curves = dict[str, Curve]
 
 
 def curves(records: Iterable[Mapping[str, Any]]) -> Curves:
-    """Return each metric by step; skip records without a step and values that are not numbers."""
+    """Return each metric by step. Skip records without a step and values that are not numbers."""
     result: Curves = {}
     for record in records:
         step = record.get("step")
@@ -31,11 +31,14 @@ def curves(records: Iterable[Mapping[str, Any]]) -> Curves:
 
 
 def read_curves(metrics_path: Path) -> Curves:
-    """Read the curves of a run. Raises ConfigError for a missing file or a broken line; a half-written last line is skipped."""
+    """Read the curves of a run. Skip a half-written last line.
+
+    Raises ConfigError for a missing file or a broken line.
+    """
     try:
         records = [record for _, record in read_json_lines(metrics_path)]
     except OSError as error:
-        raise ConfigError(f"{metrics_path}: {error.strerror}; name the run_dir of a run that has begun") from None
+        raise ConfigError(f"{metrics_path}: {error.strerror}; name the run_dir of a run that has started") from None
     for number, record in enumerate(records[:-1], start=1):
         if record is None or "step" not in record:
             raise ConfigError(f"{metrics_path}:{number} is not a line of metrics; remove it")

@@ -1,4 +1,4 @@
-"""Metrics of a step: of its rollout's samples (rewards by function, verdicts, lengths), and over its optimizer steps."""
+"""Metrics of a step: over the samples of its rollout (rewards, verdicts, lengths), and over its optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from grpo_mega.rewards.shaping import SHAPING
 from grpo_mega.types import Group, Sample, StepMetrics
 
 COUNTS = ("num_tokens", "dropped_mini_batches", "nonfinite_mini_batches")
-BY_STEP = ("grad_norm", "lr")  # a dropped mini-batch has none
-MISMATCH = "mismatch/k3"  # KL (k3) of engine and trainer, nats per token
+BY_STEP = ("grad_norm", "lr")  # a dropped mini-batch does not have these
+MISMATCH = "mismatch/k3"  # KL (k3) between engine and trainer, in nats per token
 ORACLE_WRONG = "oracle_wrong"
 ORACLE = frozenset({"oracle_right", ORACLE_WRONG})
-K3_STALE = f"{MISMATCH}_stale_"  # before the staleness, in versions, of the tokens
+K3_STALE = f"{MISMATCH}_stale_"  # name prefix; the staleness of the tokens in versions follows
 
 
 def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group], bool]) -> StepMetrics:
-    """Return "reward/<function>", "reward/mean", "reward/excluded" (samples without a reward, which do not train),
-    "reward/paid_but_wrong" (where an oracle judges too; see `paid_but_wrong`), "verdict/<function>/<verdict>",
-    "response_length/..." and "groups/zero_variance": the share of groups from which the update learns nothing."""
+    """Return the metrics of a rollout.
+
+    reward/<function>, reward/mean
+    reward/excluded                  samples without a reward, which do not train
+    reward/paid_but_wrong            only with an oracle; see `paid_but_wrong`
+    verdict/<function>/<verdict>
+    response_length/...
+    groups/zero_variance             share of groups from which the update learns nothing
+    """
     samples = [s for g in groups for s in g.samples]
     if not samples:
         return {}
@@ -41,14 +47,17 @@ def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group],
 
 
 def engine_mismatch(metrics: StepMetrics) -> float:
-    """Return the mismatch (k3) of engine and trainer, of the least stale tokens: stale ones are meant to differ."""
+    """Return the mismatch (k3) between engine and trainer on the least stale tokens. Stale tokens are meant to differ."""
     ages = [int(name.removeprefix(K3_STALE)) for name in metrics if name.startswith(K3_STALE)]
     return metrics[f"{K3_STALE}{min(ages)}"] if ages else metrics.get(MISMATCH, 0.0)
 
 
 def mean_over_updates(passes: Sequence[StepMetrics]) -> StepMetrics:
-    """Return one step's metrics from those of its optimizer steps: token metrics weighted by tokens, losses averaged over
-    optimizer steps, maxima and sums of counts."""
+    """Return the metrics of one step from the metrics of its optimizer steps.
+
+    Counts are summed and maxima are kept. Losses, gradient norm and learning rate are averaged over optimizer steps. Other
+    metrics are weighted by tokens.
+    """
     tokens = [m["num_tokens"] for m in passes]
     result: StepMetrics = {}
     for name in dict.fromkeys(name for m in passes for name in m):
@@ -77,17 +86,19 @@ def heldout_metrics(groups: Sequence[Group]) -> StepMetrics:
 
 
 def has_full_marks(sample: Sample) -> bool:
-    """Return True if every reward function that applies gave at least 1, and there is one; those that shape and oracles do
-    not count."""
+    """Return True if every reward function that applies scored at least 1, and at least one applies.
+
+    Shaping functions and oracles do not count.
+    """
     ignored = SHAPING | {name for name, verdict in sample.verdicts.items() if verdict in ORACLE}
     marks = [value for name, value in sample.scores.items() if value is not None and name not in ignored]
     return bool(marks) and min(marks) >= 1.0
 
 
 def paid_but_wrong(samples: Sequence[Sample]) -> StepMetrics:
-    """Return the share of the responses that a reward function calls correct and an oracle of the task calls wrong.
+    """Return the share of responses that an oracle calls wrong among those that a reward function calls correct.
 
-    An oracle is a reward function, usually of weight 0, with the verdicts of ORACLE. Empty without one.
+    An oracle is a reward function, usually of weight 0, with the verdicts of ORACLE. Return {} without an oracle.
     """
     judged = [set(s.verdicts.values()) for s in samples if not ORACLE.isdisjoint(s.verdicts.values())]
     paid = [verdicts for verdicts in judged if "correct" in verdicts]
@@ -100,13 +111,13 @@ def _verdicts(samples: Sequence[Sample]) -> StepMetrics:
 
 
 def _spread(rewards: Sequence[float]) -> StepMetrics:
-    """Return the sample standard deviation and the range over all rewards of the step."""
+    """Return the sample standard deviation and the range of all rewards in the step."""
     if len(rewards) < 2:
         return {}
     return {"reward/std": stdev(rewards), "reward/min": min(rewards), "reward/max": max(rewards)}
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """Return the mean of the values that are not None; 0 if all are."""
+    """Return the mean of the values that are not None; 0 if there are none."""
     present = [v for v in values if v is not None]
     return sum(present) / len(present) if present else 0.0

@@ -1,12 +1,13 @@
-"""Unbiased estimates from n responses of how k responses to a prompt score: pass@k, mean@k, majority@k.
+"""Unbiased estimates of pass@k, mean@k and majority@k from n responses to a prompt.
 
 pass@k      the probability that at least one of k responses is correct: 1 - C(n - c, k) / C(n, k) with c of n correct
             (Chen et al. 2021, arXiv 2107.03374, eq. 1)
-mean@k      the expected share of correct ones among k, which is c / n for every k
-majority@k  the probability that the answer which most of k responses give is correct. Responses vote by their answer's text;
-            one without an answer does not vote. Ties are broken by a random draw; without any vote the result is incorrect.
+mean@k      the expected share of correct responses among k, equal to c / n for every k
+majority@k  the probability that the most frequent answer among k responses is correct. Responses vote with the text of their
+            answer; a response without an answer does not vote. Ties are broken by a random draw. Without any vote the
+            result is incorrect.
 
-Each is the mean over all C(n, k) subsets, computed exactly, so that a smaller k costs no further samples and no noise.
+Each is the exact mean over all C(n, k) subsets, so a smaller k needs no further samples and adds no noise.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import numpy as np
 
 from grpo_mega.types import StepMetrics
 
-Votes = tuple[tuple[int, int], ...]  # per answer: (number of responses that give it, number of these that are correct), sorted
+Votes = tuple[
+    tuple[int, int], ...
+]  # sorted pairs, one per answer: (number of responses with it, number of these responses that are correct)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Tally:
 
 
 def tally(answers: Sequence[str], is_correct: Sequence[bool]) -> Tally:
-    """Count the votes of responses, given each one's answer as text ("" for none) and if it is correct."""
+    """Count the votes of responses, from the answer of each as text ("" for none) and whether it is correct."""
     counts: dict[str, list[int]] = {}
     for answer, right in zip(answers, is_correct, strict=True):
         if answer:
@@ -44,8 +47,10 @@ def tally(answers: Sequence[str], is_correct: Sequence[bool]) -> Tally:
 
 
 def sampled_metrics(tallies: Sequence[Tally], ks: Sequence[int]) -> StepMetrics:
-    """Return "mean@<n>", then "pass@<k>" and "majority@<k>" for each k, over prompts of n responses each; and the shares of
-    prompts that were "never_solved" and "always_solved"."""
+    """Return "mean@<n>", then "pass@<k>" and "majority@<k>" for each k, over prompts with n responses each.
+
+    Also return the shares of prompts that were "never_solved" and "always_solved".
+    """
     if not tallies:
         return {}
     n = tallies[0].num_samples
@@ -64,12 +69,12 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 
-@lru_cache(maxsize=65536)  # most prompts of a set have one of a few tallies
+@lru_cache(maxsize=65536)  # few different tallies occur in a set of prompts
 def majority_at_k(n: int, votes: Votes, k: int) -> float:
-    """Return majority@k of n responses, of which those in `votes` give an answer, 1 <= k <= n.
+    """Return majority@k of n responses, 1 <= k <= n; the responses in `votes` have an answer.
 
     For each t, count the subsets in which the winners have t votes. If an answer is correct in r of its m responses (r is 0 or
-    m where correctness depends on the answer alone), its responses in a subset are correct with probability r / m.
+    m if correctness depends only on the answer), a response with this answer in a subset is correct with probability r / m.
     """
     assert sum(m for m, _ in votes) <= n and 1 <= k <= n, (n, votes, k)
     if not any(right for _, right in votes):
@@ -85,13 +90,16 @@ def majority_at_k(n: int, votes: Votes, k: int) -> float:
 
 
 def _worths(votes: Votes, k: int, t: int) -> np.ndarray:
-    """Return [k + 1, k // t + 1]: summed over the subsets of voting responses in which no answer has more than t votes, by
-    their size and by the number of answers with t votes, the probabilities r / m of those answers."""
+    """Return [k + 1, k // t + 1] sums of r / m over the answers with t votes.
+
+    Each entry sums over the subsets of voting responses in which no answer has more than t votes. The indices are the size of
+    the subset and the number of answers with t votes.
+    """
     shape = (k + 1, k // t + 1)
     ways, worth = np.zeros(shape), np.zeros(shape)
     ways[0, 0] = 1.0
     for m, right in votes:
-        new_ways, new_worth = ways.copy(), worth.copy()  # with none of this answer's responses
+        new_ways, new_worth = ways.copy(), worth.copy()  # subsets without a response with this answer
         for taken in range(1, min(m, t - 1) + 1):
             choices = float(comb(m, taken))
             new_ways[taken:] += choices * ways[: k + 1 - taken]

@@ -1,6 +1,6 @@
-"""Draw a run's curves from its metrics.jsonl: rewards with the held-out score, KL, response length, clipping and mismatch.
+"""Draw the curves of a run from its metrics.jsonl: rewards with held-out score, KL, response length, clipping, mismatch.
 
-Panels whose metrics a run does not have are left out; values that are not finite leave a gap.
+Panels without metrics are omitted. Values that are not finite leave a gap.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.observe.curves import Curve, Curves, read_curves
 
 _NOT_FUNCTIONS = {"mean", "std", "min", "max"}
-_COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]  # distinguishable by the colour-blind too
+_COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]  # distinguishable for colour-blind readers
 _HELDOUT_STYLE = {"color": "#222222", "marker": "D", "markersize": 6, "linestyle": "--", "linewidth": 1.2, "zorder": 5}
-_MANY_POINTS = 30  # from here on the points are drawn faintly under their moving average
-_PANELS = [  # below the panel of rewards: title, metric
+_MANY_POINTS = 30  # from this many points on, points are drawn faintly below their moving average
+_PANELS = [  # (title, metric) of the panels below the rewards panel
     ("KL to the reference", "kl/mean"),
     ("Response length (tokens)", "response_length/mean"),
     ("Clip fraction", "clip/fraction"),
@@ -28,7 +28,7 @@ def draw_curves(metrics_path: Path, out_png: Path) -> None:
     """Write the picture to `out_png`. Raises ConfigError if there are no metrics to draw."""
     panels = _panels(read_curves(metrics_path))
     if not panels:
-        raise ConfigError(f"{metrics_path} holds no step yet; draw it once the run has made one")
+        raise ConfigError(f"{metrics_path} holds no step yet; draw it after the first step")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -48,7 +48,7 @@ def draw_curves(metrics_path: Path, out_png: Path) -> None:
 
 
 def _panels(curves: Curves) -> list[tuple[str, dict[str, Curve]]]:
-    """Return each panel's title and its curves by label, rewards first."""
+    """Return the title and the curves by label of each panel, rewards first."""
     functions = sorted(name.removeprefix("reward/") for name in curves if name.startswith("reward/"))
     rewards = {"total": "reward/mean"} | {name: f"reward/{name}" for name in functions if name not in _NOT_FUNCTIONS}
     rewards |= {"held-out score": "eval/score"} if "eval/score" in curves else {"held-out accuracy": "eval/accuracy"}
@@ -84,7 +84,7 @@ def _draw(axes: Any, title: str, lines: dict[str, Curve]) -> None:
 
 
 def _moving_average(values: list[float]) -> list[float]:
-    """Return the mean over a centred window of a fifteenth of the run, without values that are not a number."""
+    """Return the mean over a centred window of a fifteenth of the run, ignoring NaN."""
     half = max(1, len(values) // 30)
     windows = [values[max(0, place - half) : place + half + 1] for place in range(len(values))]
     finite = [[v for v in window if not math.isnan(v)] for window in windows]

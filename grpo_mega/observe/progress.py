@@ -1,8 +1,8 @@
 """Progress of anything that may take longer than 5 seconds: a bar on a terminal, else a plain line at most every 5 s.
 
-`progress(total, description, enabled)` is a context that gives a Bar to advance, of items or of bytes. Shown are the amount
-done, the time left, and bytes or tokens per second. For rank 0 alone: the others pass enabled=False. Bars may be nested,
-threads may share one, and printed lines appear above them.
+`progress(total, description, enabled)` is a context manager that yields a Bar to advance, in items or bytes. It shows the
+amount done, the time left, and bytes or tokens per second. Only rank 0 shows progress: other ranks pass enabled=False. Bars may
+be nested, threads may share one, and printed lines appear above them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 @contextmanager
 def progress(total: int | None, description: str, enabled: bool = True, unit: Unit = "items") -> Iterator[Bar]:
-    """Show how much of `total` (None: unknown) is done, as `bar.advance()` counts it."""
+    """Show how much of `total` (None: unknown) is done, as counted by `bar.advance()`."""
     console = consoles.get_console()
     if not enabled:
         yield Bar(total, description, unit, write=lambda line: None)
@@ -44,13 +44,15 @@ def progress(total: int | None, description: str, enabled: bool = True, unit: Un
         rate = TextColumn("{task.fields[rate]}", markup=False)
         columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=30), *done, TimeRemainingColumn(), rate)
         with Progress(*columns, console=console, transient=True) as display:
-            consoles.install()  # rich has put streams of its own in the place of stdout and stderr until the bar is gone
+            consoles.install()  # rich replaces stdout and stderr until the bar is gone
             yield _TerminalBar(display, total, description)
 
 
 class Bar:
-    """Prints `sampling: 40/256 (12 s, 65 s left, 3,400 tokens/s)`, or `writing: 1.2 of 3.4 GB, 567 MB/s, 4 s left`, at most
-    once in SECONDS_BETWEEN_LINES; quick work prints nothing."""
+    """Prints a line at most once in SECONDS_BETWEEN_LINES, so quick work prints nothing.
+
+    A line is `sampling: 40/256 (12 s, 65 s left, 3,400 tokens/s)` or `writing: 1.2 of 3.4 GB, 567 MB/s, 4 s left`.
+    """
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class Bar:
         self._lock = threading.Lock()
 
     def advance(self, n: int = 1, tokens: int = 0) -> None:
-        """Count `n` more items or bytes as done, with so many tokens in them."""
+        """Count `n` more items or bytes as done, with `tokens` tokens in them."""
         with self._lock:
             self._done += n
             self._tokens += tokens

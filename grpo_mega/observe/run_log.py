@@ -1,6 +1,6 @@
-"""The log of a run: rank 0's hands everything to its writers, that of every other rank has none.
+"""The log of a run. The log of rank 0 passes everything to its writers; the log of any other rank has no writers.
 
-Metric names are path-like ("reward/mean", "seconds/update", "eval/score"). `step` is written as the caller gives it; the last
+Metric names are path-like ("reward/mean", "seconds/update", "eval/score"). `step` is written as the caller passes it. The last
 line of a step counts.
 """
 
@@ -35,17 +35,17 @@ class RunLog:
             writer.write_message(well_formed(text), level=level)
 
     def warn(self, text: str) -> None:
-        """Log a message that a person should act upon."""
+        """Log a message that a person should act on."""
         self.message(text, level="warning")
 
     def log_samples(self, step: int, groups: Sequence[Group], decode: Decode) -> None:
-        """Log the step's first whole groups, log.samples_per_step samples or more; `decode` turns token ids into text."""
+        """Log the first whole groups of the step, at least log.samples_per_step samples. `decode` turns token ids into text."""
         rows = self._rows.of(step, groups, decode) if self.writers else []
         for writer in self.writers if rows else ():
             writer.write_samples(rows)
 
     def log_loads(self, step: int, tokens: Sequence[Sequence[int]]) -> None:
-        """Log the tokens of each expert, by layer; nothing for a dense model."""
+        """Log the tokens per expert, by layer. Log nothing for a dense model."""
         for writer in self.writers if any(tokens) else ():
             writer.write_loads(step, tokens)
 
@@ -55,13 +55,13 @@ class RunLog:
 
 
 def open_run_log(config: Config, rank: int) -> RunLog:
-    """Open the log of this rank; rank 0 makes config.run_dir and its files."""
+    """Open the log of this rank. Rank 0 creates config.run_dir and its files."""
     if rank != 0:
         return RunLog()
     console = ConsoleWriter(get_console(), config.steps)
     log = RunLog([console, JsonLinesWriter(config.run_dir)], config.log.samples_per_step)
     if config.log.wandb:
         log.writers.append(WandbWriter(config, log=console.write_message))
-    # The last one: when it reads the files, the others have written and closed them.
+    # The report writer comes last: when it reads the files, the other writers have written and closed them.
     log.writers.append(ReportWriter(config.run_dir, config.log.report_interval, warn=log.warn))
     return log

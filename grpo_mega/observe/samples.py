@@ -1,9 +1,9 @@
 """Rows of samples.jsonl: a sample's text, rewards and per-token numbers.
 
-`token_ends[i]` is where token i's text ends in `response`, in characters; `rollout_logprobs` are the engine's, `mismatch` is
-the trainer's old log-prob minus the engine's (left out if the sample was not trained on). Only where it says something there is
-`advantages` (they differ by token) and `spans` (several policies: version, first token, end). The first whole groups of a step
-are logged: prompts come in random order.
+`token_ends[i]` is the number of characters of `response` up to the end of token i. `rollout_logprobs` are the engine's
+log-probs. `mismatch` is the trainer's old log-prob minus the engine's, omitted if the sample was not trained. `advantages` is
+present only if they differ between tokens, and `spans` (version, first token, end) only with several policies. The first whole
+groups of a step are logged; prompts come in random order.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from grpo_mega.types import Group, Sample
 
 Decode = Callable[[Sequence[int]], str]
 
-_LOGPROB_DIGITS = 5  # after the point
-_REPLACEMENT = "\ufffd"  # how a part of a character is decoded
+_LOGPROB_DIGITS = 5  # decimal places
+_REPLACEMENT = "\ufffd"  # decoded form of an incomplete character
 
 
 def num_logged(groups: Sequence[Group], samples_per_step: int) -> int:
-    """Return how many samples are logged: those of the first whole groups until there are `samples_per_step`."""
+    """Return the number of logged samples: whole groups until there are at least `samples_per_step`."""
     count = 0
     for group in groups:
         if count >= samples_per_step:
@@ -30,14 +30,14 @@ def num_logged(groups: Sequence[Group], samples_per_step: int) -> int:
 
 
 class SampleRows:
-    """Makes rows; caches the text of single tokens."""
+    """Creates rows; caches the text of single tokens."""
 
     def __init__(self, samples_per_step: int) -> None:
         self._samples_per_step = samples_per_step
         self._texts: dict[int, str] = {}
 
     def of(self, step: int, groups: Sequence[Group], decode: Decode) -> list[dict[str, Any]]:
-        """Return the rows of the step's logged samples."""
+        """Return the rows of the logged samples of a step."""
         flat = [(place, sample) for place, group in enumerate(groups) for sample in group.samples]
         return [self._row(step, place, s, decode) for place, s in flat[: num_logged(groups, self._samples_per_step)]]
 
@@ -80,12 +80,13 @@ class SampleRows:
 
 
 def token_ends(token_ids: Sequence[int], text: str, decode: Decode) -> list[int] | None:
-    """For tokenizers whose tokens' texts depend on their neighbours: by decoding each with the few before it.
+    """Return the token ends for tokenizers whose token texts depend on their neighbours.
 
-    A character made of several tokens belongs to the last of them. None if the pieces do not make up `text`.
+    Each token is decoded together with the few tokens before it. A character of several tokens belongs to the last one. Return
+    None if the pieces do not add up to `text`.
     """
     texts = []
-    start = told = 0  # tokens from `start` on are decoded; those before `told` have their text
+    start = told = 0  # tokens from `start` on are decoded; tokens before `told` already have their text
     for i in range(len(token_ids)):
         before, now = decode(token_ids[start:told]), decode(token_ids[start : i + 1])
         is_whole = not now.endswith(_REPLACEMENT) or i + 1 == len(token_ids)
@@ -104,5 +105,5 @@ def _ends(texts: Sequence[str]) -> list[int]:
 
 
 def _short(value: float) -> float:
-    """Round to three digits: enough for a colour, and a quarter of the file's size."""
+    """Round to three digits: enough for a colour, and a quarter of the file size."""
     return float(f"{value:.3g}")

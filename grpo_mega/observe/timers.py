@@ -1,7 +1,7 @@
 """Seconds and peak memory by phase: `with timers("sample"):` around a phase, `timers.lap()` once per step.
 
-Every moment is charged to exactly one phase: to the innermost one that is open, or to "other". So the phases of a lap sum to
-its wall time, also where they are nested, and "other" shows time outside all phases. Peaks are charged in the same way.
+All time is charged to exactly one phase: the innermost open one, or "other". So the phases of a lap sum to its wall time, even
+if they are nested, and "other" shows the time outside all phases. Peaks are charged in the same way.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _OTHER = "other"
 
 
 class Timers:
-    """A stopwatch with named phases. The first lap begins with its construction."""
+    """A stopwatch with named phases. The first lap starts at construction."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, take_peak: Callable[[], int] | None = None) -> None:
-        """`take_peak()` returns the peak of bytes held since its last call; None: memory is not measured."""
+        """`take_peak()` returns the peak of bytes held since its last call. None: memory is not measured."""
         self._clock, self._take_peak = clock, take_peak
-        self.peaks: dict[str, int] = {}  # bytes by phase, the maximum over laps
-        self.watch: Callable[[str], AbstractContextManager[None]] | None = None  # entered around every phase
+        self.peaks: dict[str, int] = {}  # maximum bytes over all laps, by phase
+        self.watch: Callable[[str], AbstractContextManager[None]] | None = None  # context manager entered around every phase
         self._lap_peaks: dict[str, int] = {}
         self._open: list[str] = [_OTHER]
         self._seconds: dict[str, float] = {}
@@ -40,12 +40,14 @@ class Timers:
             self._open.pop()
 
     def current(self) -> tuple[str, float]:
-        """Return the innermost open phase, and when it began or was resumed, by the clock; may be called from any thread."""
+        """Return the innermost open phase and the clock time when it started or resumed. Any thread may call it."""
         return self._open[-1], self._mark
 
     def lap(self) -> StepMetrics:
-        """Return {"seconds/<phase>": ..., "seconds/other": ..., "seconds/step": their sum, "memory/<phase>_gib": ...} since the
-        last lap; begin the next."""
+        """Return the metrics since the last lap, and start the next lap.
+
+        The metrics are "seconds/<phase>", "seconds/other", "seconds/step" (their sum) and "memory/<phase>_gib".
+        """
         self._charge()
         self._seconds.setdefault(_OTHER, 0.0)
         metrics = {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items() if phase != _OTHER}

@@ -1,10 +1,10 @@
 """Traces of chosen steps (`grpo-mega train --profile STEPS`), for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
     RUN_DIR/trace/step-000003.json               the phases of all ranks, one process per rank
-    RUN_DIR/trace/step-000003-rank-0.json        one rank's operations by torch.profiler, with its phases
-    RUN_DIR/trace/step-000003-rank-0.pickle      on GPUs: its allocations, for pytorch.org/memory_viz
+    RUN_DIR/trace/step-000003-rank-0.json        the operations of one rank by torch.profiler, with its phases
+    RUN_DIR/trace/step-000003-rank-0.pickle      on GPUs: the rank's allocations, for pytorch.org/memory_viz
 
-Times are by each node's own clock. Writing takes seconds, which the next step shows as the phase "trace".
+Times come from the clock of each node. Writing takes seconds; the next step shows them as the phase "trace".
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.timers import Timers
 from grpo_mega.paths import TRACE
 
-MAX_ALLOCATIONS = 200_000  # maximum in a snapshot of memory
+MAX_ALLOCATIONS = 200_000  # maximum number of allocations in a memory snapshot
 
-Span = tuple[str, int, int]  # phase, begin and end in nanoseconds since 1970
+Span = tuple[str, int, int]  # (phase, start, end), times in nanoseconds since 1970
 
 
 class Tracer:
@@ -45,13 +45,13 @@ class Tracer:
         log: RunLog,
         ranks: dist.ProcessGroup | None = None,
     ) -> None:
-        """`ranks`: the group of all ranks; None: the default group."""
+        """`ranks`: the group of all ranks. None: the default group."""
         self._steps, self._folder = config.log.profiled_steps, config.run_dir / TRACE
         self._rank, self._device, self._timers, self._log, self._ranks = rank, device, timers, log, ranks
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Trace the context if the step is to be traced. A trace that cannot be written is a warning."""
+        """Trace the context if this step is to be traced. If the trace cannot be written, log a warning."""
         if step not in self._steps:
             yield
             return
@@ -76,7 +76,9 @@ class Tracer:
                 if self._rank == 0:
                     path = self._path(step, ".json")
                     path.write_text(json.dumps(phase_trace(everyone)))
-                    self._log.message(f"trace of step {step} in {path}, and beside it one of each rank's operations")
+                    self._log.message(
+                        f"trace of step {step} in {path}, with a trace of each rank's operations in the same folder"
+                    )
             except OSError as error:
                 self._log.warn(f"the trace of step {step} cannot be written ({error.strerror})")
 
@@ -98,7 +100,10 @@ class Tracer:
 
 
 def phase_trace(everyone: list[tuple[str, list[Span]]]) -> dict[str, Any]:
-    """Return Chrome's trace format of each rank's name and spans: one process per rank, times relative to the first begin."""
+    """Return Chrome's trace format for each rank's name and spans, with one process per rank.
+
+    Times are relative to the first start.
+    """
     origin = min((begin for _, spans in everyone for _, begin, _ in spans), default=0)
     events: list[dict[str, Any]] = []
     for rank, (name, spans) in enumerate(everyone):
@@ -122,7 +127,7 @@ def _watched(phase: str, spans: list[Span]) -> Iterator[None]:
 
 
 def _name_process(path: Path, name: str) -> None:
-    """Name the process in the trace, since torch calls every rank's process "python"."""
+    """Name the process in the trace, because torch calls the process of every rank "python"."""
     trace = json.loads(path.read_text())
     for event in trace["traceEvents"]:
         if event.get("ph") == "M" and event.get("name") == "process_name" and event.get("pid") == os.getpid():

@@ -1,9 +1,10 @@
-"""Weights & Biases, imported only if config.log.wandb is set. Never prompts and never needs a network.
+"""Weights & Biases, imported only if config.log.wandb is set. It never prompts and never needs a network.
 
-It gets our metrics, those of equal meaning under the names of TRL and verl too, and a table of the logged samples.
+W&B gets our metrics, the same values under the names of TRL and verl if these have an equal metric, and a table of the logged
+samples.
 
-Online only if an API key is set (WANDB_API_KEY, or an entry for the server in netrc); else the run is written offline below
-the run's folder, from where `wandb sync` sends it. WANDB_MODE overrides this, except that "online" needs a key.
+A run is online only if an API key is set (WANDB_API_KEY, or a netrc entry for the server). Otherwise it is written offline
+below the run's folder, and `wandb sync` can send it later. WANDB_MODE overrides this, but "online" still needs a key.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ TABLE = "completions"
 
 Mode = Literal["online", "offline", "disabled"]
 
-# The names that TRL and verl give to metrics of equal meaning. Different, and therefore left out: TRL's num_tokens (of the
-# whole run), verl's perf/throughput (which counts prompts too) and actor/pg_clipfrac_lower (of dual clipping). timing_s has
-# our phases, by verl's names where it has one.
-SAME: dict[str, tuple[str, ...]] = {  # ours -> TRL's (1.16), verl's
+# The names of equal metrics in TRL and verl. Omitted because they differ: TRL's num_tokens (of the whole run), verl's
+# perf/throughput (it counts prompts too) and actor/pg_clipfrac_lower (of dual clipping). timing_s has our phases, under verl's
+# names if verl has one.
+SAME: dict[str, tuple[str, ...]] = {  # our name -> names in TRL (1.16) and verl
     "reward/mean": ("reward", "critic/score/mean", "critic/rewards/mean"),
     "reward/std": ("reward_std",),
     "reward/min": ("critic/score/min", "critic/rewards/min"),
@@ -69,7 +70,7 @@ _OF_ALL = {"mean", "std", "min", "max"}
 
 class WandbWriter(Writer):
     def __init__(self, config: Config, log: Callable[[str], None]) -> None:
-        if sys.modules.get("wandb", self) is None:  # hidden from Megatron, see megatron/compat.py
+        if sys.modules.get("wandb", self) is None:  # megatron/compat.py hides wandb from Megatron
             del sys.modules["wandb"]
         import wandb
 
@@ -99,11 +100,11 @@ class WandbWriter(Writer):
         log(f"wandb: {mode}, {self._run.url if mode == 'online' else self._run.dir}")
 
     def write_step(self, step: int, metrics: StepMetrics) -> None:
-        # The step is a value, not wandb's own step, which refuses to go back after a resume.
+        # Log the step as a value, because wandb's own step refuses to decrease after a resume.
         self._run.log({"step": step, **metrics, **other_names(metrics)})
 
     def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Log a table under "completions", as TRL does."""
+        """Log a table under "completions", like TRL."""
         import wandb
 
         names = list(rows[0]["rewards"])
@@ -121,14 +122,14 @@ class WandbWriter(Writer):
 
 
 def _run_id(path: Path) -> str:
-    """Return the run's id, kept in its folder, so that a resumed run continues the same W&B run."""
+    """Return the run's id, stored in its folder, so that a resumed run continues the same W&B run."""
     if not path.exists():
         write_atomically(path, uuid.uuid4().hex[:8].encode())
     return path.read_text().strip()
 
 
 def wandb_mode(environ: Mapping[str, str]) -> Mode:
-    """Return the mode in which wandb never asks for a key."""
+    """Return a mode in which wandb never asks for a key."""
     wanted = environ.get("WANDB_MODE", "online")
     if wanted in ("offline", "dryrun"):
         return "offline"
@@ -149,7 +150,7 @@ def _has_api_key(environ: Mapping[str, str]) -> bool:
 
 
 def other_names(metrics: Mapping[str, float]) -> StepMetrics:
-    """Return the metrics that TRL or verl have too, under their names."""
+    """Return the metrics that TRL or verl also have, under their names."""
     aliases: StepMetrics = {}
     for name, value in metrics.items():
         family, _, rest = name.partition("/")

@@ -1,7 +1,7 @@
-"""Writers of a run's log: the console, and files of JSON lines. Weights & Biases and the report have modules of their own.
+"""Writers of a run's log: the console, and files of JSON lines. Weights & Biases and the report are in separate modules.
 
-Every writer takes any subset of the known metrics. Files are appended to and flushed line by line, so that they are complete
-when a run is killed; a resumed run appends to the same files, where the last line of a step counts.
+Every writer accepts any subset of the known metrics. Files are appended to and flushed line by line, so they are complete when
+a run is killed. A resumed run appends to the same files, and the last line of a step counts.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from grpo_mega.json_lines import json_line
 from grpo_mega.paths import EXPERTS_FILE, MESSAGES_FILE, METRICS_FILE, SAMPLES_FILE, write_atomically
 from grpo_mega.types import StepMetrics
 
-LINE_WIDTH = 120  # columns
-SHORTEST_PHASE_SHOWN = 0.05  # seconds
+LINE_WIDTH = 120  # maximum number of columns of a step line
+SHORTEST_PHASE_SHOWN = 0.05  # phases below this many seconds are not shown
 
 Level = Literal["info", "warning"]
 
 
 class Writer:
-    """Ignores everything, so that a writer has methods only for what it writes; an evaluation is written like a step."""
+    """Ignores everything. A subclass overrides only the methods for what it writes. An evaluation is written like a step."""
 
     def write_step(self, step: int, metrics: StepMetrics) -> None:
         pass
@@ -35,10 +35,10 @@ class Writer:
         self.write_step(step, metrics)
 
     def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
-        """`rows` are those of samples.SampleRows, at least one."""
+        """Write `rows` from samples.SampleRows, at least one."""
 
     def write_loads(self, step: int, tokens: Sequence[Sequence[int]]) -> None:
-        """`tokens` are those of each expert, by layer; a dense layer's are empty."""
+        """Write the tokens per expert, by layer. The list of a dense layer is empty."""
 
     def write_message(self, text: str, *, level: Level = "info") -> None:
         pass
@@ -48,7 +48,7 @@ class Writer:
 
 
 class ConsoleWriter(Writer):
-    """One line per step, which fits 120 columns; styled on a terminal, plain elsewhere."""
+    """Prints one line per step of at most 120 columns, styled on a terminal, plain elsewhere."""
 
     def __init__(self, console: Console, num_steps: int) -> None:
         self._console, self._num_steps = console, num_steps
@@ -65,19 +65,17 @@ class ConsoleWriter(Writer):
         self._console.print(Text(text, style="yellow" if level == "warning" else ""), soft_wrap=True)
 
     def _print(self, head: str, line: str, style: str) -> None:
-        # soft_wrap: a line is never folded at a width that a pipe or a log file does not have.
+        # soft_wrap: never fold a line, because a pipe or a log file has no width.
         self._console.print(Text.assemble((head, style), "  ", line), soft_wrap=True)
 
 
 class JsonLinesWriter(Writer):
-    """Appends to three files of the run's folder:
+    """Appends to three files in the run's folder, and overwrites experts.json with the last step of an MoE model.
 
-    metrics.jsonl    {"step": 3, "reward/mean": 0.5, ...}. NaN and infinities are strings: JSON has no numbers for them,
-                     and null would hide which it was
+    metrics.jsonl    {"step": 3, "reward/mean": 0.5, ...}. NaN and infinities are strings, because JSON has no numbers for
+                     them and null would hide the difference
     samples.jsonl    some responses of every step
-    messages.jsonl   the console's messages, each with the last step that was done by then
-
-    and writes experts.json, of an MoE model's last step, over that of the step before.
+    messages.jsonl   the console's messages, each with the last finished step
     """
 
     def __init__(self, folder: Path) -> None:
@@ -89,7 +87,7 @@ class JsonLinesWriter(Writer):
     def write_step(self, step: int, metrics: StepMetrics) -> None:
         self._step = step
         _append(self._metrics, [{"step": step, **metrics}])
-        os.stat(self._metrics.name)  # raises once the folder is removed: what is written into an open file is then lost
+        os.stat(self._metrics.name)  # raises if the folder was removed; writes to the open file would be lost
 
     def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
         _append(self._samples, rows)
@@ -112,9 +110,9 @@ def _append(file: IO[str], rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def step_line(metrics: Mapping[str, float], width: int) -> str:
-    """Return a step's main figures in a line: `reward 0.812  kl 0.0123 ...  3.4 s: sample 1.2, update 0.8`.
+    """Return the main figures of a step in a line: `reward 0.812  kl 0.0123 ...  3.4 s: sample 1.2, update 0.8`.
 
-    The longest phases come first, and as many of them as fit into `width` columns.
+    The longest phases come first, as many as fit into `width` columns.
     """
     watched = [
         ("reward", "reward/mean", "{:.3f}".format),

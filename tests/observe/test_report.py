@@ -77,7 +77,7 @@ def test_a_run_that_has_not_begun_one_without_samples_and_one_under_way_say_so(t
     with (run / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         data = data_of(write_report(run))
-        assert data["status"] == {"text": "under way", "kind": "live"} and data["time_left"] == 8 * 3.5
+        assert data["status"] == {"text": "still running", "kind": "live"} and data["time_left"] == 8 * 3.5
         for name in (
             "metrics.jsonl",
             "samples.jsonl",
@@ -160,7 +160,7 @@ def test_rows_of_older_runs_are_shown_without_colours(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_runs_is_one_line_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing is not the folder of a run; name the run_dir of a run that has begun"):
+    with pytest.raises(ConfigError, match=r"nothing is not the folder of a run; name the run_dir of a run that has started"):
         write_report(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="name the run_dir"):

@@ -64,7 +64,7 @@ def test_a_report_that_cannot_be_written_is_one_warning(tmp_path: Path, interval
         wait_for(writer, 2)
     writer.close()
     (said,) = told
-    assert said.startswith("the run's report cannot be written (") and said.endswith("); training goes on")
+    assert said.startswith("the run's report cannot be written (") and said.endswith("); training continues")
     assert "gone is not the folder of a run" in said
 
 

@@ -1,9 +1,9 @@
-"""The run's report: one HTML file that stands alone, made from what a run leaves in its folder.
+"""The run's report: one self-contained HTML file, made from the files in the run's folder.
 
-`write_report(run_dir)` reads the folder (also of a run under way, a broken one or one of an older version: the page says what
-is missing) and writes RUN_DIR/report.html, whole or not at all. The page is made of the files in page/ and the run's data, as
-JSON with "<", ">" and "&" escaped, so that no text of a run can end the element that holds it. Its content security policy
-allows the one script whose hash it names, and no requests.
+`write_report(run_dir)` reads the folder and writes RUN_DIR/report.html atomically. The run may be running, broken or from an
+older version: the page reports missing parts. The page consists of the files in page/ and the run's data, as JSON with "<", ">"
+and "&" escaped, so that no text of a run can close its script element. The content security policy allows only the one script
+with the stated hash, and no requests.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ SCRIPTS = ("base.js", "chart.js", "experts.js", "curves.js", "samples.js", "tabl
 
 
 def write_report(run_dir: Path, *, is_over: bool = False) -> Path:
-    """Return the path of the page. `is_over`: the run is ending now, though it still holds its folder.
+    """Return the path of the page. `is_over`: the run is ending now, although it still holds its folder.
 
-    Raises ConfigError if the folder is not a run's, or cannot be written.
+    Raises ConfigError if the folder does not belong to a run, or cannot be written.
     """
     if not is_run(run_dir):
-        raise ConfigError(f"{run_dir} is not the folder of a run; name the run_dir of a run that has begun")
+        raise ConfigError(f"{run_dir} is not the folder of a run; name the run_dir of a run that has started")
     path = run_dir / REPORT_FILE
     try:
         write_atomically(path, render(read_run(run_dir, is_over=is_over)).encode())
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give it a folder that can be written") from None
+        raise ConfigError(f"{path}: {error.strerror}; make the folder writable") from None
     return path
 
 
 def render(data: dict[str, Any]) -> str:
-    """Return the page for `data` as read.read_run returns it."""
+    """Return the page for `data` from read.read_run."""
     files = {path.name: path.read_text(encoding="utf-8") for path in PAGE.iterdir()}
     body = "\n".join(files[name] for name in SCRIPTS)
     script = f'(() => {{\n"use strict";\n{body}\n}})();\n'

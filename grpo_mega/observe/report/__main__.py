@@ -1,4 +1,4 @@
-"""Write the report of the given run folder at the lowest priority; print the CPU seconds used."""
+"""Write the report of a run folder at the lowest priority, and print the CPU seconds used."""
 
 from __future__ import annotations
 

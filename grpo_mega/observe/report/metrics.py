@@ -1,7 +1,7 @@
 """Curves as the page draws them, and findings: signs of trouble that a person should look at.
 
-A run of more than MAX_POINTS steps is thinned: a point is then the mean of several steps, or the maximum for metrics whose name
-ends in "max"; values that are not finite stay visible as such.
+A run of more than MAX_POINTS steps is thinned: each point is the mean of several steps, or the maximum for metrics whose name
+ends in "max". Values that are not finite stay visible.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from grpo_mega.observe.metrics import MISMATCH, engine_mismatch
 
 MAX_POINTS = 2000
 _PAID_BUT_WRONG = 0.01
-_MANY_CUT, _MANY_EQUAL = 0.2, 0.9  # shares above which they are findings
+_MANY_CUT, _MANY_EQUAL = 0.2, 0.9  # larger shares are findings
 _NAMED = 6  # maximum number of steps named in a finding
 
 
@@ -40,7 +40,7 @@ def series(found: Curves) -> dict[str, Any]:
 
 
 def findings(found: Curves, mismatch_warn: float | None) -> list[str]:
-    """Return the findings, a sentence each."""
+    """Return the findings, one sentence each."""
 
     def above(name: str, limit: float = 0.0) -> list[int]:
         return [step for step, value in found.get(name, {}).items() if value > limit]
@@ -63,7 +63,7 @@ def findings(found: Curves, mismatch_warn: float | None) -> list[str]:
     if mismatch_warn is not None and (steps := [s for s, one in by_step.items() if engine_mismatch(one) > mismatch_warn]):
         sentences.append(f"the mismatch of engine and trainer was above rollout.mismatch_warn={mismatch_warn:g} {_at(steps)}")
     if stale := found.get("ledger/dropped_groups/stale"):
-        sentences.append(f"{stale[max(stale)]:.0f} groups were too old for rollout.max_staleness and were begun again")
+        sentences.append(f"{stale[max(stale)]:.0f} groups were too old for rollout.max_staleness and were restarted")
     for name, bound, what in (
         ("response_length/cut", _MANY_CUT, "of the responses are cut off at rollout.max_response_length"),
         ("groups/zero_variance", _MANY_EQUAL, "of the groups have zero reward variance and teach nothing"),

@@ -1,4 +1,4 @@
-"""Read a run's folder as the data of its report. Missing or broken files are no errors here."""
+"""Read a run's folder as the data of its report. Missing or broken files are not errors here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_mega.paths import CONFIG_FILE, EXPERTS_FILE, LOCK_FILE, MESSAGES_FILE,
 from grpo_mega.yaml_text import parse_yaml
 
 MAX_MESSAGES = 1000
-_RECENT = 20  # number of steps whose median time predicts the rest
+_RECENT = 20  # number of recent steps whose median time predicts the rest
 
 
 def is_run(run_dir: Path) -> bool:
@@ -26,7 +26,7 @@ def is_run(run_dir: Path) -> bool:
 
 
 def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
-    """Return the data that page/*.js draws. `is_over`: the run is ending, though it still holds its folder."""
+    """Return the data that page/*.js draws. `is_over`: the run is ending, although it still holds its folder."""
     records, num_bad = read_lines(run_dir / METRICS_FILE)
     found = curves(records)
     raw = _read_yaml(run_dir / CONFIG_FILE)
@@ -61,7 +61,7 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the objects of a file of JSON lines, and the number of broken lines, except for a half-written last one."""
+    """Return the objects of a JSON lines file, and the number of broken lines, not counting a half-written last one."""
     if not path.is_file():
         return [], 0
     lines = list(read_json_lines(path))
@@ -73,7 +73,7 @@ def _status(done: int, num_steps: int | None, *, has_begun: bool, is_live: bool,
     if num_steps is not None and done >= num_steps:
         return {"text": "finished", "kind": "good"}
     if is_live:
-        return {"text": "under way" if has_begun else "starting: no step is done yet", "kind": "live"}
+        return {"text": "still running" if has_begun else "starting: no step is done yet", "kind": "live"}
     if not has_begun:
         return {"text": "no step was logged", "kind": "warn"}
     of = f" of {num_steps}" if num_steps is not None else ""
@@ -87,7 +87,7 @@ def _time_left(found: Curves, steps_left: int) -> float | None:
 
 
 def _is_held(lock: Path) -> bool:
-    """Return True if a process of this machine holds the folder. Taking the lock to test it would disturb a start."""
+    """Return True if a process of this machine holds the folder. Does not take the lock, because that could disturb a start."""
     locks = Path("/proc/locks")
     if not lock.exists() or not locks.exists():
         return False
@@ -103,7 +103,7 @@ def _subtitle(run_dir: Path, raw: dict[str, Any]) -> str:
 
 
 def _layout(raw: dict[str, Any]) -> list[list[str]]:
-    """Return the layout keys that differ from a single rank's, and the engine."""
+    """Return the layout keys that differ from a single rank, and the engine."""
     layout = raw.get("layout") or {}
     rows = [[f"layout.{name}", str(value)] for name, value in layout.items() if value not in (None, 1, False)]
     engine = (raw.get("rollout") or {}).get("engine")
@@ -111,7 +111,7 @@ def _layout(raw: dict[str, Any]) -> list[list[str]]:
 
 
 def _config_rows(raw: dict[str, Any]) -> list[list[Any]]:
-    """Return [dotted key, value as text, is_default] of every leaf; is_default is None if the config is not valid today."""
+    """Return [dotted key, value as text, is_default] of every leaf. is_default is None if the config is no longer valid."""
     try:
         changed = _leaves(configs.validate(raw).model_dump(mode="json", exclude_defaults=True))
     except ConfigError:
@@ -137,7 +137,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _experts(path: Path) -> dict[str, Any] | None:
-    """Return {"step", "rows": [{"layer", "tokens": of each expert}]}; None for a dense model."""
+    """Return {"step", "rows": [{"layer", "tokens": one number per expert}]}; None for a dense model."""
     try:
         raw = read_json(path)
         rows = [{"layer": i, "tokens": [int(n) for n in tokens]} for i, tokens in enumerate(raw["tokens"]) if tokens]

@@ -1,8 +1,8 @@
-"""Refresh the report of a run under way, without slowing the training.
+"""Refresh the report of a running run, without slowing the training.
 
-While the run trains, a process at the lowest priority reads the folder and writes the page; training only starts it, and never
-waits for it. It may use at most MAX_SHARE of the time, so a page that takes long is written less often. The last page is made
-when the log is closed. Failures are one warning per run.
+During training, a process at the lowest priority reads the folder and writes the page. Training only starts the process and
+never waits for it. The process may use at most MAX_SHARE of the time, so a slow page is written less often. The last page is
+written when the log is closed. Failures cause one warning per run.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from grpo_mega.observe.writers import Writer
 from grpo_mega.paths import REPORT_FILE
 from grpo_mega.types import StepMetrics
 
-MAX_SHARE = 0.05  # of the time that passes
+MAX_SHARE = 0.05  # maximum share of wall time that pages may use
 
 
 class ReportWriter(Writer):
     def __init__(self, run_dir: Path, interval: int, warn: Callable[[str], None]) -> None:
-        """`interval`: steps between pages; 0: at the end only."""
+        """`interval`: steps between pages; 0 writes a page only at the end."""
         self._run_dir, self._interval, self._warn = run_dir, interval, warn
         self._process: subprocess.Popen[str] | None = None
         self._began = self._not_before = time.monotonic()
@@ -38,10 +38,10 @@ class ReportWriter(Writer):
             self._start()
 
     def write_eval(self, step: int, metrics: StepMetrics) -> None:
-        pass  # the step's own line follows
+        pass  # the write_step call of this step follows
 
     def close(self) -> None:
-        if self._process is not None:  # its page would be replaced at once
+        if self._process is not None:  # its page would be replaced immediately
             self._process.kill()
             self._process.communicate()
             for partial in self._run_dir.glob(f".{REPORT_FILE}.*"):
@@ -66,7 +66,7 @@ class ReportWriter(Writer):
             self._warn_once(str(error))
 
     def _collect(self) -> None:
-        """Take the output of a process that has ended: the time that it needed, or why it failed."""
+        """Read the output of a finished process: the CPU time that it used, or its error."""
         if self._process is None or self._process.poll() is None:
             return
         process, self._process = self._process, None
@@ -79,5 +79,5 @@ class ReportWriter(Writer):
     def _warn_once(self, why: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            with contextlib.suppress(Exception):  # files of the log may be closed by now
-                self._warn(f"the run's report cannot be written ({' '.join(why.split())}); training goes on")
+            with contextlib.suppress(Exception):  # log files may already be closed
+                self._warn(f"the run's report cannot be written ({' '.join(why.split())}); training continues")

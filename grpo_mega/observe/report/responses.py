@@ -1,7 +1,8 @@
-"""samples.jsonl and heldout-*.jsonl as the page shows them, within bounds.
+"""samples.jsonl and heldout-*.jsonl as the page shows them, within size limits.
 
-If not all fits, the page says so and shows the first and the last step with samples and others evenly between, the same choice
-of held-out evaluations, and the first prompts. Files are scanned for their steps, and only the lines that are shown are parsed.
+If not everything fits, the page says so. It then shows the first and the last step with samples and evenly spaced steps between
+them, held-out evaluations chosen in the same way, and the first prompts. Files are scanned for their steps, and only displayed
+lines are parsed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any, TypeVar
 from grpo_mega.json_lines import parse_json_line, read_json_lines
 from grpo_mega.paths import heldout_files
 
-MAX_SAMPLE_BYTES = 6 << 20  # of samples.jsonl in the page
+MAX_SAMPLE_BYTES = 6 << 20  # maximum size of the samples in the page
 MAX_SAMPLE_STEPS = 200
 MAX_EVALUATIONS = 8
 MAX_HELDOUT_PROMPTS = 300
-MAX_TEXT = 20_000  # characters of a held-out answer
+MAX_TEXT = 20_000  # maximum number of characters of a held-out answer
 
 T = TypeVar("T")
 _STEP = re.compile(rb'\{"step": (-?\d+),')
@@ -82,7 +83,7 @@ def heldout(run_dir: Path) -> dict[str, Any]:
 
 
 def _answer(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a greedy answer, or how many sampled ones were correct; `ok` is the share that is correct, from 0 to 1."""
+    """Return a greedy answer, or how many sampled answers were correct. `ok` is the share of correct answers, from 0 to 1."""
     scores, num_samples = record.get("scores") or {}, record.get("samples")
     marks = [v for v in scores.values() if isinstance(v, int | float)]
     ok = float(bool(marks) and min(marks) >= 1.0)
@@ -94,7 +95,7 @@ def _answer(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines_by_step(path: Path) -> dict[int, list[tuple[int, int]]]:
-    """Return where each step's lines begin, and their lengths. A half-written last line is skipped."""
+    """Return (offset, length) of the lines of each step. Skip a half-written last line."""
     found: dict[int, list[tuple[int, int]]] = defaultdict(list)
     if not path.exists():
         return found
@@ -137,7 +138,7 @@ def _sample(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _even(items: Sequence[T], count: int) -> list[T]:
-    """Return at most `count` of the items, evenly spaced, with the first and the last."""
+    """Return at most `count` of the items, evenly spaced, including the first and the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]

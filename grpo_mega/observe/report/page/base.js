@@ -1,5 +1,5 @@
-// What the other files share: elements, numbers as text, the page's data and state. Text from a run goes into the page as text
-// nodes and attributes only, never as HTML.
+// Shared by all files: elements, numbers as text, the page's data and state. Text from a run enters the page only as text nodes
+// and attributes, never as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
 const SVG = "http://www.w3.org/2000/svg";
 const COLORS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
@@ -17,7 +17,7 @@ function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes || {})) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (name === "style") node.style.cssText = value; // through the object: the page's policy forbids the attribute's text
+    else if (name === "style") node.style.cssText = value; // set through the object, because the page's policy forbids style attributes
     else node.setAttribute(name, value === true ? "" : value);
   }
   for (const child of children.flat(Infinity)) {
@@ -50,7 +50,7 @@ function duration(seconds) {
   return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(1)} days`;
 }
 
-// A metric of the run as points in order of their steps: {step, value}; value is null where it was not finite.
+// A metric of the run as points {step, value} by ascending step; value is null if it was not finite.
 const metricNames = Object.keys(data.metrics.series);
 function points(name) {
   const series = data.metrics.series[name];
@@ -60,7 +60,7 @@ function points(name) {
 }
 const lastOf = (name) => points(name).filter((p) => p.value !== null).at(-1);
 const firstOf = (name) => points(name).find((p) => p.value !== null);
-// A point for each step at which all of the metrics have one.
+// One point for each step at which all metrics have a value.
 function combine(names, compute) {
   const maps = names.map((name) => new Map(points(name).map((p) => [p.step, p.value])));
   return points(names[0])
@@ -69,13 +69,13 @@ function combine(names, compute) {
     .filter((p) => isNumber(p.value));
 }
 
-// Remembered while the page is reloaded; where a browser keeps nothing for files, it starts afresh.
+// Remembered across reloads. If a browser stores nothing for files, the page starts fresh.
 const memory = {
   get(key, otherwise) {
     try { return sessionStorage.getItem(`grpo:${key}`) ?? otherwise; } catch { return otherwise; }
   },
   set(key, value) {
-    try { sessionStorage.setItem(`grpo:${key}`, value); } catch { /* not remembered */ }
+    try { sessionStorage.setItem(`grpo:${key}`, value); } catch { /* the value is not remembered */ }
   },
 };
 

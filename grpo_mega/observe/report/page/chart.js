@@ -1,5 +1,5 @@
 // One chart: lines over steps, or phases stacked over steps. All charts share the visible steps, the step under the pointer and
-// the smoothing. Dragging over a chart zooms all of them, a double click shows everything again.
+// the smoothing. Dragging over a chart zooms all charts; a double click shows everything again.
 const HEIGHT = 186, WIDE_HEIGHT = 236, LEFT = 50, RIGHT = 12, TOP = 8, BOTTOM = 24, FEW_POINTS = 60;
 const shared = { domain: null, hover: null, smoothing: 0, charts: [] };
 const lastStep = Math.max(1, ...data.metrics.steps.map((steps) => steps.at(-1) ?? 0));
@@ -16,7 +16,7 @@ function hoverAt(step) {
   shared.charts.forEach((chart) => chart.point());
 }
 
-// The mean over what came before, newest heaviest: weight w of the past, without a bias to the first value.
+// The exponential moving average: weight w for the past, without a bias toward the first value.
 function smooth(list, weight) {
   let sum = 0, norm = 0;
   return list.map((p) => {
@@ -80,7 +80,7 @@ function makeChart(title, lines, options = {}) {
   const chart = { node, draw, point };
   function draw() {
     const width = picture.clientWidth;
-    if (!width) return; // not on show
+    if (!width) return; // the chart is hidden
     logButton && logButton.setAttribute("aria-pressed", String(state.isLog));
     const [from, to] = domain();
     const shown = lines.filter((line) => !state.off.has(line));
@@ -184,7 +184,7 @@ function path(list, x, y) {
   }
   return d;
 }
-// Lines piled up: each with where it begins and ends at every step of the first one.
+// Stacked lines: each with its lower and upper end at every step of the first line.
 function stack(lines) {
   const base = new Map();
   const steps = [...new Set(lines.flatMap((line) => line.points.map((p) => p.step)))].sort((a, b) => a - b);
@@ -195,7 +195,7 @@ function stack(lines) {
     return { line, bottoms, tops: steps.map((step) => ({ step, value: base.get(step) })) };
   });
 }
-// A staircase: a step's column reaches from half way to its neighbours.
+// A staircase: the column of a step reaches half way to its neighbours.
 function area({ bottoms, tops }, x, y) {
   const edge = (i, side) => {
     const here = tops[i].step, other = tops[i + side]?.step;

@@ -1,4 +1,4 @@
-// Which metrics go together into a chart, in the order in which a person asks for them. What no chart takes is under "further".
+// The metrics of each chart, in the order in which a person asks for them. All other metrics are under "further".
 const NOT_FUNCTIONS = new Set(["mean", "std", "min", "max"]);
 const PHASE_COLORS = { sample: "--c0", update: "--c1", logprobs: "--c2", sync: "--c3", checkpoint: "--c4", offload: "--c5", onload: "--c5", wake: "--c6", sleep: "--c6", reward: "--c7", other: "--c8" };
 

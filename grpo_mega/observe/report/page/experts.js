@@ -1,5 +1,5 @@
 // Tokens per expert in the last mini-batch, as a map: a row per layer, a column per expert, redder above the layer's mean.
-const MOST_SHOWN = 4; // times the mean, from which on the colour stays the same
+const MOST_SHOWN = 4; // the colour saturates at this multiple of the mean
 
 function expertLoads({ step, rows }) {
   const width = Math.max(...rows.map((row) => row.tokens.length));

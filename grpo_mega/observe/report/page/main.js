@@ -86,7 +86,7 @@ function build() {
     page.append(section);
     try {
       draw(section);
-    } catch (error) { // one part that cannot be drawn leaves the others
+    } catch (error) { // if one part cannot be drawn, the others still are
       noteFailure(`${key}: ${error.stack || error}`);
       section.append(empty(`This part cannot be drawn: ${error.message}`));
     }

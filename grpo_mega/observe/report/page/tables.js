@@ -31,7 +31,7 @@ function drawHeldout(parent) {
   draw();
 }
 
-// The greedy answer's mark, and the number of sampled ones that are correct.
+// The mark of the greedy answer, and the number of correct sampled answers.
 function heldoutMark(answer) {
   const dot = answer.response !== null && el("span", { class: `dot ${answer.ok ? "good" : ""}`, title: answer.ok ? "full marks" : "not full marks" });
   return [dot, answer.solved && el("span", { class: "soft" }, ` ${answer.solved}`)];
