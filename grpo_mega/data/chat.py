@@ -1,10 +1,11 @@
-"""Render prompts by chat templates, and find the prefill: the text that a template itself writes into the assistant's turn.
+"""Render prompts with chat templates, and find the prefill: the text that a template writes into the assistant's turn.
 
-The prefill is found by comparing two renderings of one conversation: the generation prompt, and an assistant's turn
-whose content is a marker. The text before the marker is the header that every assistant turn has; the rest of the
-generation prompt is the prefill, for example "<think>\\n".
+The prefill is found by comparing two renderings of one conversation: the generation prompt, and an assistant turn whose content
+is a marker. The text before the marker is the header of every assistant turn. The rest of the generation prompt is the prefill,
+for example "<think>\\n".
 
-Every rendered prompt is compared with its messages: a template that leaves out the text of one would train on another question.
+Every rendered prompt is compared with its messages, because a template that omits the text of a message would train on another
+question.
 """
 
 from __future__ import annotations
@@ -36,28 +37,30 @@ def check_chat_template(tokenizer: Any) -> None:
 
 
 class Renderer:
-    """Renders prompts by a tokenizer's chat template. Raises ConfigError if it has none."""
+    """Renders prompts with a tokenizer's chat template. Raises ConfigError if the tokenizer has none."""
 
     def __init__(self, tokenizer: Any) -> None:
         check_chat_template(tokenizer)
         self._tokenizer = tokenizer
-        self._missing: dict[tuple[Any, ...], int | None] = {}  # by the form of a conversation: a message that is left out
+        self._missing: dict[
+            tuple[Any, ...], int | None
+        ] = {}  # first omitted message by form of the conversation; None if nothing is omitted
 
     def render(self, messages: list[dict[str, Any]], place: str) -> str:
-        """Return the prompt's text, up to where the model starts to write. `place` (file:line) is for errors.
+        """Return the text of the prompt, up to where the model starts to write. `place` (file:line) is for errors.
 
-        Raises ConfigError if the template refuses the messages, or leaves out the text of one of them.
+        Raises ConfigError if the template refuses the messages, or omits the text of one of them.
         """
         try:
             text = _apply(self._tokenizer, messages, add_generation_prompt=True)
-        except Exception as error:  # templates raise any exception: jinja2's errors, TypeError, ...
+        except Exception as error:  # templates can raise any exception: jinja2 errors, TypeError, ...
             raise ConfigError(
                 f"{place}: the chat template refuses the messages ({' '.join(str(error).split())}); "
                 "correct the row, or leave data.system_prompt out if the template takes no system message"
             ) from None
         if surrogate := find_surrogate(text):
             raise ConfigError(
-                f"{place}: the rendered prompt has the lone surrogate {surrogate}, which is no character; "
+                f"{place}: the rendered prompt has the lone surrogate {surrogate}, which is not a character; "
                 "correct the chat template"
             )
         number = next((i for i, message in enumerate(messages) if not _holds_message(text, message)), None)
@@ -66,14 +69,15 @@ class Renderer:
             raise ConfigError(
                 f"{place}: the chat template leaves out text of message {number} (role {messages[number]['role']!r}): "
                 f"{_short(messages[number]['content'])}; correct the row or the template, or leave data.system_prompt out "
-                "if that is the message"
+                "if it is the system message"
             )
         return text
 
     def _missing_by_form(self, messages: list[dict[str, Any]]) -> int | None:
-        """Return the first message that the template leaves out whatever its text, which may be in the prompt by chance.
+        """Return the first message whose text the template always omits; None if there is none.
 
-        The conversation is rendered with a marker as each text, once for all conversations of the same form.
+        The actual text could be elsewhere in the prompt by chance. So the conversation is rendered with a marker as each text,
+        once for all conversations of the same form.
         """
         has_text = [bool(message["content"].strip()) for message in messages]
         form = tuple((message["role"], has, *sorted(message)) for message, has in zip(messages, has_text, strict=True))
@@ -82,7 +86,7 @@ class Renderer:
             marked = [message | {"content": marker} for message, marker in zip(messages, markers, strict=True)]
             try:
                 text = _apply(self._tokenizer, marked, add_generation_prompt=True)
-            except Exception:  # of a template that reads the texts, and takes those of the row
+            except Exception:  # this template depends on the texts, and it accepted the texts of the row
                 text = "".join(markers)
             lost = (number for number, message in enumerate(marked) if not _holds_message(text, message))
             self._missing[form] = next(lost, None)
@@ -90,9 +94,9 @@ class Renderer:
 
 
 def _holds_message(prompt: str, message: dict[str, Any]) -> bool:
-    """Return whether a prompt has a message's text, also as JSON that is equal by value; spaces at its ends may be missing.
+    """Return whether a prompt contains a message's text, also as JSON with an equal value.
 
-    The thought of an earlier assistant turn may be missing, too.
+    Spaces at the ends of the text may be missing, and so may the thought of an earlier assistant turn.
     """
     text = message["content"]
     parts = _without_thoughts(text) if message["role"] == "assistant" else [text]
@@ -100,7 +104,7 @@ def _holds_message(prompt: str, message: dict[str, Any]) -> bool:
 
 
 def _without_thoughts(text: str) -> list[str]:
-    """Return what is around the thoughts of a turn; a template may have opened the first of them."""
+    """Return the text around the thoughts of a turn. A template may have opened the first thought."""
     opened, closed = _THOUGHT.search(text), _END_OF_THOUGHT.search(text)
     if closed and not (opened and opened.start() < closed.start()):
         text = text[closed.end() :]
@@ -118,14 +122,14 @@ def _holds_json(prompt: str, text: str) -> bool:
         position = match.start() + 1
         with suppress(ValueError, RecursionError):
             value, end = scan(prompt, match.start())
-            position = position if isinstance(value, str) else end  # the quote may end one string and start none
+            position = position if isinstance(value, str) else end  # the quote may be a closing quote
             if any(one in wanted for one in _values_in(value)):
                 return True
     return False
 
 
 def _values_in(value: Any) -> Iterator[Any]:
-    """Yield the value and all strings, lists and objects within."""
+    """Yield the value and all strings, lists and objects inside it."""
     pending = [value]
     while pending:
         one = pending.pop()
@@ -139,9 +143,9 @@ def _short(text: str) -> str:
 
 
 def find_prefill(tokenizer: Any) -> str:
-    """Return the text that the chat template writes into the assistant's turn before the model does; "" for most templates.
+    """Return the text that the chat template writes into the assistant's turn before the model; "" for most templates.
 
-    Raises ConfigError for a template that cannot render a question and its answer.
+    Raises ConfigError if a template cannot render a question and its answer.
     """
     try:
         return _find_prefill(tokenizer)
@@ -160,8 +164,8 @@ def _find_prefill(tokenizer: Any) -> str:
     if not generation_prompt.startswith(before_turn):
         return _open_thought(generation_prompt)
     opening = generation_prompt[len(before_turn) :]
-    # A template may write an empty thought into the last turn, which a generation prompt that opens one shares; but it leaves
-    # thoughts out of earlier turns. So both renderings are compared, and the shorter common part is the header.
+    # A template may write an empty thought into the last turn, and the generation prompt shares its opening tag. But the
+    # template omits thoughts from earlier turns. So compare with both renderings; the shorter common part is the header.
     headers = [
         _header(_apply(tokenizer, [question, answer], add_generation_prompt=False), before_turn),
         _header(_apply(tokenizer, [question, answer, question], add_generation_prompt=False), before_turn),
@@ -171,27 +175,27 @@ def _find_prefill(tokenizer: Any) -> str:
 
 
 def find_turn_end(tokenizer: Any) -> str:
-    """Return the text that the chat template writes after the content of a last assistant turn, such as "<|im_end|>\\n".
+    """Return the text that the chat template writes after the content of the last assistant turn, such as "<|im_end|>\\n".
 
-    Return "" without a template, or if the template cannot render a question and its answer.
+    Return "" if there is no template, or if it cannot render a question and its answer.
     """
     conversation = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARKER}]
     try:
         check_chat_template(tokenizer)
         return _apply(tokenizer, conversation, add_generation_prompt=False).partition(_MARKER)[2]
-    except Exception:  # templates raise any exception; `find_prefill` reports it
+    except Exception:  # templates can raise any exception; `find_prefill` reports it
         return ""
 
 
 def _header(conversation: str, before_turn: str) -> str | None:
-    """Return the text between the user's turn and the assistant's content; None if the template rearranges the turns."""
+    """Return the text between the user turn and the assistant's content; None if the template rearranges the turns."""
     if not conversation.startswith(before_turn) or _MARKER not in conversation:
         return None
     return conversation[len(before_turn) : conversation.index(_MARKER)]
 
 
 def _shared_length(opening: str, header: str) -> int:
-    """Return the length of the common prefix, in whole tags only: "<think>" and "</think>" share nothing."""
+    """Return the length of the common prefix in whole tags: "<think>" and "</think>" share nothing."""
     differing = (i for i, (a, b) in enumerate(zip(opening, header, strict=False)) if a != b)
     shared = next(differing, min(len(opening), len(header)))
     if shared == len(opening) or shared == len(header):
@@ -202,7 +206,7 @@ def _shared_length(opening: str, header: str) -> int:
 
 
 def _open_thought(opening: str) -> str:
-    """Return the thought tag that the text ends with, for templates that open a thought in every assistant turn."""
+    """Return the thought tag at the end of the text, for templates that open a thought in every assistant turn."""
     match = _OPEN_THOUGHT.search(opening)
     return match.group() if match else ""
 

@@ -1,7 +1,7 @@
-"""Load all prompts of a run, by its data config: the training sets, one after another, and the held-out prompts.
+"""Load all prompts of a run from its data config: the training sets, one after another, and the held-out prompts.
 
-Rows are rendered by the tokenizer's chat template and tokenised. A prompt's id is the set's first id plus the row's index in
-the set, whatever else is dropped. Prompts longer than the limit are dropped and counted.
+Rows are rendered with the tokenizer's chat template and tokenised. The id of a prompt is the first id of the set plus the row's
+index in the set, whatever else is dropped. Prompts longer than the limit are dropped and counted.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from grpo_mega.data.sources import is_same
 from grpo_mega.errors import ConfigError
 from grpo_mega.types import Prompt
 
-IDS_PER_SET = 10**9  # ids of set number n begin at n times this, so that they do not move when another set grows
+IDS_PER_SET = 10**9  # ids of set n start at n times this, so they do not change when another set grows
 
 
 @dataclass(frozen=True)
 class RunData:
     train: list[Prompt]  # ids are unique
-    sizes: tuple[int, ...]  # number of prompts of each training set, in the order of data.train
-    heldout_sets: dict[str, list[Prompt]]  # by name; "" for a single set without a name
+    sizes: tuple[int, ...]  # number of prompts per training set, in the order of data.train
+    heldout_sets: dict[str, list[Prompt]]  # sets by name; "" for a single set without a name
     notes: tuple[str, ...]  # lines for the log
-    digests: dict[str, str]  # of the loaded prompts, by "key=path" of the config
-    dropped: dict[str, int] = field(default_factory=dict)  # number of prompts dropped from the training sets, by reason
+    digests: dict[str, str]  # digests of the loaded prompts by "key=path" of the config
+    dropped: dict[str, int] = field(default_factory=dict)  # number of prompts dropped from the training sets by reason
 
     def sampler(self, config: DataConfig, prompts_per_step: int, seed: int, rollout: RolloutConfig) -> Sampler:
-        """Return the sampler of training prompts, which draws as many per step as the step begins. Raises ConfigError."""
+        """Return the sampler of training prompts. It draws as many per step as the step starts. Raises ConfigError."""
         try:
             return make_sampler(config, self.sizes, prompts_per_step, seed, rollout)
         except ConfigError as error:
@@ -44,7 +44,7 @@ class RunData:
 
 
 def load_data(config: DataConfig, tokenizer: Any) -> RunData:
-    """Read, render and tokenise all sets. Raises ConfigError for whatever cannot be used."""
+    """Read, render and tokenise all sets. Raises ConfigError for unusable data."""
     sets, notes, digests, num_too_long = [], [], {}, 0
     for number, source in enumerate(config.train):
         prompts, num_dropped, note = load_prompts(source, config, tokenizer, first_id=number * IDS_PER_SET)
@@ -82,9 +82,10 @@ def load_data(config: DataConfig, tokenizer: Any) -> RunData:
 
 
 def load_prompts(source: DataSource, config: DataConfig, tokenizer: Any, *, first_id: int = 0) -> tuple[list[Prompt], int, str]:
-    """Return the prompts of one set in its order, the number of those dropped as too long, and a line for the log.
+    """Return the prompts of one set in order, the number of prompts dropped as too long, and a line for the log.
 
-    Raises ConfigError for an unreadable or empty set, a bad row, a missing chat template, or if all prompts are too long.
+    Raises ConfigError if the set is unreadable or empty, a row is bad, the chat template is missing, or all prompts are too
+    long.
     """
     renderer = Renderer(tokenizer)
     conversations = read_conversations(source, config)
@@ -116,13 +117,15 @@ def load_prompts(source: DataSource, config: DataConfig, tokenizer: Any, *, firs
 
 
 def split_off(sets: Sequence[list[Prompt]], size: int) -> tuple[list[list[Prompt]], list[Prompt]]:
-    """Split held-out prompts off: return the remaining prompts of each set, and `size` others with distinct texts.
+    """Split off held-out prompts: return the remaining prompts of each set, and `size` prompts with distinct texts.
 
-    Those are the ones with the smallest hashes of their texts, whatever the seed and the rows' order, so that runs are compared
-    on the same prompts; they come in the order of the hashes, so that any first N of them are of all sets. No text is on both
-    sides: a training prompt with the text of a held-out one is dropped. Raises ConfigError if too little remains.
+    The held-out prompts are the ones with the smallest text hashes, whatever the seed and row order, so that runs can be
+    compared on the same prompts. They are ordered by hash, so the first N come from all sets for any N. No text is on both
+    sides: a training prompt with the text of a held-out prompt is dropped. Raises ConfigError if too little remains.
     """
-    by_text = {prompt.text: prompt for prompts in reversed(sets) for prompt in reversed(prompts)}  # the first of each text
+    by_text = {
+        prompt.text: prompt for prompts in reversed(sets) for prompt in reversed(prompts)
+    }  # keeps the first prompt of each text
     if size >= len(by_text):
         raise ConfigError(
             f"{size} held-out prompts leave nothing of the {len(by_text)} different prompts of data.train; "
@@ -140,14 +143,13 @@ def split_off(sets: Sequence[list[Prompt]], size: int) -> tuple[list[list[Prompt
 
 
 def check_data(config: DataConfig, prompts_per_step: int, rollout: RolloutConfig) -> None:
-    """Raise ConfigError for a set or a row that cannot be used, as far as no tokenizer is needed."""
+    """Raise ConfigError for an unusable set or row, as far as this can be checked without a tokenizer."""
     for name, heldout in config.heldout_sources.items():
         key = f"data.heldout_sets.{name}" if name else "data.heldout"
         for source in config.train:
             if is_same(source.path, heldout.path):
                 raise ConfigError(
-                    f"{key}={heldout.path} is trained on as well (data.train); name another, "
-                    "or split prompts off with data.heldout_size"
+                    f"{key}={heldout.path} is also in data.train; name another set, or split prompts off with data.heldout_size"
                 )
     sizes = [len(read_conversations(source, config)) for source in config.train]
     for heldout in config.heldout_sources.values():
@@ -158,12 +160,12 @@ def check_data(config: DataConfig, prompts_per_step: int, rollout: RolloutConfig
 
 
 def make_sampler(config: DataConfig, sizes: Sequence[int], prompts_per_step: int, seed: int, rollout: RolloutConfig) -> Sampler:
-    """Return a sampler over sets of `sizes` prompts, which draws as many per step as the step begins.
+    """Return a sampler over sets of `sizes` prompts. It draws as many per step as the step starts.
 
     Raises ConfigError if there are too few prompts.
 
-    With oversampling, prompts that were begun and aborted count as drawn: they come again in the next epoch, unless partial
-    rollouts continue them; a draw is then of prompts_per_step prompts, and a step takes as many draws as it needs.
+    With oversampling, prompts that were started and aborted count as drawn: they come again in the next epoch. If partial
+    rollouts continue them, each draw has prompts_per_step prompts, and a step makes as many draws as it needs.
     """
     weights = [source.weight for source in config.train]
     sampler = Sampler(sizes, weights, prompts_per_step, seed, shuffle=config.shuffle)
@@ -174,13 +176,13 @@ def make_sampler(config: DataConfig, sizes: Sequence[int], prompts_per_step: int
         return Sampler(sizes, weights, num_begun, seed, shuffle=config.shuffle)
     except ConfigError:
         raise ConfigError(
-            f"rollout.oversample={rollout.oversample} makes a step begin {num_begun} prompts (batch.prompts_per_step="
-            f"{prompts_per_step}), more than data.train, {sum(sizes)} prompts, can give; lower it"
+            f"rollout.oversample={rollout.oversample} makes a step start {num_begun} prompts (batch.prompts_per_step="
+            f"{prompts_per_step}), more than the {sum(sizes)} prompts of data.train; lower it"
         ) from None
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
-    """Return a digest of all that training takes from the prompts, in their order; tokens follow from the text."""
+    """Return a digest of everything that training reads from the prompts, in order. Tokens follow from the text."""
     digest = hashlib.sha256()
     for p in prompts:
         digest.update(json.dumps([p.id, p.text, p.answer, p.extras], sort_keys=True, default=repr).encode() + b"\n")
@@ -190,4 +192,4 @@ def _digest(prompts: Sequence[Prompt]) -> str:
 def _overlap(sets: list[list[Prompt]], heldout: list[Prompt]) -> str:
     texts = {prompt.text for prompt in heldout}
     num_shared = sum(prompt.text in texts for prompts in sets for prompt in prompts)
-    return f"; {num_shared} prompts of data.train have the text of one of these" if num_shared else ""
+    return f"; {num_shared} prompts of data.train have the text of a held-out prompt" if num_shared else ""

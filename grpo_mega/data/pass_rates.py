@@ -1,9 +1,9 @@
-"""Drop training prompts that teach nothing: those that a model always solves, or never.
+"""Drop training prompts that teach nothing, because a model solves them always or never.
 
-`grpo-mega eval CONFIG --train-set --samples N --out FILE` counts how often the model solves each, and writes JSON lines:
-{"id": ..., "hash": ..., "samples": N, "solved": c} and more. The pass rate is c / N. Prompts without a row are kept, and
-those without a pass rate ("solved": null, where the gold answer cannot be read). A row's id and hash must be those of the same
-prompt, as the tokenizer's chat template renders it, or the file belongs to another data set.
+`grpo-mega eval CONFIG --train-set --samples N --out FILE` counts how often the model solves each prompt, and writes JSON lines:
+{"id": ..., "hash": ..., "samples": N, "solved": c} and more. The pass rate is c / N. Prompts without a row are kept, and so are
+prompts without a pass rate ("solved": null, because the gold answer cannot be read). The id and hash of a row must belong to
+the same prompt, as rendered with the tokenizer's chat template. Otherwise the file belongs to another data set.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ class PassRate(NamedTuple):
 
 
 def text_hash(text: str) -> str:
-    """Return the hash by which a row identifies a prompt's text."""
+    """Return the hash that identifies a prompt's text in a row."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_pass_rates(path: Path) -> dict[int, PassRate]:
-    """Return pass rates by the prompts' ids. Raises ConfigError for a file without pass rates."""
+    """Return pass rates by prompt id. Raises ConfigError if the file has no pass rates."""
     try:
         rows = [row for _, row in read_json_lines(path)]
     except OSError as error:
         raise ConfigError(
-            f"data.pass_rates={path} cannot be read ({error}); write it by grpo-mega eval CONFIG --train-set --samples 8 "
+            f"data.pass_rates={path} cannot be read ({error}); write it with grpo-mega eval CONFIG --train-set --samples 8 "
             f"--out {path}"
         ) from None
     rates = {}
     for number, row in enumerate(rows, start=1):
-        row = row or {}  # None: the line is no JSON object
+        row = row or {}  # None means that the line is not a JSON object
         try:
             samples, solved = int(row["samples"]), row["solved"]
             rates[int(row["id"])] = PassRate(str(row["hash"]), None if solved is None else int(solved) / samples)
         except (ValueError, KeyError, TypeError, ZeroDivisionError):
             raise ConfigError(
-                f"data.pass_rates={path}:{number} has no id, hash, samples and solved of a prompt; write the file by "
+                f"data.pass_rates={path}:{number} has no id, hash, samples and solved of a prompt; write the file with "
                 "grpo-mega eval CONFIG --train-set --samples 8 --out FILE"
             ) from None
     return rates
 
 
 def drop_by_pass_rate(sets: Sequence[list[Prompt]], config: DataConfig) -> tuple[list[list[Prompt]], str]:
-    """Return the remaining prompts of each training set, and a line that counts those dropped.
+    """Return the remaining prompts of each training set, and a line that counts the dropped prompts.
 
     Raises ConfigError if the file is about other prompts, or if a set would be empty.
     """
@@ -95,4 +95,4 @@ def _check_same(sets: Sequence[list[Prompt]], rates: dict[int, PassRate], path: 
                 "evaluated; evaluate this data.train, with this model's chat template and system prompt"
             )
     if not num_found:
-        raise ConfigError(f"data.pass_rates={path} has a row of none of the prompts of data.train; evaluate this data.train")
+        raise ConfigError(f"data.pass_rates={path} has no row for any prompt of data.train; evaluate this data.train")

@@ -1,10 +1,10 @@
-"""Turn rows into messages and gold answers. Needs no tokenizer, so that all rows of a run's data are checked before it starts.
+"""Turn rows into messages and gold answers. Needs no tokenizer, so all rows of a run's data are checked before it starts.
 
-A prompt is a text, which becomes a user message, or a list of messages; an answer is a text or a finite number. A bad row, or
-one with a lone surrogate in these columns, raises ConfigError with its place and the remedy; no row is skipped silently.
+A prompt is a text, used as a user message, or a list of messages. An answer is a text or a finite number. A bad row, or a row
+with a lone surrogate in these columns, raises ConfigError with its place and the remedy. No row is skipped silently.
 
-A message's content is a text, or a list of text parts, {"type": "text", "text": ...}, which are joined. It may be null where
-an assistant calls tools. A column's name may lead into nested values: "reward_model.ground_truth".
+The content of a message is a text, or a list of text parts, {"type": "text", "text": ...}, which are joined. The content may be
+null in an assistant message with tool calls. A column name may lead into nested values: "reward_model.ground_truth".
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.text import find_surrogate
 
 Message = dict[str, Any]
-ANSWER_COLUMNS = ("answer", "solution")  # where answer_column is not given, the first of these that the set has
-# How Python, pandas, JSON and other languages write a number that is missing or infinite, where a column was turned into texts.
+ANSWER_COLUMNS = ("answer", "solution")  # tried in this order if answer_column is not set
+# Spellings of missing or infinite numbers by Python, pandas, JSON and other languages, in columns turned into text.
 _NOT_FINITE = {"nan", "NaN", "NAN", *(f"{sign}{text}" for sign in ("", "+", "-") for text in ("inf", "Inf", "INF", "Infinity"))}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    index: int  # of its row
-    place: str  # for errors
+    index: int  # index of the row
+    place: str  # file and line, for errors
     messages: list[Message]
     answer: str
-    extras: dict[str, Any]  # the row's other columns
+    extras: dict[str, Any]  # other columns of the row
     given: dict[str, Any]  # see types.Prompt
 
 
 def read_conversations(source: DataSource, config: DataConfig) -> list[Conversation]:
-    """Return the conversations of a data set, in its order. Raises ConfigError for the first row that makes none."""
+    """Return the conversations of a data set, in order. Raises ConfigError for the first bad row."""
     rows = list(read_rows(source.path))
     if not rows:
         raise ConfigError(f"data set {source.path} is empty; it needs one row per prompt")
@@ -55,7 +55,7 @@ def _conversation(row: Row, prompt_column: str, answer_column: str, system_promp
 
 
 def find_answer_column(first: Row, given: str | None) -> str:
-    """Return the answer's column, from the first row of a set: the given one, else `answer`, else `solution`."""
+    """Return the answer column, from the first row of a set: the given one, else `answer`, else `solution`."""
     if given is not None:
         return given
     for column in ANSWER_COLUMNS:
@@ -80,12 +80,14 @@ def messages_of(row: Row, column: str, system_prompt: str | None) -> list[Messag
             "correct or remove the row"
         )
     if messages[-1]["role"] == "assistant":
-        raise ConfigError(f"{row.place}: {column} ends with an assistant message; end it with what the model must answer")
+        raise ConfigError(
+            f"{row.place}: {column} ends with an assistant message; end it with the message that the model must answer"
+        )
     if system_prompt is None:
         return messages
     if messages[0]["role"] == "system":
         raise ConfigError(
-            f"{row.place}: {column} begins with a system message and data.system_prompt is set too; leave one of them out"
+            f"{row.place}: {column} starts with a system message and data.system_prompt is set too; leave one of them out"
         )
     return [{"role": "system", "content": system_prompt}, *messages]
 
@@ -106,14 +108,14 @@ def answer_of(row: Row, column: str) -> str:
         )
     if isinstance(value, str) and value.strip():
         return value
-    raise ConfigError(f"{row.place}: {column}={_short(value)} is no answer; give a text or a number, or remove the row")
+    raise ConfigError(f"{row.place}: {column}={_short(value)} is not an answer; write a text or a number, or remove the row")
 
 
 def _message(row: Row, key: str, message: Any) -> Message:
-    """Return a message whose content is a text, without the keys that are null, as columns of Parquet fill them in."""
+    """Return a message whose content is a text. Remove null keys, because Parquet columns fill them in."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
         raise ConfigError(
-            f"{row.place}: {key}={_short(message)} is no message with role and content; correct or remove the row"
+            f"{row.place}: {key}={_short(message)} is not a message with role and content; correct or remove the row"
         )
     content = message.get("content")
     if content is None and message["role"] == "assistant" and message.get("tool_calls"):
@@ -133,20 +135,20 @@ def _text_of_part(row: Row, key: str, part: Any) -> str:
     if given.keys() == {"type", "text"} and given["type"] == "text" and isinstance(given["text"], str):
         return given["text"]
     raise ConfigError(
-        f'{row.place}: {key}={_short(part)}: must be {{"type": "text", "text": ...}}, since prompts are text alone; '
+        f'{row.place}: {key}={_short(part)}: must be {{"type": "text", "text": ...}}, because prompts are text only; '
         "correct or remove the row"
     )
 
 
 def _value(row: Row, column: str, key: str) -> Any:
-    """Return a column's value. A lone surrogate is an error: a replacement would train on a text that is not the row's."""
+    """Return the value of a column. A lone surrogate is an error, because a replacement would change the text."""
     try:
         value = find_value(row.values, column)
     except MissingColumn as error:
         raise ConfigError(f"{row.place}: {key}={column!r} is not a column of this row; {error}") from None
     if surrogate := find_surrogate(value):
         raise ConfigError(
-            f"{row.place}: {column} has the lone surrogate {surrogate}, which is no character; write the character that was "
+            f"{row.place}: {column} has the lone surrogate {surrogate}, which is not a character; write the character that was "
             "meant, or U+FFFD"
         )
     return value

@@ -1,10 +1,10 @@
-"""Decide which prompts a step draws: a pure function of (seed, step), so that a resumed run needs no sampler state.
+"""Decide the prompts of each step: a pure function of (seed, step), so that a resumed run needs no sampler state.
 
-Each set has an endless order of its own: epoch after epoch, each a permutation seeded by (seed, set, epoch). A step draws from
-every set its share of prompts_per_step, rounded up or down so that the mean over the steps is the share.
+Each set has a separate endless order: epoch after epoch, each a permutation seeded by (seed, set, epoch). A step draws its
+share of prompts_per_step from every set. The share is rounded up or down, so that its mean over the steps is exact.
 
-Invariant: no step holds a prompt twice, even where it begins in one epoch and ends in the next. A sample's random stream is
-fixed by (seed, step, prompt id, sample index), so two copies of a prompt would get the same responses.
+Invariant: no step has a prompt twice, even if the step spans two epochs. The random stream of a sample is fixed by (seed, step,
+prompt id, sample index), so two copies of a prompt would get the same responses.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from numpy.typing import NDArray
 from grpo_mega.errors import ConfigError
 
 Ints = NDArray[np.int64]
-_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 are spread evenly, however many are taken
-_MIXING = 1 << 63  # the key of the first step's offset; epochs, the other keys, stay below
+_GOLDEN = (math.sqrt(5) - 1) / 2  # any number of its multiples modulo 1 are spread evenly
+_MIXING = 1 << 63  # key of the first step's offset; the other keys are epochs, which stay below it
 
 
 class Draw(NamedTuple):
     source: int  # number of the set
     row: int  # index into all sets
-    epoch: int  # pass over the set, from 0
+    epoch: int  # number of the pass over the set, from 0
 
 
 class Sampler:
-    """Draw `prompts_per_step` prompts per step from sets of `sizes` prompts, in proportion to `weights`.
+    """Draws `prompts_per_step` prompts per step from sets of `sizes` prompts, in proportion to `weights`.
 
-    A step's prompts of all sets are interleaved evenly, so that mini-batches are mixed too. Raises ConfigError for a set that
-    has fewer prompts than a step may draw from it.
+    The prompts of all sets are interleaved evenly within a step, so mini-batches are mixed too. Raises ConfigError if a set has
+    fewer prompts than a step may draw from it.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Sampler:
         shares = [weight / sum(weights) for weight in weights]
         most = [math.ceil(round(share * prompts_per_step, 9)) for share in shares]
         _check_sizes(sizes, shares, most, prompts_per_step)
-        self._bounds = np.round(np.cumsum([0.0, *shares]) * prompts_per_step, 9)  # of the sets within a step's places
+        self._bounds = np.round(np.cumsum([0.0, *shares]) * prompts_per_step, 9)  # bounds of the sets within a step
         self._first_offset = np.random.Generator(np.random.Philox(key=[seed, _MIXING])).random()
         self._firsts = [sum(sizes[:number]) for number in range(len(sizes))]
         self._orders = [
@@ -52,12 +52,12 @@ class Sampler:
         ]
 
     def indices(self, step: int) -> list[int]:
-        """Return the prompts of step `step` (from 0): distinct indices into all sets, one set after another."""
+        """Return the prompts of step `step` (from 0): distinct indices into the concatenated sets."""
         return [draw.row for draw in self.draws(step)]
 
     def draws(self, step: int) -> list[Draw]:
         """Return the prompts of step `step` with their sets and epochs."""
-        places: list[tuple[float, Draw]] = []  # (where in the step, what is there)
+        places: list[tuple[float, Draw]] = []  # (relative place in the step, draw)
         sets = zip(self._firsts, self._orders, self._begins(step).T, strict=True)
         for number, (first, order, begins) in enumerate(sets):
             drawn, begin = order.last_step(begins), int(begins[-2])
@@ -68,8 +68,8 @@ class Sampler:
     def _begins(self, step: int) -> Ints:
         """Return [step + 2, num_sets]: the number of prompts drawn from each set before steps 0, 1, ..., step + 1.
 
-        A step has an offset u in [0, 1), and draws from a set as many prompts as values of u, u + 1, u + 2, ... lie within the
-        set's bounds.
+        A step has an offset u in [0, 1). It draws as many prompts from a set as there are values of u, u + 1, u + 2, ... within
+        the set's bounds.
         """
         offsets = (self._first_offset + _GOLDEN * np.arange(step + 1)) % 1.0
         counts = np.diff(np.ceil(self._bounds - offsets[:, None]), axis=1).astype(np.int64)
@@ -78,16 +78,18 @@ class Sampler:
 
 @dataclass(frozen=True)
 class _EndlessOrder:
-    """The order of one set's prompts over all epochs; a step draws at most `most_per_step`, which is at most num_prompts."""
+    """The order of one set's prompts over all epochs. A step draws at most `most_per_step` <= num_prompts prompts."""
 
     num_prompts: int
     most_per_step: int
     key: int
     shuffle: bool
-    _last: dict[int, Ints] = field(default_factory=dict)  # the order of the last epoch asked for, which later ones depend on
+    _last: dict[int, Ints] = field(
+        default_factory=dict
+    )  # cached order of the last requested epoch; the orders of later epochs depend on it
 
     def last_step(self, begins: Ints) -> list[int]:
-        """Return the prompts of the last step, where step i draws the places begins[i] to begins[i + 1] of the order."""
+        """Return the prompts of the last step, given the number of prompts drawn before each step."""
         begin, end = map(int, begins[-2:])
         epoch, first = divmod(begin, self.num_prompts)
         order = self._epoch(epoch, begins)
@@ -97,7 +99,7 @@ class _EndlessOrder:
         return [int(index) for index in drawn]
 
     def _epoch(self, epoch: int, begins: Ints) -> Ints:
-        """Return the order of an epoch. Only its first 2 * most_per_step places depend on the epoch before."""
+        """Return the order of an epoch. Only its first 2 * most_per_step places depend on the previous epoch."""
         is_tail_independent = self.num_prompts >= 3 * self.most_per_step
         first = max(0, epoch - 1) if is_tail_independent else 0
         known = [number for number in self._last if first <= number <= epoch]
@@ -109,7 +111,7 @@ class _EndlessOrder:
         return order
 
     def _following(self, previous: Ints, epoch: int, begins: Ints) -> Ints:
-        """Return the order of `epoch`, which puts off the prompts of `previous` that its first step has drawn already."""
+        """Return the order of `epoch`. Its first step's prompts that were drawn from `previous` are moved back."""
         order = self._permutation(epoch)
         place = epoch * self.num_prompts
         num_shared = place - int(begins[np.searchsorted(begins, place, side="right") - 1])

@@ -1,11 +1,11 @@
-"""Read the rows of a data set. `read_rows(path)` takes
+"""Read the rows of a data set. `read_rows(path)` accepts
 
 - a file: .jsonl (one object per line), .json (a list of objects) or .parquet;
-- a folder of such files, or one that `datasets` saved: "folder" or "folder@split";
-- a data set of the Hugging Face hub, downloaded once into its cache: "hub:owner/name[:config][@split]".
+- a folder of such files, or a folder saved by `datasets`: "folder" or "folder@split";
+- a data set on the Hugging Face hub, downloaded once into its cache: "hub:owner/name[:config][@split]".
 
-Without a split, "train" is read. A row's index is its place in the set from 0 (in JSONL its line, blank lines counted), so it
-stays the same when rows are dropped later. Raises ConfigError with the place and the remedy for a set that cannot be read.
+The default split is "train". The index of a row is its place in the set from 0 (in JSONL its line, counting blank lines), so it
+stays the same when rows are dropped later. Raises ConfigError with the place and the remedy if a set cannot be read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HUB = re.compile(r"hub:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[^:@]+))?(?
 @dataclass(frozen=True)
 class Row:
     index: int
-    place: str  # for errors: "file:line" or "path, row 7"
+    place: str  # place for errors: "file:line" or "path, row 7"
     values: dict[str, Any]
 
 
@@ -41,23 +41,23 @@ def read_rows(path: str) -> Iterator[Row]:
     if not folder.exists():
         raise ConfigError(f"data set {path} does not exist; name a file, a folder or hub:owner/name")
     if not folder.is_file():
-        raise ConfigError(f"data set {path} is no regular file; name a file, a folder or hub:owner/name")
+        raise ConfigError(f"data set {path} is not a regular file; name a file, a folder or hub:owner/name")
     reader = _READERS.get(Path(path).suffix)
     if reader is None:
         raise ConfigError(
-            f"data file {path} has suffix {Path(path).suffix!r}; the formats read are {', '.join(_READERS)}, or folders of them"
+            f"data file {path} has suffix {Path(path).suffix!r}; the formats are {', '.join(_READERS)}, or folders of them"
         )
     return reader(Path(path))
 
 
 class MissingColumn(Exception):
-    """A column that a row lacks; the text says what the row has in its place."""
+    """A row lacks a column. The text says which columns or keys it has instead."""
 
 
 def find_value(values: dict[str, Any], column: str) -> Any:
-    """Return the value of a column, or by "a.b" the value of key b within column a. Raises MissingColumn.
+    """Return the value of a column; for "a.b" also the value of key b within column a. Raises MissingColumn.
 
-    A column, or a key, whose name itself has the dot comes first.
+    A column or key whose name contains the dot comes first.
     """
     if column in values:
         return values[column]
@@ -86,7 +86,7 @@ def is_same(one: str, other: str) -> bool:
 
 
 def _split_of(path: str) -> tuple[Path, str]:
-    """Return a folder's path and split; an @ that is part of the name stays."""
+    """Return the path and split of a folder. An @ in the folder's name stays part of the name."""
     folder, separator, split = path.rpartition("@")
     if separator and split and not Path(path).exists() and Path(folder).is_dir():
         return Path(folder), split
@@ -122,7 +122,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         rows = parse_json(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"data file {path}: {error.strerror}; name a file that can be read") from None
-    except ValueError as error:  # not JSON, or not UTF-8
+    except ValueError as error:  # raised for text that is not JSON or not UTF-8
         hint = "name it .jsonl if it holds one object per line" if "Extra data" in str(error) else "write a list of objects"
         raise ConfigError(f"data file {path} is not JSON ({error}); {hint}") from None
     if not isinstance(rows, list):
@@ -142,7 +142,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             values = (row for batch in file.iter_batches() for row in batch.to_pylist())
             yield from _numbered(str(path), values)
     except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(f"data file {path} is no Parquet file that can be read ({_text(error)}); write it again") from None
+        raise ConfigError(f"data file {path} is not a readable Parquet file ({_text(error)}); write it again") from None
 
 
 def _read_folder(path: str, folder: Path, split: str) -> Iterator[Row]:
@@ -159,7 +159,7 @@ def _read_folder(path: str, folder: Path, split: str) -> Iterator[Row]:
         yield from _numbered(path, iter(rows))
     except ConfigError:
         raise
-    except Exception as error:  # datasets passes on its readers' errors
+    except Exception as error:  # datasets passes on the errors of its readers
         remedy = "put .parquet, .jsonl or .json files there, or name a split of it as folder@split"
         raise ConfigError(f"data folder {path} cannot be read ({_text(error)}); {remedy}") from None
 
@@ -172,7 +172,7 @@ def _read_hub(path: str) -> Iterator[Row]:
 
     try:
         rows = datasets.load_dataset(match["name"], match["config"], split=match["split"] or DEFAULT_SPLIT)
-    except Exception as error:  # datasets passes on its loaders' and the network's errors
+    except Exception as error:  # datasets passes on the errors of its loaders and of the network
         remedy = "check name, config, split and network, or download it and name the folder"
         raise ConfigError(f"data set {path} cannot be loaded ({_text(error)}); {remedy}") from None
     yield from _numbered(path, iter(rows))

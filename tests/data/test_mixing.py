@@ -126,7 +126,7 @@ def test_each_set_has_its_own_columns_and_what_it_does_not_name_is_the_datas(tmp
     data = load(train=[one, other], heldout=other)
     assert [p.answer for p in data.train] == ["1", "5"]
     assert [p.text for p in data.heldout_sets[""]] == ["<user>r<assistant>"]
-    assert data.notes[-1].endswith("1 prompts of at most 3 tokens; 1 prompts of data.train have the text of one of these")
+    assert data.notes[-1].endswith("1 prompts of at most 3 tokens; 1 prompts of data.train have the text of a held-out prompt")
 
 
 def prompts(texts: list[str], first_id: int = 0) -> list[Prompt]:
@@ -174,7 +174,7 @@ def test_all_rows_are_checked_without_a_tokenizer(tmp_path: Path) -> None:
         check_data(DataConfig.model_validate({"train": path}), 3, RolloutConfig())
     with pytest.raises(ConfigError, match=r"b\.jsonl:1: prompt='' is neither a text nor a list"):
         check_data(DataConfig.model_validate({"train": path, "heldout": write(tmp_path / "b.jsonl", [""])}), 2, RolloutConfig())
-    with pytest.raises(ConfigError, match=r"data\.heldout=.*a\.jsonl is trained on as well"):
+    with pytest.raises(ConfigError, match=r"data\.heldout=.*a\.jsonl is also in data\.train"):
         check_data(DataConfig.model_validate({"train": path, "heldout": f"{tmp_path}/./a.jsonl"}), 2, RolloutConfig())
 
 

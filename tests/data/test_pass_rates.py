@@ -89,7 +89,7 @@ def test_a_file_of_other_prompts_is_refused(folder: Path) -> None:
     ):
         load(folder, min_pass_rate=0.1)
     write(rates, [row | {"id": 7_000_000_000 + row["id"]} for row in rows])
-    with pytest.raises(ConfigError, match=r"has a row of none of the prompts of data\.train; evaluate"):
+    with pytest.raises(ConfigError, match=r"has no row for any prompt of data\.train; evaluate"):
         load(folder, min_pass_rate=0.1)
 
 
@@ -103,7 +103,7 @@ def test_limits_that_keep_nothing_of_a_set_are_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (None, r"data\.pass_rates=.*rates\.jsonl cannot be read \(.*; write it by grpo-mega eval CONFIG --train-set"),
+        (None, r"data\.pass_rates=.*rates\.jsonl cannot be read \(.*; write it with grpo-mega eval CONFIG --train-set"),
         ("{", r"rates\.jsonl:1 has no id, hash, samples and solved"),
         ('{"id": 0, "hash": "a", "correct": true}\n', r"rates\.jsonl:1 has no id, hash, samples and solved"),
         ('{"id": 0, "hash": "a", "samples": 0, "solved": 0}\n', r"rates\.jsonl:1 has no id, hash, samples and solved"),

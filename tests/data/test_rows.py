@@ -80,7 +80,7 @@ def test_an_answer_that_is_not_finite_is_refused_with_its_row(value: Any) -> Non
 
 @pytest.mark.parametrize("value", [True, False, np.bool_(True), None, "", " \u2028", [1], {"a": 1}, 1j, b"3"], ids=repr)
 def test_what_is_neither_text_nor_number_is_no_answer(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^set\.jsonl:5: gold=.* is no answer; give a text or a number"):
+    with pytest.raises(ConfigError, match=r"^set\.jsonl:5: gold=.* is not an answer; write a text or a number"):
         answer_of(row(gold=value), "gold")
 
 
@@ -191,7 +191,7 @@ def test_any_other_content_is_refused_with_its_row(content: Any) -> None:
     "message", ["a", None, 3, {}, {"content": "a"}, {"role": None, "content": "a"}, {"role": 1, "content": "a"}]
 )
 def test_what_has_no_role_is_no_message(message: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^set\.jsonl:5: prompt\[0\]=.* is no message with role and content"):
+    with pytest.raises(ConfigError, match=r"^set\.jsonl:5: prompt\[0\]=.* is not a message with role and content"):
         messages_of(row(prompt=[message]), "prompt", None)
 
 

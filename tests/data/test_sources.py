@@ -160,12 +160,12 @@ def spoil(tmp_path: Path) -> None:
     [
         ("none.jsonl", r"none\.jsonl does not exist; name a file, a folder or hub:owner/name"),
         ("none@train", r"none@train does not exist"),
-        ("table.csv", r"suffix '\.csv'; the formats read are \.jsonl, \.json, \.parquet, or folders of them"),
+        ("table.csv", r"suffix '\.csv'; the formats are \.jsonl, \.json, \.parquet, or folders of them"),
         ("lines.json", r"lines\.json is not JSON \(Extra data.*\); name it \.jsonl if it holds one object per line"),
         ("object.json", r"object\.json holds a JSON dict; write a list of objects"),
         ("numbers.json", r"numbers\.json, row 0 is a JSON int, not an object"),
         ("latin.jsonl", r"latin\.jsonl is not UTF-8"),
-        ("cut.parquet", r"cut\.parquet is no Parquet file that can be read \(ArrowInvalid: "),
+        ("cut.parquet", r"cut\.parquet is not a readable Parquet file \(ArrowInvalid: "),
         ("empty", r"empty cannot be read \(EmptyDatasetError: .*\); put \.parquet, \.jsonl or \.json files there"),
         (
             "set@nope",

@@ -225,7 +225,7 @@ CASES = [
     ),
     # the data
     Case("data missing", ("none.jsonl", "name a file"), ("data.train=none.jsonl",)),
-    Case("data of another format", ("'.csv'", "formats read are"), ("data.train=DIR/t.csv",), write("t.csv", "a,b")),
+    Case("data of another format", ("'.csv'", "formats are"), ("data.train=DIR/t.csv",), write("t.csv", "a,b")),
     Case("data empty", ("train.jsonl is empty", "one row per prompt"), spoil=rows()),
     Case("row without an answer", ("train.jsonl:2", "answer=None", "give a text"), spoil=rows(GOOD, GOOD | {"answer": None})),
     Case("row not JSON", ("train.jsonl:2 is not JSON", "write one JSON object"), spoil=rows(GOOD, '{"prompt": ')),
