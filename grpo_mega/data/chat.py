@@ -42,9 +42,8 @@ class Renderer:
     def __init__(self, tokenizer: Any) -> None:
         check_chat_template(tokenizer)
         self._tokenizer = tokenizer
-        self._missing: dict[
-            tuple[Any, ...], int | None
-        ] = {}  # first omitted message by form of the conversation; None if nothing is omitted
+        # The first omitted message, by form of the conversation; None if nothing is omitted.
+        self._missing: dict[tuple[Any, ...], int | None] = {}
 
     def render(self, messages: list[dict[str, Any]], place: str) -> str:
         """Return the text of the prompt, up to where the model starts to write. `place` (file:line) is for errors.

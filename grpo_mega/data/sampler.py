@@ -84,9 +84,8 @@ class _EndlessOrder:
     most_per_step: int
     key: int
     shuffle: bool
-    _last: dict[int, Ints] = field(
-        default_factory=dict
-    )  # cached order of the last requested epoch; the orders of later epochs depend on it
+    # Cached order of the last requested epoch. The orders of later epochs depend on it.
+    _last: dict[int, Ints] = field(default_factory=dict)
 
     def last_step(self, begins: Ints) -> list[int]:
         """Return the prompts of the last step, given the number of prompts drawn before each step."""

@@ -21,9 +21,8 @@ import numpy as np
 
 from grpo_mega.types import StepMetrics
 
-Votes = tuple[
-    tuple[int, int], ...
-]  # sorted pairs, one per answer: (number of responses with it, number of these responses that are correct)
+# Sorted pairs, one per answer: (number of responses with the answer, number of correct responses among them).
+Votes = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)

@@ -64,21 +64,18 @@ class Server(Section):
     api: Literal["classify", "score", "chat"] = "classify"
     model: str = ""  # name of the model at the server, if the server needs one
     template: str = ""  # text to send, with {prompt}, {response}, {answer} and {column} of the data set
-    steps: bool = (
-        False  # True: reward each step by scoring the response up to the end of that step (chat: one request per step)
-    )
+    # True: reward each step by scoring the response up to the end of the step (chat: one request per step).
+    steps: bool = False
     step_splitter: str = "blank-lines"  # splitter that finds the step ends; default: rewards.step_splitter
     # score: token ids such as "9689,2753". With several ids, the reward is the share of the first one; with one id, its
     # probability.
     labels: str | int = ""
     output: int | None = Field(default=None, ge=0)  # classify and score: index of the model's output to use, if it has several
-    scale: float | None = (
-        None  # factor of the value; default 1, but 0.1 for the default chat template, because it asks for 0 to 10
-    )
+    # Factor of the value. The default is 1, but 0.1 for the default chat template, because it asks for 0 to 10.
+    scale: float | None = None
     max_tokens: PositiveInt = 512  # chat: maximum length of a reply
-    timeout_s: float = Field(
-        default=4.0, gt=0
-    )  # limit for one response with retries and pauses; must be below rewards.deadline_s
+    # Limit for one response with retries and pauses. Must be below rewards.deadline_s.
+    timeout_s: float = Field(default=4.0, gt=0)
     retries: int = Field(default=2, ge=0)  # further tries if the server does not answer, or answers 429 or 5xx
     api_key_env: str = ""  # environment variable with the API key, if the server needs one
 
@@ -175,9 +172,8 @@ class Server(Section):
         return [self._output_of(row[:1] if labels and isinstance(row, list) else row) for row in rows]
 
     def _output_of(self, values: Any) -> float:
-        if (
-            not isinstance(values, list) or not values or not all(type(value) in (int, float) for value in values)
-        ):  # rejects bool
+        # The type check also rejects bool.
+        if not isinstance(values, list) or not values or not all(type(value) in (int, float) for value in values):
             raise self._failure("", f"gave {_shown(values)} for a text", "serve a reward model, with --is-embedding")
         if len(values) > 1 and self.output is None:
             raise self._failure("", f"has a model of {len(values)} outputs", f"set output to one of 0 to {len(values) - 1}")

@@ -15,9 +15,8 @@ from grpo_mega.rewards.api import Score
 from grpo_mega.rewards.math.accuracy import accuracy
 from grpo_mega.rewards.math.answer import whole_turn
 
-SHAPING = frozenset(
-    {"reasoning_steps", "len", "cosine", "repetition_penalty", "language_consistency"}
-)  # these do not say whether an answer is right
+# Shaping functions do not decide whether an answer is right.
+SHAPING = frozenset({"reasoning_steps", "len", "cosine", "repetition_penalty", "language_consistency"})
 
 _SIGN_OF_STEP = re.compile(r"Step \d+:|\A\d+\.|\n[-*]|(?:First|Second|Next|Finally),")
 _SIGNS_WANTED = 3

@@ -45,9 +45,8 @@ def cpu_limit(seconds: float) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(
-        signal.ITIMER_VIRTUAL, seconds, seconds / 10
-    )  # repeats, in case a finally block swallowed the first signal
+    # The signal repeats, in case a finally block swallowed the first one.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds / 10)
     try:
         with contextlib.suppress(_TimeUp):
             yield

@@ -48,9 +48,8 @@ def _math_verify() -> Any:
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     for speed_up in (_parse_each_form_once, _read_numbers_once, _refute_by_numbers):
-        with contextlib.suppress(
-            ImportError, AttributeError
-        ):  # another version without these hooks is equally right, only slower
+        # A version of math-verify without these hooks is equally right, only slower.
+        with contextlib.suppress(ImportError, AttributeError):
             speed_up()
     return math_verify
 

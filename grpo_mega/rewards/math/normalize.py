@@ -203,9 +203,8 @@ def _scale(match: re.Match[str]) -> str:
 def _join_thousands(text: str) -> str:
     if re.fullmatch(r"[-+]? ?\d{1,3}(?: \d{3})+(?:\.\d+)?%?", text):
         return text.replace(" ", "")
-    lists = [
-        match.span() for match in _BRACKETED.finditer(text) if ", " not in match[0]
-    ]  # in these brackets commas separate elements
+    # In these brackets commas separate elements.
+    lists = [match.span() for match in _BRACKETED.finditer(text) if ", " not in match[0]]
 
     def join(match: re.Match[str]) -> str:
         is_in_list = any(start <= match.start() < end for start, end in lists)

@@ -30,10 +30,8 @@ _MARKUP = tuple(
         (r"(?<![0-9A-Za-z)}\]*^_{])\*([^\s*](?:[^*\n]{0,200}[^\s*])?)\*(?![0-9A-Za-z*({])", r"\1"),
         (r"(?<!\w)__(?=\S)|(?<=\S)__(?!\w)", ""),
         (r"(\d+(?:\.\d+)?) ?([\u4e07\u842c\ub9cc\u4ebf\u5104\uc5b5])(?:(\d{1,4})(?!\d))?", lambda match: _of_myriads(match)),
-        (
-            r"(?<![\d,])\d{1,2}(?:,\d\d)+,\d{3}(?![\d,])",
-            lambda match: match[0].replace(",", ""),
-        ),  # removes Indian thousands separators
+        # The next rule removes Indian thousands separators.
+        (r"(?<![\d,])\d{1,2}(?:,\d\d)+,\d{3}(?![\d,])", lambda match: match[0].replace(",", "")),
         (r"(?<=\S) (?:veya|oder|ou|oppure|lub|или|または|或) (?=[A-Za-z] ?=)", " or "),
         (r"(\b[Rr]atio\b[^.\n]{0,80}?)\b(\d+) (?:to|is to) (\d+)", r"\1\2:\3"),
         (r"\b(\d+) (?:dollars?|euros?) and (\d\d) cents?\b", r"\1.\2"),

@@ -84,9 +84,8 @@ _HEDGE = re.compile(
     r"|может быть|也?可能是)[ :]*[$€£*(\\]{0,3}(-?\d[\d.,]*\d|-?\d)(?![\w(]| ?[-+*/=^])",
     re.IGNORECASE,
 )
-_USUAL_ENDS = frozenset(
-    ("", ".", "$", "$.", "$$", "\n", "\n\\]", "\\]", "\\)", "\\).", "**", "**.")
-)  # usual texts after the box
+# Usual texts after the box.
+_USUAL_ENDS = frozenset(("", ".", "$", "$.", "$$", "\n", "\n\\]", "\\]", "\\)", "\\).", "**", "**."))
 _NUMERAL = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _LETTER = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f"
 _WORD = re.compile(
@@ -368,11 +367,10 @@ def _last_stated(text: str, found: list[re.Match[str]], formula_end: int = -1) -
         line = text.rfind("\n", 0, match.start()) + 1
         remark = text.rfind("(", line, match.start())
         is_remark = remark >= 0 and (span := _REMARK.match(text, remark)) is not None and span.end() >= match.end()
-        if 0 <= formula_end <= match.start() and _ROUNDED.fullmatch(
-            text, formula_end, match.start()
-        ):  # skips 7.389 in "$e^2$, roughly 7.389"
+        # Skip 7.389 in "$e^2$, roughly 7.389".
+        if 0 <= formula_end <= match.start() and _ROUNDED.fullmatch(text, formula_end, match.start()):
             continue
-        if is_remark and (formula_end > line or (found and line <= found[-1].start())):  # skips 4 in "16 eggs (4 boxes)"
+        if is_remark and (formula_end > line or (found and line <= found[-1].start())):  # 4 in "16 eggs (4 boxes)" is skipped
             continue
         return match[match.lastgroup or 0].strip()
     return None

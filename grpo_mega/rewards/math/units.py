@@ -74,9 +74,8 @@ _ANY_OF = {"cent1": ("usd1", "eur1"), "pound1": ("gbp1",), "yen or yuan1": ("jpy
 _SQUARE = re.compile(r"(?:square|sq\.?|quadrat) ?|(cubic) ?", re.IGNORECASE)
 _GAP = r"(?:\\[,;:! ]|[\s$*_~{}]|\\(?:text|textrm|mathrm|rm)(?![A-Za-z]))*"
 _POWER = re.compile(r"\}? ?(?:\^ ?\{? ?([23])|([\u00b2\u00b3]))")
-_MORE = re.compile(
-    r"\}? ?(?:\^|(?:[\u00b7/\u207b]|\*(?!\*))|\\cdot|(?:\\[,;: ])? ?[A-Za-z]{1,3} ?\^)"
-)  # matches the continuation of a compound unit
+# Matches the continuation of a compound unit.
+_MORE = re.compile(r"\}? ?(?:\^|(?:[\u00b7/\u207b]|\*(?!\*))|\\cdot|(?:\\[,;: ])? ?[A-Za-z]{1,3} ?\^)")
 _DIRECTION = re.compile(r"\b(anti-?|counter-?)?clockwise\b", re.IGNORECASE)
 _PAST_OR_FUTURE = re.compile(
     r"\b(?:years?|days?|weeks?|months?|hours?|minutes?) (?:(ago|earlier|before)|from now|later|hence)\b"

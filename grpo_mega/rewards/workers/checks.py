@@ -28,9 +28,8 @@ class Check:
     texts: Texts | None = None
     group: bytes | None = None  # pickled arguments of the call that do not belong to one sample
     num_deaths: int = 0  # number of workers that ended during this check
-    failure: Score | None = (
-        None  # the score to give if the gold answer proves checkable; set while only the gold answer is checked
-    )
+    # Set while only the gold answer is checked: the score for the samples if that check succeeds.
+    failure: Score | None = None
 
 
 class Checks:

@@ -18,9 +18,8 @@ from grpo_mega.processes import adopt_orphans, die_with_parent, kill_descendants
 
 
 def _guard() -> None:
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # before numerical libraries start threads: a fork with several threads can hang
+    # Later imports must not start threads, because a fork of several threads can hang.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with contextlib.suppress(OSError):
         os.setsid()
     os.dup2(2, 1)  # output of reward functions must not mix with the trainer's output

@@ -54,10 +54,8 @@ class Job:
         for limit, num_bytes in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, MEMORY_LIMIT_BYTES)):
             with contextlib.suppress(OSError, ValueError):  # some systems refuse RLIMIT_AS; the deadline still holds
                 resource.setrlimit(limit, (num_bytes, num_bytes))
-        with (
-            contextlib.suppress(EOFError, BrokenPipeError),
-            Connection(inherited[0]) as connection,
-        ):  # these errors mean that the pool is gone
+        # These errors mean that the pool is gone.
+        with contextlib.suppress(EOFError, BrokenPipeError), Connection(inherited[0]) as connection:
             self._serve(connection)
         return 0
 
