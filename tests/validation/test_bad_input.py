@@ -257,7 +257,7 @@ CASES = [
         ("data.train=[DIR/train.jsonl, DIR/few.jsonl]", "batch.prompts_per_step=4"),
     ),
     Case("set given twice", ("train.jsonl' twice", "give it once"), ("data.train=[DIR/train.jsonl, DIR/train.jsonl]",)),
-    Case("held out is train", ("data.heldout=", "is trained on", "heldout_size"), ("data.heldout=DIR/./train.jsonl",)),
+    Case("held out is train", ("data.heldout=", "is also in data.train", "heldout_size"), ("data.heldout=DIR/./train.jsonl",)),
     Case("held out twice", ("data.heldout=h", "heldout_size=1", "give one"), ("data.heldout=h", "data.heldout_size=1")),
     Case("held-out row", ("few.jsonl:1", "'q'", "columns are"), ("data.heldout={path: DIR/few.jsonl, prompt_column: q}",)),
     Case("all held out", ("4 held-out prompts", "lower data.heldout_size"), ("data.heldout_size=4",), in_rank=True),
