@@ -19,7 +19,7 @@ from grpo_mega.planner.rehearsal import rehearse
 from grpo_mega.planner.report import sections
 from grpo_mega.planner.suggest import first_changes, suggest
 
-pytestmark = [pytest.mark.pool, pytest.mark.usefixtures("preloaded_python")]
+pytestmark = pytest.mark.pool
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG_70B, LONG_8B = "slurm/llama3_70b_32k.yaml", "examples/qwen3-8b-32k.yaml"

@@ -25,8 +25,6 @@ from grpo_mega.planner.suggest import suggest
 from grpo_mega.weights.layout import megatron_rank_shards
 from tests.helpers.shapes import LLAMA_70B
 
-pytestmark = pytest.mark.usefixtures("preloaded_python")
-
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,

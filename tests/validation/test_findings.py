@@ -20,7 +20,7 @@ from grpo_mega.validation import preflight
 from grpo_mega.validation.engine import engine_rank_problems
 from tests.helpers.models import VOCAB_SIZE, make_tokenizer
 
-pytestmark = [pytest.mark.pool, pytest.mark.usefixtures("preloaded_python")]
+pytestmark = pytest.mark.pool
 
 COUNT = 300
 GPUS_PER_NODE = 8
