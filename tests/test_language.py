@@ -1,4 +1,4 @@
-"""Code and documentation are written in the plain English of the field: words and forms that are not used."""
+"""Code and documentation are written in the plain English of the field: words that are rare, and forms that are not used."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
+from tests.helpers import english
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("grpo_mega", "tools", "examples", "slurm", "tests", ".github", ".ci")
@@ -16,25 +16,34 @@ FILES = sorted(
     for path in [ROOT / "README.md", *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
     if path.is_file() and path.suffix in SUFFIXES and path.name != "test_language.py" and "__pycache__" not in path.parts
 )
-UNITS = "bytes|checks|FLOPs|GiB|KiB|MiB|ms|responses|samples|seconds|sequences|tokens|verdicts"
-WORDS = {
-    r"\b(anew|amid|likewise|whoever|nobody|naive twins?)\b": "is not a word of the field",
-    r"\bmend(s|ed|ing)?\b": "say fix or correct",
-    r"\b(a|of) mixtures?\b": "say MoE model",
-    rf"\b({UNITS})(/s)? an? (card|device|GPU|group|layer|node|rank|replica|second|server|step|token|worker)\b": "say per",
-    r"\bs a (rank|step|token)\b": "say per",
-}
+PROGRAM = '''"""Those which begin."""
+which = "what which"  # of those beside it
+raise ValueError("those of its own", f"{which} which is what those say")
+'''
 
 
-@pytest.mark.parametrize("pattern", WORDS)
-def test_words_are_those_of_the_field(pattern: str) -> None:
-    wrong = [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]!r} {WORDS[pattern]}"
-        for path in FILES
-        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1)
-        if re.search(pattern, line, re.IGNORECASE)
-    ]
+def test_plain_english_needs_few_of_these_words() -> None:
+    found = english.ratios([path for path in FILES if path.suffix in english.SUFFIXES])
+    for pattern, ratio in found.items():
+        print(f"{pattern}: {ratio:.1f} per 10,000 words, at most {english.LIMITS[pattern]}")
+    assert all(ratio <= english.LIMITS[pattern] for pattern, ratio in found.items())
+
+
+def test_trailing_comments_are_complete_thoughts() -> None:
+    files = [path for path in FILES if path.suffix == ".py"]
+    wrong = [f"{path.relative_to(ROOT)}:{line}" for path in files for line in english.trailing_comments(path)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_words_are_counted_where_they_are_prose(tmp_path: Path) -> None:
+    """Neither names, short strings, nor code in Markdown count."""
+    path = tmp_path / "a.py"
+    path.write_text(PROGRAM)
+    assert [*english.count([path])[1].values()] == [4, 2, 1, 1, 1, 1]
+    assert english.trailing_comments(path) == ["2: of those beside it"]
+    path = tmp_path / "a.md"
+    path.write_text("Those\n```\nwhich\n```\n`what` which\n")
+    assert [*english.count([path])[1].values()] == [1, 1, 0, 0, 0, 0]
 
 
 def test_docstrings_are_sentences() -> None:

@@ -11,6 +11,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +23,7 @@ LIMITS = {  # largest number per 10,000 words
     "beside": 0.5,
     "of (its|their) own": 1.0,
 }
-TRAILING = r"# (of|and|as|those|the same)\b"  # such a comment needs the code to its left
+TRAILING = r"(of|and|as|those|the same)\b"  # such a comment needs the code to its left
 NUM_WORDS = 4  # of a string literal that is a sentence
 SUFFIXES = (".py", ".md", ".sh", ".yaml", ".yml")
 
@@ -31,29 +32,45 @@ def prose(path: Path) -> str:
     """Return the prose of a file, each piece on a line of its own."""
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".py":
-        return "\n".join(_python_prose(text))
+        return "\n".join([comment for _, comment, _ in comments(path)] + [*_texts(ast.parse(text))])
     if path.suffix == ".md":
         return re.sub(r"^```.*?^```|`[^`\n]*`", " ", text, flags=re.MULTILINE | re.DOTALL)
-    return "\n".join(match[1] for match in re.finditer(r"(?:^|\s)#(?!!)\s*(.*)$", text, re.MULTILINE))
+    return "\n".join(re.findall(r"(?:^|\s)#(?!!)\s*(.*)$", text, re.MULTILINE))
 
 
-def _python_prose(text: str) -> Iterator[str]:
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT and not token.string.startswith("#!"):
-            yield token.string.lstrip("# ")
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value.split()) >= NUM_WORDS:
-            yield node.value
+def _texts(tree: ast.Module) -> Iterator[str]:
+    """Yield docstrings, and other strings of enough words. A value in an f-string is one character."""
+    nodes = [tree]
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "_" for part in node.values]
+            nodes += [part.value for part in node.values if isinstance(part, ast.FormattedValue)]
+            text = "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        else:
+            nodes += ast.iter_child_nodes(node)
+            is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            text = str(node.value.value) if is_docstring else ""
+            if is_docstring:
+                nodes.remove(node.value)
+        if len(text.split()) >= NUM_WORDS or isinstance(node, ast.Expr):
+            yield text
+
+
+@cache
+def comments(path: Path) -> list[tuple[int, str, bool]]:
+    """Return line, text, and whether code stands before it, of each comment in a Python file."""
+    text = path.read_text(encoding="utf-8")
+    if "#" not in text:
+        return []
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT]
+    return [(t.start[0], t.string.lstrip("# "), bool(t.line[: t.start[1]].strip())) for t in tokens if t.string[:2] != "#!"]
 
 
 def trailing_comments(path: Path) -> list[str]:
     """Return the trailing comments of a Python file that are no complete thought, as "LINE: COMMENT"."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [
-        f"{token.start[0]}: {token.string}"
-        for token in tokenize.generate_tokens(io.StringIO("\n".join(lines) + "\n").readline)
-        if token.type == tokenize.COMMENT and token.line[: token.start[1]].strip() and re.match(TRAILING, token.string)
-    ]
+    return [f"{line}: {text}" for line, text, is_trailing in comments(path) if is_trailing and re.match(TRAILING, text)]
 
 
 def count(paths: Iterable[Path]) -> tuple[int, dict[str, int]]:
