@@ -64,7 +64,7 @@ READ_AT_IMPORT = (
     "TOKENIZERS_",
 )
 SET_LATER = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS")  # in `run`
-PRELOADABLE = ("grpo_mega.cli", "grpo_mega.commands.check_rank")
+PRELOADABLE = ("grpo_mega.cli", "grpo_mega.grpo", "grpo_mega.commands.check_rank", "grpo_mega.commands.eval_rank")
 CLIENT = """#!{python} -IS
 import array, json, os, signal, socket, sys
 arguments = sys.argv[1:]

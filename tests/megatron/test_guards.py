@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import preloaded
+
+Run = Callable[[str], "subprocess.CompletedProcess[str]"]
 
 # Each runs in a process of its own: the patches are for good.
 PRELUDE = """
@@ -35,7 +40,20 @@ def config(layout, **changes):
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a new Python, in which nothing is imported yet."""
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run a program after PRELUDE."""
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        path = tmp_path / "program.py"
+        path.write_text(PRELUDE + code)
+        return subprocess.run([preloaded.python(), str(path)], capture_output=True, text=True, timeout=120)
+
+    return run
 
 
 def megatron_source(path: str) -> str:
@@ -44,10 +62,9 @@ def megatron_source(path: str) -> str:
     return (Path(next(iter(spec.submodule_search_locations))) / "core" / path).read_text()
 
 
-def test_interleaved_stages_never_use_batched_sends_and_outputs_are_never_freed_on_a_cpu() -> None:
-    result = python(
-        PRELUDE
-        + "c = config(MegatronLayout(pp=2, vpp=2))\n"
+def test_interleaved_stages_never_use_batched_sends_and_outputs_are_never_freed_on_a_cpu(run: Run) -> None:
+    result = run(
+        "c = config(MegatronLayout(pp=2, vpp=2))\n"
         + "assert c.overlap_p2p_comm and not c.batch_p2p_comm, c\n"
         + "assert not c.deallocate_pipeline_outputs\n"
         + "assert c.calculate_per_token_loss\n"
@@ -56,10 +73,9 @@ def test_interleaved_stages_never_use_batched_sends_and_outputs_are_never_freed_
     assert result.returncode == 0, result.stderr
 
 
-def test_fp8_without_transformer_engine_is_refused_and_not_ignored() -> None:
-    result = python(
-        PRELUDE
-        + "from grpo_mega.errors import ConfigError\n"
+def test_fp8_without_transformer_engine_is_refused_and_not_ignored(run: Run) -> None:
+    result = run(
+        "from grpo_mega.errors import ConfigError\n"
         + "from grpo_mega.megatron.found import check\n"
         + "raw = {'run_dir': 'r', 'steps': 1, 'model': {'path': 'm', 'dtype': 'bfloat16'}, 'data': {'train': 't'}}\n"
         + "fp8 = configs.validate(raw | {'precision': {'fp8': 'hybrid'}})\n"
@@ -69,11 +85,10 @@ def test_fp8_without_transformer_engine_is_refused_and_not_ignored() -> None:
     assert result.stdout.startswith("precision.fp8='hybrid' needs a GPU, and this run is on a CPU"), result.stderr
 
 
-def test_a_reference_in_bf16_has_all_layers_in_bf16_for_its_pass_alone() -> None:
+def test_a_reference_in_bf16_has_all_layers_in_bf16_for_its_pass_alone(run: Run) -> None:
     """By Megatron's own answer, of a config as on a GPU."""
-    result = python(
-        PRELUDE
-        + "from grpo_mega.megatron.precision import megatron_settings, in_bf16\n"
+    result = run(
+        "from grpo_mega.megatron.precision import megatron_settings, in_bf16\n"
         + "from megatron.core.fp8_utils import is_first_last_bf16_layer\n"
         + "from megatron.core.transformer.transformer_config import TransformerConfig\n"
         + "precision = configs.PrecisionConfig(fp8='hybrid', fp8_recipe='blockwise', last_layers_bf16=1)\n"
@@ -86,10 +101,9 @@ def test_a_reference_in_bf16_has_all_layers_in_bf16_for_its_pass_alone() -> None
     assert result.returncode == 0, result.stderr
 
 
-def test_what_the_guard_says_is_what_megatron_computes_in_bf16() -> None:
-    result = python(
-        PRELUDE
-        + "from grpo_mega.megatron.guard import Level\n"
+def test_what_the_guard_says_is_what_megatron_computes_in_bf16(run: Run) -> None:
+    result = run(
+        "from grpo_mega.megatron.guard import Level\n"
         + "from grpo_mega.megatron.precision import megatron_settings, set_level\n"
         + "from megatron.core.fp8_utils import is_first_last_bf16_layer\n"
         + "from megatron.core.transformer.transformer_config import TransformerConfig\n"
