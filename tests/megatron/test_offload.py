@@ -31,7 +31,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("found", [pytest.param(1, marks=pytest.mark.full), 4], indirect=True)
+@pytest.mark.parametrize("found", [1, pytest.param(4, marks=pytest.mark.full)], indirect=True)
 def test_moving_between_all_steps_changes_no_bit_and_frees_every_byte(found: Results) -> None:
     """Losses, gradient norms, weights and fingerprints; device bytes; save and restore while all is on the host."""
     wrong = [line for case, lines in found.items() for line in lines if case != MANY_STEPS]

@@ -157,6 +157,7 @@ def test_servers_are_killed_five_times_and_one_hangs_and_no_sample_is_lost_or_ma
     check_nothing_is_left(tree, temporary)
 
 
+@pytest.mark.full
 def test_a_server_that_may_not_be_started_anew_ends_the_run_with_a_checkpoint_and_ctrl_c_leaves_nothing(
     config: Path, tmp_path: Path, temporary: Path
 ) -> None:

@@ -19,6 +19,7 @@ SETTINGS = ("steps=1000", "checkpoint.interval=2", "hang_deadline_s=8", "log.pro
 SECONDS = 300
 
 
+@pytest.mark.full
 def test_a_run_with_a_stopped_rank_ends_with_a_report_and_resumes(tmp_path: Path) -> None:
     config, run_dir = kills.write_inputs(tmp_path, "tp=2"), tmp_path / "run"
     settings = [part for setting in SETTINGS for part in ("--set", setting)]

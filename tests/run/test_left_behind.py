@@ -31,6 +31,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.full
 def test_a_run_trains_below_a_long_tmpdir(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 90)
     long.mkdir()
@@ -40,6 +41,7 @@ def test_a_run_trains_below_a_long_tmpdir(config: Path, tmp_path: Path, monkeypa
     assert not list(long.iterdir())
 
 
+@pytest.mark.full
 def test_a_run_leaves_nothing_in_tmpdir_and_a_killed_one_until_the_next_start(
     config: Path, tmp_path: Path, short: Path
 ) -> None:

@@ -38,6 +38,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return kills.write_inputs(tmp_path_factory.mktemp("inputs"), "dp=2,ep=2", rollout, **MODEL)
 
 
+@pytest.mark.full
 def test_experts_are_replayed_over_partial_rollouts_and_a_resume(inputs: Path, tmp_path: Path) -> None:
     settings = ("--set", "algorithm.recipe=partial", "--set", "steps=5")
     kills.finish(kills.start(inputs, tmp_path / "whole", list(settings)), tmp_path / "whole")

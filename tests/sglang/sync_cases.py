@@ -29,16 +29,16 @@ EXPERTS = {"num_hidden_layers": 3, "moe_intermediate_size": 64, "num_local_exper
 LATENT = EXPERTS | {"moe_intermediate_size": 128, "q_lora_rank": 20}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 CASES = {
-    "deepseek_v2": Case("deepseek_v2", LATENT | {"q_lora_rank": None}, SPREAD, (2,), level="full"),
+    "deepseek_v2": Case("deepseek_v2", LATENT | {"q_lora_rank": None}, SPREAD, (2,), level="sweep"),
     "deepseek_v3 over four": Case("deepseek_v3", LATENT | {"q_lora_rank": None}, SPREAD, (4,), engine_ep=2, level="sweep"),
     "mixtral over four": Case("mixtral", EXPERTS | {"intermediate_size": 128}, SPREAD, (4,), engine_ep=4, level="full"),
-    "llama": Case("llama", level="full", **SOME),
+    "llama": Case("llama", level="sweep", **SOME),
     "mistral": Case("mistral", {"sliding_window": None}, level="sweep", **SOME),
     "qwen2 tied": Case("qwen2", {"tied": True}),
     "qwen3": Case("qwen3", level="sweep", **SOME),
     "qwen3 in FP8": Case("qwen3", BLOCKS, ("{tp: 2, pp: 2}", "{tp: 4}"), (2,), quantise=True),
     "qwen3_moe": Case("qwen3_moe", EXPERTS, SPREAD, (2,), engine_ep=2),
-    "glm4_moe": Case("glm4_moe", EXPERTS | {"use_qk_norm": True}, SPREAD, (2,), level="full"),
+    "glm4_moe": Case("glm4_moe", EXPERTS | {"use_qk_norm": True}, SPREAD, (2,), level="sweep"),
     "deepseek_v3": Case(
         "deepseek_v3", LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}, SPREAD, (2,)
     ),

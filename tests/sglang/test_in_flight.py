@@ -34,7 +34,10 @@ TOLERANCE = 1e-5
 
 @pytest.mark.parametrize(
     ("num_steps", "num_tokens", "tp"),
-    [(10, 200, 1), *(pytest.param(60, 10_000, tp, marks=mark) for tp, mark in ((1, pytest.mark.full), (2, pytest.mark.sweep)))],
+    [
+        pytest.param(10, 200, 1, marks=pytest.mark.full),
+        *(pytest.param(60, 10_000, tp, marks=pytest.mark.sweep) for tp in (1, 2)),
+    ],
 )
 def test_the_log_prob_of_every_token_is_that_of_the_version_which_its_span_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int, num_tokens: int, tp: int

@@ -119,6 +119,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return run_dir
 
 
+@pytest.mark.full
 def test_a_job_that_everything_befalls_ends_as_if_nothing_had(
     cluster: Cluster, model: Path, whole_run: Path, tmp_path: Path
 ) -> None:

@@ -111,6 +111,7 @@ def test_everything_that_needs_transformer_engine_passes_on_emulated_kernels(run
     assert num_passed(output_of(running, launcher.DEFAULT)) >= 155
 
 
+@pytest.mark.full
 def test_its_layouts_give_the_numbers_of_one_rank(running: dict[str, Running]) -> None:
     assert num_passed(output_of(running, "layouts")) >= 35
 
