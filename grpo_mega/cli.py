@@ -139,10 +139,11 @@ def grpo(argv: list[str]) -> int:
 
 
 def _train_as_rank(config: Config) -> int:
-    from grpo_mega.commands.ranks import prepare_rank
+    from grpo_mega.commands.ranks import heavy_imports, prepare_rank
 
-    prepare_rank(config)
-    from grpo_mega import train as train_module  # imported after the environment is set
+    with heavy_imports():
+        prepare_rank(config)
+        from grpo_mega import train as train_module  # imported after the environment is set
 
     train_module.run(config)
     return 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from grpo_mega.commands.eval_request import EvalRequest, make_request
 from grpo_mega.commands.options import EvalOptions
-from grpo_mega.commands.ranks import check_world_size, prepare_rank
+from grpo_mega.commands.ranks import check_world_size, heavy_imports, prepare_rank
 from grpo_mega.distributed.launch import launch_local, only_rank
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from grpo_mega.paths import LOGS
@@ -73,8 +73,9 @@ def _under_torchrun(request: EvalRequest) -> int:
 
 
 def _evaluate(request: EvalRequest, folder: Path) -> int:
-    prepare_rank(request.config)
-    from grpo_mega.commands.eval_rank import evaluate_checkpoint
+    with heavy_imports():
+        prepare_rank(request.config)
+        from grpo_mega.commands.eval_rank import evaluate_checkpoint
 
     evaluate_checkpoint(replace(request, config=request.config.model_copy(update={"run_dir": folder / "run"})))
     return 0
