@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Check the config and the nodes and copy the model before the ranks start. Sourced by job.sh, whose
-# variables and functions it uses; each function returns if all is well, and otherwise ends the job or requeues it.
+# Check the config and the nodes and copy the model before the ranks start. job.sh sources this script, which uses its variables
+# and functions. Each function returns if all is well; otherwise it ends or requeues the job.
 
-# Check the config and the files of model and data once, on one node; their errors are no reason to requeue. The plan estimates
-# the time of a step and of a save.
+# Check the config and the files of model and data on one node. Do not requeue on their errors. Also estimate the time of a step
+# and of a save with the plan.
 prepare() {
     TRAIN=("$CONFIG" --set "run_dir=$RUN_DIR" --set "model.path=$MODEL" --set "data.train=$DATA" "${OVERRIDES[@]}")
     on_nodes "${NODES[0]}" --output="$STATE/prepare.txt" -- "$PYTHON" slurm/prepare.py \
@@ -24,7 +24,7 @@ prepare() {
     LEAD_SECONDS="${LEAD_SECONDS:-$(sed -n 's/^LEAD_SECONDS=//p' "$STATE/prepare.txt")}"
 }
 
-# A run that has logged nothing leaves no folder behind, so that the same command works once the error is fixed.
+# Remove the folder of a run that has logged nothing, so that the same command works after the error is fixed.
 discard_state() {
     [[ -e "$RUN_DIR/run.json" ]] && return
     rm -rf "$STATE"
@@ -32,8 +32,8 @@ discard_state() {
     [[ -z "$MADE_RUN_DIR" ]] || rmdir "$RUN_DIR" 2> /dev/null
 }
 
-# Each node by itself, then all of them together; a node that fails is named, and the job is requeued without it. Where the
-# network of many is below the floor, the job ends: without them it would find others, start after start.
+# Check each node, then all nodes together. Name the nodes that fail and requeue the job without them. If the network of many nodes
+# is below the floor, end the job, because a start on other nodes would probably fail too.
 check_nodes() {
     [[ "${CHECK_NODES:-1}" == 1 ]] || return 0
     local folder="$STATE/checks" all code=0
@@ -64,10 +64,11 @@ check_nodes() {
     requeue_or_give_up
 }
 
-# From a disk of its own every node reads 140 GB in a minute; 64 ranks at once from a shared one take many.
+# Copy the model to each node's own disk. A node reads 140 GB from its own disk in a minute; 64 ranks that read from a shared disk
+# at once need many minutes.
 stage_model() {
     [[ -n "${NODE_LOCAL:-}" ]] || return 0
-    # The same path in every start: a run is resumed with the model it was begun with.
+    # The path must be the same in every start, because a run resumes only with the model that it started with.
     local target code=0
     target="$NODE_LOCAL/grpo_mega/$(basename "$MODEL")-$(cksum <<< "$MODEL" | cut -d ' ' -f 1)"
     on_nodes "$(joined "${NODES[@]}")" --kill-on-bad-exit=1 -- bash slurm/stage.sh "$MODEL" "$target"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The whole of a job on several nodes; sourced by train_70b.sh and train_tiny.sh, which set CONFIG and RANKS_PER_NODE.
+# A job on several nodes. train_70b.sh and train_tiny.sh set CONFIG and RANKS_PER_NODE and source this script.
 #
-# Trains until RUN_DIR/hf is there, over as many starts of one Slurm job as that takes: before the time limit it asks the run to
-# save and stop, and requeues itself; after a failure it names node and rank, and requeues itself if the last start saved
+# The job trains until RUN_DIR/hf exists, over as many starts of one Slurm job as it needs. Before the time limit it asks the run
+# to save and stop, and requeues itself. After a failure it names node and rank, and requeues itself if the last start saved
 # something. It runs on the first node, outside of any container; slurm/node.py runs on every node. See slurm/README.md.
 
 set -uo pipefail
@@ -10,11 +10,11 @@ set -uo pipefail
 # shellcheck source=slurm/before.sh
 source "$GRPO_MEGA_ROOT/slurm/before.sh"
 
-EXIT_CONFIG=2              # of grpo-mega: an error that the user must fix, so another start would end the same way
-MAX_STARTS_WITHOUT_SAVE=2  # in a row, before the job gives up
-SECONDS_TO_REPORT=10       # from the first failure to the end of all nodes, in which others report theirs
-SECONDS_TO_ANSWER=10       # for a node that is asked if it is alive
-TRIES_TO_REQUEUE=5         # each after 5 seconds
+EXIT_CONFIG=2              # grpo-mega's exit code for an error that the user must fix; another start would fail in the same way
+MAX_STARTS_WITHOUT_SAVE=2  # the job gives up after this many in a row
+SECONDS_TO_REPORT=10       # time for other ranks to report failures after the first one, before all nodes are killed
+SECONDS_TO_ANSWER=10       # timeout for a node that is asked whether it is alive
+TRIES_TO_REQUEUE=5         # 5 seconds apart
 
 main() {
     require_arguments "$@"
@@ -61,12 +61,12 @@ settings() {
     [[ -e "$DATA" ]] && DATA="$(realpath "$DATA")"
     [[ -e "$MODEL" ]] && MODEL="$(realpath "$MODEL")"
 
-    # The id of a job stays the same when it is requeued, so all its starts find the same folder.
+    # A requeued job keeps its id, so all its starts use the same folder.
     RUN_DIR="$(realpath -m "${RUN_DIR:-runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}")"
     STATE="$RUN_DIR/logs/slurm"
     check_mounts
     RESTARTS="${SLURM_RESTART_COUNT:-0}"
-    if [[ -z "${PYTHON:-}" ]]; then # a container has its own
+    if [[ -z "${PYTHON:-}" ]]; then # a container has its own Python
         PYTHON=python3
         [[ -n "${CONTAINER:-}" || ! -x "$ROOT/.venv/bin/python" ]] || PYTHON="$ROOT/.venv/bin/python"
     fi
@@ -74,14 +74,14 @@ settings() {
     NUM_NODES="$SLURM_JOB_NUM_NODES"
     mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
-    # A node's name need not resolve on the others; the address that Slurm itself reaches it by does. Where an interface is named
-    # for the job's sockets, the rendezvous is there. The port is free on the first node, where this script runs, and not of
-    # those that the kernel gives to clients.
+    # The rendezvous is at the first node's address on NETWORK_INTERFACE if that is set, and otherwise at the address that Slurm
+    # uses, because a node's name may not resolve on other nodes. The port is free on the first node, where this script runs, and
+    # outside of the range that the kernel assigns to clients.
     MASTER_ADDR="$(address_of "${NETWORK_INTERFACE:-}")"
     MASTER_ADDR="${MASTER_ADDR:-$(field NodeAddr "$(scontrol show node "${NODES[0]}")")}"
     MASTER_PORT="${MASTER_PORT:-$(free_port)}"
     export MASTER_ADDR MASTER_PORT
-    # With it ranks know their own messages; other users see neither this script's variables nor those of its steps.
+    # Ranks sign their messages with this key. Other users cannot see the environment of this script or of its steps.
     GRPO_MEGA_RUN_KEY="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
     export GRPO_MEGA_RUN_KEY
 
@@ -92,23 +92,23 @@ settings() {
     mkdir -p "$(dirname "$RUN_DIR")"
     MADE_RUN_DIR=""
     if [[ ! -d "$RUN_DIR" ]]; then
-        mkdir -m 700 "$RUN_DIR" # other users of the nodes may not look into it
+        mkdir -m 700 "$RUN_DIR" # private: other users of the nodes must not read the run
         MADE_RUN_DIR=1
     fi
     mkdir -p "$STATE/beats" "$STATE/failures"
     rm -f "$STATE"/beats/* "$STATE"/failures/*
-    ((RESTARTS > 0)) || rm -f "$STATE/finished" # a new job may have a finished run go on to more steps
-    # Ranks of one node share its cores; with a thread per core and rank they would compete for them. The variables of CUDA, NCCL
-    # and gloo are set by each rank: grpo_mega/hardware/environment.py.
+    ((RESTARTS > 0)) || rm -f "$STATE/finished" # a new job may continue a finished run for more steps
+    # The ranks of a node share its cores. With a thread per core in each rank they would compete for them. Each rank sets the
+    # variables of CUDA, NCCL and gloo itself: grpo_mega/hardware/environment.py.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONUNBUFFERED=1
 }
 
-# The IPv4 address of an interface of this node; nothing without a name, an address or the program ip.
+# Print the IPv4 address of an interface of this node. Print nothing without a name, an address or the program ip.
 address_of() {
     [[ -z "$1" ]] || { ip -4 -o address show dev "$1" | grep -oP 'inet \K[0-9.]+' | head -n 1; } 2> /dev/null
 }
 
-# In the list of a container's mounts a comma ends a mount, and a colon its first path.
+# In a container's list of mounts, a comma ends a mount and a colon ends its first path.
 check_mounts() {
     [[ -n "${CONTAINER:-}" ]] || return 0
     local name
@@ -120,7 +120,7 @@ check_mounts() {
     done
 }
 
-# field NAME TEXT: the value of NAME=value in what scontrol prints.
+# field NAME TEXT: print the value of NAME=value in output of scontrol.
 field() {
     grep -oP "(?<![A-Za-z])$1=\K\S+" <<< "$2" | head -n 1
 }
@@ -135,10 +135,11 @@ free_port() {
     done
 }
 
-# --- Running something on the nodes ----------------------------------------------------------------------------------------
+# --- Running commands on the nodes -----------------------------------------------------------------------------------------
 
-# on_nodes NODES SRUN_ARGUMENT ... -- COMMAND ...: one task on each, in the container if CONTAINER names one: a .sqsh file, or
-# docker:// and enroot's other names, for pyxis; a .sif file for apptainer. In the background, its process id in STEP_PID.
+# on_nodes NODES SRUN_ARGUMENT ... -- COMMAND ...: start one task per node in the background and set STEP_PID to srun's process
+# id. The tasks run in CONTAINER if it is set: with apptainer for a .sif file, otherwise with pyxis (.sqsh, docker://, or other
+# names that enroot knows).
 on_nodes() {
     local nodes="$1" step=() wrap=()
     shift
@@ -164,7 +165,8 @@ on_nodes() {
     STEP_PID=$!
 }
 
-# wait_for PID: its exit code. A signal interrupts `wait`, so that its trap runs at once; the process is then waited for again.
+# wait_for PID: wait for a process and return its exit code. A signal interrupts `wait` so that its trap runs at once; then wait
+# again.
 wait_for() {
     local code
     while true; do
@@ -184,7 +186,7 @@ joined() {
 train() {
     local resume=()
     [[ -f "$RUN_DIR/run.json" ]] && resume=(--resume)
-    rm -f "$RUN_DIR/stop" # from a start that did not live to see it
+    rm -f "$RUN_DIR/stop" # left behind by a start that died before it read the file
     CHECKPOINT_BEFORE="$(latest_checkpoint)"
     declare -gA LAST_BEAT=() HEARD_AT=()
     : > "$STATE/training"
@@ -199,7 +201,7 @@ train() {
             failed_at=$SECONDS
         fi
         find_lost_nodes "$NODE_SILENCE_SECONDS"
-        # srun itself waits for a node that is gone until Slurm gives it up, which takes minutes.
+        # srun itself waits for a lost node until Slurm gives up the node after some minutes.
         if [[ -n "$LOST_NODES" ]] || { [[ -n "$failed_at" ]] && ((SECONDS - failed_at > SECONDS_TO_REPORT)); }; then
             kill_srun
         fi
@@ -211,8 +213,8 @@ train() {
     wait_for "$STEP_PID" || STEP_CODE=$?
 }
 
-# With the child that it leaves behind to cancel its step should it die: that goes by the step's number, keeps trying while a node
-# does not answer, and so ends the step of the same number of the next start.
+# Kill srun and its child. The child cancels the step if srun dies. It identifies the step by number and keeps trying while a node
+# does not answer, so it would cancel the step with the same number in the next start.
 kill_srun() {
     pkill -KILL --parent "$STEP_PID"
     kill -KILL "$STEP_PID" 2> /dev/null
@@ -222,14 +224,14 @@ latest_checkpoint() {
     cat "$RUN_DIR/checkpoints/latest" 2> /dev/null
 }
 
-# Show the nodes that this start of the job is alive; they end their ranks when it is not.
+# Write a heartbeat for this start of the job. Without it the nodes kill their ranks.
 beat() {
     mkdir -p "$STATE/beats" "$STATE/failures"
     echo "$START $SECONDS" > "$STATE/.job_beat" && mv "$STATE/.job_beat" "$STATE/job_beat"
 }
 
-# Add to LOST_NODES the nodes without a new beat for $1 seconds that do not answer either. A beat is a file, and a slow file
-# system must not be taken for a dead node.
+# Add nodes to LOST_NODES that have sent no heartbeat for $1 seconds and do not answer. Heartbeats are files, so a node without
+# them may only have a slow file system.
 find_lost_nodes() {
     local node last
     for node in "${NODES[@]}"; do
@@ -251,7 +253,8 @@ answers() {
 
 # --- Signals ---------------------------------------------------------------------------------------------------------------
 
-# The run is to stop LEAD_SECONDS before the job's time is over: enough for the step under way, a save and its check.
+# Compute when to ask the run to stop: LEAD_SECONDS before the time limit, to leave time for the current step, a save and its
+# verification.
 start_timer() {
     local end left
     end="$(field EndTime "$(scontrol show job "$SLURM_JOB_ID")")"
@@ -267,21 +270,21 @@ start_timer() {
 
 on_usr1() {
     [[ -z "$STOPPING" ]] || return 0
-    say "asked to stop: the run will save after this step, and the job requeue itself"
+    say "asked to stop: the run will save after this step, then the job will requeue itself"
     STOPPING=1
 }
 
-# Sent in the grace period of a preemption, by scancel, and after the `scontrol requeue` of this script.
+# Slurm sends TERM in the grace period of a preemption, on scancel, and after this script's own `scontrol requeue`.
 on_term() {
     if [[ -n "$IS_REQUEUED" ]]; then
         exclude_bad_nodes
         exit 0
     fi
-    [[ -n "$STOPPING" ]] || say "asked to end: the run will save after this step, if Slurm leaves it the time"
+    [[ -n "$STOPPING" ]] || say "asked to end: the run will save after this step if Slurm leaves enough time"
     STOPPING="${STOPPING:-1}" IS_TERMINATED=1
 }
 
-# Ranks look for the file after every step. Before there is a run, there is nothing to stop.
+# Create the file RUN_DIR/stop, which ranks look for after every step. Wait until there is a run to stop.
 ask_to_stop() {
     ((EPOCHSECONDS < STOP_AT)) || on_usr1
     if [[ -n "$STOPPING" && "$STOPPING" != asked && -f "$RUN_DIR/run.json" ]]; then
@@ -304,7 +307,7 @@ judge() {
             exit 0
         fi
         if [[ -z "$STOPPING" && -n "$IS_ASKED" ]]; then
-            say "stopped as asked by a file; sbatch again with RUN_DIR=$RUN_DIR to go on"
+            say "stopped because $RUN_DIR/stop was created; sbatch again with RUN_DIR=$RUN_DIR to continue"
             exit 0
         fi
         rm -f "$STATE/starts_without_save"
@@ -319,7 +322,7 @@ judge() {
     requeue_or_give_up
 }
 
-# Report the first failure by node and rank. FIRST_CODE: the exit code of that rank.
+# Report the first failure by node and rank. Set FIRST_CODE to the exit code of that rank.
 report_failure() {
     local node first others
     find_lost_nodes 5
@@ -342,14 +345,14 @@ ranks_of() {
     done
 }
 
-# After a failure, start again if this start saved something, or is the first that did not. Starts that cannot be counted, as on
-# a full disk, are not repeated: they would be for ever.
+# After a failure, requeue the job if this start saved something, or is the first that did not. Give up if the count cannot be
+# written, for example on a full disk, because the job would restart forever.
 requeue_or_give_up() {
     local count=0 now file="$STATE/starts_without_save"
     now="$(latest_checkpoint)"
     if [[ -z "$now" || "$now" == "${CHECKPOINT_BEFORE-$now}" ]]; then
         [[ ! -e "$file" ]] || count="$(cat "$file" 2> /dev/null)"
-        [[ "$count" =~ ^[0-9]{1,6}$ ]] || count=$MAX_STARTS_WITHOUT_SAVE # it was not written whole
+        [[ "$count" =~ ^[0-9]{1,6}$ ]] || count=$MAX_STARTS_WITHOUT_SAVE # the file is damaged
         count=$((10#$count + 1))
     fi
     mkdir -p "$STATE" 2> /dev/null
@@ -364,8 +367,8 @@ requeue_or_give_up() {
     requeue "the last checkpoint is ${now:-none}"
 }
 
-# Ends the script. Slurm ends this start of the job and sends TERM; the next one has the same id and arguments. Slurm itself
-# requeues a job of which it has given up a node, and a controller under load may not answer at once.
+# Requeue the job and end the script. Slurm ends this start and sends TERM; the next start has the same id and arguments. Two traps:
+# Slurm itself requeues a job if it has given up one of its nodes, and a busy controller may not answer at once.
 requeue() {
     [[ -z "$IS_TERMINATED" ]] || leave_ended_job
     say "requeued: $*"
@@ -395,8 +398,8 @@ leave_ended_job() {
     fi
 }
 
-# The excluded nodes of a running job cannot be changed, and a pending job may get its nodes at once. While the requeued start
-# is still being ended they can be changed, and hold for the next start.
+# Exclude BAD_NODES from the next start. Slurm does not change the excluded nodes of a running job, and a pending job may get its
+# nodes at once. So change them while Slurm ends the requeued start.
 exclude_bad_nodes() {
     [[ -n "$BAD_NODES" ]] || return 0
     local excluded

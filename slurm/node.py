@@ -1,8 +1,8 @@
-"""Run one node's part of a job, as srun starts it: `node.py ARGUMENTS` runs `grpo-mega ARGUMENTS` by torchrun as its ranks.
+"""Run one node's part of a job. srun starts `node.py ARGUMENTS`, and torchrun starts `grpo-mega ARGUMENTS` in each rank.
 
-Writes a beat to STATE/beats/NODE for the job's script, which treats a node without beats as lost. Invariant: no rank outlives
-the job's script, Slurm's daemon for this node's part of the job, or a rank of this node that failed (except by some seconds, in
-which it may report its own failure).
+The node writes a heartbeat to STATE/beats/NODE. The job's script treats a node without heartbeats as lost. Invariant: if the
+job's script, Slurm's daemon for this node's part of the job, or a rank of this node ends, all ranks of this node are killed.
+After a failed rank the others have some seconds to report their own failures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo_mega.processes import descendants
 
 SECONDS_BETWEEN_BEATS = 1.0
 SECONDS_AFTER_FAILURE = 5.0
-SILENCES = 3  # how long the job's script may be silent, in units of the time that it allows a node
+SILENCES = 3  # the job's script may be silent this many times longer than a node
 
 
 class Node:
@@ -31,12 +31,12 @@ class Node:
         self.state, self.start = Path(environ["STATE"]), environ["START"]
         self.allowed_s = SILENCES * float(environ["NODE_SILENCE_SECONDS"])
         self.parent = os.getppid()
-        self.is_ending = False  # because of other processes, not because its own ranks failed
+        self.is_ending = False  # True once this node kills its ranks, so their exit is not reported as a failure
 
     def run(self, arguments: list[str]) -> int:
-        """Return torchrun's exit code."""
-        # scancel and Slurm send both to all steps of a job. torchrun dies of SIGUSR1 at once and kills its ranks on SIGTERM, so
-        # it inherits that they are ignored. Ranks get SIGTERM too, and stop after their step.
+        """Run torchrun and return its exit code."""
+        # scancel and Slurm send both signals to all steps of a job. torchrun would die on SIGUSR1 and kill its ranks on TERM,
+        # so it inherits that they are ignored. Ranks get SIGTERM too, and stop after their step.
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=self.watch, daemon=True).start()
@@ -46,7 +46,7 @@ class Node:
         return code
 
     def watch(self) -> None:
-        """Watch until the end; a watch that fails is the end, too."""
+        """Watch the job until this process ends. If the watch itself fails, kill the ranks too."""
         try:
             self.watch_for_ever()
         except BaseException as error:
@@ -56,7 +56,7 @@ class Node:
         heard, heard_at, failed_at = "", time.monotonic(), 0.0
         while True:
             now = time.monotonic()
-            with contextlib.suppress(OSError):  # the job's script asks a node without beats whether it is alive
+            with contextlib.suppress(OSError):  # without a heartbeat the job's script asks whether this node is alive
                 write(self.state / "beats" / self.name, "alive")
             beat = self.job_beat()
             if beat != heard:
@@ -83,7 +83,7 @@ class Node:
             return ""
 
     def end(self, reason: str) -> None:
-        """Kill every process below this one, then this one."""
+        """Kill all descendants of this process, then exit."""
         self.is_ending = True
         with contextlib.suppress(OSError):  # the reader of stderr may be gone
             print(f"node {self.name}: {reason}; its ranks are killed", file=sys.stderr, flush=True)
@@ -100,7 +100,7 @@ def torchrun_arguments() -> list[str]:
     return [
         "grpo_mega.distributed.agent",
         f"--nnodes={environ['SLURM_NNODES']}",
-        # Node N has ranks N * RANKS_PER_NODE and up, whichever node is first at the rendezvous.
+        # Node N always has ranks N * RANKS_PER_NODE and up, regardless of the order in which nodes reach the rendezvous.
         f"--node-rank={environ['SLURM_NODEID']}",
         f"--nproc-per-node={environ['RANKS_PER_NODE']}",
         f"--master-addr={environ['MASTER_ADDR']}",
@@ -112,15 +112,15 @@ def torchrun_arguments() -> list[str]:
 
 
 def write(path: Path, *fields: object) -> None:
-    """Write a line of the time and the fields, atomically for readers."""
-    path.parent.mkdir(parents=True, exist_ok=True)  # the folder may be gone with a run that never began
+    """Atomically write a line with the time and the fields."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # the folder is removed with a run that never started
     fresh = path.parent.parent / f".{path.parent.name}-{path.name}"
     fresh.write_text("\t".join(map(str, (f"{time.time():.3f}", *fields))) + "\n")
     os.replace(fresh, path)
 
 
 def report(path: Path, code: int, text: str) -> None:
-    """Write a failure, or say it where the disk takes nothing."""
+    """Write a failure to a file, or to stderr if the file cannot be written."""
     try:
         write(path, code, text)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Check a job's config before its ranks start, and compute how long before the time limit the job must stop.
 
-Prints the plan, and a line LEAD_SECONDS=N: as long as a step, a save and its check may take; NEEDS_NVCC=1 where SGLang runs
-on GPUs. Exit code 2, with one line on stderr, for an error that the user must fix; nothing is written.
+Prints the plan and a line LEAD_SECONDS=N, the time that a step, a save and its verification may take. Prints NEEDS_NVCC=1 if
+SGLang runs on GPUs. Writes no files. An error that the user must fix is one line on stderr, with exit code 2.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from grpo_mega.validation.engine import engine_rank_problems
 from grpo_mega.validation.layout import world_size_problems
 
 LEAST_LEAD_S = 600
-STEP_FACTOR = 3.0  # a step may take so many times its estimate, or the mean as responses grow
-MARGIN_S = 180  # for a sync, the writers' last files, and Slurm itself
+STEP_FACTOR = 3.0  # a step may take this many times its estimate, because estimates are rough and responses grow
+MARGIN_S = 180  # time for a weight sync, the last files of a save, and Slurm itself
 
 
 def main() -> int:
@@ -77,7 +77,7 @@ def describe(plan: Plan) -> Iterator[str]:
 
 
 def lead_seconds(step_s: float, checkpoint_gb: float, disk_gbps: float) -> int:
-    """Return the seconds for a step that has just begun, and for a save that is written and read back."""
+    """Return the time in seconds for a whole step, and for a save that is written and read back."""
     return max(LEAST_LEAD_S, round(STEP_FACTOR * step_s + 2 * checkpoint_gb / disk_gbps + MARGIN_S))
 
 

@@ -1,8 +1,8 @@
-"""Run one rank, as torchrun starts it: `rank.py ARGUMENTS` runs `grpo-mega ARGUMENTS` and exits with its code.
+"""Run one rank. torchrun starts `rank.py ARGUMENTS`, which runs `grpo-mega ARGUMENTS` and exits with its code.
 
-Rank 0 keeps the job's output; the others write to RUN_DIR/logs/rank_N.log, as with grpo-mega's own launcher. After a failure it
-writes STATE/failures/NODE-RANK at once: time, exit code, and a line that names node and rank. torchrun would report it half a
-minute later, when the node's other ranks have ended, and the job's other nodes are killed before that.
+Rank 0 writes to the job's output; other ranks write to RUN_DIR/logs/rank_N.log, as with grpo-mega's own launcher. A rank that
+fails writes STATE/failures/NODE-RANK at once, with time, exit code, and a line that names node and rank. torchrun would report
+the failure half a minute later, when all ranks of the node have ended. By then the job has killed its other nodes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> int:
     launcher = os.getpid()
 
     def prepare() -> None:
-        # The launcher ignores SIGTERM, and an ignored signal is inherited: a rank's helpers must end on it.
+        # The launcher ignores SIGTERM and its children inherit that, but the rank's helper processes must end on SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         die_with_launcher(launcher)
 

@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# slurm/stage.sh SOURCE TARGET: copies a folder to this node's own disk, unless it is there already. Whole or not at all.
-# Links are followed: a snapshot in the cache of the Hugging Face hub holds nothing but links to files outside of it.
+# slurm/stage.sh SOURCE TARGET: copy a folder to this node's own disk, unless the copy exists already. TARGET appears only when
+# the copy is complete. Links are followed, because a snapshot in the Hugging Face cache contains only links to files outside of it.
 #
-# TARGET.staged is written last. It says what source and copy looked like when the copy was whole: names, sizes, and times of
-# the last change of contents and of the file itself, which no program can set back. If either looks different now, the copy is
-# made again. STAGE_CHECK=full compares every byte too. TARGET.lock keeps jobs that share a node from copying at once; the
-# kernel lets go of it when its holder ends, however that is.
+# TARGET.staged is written last. It records names, sizes, mtimes and ctimes of source and copy (no program can set back a ctime).
+# If either has changed since, the folder is copied again. STAGE_CHECK=full also compares every byte. TARGET.lock keeps jobs that
+# share a node from copying at the same time; the kernel releases the lock when its holder ends, even if it is killed.
 set -euo pipefail
 source="$1" target="$2"
 record="$target.staged" partial="$target.partial"
@@ -15,7 +14,7 @@ fail() {
     exit 1
 }
 
-# A digest of the files of a folder; $2: what find prints of each.
+# Print a digest of the files of a folder. $2 is the format in which find prints each file.
 digest() {
     find -L "$1" -type f -printf "$2\0" | sort -z | sha256sum | cut -d ' ' -f 1
 }
@@ -32,8 +31,8 @@ bytes_of() {
     du -sL --block-size=1 "$1" | cut -f 1
 }
 
-# Hold the lock until this script and the programs that it started have ended. A file system may not know locks; those of
-# /dev/shm are as good, since the copy is of this node alone.
+# Hold the lock until this script and the programs that it started have ended. If the file system has no locks, lock a file in
+# /dev/shm, because only this node uses the copy.
 lock() {
     local file code
     command -v flock > /dev/null || fail "flock is not there; install util-linux, in the container if there is one"
@@ -58,7 +57,7 @@ is_whole() {
 
 broken="$(find -L "$source" -type l | head -n 1)"
 [[ -z "$broken" ]] || fail "$broken is a link to a file that is not there; download the model again"
-umask 077 # the copy is of this user alone
+umask 077 # only this user may read the copy
 mkdir -p "$(dirname "$target")"
 lock
 before="$(looks "$source")"

@@ -12,13 +12,13 @@
 #SBATCH --output=slurm-%x-%j.out
 #SBATCH --signal=B:USR1@900
 # Llama-3-70B on 8 nodes of 8 GPUs: sbatch slurm/train_70b.sh MODEL DATA [--set key=value ...]; see slurm/README.md.
-# --signal helps if the script's own timer, which is based on the plan, fails; B: to this script only.
+# The script's own timer uses the plan; --signal is the fallback. B: sends the signal to this script only.
 CONFIG="${CONFIG:-slurm/llama3_70b.yaml}"
 RANKS_PER_NODE="${RANKS_PER_NODE:-8}"
-ALLREDUCE_FLOOR_GBPS="${ALLREDUCE_FLOOR_GBPS:-200}"    # within a node, bus bandwidth; NVLink of an H100 gives about twice that
-NETWORK_FLOOR_GBPS="${NETWORK_FLOOR_GBPS:-100}"        # between two nodes; eight 400 Gb/s ports give about three times that
+ALLREDUCE_FLOOR_GBPS="${ALLREDUCE_FLOOR_GBPS:-200}"    # bus bandwidth within a node; NVLink of an H100 reaches about twice this
+NETWORK_FLOOR_GBPS="${NETWORK_FLOOR_GBPS:-100}"        # bus bandwidth between two nodes; eight 400 Gb/s ports reach about three times this
 
-# Under sbatch BASH_SOURCE is a copy in the spool, so the repository is where sbatch was called.
+# Under sbatch, BASH_SOURCE is a copy in Slurm's spool folder. So the repository is the folder where sbatch was called.
 GRPO_MEGA_ROOT="${GRPO_MEGA_ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}"
 if [[ ! -f "$GRPO_MEGA_ROOT/slurm/job.sh" ]]; then
     echo "train_70b.sh: error: $GRPO_MEGA_ROOT/slurm/job.sh is not there; call sbatch in the repository, or set GRPO_MEGA_ROOT" >&2

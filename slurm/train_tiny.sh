@@ -8,18 +8,18 @@
 #SBATCH --output=slurm-%x-%j.out
 #SBATCH --signal=B:USR1@120
 # A tiny model on two nodes of two ranks, without GPUs: sbatch slurm/train_tiny.sh MODEL DATA [--set key=value ...].
-# The same as train_70b.sh but for the numbers; see slurm/README.md.
+# Only the numbers differ from train_70b.sh; see slurm/README.md.
 CONFIG="${CONFIG:-slurm/tiny.yaml}"
 RANKS_PER_NODE="${RANKS_PER_NODE:-2}"
 GPUS_PER_NODE="${GPUS_PER_NODE:-0}"
 LEAD_SECONDS="${LEAD_SECONDS:-120}"
 
-# Under sbatch BASH_SOURCE is a copy in the spool, so the repository is where sbatch was called.
+# Under sbatch, BASH_SOURCE is a copy in Slurm's spool folder. So the repository is the folder where sbatch was called.
 GRPO_MEGA_ROOT="${GRPO_MEGA_ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}"
 if [[ ! -f "$GRPO_MEGA_ROOT/slurm/job.sh" ]]; then
     echo "train_tiny.sh: error: $GRPO_MEGA_ROOT/slurm/job.sh is not there; call sbatch in the repository, or set GRPO_MEGA_ROOT" >&2
     exit 2
 fi
-export PYTHONPATH="$GRPO_MEGA_ROOT${PYTHONPATH:+:$PYTHONPATH}" # where the reward of tiny.yaml is
+export PYTHONPATH="$GRPO_MEGA_ROOT${PYTHONPATH:+:$PYTHONPATH}" # the reward of tiny.yaml is in tools/
 source "$GRPO_MEGA_ROOT/slurm/job.sh"
 main "$@"
