@@ -1,7 +1,7 @@
-"""Answer a finished run's held-out prompts with transformers alone, from the exported checkpoint, and compare.
+"""Answer a finished run's held-out prompts with transformers and the exported checkpoint, and compare with the run's answers.
 
-`python examples/answer_again.py RUN_DIR [--prompts 64]` exits 1 unless the greedy answers are the run's own, token by token:
-the checkpoint that the trainer wrote is then the policy that it trained.
+`python examples/answer_again.py RUN_DIR [--prompts 64]` exits with 1 unless all greedy answers have the same tokens. If they
+do, the exported checkpoint is the policy that the run trained.
 """
 
 import argparse
@@ -9,7 +9,8 @@ import json
 import os
 import sys
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that spin are ten times slower on a busy machine
+# Must be set before torch is imported: threads that spin are ten times slower on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

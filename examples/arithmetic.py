@@ -1,13 +1,13 @@
 """Make the quickstart's start model and data: `python examples/arithmetic.py OUT --seed N [--moe]`.
 
 Output: OUT/model (a Hugging Face Qwen2 or, with --moe, Qwen3-MoE checkpoint in fp32 with its tokenizer), OUT/train.jsonl and
-OUT/heldout.jsonl with {"prompt": "34+7+9+8=?", "answer": "58"}; no held-out prompt is ever trained on. A response adds
-one term per line inside <think> and ends in <answer>.
-The supervised demonstrations are sloppy on purpose, as real pre-training text is: their writer often forgets to carry
-when it adds a large digit (CARRY_DROPPED) and sometimes leaves the answer's tags out (TAGS_MISSING). So the model
-samples right sums as well as wrong ones, its greedy answer is right about half the time, and what it must learn from
-the rewards is to carry. The last line printed is the greedy held-out score: right and well-formed.
-Invariant: one seed and one thread count give one output.
+OUT/heldout.jsonl with {"prompt": "34+7+9+8=?", "answer": "58"}. No held-out prompt is used in training. A response adds one
+term per line inside <think> and ends with <answer>.
+
+The SFT data is noisy on purpose: it often drops the carry of a large digit (CARRY_DROPPED) and sometimes leaves out the tags of
+the answer (TAGS_MISSING). So the model samples both right and wrong sums, and its greedy answer is right about half the time.
+GRPO teaches it to carry. The last line printed is the greedy held-out score: the share of right and well-formed answers.
+The output is deterministic for a given seed and thread count.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that spin are ten times slower on a busy machine
+# Must be set before torch is imported: threads that spin are ten times slower on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -57,11 +58,11 @@ TOKENIZER_SETTINGS = {
 }
 
 NUM_TERMS = 4
-FIRST_TERM = range(10, 70)  # with three more digits every running sum keeps two digits
+FIRST_TERM = range(10, 70)  # every running sum has two digits, because the three added digits sum to at most 27
 NUM_TRAIN = 8192
 NUM_HELDOUT = 256
 
-# Probability that a demonstration forgets the carry, by the digit added; above 0.5 the greedy sum is wrong.
+# Probability that a demonstration drops the carry, keyed by the digit added. Above 0.5 the greedy sum is wrong.
 CARRY_DROPPED = {5: 0.1, 6: 0.2, 7: 0.3, 8: 0.7, 9: 0.8}
 TAGS_MISSING = 0.15
 
@@ -80,7 +81,7 @@ WELL_FORMED = re.compile(r"<think>((?!</?think>|</?answer>).)*</think>\n?<answer
 
 @dataclass(frozen=True)
 class Problem:
-    """Return terms to add, the first of two digits and the others of one."""
+    """A sum of terms. The first term has two digits, the others have one."""
 
     terms: tuple[int, ...]
 
@@ -98,12 +99,12 @@ def main() -> None:
     parser.add_argument("out", type=user_path, help="folder to write model/, train.jsonl and heldout.jsonl to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of PyTorch")
-    parser.add_argument("--moe", action="store_true", help="make a model with 8 experts per layer, of which a token takes 2")
+    parser.add_argument("--moe", action="store_true", help="make an MoE model with 8 experts per layer and 2 per token")
     options = parser.parse_args()
     started = time.monotonic()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    disable_progress_bar()  # Hugging Face's own, drawn for each file it writes
+    disable_progress_bar()  # Hugging Face draws a bar for each file it writes
     rng = random.Random(options.seed)
 
     train, heldout = make_problems(rng)
@@ -116,7 +117,7 @@ def main() -> None:
 
 
 def make_problems(rng: random.Random) -> tuple[list[Problem], list[Problem]]:
-    """Return distinct problems, as (train, held-out)."""
+    """Return distinct problems: (train, held-out)."""
     problems: dict[Problem, None] = {}
     while len(problems) < NUM_TRAIN + NUM_HELDOUT:
         digits = (rng.randint(2, 9) for _ in range(NUM_TERMS - 1))
@@ -126,7 +127,7 @@ def make_problems(rng: random.Random) -> tuple[list[Problem], list[Problem]]:
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> str:
-    """Write a response as a sloppy writer does."""
+    """Return a response with the errors of CARRY_DROPPED and TAGS_MISSING."""
     total, lines = problem.terms[0], []
     for term in problem.terms[1:]:
         carries = total % 10 + term >= 10
@@ -144,10 +145,10 @@ def is_right_and_well_formed(response: str, problem: Problem) -> bool:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """Make a tokenizer with one token per character and one per tag; the tags are ordinary tokens, so that decoding keeps them.
+    """Make a tokenizer with one token per character and one per tag. Decoding keeps the tags, because they are ordinary tokens.
 
-    AutoTokenizer gives every Qwen2 checkpoint a Qwen2Tokenizer, whatever it was saved as: so this is one, byte-level
-    BPE without merges. Characters outside CHARACTERS are dropped.
+    The tokenizer is byte-level BPE without merges. It must be a Qwen2Tokenizer, because AutoTokenizer loads one for every Qwen2
+    checkpoint. Characters outside of CHARACTERS are dropped.
     """
     names = SPECIAL_TOKENS + TAGS + CHARACTERS
     tokenizer = Qwen2Tokenizer(vocab={name: i for i, name in enumerate(names)}, merges=[], **TOKENIZER_SETTINGS)
@@ -157,7 +158,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 
 def make_model(tokenizer: Qwen2Tokenizer, *, has_experts: bool = False) -> PreTrainedModel:
-    """Make a model with even numbers of heads, layers, FFN, experts and vocabulary, which two ranks can share."""
+    """Make a model that two ranks can share: heads, layers, FFN, experts and vocabulary are even numbers."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 16, "norm_topk_prob": True}
     config = (Qwen3MoeConfig if has_experts else Qwen2Config)(
         vocab_size=len(tokenizer),
@@ -192,9 +193,9 @@ def train_supervised(
     max_tokens: int = MAX_RESPONSE_TOKENS,
     is_right: Callable[[str, Problem], bool] = is_right_and_well_formed,
 ) -> int:
-    """Train by AdamW on demonstrations until the greedy score on some training prompts reaches the target; return the steps.
+    """Train with AdamW on demonstrations until the greedy score on some training prompts reaches the target. Return the steps.
 
-    Then the learning rate goes to 0 in COOLDOWN_STEPS, which brings the sampled shares close to the demonstrations'.
+    Then the learning rate decays to 0 over COOLDOWN_STEPS, so the model's error rates approach the rates in the demonstrations.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
     columns = (TextColumn("supervised"), BarColumn(), TextColumn("{task.fields[status]}"), TimeElapsedColumn())
@@ -253,7 +254,7 @@ def greedy_score(
     max_tokens: int = MAX_RESPONSE_TOKENS,
     is_right: Callable[[str, Problem], bool] = is_right_and_well_formed,
 ) -> float:
-    """Return the share of problems with a greedy response that is right."""
+    """Return the share of problems whose greedy response is right."""
     encoded = tokenizer(render_prompts(tokenizer, problems), padding=True, return_tensors="pt")
     output = model.generate(
         input_ids=encoded["input_ids"],

@@ -1,7 +1,7 @@
-"""The strict oracle of the quickstart's sums: a reward function that only watches.
+"""A strict oracle for the quickstart's sums, as a reward function with weight 0.
 
-With weight 0 it adds nothing to the reward. Its verdicts give the metric `reward/paid_but_wrong`: of the responses that another
-reward function calls correct, the share that is not right to the letter. If it rises, the policy has found a way to be paid for
+It adds nothing to the reward. Its verdicts are the source of the metric `reward/paid_but_wrong`: the share of wrong responses
+among the responses that another reward function calls correct. If the metric rises, the policy has found a way to be paid for
 wrong answers.
 """
 
@@ -14,7 +14,7 @@ TAGS = re.compile(r"</?(?:think|answer)>")
 
 
 def arithmetic_oracle(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
-    """Return 1 if nothing but the gold answer, and tags, follows the last "=" of the response; else 0."""
+    """Return 1 if only the gold answer and tags follow the last "=" of the response, otherwise 0."""
     words = TAGS.sub(" ", response.rpartition("=")[2]).split()
     is_right = bool(words) and set(words) == {answer}
     return Score(float(is_right), "oracle_right" if is_right else "oracle_wrong")

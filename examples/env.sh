@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# Sourced by tests/run.sh and examples/quickstart.sh. `ensure_env [EXTRA ...]` makes or reuses .venv at the repository's root
-# with the project and the named extras of pyproject.toml installed, and sets VENV_PYTHON. A second call installs nothing:
-# .venv/.installed holds a checksum and the extras. PYTHON names the interpreter to make .venv with. CONSTRAINTS names the file of
-# pinned versions; CONSTRAINTS=/dev/null installs the newest ones that pyproject.toml allows.
+# tests/run.sh and examples/quickstart.sh source this file. `ensure_env [EXTRA ...]` makes or reuses .venv at the repository's
+# root, installs the project with the named extras of pyproject.toml, and sets VENV_PYTHON. A second call installs nothing, because
+# .venv/.installed stores a checksum and the extras. PYTHON is the interpreter that makes .venv. CONSTRAINTS is the file of
+# pinned versions; CONSTRAINTS=/dev/null installs the newest versions that pyproject.toml allows.
 
-# Threads of PyTorch that spin while they wait make small models ten times slower on a busy machine.
+# PyTorch threads that spin while they wait make small models ten times slower on a busy machine.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -32,9 +32,9 @@ ensure_env() {
     echo "$checksum ${extras//,/ }" > "$stamp"
 }
 
-# `ensure_sglang`, after ensure_env: by tools/install_gpu.sh where the machine has an NVIDIA GPU. Elsewhere the same version of SGLang
-# without its own dependencies, most of which want CUDA, and with those of requirements-cpu.txt, whose checksum is in
-# .venv/.installed-sglang.
+# `ensure_sglang` installs SGLang. Call ensure_env first. On a machine with an NVIDIA GPU it runs tools/install_gpu.sh. Without a GPU
+# it installs the same version without SGLang's dependencies, because most of them need CUDA, and installs requirements-cpu.txt
+# instead. .venv/.installed-sglang stores the checksum of that file.
 ensure_sglang() {
     if nvidia-smi > /dev/null 2>&1; then
         grep -qw gpu "$ROOT/.venv/.installed" || "$ROOT/tools/install_gpu.sh"
@@ -46,15 +46,15 @@ ensure_sglang() {
     wanted="$version $(cksum < "$list")"
     [[ -f "$stamp" && "$(< "$stamp")" == "$wanted" ]] && return
     echo "installing $version for the CPU into .venv, 2 GB; the first time takes some minutes" >&2
-    # In this order pip does not complain of the dependencies that are left out.
+    # In this order pip does not complain about missing dependencies.
     "${PIP_INSTALL[@]}" --no-warn-conflicts --requirement "$list" &&
         "${PIP_INSTALL[@]}" --no-deps "$version" ||
         _fail "pip could not install SGLang; see its message above"
     echo "$wanted" > "$stamp"
 }
 
-# `ensure_te VERSION ...`, after ensure_env: the wheel of each version of Transformer Engine alone, in .venv-te/VERSION, for the
-# tests that run its Python on emulated kernels. It is on no other path. Where it cannot be had those tests are skipped.
+# `ensure_te VERSION ...` installs the wheel of each Transformer Engine version, without dependencies, into .venv-te/VERSION. Call
+# ensure_env first. Only the tests that run its Python code on emulated kernels import it. They are skipped if the install fails.
 ensure_te() {
     local version folder
     for version in "$@"; do
@@ -91,7 +91,7 @@ _is_recent() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null
 }
 
-# Whether every word after the first argument is one of the words in it.
+# _all_within WORDS WORD ...: succeed if every WORD is one of the words in WORDS.
 _all_within() {
     local words=" $1 " word
     shift

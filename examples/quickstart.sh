@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Train a small arithmetic model with GRPO on this machine, from nothing but Python and pip:
+# Train a small arithmetic model with GRPO on this machine. Needs only Python and pip:
 #   examples/quickstart.sh [--out DIR] [--seed N] [--layout tp=2] [--engine embedded|sglang] [--moe] [--short]
-# It makes .venv and a Hugging Face checkpoint that is right about half the time, and trains that on two processes with real
-# Megatron-core; evaluates held-out prompts before and after; leaves a Hugging Face checkpoint and curves.png in DIR.
-# --layout takes tp, pp, dp and ep, for example pp=2 or tp=2,dp=2. --moe: a model with experts, half of them on each process, and
-# routing replay. --short: 4 steps of GRPO and 64 held-out prompts, to see that all works.
+# It makes .venv and a Hugging Face checkpoint that answers about half of the prompts correctly, and trains the checkpoint on two
+# processes with real Megatron-core. It evaluates held-out prompts before and after, and writes a Hugging Face checkpoint and
+# curves.png to DIR. --layout takes tp, pp, dp and ep, for example pp=2 or tp=2,dp=2. --moe trains an MoE model with half of the
+# experts on each process and with routing replay. --short is a quick check: 4 steps of GRPO and 64 held-out prompts.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"

@@ -1,8 +1,8 @@
 """Make a model folder without weights: `python examples/tiny_random_model.py OUT`.
 
-Output: OUT/config.json of a Qwen2 with 2 layers and hidden 64, for model.init=random, and a tokenizer with one token a byte,
-so that it takes any text, and a chat template. Nothing is downloaded or trained. The layers, heads and vocabulary divide by 2,
-as tp=2 and pp=2 want.
+Output: OUT/config.json of a Qwen2 with 2 layers and hidden size 64, for model.init=random; a tokenizer with one token per byte,
+so it accepts any text; a chat template. Nothing is downloaded or trained. Layers, heads and vocabulary are divisible by 2,
+as tp=2 and pp=2 need.
 """
 
 import argparse
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + '<end>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
-VOCAB_SIZE = 304  # the tokens in use, rounded up as real models do
+VOCAB_SIZE = 304  # number of tokens, rounded up
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(out, save_jinja_files=False)
     make_config(tokenizer).save_pretrained(out)
-    print(f"{len(tokenizer)} tokens, one a byte; see {out}")
+    print(f"{len(tokenizer)} tokens, one per byte; see {out}")
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
@@ -49,7 +49,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 
 def make_config(tokenizer: Qwen2Tokenizer) -> Qwen2Config:
-    """Let either <eos> or <end> end a response."""
+    """Return the model's config. Both <eos> and <end> end a response."""
     return Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,

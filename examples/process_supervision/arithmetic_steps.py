@@ -1,14 +1,14 @@
-"""The reward of a response's steps by their arithmetic: 1 for a step whose equations all hold, 0 for one where one does not.
+"""A reward for each step of a response by its arithmetic: 1 if all equations of the step hold, otherwise 0.
 
-A step without equations has no reward of its own. Verdicts: "steps_right", "steps_wrong" (one or more) and "no_steps" (no step
-has an equation). A config names this function `arithmetic_steps`; copy the file to write a reward of steps of your own.
+A step without equations has no reward. Verdicts: "steps_right", "steps_wrong" (at least one) and "no_steps" (no step has an
+equation). A config names this function `arithmetic_steps`. Copy the file to write your own reward of steps.
 
-The equations are those between numbers in running text: numbers (1,234, 0.5, .5, 50%), + - * / x × · ÷, brackets, \\frac,
-\\times, \\div, and chains of equals signs, through Markdown, LaTeX and units after the last number. They are computed exactly,
-in fractions; a decimal also equals a quotient that rounds to it. Anything that is not all numbers (2x + 3 = 7, 5 apples +
-3 apples = 8 apples, 2^3 = 8) is passed over: better no verdict than a wrong one. Time is linear in the text's length.
+An equation contains numbers (1,234, 0.5, .5, 50%), + - * / x × · ÷, brackets, \\frac, \\times, \\div, and equals signs.
+The parser reads through Markdown, LaTeX and a unit after the last number. It computes exactly, with fractions; a decimal also
+equals a quotient that rounds to it. It skips anything else (2x + 3 = 7, 5 apples + 3 apples = 8 apples, 2^3 = 8), because no
+verdict is better than a wrong one. Time is linear in the length of the text.
 """
-# ruff: noqa: RUF001 -- the signs that look like others are what is read
+# ruff: noqa: RUF001 -- the parser reads signs that look like other characters
 
 import re
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ from typing import Any
 from grpo_mega.rewards.api import Score, Step
 from grpo_mega.rewards.steps import splitter
 
-MAX_NUMBER = 30  # characters of a number that is worth arithmetic
-MAX_TOKENS = 200  # of an expression
-MAX_DEPTH = 20  # of its brackets
+MAX_NUMBER = 30  # characters; longer numbers are skipped
+MAX_TOKENS = 200  # longest expression
+MAX_DEPTH = 20  # deepest nesting of brackets
 
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
@@ -48,7 +48,7 @@ _TOKEN = re.compile(
     r"|(?P<open>[(\[])|(?P<close>[)\]])|(?P<percent>%)|(?P<word>[^\W\d_]+)|(?P<other>[^ \t\r\f\v\u00a0])"
 )
 _OPERATORS = str.maketrans("−–×⋅·∙÷", "--****/")
-# Beside a number these make it part of a larger expression.
+# Next to a number these words make it part of a larger expression.
 _ARITHMETIC_WORDS = re.compile(
     "[a-z]|of|times|plus|minus|over|by|per|than|mod|modulo|divided|multiplied|squared|cubed|percent|hundred|thousand|million"
     "|billion|dozen|half|thirds|quarters|sqrt|root|log|ln|exp|sin|cos|tan|max|min|gcd|lcm|abs|sum|product",
@@ -61,24 +61,24 @@ _MAX_UNIT_WORDS = 6
 class _Token:
     kind: str
     text: str
-    is_spaced: bool  # white space stands before it
+    is_spaced: bool  # True if white space comes before the token
 
 
 @dataclass(frozen=True)
 class _Expression:
-    """The values of an expression: more than one where a percent sign can be read in two ways, none if it is undefined."""
+    """An expression and its values: two if a percent sign can be read in two ways, none if the expression is undefined."""
 
     values: tuple[Fraction, ...]
     has_operator: bool
     has_division: bool
-    places: int  # after the point, if it is a single decimal; else 0
-    end: int  # the token after it
+    places: int  # decimal places if the expression is a single decimal, otherwise 0
+    end: int  # index of the next token
 
 
 def arithmetic_steps(
     prompt: str, response: str, answer: str, extras: dict[str, Any], *, step_splitter: str = "blank-lines"
 ) -> Score:
-    """Return rewards of the steps alone."""
+    """Return rewards for the steps and none for the whole response."""
     steps: list[Step] = []
     start = 0
     for end in splitter(step_splitter)(response):
@@ -92,7 +92,7 @@ def arithmetic_steps(
 
 
 def equations_hold(text: str) -> bool | None:
-    """Return whether every equation in `text` holds; None if it has none with an operation in it."""
+    """Return whether every equation in `text` holds; None if no equation contains an operation."""
     found = [verdict for chain in _chains(_tokens(text)) if (verdict := _holds(chain)) is not None]
     return all(found) if found else None
 
@@ -116,9 +116,9 @@ def _rounds_to(quotient: _Expression, rounded: _Expression) -> bool:
 
 
 def _chains(tokens: list[_Token]) -> Iterator[list[_Expression | None]]:
-    """Yield a = b = c as [a, b, c], with None for what is not a number or may be part of something larger."""
+    """Yield a = b = c as [a, b, c]. None stands for a part that is no number or may belong to a larger expression."""
     chain: list[_Expression | None] = []
-    start = 0  # of what belongs to the next equals sign
+    start = 0  # first token that may belong to the next equals sign
     for index in [i for i, token in enumerate(tokens) if token.kind == "equals"]:
         middle = chain[-1] if chain else None
         if middle is None or middle.end != index:
@@ -132,7 +132,7 @@ def _chains(tokens: list[_Token]) -> Iterator[list[_Expression | None]]:
 
 
 def _left_of(tokens: list[_Token], first: int, end: int) -> _Expression | None:
-    """Return the expression that ends at `end`, unless more belongs to it than can be read; look back to `first` only."""
+    """Return the expression that ends at `end` and starts at `first` or later; None if a part of it cannot be read."""
     start, depth = end, 0
     while start > first:
         kind = tokens[start - 1].kind
@@ -161,7 +161,7 @@ def _left_of(tokens: list[_Token], first: int, end: int) -> _Expression | None:
 
 
 def _right_of(tokens: list[_Token], start: int) -> _Expression | None:
-    """Return the longest expression from `start` on, unless what follows may belong to it."""
+    """Return the longest expression from `start` on; None if the tokens after it may belong to it."""
     expression = _parse(tokens, start)
     if expression is None:
         return None
@@ -201,7 +201,7 @@ def _tokens(text: str) -> list[_Token]:
 
 
 def _resolve(tokens: list[_Token]) -> Iterator[_Token]:
-    """Tell signs of arithmetic from Markdown's stars and from letters, and times of day from ratios; join lines at "="."""
+    """Decide which "*" and "x" are multiplications and which ":" may be a time or ratio. Join lines at "="."""
     last: _Token | None = None
     for index, token in enumerate(tokens):
         following = tokens[index + 1] if index + 1 < len(tokens) else None
@@ -227,11 +227,11 @@ class _Undefined(Exception):
 
 
 class _NotNumbers(Exception):
-    """No expression stands here, or one that is too large."""
+    """There is no expression at this position, or it is too large."""
 
 
 def _parse(tokens: list[_Token], start: int) -> _Expression | None:
-    """Return the longest expression of numbers that begins at `start`."""
+    """Return the longest expression of numbers that starts at `start`."""
     try:
         parser = _Parser(tokens, start, Fraction(1, 100))
         values = parser.values()
@@ -246,7 +246,7 @@ def _parse(tokens: list[_Token], start: int) -> _Expression | None:
 
 
 class _Parser:
-    """Sums of products of signed numbers and brackets, from left to right."""
+    """A parser of sums of products of signed numbers and brackets, from left to right."""
 
     def __init__(self, tokens: list[_Token], start: int, percent: Fraction) -> None:
         self._tokens = tokens
