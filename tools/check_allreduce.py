@@ -1,11 +1,12 @@
-"""Measures all-reduces within each node and between neighbours, and names nodes below a floor.
+"""Measure all-reduces within each node and between neighbours, and name the nodes below a floor.
 
-Run once on every node of a Slurm job, which tells it who and where it is: `srun --ntasks-per-node=1 python
-tools/check_allreduce.py --ranks 8 --node-floor 200 --network-floor 100`. Rates are bus bandwidths in GB/s, as nccl-tests gives
-them: 2 (n - 1) / n times the bytes of a rank, by the time. Between nodes, all ranks of two neighbours take part; nodes lie in a
-ring, and the one that both of its pairs are slow with is slow. Names go to --out, a line each; exit code 1 if it holds any, or
-if a rank fails. Where more than one node and more than a quarter of all are slow, the floor is to blame: the measured rates go
-to a file `floor` beside --out, and no name is written. With gloo on CPUs a floor of 0 asks only that it works at all.
+Run it once on every node of a Slurm job: `srun --ntasks-per-node=1 python tools/check_allreduce.py --ranks 8 --node-floor 200
+--network-floor 100`. It takes the node's place in the job from Slurm's variables. Rates are bus bandwidths in GB/s, defined as
+in nccl-tests: 2 (n - 1) / n times the bytes per rank, divided by the time. The nodes form a ring, and all ranks of two
+neighbours take part in a measurement. A node is slow if both of its pairs are slow. --out gets the names of slow nodes, one per
+line. The exit code is 1 if any node is slow or a rank fails. If more than one node and more than a quarter of all nodes are
+slow, the floor is wrong: the measured rates go to a file `floor` in the folder of --out, and no name is written. With gloo on
+CPUs use a floor of 0, to check only that all-reduces work.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from grpo_mega import console
 from grpo_mega.hardware.environment import library_environment
 from grpo_mega.paths import user_path
 
-SECONDS = 120  # for any one collective
+SECONDS = 120  # timeout of a collective
 MIB = {"cuda": 256, "cpu": 1}
 REPEATS = {"cuda": 20, "cpu": 2}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, required=True, help="on a node")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks per node")
     parser.add_argument("--node-floor", type=float, default=0.0, help="GB/s")
     parser.add_argument("--network-floor", type=float, default=0.0, help="GB/s")
-    parser.add_argument("--out", type=user_path, help="file that gets the names of slow nodes")
+    parser.add_argument("--out", type=user_path, help="file for the names of slow nodes")
     options = parser.parse_args()
     floor = None if options.out is None else options.out.with_name("floor")
     if "RANK" not in os.environ:
@@ -73,13 +74,13 @@ def start_ranks(num_ranks: int) -> int:
 
 
 def measure(ranks_per_node: int) -> tuple[list[float], list[float]]:
-    """GB/s within each node, and between node i and i + 1 of the ring."""
+    """Return the rates in GB/s within each node, and between nodes i and i + 1 of the ring."""
     os.environ.update(library_environment(os.environ))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    # Both, as in training, which uses gloo across nodes before anything else.
+    # Training uses both backends, and gloo across nodes before anything else.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=SECONDS))
     dist.all_reduce(torch.ones(1))
     num_nodes = dist.get_world_size() // ranks_per_node
@@ -87,7 +88,7 @@ def measure(ranks_per_node: int) -> tuple[list[float], list[float]]:
     within = timed([[node] for node in range(num_nodes)], ranks_per_node, values)
     num_pairs = num_nodes if num_nodes > 2 else num_nodes - 1
     between = [0.0] * num_pairs
-    # A node is in one pair at a time; an odd ring needs a third turn for the pair that closes it.
+    # A node is in one pair per turn. An odd ring needs a third turn for the last pair.
     is_odd_ring = num_nodes % 2 == 1 and num_nodes > 2
     turns = [
         range(0, num_pairs - is_odd_ring, 2),
@@ -103,7 +104,7 @@ def measure(ranks_per_node: int) -> tuple[list[float], list[float]]:
 
 
 def timed(groups: list[list[int]], ranks_per_node: int, values: torch.Tensor) -> list[float]:
-    """GB/s of an all-reduce in each group of nodes, all groups at once. All ranks call it."""
+    """Return the rate in GB/s of an all-reduce in each group of nodes, all groups at once. Collective over all ranks."""
     rank = dist.get_rank()
     mine, rate = -1, 0.0
     handles = [dist.new_group([node * ranks_per_node + i for node in nodes for i in range(ranks_per_node)]) for nodes in groups]
@@ -112,7 +113,7 @@ def timed(groups: list[list[int]], ranks_per_node: int, values: torch.Tensor) ->
             mine = number
     if mine >= 0:
         repeats = REPEATS[values.device.type]
-        dist.all_reduce(values, group=handles[mine])  # connections are made here
+        dist.all_reduce(values, group=handles[mine])  # the first call opens the connections
         synchronize(values)
         began = time.perf_counter()
         for _ in range(repeats):
@@ -132,7 +133,7 @@ def synchronize(values: torch.Tensor) -> None:
 
 
 def slow_nodes(within: list[float], between: list[float], node_floor: float, network_floor: float) -> dict[int, str]:
-    """By number of the node, what is wrong with it."""
+    """Return the reason for each slow node, keyed by node number."""
     slow = {
         node: f"all-reduce within the node runs at {rate:.1f} GB/s, below {node_floor:g}"
         for node, rate in enumerate(within)
@@ -148,7 +149,7 @@ def slow_nodes(within: list[float], between: list[float], node_floor: float, net
 
 
 def is_floor_to_blame(num_slow: int, num_nodes: int) -> bool:
-    """Return True if more than one node and more than a quarter are slow: without them, the next start would find others."""
+    """Return True if more than one node and more than a quarter are slow. Then other nodes would probably be slow too."""
     return num_slow > max(1, num_nodes / 4)
 
 
@@ -160,7 +161,7 @@ def blame(within: list[float], between: list[float], num_slow: int, node_floor: 
     ]
     return (
         f"{num_slow} of {len(within)} nodes are below the floor, so no node is to blame: all-reduce {', '.join(rates)}; "
-        "set ALLREDUCE_FLOOR_GBPS and NETWORK_FLOOR_GBPS to what this network reaches, or repair it"
+        "set ALLREDUCE_FLOOR_GBPS and NETWORK_FLOOR_GBPS to rates that this network reaches, or repair it"
     )
 
 

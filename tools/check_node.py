@@ -1,11 +1,11 @@
-"""Looks whether this node is fit for training: `python tools/check_node.py --expect-gpus 8 [--disks "/scratch:500 /tmp:64"]`.
+"""Check that this node is fit for training: `python tools/check_node.py --expect-gpus 8 [--disks "/scratch:500 /tmp:64"]`.
 
-Checks the number of GPUs and what each says of itself (uncorrected memory errors, rows to be remapped, slowed-down clocks,
-memory that someone else holds), that the driver is new enough for the CUDA of the installed torch, that all NVLinks are up, and
-free disk space; with --nvcc also that the compiler is there which SGLang needs when it starts. Prints one line that names the
-node and what is wrong, and exits with 1, or a line with its versions. With `--out FOLDER` both also go to FOLDER/NODE.json, and
-`--compare FOLDER NODE ...` then prints the nodes that failed, did not answer, or differ from the others in versions. Imports
-nothing but Python's own, so that it also runs where the environment is broken.
+Checks the number of GPUs, each GPU's state (uncorrected memory errors, rows to be remapped, throttled clocks, memory in use by
+others), that the driver supports the CUDA version of the installed torch, that all NVLinks are up, and free disk space. With
+--nvcc it also checks that nvcc is installed, because SGLang needs it at startup. On a fit node it prints a line with versions;
+otherwise it prints one line with the node and its problems, and exits with 1. `--out FOLDER` also writes FOLDER/NODE.json. Then
+`--compare FOLDER NODE ...` prints the nodes that failed, did not answer, or have other versions than most nodes. This file
+imports only the standard library, so it runs even if the environment is broken.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang")
-FIELDS = (  # of nvidia-smi --query-gpu
+FIELDS = (  # arguments of nvidia-smi --query-gpu
     "index",
     "name",
     "driver_version",
@@ -35,20 +35,24 @@ FIELDS = (  # of nvidia-smi --query-gpu
     "memory.used",
 )
 ROW_FIELDS = ("gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")
-DRIVERS = {11: 450, 12: 525, 13: 580}  # the oldest driver branch that runs any release of a major version of CUDA
-MEMORY_IN_USE_MIB = 4096  # a driver without users takes some hundred
+DRIVERS = {11: 450, 12: 525, 13: 580}  # oldest driver branch that runs all releases of a CUDA major version
+MEMORY_IN_USE_MIB = 4096  # an idle GPU has a few hundred in use
 SECONDS_FOR_NVIDIA_SMI = 60
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--expect-gpus", type=int, default=0, help="0: no GPU is looked at")
+    parser.add_argument("--expect-gpus", type=int, default=0, help="0: check no GPU")
     parser.add_argument(
-        "--disks", default="", help='least free GB by path, "PATH:GB PATH:GB"; %%n in a path is the node\'s name'
+        "--disks", default="", help='minimum free GB by path, "PATH:GB PATH:GB"; %%n in a path is the node\'s name'
     )
-    parser.add_argument("--nvcc", action="store_true", help="SGLang will run: it compiles its rotary kernel when it starts")
+    parser.add_argument(
+        "--nvcc", action="store_true", help="require nvcc, because SGLang compiles its rotary kernel at startup"
+    )
     parser.add_argument("--out", type=user_path, help="folder for NODE.json")
-    parser.add_argument("--compare", nargs="+", metavar=("FOLDER", "NODE"), help="what the nodes have left in the folder")
+    parser.add_argument(
+        "--compare", nargs="+", metavar=("FOLDER", "NODE"), help="compare the files of these nodes in the folder"
+    )
     options = parser.parse_args()
     if options.compare:
         folder, *nodes = options.compare
@@ -65,12 +69,12 @@ def main() -> int:
 
 
 def user_path(text: str) -> Path:
-    """As grpo_mega.paths has it."""
+    """Expand ~, as grpo_mega.paths.user_path does."""
     return Path(os.path.expanduser(text))
 
 
 def compare(folder: Path, nodes: list[str]) -> int:
-    """Prints the bad ones, a line each, and why on stderr; returns 1 if there are any."""
+    """Print the bad nodes, one per line, and the reasons on stderr. Return 1 if there are any."""
     reports = {}
     bad = {}
     for node in nodes:
@@ -92,7 +96,7 @@ def compare(folder: Path, nodes: list[str]) -> int:
 
 
 def usual_fingerprint(fingerprints: list[dict[str, str]]) -> dict[str, str]:
-    """Return the most frequent value of each name; of two as frequent, the first node's."""
+    """Return the most frequent value of each name; of equally frequent values the first one."""
     names = {name for fingerprint in fingerprints for name in fingerprint}
     return {name: collections.Counter(f.get(name, "none") for f in fingerprints).most_common(1)[0][0] for name in names}
 
@@ -119,7 +123,7 @@ def check(num_gpus: int, disks: str, *, needs_nvcc: bool = False) -> tuple[list[
 
 
 def parse_csv(text: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
-    """The rows of `nvidia-smi --query-... --format=csv,noheader,nounits`."""
+    """Return the rows that `nvidia-smi --query-... --format=csv,noheader,nounits` printed."""
     lines = [line for line in text.splitlines() if line.count(",") == len(fields) - 1]
     return [dict(zip(fields, (value.strip() for value in line.split(",")), strict=True)) for line in lines]
 
@@ -144,7 +148,7 @@ def gpu_problems(gpus: list[dict[str, str]], num_expected: int) -> list[str]:
 
 
 def driver_problems(gpus: list[dict[str, str]], cuda: str | None) -> list[str]:
-    """Compare the driver with what torch's CUDA needs; an older one fails only when the first kernel starts."""
+    """Check that the driver supports torch's CUDA version. A driver that is too old fails only when the first kernel starts."""
     needed = DRIVERS.get(number(cuda.partition(".")[0])) if cuda else None
     driver = gpus[0]["driver_version"] if gpus else ""
     if needed is None or number(driver.partition(".")[0]) >= needed:
@@ -153,7 +157,7 @@ def driver_problems(gpus: list[dict[str, str]], cuda: str | None) -> list[str]:
 
 
 def torch_cuda() -> str | None:
-    """Return the CUDA of the installed torch, from its files; None without torch, or for a build without CUDA."""
+    """Return the CUDA version of the installed torch without importing it; None without torch or CUDA."""
     try:
         text = Path(str(distribution("torch").locate_file("torch/version.py"))).read_text(encoding="utf-8")
     except (PackageNotFoundError, OSError):
@@ -163,7 +167,7 @@ def torch_cuda() -> str | None:
 
 
 def compiler_problems() -> list[str]:
-    """Look for nvcc where SGLang does: CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda."""
+    """Check that nvcc is in one of the places where SGLang looks for it: CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     places = f"{home}/bin" if home else f"{os.environ.get('PATH', '')}{os.pathsep}/usr/local/cuda/bin"
     if shutil.which("nvcc", path=places):
@@ -172,7 +176,7 @@ def compiler_problems() -> list[str]:
 
 
 def row_problems(rows: list[dict[str, str]]) -> list[str]:
-    """A GPU with rows to be remapped needs a reset, one that could not remap any needs a replacement."""
+    """Report GPUs with memory rows to be remapped (they need a reset) or with failed remaps (they must be replaced)."""
     problems = []
     for row in rows:
         if row["remapped_rows.pending"] in ("1", "Yes"):
@@ -183,7 +187,7 @@ def row_problems(rows: list[dict[str, str]]) -> list[str]:
 
 
 def parse_links(text: str) -> dict[int, list[str]]:
-    """By GPU, the rate of each link as `nvidia-smi nvlink -s` prints it."""
+    """Return the rate of each link by GPU, as `nvidia-smi nvlink -s` prints it."""
     links: dict[int, list[str]] = {}
     gpu = -1
     for line in text.splitlines():
@@ -196,7 +200,7 @@ def parse_links(text: str) -> dict[int, list[str]]:
 
 
 def link_problems(links: dict[int, list[str]], num_gpus: int) -> list[str]:
-    """A single GPU needs no link."""
+    """Report links that are down or missing. A single GPU needs no link."""
     if num_gpus == 1:
         return []
     problems = []
@@ -229,7 +233,7 @@ def disk_problems(disks: str) -> list[str]:
 
 
 def number(text: str) -> int:
-    """0 for what a GPU does not tell ("[N/A]")."""
+    """Return the number; 0 for a value that a GPU does not report ("[N/A]")."""
     return int(text) if text.isdecimal() else 0
 
 

@@ -1,7 +1,7 @@
 """`convert_hf_to_mcore.py --dry`: list every tensor that each rank of a layout would hold, its sources and its slices.
 
-Needs config.json alone, neither weights nor torch. A line is one tensor at one place of the layout; lines of layers and experts
-that are alike are made from one template, so that a model with tens of thousands of experts takes a moment.
+Needs only config.json, neither weights nor torch. Each line is one tensor at one place of the layout. Equal layers and experts
+share a template, so a model with tens of thousands of experts takes only a moment.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _AXES = ("tp", "pp", "vpp", "dp", "ep")
 class Counts:
     tensors: int = 0
     slices: int = 0
-    parameters: int = 0  # of the model
-    largest: int = 0  # elements of the place that holds most
+    parameters: int = 0  # parameters of the whole model
+    largest: int = 0  # elements of the rank that holds the most
 
 
 def dry_run(config_folder: Path, layout_text: str) -> None:
@@ -61,7 +61,7 @@ def parse_layout(text: str) -> MegatronLayout:
 
 
 def lines(family: Family, shape: ModelShape, layout: MegatronLayout, counts: Counts) -> Iterator[str]:
-    """Yield a line per tensor, and count in `counts`. Raise ConfigError unless the model can be cut so."""
+    """Yield a line per tensor, and count in `counts`. Raise ConfigError if the layout cannot shard the model."""
     raise_first(megatron_layout_problems(shape, layout))
     counts.parameters = sum(prod(size) for size in family.hf_tensors(shape).values())
     seen = set()
@@ -91,7 +91,7 @@ def _filled(block: Block, templates: list[str]) -> Iterator[str]:
 
 
 def _line(label: str, local: str, tensor: LocalTensor) -> str:
-    """Return the line of a tensor; the numbers in names are the model's, on both sides."""
+    """Return the line of a tensor. Layer and expert numbers in names are global, in Megatron's names too."""
     chunk, _, name = local.partition(".")
     sources = "; ".join(_source(piece) for piece in tensor.pieces) or "padding"
     return f"{label}{chunk} {name} {list(tensor.shape)} <- {sources}"

@@ -1,12 +1,12 @@
 """Convert a Hugging Face folder to a Megatron distributed checkpoint that loads in any layout.
 
-`python tools/convert_hf_to_mcore.py HF_DIR OUT [--dtype bfloat16] [--workers 2]`: HF_DIR has safetensors, sharded or not,
-pytorch_model.bin, or FP8 with block scales, which is dequantised. The tool reads and writes in blocks, so that memory does not
-depend on the model's size. Everything is read back and compared before OUT appears; after an interruption, the same command
-continues. OUT has the folder's config and tokenizer too, and is a model.path for training.
+`python tools/convert_hf_to_mcore.py HF_DIR OUT [--dtype bfloat16] [--workers 2]`: HF_DIR has safetensors (sharded or not) or
+pytorch_model.bin. FP8 weights with block scales are dequantized. The tool reads and writes in blocks, so its memory does not
+depend on the model's size. It reads back and compares everything before OUT appears. After an interruption, the same command
+continues. OUT also has the folder's config and tokenizer, and can be the model.path of a run.
 
-`--dry --layout tp=4,pp=4 [HF_DIR | --config config.json]` lists instead every tensor of every rank, its sources and slices.
-Exit code 2, with one line that names the reason, for a folder that cannot be converted.
+`--dry --layout tp=4,pp=4 [HF_DIR | --config config.json]` only lists every tensor of every rank, its sources and slices.
+If the folder cannot be converted, the tool prints the reason in one line and exits with 2.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("hf_dir", type=Path, nargs="?", metavar="HF_DIR")
     parser.add_argument("out", type=Path, nargs="?", metavar="OUT")
     parser.add_argument("--dtype", help="cast all weights to float32, bfloat16 or float16; default: each keeps its own")
-    parser.add_argument("--workers", type=count, default=2, help="tensors at once")
+    parser.add_argument("--workers", type=count, default=2, help="tensors to convert at once")
     parser.add_argument("--dry", action="store_true", help="list what each rank of --layout would hold; needs no weights")
     parser.add_argument("--layout", default="tp=1", help="with --dry, for example tp=4,pp=4,ep=2")
     parser.add_argument("--config", type=Path, help="with --dry: a config.json instead of HF_DIR")

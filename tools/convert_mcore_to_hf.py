@@ -1,10 +1,10 @@
 """Convert a Megatron distributed checkpoint, saved in any layout, to a Hugging Face folder.
 
 `python tools/convert_mcore_to_hf.py CKPT OUT [--max-shard-size 5GB] [--dtype D] [--workers 2] [--config HF_DIR]`: CKPT is an
-output of convert_hf_to_mcore.py, a run's folder or one of its checkpoints, or any folder with Megatron's .metadata; optimizer
-state is skipped. The CRC32 that torch.save keeps of every saved piece is checked first. Config, generation config and tokenizer
-come from beside the checkpoint, from the run's model.path, or from --config. Streams, resumes and verifies as
-convert_hf_to_mcore.py does. Exit code 2, with one line that names the reason, for a checkpoint that cannot be converted.
+output of convert_hf_to_mcore.py, a run's folder or one of its checkpoints, or any folder with Megatron's .metadata. Optimizer
+state is skipped. The tool first checks the CRC32 that torch.save stores for every saved piece. Config, generation config and
+tokenizer come from the checkpoint's folder, from the run's model.path, or from --config. The tool streams, resumes and verifies
+like convert_hf_to_mcore.py. If CKPT cannot be converted, it prints the reason in one line and exits with 2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--max-shard-size", default="5GB")
     parser.add_argument("--dtype", help="cast all weights to float32, bfloat16 or float16; default: each keeps its own")
-    parser.add_argument("--workers", type=count, default=2, help="tensors at once")
+    parser.add_argument("--workers", type=count, default=2, help="tensors to convert at once")
     parser.add_argument("--config", type=Path, help="folder with config.json and tokenizer")
     return parser.parse_args(arguments)
 

@@ -1,4 +1,4 @@
-"""Arguments of the conversion tools, their reports, and errors as one line with exit code 2."""
+"""Parse arguments of the conversion tools, print their reports, and print errors as one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, doc: str | None) -> None:
         console.install()
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self.register("type", Path, user_path)  # in every argument of type=Path ~ is the home
+        self.register("type", Path, user_path)  # arguments with type=Path expand ~
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{message}; see --help\n")
 
 
 def run(act: Callable[[], int]) -> int:
-    """Return `act`'s exit code; 2 after an error that the user can solve, 130 when interrupted."""
+    """Call `act` and return its exit code; return 2 after an error that the user can fix, 130 if interrupted."""
     try:
         return act()
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it was", file=sys.stderr)
+        print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130
 
 
 def count(text: str) -> int:
-    """Read an argument that is a whole number above 0."""
+    """Parse an argument that must be a whole number above 0."""
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
     return int(text)
 
 
 def num_bytes(text: str) -> int:
-    """Read a size as "5GB" or "500MiB". Raise ConfigError."""
+    """Parse a size such as "5GB" or "500MiB". Raise ConfigError."""
     number = text.rstrip("KMGiIBb ")
     unit = text[len(number) :].strip().upper()
     if unit not in _UNITS or not number.replace(".", "", 1).isdigit() or float(number) * _UNITS[unit] < 1:
-        raise ConfigError(f"--max-shard-size={text}: must be a size as 5GB or 500MiB")
+        raise ConfigError(f"--max-shard-size={text}: must be a size such as 5GB or 500MiB")
     return int(float(number) * _UNITS[unit])
 
 
 def print_report(report: Any, out: Any) -> None:
-    """Print the result of a conversion, and warn of tensors with NaN or infinity by name."""
+    """Print the result of a conversion. Warn about tensors with NaN or infinity by name."""
     written = report.num_bytes - report.resumed_bytes
     speed = written / max(report.write_seconds, 1e-9) / 1e6
-    resumed = f" ({report.resumed_bytes / 1e9:.3f} GB were there from an earlier start)" if report.resumed_bytes else ""
+    resumed = f" ({report.resumed_bytes / 1e9:.3f} GB written by an earlier start)" if report.resumed_bytes else ""
     print(f"{out}: {report.num_tensors} tensors, {report.num_bytes / 1e9:.3f} GB{resumed}")
     print(
         f"written in {report.write_seconds:.1f} s ({speed:.0f} MB/s); read back and verified in {report.verify_seconds:.1f} s"

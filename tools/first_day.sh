@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# tools/first_day.sh MODEL [--data DATA] [--out FOLDER]: all that a machine with new GPUs can tell, in about an hour.
-# tools/first_day.sh --cpu [--out FOLDER]: the same script at tiny sizes on emulated kernels, in minutes; its figures mean nothing.
+# tools/first_day.sh MODEL [--data DATA] [--out FOLDER]: test a machine with new GPUs, in about an hour.
+# tools/first_day.sh --cpu [--out FOLDER]: try this script at tiny sizes on emulated kernels, in minutes; its figures mean nothing.
 #
-# Checks the installation and the links, runs tests/gpu and tools/benchmarks/gpu, and trains MODEL, the folder of an instruct model
-# of 0.5B to 2B parameters, for 20 steps in FP8 with SGLang on the same GPUs. FOLDER/report.md has every figure beside its target;
-# attach the folder to an issue. A step that fails does not stop the others; the exit code is 1 if any did.
+# The script checks the installation and the links, runs tests/gpu and tools/benchmarks/gpu, and trains MODEL for 20 steps in FP8
+# with SGLang on the same GPUs. MODEL is the folder of an instruct model of 0.5B to 2B parameters. FOLDER/report.md lists every
+# figure with its target; attach the folder to an issue. If a step fails, the others still run, and the exit code is 1.
 set -uo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../examples/env.sh"
@@ -41,7 +41,7 @@ else
 fi
 mkdir -p "$OUT"
 
-# step NAME COMMAND ...: one part, its output in OUT/NAME.log and its end in OUT/steps.jsonl.
+# step NAME COMMAND ...: run one part. Write its output to OUT/NAME.log, and its exit code and time to OUT/steps.jsonl.
 step() {
     local name="$1" code=0 began=$SECONDS
     shift

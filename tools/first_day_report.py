@@ -1,6 +1,6 @@
-"""Write FOLDER/report.md and report.json of what tools/first_day.sh left in FOLDER: every figure beside its target.
+"""Write FOLDER/report.md and report.json from the results of tools/first_day.sh in FOLDER: every figure with its target.
 
-Prints the table; exit code 1 if a part of the day failed, or if the run broke a rule that holds on any machine.
+Prints the table. The exit code is 1 if a part failed, or if the run broke a rule that must hold on any machine.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from grpo_mega import console
 from grpo_mega.paths import user_path
 
-MOST_K3 = 0.01  # nats per token between trainer and engine; FP8 training with a bf16 engine was below 0.002 on emulated kernels
-MOST_OF_PLAN = 1.5  # times the step that the plan expects
+MOST_K3 = 0.01  # nats per token between trainer and engine; emulated FP8 kernels with a bf16 engine stay below 0.002
+MOST_OF_PLAN = 1.5  # a step may take this many times the plan's estimate
 
 Row = dict[str, Any]  # part, name, value, target, met (None without a target)
 
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def run_rows(metrics: list[dict[str, Any]], plan: dict[str, Any], *, has_gpu: bool) -> list[Row]:
-    """Return what the run shows: rules of any machine as part "run", speed as part "speed"."""
+    """Return the rows of the run: part "run" has rules that must hold on any machine, part "speed" has the step time."""
     steps = [row for row in metrics if "seconds/step" in row]
     if not steps:
         return [row_of("run", "steps", "none", "at least 1", False)]
@@ -67,7 +67,7 @@ def run_rows(metrics: list[dict[str, Any]], plan: dict[str, Any], *, has_gpu: bo
 
 
 def benchmark_row(found: dict[str, Any]) -> Row:
-    """Turn a row of tools/benchmarks/gpu into one of this report."""
+    """Convert a row of tools/benchmarks/gpu to a row of this report."""
     sign = "at most" if found["better"] == "less" else "at least"
     target = None if found["target"] is None else f"{sign} {found['target']:g} {found['unit']}"
     value = "none here" if found["value"] is None else f"{found['value']:.4g} {found['unit']}"
@@ -92,12 +92,12 @@ def render(rows: list[Row], bench: dict[str, Any], folder: Path) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file with one per line; none if there is no file."""
+    """Return the JSON objects of a file with one per line; an empty list if there is no file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line] if path.exists() else []
 
 
 def last_json(path: Path) -> dict[str, Any]:
-    """Return the last JSON object that begins a line of a log, {} without one."""
+    """Return the last JSON object at the start of a line of a log; {} if there is none."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
     starts = [number for number, line in enumerate(lines) if line.startswith("{")]
     return dict(json.JSONDecoder().raw_decode("\n".join(lines[starts[-1] :]))[0]) if starts else {}

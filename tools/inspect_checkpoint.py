@@ -1,7 +1,7 @@
 """Describe a checkpoint: `python tools/inspect_checkpoint.py PATH [--config HF_DIR] [--json]`.
 
-PATH is a Hugging Face folder, a converted checkpoint, or a run's folder or one of its checkpoints. Only headers are read. Exit
-code 2 if it is none of these, or damaged.
+PATH is a Hugging Face folder, a converted checkpoint, or a run's folder or one of its checkpoints. The tool reads only headers.
+If PATH is none of these, or damaged, it exits with 2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from convert_options import Parser, run
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("path", type=Path, metavar="PATH")
-    parser.add_argument("--config", type=Path, help="folder with config.json, if the checkpoint does not lead to it")
+    parser.add_argument("--config", type=Path, help="folder with config.json, for a checkpoint without one")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     return run(lambda: inspect(options))

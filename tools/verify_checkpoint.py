@@ -1,10 +1,10 @@
-"""Compare two checkpoints, each a Hugging Face folder or a Megatron one: `python tools/verify_checkpoint.py A B`.
+"""Compare two checkpoints, each a Hugging Face folder or a Megatron checkpoint: `python tools/verify_checkpoint.py A B`.
 
-First come config, names, shapes, dtypes and the bits of every tensor, in blocks; then, if the model fits into memory, the
-outputs of every layer on fixed prompts: a Hugging Face folder is computed by transformers, a Megatron checkpoint by
-Megatron-core, so that a mapping that is wrong in both directions is found too. The first layer that differs is named.
---no-logits leaves out the outputs. --config-a and --config-b: folder with config.json, for a checkpoint that does not lead to
-one. Exit code 0 if both are the same, 1 if not, 2 if one of them cannot be read.
+The tool compares config, names, shapes, dtypes and the bits of every tensor, in blocks. If the model fits into memory, it also
+compares the outputs of every layer on fixed prompts and names the first layer that differs. transformers runs a Hugging Face
+folder and Megatron-core runs a Megatron checkpoint, so a mapping that is wrong in both directions is found too. --no-logits
+leaves out the outputs. --config-a and --config-b are folders with config.json, for a checkpoint without one. Exit code 0 if the
+checkpoints are the same, 1 if not, 2 if one of them cannot be read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.formats.compare import Difference, compare
 from grpo_mega.formats.detect import Checkpoint, find_checkpoint
 
-_SHOWN = 10  # names of a kind
+_SHOWN = 10  # largest number of names to print per kind
 
 
 def main(arguments: list[str] | None = None) -> int:

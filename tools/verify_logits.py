@@ -1,8 +1,8 @@
-"""The outputs of each layer of a checkpoint's model on fixed prompts, in fp32.
+"""Compute the outputs of each layer of a checkpoint's model on fixed prompts, in fp32.
 
-transformers computes a Hugging Face folder, Megatron-core a Megatron checkpoint. Two that agree show that the names and the
-order of rows mean the same to both. transformers, the oracle, runs in a process of its own, `verify_logits.py HF_DIR OUT`,
-because the patches that Megatron needs without a GPU change torch's constructors.
+transformers runs a Hugging Face folder, Megatron-core runs a Megatron checkpoint. If the outputs agree, both have the same names
+and row order. transformers is the oracle. It runs in a separate process, `verify_logits.py HF_DIR OUT`, because the patches that
+Megatron needs without a GPU change torch's constructors.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from grpo_mega.weights.apply import load_shards
 
 ROOT = Path(__file__).resolve().parents[1]
 
-TOLERANCE = 1e-4  # of the largest number that a layer puts out; fp32 gives 1e-6
-_BYTES_PER_PARAMETER = 10  # fp32 weights, Megatron's buffer of gradients, and some more
+TOLERANCE = 1e-4  # relative to a layer's largest output; fp32 errors are about 1e-6
+_BYTES_PER_PARAMETER = 10  # fp32 weights, Megatron's gradient buffer, and a margin
 PROMPT_LENGTHS = (7, 19)
 
-Outputs = dict[str, Tensor]  # by layer, from the first to the logits; [tokens, width]
+Outputs = dict[str, Tensor]  # [tokens, width] for each layer in order, the logits last
 
 
 def fits(checkpoint: Checkpoint) -> bool:
-    """Return True if the model fits into the memory that is free."""
+    """Return True if the model fits into free memory."""
     family, shape = checkpoint.model()
     needed = _BYTES_PER_PARAMETER * sum(prod(s) for s in family.hf_tensors(shape).values())
     lines = Path("/proc/meminfo").read_text().splitlines()
@@ -45,11 +45,11 @@ def fits(checkpoint: Checkpoint) -> bool:
 
 
 def outputs(checkpoint: Checkpoint) -> Outputs:
-    """Compute the outputs. Raise ConfigError for a model that Megatron's layers do not compute as transformers does."""
+    """Compute the outputs. Raise ConfigError if the checkpoint is quantized, or if its model cannot be run."""
     if checkpoint.is_megatron:
         return _by_megatron(checkpoint)
     if "quantization_config" in checkpoint.config():
-        raise ConfigError(f"{checkpoint.path} is quantized; convert it, and verify what was written")
+        raise ConfigError(f"{checkpoint.path} is quantized; convert it, and verify the result")
     with private_folder() as folder:
         out = folder / "outputs.pt"
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -61,7 +61,7 @@ def outputs(checkpoint: Checkpoint) -> Outputs:
 
 
 def first_difference(a: Outputs, b: Outputs) -> tuple[str, float] | None:
-    """Return the first layer whose outputs differ by more than TOLERANCE, and by how much of its largest number."""
+    """Return the first layer whose outputs differ by more than TOLERANCE, and its difference relative to its largest output."""
     for name, values in a.items():
         difference = float((values - b[name]).abs().max() / values.abs().max().clamp_min(1e-30))
         if not difference <= TOLERANCE:
@@ -70,7 +70,7 @@ def first_difference(a: Outputs, b: Outputs) -> tuple[str, float] | None:
 
 
 def prompts(vocab: int) -> list[list[int]]:
-    """Return token ids, the same for every model of a vocabulary's size."""
+    """Return random token ids. They depend only on the vocabulary's size."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
 
@@ -79,7 +79,7 @@ def prompts(vocab: int) -> list[list[int]]:
 def _by_transformers(checkpoint: Checkpoint) -> Outputs:
     from transformers import AutoModelForCausalLM
 
-    # The plain loop over experts: torch.grouped_mm, transformers' default, refuses rows that are no multiple of 16 bytes.
+    # Use the plain loop over experts. transformers' default, torch.grouped_mm, needs rows that are a multiple of 16 bytes.
     own = {"experts_implementation": "eager"} if checkpoint.model()[1].num_experts else {}
     model = AutoModelForCausalLM.from_pretrained(checkpoint.weights, dtype=torch.float32, **own).eval()
     scale_attention(model)

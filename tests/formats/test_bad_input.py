@@ -338,5 +338,5 @@ def test_a_shard_size_is_a_number_with_a_unit(
     size: str, converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = convert_mcore_to_hf.main([str(converted), str(tmp_path / "out"), f"--max-shard-size={size}"])
-    expected = (0, "") if size == "5" else (2, f"--max-shard-size={size}: must be a size as 5GB or 500MiB\n")
+    expected = (0, "") if size == "5" else (2, f"--max-shard-size={size}: must be a size such as 5GB or 500MiB\n")
     assert (code, capsys.readouterr().err) == expected

@@ -79,7 +79,7 @@ def test_an_interrupted_conversion_leaves_no_output_and_goes_on(kind: signal.Sig
         if running.returncode != 0:
             break
     if kind == signal.SIGINT:
-        assert running.returncode == 130 and error.endswith("interrupted; the same command goes on where it was\n")
+        assert running.returncode == 130 and error.endswith("interrupted; run the same command again to continue\n")
     assert not out.exists()
     written = set(journal.read_text().split()[1:])
     assert written
