@@ -46,13 +46,9 @@ def main() -> int:
     parser.add_argument(
         "--disks", default="", help='minimum free GB by path, "PATH:GB PATH:GB"; %%n in a path is the node\'s name'
     )
-    parser.add_argument(
-        "--nvcc", action="store_true", help="require nvcc, because SGLang compiles its rotary kernel at startup"
-    )
+    parser.add_argument("--nvcc", action="store_true", help="require nvcc; SGLang compiles its rotary kernel at startup")
     parser.add_argument("--out", type=user_path, help="folder for NODE.json")
-    parser.add_argument(
-        "--compare", nargs="+", metavar=("FOLDER", "NODE"), help="compare the files of these nodes in the folder"
-    )
+    parser.add_argument("--compare", nargs="+", metavar=("FOLDER", "NODE"), help="compare the files of these nodes")
     options = parser.parse_args()
     if options.compare:
         folder, *nodes = options.compare

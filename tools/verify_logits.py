@@ -1,8 +1,8 @@
 """Compute the outputs of each layer of a checkpoint's model on fixed prompts, in fp32.
 
-transformers runs a Hugging Face folder, Megatron-core runs a Megatron checkpoint. If the outputs agree, both have the same names
-and row order. transformers is the oracle. It runs in a separate process, `verify_logits.py HF_DIR OUT`, because the patches that
-Megatron needs without a GPU change torch's constructors.
+transformers runs a Hugging Face folder, Megatron-core runs a Megatron checkpoint. If the outputs agree, both have the same
+names and row order. transformers is the oracle. It runs in a separate process, `verify_logits.py HF_DIR OUT`, because the
+patches that Megatron needs without a GPU change torch's constructors.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""Answer a conformance case by the oracles (`expected`) and by this trainer (`ours`), and compare two answers.
+"""Compute a conformance case with the oracles (`expected`) or with this trainer (`ours`), and compare two results.
 
 A case of vectors.json is {name, kind, inputs, settings, expected}. An implementation is a function (kind, inputs, settings) ->
 result with the keys of `expected`. All numbers are Python floats, in lists:
 
 kind        inputs                                                    result
 kl          logprobs, old_logprobs, ref_logprobs: lists               values, gradients: lists, d value_t / d logprobs_t
-correction  responses: of old_logprobs, rollout_logprobs, mask        importance, kept: a list for each response, 0 where masked
-loss        responses: of logprobs, old_logprobs, ref_logprobs,       loss; gradients: a list for each response,
+correction  responses: old_logprobs, rollout_logprobs, mask           importance, kept: a list per response, 0 if masked
+loss        responses: logprobs, old_logprobs, ref_logprobs,          loss; gradients: a list per response,
             rollout_logprobs, entropy, advantages, mask, and                d loss / d logprobs_t
             for positive_nll a reward, for distill_beta
             teacher_logprobs
-advantages  groups: lists of samples of length, reward (None: not     advantages: for each group, for each sample, a list of
-            scored), step_rewards, step_ends, logprobs, ref_logprobs,       `length` numbers
-            and for gdpo scores by reward function
-beta        kl, num_samples: of the steps that follow                 betas: kl_beta after each step
+advantages  groups: lists of samples with length, reward (None if     advantages: for each group, for each sample, a list of
+            not scored), step_rewards, step_ends, logprobs,                 `length` numbers
+            ref_logprobs, and for gdpo scores by reward function
+beta        kl, num_samples: a list of steps                          betas: kl_beta after each step
 
-`settings` holds keys of the config's section `algorithm`, `max_response_length`, and for gdpo `reward_weights` by function.
+`settings` has keys of the config's section `algorithm`, `max_response_length`, and for gdpo `reward_weights` by function.
 Tokens with mask 0 may hold NaN and must not be read.
 """
 
@@ -40,17 +40,17 @@ Implementation = Callable[[str, Json, Json], Json]
 
 
 def expected(kind: str, inputs: Json, settings: Json) -> Json:
-    """Compute the result by the oracles, in float64."""
+    """Compute the result with the oracles, in float64."""
     return EXPECTED[kind](inputs, settings)
 
 
 def ours(kind: str, inputs: Json, settings: Json) -> Json:
-    """Compute the result by this trainer's functions, in float64."""
+    """Compute the result with this trainer's functions, in float64."""
     return OURS[kind](inputs, settings)
 
 
 def differences(wanted: Json, given: Json, tolerance: float) -> list[str]:
-    """Return a line for each difference; `tolerance` is relative to the largest number of `wanted`."""
+    """Return one line per difference. `tolerance` is relative to the largest number of `wanted`."""
     largest = max((abs(value) for _, value in _numbers(wanted)), default=0.0)
     if _shape(wanted) != _shape(given):
         return [f"has the shape {_shape(given)}, not {_shape(wanted)}"]
@@ -105,7 +105,7 @@ def _expected_advantages(inputs: Json, settings: Json) -> Json:
 
 
 def _expected_beta(inputs: Json, settings: Json) -> Json:
-    """Ziegler et al., arXiv 1909.08593, section 2.2, with a horizon in samples."""
+    """Adapt kl_beta as in Ziegler et al., arXiv 1909.08593, section 2.2, with a horizon in samples."""
     betas, beta = [], settings["kl_beta"]
     for value, num in zip(inputs["kl"], inputs["num_samples"], strict=True):
         error = (value - settings["kl_target"]) / settings["kl_target"]
@@ -199,7 +199,7 @@ def _our_beta(inputs: Json, settings: Json) -> Json:
 
 
 def pack(responses: Sequence[Json], settings: Json) -> LossInputs:
-    """Lay the responses end to end as in training: each is followed by a position outside the loss, here full of NaN."""
+    """Pack the responses as in training. After each response comes a position outside of the loss; here it holds NaN."""
     names = ["old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "entropy", "logprobs"]
     names += ["teacher_logprobs"] if settings.get("distill_beta") else []
     vectors = {name: _vector([x for item in responses for x in [*item[name], torch.nan]]) for name in names}
@@ -238,7 +238,7 @@ def _unpack(values_T: Tensor, responses: Sequence[Json]) -> list[list[float]]:
 
 
 def algorithm_config(settings: Json) -> AlgorithmConfig:
-    """Return the config's section `algorithm` with the settings of a case."""
+    """Return the config's section `algorithm` for the settings of a case."""
     own = {name: value for name, value in settings.items() if name not in ("max_response_length", "reward_weights")}
     return AlgorithmConfig(**own, calculate_entropy=True)
 
@@ -268,7 +268,7 @@ OURS: Mapping[str, Callable[[Json, Json], Json]] = {
 
 
 def _numbers(value: Any, path: str = "") -> list[tuple[str, float]]:
-    """Return each number with its path, such as gradients[0][3]."""
+    """Return each number with its path, for example gradients[0][3]."""
     if isinstance(value, dict):
         return [pair for name in sorted(value) for pair in _numbers(value[name], f"{path}.{name}" if path else name)]
     if isinstance(value, list):

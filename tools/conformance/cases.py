@@ -1,6 +1,6 @@
 """The cases of vectors.json without their expected numbers: small ragged batches and edge cases.
 
-Numbers have four decimals, so that people can read them; ratios lie on both sides of every limit.
+Numbers have four decimals so that people can read them. Every clipping limit has ratios on both sides.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LOSS_SETTINGS: Json = {
     "kl_clamp": 10.0,
     "entropy_bonus": 0.0,
 }
-# With these every clip holds for some tokens and not for others, and clip_cov draws no lots.
+# With these settings every clip applies to some tokens but not to all, and clip_cov selects without randomness.
 OWN_SETTINGS: dict[str, Json] = {
     "cispo": {"ratio_clip_eps_low": 1.0, "ratio_clip_eps_high": 0.5},
     "clip_cov": {"cov_share": 1.0, "cov_low": 0.1, "cov_high": 0.6},
@@ -85,7 +85,7 @@ def all_cases() -> list[Json]:
 def kl_cases() -> Iterator[Json]:
     gaps = [0.0, 1e-4, -0.001, 0.3, -0.7, 2.0, -2.5, 5.0, -12.0, 12.0, 30.0, -30.0]
     moves = [round(-0.2 * math.sin(i), 4) for i in range(len(gaps))]
-    # Either factor of the weighted penalty beyond its limit where the product is not, and the reverse.
+    # The weighted penalty is a product. These pairs have a factor beyond its limit but not the product, and the reverse.
     gaps += [-3.0, -5.0, -2.0, 1.5, 15.0, -24.0, -24.0, 24.0]
     moves += [-0.9, -6.0, 2.5, 4.0, -3.0, -18.0, -27.0, 22.0]
     logprobs = [round(-0.1 - 0.3 * i, 4) for i in range(len(gaps))]
@@ -104,7 +104,7 @@ def correction_cases() -> Iterator[Json]:
     names = ("old_logprobs", "rollout_logprobs", "mask")
     inputs = {"responses": [{name: item[name] for name in names} for item in responses(40, [4, 1, 0, 6, 3], has_gaps=True)]}
     for name, correction in CORRECTIONS.items():
-        if name != "off-policy mask":  # needs the log-probs after an update
+        if name != "off-policy mask":  # this mask needs log-probs from after an update
             yield case(f"correction: {name}", "correction", inputs, {"correction": correction})
 
 
@@ -171,7 +171,7 @@ def loss_edges() -> Iterator[Json]:
 
 def advantage_cases() -> Iterator[Json]:
     for number, adv_type in enumerate(ADVANTAGES):
-        seed = 100 + number if number < 5 else 125 + number  # 120 is taken
+        seed = 100 + number if number < 5 else 125 + number  # seed 120 is used below
         groups = [samples(seed, [3, 5, 1, 4]), samples(seed + 10, [2, 8, 6])]
         inputs = {"groups": with_scores(groups) if adv_type == "gdpo" else groups}
         base = ADVANTAGE_SETTINGS | {"adv_type": adv_type}
@@ -202,7 +202,7 @@ def advantage_cases() -> Iterator[Json]:
 
 
 def advantage_edges() -> Iterator[Json]:
-    """Yield worked examples, and groups without anything to compare."""
+    """Yield worked examples, and groups with equal, single or missing rewards."""
     worked = {"groups": [outcomes([1, 0, 0, 1]), outcomes([0, 0, 1, 1]), outcomes([1, 0, 0, 1, 1, 0, 0, 1])]}
     yield case("advantages: grpo, half of the answers right", "advantages", worked, ADVANTAGE_SETTINGS)
     steps = {"groups": [[stepped(10, [0.2, 0.8, 1.0], [3, 7, 9]), stepped(6, [0.0, 0.4], [2, 5])]]}
@@ -243,7 +243,7 @@ def case(name: str, kind: str, inputs: Json, settings: Json) -> Json:
 
 
 def responses(seed: int, lengths: list[int], *, has_gaps: bool = False) -> list[Json]:
-    """Make ratios of 0.4 to 2.5 and advantages of either sign, constant per response; `has_gaps` masks some tokens with NaN."""
+    """Make ratios of 0.4 to 2.5 and advantages that are constant per response and alternate in sign; `has_gaps` masks with NaN."""
     rng = random.Random(seed)
 
     def some(length: int, low: float, high: float) -> list[float]:
@@ -295,7 +295,7 @@ def samples(seed: int, lengths: list[int]) -> list[Json]:
 
 
 def with_scores(groups: list[list[Json]]) -> list[list[Json]]:
-    """Add scores by function to the samples; one function does not apply to one of them."""
+    """Add scores by reward function. One function does not apply to one of the samples."""
     rng = random.Random(9)
     return [
         [

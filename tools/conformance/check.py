@@ -1,28 +1,28 @@
-"""Check a trainer's advantages, KL penalties, corrections and losses against oracles: print `N of N agree`, or exit with 1.
+"""Check a trainer's advantages, KL penalties, corrections and losses against oracles. Print `N of N agree`, or exit with 1.
 
-The expected numbers in vectors.json come from oracle_losses.py and oracle_advantages.py, token by token in float64. The code
-under test is this trainer's, or another's: `--implementation package.module:function` names a function (kind, inputs, settings)
--> result, which is called once per case with plain Python values:
+oracle_losses.py and oracle_advantages.py computed the expected numbers in vectors.json, token by token in float64. The default
+is to check this trainer. `--implementation package.module:function` checks another function (kind, inputs, settings) -> result.
+It is called once per case with plain Python values:
 
   kind "kl"          inputs {logprobs, old_logprobs, ref_logprobs}: lists of numbers
                      result {values, gradients}: the penalty of each token, and its derivative by the token's log-prob
   kind "correction"  inputs {responses}: a list of {old_logprobs, rollout_logprobs, mask}
                      result {importance, kept}: a list per response; both 0 on masked tokens
   kind "loss"        inputs {responses}: a list of {logprobs, old_logprobs, ref_logprobs, rollout_logprobs, entropy,
-                     advantages, mask}, all the responses of one mini-batch; for positive_nll also a reward
+                     advantages, mask}, all responses of one mini-batch; for positive_nll also a reward
                      result {loss, gradients}: a number; for each response the loss's derivatives by its log-probs
   kind "advantages"  inputs {groups}: a list of groups, each a list of {length, reward, step_rewards, step_ends, logprobs,
-                     ref_logprobs}; reward None: the sample has no reward. Log-probs are those before the update. For
-                     gdpo also scores, by reward function
+                     ref_logprobs}; reward is None for a sample without a reward; log-probs are from before the update; for
+                     gdpo also scores by reward function
                      result {advantages}: for each group and sample a list of `length` numbers
-  kind "beta"        inputs {kl, num_samples}: of the steps that follow one another
+  kind "beta"        inputs {kl, num_samples}: one number for each of a series of steps
                      result {betas}: kl_beta after each step
 
-`settings` has keys of the config's section `algorithm`, explained in grpo_mega/config/algorithm.py, and max_response_length;
-for gdpo also reward_weights, by reward function.
-Tokens with mask 0 may hold NaN (null in the file) and must not be read. A number may be off by --tolerance times the
-largest number of its case. A function raises NotImplementedError for a case that it does not support: its name is printed, and
-it does not count as agreed. Exit code 2 and one line: nothing could be checked.
+`settings` has max_response_length and keys of the config's section `algorithm` (see grpo_mega/config/algorithm.py); for gdpo
+also reward_weights by reward function.
+Tokens with mask 0 may hold NaN (null in the file) and must not be read. A number may be off by --tolerance times the largest
+number of its case. If a function does not support a case, it raises NotImplementedError. The tool prints the case's name and
+does not count it as agreed. If nothing can be checked, the tool prints one line and exits with 2.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-if __name__ == "__main__":  # as a plain script, from any folder
+if __name__ == "__main__":  # this file also runs as a plain script, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from grpo_mega import console
@@ -47,15 +47,15 @@ from tools.conformance.cases import all_cases
 
 FILE = Path(__file__).with_name("vectors.json")
 OURS = "tools.conformance.adapter:ours"
-# This trainer keeps advantages in float32.
+# Advantages have a larger tolerance, because this trainer stores them in float32.
 TOLERANCES = {"kl": 1e-9, "correction": 1e-9, "loss": 1e-9, "advantages": 1e-6, "beta": 1e-12}
-DIGITS = 12  # of the expected numbers in the file, so that another machine's rounding writes the same
+DIGITS = 12  # precision of expected numbers in the file, so rounding differences between machines do not change it
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--implementation", default=OURS, metavar="MODULE:FUNCTION", help="the function to check (%(default)s)")
-    parser.add_argument("--tolerance", type=float, help="for all kinds; by default 1e-6 for advantages, else 1e-9")
+    parser.add_argument("--tolerance", type=float, help="for all kinds; default: 1e-6 for advantages, otherwise 1e-9")
     parser.add_argument("--only", default="", metavar="TEXT", help="check only cases with TEXT in their name")
     parser.add_argument("--file", type=user_path, default=FILE, help="the cases (%(default)s)")
     parser.add_argument("--write", action="store_true", help="compute the expected numbers with the oracles and write the file")
@@ -86,7 +86,7 @@ def check(cases: list[dict[str, Any]], implementation: adapter.Implementation, t
         except NotImplementedError:
             unknown.append(case["name"])
             continue
-        except Exception as error:  # another trainer's code may raise anything; check the other cases all the same
+        except Exception as error:  # another trainer's code may raise anything, and the other cases must still be checked
             differing = [f"raised {type(error).__name__}: {error}"]
         num_agreed += not differing
         for line in differing[:3]:
@@ -103,7 +103,7 @@ def load_implementation(name: str) -> adapter.Implementation:
     module, _, function = name.partition(":")
     if not function:
         raise ValueError(f"--implementation {name} names no function; write package.module:function")
-    sys.path.insert(0, "")  # a module in the current folder, as `python -m` finds it
+    sys.path.insert(0, "")  # also find modules in the current folder, as `python -m` does
     implementation: adapter.Implementation = getattr(importlib.import_module(module), function)
     return implementation
 
@@ -123,12 +123,12 @@ def rounded(value: Any) -> Any:
 
 
 def dumps(cases: list[dict[str, Any]]) -> str:
-    """Write one line per response, group or set of settings, so that diffs are readable; NaN becomes null."""
+    """Return the cases as JSON with one line per response, group or set of settings, for readable diffs. NaN becomes null."""
     return "[\n" + ",\n".join(_case_text(case) for case in cases) + "\n]\n"
 
 
 def loads(text: str) -> list[dict[str, Any]]:
-    """Parse the cases; null in an array becomes NaN."""
+    """Parse the cases. A null in an array becomes NaN."""
     cases: list[dict[str, Any]] = json.loads(text)
     return [case | {"inputs": _null_to_nan(case["inputs"])} for case in cases]
 
@@ -140,7 +140,7 @@ def _case_text(case: dict[str, Any]) -> str:
 
 
 def _block(value: Any, indent: str) -> str:
-    """Write arrays of arrays or objects with one line per item, objects of arrays with one line per name."""
+    """Return the JSON of a value. Arrays of arrays or objects have one line per item, objects of arrays one line per name."""
     if isinstance(value, list) and any(isinstance(item, list | dict) for item in value):
         return "[\n" + ",\n".join(f"{indent} {_line(item)}" for item in value) + f"\n{indent}]"
     if isinstance(value, dict) and any(isinstance(item, list) for item in value.values()):
@@ -162,7 +162,7 @@ def _nan_to_null(value: Any) -> Any:
 
 
 def _null_to_nan(value: Any) -> Any:
-    """Replace null by NaN in arrays only: {"reward": null} means that there is no reward."""
+    """Replace null by NaN, but only in arrays, because {"reward": null} means that there is no reward."""
     if isinstance(value, dict):
         return {name: _null_to_nan(item) if isinstance(item, list | dict) else item for name, item in value.items()}
     return [_null_to_nan(item) if isinstance(item, list | dict) else math.nan if item is None else item for item in value]
@@ -170,5 +170,5 @@ def _null_to_nan(value: Any) -> Any:
 
 if __name__ == "__main__":
     console.install()
-    torch.set_num_threads(1)  # several threads are many times slower for so few tokens
+    torch.set_num_threads(1)  # more threads are many times slower for so few tokens
     sys.exit(main())

@@ -1,7 +1,8 @@
-"""Oracle of the advantages: compute them sample by sample in Python floats, as the papers print them.
+"""Oracle of the advantages: compute them sample by sample in Python floats, as written in the papers.
 
-In: the groups of one step, each a list of `Scored`. Out: for each sample of each group a list with one advantage per response
-token. This module shares no code with the vectorised advantages. A sample without a reward gets zeros and is in no statistic.
+Input: the groups of one step, each a list of `Scored`. Output: for each sample of each group a list with one advantage per
+response token. This module shares no code with the vectorized advantages. A sample without a reward gets zeros, and statistics
+ignore it.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ WHITEN_EPS = 1e-8  # added to the variance
 class Scored:
     """One sample of a group."""
 
-    length: int  # of the response, in tokens
+    length: int  # tokens of the response
     reward: float | None
     step_rewards: list[float] = field(default_factory=list)
     step_ends: list[int] = field(default_factory=list)  # index of the token at which each step ends
-    logprobs: list[float] = field(default_factory=list)  # of the policy before the update; for a KL in the reward
+    logprobs: list[float] = field(default_factory=list)  # log-probs before the update; needed for a KL in the reward
     ref_logprobs: list[float] = field(default_factory=list)
-    scores: dict[str, float | None] = field(default_factory=dict)  # by reward function; for gdpo
+    scores: dict[str, float | None] = field(default_factory=dict)  # keyed by reward function; needed for gdpo
 
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """The keys of the config's section `algorithm` that advantages depend on; max_response_length is the rollout's."""
+    """The keys of the config's section `algorithm` that advantages depend on, and rollout.max_response_length."""
 
     adv_type: str = "grpo"
     normalize_by_std: bool = True
@@ -58,7 +59,7 @@ Score = Callable[[Sequence[float], Sequence[int], "AdvantageSettings"], list[flo
 
 
 def advantages(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """Return the advantages of all tokens by the estimator settings.adv_type."""
+    """Return the advantages of all tokens with the estimator settings.adv_type."""
     values: Advantages
     if settings.adv_type == "grpo" and settings.std_over == "batch":
         values = _over_batch_deviation(groups, settings)
@@ -98,7 +99,7 @@ def zscores(values: Sequence[float], *, by_std: bool, ddof: int, eps: float) -> 
 
 
 def leave_one_out(values: Sequence[float]) -> list[float]:
-    """Return r_i less the mean of the others (RLOO, arXiv 2402.14740)."""
+    """Return r_i minus the mean of the other rewards (RLOO, arXiv 2402.14740)."""
     if len(values) < 2 or max(values) == min(values):
         return [0.0 for _ in values]
     result = []
@@ -109,7 +110,7 @@ def leave_one_out(values: Sequence[float]) -> list[float]:
 
 
 def overlong_penalty(length: int, settings: AdvantageSettings) -> float:
-    """Return the addend to the reward of a response of this length (DAPO, arXiv 2503.14476, eq. 13)."""
+    """Return the penalty, 0 or negative, that is added to the reward of a response (DAPO, arXiv 2503.14476, eq. 13)."""
     longest = settings.max_response_length
     cache = settings.overlong_buffer * longest
     if cache == 0 or length <= longest - cache:
@@ -120,7 +121,7 @@ def overlong_penalty(length: int, settings: AdvantageSettings) -> float:
 
 
 def penalties(sample: Scored, settings: AdvantageSettings) -> list[float]:
-    """Return kl_beta KL_t for each token if the KL penalty is in the reward, else zeros."""
+    """Return kl_beta KL_t for each token if the KL penalty is in the reward, otherwise zeros."""
     if settings.kl_in != "reward" or settings.kl_beta == 0:
         return [0.0] * sample.length
     result = []
@@ -133,7 +134,7 @@ def penalties(sample: Scored, settings: AdvantageSettings) -> list[float]:
 
 
 def outcome(sample: Scored, settings: AdvantageSettings) -> float:
-    """Return the reward of a sample with the overlong penalty, less the sum of its tokens' KL if that is in the reward."""
+    """Return the sample's reward plus the overlong penalty, minus the sum of its KL penalties if they are in the reward."""
     assert sample.reward is not None
     return sample.reward + overlong_penalty(sample.length, settings) - math.fsum(penalties(sample, settings))
 
@@ -145,7 +146,7 @@ def counts(sample: Scored, settings: AdvantageSettings) -> bool:
 
 
 def whitened(groups: Groups, values: Advantages, settings: AdvantageSettings) -> Advantages:
-    """Return (a - mean) / sqrt(var + 1e-8) over all tokens of samples with a reward; var divides by their number less one."""
+    """Return (a - mean) / sqrt(var + 1e-8) over all tokens of samples with a reward. var divides by their number minus 1."""
     tokens = []
     for group, rows in zip(groups, values, strict=True):
         for sample, row in zip(group, rows, strict=True):
@@ -177,10 +178,10 @@ def _of_group_scores(groups: Groups, settings: AdvantageSettings, *, is_leave_on
 
 
 def _grpo_process(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """Add, for each token, the normalised rewards of the steps that end at or after it (DeepSeekMath, arXiv 2402.03300, 4.1.3).
+    """For each token, add the normalized rewards of steps that end at or after it (DeepSeekMath, arXiv 2402.03300, 4.1.3).
 
-    Step rewards are normalised over all steps of the group. The outcome advantage is added if there are outcome rewards; in a
-    group without any, the overlong penalty is the outcome.
+    Step rewards are normalized over all steps of the group. The outcome advantage is added too. In a group without outcome
+    rewards, the overlong penalty is the outcome.
     """
     result = _of_outcomes_if_any(groups, settings)
     for group, rows in zip(groups, result, strict=True):
@@ -190,7 +191,7 @@ def _grpo_process(groups: Groups, settings: AdvantageSettings) -> Advantages:
 
 
 def _grpo_turn(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """As above, but a reward is normalised over those of the same turn in the group (MT-GRPO, arXiv 2505.11821)."""
+    """As _grpo_process, but normalize each reward over rewards of the same turn in the group (MT-GRPO, arXiv 2505.11821)."""
     result = _of_outcomes_if_any(groups, settings)
     for group, rows in zip(groups, result, strict=True):
         own: list[list[float]] = [[] for _ in group]
@@ -233,7 +234,7 @@ def deviation(values: Sequence[float], ddof: int) -> float:
 
 
 def leave_one_out_zscores(rewards: Sequence[float], lengths: Sequence[int], settings: AdvantageSettings) -> list[float]:
-    """Return (r_i - mean) / (std + eps) with mean and std of the others; r_i - mean where these are equal."""
+    """Return (r_i - mean) / (std + eps) with mean and std of the other rewards. Return r_i - mean if the others are equal."""
     result = []
     for i, centered in enumerate(leave_one_out(rewards)):
         std = deviation([reward for j, reward in enumerate(rewards) if j != i], settings.std_ddof)
@@ -242,16 +243,16 @@ def leave_one_out_zscores(rewards: Sequence[float], lengths: Sequence[int], sett
 
 
 def less_weighted_mean(rewards: Sequence[float], lengths: Sequence[int], settings: AdvantageSettings) -> list[float]:
-    """Return r_i less the mean weighted by length (OPO, arXiv 2505.23585)."""
+    """Return r_i minus the mean weighted by length (OPO, arXiv 2505.23585)."""
     with_tokens = {reward for reward, length in zip(rewards, lengths, strict=True) if length}
     if len(with_tokens) < 2:
-        return [0.0 for _ in rewards]  # those of no tokens are asked by none
+        return [0.0 for _ in rewards]  # samples without tokens need no advantage
     baseline = math.fsum(reward * length for reward, length in zip(rewards, lengths, strict=True)) / sum(lengths)
     return [reward - baseline for reward in rewards]
 
 
 def best_of_k(rewards: Sequence[float], lengths: Sequence[int], settings: AdvantageSettings) -> list[float]:
-    """Return the mean over all sets of k with i of what the best of the set loses without i (PKPO, arXiv 2505.15201)."""
+    """Return the mean drop of the best reward if i leaves a set, over all sets of k with i (PKPO, arXiv 2505.15201)."""
     k = min(settings.pass_k or len(rewards), len(rewards))
     if k < 2 or max(rewards) == min(rewards):
         return [0.0 for _ in rewards]
@@ -277,7 +278,7 @@ def _of_group(groups: Groups, settings: AdvantageSettings, score: Score) -> Adva
 
 
 def _over_batch_deviation(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """Return r less its group's mean, over the deviation of all rewards of the step (Lite PPO, arXiv 2508.08221)."""
+    """Return r minus its group's mean, divided by the deviation of all rewards of the step (Lite PPO, arXiv 2508.08221)."""
     rewards = [outcome(sample, settings) for group in groups for sample in group if sample.reward is not None]
     scale = deviation(rewards, settings.std_ddof) + settings.std_eps
     centered = _of_group_scores(groups, replace(settings, normalize_by_std=False), is_leave_one_out=False)
@@ -285,7 +286,7 @@ def _over_batch_deviation(groups: Groups, settings: AdvantageSettings) -> Advant
 
 
 def _gdpo(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """Return the weighted sum of z-scores, one per reward function, normalised over all responses (GDPO, arXiv 2601.05242)."""
+    """Return the weighted sum of z-scores, one per reward function, normalized over all responses (GDPO, arXiv 2601.05242)."""
     sums: list[list[float]] = []
     for group in groups:
         totals = [0.0 for _ in group]
@@ -311,7 +312,7 @@ def _gdpo(groups: Groups, settings: AdvantageSettings) -> Advantages:
 
 
 def _reinforce_plus_plus(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """Sum, from each token on, r at the last token and -beta KL_t at every token (arXiv 2501.03262, gamma 1)."""
+    """Sum token rewards from each token to the last: -beta KL_t, plus r at the last token (arXiv 2501.03262, gamma 1)."""
     result: Advantages = []
     for group in groups:
         result.append([])
@@ -327,7 +328,7 @@ def _reinforce_plus_plus(groups: Groups, settings: AdvantageSettings) -> Advanta
 
 
 def _less_group_mean(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """Return r less the mean of its group (arXiv 2501.03262, with baseline)."""
+    """Return r minus the mean of its group (arXiv 2501.03262, with baseline)."""
     result: Advantages = []
     for group in groups:
         rewards = [outcome(sample, settings) for sample in group if sample.reward is not None]

@@ -1,10 +1,10 @@
-"""Oracle of the losses: compute them response by response and token by token, as the papers print them.
+"""Oracle of the losses: compute them response by response and token by token, as written in the papers.
 
-This module shares no code with the vectorised losses that it checks. A mini-batch is a ragged list of `Response` without
-padding; tokens are 0-dimensional float64 tensors where a gradient is needed, and Python floats elsewhere.
+This module shares no code with the vectorized losses that it checks. A mini-batch is a ragged list of `Response` without
+padding. Tokens that need a gradient are 0-dimensional float64 tensors; other numbers are Python floats.
 
-A token with mask 0 is never read. A token that the correction drops is read by the correction alone: the mean ratio of a
-response (gspo, gmpo) covers only the remaining tokens. Aggregations divide by all tokens with mask 1, or all responses.
+A token with mask 0 is never read. Only the correction reads a token that it drops: the mean ratio of a response (gspo, gmpo)
+covers the remaining tokens. Aggregations divide by all tokens with mask 1, or by all responses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# Every log-ratio is clamped to +- this before it is exponentiated.
+# Every log-ratio is clamped to -MAX_LOG_RATIO .. MAX_LOG_RATIO before it is exponentiated.
 MAX_LOG_RATIO = 20.0
 
 
@@ -31,9 +31,9 @@ class Response:
     mask: list[int]  # 1: the token is included in the loss
     ref_logprobs: list[float] | None = None
     entropy: list[Tensor] | None = None  # 0-dimensional float64, with gradient
-    reward: float | None = None  # of the whole response; only positive_nll asks for it
-    teacher_logprobs: list[float] | None = None  # of the model to distil from
-    teacher_kl: list[Tensor] | None = None  # over the vocabulary
+    reward: float | None = None  # reward of the whole response; only positive_nll needs it
+    teacher_logprobs: list[float] | None = None  # log-probs under the model to distill from
+    teacher_kl: list[Tensor] | None = None  # KL over the vocabulary
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Settings:
 
 
 def minibatch_loss(responses: Sequence[Response], settings: Settings) -> Tensor:
-    """Return sum_i sum_t weight_i (importance_t policy_t + kl_beta KL_t - entropy_bonus H_t) over the kept tokens, and
+    """Return sum_i sum_t weight_i (importance_t policy_t + kl_beta KL_t - entropy_bonus H_t) over the kept tokens, plus
     positive_nll times the mean of -log pi over all tokens of right answers (VAPO, arXiv 2504.05118, eqs. 9 and 10)."""
     total = torch.zeros((), dtype=torch.float64)
     is_taught = settings.distill_beta > 0 and settings.distill_kl == "sampled"
@@ -116,7 +116,7 @@ def taught(response: Response, settings: Settings) -> Response:
 
 
 def token_weights(responses: Sequence[Response], settings: Settings) -> list[float]:
-    """Return, for each response, the weight of each of its tokens; its length is the number of its tokens with mask 1."""
+    """Return the token weight of each response. The length of a response is its number of tokens with mask 1."""
     lengths = [sum(response.mask) for response in responses]
     weights = []
     for length in lengths:
@@ -139,7 +139,7 @@ def token_weights(responses: Sequence[Response], settings: Settings) -> list[flo
 
 
 def kl_penalty(logprob: Tensor, ref: float, kind: str, *, old: float | None = None, kl_clamp: float | None = 10.0) -> Tensor:
-    """Return the penalty of one token; only low_var_kl_weighted needs `old`, the log-prob before the update."""
+    """Return the penalty of one token. Only low_var_kl_weighted needs `old`, the log-prob before the update."""
     if kind == "kl":
         return logprob - ref
     if kind == "abs":
@@ -164,11 +164,11 @@ def kl_penalty(logprob: Tensor, ref: float, kind: str, *, old: float | None = No
     return value if kl_clamp is None else clamp(value, -math.inf, kl_clamp)
 
 
-# Policy terms: each function returns {token: l_t} for the tokens in `kept`.
+# Policy terms. Each function returns {token: l_t} for the tokens in `kept`.
 
 
 def actor(response: Response, kept: Sequence[int], settings: Settings) -> dict[int, Tensor]:
-    """DeepSeekMath, arXiv 2402.03300, eq. 3."""
+    """Return the terms of DeepSeekMath, arXiv 2402.03300, eq. 3."""
     terms = {}
     for t in kept:
         ratio = token_ratio(response.logprobs[t], response.old_logprobs[t])
@@ -177,7 +177,7 @@ def actor(response: Response, kept: Sequence[int], settings: Settings) -> dict[i
 
 
 def dual_clip(response: Response, kept: Sequence[int], settings: Settings) -> dict[int, Tensor]:
-    """arXiv 1912.09729, eq. 5: where A < 0, max(min(r A, clip(r) A), c A)."""
+    """arXiv 1912.09729, eq. 5: max(min(r A, clip(r) A), c A) if A < 0."""
     terms = {}
     for t in kept:
         advantage = response.advantages[t]
@@ -220,7 +220,7 @@ def cispo(response: Response, kept: Sequence[int], settings: Settings) -> dict[i
 
 
 def sapo(response: Response, kept: Sequence[int], settings: Settings) -> dict[int, Tensor]:
-    """arXiv 2511.20347: -f(r) A with f(r) = 4 / tau sigmoid(tau (r - 1)), tau by the sign of A."""
+    """arXiv 2511.20347: -f(r) A with f(r) = 4 / tau sigmoid(tau (r - 1)). tau depends on the sign of A."""
     terms = {}
     for t in kept:
         ratio = token_ratio(response.logprobs[t], response.old_logprobs[t])
@@ -230,7 +230,7 @@ def sapo(response: Response, kept: Sequence[int], settings: Settings) -> dict[in
 
 
 def gmpo(response: Response, kept: Sequence[int], settings: Settings) -> dict[int, Tensor]:
-    """arXiv 2507.20673, eq. 4: -A (prod_t r_t)^(1/n), log r_t at most high where A > 0, at least -low elsewhere."""
+    """arXiv 2507.20673, eq. 4: -A (prod_t r_t)^(1/n). log r_t is at most high if A > 0, otherwise at least -low."""
     if not kept:
         return {}
     logs = []
@@ -250,7 +250,7 @@ def reinforce(response: Response, kept: Sequence[int], settings: Settings) -> di
 
 
 def by_covariance(response: Response, kept: Sequence[int], settings: Settings, chosen: set[int]) -> dict[int, Tensor]:
-    """arXiv 2505.22617, 4.2: clip_cov takes the chosen tokens out, unless the clip binds; kl_cov adds |log r| to them."""
+    """arXiv 2505.22617, 4.2: clip_cov removes the chosen tokens unless they are clipped; kl_cov adds |log r| to them."""
     terms = {}
     for t in kept:
         ratio, advantage = token_ratio(response.logprobs[t], response.old_logprobs[t]), response.advantages[t]
@@ -270,10 +270,10 @@ def by_covariance(response: Response, kept: Sequence[int], settings: Settings, c
 
 
 def chosen_tokens(responses: Sequence[Response], settings: Settings) -> set[tuple[int, int]]:
-    """Return (response, token) of those that clip_cov or kl_cov treats apart, by the covariance of log-prob and advantage.
+    """Return (response, token) for the tokens that clip_cov or kl_cov chooses by the covariance of log-prob and advantage.
 
-    The means and the share are those of the mini-batch, the log-probs those before its update. clip_cov draws lots where there
-    are more candidates than its share: no case here has so many.
+    Means and share are over the mini-batch; log-probs are from before its update. If there are more candidates than the share,
+    clip_cov selects at random. No case here has so many candidates.
     """
     tokens = [(i, t) for i, response in enumerate(responses) for t in range(len(response.mask)) if response.mask[t]]
     if not tokens:
@@ -287,7 +287,7 @@ def chosen_tokens(responses: Sequence[Response], settings: Settings) -> set[tupl
     if settings.loss_type == "kl_cov":
         return set(sorted(tokens, key=lambda token: -covs[token])[:num])
     candidates = {token for token in tokens if settings.cov_low < covs[token] < settings.cov_high}
-    assert len(candidates) <= num, "lots would be drawn"
+    assert len(candidates) <= num, "the selection would be random"
     return candidates
 
 
@@ -307,13 +307,13 @@ POLICY_TERMS: Mapping[str, Callable[[Response, Sequence[int], Settings], dict[in
 
 
 def correct(response: Response, settings: Settings) -> tuple[dict[int, float], list[int]]:
-    """Return the factor of the policy's term of each token, and the tokens that are kept.
+    """Return the factor of each token's policy term, and the tokens that are kept.
 
-    m_t = exp(old_logprobs_t - rollout_logprobs_t). Importance is m_t (token) or the product of all m_t (sequence), within
-    min_importance .. max_importance; or, with IcePop (arXiv 2510.18855), m_t within mask_low .. mask_high and 0 outside. The
-    mask drops tokens with m_t outside mask_low .. mask_high, or a whole response if the product of its m_t (sequence) or their
-    geometric mean (geometric) is outside. reject drops tokens, or responses by the sum, mean or maximum over their tokens, with
-    k2 = log^2 m / 2 or k3 = m - 1 - log m above reject_above. veto_below drops a response if any of its m_t is smaller.
+    m_t = exp(old_logprobs_t - rollout_logprobs_t). Importance is m_t (token) or the product of all m_t (sequence), clamped to
+    min_importance .. max_importance. With IcePop (arXiv 2510.18855) it is m_t inside mask_low .. mask_high, otherwise 0. mask
+    drops tokens with m_t outside mask_low .. mask_high, or responses whose product (sequence) or geometric mean (geometric) of
+    m_t is outside. reject drops tokens with k2 = log^2 m / 2 or k3 = m - 1 - log m above reject_above, or responses by the sum,
+    mean or maximum over their tokens. veto_below drops responses with any smaller m_t.
     """
     unmasked = [t for t in range(len(response.mask)) if response.mask[t]]
     if not unmasked:
@@ -353,7 +353,7 @@ def correct(response: Response, settings: Settings) -> tuple[dict[int, float], l
 
 
 def mean_importance(responses: Sequence[Response], settings: Settings) -> float:
-    """Return the mean weight over all unmasked tokens, or over the responses that have some if they share one; 1 if it is 0."""
+    """Return the mean weight over unmasked tokens, or over non-empty responses if each has one weight; 1 if the mean is 0."""
     weights = [list(correct(response, settings)[0].values()) for response in responses]
     if settings.importance == "sequence":
         weights = [row[:1] for row in weights]
@@ -362,8 +362,8 @@ def mean_importance(responses: Sequence[Response], settings: Settings) -> float:
 
 
 def off_policy_tokens(response: Response, settings: Settings) -> set[int]:
-    """Return the tokens without a policy term (DeepSeek-V3.2, arXiv 2512.02556, 3.1): with A < 0, where the mean of
-    log(pi_sampler / pi) over the response is above off_policy_threshold."""
+    """Return the tokens without a policy term (DeepSeek-V3.2, arXiv 2512.02556, 3.1): A < 0, and the response's mean of
+    log(pi_sampler / pi) is above off_policy_threshold."""
     unmasked = [t for t in range(len(response.mask)) if response.mask[t]]
     if settings.off_policy_threshold is None or not unmasked:
         return set()
@@ -392,7 +392,7 @@ def clipped_objective(ratio: Tensor, advantage: float, settings: Settings) -> Te
 
 
 def clamp(value: Tensor, low: float, high: float) -> Tensor:
-    """Clamp the value to low .. high; a clamped value is a constant without gradient."""
+    """Clamp the value to low .. high. A clamped value is a constant without gradient."""
     if float(value.detach()) < low:
         return torch.tensor(low, dtype=torch.float64)
     if float(value.detach()) > high:

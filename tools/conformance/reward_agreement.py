@@ -1,11 +1,12 @@
-"""Agreement of answer checkers with a careful reader, on tests/rewards/corpus.jsonl or on rows that no rule has seen.
+"""Measure how often answer checkers agree with a careful reader, on tests/rewards/corpus.jsonl or on new rows.
 
     python tools/conformance/reward_agreement.py [--misses ours] [--rows FILE]
 
-Prints, for ours, math-verify (as it comes, and as open-r1 calls it) and TRL's accuracy reward, the share of rows that get the
-reader's verdict: of all, of the right and wrong ones, and of the batches that were not there when our code was written. A gold
-answer that a checker cannot read counts against it. `--misses NAME` lists the rows on which NAME differs. The last line is
-JSON, with the number of wrong answers that each of them pays. A line of FILE has "gold", "response", "correct" and "kind".
+The checkers are ours, math-verify (with default settings, and as open-r1 calls it) and TRL's accuracy reward. The table has
+the share of rows that get the reader's verdict: of all rows, of right and of wrong answers, and of the batches that did not
+exist when our code was written. A gold answer that a checker cannot read is a miss. `--misses NAME` lists the misses of NAME.
+The last line is JSON, with the number of wrong answers that each checker pays. A line of FILE has "gold", "response",
+"correct" and "kind".
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ CORPUS = Path(__file__).resolve().parents[2] / "tests" / "rewards" / "corpus.jso
 
 @dataclass(frozen=True)
 class Row:
-    source: str  # whose form it has: a data set or a family of models
-    family: str  # what is special about it
+    source: str  # the data set or model family whose style the row has
+    family: str  # the special feature of the row
     gold: str
     response: str
-    right: bool  # what a careful reader says
-    batch: int  # 1 is what our code was written with; 2 and 3 were held out, and read once before they led to changes
+    right: bool  # the verdict of a careful reader
+    batch: int  # 1: used to write our code; 2 and 3: held out, scored once, then used for changes
 
 
 def load_rows(path: Path = CORPUS) -> list[Row]:
-    """Read the corpus; U+2028 within a text ends no line."""
+    """Read the corpus. Split at newlines only, because a text may contain U+2028."""
     return [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def load_fresh_rows(path: Path) -> list[Row]:
-    """Read rows of someone who has not read the code, in a form that is quick to write."""
+    """Read rows in the short form of FILE. Their author should not have read the code."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     return [Row("fresh", line["kind"], str(line["gold"]), line["response"], bool(line["correct"]), 0) for line in lines]
 
@@ -58,7 +59,7 @@ def by_math_verify(rows: Sequence[Row]) -> list[float | None]:
 
 
 def by_open_r1(rows: Sequence[Row]) -> list[float | None]:
-    """LaTeX alone, boxes first, as open-r1's accuracy reward asks for."""
+    """Call math-verify as open-r1's accuracy reward does: only LaTeX, with boxes first."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
@@ -90,7 +91,7 @@ CHECKERS: dict[str, Callable[[Sequence[Row]], list[float | None]]] = {
 
 
 def agreement(rows: Sequence[Row], values: Sequence[float | None]) -> float:
-    """Return the share of rows, in percent, that get the reader's verdict."""
+    """Return the percentage of rows that get the reader's verdict."""
     return round(100 * sum(value == row.right for row, value in zip(rows, values, strict=True)) / len(rows), 1)
 
 
