@@ -243,7 +243,7 @@ def case(name: str, kind: str, inputs: Json, settings: Json) -> Json:
 
 
 def responses(seed: int, lengths: list[int], *, has_gaps: bool = False) -> list[Json]:
-    """Make ratios of 0.4 to 2.5 and advantages that are constant per response and alternate in sign; `has_gaps` masks with NaN."""
+    """Make ratios of 0.4 to 2.5. Advantages are constant per response and alternate in sign. `has_gaps` puts NaN at masks."""
     rng = random.Random(seed)
 
     def some(length: int, low: float, high: float) -> list[float]:

@@ -1,25 +1,25 @@
-"""Measure where a training step's time goes: `python tools/benchmarks/throughput CONFIG [--steps N] [--synthetic [LENGTHS]]`.
+"""Measure the time of a training step by phase: `python tools/benchmarks/throughput CONFIG [--steps N] [--synthetic LENGTHS]`.
 
-Runs the trainer's own steps as `grpo-mega train CONFIG` would, in any layout (it starts the ranks of the layout, or is one of
-them under torchrun), and prints by phase: seconds, what the planner says, share, tokens/s, TFLOP/s, MFU, peak memory. Nothing
-is evaluated or exported, and the run's folder is left alone: RUN_DIR-throughput is made and removed. Without CONFIG it is the
-quickstart's recipe on a model with random weights, with a checkpoint every other step.
+The benchmark runs the trainer's own steps as `grpo-mega train CONFIG` would, in any layout. It starts the ranks of the layout,
+or is one of them under torchrun. For each phase it prints seconds, the plan's estimate, share, tokens/s, TFLOP/s, MFU and peak
+memory. It does not evaluate or export. It does not touch the run's folder; it makes and removes RUN_DIR-throughput. Without
+CONFIG it runs the quickstart's recipe on a model with random weights, with a checkpoint every other step.
 
---synthetic: no sampling. Responses of random tokens with lengths from a distribution (fixed:512, uniform:16,1024,
-lognormal:mean=256,sigma=0.8,max=1024 or file:LIST.json; by default log-normal with a mean of a quarter of the longest) and
-random rewards that make every group train; all after sampling is the real thing, the engine's weights too. sample and reward
-are then "-", and the step is what is left. CONFIG stands before it.
+--synthetic LENGTHS replaces sampling by random tokens with lengths from a distribution (fixed:512, uniform:16,1024,
+lognormal:mean=256,sigma=0.8,max=1024 or file:LIST.json; default: log-normal with a mean of a quarter of the longest) and random
+rewards that make every group train. Everything after sampling is real, including the sync of weights to the engine. The rows
+sample and reward are then "-" and the step excludes them. CONFIG must come before --synthetic.
 
-seconds    mean over ranks and measured steps, so that phases sum to the step; median and quartiles are of the steps
-idle       waiting for other ranks, taken out of the phase it was in: meetings of ranks, and neighbours in a pipeline (with the
-           transfer); not what hides in collectives of tensors, nor the pipeline's where layout.vpp is above 1
-reward     scoring after sampling has ended; what happens meanwhile is free
-tokens/s   of prompts and responses, and for sample of responses; TFLOP/s and MFU by the model's FLOPs (observe/flops.py)
-GiB        most that a rank held: its process on a CPU, its tensors on a GPU
+seconds    mean over ranks and measured steps, so phases sum to the step; median and quartiles are over the steps
+idle       waiting for other ranks, subtracted from its phase: rendezvous, and neighbours in a pipeline (with the transfer). It
+           excludes waiting inside collectives of tensors, and pipeline waits if layout.vpp is above 1
+reward     scoring after sampling has ended; scoring during sampling costs no time
+tokens/s   tokens of prompts and responses; for sample only responses. TFLOP/s and MFU use the model's FLOPs (observe/flops.py)
+GiB        peak memory of a rank: its process on a CPU, its tensors on a GPU
 
 --against FILE compares with an earlier --out FILE: a phase is the same if medians differ by less than 5 % or the quartiles
-overlap. Files of other settings are refused, unless only the layout differs. The last line is JSON. Exit code 1 if phases and
-wall time are more than 2 % apart, 2 for what its user can fix.
+overlap. The two runs must have equal settings, except for the layout. The last line is JSON. Exit code 1 if phases and wall
+time are more than 2 % apart, 2 for an error that the user can fix.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from grpo_mega.run import folder as run_folder
 from grpo_mega.validation import preflight
 from grpo_mega.yaml_text import parse_yaml
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python tools/benchmarks/throughput`
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/throughput`
 
 from tools.benchmarks.throughput import compare, synthetic
 from tools.benchmarks.throughput.result import problem, result, settings
 from tools.benchmarks.throughput.text import table
 
 ROOT = Path(__file__).resolve().parents[3]
-RAW_FILE = "throughput.json"  # in the run's folder: what the ranks measured
-FOLDER = "GRPO_MEGA_THROUGHPUT"  # set for ranks that we started: the config.yaml that they are to run
+RAW_FILE = "throughput.json"  # file in the run's folder with the ranks' measurements
+FOLDER = "GRPO_MEGA_THROUGHPUT"  # variable with the path of config.yaml, set for ranks started here
 HEADLINE = ("checkpoint.interval=2", "model.init=random")
 
 
@@ -80,13 +80,13 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "config", type=user_path, nargs="?", metavar="CONFIG", help="as for grpo-mega train; else the quickstart's"
+        "config", type=user_path, nargs="?", metavar="CONFIG", help="as for grpo-mega train; default: the quickstart's"
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides a value of the file")
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="that count; default: 5")
-    parser.add_argument("--warmup", type=int, default=1, metavar="N", help="steps before them; default: 1")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the file")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="measured steps; default: 5")
+    parser.add_argument("--warmup", type=int, default=1, metavar="N", help="steps before the measured ones; default: 1")
     parser.add_argument("--synthetic", nargs="?", const="", metavar="LENGTHS", help="no sampling: random responses")
-    parser.add_argument("--gpu", choices=sorted(CARDS), help="card to predict for; default: the one here")
+    parser.add_argument("--gpu", choices=sorted(CARDS), help="card to predict for; default: this machine's")
     parser.add_argument("--out", type=user_path, metavar="FILE", help="also write the JSON there")
     parser.add_argument("--against", type=user_path, metavar="FILE", help="compare with a file written by --out")
     options = parser.parse_args(arguments)
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
-    """Prints and writes; returns the exit code."""
+    """Print and write the result. Return the exit code."""
     print("\n" + "\n".join(table(found)))
     wrong = problem(found)
     if options.out is not None:
@@ -139,7 +139,7 @@ def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
 
 @contextmanager
 def recipe(options: argparse.Namespace) -> Iterator[Config]:
-    """The config to measure, in a folder of its own."""
+    """Yield the config to measure. Without CONFIG, first make the quickstart's task in a temporary folder."""
     if options.config is not None:
         yield settled(configs.load(options.config, options.set), options)
         return
@@ -159,10 +159,10 @@ def recipe(options: argparse.Namespace) -> Iterator[Config]:
 
 
 def settled(config: Config, options: argparse.Namespace) -> Config:
-    """With a folder of its own, steps enough, and nothing shown or logged elsewhere."""
+    """Return the config with a separate run_dir, enough steps, and no progress bar, wandb, profile or report."""
     raw = config.model_dump(mode="json")
     raw["run_dir"] = f"{config.run_dir}-throughput"
-    raw["steps"] = options.warmup + options.steps + 1  # the last one would save
+    raw["steps"] = options.warmup + options.steps + 1  # one more, because the last step saves a checkpoint
     raw["log"] |= {"progress": False, "wandb": False, "profile": None, "report_interval": 0}
     if options.synthetic is not None:
         raw["rollout"] = synthetic.settings(config)
@@ -170,7 +170,7 @@ def settled(config: Config, options: argparse.Namespace) -> Config:
 
 
 def write_task(folder: Path) -> None:
-    """The quickstart's model, without having learnt anything, and its data."""
+    """Write the quickstart's data, and its model with random weights."""
     import random
 
     sys.path.append(str(ROOT / "examples"))
@@ -188,9 +188,9 @@ def lengths_of(config: Config, options: argparse.Namespace) -> synthetic.Lengths
 
 
 def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) -> tuple[dict[str, Any] | None, int]:
-    """Return the measurements of ranks started here, or of this rank 0 of torchrun's; or None and the exit code.
+    """Return the measurements of ranks started here, or of torchrun's ranks if this is their rank 0; or None and the exit code.
 
-    The folder stays where a rank failed, with its logs.
+    If a rank fails, the folder with its logs stays.
     """
     is_rank = "RANK" in os.environ
     if config.rollout.is_separate:
@@ -201,7 +201,7 @@ def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) ->
         check_world_size(os.environ, config.layout)
     preflight.check(config)
     if config.run_dir.exists():
-        raise ConfigError(f"{config.run_dir} exists, of a run that failed or goes on; remove it, or set another run_dir")
+        raise ConfigError(f"{config.run_dir} exists; its run failed or still runs; remove it, or set another run_dir")
     code = EXIT_USER_ERROR
     try:
         with run_folder.claim(config, resume=False, argv=["bench_throughput", *argv]):
@@ -222,7 +222,7 @@ def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) ->
 
 
 def started(config: Config, argv: Sequence[str]) -> int:
-    """The exit code of the layout's ranks."""
+    """Start the layout's ranks and return their exit code."""
     path = config.run_dir / paths.CONFIG_FILE
     assert configs.validate(parse_yaml(path.read_text())) == config
     own = {CLAIMED: str(os.getpid()), FOLDER: str(path)}
@@ -237,12 +237,12 @@ def started(config: Config, argv: Sequence[str]) -> int:
 
 
 def measure(config: Config, options: argparse.Namespace) -> int:
-    """As one rank; rank 0 leaves in the run's folder what all have seen. Returns the exit code."""
+    """Measure as one rank and return the exit code. Rank 0 writes the measurements of all ranks to the run's folder."""
     from grpo_mega.hardware.fp8 import environment
 
     for name, value in environment(config).items():
         os.environ.setdefault(name, value)
-    import grpo_mega.megatron  # noqa: F401  # its patches come first
+    import grpo_mega.megatron  # noqa: F401  # this import applies patches, so it must come first
     from tools.benchmarks.throughput import rank
 
     raw = rank.measure(config, lengths_of(config, options), warmup=options.warmup, steps=options.steps)

@@ -1,4 +1,4 @@
-"""Two results of benchmarks/throughput: what became faster or slower, phase by phase, beyond their noise.
+"""Compare two results of benchmarks/throughput: is each phase faster, slower, or the same within the noise?
 
 A phase is the same if the medians differ by less than 5 %, or if the ranges between the quartiles of the steps overlap.
 """
@@ -16,7 +16,7 @@ NOISE = 0.05
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A file of --out, or of all that the tool printed. Raises ConfigError."""
+    """Read a file written by --out, or a log of the tool's output. Raise ConfigError."""
     try:
         lines = path.read_text().strip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -32,7 +32,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def check(settings: Mapping[str, Any], before: Mapping[str, Any], path: Path) -> None:
-    """Raises ConfigError for a result of other settings than these."""
+    """Raise ConfigError if the earlier result has other settings."""
     for name, here, there in _differences("", settings, before["settings"]):
         raise ConfigError(
             f"--against {path}: {name} is {there!r} there and {here!r} here; compare runs that differ in layout only"
@@ -40,14 +40,14 @@ def check(settings: Mapping[str, Any], before: Mapping[str, Any], path: Path) ->
 
 
 def differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """In what else the two differ: layout and machine."""
+    """Describe differences in layout and machine."""
     pairs = [(f"layout.{name}", size, before["layout"].get(name)) for name, size in now["layout"].items()]
     pairs += [(name, now[name], before.get(name)) for name in ("world_size", "device", "card", "threads")]
     return [f"{name} is {here} here and was {there} there" for name, here, there in pairs if here != there]
 
 
 def compare(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """By row, and for the step: {"before", "ratio" of the medians, "verdict"}; None where one of them has no figure."""
+    """Return {"before", "ratio" of the medians, "verdict"} by row, and for the step; None if a result lacks the figure."""
     rows = {name: (row, before["phases"].get(name)) for name, row in now["phases"].items()}
     rows["step"] = (now["step"], before["step"])
     return {name: _compared(here, there) for name, (here, there) in rows.items()}
@@ -65,7 +65,7 @@ def _compared(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[
 
 
 def _differences(prefix: str, now: Any, before: Any) -> list[tuple[str, Any, Any]]:
-    """Leaves with another value, by their dotted names."""
+    """Return leaves with different values: dotted name, value now, value before."""
     if not (isinstance(now, dict) and isinstance(before, dict)):
         return [] if now == before else [(prefix, now, before)]
     names = [*now, *(name for name in before if name not in now)]

@@ -1,8 +1,8 @@
-"""The peak that benchmarks/throughput's utilisation is a share of, and what the planner says of the same step.
+"""The peak FLOP/s that benchmarks/throughput divides by for MFU, and the planner's estimate of the same step.
 
-On a known card both are the card's (hardware/cards.py). Elsewhere the machine is described as a card by what was measured on
-it in the same run: the rate of a matrix product while all ranks multiply, of a copy, and of a broadcast. The planner's shares
-and constants are a GPU's all the same, so that its times for a CPU say little. No torch here.
+For a known card both use the card's figures (hardware/cards.py). Otherwise the same run measures the machine's rates: a matrix
+product while all ranks multiply, a copy, and a broadcast. The planner's shares and constants are still a GPU's, so its times
+for a CPU mean little. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from grpo_mega.planner.setup import Setup
 from grpo_mega.validation.model import read_model
 from tools.benchmarks.gpu.models import peak_tflops
 
-UNBOUNDED = 1e15  # a rate that costs nothing
+UNBOUNDED = 1e15  # bytes/s, so high that a transfer takes no time
 
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s of all ranks together, and where the figure is from."""
+    """The FLOP/s of all ranks together, and the source of the figure."""
 
     total: float
     source: str
@@ -45,14 +45,14 @@ def peak_of(raw: Mapping[str, Any], config: Config) -> Peak:
 
 
 def card_name(raw: Mapping[str, Any]) -> str | None:
-    """The planner's name of the card; None for one that it does not know."""
+    """Return the planner's name of the card; None for an unknown card."""
     return next((name for name in CARDS if raw["card"] is not None and name.upper() in raw["card"].upper()), None)
 
 
 def predict(raw: Mapping[str, Any], config: Config, gpu: str | None, *, prompt: float, response: float) -> dict[str, Any]:
-    """Seconds by row and figures of the step, of mean lengths as measured; None for all that the planner does not tell.
+    """Return the plan's seconds by row and figures of the step, for the measured mean lengths; None for missing figures.
 
-    `gpu`: a card to plan for in place of the one here.
+    `gpu` is a card to plan for instead of this machine's.
     """
     gpu = gpu or card_name(raw)
     try:

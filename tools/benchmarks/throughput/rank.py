@@ -1,8 +1,8 @@
-"""One rank of benchmarks/throughput: the trainer's own steps, and what each of them cost here.
+"""One rank of benchmarks/throughput: run the trainer's own steps and measure each of them.
 
-`measure` is `train.run` without evaluation and export: the same job, the same `train_step`. Looked at are the timers' phases,
-the step's log and groups, the micro-batches that reach `Policy.update`, and the doors at which a rank waits for others
-(`Waits`). On a GPU the device is waited for at both ends of every phase, so that each is charged with its own kernels.
+`measure` is `train.run` without evaluation and export: the same job and the same `train_step`. It records the timers' phases,
+the step's log and groups, the micro-batches passed to `Policy.update`, and the time in functions that wait for other ranks
+(`Waits`). On a GPU it synchronizes at both ends of every phase, so a phase includes the time of its own kernels only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from grpo_mega.weights.plan import plan_transfers
 from tools.benchmarks.throughput.synthetic import Lengths, RandomRewards, SyntheticEngine
 from tools.benchmarks.throughput.work import GroupLengths, work_of
 
-SIDES = {"cpu": 1024, "cuda": 8192}  # of the matrices whose product shows a device's rate
+SIDES = {"cpu": 1024, "cuda": 8192}  # size of the square matrices that measure a device's FLOP/s
 SECONDS_OF_MATMUL = 0.5
 BYTES_COPIED, BYTES_SENT = 64 << 20, 8 << 20
 
@@ -46,16 +46,16 @@ BYTES_COPIED, BYTES_SENT = 64 << 20, 8 << 20
 class Step:
     """One measured step on one rank."""
 
-    wall: float  # seconds, by a clock of the benchmark's own
-    phases: dict[str, float]  # seconds, by the timers
-    waits: dict[str, float]  # of these, seconds in which this rank waited for others
-    memory: dict[str, float]  # GiB, peak of each phase
-    received: float  # bytes of the sync, from other ranks
-    micro_batches: list[tuple[int, int, int]]  # of each mini-batch: number, tokens of one, tokens of all but padding
+    wall: float  # seconds, measured independently of the timers
+    phases: dict[str, float]  # seconds by phase, from the timers
+    waits: dict[str, float]  # seconds by phase in which this rank waited for others
+    memory: dict[str, float]  # peak GiB by phase
+    received: float  # bytes that the weight sync received from other ranks
+    micro_batches: list[tuple[int, int, int]]  # per mini-batch: micro-batches, tokens per micro-batch, total without padding
 
 
 def measure(config: Config, lengths: Lengths | None, *, warmup: int, steps: int) -> dict[str, Any] | None:
-    """Everything about `steps` steps after `warmup` ones, on rank 0; None on the others. All ranks call it."""
+    """Measure `steps` steps after `warmup` steps. Return the result on rank 0, otherwise None. Collective over all ranks."""
     waits = Waits()
     with waits.installed(), open_job(config) as job:
         log = SeenLog(job.log, waits)
@@ -90,10 +90,10 @@ def measure(config: Config, lengths: Lengths | None, *, warmup: int, steps: int)
 
 
 class Waits:
-    """Seconds in which this rank waited for others: in meetings of ranks, and between the stages of a pipeline.
+    """The seconds in which this rank waited for others at a rendezvous or between pipeline stages.
 
-    Waiting for a pipeline's neighbours has the transfer in it. Not seen is what hides in collectives of tensors, such as the
-    reduction of gradients, and, where sends overlap with computing (layout.vpp above 1), the pipeline.
+    Waiting for pipeline neighbours includes the transfer. Waiting inside collectives of tensors, such as the reduction of
+    gradients, is not measured, nor are pipeline waits if sends overlap with computation (layout.vpp above 1).
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Waits:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """The doors are as they were afterwards."""
+        """Wrap the functions that wait for other ranks. Restore them at the end."""
         doors: list[tuple[Any, str, Callable[..., Any]]] = [
             (Rendezvous, "all_gather", self._on_host),
             (dist, "all_gather_object", self._on_host),
@@ -124,7 +124,7 @@ class Waits:
         self._timers, self._is_cuda = timers, is_cuda
 
     def take(self) -> dict[str, float]:
-        """By the phase in which they were, since it was last asked."""
+        """Return the waits by phase since the last call."""
         if self._events:
             torch.cuda.synchronize()
             for phase, first, last in self._events:
@@ -150,7 +150,7 @@ class Waits:
         return timed
 
     def _on_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The host does not wait there for a GPU: its stream does."""
+        """Wrap a transfer. With a GPU the stream waits, not the host, so time the wait with CUDA events."""
         on_host = self._on_host(function)
 
         @functools.wraps(function)
@@ -169,9 +169,9 @@ class Waits:
 
 
 class SeenLog(RunLog):
-    """A log that keeps of the last step this rank's metrics, its groups, and what it took by a clock of its own.
+    """A log that stores the last step's metrics on this rank, its groups, and its wall time.
 
-    A step is logged as its lap of the timers ends: so it lasts from one logging to the next.
+    A step is logged when its lap of the timers ends, so its wall time is the time between two calls of log_step.
     """
 
     def __init__(self, log: RunLog, waits: Waits) -> None:
@@ -182,7 +182,7 @@ class SeenLog(RunLog):
         self.wall, self.waits = 0.0, dict[str, float]()
 
     def begin(self) -> None:
-        """The first step begins."""
+        """Start the clock of the first step."""
         self._waits.take()
         self._mark = time.perf_counter()
 
@@ -218,7 +218,7 @@ def _replace_sampling(job: Job, lengths: Lengths) -> None:
 
 
 def _watch_updates(job: Job) -> list[list[PackedBatch]]:
-    """Into which the mini-batches of every update go."""
+    """Return a list to which every call of Policy.update appends its mini-batches."""
     seen: list[list[PackedBatch]] = []
     update = job.policy.update
 
@@ -259,7 +259,7 @@ def _step(log: SeenLog, seen: list[list[PackedBatch]]) -> Step:
 
 
 def _filled(batch: PackedBatch) -> int:
-    """Tokens that are not padding, which comes last and has no sample."""
+    """Return the number of tokens without padding. Padding is the last segment and has no sample."""
     return int(batch.cu_seqlens[len(batch.sample_indices)])
 
 
@@ -290,7 +290,7 @@ def _about(job: Job) -> dict[str, Any]:
 
 
 def _rates(job: Job) -> dict[str, float | None]:
-    """Measure this rank's device while all others do the same: FLOP/s of a product, bytes/s copied and bytes/s received."""
+    """Measure this rank's device while all ranks do the same: FLOP/s of a matmul, bytes/s copied and bytes/s received."""
     device, dtype = job.runtime.device, job.model.dtype
     side = SIDES[device.type]
     a = torch.randn(side, side, device=device.torch_device, dtype=dtype)
@@ -299,7 +299,7 @@ def _rates(job: Job) -> dict[str, float | None]:
     parcel = torch.zeros(BYTES_SENT, dtype=torch.uint8, device=device.torch_device)
 
     def best(act: Callable[[], object], seconds: float) -> float:
-        """Return the shortest of at least five runs in seconds, after one that does not count."""
+        """Return the seconds of the fastest of at least five runs, after one warm-up run."""
         act()
         dist.barrier()
         found: list[float] = []

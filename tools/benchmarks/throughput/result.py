@@ -1,9 +1,10 @@
-"""From what the ranks of benchmarks/throughput saw to its figures: rows by phase, totals, and whether phases cover the step.
+"""Compute the figures of benchmarks/throughput from the ranks' measurements: rows by phase, totals, and coverage of the step.
 
-A row's seconds are means over the ranks of a step; `seconds` is their mean over the steps, so that rows sum to the step (and a
-checkpoint every other step counts by half), `median`, `low` and `high` their median and quartiles, `slowest_rank` the rank with
-the largest mean. Waiting is taken out of the phase in which it was, and is the row idle. Tokens are those of prompts and
-responses that a phase passed through the model, of sampling those of responses; FLOPs are the model's (observe/flops.py).
+The time of a row in a step is its mean over the ranks. `seconds` is the mean of these times over the steps, so rows sum to the
+step, and a checkpoint every other step counts half. `median`, `low` and `high` are their median and quartiles. `slowest_rank`
+is the largest mean of a rank. The row idle has all waits; they are subtracted from their phases. Tokens are the tokens of
+prompts and responses that a phase passes through the model; sampling counts only responses. FLOPs are the model's
+(observe/flops.py).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from grpo_mega.config import Config
 from grpo_mega.validation.model import read_model
 from tools.benchmarks.throughput.plan import Peak, peak_of, predict
 
-TOLERANCE = 0.02  # of the step's wall time, by which phases may miss it
-SKIPPED = ("sample", "reward")  # where responses are synthetic
-# The timers' phases that make up each row; what none names is in the last but one.
+TOLERANCE = 0.02  # largest relative difference between the sum of phases and the wall time
+SKIPPED = ("sample", "reward")  # rows without figures if responses are synthetic
+# The timers' phases in each row. Phases without a row count in OTHER.
 ROWS: Mapping[str, tuple[str, ...]] = {
     "sample": ("sample",),
     "reward": ("reward",),
@@ -34,13 +35,13 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "idle": (),
 }
 OTHER = "pack/exchange/other"
-# What may differ between runs that are compared: where things lie, and what a step does not depend on.
+# Config keys that may differ between compared runs: paths, and settings that do not affect a step.
 FREE = ("run_dir", "steps", "layout", "log", "eval", "hang_deadline_s", "max_nonfinite_steps", "device")
 ROW_OF = {phase: row for row, phases in ROWS.items() for phase in phases}
 
 
 def result(raw: Mapping[str, Any], config: Config, synthetic: str | None, gpu: str | None) -> dict[str, Any]:
-    """The JSON. `synthetic`: the distribution of lengths, where responses were."""
+    """Return the JSON result. `synthetic` is the distribution of lengths, or None if responses were sampled."""
     peak = peak_of(raw, config)
     skipped = SKIPPED if synthetic is not None else ()
     seconds = _seconds_by_rank(raw, skipped)
@@ -82,16 +83,16 @@ def result(raw: Mapping[str, Any], config: Config, synthetic: str | None, gpu: s
 
 
 def settings(config: Config, synthetic: str | None) -> dict[str, Any]:
-    """Return the settings that two runs must share to be compared. The model counts by its shape; paths do not count."""
+    """Return the settings that compared runs must share. They include the model's shape but no paths."""
     found = {name: value for name, value in config.model_dump(mode="json").items() if name not in FREE}
     found["model"] = found["model"] | {"path": None}
     found["data"] = found["data"] | {"train": None, "heldout": None, "heldout_sets": None, "pass_rates": None}
-    found["rollout"].pop("tp")  # the engines' layout
+    found["rollout"].pop("tp")  # the engines' layout may differ, too
     return {"synthetic": synthetic, "shape": str(read_model(config, None).shape)} | found
 
 
 def problem(found: Mapping[str, Any]) -> str | None:
-    """Why the table is not to be trusted; None if the phases cover the step."""
+    """Return the reason not to trust the table; None if the phases cover the step."""
     for name, what in (("phases_cover", "the rows"), ("worst_cover", "in one step of one rank the phases")):
         if abs(found[name] - 1) > TOLERANCE:
             return (
@@ -102,7 +103,7 @@ def problem(found: Mapping[str, Any]) -> str | None:
 
 
 def _seconds_by_rank(raw: Mapping[str, Any], skipped: Sequence[str]) -> dict[str, list[list[float]] | None]:
-    """By row [rank][step]; None for a row that no step had."""
+    """Return seconds[rank][step] by row; None for a row that occurred in no step."""
     found: dict[str, list[list[float]] | None] = {}
     for row in ROWS:
         is_seen = row not in skipped and (
@@ -114,7 +115,7 @@ def _seconds_by_rank(raw: Mapping[str, Any], skipped: Sequence[str]) -> dict[str
 
 
 def _of_row(step: Mapping[str, Any], row: str, skipped: Sequence[str]) -> float:
-    """Waiting cannot be more than the phase that it was in, but for the clocks."""
+    """Return the seconds of a row in a step. A wait is capped at its phase, because the clocks differ slightly."""
     waits = {phase: min(value, step["phases"].get(phase, 0.0)) for phase, value in step["waits"].items()}
     if row == "idle":
         return sum(value for phase, value in waits.items() if phase not in skipped)
@@ -123,7 +124,7 @@ def _of_row(step: Mapping[str, Any], row: str, skipped: Sequence[str]) -> float:
 
 
 def _walls(raw: Mapping[str, Any], skipped: Sequence[str]) -> list[list[float]]:
-    """[rank][step], without what making synthetic responses took."""
+    """Return the wall seconds[rank][step] without the time to make synthetic responses."""
     return [
         [step["wall"] - sum(step["phases"].get(phase, 0.0) for phase in skipped) for step in rank["steps"]]
         for rank in raw["ranks"]
@@ -131,13 +132,13 @@ def _walls(raw: Mapping[str, Any], skipped: Sequence[str]) -> list[list[float]]:
 
 
 def _worst_cover(raw: Mapping[str, Any]) -> float:
-    """Sum of the phases by wall time, of the step and rank where it is farthest from 1."""
+    """Return the sum of phases divided by wall time, for the step and rank with the ratio farthest from 1."""
     ratios = [sum(step["phases"].values()) / step["wall"] for rank in raw["ranks"] for step in rank["steps"]]
     return max(ratios, key=lambda ratio: abs(ratio - 1))
 
 
 def _work(config: Config, per_step: Mapping[str, float], skipped: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Tokens and FLOPs of a row, on all ranks together."""
+    """Return tokens and FLOPs by row, over all ranks."""
     tokens = per_step["prompt_tokens"] + per_step["response_tokens"]
     forward, passes = per_step["forward_flops"], config.batch.epochs
     found = {
@@ -153,7 +154,7 @@ def _work(config: Config, per_step: Mapping[str, float], skipped: Sequence[str])
 def _row(
     seconds: list[list[float]] | None, total: float, work: tuple[float, float] | None, peak: Peak, world_size: int
 ) -> dict[str, Any]:
-    """`seconds` are [rank][step]; None: the row was not measured, and has no figures."""
+    """Return the figures of a row from seconds[rank][step]. If `seconds` is None, the row was not measured."""
     if seconds is None:
         names = ("seconds", "median", "low", "high", "slowest_rank", "share", "tokens", "tokens_per_second")
         return dict.fromkeys((*names, "tokens_per_second_per_gpu", "tflops", "mfu"))
@@ -177,7 +178,7 @@ def _row(
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """By linear interpolation."""
+    """Return a quantile by linear interpolation."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     below = int(place)
@@ -194,7 +195,7 @@ def _figures(
 ) -> dict[str, Any]:
     """Return the figures of the batch, the pipeline and the sync."""
     layout = raw["layout"]
-    firsts = [rank for rank in raw["ranks"] if rank["place"][0] == rank["place"][1] == 0]  # one of each data-parallel rank
+    firsts = [rank for rank in raw["ranks"] if rank["place"][0] == rank["place"][1] == 0]  # one rank per data-parallel rank
     mini_batches = [mini for rank in firsts for step in rank["steps"] for mini in step["micro_batches"]]
     number = fmean(count for count, _, _ in mini_batches) if mini_batches else 0.0
     held = sum(count * tokens for count, tokens, _ in mini_batches)
@@ -206,7 +207,7 @@ def _figures(
         "samples": per_step["samples"],
         "prompt_tokens": per_step["prompt_tokens"],
         "response_tokens": per_step["response_tokens"],
-        "micro_batches": number,  # of a rank in an optimizer step
+        "micro_batches": number,  # micro-batches per rank and optimizer step
         "padding_waste": 1 - filled / held if held else None,
         "dp_imbalance": max(by_rank) / fmean(by_rank) - 1 if sum(by_rank) else None,
         "bubble": (layout["pp"] - 1) / (layout["vpp"] * number + layout["pp"] - 1) if number else None,
@@ -219,7 +220,7 @@ def _figures(
 
 
 def _measured_bubble(raw: Mapping[str, Any]) -> float | None:
-    """Share of an update in which a stage waits for its neighbours, transfers included; None where that cannot be seen."""
+    """Return the share of an update in which a stage waits for its neighbours, with transfers; None if not measurable."""
     if raw["layout"]["pp"] == 1 or raw["layout"]["vpp"] > 1:
         return None
     steps = [step for rank in raw["ranks"] for step in rank["steps"]]
@@ -228,7 +229,7 @@ def _measured_bubble(raw: Mapping[str, Any]) -> float | None:
 
 
 def _peaks_of_memory(raw: Mapping[str, Any]) -> dict[str, float]:
-    """GiB by row, of the rank that held most."""
+    """Return the peak GiB of any rank by row."""
     found: dict[str, float] = {}
     for rank in raw["ranks"]:
         for step in rank["steps"]:

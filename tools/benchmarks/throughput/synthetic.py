@@ -1,9 +1,9 @@
-"""Responses for benchmarks/throughput that no engine sampled: lengths from a distribution, random tokens, random rewards.
+"""Synthetic responses for benchmarks/throughput: lengths from a distribution, random tokens, random rewards.
 
-What stands in for sampling and scoring keeps the doors of the real ones (rollout/engine.py, rewards/scorer.py), so that the
-step itself is the trainer's own. Lengths, tokens and rewards depend on (seed, step, prompt id, sample index) only. In a group
-of two or more samples rewards differ, so that it trains. All that is not sampling goes to the real engine: it gets the weights.
-No torch here.
+The synthetic engine and scorer have the interfaces of the real ones (rollout/engine.py, rewards/scorer.py), so the step is the
+trainer's own. Lengths, tokens and rewards depend only on (seed, step, prompt id, sample index). Rewards differ within a group
+of two or more samples, so every group trains. The real engine handles everything except sampling, including new weights. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from grpo_mega.rollout.stop_condition import StopCondition
 
 KINDS = "fixed:512, uniform:16,1024, lognormal:mean=256,sigma=0.8,max=1024 or file:lengths.json"
-MISMATCH_WARN = 1e30  # nats a token: made-up log-probs say nothing of engine and trainer
+MISMATCH_WARN = 1e30  # nats per token; never warn, because synthetic log-probs have no meaning
 
 
 @dataclass(frozen=True)
 class Lengths:
     """A distribution of response lengths in tokens, from 1 to `longest`."""
 
-    text: str  # as it was asked for
+    text: str  # the argument of --synthetic
     longest: int
     draw: Callable[[np.random.Generator], float]
 
@@ -42,9 +42,9 @@ class Lengths:
 
 
 def lengths_of(text: str, longest: int) -> Lengths:
-    """`text` as in KINDS; "" is a log-normal one with a mean of a quarter of `longest`, what a response may have at most.
+    """Parse `text` (see KINDS). Raise ConfigError.
 
-    Raises ConfigError.
+    `longest` is the maximum response length. An empty `text` is a log-normal distribution with a mean of a quarter of it.
     """
     text = text or f"lognormal:mean={max(1, longest // 4)},sigma=0.8,max={longest}"
     kind, _, rest = text.partition(":")
@@ -72,12 +72,12 @@ def lengths_of(text: str, longest: int) -> Lengths:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Return settings of `rollout` with which log-probs that no engine gave neither stop the run nor warn."""
+    """Return settings of `rollout` in which synthetic log-probs neither stop the run nor warn."""
     return config.rollout.model_dump(mode="json") | {"mismatch_stop": None, "mismatch_warn": MISMATCH_WARN}
 
 
 class SyntheticEngine:
-    """The engine it wraps in all but `generate`."""
+    """A wrapper of the real engine that replaces only `generate`."""
 
     def __init__(self, engine: Engine, lengths: Lengths, *, vocab: int, rank: int, world_size: int) -> None:
         self._engine, self._lengths, self._vocab = engine, lengths, vocab
@@ -96,7 +96,7 @@ class SyntheticEngine:
         stop: StopCondition | None = None,
         begun: Mapping[int, Group] | None = None,
     ) -> dict[int, Group]:
-        """Every rank takes every world_size-th prompt. A group's clock is its longest response; none is left unfinished."""
+        """Make the responses of every world_size-th prompt. A group's clock is its longest response. All groups finish."""
         assert not begun or not any(group.samples for key, group in begun.items() if key in prompts)
         found: dict[int, Group] = {}
         for key in list(prompts)[self._rank :: self._world_size]:
@@ -123,13 +123,13 @@ class SyntheticEngine:
 
 
 class RandomRewards:
-    """A scorer that gives 1 to the first sample of a group, 0 to the second, and either to the others."""
+    """A scorer that returns 1 for the first sample of a group, 0 for the second, and 0 or 1 for other samples."""
 
     def __init__(self, names: Iterable[str], *, has_steps: bool) -> None:
-        """`has_steps`: also as the reward of a step that ends with the response."""
+        """If `has_steps`, also set the reward of one step that ends with the response."""
         self._names, self._has_steps = tuple(names), has_steps
         self._samples: list[Sample] = []
-        self.has_warned = True  # there are no failures to tell
+        self.has_warned = True  # there are no failures to report
 
     def submit(self, sample: Sample) -> None:
         pass
@@ -156,7 +156,7 @@ class RandomRewards:
 
 
 def _lognormal(text: str, rest: str) -> Lengths:
-    """By the mean of the uncut distribution, the deviation of the logarithm, and where it is cut."""
+    """Parse a log-normal: the mean before truncation, the deviation of the logarithm, and the maximum."""
     found: dict[str, float] = {}
     for part in rest.split(","):
         key, _, value = part.partition("=")

@@ -1,4 +1,4 @@
-"""The table of benchmarks/throughput, for a terminal of 132 columns; "-" is a figure that cannot be known here."""
+"""The table of benchmarks/throughput, for a terminal of 132 columns; "-" is an unknown figure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GB = 1e9
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
-    """A title, a line for each phase, the step's, and the figures of batch, pipeline and sync."""
+    """Return a title, a line per phase, the step's line, and the figures of batch, pipeline and sync."""
     against = found.get("against")
     compared: Mapping[str, Any] = {} if against is None else against["phases"]
     rows = [[*TITLES, *(MORE if against else ())]]
@@ -28,7 +28,7 @@ def _title(found: Mapping[str, Any]) -> str:
     layout = ", ".join(
         f"{name}={size}" for name, size in found["layout"].items() if name == "tp" or size not in (1, "tp-dp-pp")
     )
-    what = found["card"] or f"CPU, {found['threads']} threads a rank"
+    what = found["card"] or f"CPU, {found['threads']} threads per rank"
     responses = f"synthetic responses ({found['synthetic']})" if found["synthetic"] is not None else "sampled responses"
     return f"{found['world_size']} ranks ({layout}) on {what}; {found['steps']} steps of {found['samples']:.0f} {responses}"
 
@@ -73,9 +73,9 @@ def _figures(found: Mapping[str, Any]) -> list[str]:
     return [
         f"tokens/s/GPU of the step {_number(step['tokens_per_second_per_gpu'], ',.0f')} (plan {planned_rate}); "
         f"MFU of the update {mfu} (plan {planned_share})",
-        f"micro-batches a rank {beside('micro_batches', lambda v: _number(v, '.1f'))}; "
+        f"micro-batches per rank {beside('micro_batches', lambda v: _number(v, '.1f'))}; "
         f"padding waste {beside('padding_waste', _percent)}; busiest data-parallel rank {busiest} above the mean",
-        f"bubble by arithmetic {beside('bubble', _percent)}; measured, with transfers, {_percent(found['bubble_measured'])}",
+        f"calculated bubble {beside('bubble', _percent)}; measured, with transfers, {_percent(found['bubble_measured'])}",
         f"sync fills the engines with {filled} at {sync}; "
         f"between ranks {moved} MB (plan {planned_moved}) at {rate('sync_received_bytes_per_second')}",
         f"peak: {found['peak']['source']}",

@@ -1,4 +1,4 @@
-"""Count the work of a step from the lengths of its samples: tokens, and FLOPs by batching/flops.py. Needs no torch."""
+"""Count the tokens of a step, and its FLOPs with batching/flops.py, from the lengths of its samples. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ GroupLengths = tuple[int, list[int]]  # tokens of the prompt, and of each respon
 
 @dataclass
 class Work:
-    """The work of one step, the same on all ranks. FLOPs are the model's, of all ranks together."""
+    """The work of one step over all ranks. FLOPs are the model's."""
 
     samples: int
-    prompt_tokens: int  # a sample's prompt counts for each sample
+    prompt_tokens: int  # counts a group's prompt once per sample
     response_tokens: int
-    sample_flops: int  # each group's prompt once, and the responses
+    sample_flops: int  # counts each group's prompt once, and all responses
     forward_flops: int  # one pass over all samples; only responses go through the output layer
 
 
