@@ -1,28 +1,27 @@
-"""Measure what oversampling with abort of stragglers gains and how it biases the kept samples, both in one run.
+"""Measure the gain of oversampling with abort of stragglers, and the bias of the kept samples.
 
-`python tools/benchmarks/oversampling` samples phases of --prompts whole groups with a tiny random model, whose responses
-have lengths with a geometric tail (mean --mean-length, cut at --max-length). Each round is a step of its own: first all
-prompts that the largest factor begins, all to the end; then, for each factor of --factors, a phase that begins factor *
-prompts and aborts the rest once enough groups are done, in turn and with the same random streams. Engine, phase and abort
-are the product's own.
+`python tools/benchmarks/oversampling` samples phases of --prompts whole groups with a tiny random model. Its response lengths
+have a geometric tail (mean --mean-length, truncated at --max-length). Each round has a different step number. First it runs all
+prompts of the largest factor to the end. Then, for each factor of --factors, it runs a phase with the same random streams that
+starts factor * prompts groups and aborts the rest once enough groups are done. Engine, phase and abort are the trainer's own.
 
-Gain: seconds of a phase without oversampling by seconds with it (median over rounds), and the same in tokens decoded one after
-the other, which no other process disturbs. Bias: what goes on against all that was begun, both from the run to the end: mean
-response length, mean of a reward that falls with the length (1 up to --mean-length tokens), and of a control, which does not
-depend on it (share of even tokens before the last). Waste: tokens thrown away, of all that were sampled.
+Gain: seconds of a phase without oversampling divided by seconds with it (median over rounds), and the same in decoding steps,
+because other processes do not disturb steps. Bias: kept groups compared with all started groups, in the run to the end: mean
+response length, mean of a reward that falls with the length (1 up to --mean-length tokens), and mean of a control that does not
+depend on the length (share of even tokens before the last). Waste: the share of sampled tokens that are discarded.
 
-Partial rollouts at the smallest factor above 1: --partial-rounds steps, each of which continues what the one before left over,
-in turn with phases without oversampling; then the rest is run to its end, since only then all that was begun has a length.
+Partial rollouts use the smallest factor above 1. They run for --partial-rounds steps, and each step continues the unfinished
+groups of the step before. They alternate with phases without oversampling. At the end the rest is run to the end, so that all
+started groups have a length.
 
-Longest first (rollout.longest_first): nothing is begun beyond --prompts groups, and a quarter of their sequences are decoded at
-once. The responses are alike within a group there. `gain` is in decoding steps of the embedded engine, which decodes batch
-after batch; `served_gain` is that of a simulated server, in which another sequence takes the place of one that ends, with the
-product's client and the same lengths; `unlike` shuffles these over the groups, so that probes tell nothing.
+Longest first (rollout.longest_first) starts only --prompts groups and decodes a quarter of their sequences at once. Here the
+lengths within a group are similar. `gain` is in decoding steps of the embedded engine, which decodes one batch after another.
+`served_gain` is the gain on a simulated server, which starts another sequence whenever one ends, with the trainer's client and
+the same lengths. `unlike` shuffles the lengths over all groups, so probes predict nothing.
 
---engine sglang starts a real server (on a CPU about 20 s). It draws from one stream for all, so that there what goes on is
-compared with another draw, more roughly, and `identical` and the gain in tokens are null, as is
-`longest_first`. The last line is JSON. Exit code 1 if a sample differs from the one of the run to the end, 2 for arguments that
-do not fit.
+--engine sglang starts a real server (about 20 s on a CPU). It has one random stream for all samples. So kept groups are
+compared with another draw, the bias is less exact, and `identical`, the gain in tokens and `longest_first` are null. The last
+line is JSON. Exit code 1 if a sample differs from the same sample in the run to the end, 2 for invalid arguments.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python tools/benchmarks/oversampling`
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/oversampling`
 
 from tools.benchmarks.oversampling import longest_first
 from tools.benchmarks.oversampling.partial import Partial
@@ -86,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as folder, engine_of(options, Path(folder)) as engine:
             bench = Bench(engine, options)
-            bench.round(-1, [1.0])  # what is allocated and imported once does not count
+            bench.round(-1, [1.0])  # warm-up: allocations and imports
             rounds = [bench.round(step, options.factors) for step in range(options.rounds)]
             over = Partial(
                 bench.engine, bench.generator, bench.sampling, options.prompts, begun(options.factors[1], options.prompts)
@@ -106,10 +105,10 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
-    parser.add_argument("--factors", default="1.25,1.5,2.0", help="values of rollout.oversample; 1 is always among them")
-    parser.add_argument("--prompts", type=int, default=16, help="groups that a phase wants")
+    parser.add_argument("--factors", default="1.25,1.5,2.0", help="values of rollout.oversample; 1 is always added")
+    parser.add_argument("--prompts", type=int, default=16, help="groups that a phase needs")
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--mean-length", type=int, default=48, help="of a response, in tokens")
+    parser.add_argument("--mean-length", type=int, default=48, help="mean tokens per response")
     parser.add_argument("--max-length", type=int, default=448)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--partial-rounds", type=int, default=30)
@@ -144,7 +143,7 @@ class Bench:
         self.sampling = Sampling(options.group_size, 1.0, options.max_length, stops)
 
     def round(self, step: int, factors: Sequence[float]) -> dict[str, Any]:
-        """By factor the seconds of its phase, and what went on of what was begun."""
+        """Return, by factor, the seconds of its phase and the means over kept and over all started groups."""
         whole = self.phase(step + 1, len(self.prompts), len(self.prompts)).mine
         found: dict[str, Any] = {"lengths": [s.response_len for s in samples_of(whole.values())]}
         for factor in factors:
@@ -289,12 +288,12 @@ def show(found: dict[str, Any], options: argparse.Namespace) -> None:
         print(f"{factor:>10}{f['seconds']:8.2f}{f['gain']:7.2f}{in_tokens:>11}{f['waste']:7.2f}{pairs}")
     p = found["partial"]
     print(
-        f"partial rollouts at {options.factors[1]}: gain {p['gain_in_seconds']:.2f}, in tokens {p['gain']:.2f}; thrown away "
-        f"{p['thrown_away']:.1%} of the tokens; mean length {p['length_bias']:+.1%} of what was begun"
+        f"partial rollouts at {options.factors[1]}: gain {p['gain_in_seconds']:.2f}, in tokens {p['gain']:.2f}; discarded "
+        f"{p['thrown_away']:.1%} of the tokens; mean length {p['length_bias']:+.1%} of all started groups"
     )
     if first := found["longest_first"]:
         served, unlike = first["served_gain"], first["unlike"]["served_gain"]
-        print(f"longest first: gain in tokens {first['gain']:.2f}; served {served:.2f}; unlike lengths in a group {unlike:.2f}")
+        print(f"longest first: gain in tokens {first['gain']:.2f}; served {served:.2f}; with shuffled lengths {unlike:.2f}")
 
 
 LOOKS = (("length", 1), ("reward", 3), ("control", 3))

@@ -1,8 +1,9 @@
-"""Phases that begin the longest responses first, in turn with phases that begin groups in their order.
+"""Compare phases that start the longest responses first with phases that start groups in order.
 
-The model's responses are alike within a group: the last token of a prompt names its class, each class has a mean length (16
-times as long for the last as for the first), and a response goes through STAGES states of its class before it ends, so that its
-length varies by 1 / sqrt(STAGES) of its mean. Within the layers nothing is added, so that these are its exact probabilities.
+The model makes similar lengths within a group. The last token of a prompt names its class. Each class has a mean length; the
+last class's mean is 16 times the first one's. A response goes through STAGES states of its class before it ends, so its length
+has a deviation of 1 / sqrt(STAGES) of its mean. The layers add nothing to the residual stream, so these probabilities are
+exact.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from tools.benchmarks.oversampling.partial import Partial
 from tools.benchmarks.oversampling.served import Lengths, SimulatedSession, simulate, steps_of
 
 CLASSES, STAGES, SPREAD, STOP = 8, 4, 16.0, 0
-NEVER = -60.0  # logit
+NEVER = -60.0  # logit of impossible tokens
 
 
 def measure(engine: EmbeddedEngine, options: Any, num_begun: int) -> dict[str, Any]:
-    """Change the engine's model. `num_begun`: groups of a step with partial rollouts, which trains options.prompts."""
+    """Change the engine's model and measure. With partial rollouts a step starts `num_begun` groups, trains options.prompts."""
     set_lengths(engine.tensors(), options.mean_length)
     in_order = Sampling(options.group_size, 1.0, options.max_length, frozenset({STOP}))
     longest_first = replace(in_order, longest_first=True)
@@ -59,7 +60,7 @@ def measure(engine: EmbeddedEngine, options: Any, num_begun: int) -> dict[str, A
 
 
 def set_lengths(tensors: Mapping[str, Tensor], mean_length: float) -> None:
-    """Make the model such that responses of class c have a mean of SPREAD ** (c / (CLASSES - 1)) times the first one's."""
+    """Set the weights so that the mean length of class c is SPREAD ** (c / (CLASSES - 1)) times the first class's mean."""
     ratios = [SPREAD ** (c / (CLASSES - 1)) for c in range(CLASSES)]
     means = [mean_length * ratio / statistics.fmean(ratios) for ratio in ratios]
     embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
@@ -67,8 +68,8 @@ def set_lengths(tensors: Mapping[str, Tensor], mean_length: float) -> None:
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor.zero_()
-    state_V = torch.tensor([-1, *(token % num_states for token in range(vocab - 1))])  # of each token; -1: the stop token
-    scale = embedding.shape[1] ** 0.5  # of a one-hot vector after the last norm
+    state_V = torch.tensor([-1, *(token % num_states for token in range(vocab - 1))])  # state per token; -1 for the stop token
+    scale = embedding.shape[1] ** 0.5  # length of a one-hot vector after the last norm
     embedding.zero_()
     embedding[torch.arange(1, vocab), state_V[1:]] = 1.0
     head.fill_(NEVER / scale)
@@ -80,7 +81,7 @@ def set_lengths(tensors: Mapping[str, Tensor], mean_length: float) -> None:
 
 
 def _round(engine: EmbeddedEngine, num_groups: int, plain: Sampling, longest_first: Sampling, step: int) -> dict[str, Any]:
-    """Return the decoding steps of both phases, one after the other, and the lengths."""
+    """Run both phases. Return their decoding steps, and the lengths."""
     numbers = random.Random(step)
     prompts = {
         i: Prompt(i, "", tuple(1 + STAGES * numbers.randrange(CLASSES) for _ in range(1 + i % 5)), "")
@@ -89,7 +90,7 @@ def _round(engine: EmbeddedEngine, num_groups: int, plain: Sampling, longest_fir
     found: dict[str, Any] = {}
     tokens = []
     for name, sampling in (("plain", plain), ("longest_first", longest_first)):
-        stop = StopCondition(Rendezvous(HashStore(), 0, 1), num_groups)  # for its clock: it ends when all have
+        stop = StopCondition(Rendezvous(HashStore(), 0, 1), num_groups)  # only its clock is used
         groups = engine.generate(prompts, sampling, step=step, on_sample=lambda *_: None, stop=stop)
         found[name] = max(stop.clocks.values())
         tokens.append([[list(s.response_ids) for s in groups[i].samples] for i in range(num_groups)])
@@ -98,7 +99,7 @@ def _round(engine: EmbeddedEngine, num_groups: int, plain: Sampling, longest_fir
 
 
 def _served(lengths: Sequence[Sequence[int]], sampling: Sampling, slots: int, per_phase: int) -> dict[str, float]:
-    """Return by how much a server that decodes `slots` sequences at once is done sooner, over phases of so many groups."""
+    """Return the gain on a server that decodes `slots` sequences at once, over phases of `per_phase` groups."""
     steps: dict[str, int] = dict.fromkeys(("in_order", "longest_first", "bound"), 0)
     for phase in _in_parts(lengths, per_phase):
         known = {(key, i): length for key, group in enumerate(phase) for i, length in enumerate(group)}
@@ -113,7 +114,7 @@ def _served(lengths: Sequence[Sequence[int]], sampling: Sampling, slots: int, pe
 
 
 class _Served:
-    """An engine, as far as a generation phase needs one, with the simulated server."""
+    """An engine with the simulated server. It has only the attributes that a generation phase uses."""
 
     failure, is_absent, version = None, False, 0
 
@@ -147,7 +148,7 @@ class _PartialOnServer(Partial):
 def _partial(
     sampling: Sampling, lengths: Sequence[Sequence[int]], slots: int, options: Any, num_begun: int
 ) -> tuple[int, dict[str, float]]:
-    """Return the steps on the simulated server of phases to the end, and what partial rollouts, in turn with them, take."""
+    """Return the steps on the simulated server for phases to the end, and the figures of alternating partial rollouts."""
     engine: Any = _Served(lengths, slots)
     generator = Generator(engine, Rendezvous(HashStore(), 0, 1), lambda _: None, phase_deadline_s=60)
     bench = _PartialOnServer(engine, generator, sampling, options.prompts, num_begun)
@@ -165,7 +166,7 @@ def _in_parts(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
 
 
 def _share_between_groups(lengths: Sequence[Sequence[int]]) -> float:
-    """Return how much of the variance of the logarithm of the length is that of the groups' means, beyond chance."""
+    """Return the share of the log-length variance that is between groups, corrected for chance."""
     logs = [[math.log(length) for length in group] for group in lengths]
     within = statistics.fmean(statistics.variance(group) for group in logs)
     between = statistics.variance([statistics.fmean(group) for group in logs]) - within / len(logs[0])

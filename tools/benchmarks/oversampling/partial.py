@@ -1,6 +1,6 @@
-"""Steps with partial rollouts, in turn with phases of the same size that run to the end; the weights stay as they are.
+"""Alternate steps with partial rollouts and phases of the same size that run to the end. The weights do not change.
 
-Since they do, a continued response must equal the one that is generated in one go, whose random stream it shares.
+So a continued response must equal the response that is generated in one go, because both use the same random stream.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMPT_LENGTH, VOCAB = 16, 256
 class Partial:
     def __init__(self, engine: Engine, generator: Generator, sampling: Sampling, wanted: int, num_begun: int) -> None:
         self.engine, self.generator, self.sampling, self.wanted, self.num_begun = engine, generator, sampling, wanted, num_begun
-        self.seconds = self.turns = 0.0  # of the last phase; turns: tokens decoded one after the other
+        self.seconds = self.turns = 0.0  # last phase: wall time, and decoding steps
 
     def measure(self, num_steps: int, max_staleness: int) -> dict[str, Any]:
         backlog, trained, whole = Backlog(), list[Group](), list[Group]()
@@ -45,7 +45,7 @@ class Partial:
         rest, _ = self.phase(backlog, left, left, num_steps)
         expected = {group.prompt.id: _tokens(group) for group in whole}
         begun_as_drawn = [g for g in (*trained, *rest) if g.begun_by == (g.prompt.id - 1) // self.wanted]
-        assert begun_as_drawn, "no group was begun in the step of its draw"
+        assert begun_as_drawn, "no group started in the step of its draw"
         return {
             "gain": round(turns["plain"] / turns["partial"], 3),
             "gain_in_seconds": round(seconds["plain"] / seconds["partial"], 3),
@@ -80,7 +80,7 @@ class Partial:
         return kept, backlog.after_phase(before, kept, rest).trained(kept)
 
     def draw(self, number: int) -> list[Turn]:
-        """Return the prompts of a draw: as many as a step trains, with ids of their own, from 1."""
+        """Return the prompts of a draw. It has as many as a step trains. Ids are unique and start at 1."""
         numbers = random.Random(number)
         ids = range(1 + number * self.wanted, 1 + (number + 1) * self.wanted)
         return [Turn(Prompt(i, "", tuple(numbers.randrange(VOCAB) for _ in range(PROMPT_LENGTH)), "")) for i in ids]

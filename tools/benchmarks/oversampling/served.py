@@ -1,7 +1,7 @@
-"""A server without a model: it decodes a token of each of its sequences per step, and knows how long each sample will be.
+"""A server without a model. In each step it decodes one token of every sequence. The length of each sample is given.
 
-The product's client generates with it as with a session of a real server, so that the order in which samples begin, and how
-many are under way, are the product's own.
+The trainer's client uses it like a session of a real server, so the trainer's own code decides the order in which samples
+start and how many are in flight.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from grpo_mega.rollout.sglang.session import Event
 from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt, Sample, Span
 
-Lengths = Mapping[tuple[int, int], int]  # of samples, by key of their group and index
+Lengths = Mapping[tuple[int, int], int]  # length of each sample, by (group key, sample index)
 
 
 class SimulatedSession:
-    """Time is counted in steps. A step takes as long however many sequences there are, and prefills take none."""
+    """A session whose clock counts steps. A step takes the same time for any number of sequences; prefills take no time."""
 
     def __init__(self, lengths: Lengths, version: int = 0) -> None:
         self.now, self.version = 0, version
@@ -34,8 +34,8 @@ class SimulatedSession:
         self.most_at_once = 0
         self.events, self.is_aborting = self, False
         self._lengths = lengths
-        self._requests: list[tuple[int, list[Sample]]] = []  # what of them is under way
-        self._ends: list[tuple[int, int, int]] = []  # time, key and index
+        self._requests: list[tuple[int, list[Sample]]] = []  # samples in flight per request, by group key
+        self._ends: list[tuple[int, int, int]] = []  # heap of (end time, group key, sample index)
         self._ready: list[Event] = []
 
     def generate(self, key: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
@@ -59,7 +59,7 @@ class SimulatedSession:
                 if (of, sample.index) == (key, index):
                     samples.remove(sample)
                     return Event(key, self._grown(key, sample, "length"))
-        raise AssertionError(f"sample {index} of group {key} is not under way")
+        raise AssertionError(f"sample {index} of group {key} is not in flight")
 
     def _grown(self, key: int, sample: Sample, reason: Any) -> Sample:
         num = self.now - self.begun_at[key, sample.index]
@@ -72,7 +72,7 @@ class SimulatedSession:
         )
 
     def post(self, path: str, body: object) -> None:
-        """Abort all requests; what would end in the next two steps still ends, after the first of them was aborted."""
+        """Abort all requests. Samples that would end within two steps still end, after the first aborted event."""
         assert path == "/abort_request" and self.is_aborting
         last = self.now + 2
         while self._ends and self._ends[0][0] <= last:
@@ -104,7 +104,7 @@ def simulate(
     begun: Mapping[int, Group] = NONE_BEGUN,
     on_sample: Callable[[Sample, Group], None] = lambda *_: None,
 ) -> dict[int, Group]:
-    """Return the groups that the product's client generates with this server."""
+    """Return the groups that the trainer's client generates with this server."""
     server = SimpleNamespace(url="", headers={}, is_alive=lambda: True, tail=lambda: "")
     deadlines = SimpleNamespace(stall_deadline_s=60.0, phase_deadline_s=60.0)
     client = Client(SimpleNamespace(rollout=deadlines), server)  # type: ignore[arg-type]

@@ -1,17 +1,18 @@
-"""How much a weight sync moves from the trainer's layout to SGLang's and how long it takes, beside a gather of all weights.
+"""Measure the bytes and seconds of a weight sync from the trainer's layout to SGLang's, compared with a full gather.
 
-`python tools/benchmarks/weight_sync` runs, in turn, the sync of a Llama of 160 million parameters from TP2.PP2 to two
-engines of TP2 and a full gather of all weights to all ranks, on processes of this machine. --model is a known one or a
-config.json, cut by --layers; --source is the trainer, as tp=2,pp=2,vpp=1,dp=1,ep=1,order=tp-dp-pp; --target the engines,
-which share its ranks, as tp=2,engines=2. The sync is the product's, with proof, up to the engine's door: rank.py says what
-receives, and gather.py what the full gather does. With --dry nothing is started, layouts may have any size, and both orders
-of the trainer's ranks are planned: `--dry --model llama-70b --source tp=4,pp=4,dp=4 --target tp=8,engines=8`.
+`python tools/benchmarks/weight_sync` runs on processes of this machine. It alternates the sync of a Llama of 160 million
+parameters from TP2.PP2 to two engines of TP2, and a full gather of all weights to all ranks. --model is a known model or a
+config.json; --layers reduces its layers. --source is the trainer's layout, for example
+tp=2,pp=2,vpp=1,dp=1,ep=1,order=tp-dp-pp. --target is the engines' layout on the same ranks, for example tp=2,engines=2. The
+sync is the trainer's own, with verification, but the receiver is not a server (see rank.py). gather.py describes the full
+gather. --dry starts nothing. It accepts layouts of any size and plans both orders of the trainer's ranks: `--dry --model
+llama-70b --source tp=4,pp=4,dp=4 --target tp=8,engines=8`.
 
-The last line is JSON with bytes_moved (what all ranks received from others), lower_bound (what the engines want, less what the
-same rank has), full_gather_bytes (all weights on all ranks, less what each has), ratio (of the first to the last),
-between_nodes_bytes, plan_seconds, and the medians seconds, unproven_seconds and full_gather_seconds (of the slowest rank; null
-with --dry). Exit code 1 if more moved than the lower bound or if the paths filled any tensor differently, 2 for arguments that
-do not fit.
+The last line is JSON. bytes_moved is the sum of bytes that ranks received from other ranks. lower_bound counts the weights that
+an engine needs and its rank does not have. full_gather_bytes counts all weights on all ranks minus the weights that each has.
+ratio is bytes_moved / full_gather_bytes. Also between_nodes_bytes, plan_seconds, and the medians seconds, unproven_seconds and
+full_gather_seconds (of the slowest rank; null with --dry). Exit code 1 if more bytes moved than the lower bound or if the two
+paths filled any tensor differently, 2 for invalid arguments.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from grpo_mega.weights.layout import (
 )
 from grpo_mega.weights.spec import ModelShape, read_config
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python tools/benchmarks/weight_sync`
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/weight_sync`
 
 from tools.benchmarks.weight_sync.dry import ITEM_BYTES, Dry, Spec, dry_run, num_parameters
 from tools.benchmarks.weight_sync.measure import Measured, check_spec, measure
@@ -75,7 +76,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 ORDERS: tuple[RankOrder, ...] = get_args(RankOrder)
-BUCKET_MIB, DRY_BUCKET_MIB = 32, 256  # small enough for several rounds of a small model, and sync.bucket_mib
+BUCKET_MIB, DRY_BUCKET_MIB = 32, 256  # small, so a small model needs several rounds; and the default of sync.bucket_mib
 ROWS: dict[str, Callable[[Dry], str]] = {
     "on the same device, GB": lambda dry: gigabytes(dry.traffic.same_rank),
     "between devices of a node, GB": lambda dry: gigabytes(dry.traffic.same_node),
@@ -112,12 +113,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="plan only, for both orders of the trainer's ranks")
     parser.add_argument("--model", default="llama-160m", help=f"{', '.join(MODELS)}, or the path of a config.json")
-    parser.add_argument("--layers", type=int, help="of the model, instead of all")
+    parser.add_argument("--layers", type=int, help="number of layers; default: all of the model's")
     parser.add_argument("--source", default="tp=2,pp=2", help="the trainer, for example tp=4,pp=4,dp=4,order=tp-pp-dp")
     parser.add_argument("--target", default="tp=2,engines=2", help="the engines, for example tp=8,engines=8")
     parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument("--bucket-mib", type=int, help=f"of either path; {BUCKET_MIB}, and {DRY_BUCKET_MIB} with --dry")
-    parser.add_argument("--repeat", type=int, default=5, help="runs of either path that count")
+    parser.add_argument("--bucket-mib", type=int, help=f"bucket size; default: {BUCKET_MIB}, with --dry {DRY_BUCKET_MIB}")
+    parser.add_argument("--repeat", type=int, default=5, help="measured runs of each path")
     options = parser.parse_args(arguments)
     if options.bucket_mib is None:
         options.bucket_mib = DRY_BUCKET_MIB if options.dry else BUCKET_MIB
@@ -146,7 +147,7 @@ def print_title(model: str, spec: Spec) -> None:
     print(f"{model}, {shape.num_layers} layers, {num_parameters(shape) / 1e9:.2f} billion parameters of {ITEM_BYTES} bytes")
     cut = f"tp={target.tp}" + (f", ep={target.ep}" if target.ep > 1 else "")
     print(f"from {source.world_size} ranks ({axes or 'tp=1'}) to {target.num_engines} engines of {cut}, ", end="")
-    print(f"{spec.ranks_per_node} ranks a node, buckets of {spec.bucket_bytes >> 20} MiB\n", flush=True)
+    print(f"{spec.ranks_per_node} ranks per node, buckets of {spec.bucket_bytes >> 20} MiB\n", flush=True)
 
 
 def shape_of(model: str) -> ModelShape:
@@ -174,7 +175,7 @@ def target_of(text: str) -> EngineLayout:
 
 
 def pairs(option: str, text: str, known: tuple[str, ...]) -> dict[str, str]:
-    """ "a=1,b=2" as {"a": "1", "b": "2"}."""
+    """Parse "a=1,b=2" as {"a": "1", "b": "2"}."""
     found: dict[str, str] = {}
     for part in text.split(","):
         key, _, value = part.partition("=")
@@ -192,7 +193,7 @@ def whole_numbers(option: str, found: dict[str, str]) -> dict[str, int]:
 
 
 def dry(spec: Spec) -> int:
-    """Prints the table and the JSON; returns the exit code."""
+    """Print the table and the JSON. Return the exit code."""
     found: dict[RankOrder, Dry] = {}
     for order in ORDERS:
         layout = replace(spec.source, order=order)
@@ -205,7 +206,7 @@ def dry(spec: Spec) -> int:
 
 
 def measured(spec: Spec, repeat: int) -> int:
-    """The same of a run on local processes."""
+    """Run on local processes. Print the table and the JSON. Return the exit code."""
     planned, found = dry_run(spec), measure(spec, repeat)
     rows = [
         ("", "this sync", "full gather"),
@@ -249,7 +250,7 @@ def table(found: dict[RankOrder, Dry]) -> list[str]:
 
 
 def verdict(found: dict[RankOrder, Dry]) -> str:
-    """Which order moves fewer bytes between nodes."""
+    """Say which order of ranks moves fewer bytes between nodes."""
     if len(found) == 1:
         [order] = found
         return f"only the order {order} is possible with experts spread over pipeline stages"

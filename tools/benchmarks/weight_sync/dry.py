@@ -1,8 +1,9 @@
-"""Compute what a weight sync would move, from shapes and layouts alone; no tensor is made and no rank is started.
+"""Compute the bytes that a weight sync would move, from shapes and layouts. No tensors are made and no ranks are started.
 
-`dry_run` asks the plan. The bounds beside it are counted from what the ranks hold, without it: `lower_bound`, all that the
-engines want less what the same rank has; `full_gather_bytes`, what all ranks would receive if each gathered every weight, less
-what it holds already (no padding, and none of the weights that it holds for the output layer too).
+`dry_run` uses the transfer plan. The bounds are computed without the plan, from the slices that ranks hold. `lower_bound`
+counts the weights that an engine needs and its rank does not have. `full_gather_bytes` counts the weights that ranks would
+receive if each gathered all weights. It excludes weights that the rank already holds, padding, and a second copy of a tied
+output layer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ITEM_BYTES = 2  # weights move in bfloat16
 
 @dataclass(frozen=True)
 class Spec:
-    """A sync to look at. Ranks are numbered node by node."""
+    """The weight sync to measure. Ranks are numbered node by node."""
 
     shape: ModelShape
     source: MegatronLayout
@@ -42,7 +43,7 @@ class Dry:
     lower_bound: int
     full_gather_bytes: int
     num_rounds: int
-    plan_seconds: float  # all that precedes the first byte of a first sync: both sides, the plan and its rounds
+    plan_seconds: float  # time before the first byte of the first sync: both shard layouts, the plan and its rounds
 
 
 def dry_run(spec: Spec) -> Dry:
@@ -69,13 +70,13 @@ def num_parameters(shape: ModelShape) -> int:
 
 
 def lower_bound(sources: ShardLayout, targets: ShardLayout) -> int:
-    """Elements that ranks want and do not have themselves; no two source tensors of a rank hold the same element."""
+    """Return the number of elements that ranks need and do not have. A rank's source tensors must not overlap."""
     ranks = zip(targets.blocks, (*sources.blocks, *[()] * targets.world_size), strict=False)
     return sum(num_elements(wanted) - num_common(held, wanted) for wanted, held in ranks)
 
 
 def full_gather(sources: ShardLayout, num_parameters: int, world_size: int) -> int:
-    """Elements that the ranks of the world receive if each of them gathers all weights."""
+    """Return the number of elements that all ranks receive if each of them gathers all weights."""
     return num_parameters * world_size - sum(map(num_elements, sources.blocks))
 
 
@@ -88,7 +89,7 @@ def num_elements(blocks: Iterable[Block]) -> int:
 
 
 def num_common(first: Iterable[Block], second: Iterable[Block]) -> int:
-    """Elements that stand in both."""
+    """Return the number of elements that are in both."""
     second = list(second)
     return sum(
         num_shared(a.layers, b.layers) * num_shared(a.experts, b.experts) * num_overlapping(a, b)
@@ -99,7 +100,7 @@ def num_common(first: Iterable[Block], second: Iterable[Block]) -> int:
 
 
 def num_overlapping(a: Block, b: Block) -> int:
-    """In one layer and for one expert of both."""
+    """Return the number of common elements in one layer and one expert that both have."""
     boxes = [[piece.box for t in block.tensors.values() for piece in t.pieces] for block in (a, b)]
     return sum(overlap(x, y) for x in boxes[0] for y in boxes[1] if x.tensor == y.tensor)
 

@@ -1,10 +1,10 @@
-"""The baseline of the benchmark: every rank gathers every weight in full, then each engine rank takes its slices.
+"""The baseline of the benchmark: every rank gathers all weights in full, then each engine rank takes its slices.
 
-As trainers with Megatron do it: a stage's ranks pack their shards into a bucket, which is broadcast over the pipeline, gathered
-over the expert-parallel ranks where experts are spread, and over the tensor-parallel ranks where tensors are cut. It is made as
-fast as it may be: buckets of the same size as those of the sync when whole, buffers that are kept, groups and slices found
-beforehand, slices copied straight from the gathered shards without putting whole tensors together, and no proof. A tied output
-layer is not gathered beside its embedding, nor are tensor-parallel replicas of a norm.
+It works like other trainers with Megatron. A stage's ranks pack their shards into a bucket. The bucket is broadcast over the
+pipeline, gathered over expert-parallel ranks if it has sharded experts, and gathered over tensor-parallel ranks if its tensors
+are sharded. The baseline is as fast as possible: gathered buckets are as large as the sync's, buffers are reused, groups and
+slices are computed once, slices are copied directly from the gathered shards without assembling whole tensors, and nothing is
+verified. A tied output layer is gathered once, and so are tensor-parallel replicas of a norm.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpo_mega.weights.layout import MegatronLayout, ShardLayout
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a trainer's tensor, which all shards have alike, at `start` of the shard's buffer."""
+    """Some rows of a trainer's tensor at `start` of the shard's buffer. All shards have the same rows."""
 
     name: str
     first: int
@@ -34,7 +34,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Slice:
-    """`gathered[start : + size]` as `shape`, of which a region goes to a region of an engine's tensor."""
+    """A region `source` of the shard at `gathered[start:]`, viewed as `shape`, and its `place` in an engine's tensor."""
 
     start: int
     shape: Index
@@ -46,15 +46,15 @@ class Slice:
 @dataclass(frozen=True)
 class Bucket:
     stage: int
-    tp: int  # shards along each axis; 1 where the tensors are not cut along it
+    tp: int  # number of shards along the axis; 1 if the tensors are not sharded along it
     ep: int
     rows: tuple[Rows, ...]
-    num_elements: int  # of one shard
-    slices: tuple[Slice, ...]  # what this rank's engine wants of it
+    num_elements: int  # elements per shard
+    slices: tuple[Slice, ...]  # slices that this rank's engine needs
 
 
 class FullGather:
-    """One rank's part. All ranks of the trainer's layout make one, with their own `wanted`, and call `run` together."""
+    """One rank's part of the full gather. Collective: all ranks of the trainer's layout make one and call `run` together."""
 
     def __init__(
         self, trainer: ShardLayout, layout: MegatronLayout, wanted: RankShards, bucket_bytes: int, dtype: torch.dtype
@@ -71,7 +71,7 @@ class FullGather:
         self._shard, self._of_ep, self._whole = (torch.empty(size, dtype=dtype) for size in (shard, whole, whole))
 
     def run(self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> int:
-        """Fills the engine's tensors. Returns the bytes that this rank received from others."""
+        """Fill the engine's tensors. Return the bytes that this rank received from other ranks."""
         num_bytes = 0
         for bucket in self._buckets:
             gathered, received = self._gather(bucket, sources)
@@ -82,7 +82,7 @@ class FullGather:
         return num_bytes
 
     def _gather(self, bucket: Bucket, sources: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-        """All shards of a bucket, [tp, ep, num_elements] flat, and the bytes received for them."""
+        """Return all shards of a bucket, [tp, ep, num_elements] flattened, and the bytes received for them."""
         shard, received = self._shard[: bucket.num_elements], 0
         tp_rank, pp_rank, dp_rank = self._place
         if pp_rank == bucket.stage:
@@ -98,7 +98,7 @@ class FullGather:
         return whole, received + whole.nbytes - shard.nbytes
 
     def _groups(self, key: Callable[[int, int, int], Index]) -> dist.ProcessGroup | None:
-        """This rank's group of those with the same key; None if it is alone. Every rank makes all groups."""
+        """Return the group of ranks with this rank's key; None if it is alone. Collective: every rank makes all groups."""
         members: dict[Index, list[int]] = defaultdict(list)
         for place, rank in sorted(self._at.items()):
             members[key(*place)].append(rank)
@@ -126,7 +126,7 @@ class FullGather:
 
 
 def _num_shards(name: str, holdings: Sequence[Sequence[RankShards]]) -> tuple[int, int]:
-    """How many different shards of a tensor there are along tp and ep."""
+    """Return the number of different shards of a tensor along tp and ep."""
     first = holdings[0][0][name].pieces
     tp = 1 if all(of_tp[0][name].pieces == first for of_tp in holdings) else len(holdings)
     ep = 1 if all(holding[name].pieces == first for holding in holdings[0]) else len(holdings[0])
@@ -134,7 +134,7 @@ def _num_shards(name: str, holdings: Sequence[Sequence[RankShards]]) -> tuple[in
 
 
 def _cut(names: list[str], shard: RankShards, capacity: int) -> Iterator[list[Rows]]:
-    """Runs of rows that together have at most `capacity` elements, unless a single row has more."""
+    """Yield runs of rows with at most `capacity` elements, unless a single row has more."""
     bucket: list[Rows] = []
     used = 0
     for name in names:
@@ -154,7 +154,7 @@ def _cut(names: list[str], shard: RankShards, capacity: int) -> Iterator[list[Ro
 
 
 def _slices(rows: Rows, shard: RankShards, start: int, wanted: dict[str, list[Piece]]) -> Iterator[Slice]:
-    """Return the parts that the engine needs of some rows of a shard that begins at `start`."""
+    """Return the parts of some rows that the engine needs, for a shard that starts at `start`."""
     local: LocalTensor = shard[rows.name]
     for piece in local.pieces:
         first = max(rows.first, piece.offset[0])
@@ -180,7 +180,7 @@ def _by_tensor(holding: RankShards) -> dict[str, list[Piece]]:
 
 
 def _all_gather(values: Tensor, buffer: Tensor, count: int, group: dist.ProcessGroup | None) -> Tensor:
-    """The `count` shards of a group one behind the other, in the buffer; the values themselves where there is but one."""
+    """Gather the `count` shards of a group into the buffer, one after another. Return the values themselves if count is 1."""
     if count == 1:
         return values
     found = buffer[: count * values.numel()]

@@ -1,7 +1,7 @@
-"""Measures a weight sync on processes of this machine, and beside it the full gather that it replaces.
+"""Measure a weight sync and a full gather on processes of this machine.
 
-`measure` starts one gloo rank for each of the trainer's (rank.py), where both paths run in turn, and gives the
-medians. Bytes are those that arrived from other ranks, counted there.
+`measure` starts one gloo process (rank.py) for each rank of the trainer. Both paths run there in turn. Each process counts the
+bytes that arrive from other ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from grpo_mega.weights.layout import engine_shards, megatron_shards
 from tools.benchmarks.weight_sync.dry import ITEM_BYTES, Spec, num_elements
 
 WORKER = Path(__file__).with_name("rank.py")
-PROCESS_BYTES = 400 << 20  # of a rank without weights
-BUFFERS = 6  # of a bucket's size, that a rank holds for both paths together
+PROCESS_BYTES = 400 << 20  # memory of a rank without weights
+BUFFERS = 6  # buckets that a rank holds for both paths together
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,18 @@ class Measured:
     sync: Times
     unproven: Times  # without checksums at either end
     full_gather: Times
-    cpu_seconds: dict[str, float]  # of all ranks together, by path; the median
+    cpu_seconds: dict[str, float]  # median of the sum over all ranks, by path
     sync_bytes: int
-    full_gather_bytes: int  # with padding, and weights that are gathered where they are
-    problems: list[str]  # tensors that one path filled otherwise than the other
+    full_gather_bytes: int  # includes padding, and weights that the rank already had
+    problems: list[str]  # tensors that the two paths filled differently
 
 
 class RanksFailed(UserError):
-    """The ranks have said why."""
+    """The ranks failed and have printed the reason."""
 
 
 def check_spec(spec: Spec) -> None:
-    """Raises ConfigError for what cannot be run on this machine."""
+    """Raise ConfigError if this machine cannot run the sync."""
     ranks, engine_ranks = spec.source.world_size, spec.target.world_size
     if engine_ranks > ranks:
         raise ConfigError(
@@ -80,7 +80,7 @@ def bytes_needed(spec: Spec) -> int:
 
 
 def free_bytes() -> int:
-    """Memory that processes can have; what caches files counts as free where the system tells."""
+    """Return the available memory, including file caches if the system reports it; otherwise the total memory."""
     try:
         [line] = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")]
         return int(line.split()[1]) << 10
@@ -89,7 +89,7 @@ def free_bytes() -> int:
 
 
 def measure(spec: Spec, repeat: int) -> Measured:
-    """Raises RanksFailed."""
+    """Start the ranks and return the medians. Raise RanksFailed."""
     with tempfile.TemporaryDirectory(prefix="weight_sync_") as name:
         folder = Path(name)
         (folder / "spec.pkl").write_bytes(pickle.dumps(spec))

@@ -1,9 +1,9 @@
-"""One rank of a measured weight sync: `python rank.py FOLDER REPEAT` reads spec.pkl; rank 0 leaves result.json.
+"""One rank of a measured weight sync. `python rank.py FOLDER REPEAT` reads spec.pkl; rank 0 writes result.json.
 
-The trainer's tensors have the shapes that its layout says and contents that follow from tensor name and index, so that replicas
-agree. What sends is the product: `sync.publish.WeightSync`, with proof. What receives is not a server: `Engine` writes buckets
-into plain tensors of the shapes of `engine_shards`, by `weights.receive.write_entries`. Both paths fill tensors of their
-own, which are compared bit for bit, and once with those of a direct load.
+The trainer's tensors have the shapes of its layout. Their contents depend only on tensor name and index, so replicas agree. The
+sender is the trainer's own WeightSync, with verification. The receiver is not a server: `Engine` writes buckets into plain
+tensors with the shapes of `engine_shards`, using `weights.receive.write_entries`. Each path fills separate tensors. They are
+compared bit for bit after every run, and once with a direct load.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from grpo_mega.weights.layout import engine_shards, megatron_shards
 from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.receive import Entry, mismatched_tensors, write_entries
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python rank.py FOLDER REPEAT`
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python rank.py FOLDER REPEAT`
 
 from tools.benchmarks.weight_sync.dry import Spec
 from tools.benchmarks.weight_sync.gather import FullGather
 
 DTYPE = torch.bfloat16
-ROWS_AT_ONCE = 1 << 22  # elements, made at a time
+ROWS_AT_ONCE = 1 << 22  # elements to make at a time
 MAX_NAMED = 4
 Tensors = dict[str, Tensor]
 
 
 class Engine:
-    """Where an engine's rank receives: plain tensors, and two buffers in turn, as with a server."""
+    """The receiver of an engine rank: plain tensors, and two alternating buffers as in a server."""
 
     def __init__(self, holding: RankShards) -> None:
         self.tensors, self.proves = blank(holding), True
@@ -78,7 +78,7 @@ class Policy:
 
 
 class Bench:
-    """Both paths of one rank, with all that they keep between runs. The process group is that of the trainer's ranks."""
+    """Both paths of one rank, with their state between runs. The default process group has the trainer's ranks."""
 
     def __init__(self, spec: Spec) -> None:
         family, world_size, rank = family_of(spec.shape.model_type), dist.get_world_size(), dist.get_rank()
@@ -94,7 +94,7 @@ class Bench:
         self._gather = FullGather(trainer, spec.source, self.wanted, spec.bucket_bytes, DTYPE)
 
     def read(self, box: Box) -> Tensor:
-        """The contents of a slice of a Hugging Face tensor: numbers below 2 without a pattern."""
+        """Return the contents of a slice of a Hugging Face tensor: pseudorandom numbers below 2."""
         return values_of(box, self._shapes[box.tensor])
 
     def sync(self) -> int:
@@ -112,7 +112,7 @@ class Bench:
         return [name for name, tensor in self.engine.tensors.items() if not is_same(tensor, self.gathered[name])]
 
     def unlike_a_direct_fill(self) -> list[str]:
-        """One tensor after the other, since there may be no room for all."""
+        """Return the tensors that differ from a direct load. Compare one at a time to save memory."""
         found = []
         for name, local in self.wanted.items():
             expected = {name: torch.zeros(local.shape, dtype=DTYPE)}
@@ -123,7 +123,7 @@ class Bench:
 
 
 def main(folder: Path, repeat: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher speaks
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher prints the message
     spec: Spec = pickle.loads((folder / "spec.pkl").read_bytes())
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     found = measure(spec, repeat)
@@ -134,7 +134,7 @@ def main(folder: Path, repeat: int) -> None:
 
 
 def measure(spec: Spec, repeat: int) -> dict[str, Any]:
-    """Each path once to warm up, then `repeat` times in turn. The same on all ranks; bytes are summed over them."""
+    """Run each path once to warm up, then `repeat` times in turn. The result is the same on all ranks; bytes are sums."""
     bench = Bench(spec)
     paths = [("sync", bench.sync), ("unproven", bench.unproven), ("full_gather", bench.full_gather)]
     seconds: dict[str, list[float]] = {name: [] for name, _ in paths}
@@ -148,8 +148,8 @@ def measure(spec: Spec, repeat: int) -> dict[str, Any]:
             seconds[name].append(taken)
             cpu_seconds[name].append(cpu)
             num_bytes[name].append(received)
-        problems += [f"{name} is not what a full gather gives" for name in bench.unlike_each_other()]
-    problems += [f"{name} is not what a direct fill gives" for name in bench.unlike_a_direct_fill()]
+        problems += [f"{name} differs from the full gather" for name in bench.unlike_each_other()]
+    problems += [f"{name} differs from a direct fill" for name in bench.unlike_a_direct_fill()]
     return {
         "seconds": {name: values[1:] for name, values in seconds.items()},
         "cpu_seconds": {name: values[1:] for name, values in cpu_seconds.items()},
@@ -159,13 +159,13 @@ def measure(spec: Spec, repeat: int) -> dict[str, Any]:
 
 
 def forget(tensors: Tensors) -> None:
-    """So that no run passes on what an earlier one brought."""
+    """Zero the tensors, so that no run passes with the results of an earlier one."""
     for tensor in tensors.values():
         tensor.zero_()
 
 
 def timed(act: Callable[[], int]) -> tuple[float, float, int]:
-    """Seconds until the last rank is done, and what all of them together took of the cores, and received in bytes."""
+    """Return the seconds of the slowest rank, and the sums over ranks of CPU seconds and received bytes."""
     dist.barrier()
     began, cpu_began = time.perf_counter(), time.process_time()
     received = act()
@@ -199,7 +199,7 @@ def values_of(box: Box, shape: Index) -> Tensor:
         for first, last, size in zip((row, *box.start[1:]), (stop, *box.stop[1:]), shape, strict=True):
             index = index[..., None] * size + torch.arange(first, last)
         bits = (index + zlib.crc32(box.tensor.encode())).mul_(0x9E3779B97F4A7C15 - (1 << 64))
-        bits = (bits >> 40).bitwise_and_(0xBFFF).to(torch.int16)  # the exponent's highest bit off
+        bits = (bits >> 40).bitwise_and_(0xBFFF).to(torch.int16)  # clear the exponent's highest bit
         found[row - box.start[0] : stop - box.start[0]] = bits.view(DTYPE)
     return found
 
