@@ -130,7 +130,7 @@ def test_memory_is_not_measured_where_there_is_no_gpu() -> None:
     ("arguments", "message"),
     [
         ("--tiny --only mfu,mfus", "--only: 'mfus' is none of mfu, logprobs, engine, step"),
-        pytest.param("--quick", "there is no GPU here; use one, or --tiny for a look at the code", marks=needs_no_gpu),
+        pytest.param("--quick", "there is no GPU here; use one, or --tiny to try the code", marks=needs_no_gpu),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_in_one_line(

@@ -1,25 +1,25 @@
-"""How even are the micro-batches of a step, and how long does it take to plan them? On the CPU, a few seconds.
+"""Measure how evenly the micro-batches of a step are balanced, and the time to plan them. Takes a few seconds on a CPU.
 
 `python tools/benchmarks/balance.py` plans 8,192 samples (512 prompts x 16) for 64 data-parallel ranks, as batching/pack.py does
-for a mini-batch, at several budgets and length limits. Prompts and responses have log-normal lengths; responses are cut at the
-limit. Figures are the worst over --seeds draws, times the median of --repeat plans of each.
- waste      padding / all tokens of all micro-batches, each as long as the longest, rounded up to 16 x tensor-parallel ranks
- imbalance  tokens of the fullest rank / the mean - 1, padding aside
- work       floating-point operations of the busiest rank / the mean - 1, padding aside, by batching/flops.py for Qwen3-8B
- bound      the waste that no plan with as few micro-batches can go below: a micro-batch is as long as the longest sample, and
-            as the mean, rounded up
- ms, cpu    to plan once, wall clock and CPU time; it takes one thread, so on an idle machine both are the same
-Beside it two peers, on the same samples and under the same padding:
- kk         Karmarkar-Karp as verl uses it: samples to ranks, as many to each, then each rank's samples to micro-batches. It has
-            no regard for the budget: "over" tells by how much its longest micro-batch passes it
- in order   128 samples to each rank as they come, each rank's filled into micro-batches up to the budget
-Attention's work grows with the square of a sample's length: equal tokens are equal work for all else only. Ours deals
-micro-batches to ranks by their work; the peers look at tokens.
+for a mini-batch, with several budgets and length limits. Prompts and responses have log-normal lengths; responses are truncated
+at the limit. Figures are the worst over --seeds draws; times are the median of --repeat plans of each draw.
+ waste      share of padding in all micro-batches; each is as long as the longest, rounded up to 16 x tensor-parallel ranks
+ imbalance  tokens of the fullest rank / the mean - 1, without padding
+ work       FLOPs of the busiest rank / the mean - 1, without padding, by batching/flops.py for Qwen3-8B
+ bound      lower bound of the waste of any plan with as few micro-batches: a micro-batch is at least as long as the longest
+            sample, and at least as long as the mean, rounded up
+ ms, cpu    wall and CPU time of one plan; it uses one thread, so both are equal on an idle machine
+Two peers plan the same samples with the same padding:
+ kk         Karmarkar-Karp as verl uses it: equal numbers of samples to ranks, then each rank's samples to micro-batches. It
+            ignores the budget; "over" is the excess of its longest micro-batch
+ in order   128 samples to each rank in order, then each rank fills micro-batches up to the budget
+The work of attention grows with the square of a sample's length, so equal tokens are not equal work. Ours balances
+micro-batches over ranks by work; the peers balance tokens.
 
-The headline is the first case: responses of up to 15k tokens, and a budget of two longest samples, so that rounding to 16
-tokens costs at most 0.05%. At the config's default budget of 16,384 that rounding alone costs up to 0.1%. The last line is JSON
-with the headline's waste, work, ms, cpu_ms, bound, the work of responses of up to 32k tokens, and the peers' figures; exit code
-1 if waste reaches 0.1%, the work of either case 2%, or planning takes more than 50 ms of CPU time.
+The headline is the first case: responses of up to 15k tokens and a budget of two longest samples, so rounding to 16 tokens
+costs at most 0.05%. With the config's default budget of 16,384 the rounding alone costs up to 0.1%. The last line is JSON with
+the headline's waste, work, ms, cpu_ms and bound, the work of responses of up to 32k tokens, and the peers' figures. Exit code 1
+if waste reaches 0.1%, the work of either case reaches 2%, or planning takes more than 50 ms of CPU time.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def length_multiple(self) -> int:
-        return 16 * self.tp  # the length_multiple of Policy.packing in bf16
+        return 16 * self.tp  # equals the length_multiple of Policy.packing in bf16
 
 
 LONG = "samples up to 32768, budget 32768"
@@ -78,8 +78,8 @@ class Figures:
     waste: float
     imbalance: float
     work: float
-    over: float  # the longest micro-batch / the budget - 1, at least 0
-    micro_batches: int  # of a rank
+    over: float  # longest micro-batch / budget - 1, at least 0
+    micro_batches: int  # micro-batches per rank
     ms: float
     cpu_ms: float
 
@@ -128,7 +128,7 @@ def report(found: dict[str, Figures], bound: float, long: dict[str, Figures]) ->
 
 
 def measure(case: Case, options: argparse.Namespace) -> tuple[dict[str, Figures], float]:
-    """Figures by planner, and the worst of the bounds. The planners take turns, so that all meet the same noise."""
+    """Return figures by planner, and the worst bound. The planners take turns, so noise affects all of them equally."""
     planners: dict[str, Callable[[list[int]], Plan]] = {
         "ours": lambda lengths: balance(
             lengths,
@@ -148,7 +148,7 @@ def measure(case: Case, options: argparse.Namespace) -> tuple[dict[str, Figures]
         for repeat in range(options.repeat):
             for name, planner in planners.items():
                 if name != "ours" and repeat > 0:
-                    continue  # they take long, and only ours is judged by its time
+                    continue  # the peers are slow, and only our time has a limit
                 began, began_cpu = time.perf_counter(), time.process_time()
                 plan = planner(lengths)
                 ms, cpu_ms = 1e3 * (time.perf_counter() - began), 1e3 * (time.process_time() - began_cpu)
@@ -157,7 +157,7 @@ def measure(case: Case, options: argparse.Namespace) -> tuple[dict[str, Figures]
 
 
 def draw_lengths(case: Case, num_samples: int, seed: int) -> list[int]:
-    """Tokens of prompt and response; the samples of a group share their prompt."""
+    """Return the tokens of prompt plus response per sample. The samples of a group have the same prompt."""
     generator = random.Random(seed)
     lengths = []
     for index in range(num_samples):
@@ -205,7 +205,7 @@ def worst(figures: Sequence[Figures]) -> Figures:
 
 
 def karmarkar_karp_plan(lengths: Sequence[int], dp_size: int, budget: int) -> Plan:
-    """As verl's get_seqlen_balanced_partitions with equal sizes, then rearrange_micro_batches in every rank."""
+    """Plan like verl: get_seqlen_balanced_partitions with equal sizes, then rearrange_micro_batches in every rank."""
     rest = len(lengths) % dp_size
     ranks = largest_differences(lengths, list(range(len(lengths))), dp_size, is_equal_size=rest == 0)
     num_micro_batches = max(-(-sum(lengths[i] for i in rank) // budget) for rank in ranks)
@@ -213,8 +213,9 @@ def karmarkar_karp_plan(lengths: Sequence[int], dp_size: int, budget: int) -> Pl
 
 
 def largest_differences(lengths: Sequence[int], indices: list[int], num_parts: int, *, is_equal_size: bool) -> list[list[int]]:
-    """Karmarkar and Karp's largest differencing method for several parts: the two most uneven partitions are joined, the heavy
-    parts of one with the light ones of the other, until one is left."""
+    """Partition with Karmarkar and Karp's largest differencing method for several parts.
+
+    Join the two most uneven partitions, the heavy parts of one with the light parts of the other, until one is left."""
     falling = sorted(indices, key=lambda i: -lengths[i])
     chunk = num_parts if is_equal_size else 1
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []

@@ -1,15 +1,15 @@
-"""Does a long sample take as much longer than a short one as its floating-point operations say? On a CPU, about a minute.
+"""Check that the time of a sample is proportional to its FLOPs. Takes about a minute on a CPU.
 
-`python tools/benchmarks/flops.py` trains on one sample of each of --lengths tokens by the trainer's own Policy.update, on
-Megatron's local layers in fp32, and takes CPU time on one thread, the least of --repeat rounds over the lengths: other work on
-the machine only adds to it. The model has one layer, 768 wide: attention, whose work grows with the square of a sample's
-length, is 16% of its operations at 1,024 tokens and 60% at 8,192, as it is of an 8B model's at 12 and at 70 thousand.
+`python tools/benchmarks/flops.py` trains with the trainer's own Policy.update on one sample of each of --lengths tokens, on
+Megatron's local layers in fp32. It measures CPU time on one thread, and takes the minimum of --repeat rounds, because other
+work on the machine only adds time. The model has one layer of width 768. Attention, with work that grows with the square of the
+length, is 16% of its FLOPs at 1,024 tokens and 60% at 8,192, as in an 8B model at 12 and at 70 thousand tokens.
 
-    length   share   seconds     time    FLOPs   tokens      # share: of attention in FLOPs; then relative to the first length
+    length   share   seconds     time    FLOPs   tokens      # share: attention in FLOPs; last three: relative to the first row
 
-The balancer deals samples to ranks by the FLOPs of batching/flops.py: "time" should follow FLOPs, not tokens. The last line is
-JSON with lengths, seconds, time, flops, tokens, the ratio of time to FLOPs where it is farthest from 1 (worst), and the same of
-tokens (worst_by_tokens). Exit code 1 if tokens say better than FLOPs how long a sample takes.
+The balancer assigns samples to ranks by the FLOPs of batching/flops.py, so "time" should follow FLOPs, not tokens. The last
+line is JSON with lengths, seconds, time, flops, tokens, the ratio of time to FLOPs that is farthest from 1 (worst), and the
+same for tokens (worst_by_tokens). Exit code 1 if tokens predict the time better than FLOPs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import NoReturn
 import torch
 from transformers import AutoConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it starts as `python tools/benchmarks/flops.py`
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python tools/benchmarks/flops.py`
 
 from grpo_mega import console
 from grpo_mega.batching import flops
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(lengths: Sequence[int], repeat: int) -> list[float]:
-    """CPU seconds of one update by length."""
+    """Return the CPU seconds of one update for each length."""
     works = [Work(prompt_tokens=n // 2, segment_tokens=n, segments=1, micro_batches=1) for n in lengths]
     config = config_of(
         Path("unused"),
@@ -82,7 +82,7 @@ def measure(lengths: Sequence[int], repeat: int) -> list[float]:
             policy = Policy(config, SHAPE, family_of(SHAPE.model_type), AutoConfig.for_model(**FIELDS), runtime)
             policy.load(reader(device.torch_device))
             batches = [policy.attach_logprobs(make_batches(policy, SHAPE.vocab, work)) for work in works]
-            policy.update(batches[0])  # makes the optimizer's state
+            policy.update(batches[0])  # creates the optimizer's state
             seconds = [math.inf] * len(lengths)
             for _ in range(repeat):
                 for place, each in enumerate(batches):
@@ -110,7 +110,7 @@ def report(lengths: Sequence[int], seconds: Sequence[float]) -> int:
 
 
 def farthest(times: Sequence[float], expected: Sequence[float]) -> float:
-    """The ratio of the two where it is farthest from 1."""
+    """Return the ratio of time to expectation that is farthest from 1."""
     return max((a / b for a, b in zip(times, expected, strict=True)), key=lambda ratio: abs(math.log(ratio)))
 
 

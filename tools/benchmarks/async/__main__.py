@@ -1,14 +1,14 @@
-"""Measure what engine ranks of their own gain: they generate ahead while the trainer trains.
+"""Measure the gain of separate engine ranks that generate ahead while the trainer trains.
 
-`python tools/benchmarks/async [--engine embedded|sglang] [--repeats 3] [--steps 8]` runs one config, a tiny random model whose
-responses have a geometric tail, as one trainer rank, pinned to one core, and one engine rank, pinned to another: in turns
-(rollout.max_staleness=0) and a step ahead (1), one after the other, `repeats` times; and once colocated, as one rank on both
-cores. `epochs` passes over each rollout balance training and generation; how well they do is told as `balance`: seconds of
-training by those of generation, in turns. Seconds per step are medians over the steps after the first two, then over repeats.
-`--curves` compares learning curves of the quickstart's recipe instead (curves.py).
+`python tools/benchmarks/async [--engine embedded|sglang] [--repeats 3] [--steps 8]` trains a tiny random model with a geometric
+tail of response lengths. One trainer rank is pinned to one core, one engine rank to another. They alternate
+(rollout.max_staleness=0) and run one step ahead (1), `repeats` times each. One more run is colocated: one rank on both cores.
+`epochs` passes over each rollout balance training and generation. `balance` is seconds of training divided by seconds of
+generation when they alternate. Seconds per step are medians over the steps after the first two, then over repeats. `--curves`
+compares learning curves of the quickstart's recipe instead (curves.py).
 
-The last line is JSON: seconds by placement, `ratio` (ahead by in turns; the goal is 0.7), `colocated_ratio` (ahead by
-colocated), `staleness` (the mean of tokens, ahead). Exit code 1 if a token is older than allowed, 2 on a machine with one core.
+The last line is JSON: seconds by placement, `ratio` (ahead / in turns; the goal is 0.7), `colocated_ratio` (ahead /
+colocated), `staleness` (mean over tokens, ahead). Exit code 1 if a token is older than allowed, 2 on a machine with one core.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python tools/benchmarks/async`
-sys.path.insert(0, str(Path(__file__).parent))  # `async` is no name for a package
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/async`
+sys.path.insert(0, str(Path(__file__).parent))  # `async` is a keyword, so it cannot be imported as a package
 
 import curves
 
@@ -33,8 +33,8 @@ from grpo_mega import console
 from tools.benchmarks import kills
 
 ROOT = Path(__file__).resolve().parents[3]
-LAYOUTS = {"in turns": (1, 0), "ahead": (1, 1), "colocated": (0, 0)}  # engine ranks, rollout.max_staleness
-WARM_UP = 2  # steps
+LAYOUTS = {"in turns": (1, 0), "ahead": (1, 1), "colocated": (0, 0)}  # (engine ranks, rollout.max_staleness)
+WARM_UP = 2  # steps that are not measured
 ROLLOUT = {"max_response_length": 128, "stop_token_ids": [*range(3, 240, 16)], "max_concurrent": 512}
 
 
@@ -44,7 +44,7 @@ class Measured:
     generation: float
     training: float
     staleness: float
-    is_young: bool  # no token is older than allowed
+    is_young: bool  # True if no token is older than allowed
 
 
 def main() -> int:
@@ -94,21 +94,21 @@ def write_config(folder: Path, options: argparse.Namespace) -> Path:
     Path(config["data"]["train"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
     config |= {"steps": options.steps, "checkpoint": {"interval": 0}, "eval": {"interval": options.steps, "num_prompts": 1}}
     config["algorithm"] |= {"recipe": "partial", "group_size": 8}
-    config["optimizer"] |= {"lr": 1e-7}  # lengths stay as they are, in every placement
+    config["optimizer"] |= {"lr": 1e-7}  # so low that lengths stay the same, in every placement
     config["batch"] = {"prompts_per_step": 16, "epochs": options.epochs, "tokens_per_micro_batch": 4096}
     path.write_text(json.dumps(config))
     return path
 
 
 def run(config: Path, run_dir: Path, placement: str, cores: list[int]) -> Measured:
-    """Train in a process that starts the ranks, pinned as the placement says."""
+    """Train in a process that starts the ranks and pins them for the placement."""
     engine_ranks, staleness = LAYOUTS[placement]
     settings = {"run_dir": run_dir, "layout.engine_ranks": engine_ranks, "rollout.max_staleness": staleness}
     settings |= {"rollout.placement": "separate" if engine_ranks else "colocated"}
     pinned = "/".join(map(str, cores)) if engine_ranks else ",".join(map(str, cores))
     command = [sys.executable, str(Path(__file__).with_name("pinned.py")), f"{run_dir}-logs", pinned, "train", str(config)]
     command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    log, environment = run_dir.with_suffix(".log"), os.environ | {"PYTHONPATH": str(ROOT)}  # for the reward
+    log, environment = run_dir.with_suffix(".log"), os.environ | {"PYTHONPATH": str(ROOT)}  # to import the reward
     with log.open("w") as output:
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
     if code:

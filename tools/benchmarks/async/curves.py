@@ -1,7 +1,7 @@
-"""Compare learning curves of the quickstart's recipe, in turns and a step ahead, over seeds of one start model.
+"""Compare learning curves of the quickstart's recipe, in turns and one step ahead, over several seeds of one start model.
 
-A point is the held-out score of the policy after so many samples. Rewards of training would not do: a step ahead they are those
-of the policy of a step before.
+A point is the held-out score of the policy after a number of samples. Training rewards cannot be compared, because one step
+ahead they come from the policy of the previous step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ AHEAD = {"layout.engine_ranks": 1, "rollout.placement": "separate", "rollout.max
 
 
 def compare(engine: str) -> dict[str, object]:
-    """Return the largest gap between the mean curves, and the largest spread of the seeds in turns, at the same samples."""
+    """Return the largest gap between the mean curves, and the largest spread of the seeds in turns, at equal samples."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         subprocess.run([sys.executable, ROOT / "examples" / "arithmetic.py", folder], check=True, stdout=subprocess.DEVNULL)
@@ -37,7 +37,7 @@ def compare(engine: str) -> dict[str, object]:
 
 
 def _curve(folder: Path, name: str, settings: dict[str, object]) -> list[float]:
-    """Train, and return the scores on held-out prompts after the start."""
+    """Train. Return the held-out scores without the score of the start model."""
     given = {
         "run_dir": folder / name,
         "model.path": folder / "model",

@@ -1,6 +1,6 @@
-"""`python pinned.py LOGS CORES ARGUMENT ...`: `grpo-mega ARGUMENT ...` as ranks that keep to their cores.
+"""`python pinned.py LOGS CORES ARGUMENT ...`: run `grpo-mega ARGUMENT ...` with each rank pinned to its cores.
 
-CORES has those of each rank, as in "0/1" or "0,1"; with RANK set this process is one of the ranks.
+CORES lists the cores of each rank, for example "0/1" (two ranks) or "0,1" (one rank). If RANK is set, this process is a rank.
 """
 
 from __future__ import annotations

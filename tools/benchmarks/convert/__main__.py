@@ -1,13 +1,12 @@
-"""Conversion of a random model against mbridge 0.15.1 and against plain copying, interleaved, each in a process of its own.
+"""Compare the conversion of a random model with mbridge 0.15.1 and with plain copying. Each runs in turn, in its own process.
 
 `python tools/benchmarks/convert [--params 2e8 | --full | --tensors 10000] [--rounds N] [--workers N] [--back]`: --full is a
-model of 10^9 parameters; --tensors an MoE model of so many small tensors; --back converts the other way. Without
-arguments it takes a smaller model, which is done within a minute. --folder is where files go. Imports are not counted, and
-each begins with nothing left to be written to the disk and as much memory at hand as the model takes. mbridge needs
-mbridge==0.15.1 and einops; without it, its figures are null. The last line is JSON: cpu_ratio and wall_ratio (ours /
-mbridge, all of ours counted; at most that if mbridge_cut_short, since it was stopped at --limit), extra_peak_mib and
-allowed_peak_mib (largest tensor x workers + 64 MiB), copy_speed_share (bytes/s of our writing / those of copying),
-read_back_seconds."""
+model of 10^9 parameters, --tensors an MoE model with about that many small tensors; --back converts the other way. Without
+arguments a smaller model is done within a minute. --folder is the place for files. Imports are not measured. Before each run
+the disk has nothing left to write, and as much memory as the model needs is free. mbridge needs mbridge==0.15.1 and einops;
+without them its figures are null. The last line is JSON: cpu_ratio and wall_ratio (ours / mbridge, including our verification;
+upper bounds if mbridge_cut_short, because it was stopped at --limit), extra_peak_mib and allowed_peak_mib (largest tensor x
+workers + 64 MiB), copy_speed_share (our writing speed / copying speed), read_back_seconds."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CHILD = Path(__file__).with_name("child.py")
 SPARE_MIB = 64
 DEFAULT_PARAMS, FULL_PARAMS = 1.5e8, 1e9
-BLOCK = 1 << 24  # random bytes that the weights of a model repeat
+BLOCK = 1 << 24  # bytes; the weights repeat one random block of this size
 
 
 def main() -> int:
@@ -54,19 +53,19 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=DEFAULT_PARAMS)
     parser.add_argument("--full", action="store_true", help=f"{FULL_PARAMS:.0e} parameters, three rounds")
-    parser.add_argument("--tensors", type=int, help="an MoE model with about so many small tensors instead")
+    parser.add_argument("--tensors", type=int, help="use an MoE model with about this many small tensors")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which mbridge is stopped")
     parser.add_argument("--back", action="store_true", help="Megatron -> Hugging Face")
-    parser.add_argument("--folder", type=user_path, help="default: the system's for temporary files")
+    parser.add_argument("--folder", type=user_path, help="default: the system's folder for temporary files")
     options = parser.parse_args()
     options.rounds = options.rounds or (3 if options.full else 1)
     return options
 
 
 def dense(num_params: float) -> dict[str, Any]:
-    """A Llama of about so many parameters, with the vocabulary's share of a real one."""
+    """Return the config of a Llama with about `num_params` parameters and a realistic share of them in the vocabulary."""
     layers = 16
     width = next(w for w in range(128, 8192, 128) if layers * 11.25 * w * w + 2 * 32000 * w >= num_params or w == 8064)
     return {
@@ -111,7 +110,7 @@ def moe(num_tensors: int) -> dict[str, Any]:
 
 
 def make_model(folder: Path, config: dict[str, Any]) -> tuple[int, int, int]:
-    """Writes config and one safetensors file of normal numbers; returns the number of tensors, all bytes, the largest's."""
+    """Write config and one safetensors file of normal numbers. Return number of tensors, total bytes, bytes of the largest."""
     import torch
 
     from grpo_mega.weights.families import family_of
@@ -140,7 +139,7 @@ def make_model(folder: Path, config: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def measure(options: argparse.Namespace, folder: Path, kind: str) -> dict[str, list[dict[str, float]]]:
-    """Measure each of the three, round by round, in turns."""
+    """Measure the three programs in turn, round by round."""
     has_mbridge = all(importlib.util.find_spec(name) for name in ("mbridge", "einops"))
     suffix = "-back" if options.back else ""
     source = folder / "hf"

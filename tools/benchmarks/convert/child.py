@@ -1,11 +1,11 @@
-"""One measured conversion in a process of its own: `child.py KIND SOURCE OUT WORKERS`, run by benchmarks/convert.
+"""Run one measured conversion: `child.py KIND SOURCE OUT WORKERS`, started by benchmarks/convert.
 
-KIND is ours, mbridge or copy (HF -> Megatron, for copy plain copying of SOURCE's weights), or ours-back, mbridge-back (Megatron
--> HF). Imports come before the measurement. The last line is JSON: wall and cpu in seconds, extra_peak_mib above what was
-resident before, and for ours write_seconds and proof_seconds.
+KIND is ours, mbridge or copy (HF -> Megatron; copy only copies SOURCE's weights), or ours-back, mbridge-back (Megatron -> HF).
+Imports come before the measurement. The last line is JSON: wall and cpu in seconds, extra_peak_mib above the resident memory
+before, and for ours write_seconds and proof_seconds.
 
-mbridge has a model filled: it is built without initialising weights, filled by mbridge, and saved by Megatron's own
-dist_checkpointing without forking; back, it is loaded by that and written by mbridge.
+mbridge needs a model. It is built without initializing weights, filled by mbridge, and saved by Megatron's dist_checkpointing
+without forking. For mbridge-back, dist_checkpointing loads it and mbridge writes it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def main() -> None:
     makers = {"ours": ours, "mbridge": mbridge, "copy": copy}
     act = makers[kind.removesuffix("-back")](source, out, workers, is_back=kind.endswith("-back"))
     make_ready(source)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory counts from now
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak of resident memory
     before, cpu, began = resident("VmRSS"), sum(os.times()[:2]), time.monotonic()
     extra = act()
     wall, cpu = time.monotonic() - began, sum(os.times()[:2]) - cpu
     peak = (resident("VmHWM") - before) / 2**20
     print(json.dumps({"wall": wall, "cpu": cpu, "extra_peak_mib": peak} | extra))
     sys.stdout.flush()
-    os._exit(0)  # Megatron's groups take their time to end
+    os._exit(0)  # skip the shutdown of Megatron's groups, because it is slow
 
 
 def make_ready(source: Path) -> None:
-    """Nothing waits to be written to the disk, and the host has given this machine the memory that the output will take."""
+    """Flush the disk, and touch as much memory as the output will need, so that the host has assigned it."""
     os.sync()
     size = sum(p.stat().st_size for p in source.iterdir())
     with mmap.mmap(-1, size) as memory:
@@ -51,7 +51,7 @@ def make_ready(source: Path) -> None:
 
 
 def resident(field: str) -> int:
-    """Bytes, as /proc/self/status says under VmRSS (now) or VmHWM (at most)."""
+    """Return the bytes of VmRSS (now) or VmHWM (peak) in /proc/self/status."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) << 10
@@ -135,7 +135,7 @@ def mbridge(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable
 
 
 def _named_as_local(base: Any) -> Any:
-    """mbridge knows the names of Transformer Engine's layers, which a CPU does not have."""
+    """Return a bridge that maps local layer names to Transformer Engine's, because mbridge knows only the latter."""
 
     class Bridge(base):  # type: ignore[misc]
         def _build_config(self) -> Any:

@@ -1,15 +1,15 @@
-"""All figures that need a GPU, with one command: `python tools/benchmarks/gpu`, on a machine with one.
+"""Measure all figures that need a GPU: `python tools/benchmarks/gpu`, on a machine with one.
 
- mfu       share of the card's peak that a training step reaches, in bf16 and FP8   (mfu.py)
- logprobs  time and memory of log-probs at 32k tokens x 152k vocabulary             (logprobs.py)
- engine    sleep, wake and sync of an SGLang server at the shape of a 4B model       (engine.py)
- step      a whole GRPO step by phase, from a run of the trainer                     (step.py)
+ mfu       MFU of a training step, in bf16 and FP8                              (mfu.py)
+ logprobs  time and memory of log-probs at 32k tokens x 152k vocabulary         (logprobs.py)
+ engine    sleep, wake and sync of an SGLang server with the shape of a 4B model (engine.py)
+ step      a whole GRPO step by phase, from a run of the trainer                (step.py)
 
-Each section runs in a process of its own, and says in a line what it leaves out for want of a package or of memory. --only
-names the sections; --quick takes smaller batches and one model, some minutes in all; --tiny takes sizes for a look at the code
-on any machine, without a GPU too, and its figures mean nothing. A table in Markdown comes last but one, each figure beside its
+Each section runs in a separate process. It prints a line for each case that it skips because a package or memory is missing.
+--only selects sections. --quick uses smaller batches and one model, and takes some minutes. --tiny uses tiny sizes to try the
+code on any machine, even without a GPU; its figures mean nothing. At the end comes a Markdown table of each figure with its
 target. The last line is JSON with date, card, versions, and rows of section, case, name, value, unit, target, met (null without
-a target or a value) and note. Exit code 1 if a section failed, 2 for arguments that do not fit.
+a target or a value) and note. Exit code 1 if a section failed, 2 for invalid arguments.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any, NoReturn
 
 from grpo_mega import console
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python tools/benchmarks/gpu`
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/gpu`
 
 SECTIONS = ("mfu", "logprobs", "engine", "step")
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "trl")
-FIGURES = "figures: "  # begins the line in which a child gives its own
+FIGURES = "figures: "  # prefix of the line with a child's figures
 TITLES = ("section", "case", "figure", "value", "target", "")
 
 
@@ -61,15 +61,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(SECTIONS), help=f"of {','.join(SECTIONS)}")
+    parser.add_argument("--only", default=",".join(SECTIONS), help=f"sections among {','.join(SECTIONS)}")
     parser.add_argument("--quick", action="store_true", help="smaller batches and one model")
-    parser.add_argument("--tiny", action="store_true", help="a look at the code; its figures mean nothing")
+    parser.add_argument("--tiny", action="store_true", help="try the code; its figures mean nothing")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.only.split(",") if name not in SECTIONS]:
         parser.error(f"--only: {unknown[0]!r} is none of {', '.join(SECTIONS)}")
     if not options.tiny and not has_gpu():
-        parser.error("there is no GPU here; use one, or --tiny for a look at the code")
+        parser.error("there is no GPU here; use one, or --tiny to try the code")
     return options
 
 
@@ -80,7 +80,7 @@ def has_gpu() -> bool:
 
 
 def in_child(sections: list[str], options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows, and the sections that failed. What the child says goes on to our output."""
+    """Run sections in a child process. Return rows, and the sections that failed. Forward the child's other output."""
     flags = [flag for flag in ("--quick", "--tiny") if getattr(options, flag[2:])]
     command = [sys.executable, str(Path(__file__).resolve()), "--child", "--only", ",".join(sections), *flags]
     rows: list[dict[str, Any]] = []
@@ -98,14 +98,14 @@ def in_child(sections: list[str], options: argparse.Namespace) -> tuple[list[dic
 
 
 def child(options: argparse.Namespace) -> int:
-    """Runs the sections here, each to its end or to its error."""
+    """Run the sections in this process. If one fails, continue with the next."""
     from tools.benchmarks.gpu.rank import Options
 
     chosen = Options(options.quick, options.tiny, lambda line: print(line, flush=True))
     for section in options.only.split(","):
         try:
             found = importlib.import_module(f"tools.benchmarks.gpu.{section}").run(chosen)
-        except Exception:  # the other sections have nothing to do with it
+        except Exception:  # the other sections are independent
             traceback.print_exc()
             continue
         print(FIGURES + json.dumps({"section": section, "rows": [figure.row() for figure in found]}), flush=True)
@@ -113,7 +113,7 @@ def child(options: argparse.Namespace) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """Date, card and versions."""
+    """Return date, card and versions."""
     import torch
 
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
@@ -129,7 +129,7 @@ def installed(package: str) -> str | None:
 
 
 def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> list[str]:
-    """In Markdown."""
+    """Return the lines of the Markdown table."""
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     lines = [f"\n{about['card']}, {about['date']}; {versions}\n", _line(*TITLES), _line(*["---"] * len(TITLES))]
     verdicts = {True: "met", False: "missed", None: ""}

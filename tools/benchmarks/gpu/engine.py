@@ -1,9 +1,9 @@
-"""Sleep, wake and sync of an SGLang server that shares its GPU with the trainer's weights, at the shape of Qwen3-4B.
+"""Measure sleep, wake and sync of an SGLang server that shares its GPU with the trainer's weights, with Qwen3-4B's shape.
 
-Each round is what a step does: the server sleeps (gives its memory back), wakes its weights, gets the trainer's by CUDA IPC in
-buckets of sync.bucket_mib, with checksums taken at both ends and compared, and wakes its cache. The trainer's side are random
-weights in Megatron's layout for one rank; engine, plan, buckets and proof are the product's own. The first sync, which also
-compares names and shapes, does not count.
+Each round does the same as a step. The server sleeps (frees its memory), wakes its weights, receives the trainer's weights by
+CUDA IPC in buckets of sync.bucket_mib, with checksums compared between both ends, and wakes its cache. The trainer is only a
+set of random weights in Megatron's layout for one rank. Engine, plan, buckets and verification are the trainer's own code. The
+first sync is not measured, because it also compares names and shapes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llam
 
 
 class Trainer:
-    """The weights that a policy would hand on."""
+    """A stand-in for the policy: its weights, without a model."""
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
         self._side = megatron_shards(family_of(shape.model_type), shape, MegatronLayout())
@@ -79,7 +79,7 @@ def run(options: Options) -> list[Figure]:
 
 
 def config_for(model: str, kind: str, folder: Path, **more: Any) -> Config:
-    """Writes the model's config into `folder`; `more` goes to the section rollout."""
+    """Write the model's config into `folder` and return the run's config. `more` has keys of the section rollout."""
     write_config(model, folder / "model")
     rollout = {"engine": kind, "sleep": "always", "max_response_length": 512, "memory_fraction": 0.5} | more
     return config_of(folder / "run", {"path": str(folder / "model"), "dtype": "bfloat16"}, rollout=rollout)
@@ -87,7 +87,7 @@ def config_for(model: str, kind: str, folder: Path, **more: Any) -> Config:
 
 @contextmanager
 def opened(model: str, config: Config, device: Device) -> Iterator[tuple[Any, Any, Any]]:
-    """The trainer's weights, an engine that is up, and the sync between them; the ranks must have joined."""
+    """Yield the trainer's weights, a running engine, and the sync between them. The ranks must have joined."""
     runtime = runtimes.arrange(config, device)
     rendezvous, shape = Rendezvous(runtime.store, 0, 1), shape_of(model)
     files = ModelFiles(config.model.path, hf_config_of(model), shape, family_of(shape.model_type), torch.bfloat16)
@@ -106,12 +106,12 @@ def weight_bytes(model: str) -> int:
 
 
 def engine_kind(options: Options) -> str | None:
-    """A server where it can be what is to be measured; the embedded engine, for a look at the code, on a CPU."""
+    """Return "sglang" if it can be measured. Without a GPU return "embedded", to try the code. Otherwise return None."""
     if not torch.cuda.is_available():
-        options.say("engine: no GPU here: the embedded engine, which neither sleeps nor wakes")
+        options.say("engine: no GPU here: using the embedded engine, which neither sleeps nor wakes")
         return "embedded"
     if importlib.util.find_spec("sglang") is None:
-        options.say("engine: left out: SGLang is not installed; run tools/install_gpu.sh")
+        options.say("engine: skipped: SGLang is not installed; run tools/install_gpu.sh")
         return None
     return "sglang"
 
@@ -119,7 +119,7 @@ def engine_kind(options: Options) -> str | None:
 def rounds(
     trainer: Any, engine: Any, sync: Any, device: torch.device, repeat: int
 ) -> tuple[dict[str, list[float]], float | None]:
-    """Seconds by phase, and the GiB that sleep freed. Raises SyncError, or RuntimeError for a server that failed."""
+    """Return seconds by phase, and the GiB that sleep freed. Raise SyncError, or RuntimeError if the server failed."""
     seconds: dict[str, list[float]] = {}
 
     def timed(phase: str, act: Callable[[], object]) -> None:
@@ -145,7 +145,7 @@ def rounds(
 
 
 def write_config(model: str, folder: Path) -> None:
-    """A model folder with a config alone."""
+    """Write a model folder that has only a config."""
     folder.mkdir(parents=True)
     fields = MODELS[model] | {"architectures": [ARCHITECTURES[MODELS[model]["model_type"]]], "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(fields | {"hidden_act": "silu", "initializer_range": 0.02}))

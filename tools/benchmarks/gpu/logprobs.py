@@ -1,11 +1,11 @@
-"""Log-probs of hidden states in bf16, forward and backward, 32,768 tokens x 152,064 vocabulary x 4,096 hidden: time, memory.
+"""Measure time and memory of log-probs in bf16, forward and backward: 32,768 tokens x 152,064 vocabulary x 4,096 hidden.
 
- ours               ops.logprobs, the weight's gradient added to an fp32 buffer that is there, as the trainer has it
- ours with entropy  the same, with entropies (which a run can ask for)
- trl                trl.kernels.chunked_logprob, which TRL's GRPOTrainer runs; it always makes entropies
- log_softmax        torch.log_softmax on chunks of 1,024 tokens, each computed again in its backward pass
-Memory is the peak above what was there before: hidden states, weight, the weight's gradient. The gradient of the hidden states
-(256 MiB) counts. The error is that of the log-probs of some tokens, against float64.
+ ours               algorithm/logprobs.py, with the weight's gradient added to an existing fp32 buffer, as in the trainer
+ ours with entropy  the same, with entropies
+ trl                trl.kernels.chunked_logprob, used by TRL's GRPOTrainer; it always computes entropies
+ log_softmax        torch.log_softmax on chunks of 1,024 tokens, each recomputed in its backward pass
+Memory is the peak above the memory before (hidden states, weight, the weight's gradient). It includes the gradient of the
+hidden states (256 MiB). The error is the largest error of the log-probs of some tokens, against float64.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from grpo_mega.hardware import device as devices
 from tools.benchmarks.gpu.rank import Figure, Options, extra_gib, seconds_of
 
 EXTRA_TARGET_GIB = 1.0
-CHUNK = 1024  # tokens of log_softmax
-TRL_CHUNK = 32768  # columns, trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
-NUM_CHECKED = 8  # tokens
+CHUNK = 1024  # tokens per chunk of log_softmax
+TRL_CHUNK = 32768  # columns per tile; equals trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
+NUM_CHECKED = 8  # tokens compared with float64
 PEERS = ("ours", "ours with entropy", "trl", "log_softmax")
 
 
 class Inputs:
-    """`sink_VH` is the buffer of the weight's gradient that a trainer has: fp32 for ours, as autograd has it for others."""
+    """The inputs of a peer. `sink_VH` is the buffer for the weight's gradient: fp32 for ours, autograd's bf16 for others."""
 
     def __init__(self, num_tokens: int, vocab: int, hidden: int, device: torch.device, *, is_ours: bool) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -54,7 +54,7 @@ def run(options: Options) -> list[Figure]:
         try:
             step = step_of(name)
         except ImportError:
-            options.say(f"logprobs: {name} left out: it is not installed")
+            options.say(f"logprobs: {name} skipped: it is not installed")
             continue
         inputs = Inputs(*sizes, device, is_ours=name.startswith("ours"))
         logprobs_T: Tensor | None = None
@@ -70,7 +70,7 @@ def run(options: Options) -> list[Figure]:
             logprobs_T = inputs.hidden_TH.grad = None
             gib = extra_gib(act, device)
         except torch.OutOfMemoryError:
-            options.say(f"logprobs: {name} left out: it does not fit")
+            options.say(f"logprobs: {name} skipped: it does not fit into memory")
             continue
         assert logprobs_T is not None
         target = EXTRA_TARGET_GIB if name.startswith("ours") else None
@@ -81,7 +81,7 @@ def run(options: Options) -> list[Figure]:
 
 
 def step_of(name: str) -> Callable[[Inputs], Tensor]:
-    """Log-probs [T], their gradients left in the inputs. Raises ImportError for what is not there."""
+    """Return a function that computes log-probs [T] and adds gradients to its inputs. Raise ImportError if it is missing."""
     if name == "trl":
         from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
@@ -125,7 +125,7 @@ def _in_chunks(inputs: Inputs) -> Tensor:
 
 @torch.no_grad()
 def max_error(inputs: Inputs, logprobs_T: Tensor) -> float:
-    """The largest difference from float64 of some tokens' log-probs, in nats."""
+    """Return the largest difference of some tokens' log-probs from float64, in nats."""
     sample_N = torch.arange(0, len(logprobs_T), max(1, len(logprobs_T) // NUM_CHECKED), device=logprobs_T.device)
     hidden_NH = inputs.hidden_TH[sample_N].double()
     logits_NV = torch.cat([hidden_NH @ rows.double().t() for rows in inputs.weight_VH.split(8192)], dim=1)

@@ -1,10 +1,10 @@
-"""The share of a card's peak that a training step reaches (MFU): the trainer's own Policy.update, on one GPU.
+"""Measure the MFU of a training step with the trainer's own Policy.update, on one GPU.
 
-A step is 4 micro-batches of 16,384 tokens in segments of 4,096 (512 of them a prompt), forward and backward, and one optimizer
-step; weights are random. Its work is observe/flops.py's count, whose formula can be checked by hand: 6 operations for each
-weight that multiplies a token, 12 q for each pair of a query and a key that it sees, nothing for what is computed again. It is
-divided by the median seconds of a step and by the card's dense peak in bf16, or in FP8 for FP8. Where a model does not fit it
-has as many layers as do, which the case says.
+A step has 4 micro-batches of 16,384 tokens in segments of 4,096 (512 of them prompt), forward and backward, and one optimizer
+step. Weights are random. batching/flops.py counts its FLOPs with a formula that you can check by hand: 6 per token and weight
+that multiplies it, 12 q per pair of a query and a visible key, nothing for recomputation. MFU is this count divided by the
+median seconds of a step and by the card's dense peak in bf16, or in FP8 for FP8. If a model does not fit, it gets fewer layers,
+and the case says how many.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Work:
 
     prompt_tokens: int = 512
     segment_tokens: int = 4096
-    segments: int = 4  # of a micro-batch
+    segments: int = 4  # segments per micro-batch
     micro_batches: int = 4
 
     @property
@@ -74,15 +74,15 @@ def run(options: Options) -> list[Figure]:
 
 
 def _model(model: str, work: Work, device: Any, options: Options) -> list[Figure]:
-    """Measure one model in each precision that the card computes; all with as many layers as bf16, or as fit."""
+    """Measure one model in each precision that the card has. All use the layers that fit in bf16, or fewer if needed."""
     found: list[Figure] = []
     layers: int | None = None
-    bf16: tuple[int, float] | None = None  # its layers and throughput
+    bf16: tuple[int, float] | None = None  # (layers, throughput) in bf16
     for precision, settings in PRECISIONS.items():
         try:
             layers, seconds = _fitting(model, layers, work, settings, device, options.repeat)
         except ConfigError as error:
-            options.say(f"mfu: {model} in {precision} left out: {error}")
+            options.say(f"mfu: {model} in {precision} skipped: {error}")
             continue
         shape = shape_of(model, layers)
         rate = work.tokens * work.micro_batches / seconds
@@ -100,18 +100,18 @@ def _model(model: str, work: Work, device: Any, options: Options) -> list[Figure
         elif bf16 is not None and bf16[0] == layers:
             found.append(Figure("mfu", case, "throughput against bf16", rate / bf16[1], "times", FP8_TARGET, "more"))
         else:
-            options.say(f"mfu: {case} has nothing to compare with: bf16 was measured with other layers, or not at all")
+            options.say(f"mfu: {case} cannot be compared: bf16 was measured with other layers, or not at all")
     return found
 
 
 def _fitting(
     model: str, layers: int | None, work: Work, settings: dict[str, Any], device: Any, repeat: int
 ) -> tuple[int, float]:
-    """Layers and median seconds, with fewer layers after every time that memory runs out. Raises ConfigError."""
+    """Return the number of layers and median seconds. Each time memory runs out, use fewer layers. Raise ConfigError."""
     layers = layers or layers_that_fit(shape_of(model), work.tokens, torch.cuda.mem_get_info()[0] if device.is_cuda else None)
     while True:
         seconds = _measure(model, layers, work, settings, device, repeat)
-        gc.collect()  # a policy is full of cycles
+        gc.collect()  # a policy has reference cycles
         if device.is_cuda:
             torch.cuda.empty_cache()
         if seconds is not None:
@@ -122,7 +122,7 @@ def _fitting(
 
 
 def _measure(model: str, layers: int, work: Work, settings: dict[str, Any], device: Any, repeat: int) -> float | None:
-    """Median seconds of a step; None where memory runs out."""
+    """Return the median seconds of a step; None if memory runs out."""
     config = config_of(
         Path("unused"),
         {"path": "unused", "dtype": "bfloat16"},
@@ -143,7 +143,7 @@ def _measure(model: str, layers: int, work: Work, settings: dict[str, Any], devi
 
 
 def reader(device: torch.device) -> Callable[[Box], Tensor]:
-    """Random weights, made where they go."""
+    """Return a reader that makes random weights directly on the device."""
     generator = torch.Generator(device).manual_seed(0)
 
     def read(box: Box) -> Tensor:
@@ -155,7 +155,7 @@ def reader(device: torch.device) -> Callable[[Box], Tensor]:
 
 
 def make_batches(policy: Policy, vocab: int, work: Work) -> list[list[PackedBatch]]:
-    """One mini-batch of full micro-batches of random tokens, half of them to be made likelier."""
+    """Return one mini-batch of full micro-batches of random tokens. Half of the samples have a positive advantage."""
     generator = torch.Generator().manual_seed(0)
     samples = []
     for number in range(work.segments * work.micro_batches):

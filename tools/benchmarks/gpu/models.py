@@ -1,4 +1,4 @@
-"""Shapes of known models, for benchmarks that need no weights, and a card's peak. Numbers alone; imports no torch."""
+"""Shapes of known models for benchmarks without weights, and peak FLOP/s of cards. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def _config(model_type: str, layers: int, hidden: int, ffn: int, heads: int, kv_
     }
 
 
-# What their config.json says of their size.
+# The sizes in each model's config.json.
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": _config("qwen2", 2, 64, 128, 4, 2, 304, tie_word_embeddings=True),
-    "tiny-blocks": _config("qwen2", 2, 256, 256, 2, 2, 304, tie_word_embeddings=True),  # divides into blocks of 128
+    "tiny-blocks": _config("qwen2", 2, 256, 256, 2, 2, 304, tie_word_embeddings=True),  # sizes divide into FP8 blocks
     "qwen2.5-0.5b": _config("qwen2", 24, 896, 4864, 14, 2, 151936, tie_word_embeddings=True),
     "qwen2.5-1.5b": _config("qwen2", 28, 1536, 8960, 12, 2, 151936, tie_word_embeddings=True),
     "qwen3-4b": _config("qwen3", 36, 2560, 9728, 32, 8, 151936, head_dim=128, tie_word_embeddings=True),
@@ -34,10 +34,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _config("llama", 32, 4096, 14336, 32, 8, 128256, rms_norm_eps=1e-5),
 }
 
-BYTES_A_PARAMETER = 18  # of a trainer in bf16: weight, fp32 gradient, fp32 master, Adam's two moments
-ROOM = 0.85  # of the free memory, for weights and activations together
+BYTES_A_PARAMETER = 18  # trainer in bf16: weight, fp32 gradient, fp32 master weight, Adam's two moments
+ROOM = 0.85  # share of free memory for weights and activations
 
-# By a part of the card's name, the first that fits: dense TFLOP/s in bf16 and, where it has it, in FP8 (NVIDIA's data sheets).
+# Dense TFLOP/s in bf16, and in FP8 or None (NVIDIA's data sheets). The first entry whose name is part of the card's name
+# counts.
 PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("H100 PCIe", 756, 1513),
     ("H100 NVL", 835, 1671),
@@ -56,7 +57,7 @@ def shape_of(model: str, layers: int | None = None) -> ModelShape:
 
 
 def hf_config_of(model: str, layers: int | None = None) -> Any:
-    """transformers' config of the model, with another number of layers if given."""
+    """Return transformers' config of the model, with `layers` layers if given."""
     from transformers import AutoConfig
 
     fields = MODELS[model] | ({} if layers is None else {"num_hidden_layers": layers})
@@ -74,8 +75,9 @@ def vocab_parameters(shape: ModelShape) -> int:
 
 
 def layers_that_fit(shape: ModelShape, num_tokens: int, free_bytes: int | None) -> int:
-    """By arithmetic: parameters with their optimizer, and the activations of a micro-batch that a layer keeps for its backward
-    pass. None: all of them."""
+    """Return the number of layers that fit. If `free_bytes` is None, return all layers.
+
+    Count parameters with their optimizer state, and the activations that a layer keeps for its backward pass."""
     if free_bytes is None:
         return shape.num_layers
     room = ROOM * free_bytes - BYTES_A_PARAMETER * vocab_parameters(shape)
@@ -84,7 +86,7 @@ def layers_that_fit(shape: ModelShape, num_tokens: int, free_bytes: int | None) 
 
 
 def peak_tflops(card: str, precision: str) -> float | None:
-    """Dense; None for a card that the table does not have, or that does not compute in this precision."""
+    """Return the dense peak; None for an unknown card, or a card without this precision."""
     for name, bf16, fp8 in PEAKS:
         if name in card:
             return bf16 if precision == "bf16" else fp8

@@ -1,4 +1,4 @@
-"""The parts that the sections of benchmarks/gpu share: figures, the place of the only rank of a job, clocks of a device."""
+"""Common parts of the sections of benchmarks/gpu: figures, the config of a job with one rank, timing on a device."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from grpo_mega.config import Config
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number beside its target. Without a target there is nothing to meet."""
+    """One measured number with an optional target."""
 
     section: str
     case: str
     name: str
-    value: float | None  # None: this device has none
+    value: float | None  # None if this device cannot measure it
     unit: str
     target: float | None = None
     better: Literal["less", "more"] = "less"
@@ -40,11 +40,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a run of benchmarks: sizes that end soon, or sizes that a CPU can do."""
+    """Options of a run: `quick` for smaller sizes, `tiny` for sizes that a CPU can handle."""
 
     quick: bool
     tiny: bool
-    say: Callable[[str], None]  # one line for what was left out, and why
+    say: Callable[[str], None]  # prints a line about a skipped case, with the reason
 
     @property
     def repeat(self) -> int:
@@ -52,19 +52,19 @@ class Options:
 
 
 def config_of(run_dir: Path, model: dict[str, Any], **sections: Any) -> Config:
-    """A run's config; what is not given is as usual."""
+    """Return a run's config. Other keys have their default values."""
     raw = {"run_dir": str(run_dir), "steps": 1, "model": model, "data": {"train": "unused"}, **sections}
     return configs.validate(raw)
 
 
 def finish(device: torch.device) -> None:
-    """Returns when the device has done all that was asked of it."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_of(act: Callable[[], object], device: torch.device, repeat: int) -> float:
-    """The median of `repeat` runs, after one that does not count."""
+    """Return the median seconds of `repeat` runs, after one warm-up run."""
     found: list[float] = []
     for number in range(repeat + 1):
         finish(device)
@@ -77,7 +77,7 @@ def seconds_of(act: Callable[[], object], device: torch.device, repeat: int) -> 
 
 
 def extra_gib(act: Callable[[], object], device: torch.device) -> float | None:
-    """Return the GiB that `act` allocates at its peak beyond what was there before; None where there is no GPU."""
+    """Return the peak GiB that `act` allocates in addition to earlier allocations; None without a GPU."""
     if device.type != "cuda":
         act()
         return None

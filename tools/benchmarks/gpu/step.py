@@ -1,8 +1,8 @@
-"""A whole GRPO step by phase: `grpo-mega train` on a random model of a known shape, and its metrics.jsonl.
+"""Measure a whole GRPO step by phase: run `grpo-mega train` on a random model of a known shape and read its metrics.jsonl.
 
-64 prompts x 8 samples of at most 1,024 tokens of a random Qwen2.5-1.5B, with a reference, trainer and SGLang server on one GPU
-and moving for each other at every step (rollout.sleep=always). A random model hardly ever ends a response, so nearly all are
-1,024 tokens long. Figures are medians over all steps but the first.
+A step has 64 prompts x 8 samples of at most 1,024 tokens of a random Qwen2.5-1.5B, with a reference. Trainer and SGLang server
+share one GPU and take turns in its memory (rollout.sleep=always). A random model hardly ever ends a response, so nearly all
+have 1,024 tokens. Figures are medians over all steps except the first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(options: Options) -> list[Figure]:
 
 
 def settings_of(options: Options, folder: Path) -> dict[str, Any]:
-    """The run's config; on a CPU, and where there is no SGLang, with the embedded engine."""
+    """Return the run's config. Without a GPU or SGLang it uses the embedded engine."""
     has_server = torch.cuda.is_available() and importlib.util.find_spec("sglang") is not None
     if not has_server:
         options.say("step: no GPU or no SGLang here: the embedded engine samples, and nothing sleeps")
@@ -68,7 +68,7 @@ def settings_of(options: Options, folder: Path) -> dict[str, Any]:
 
 
 def write_inputs(folder: Path, model: str) -> None:
-    """A model folder without weights, whose tokenizer has one token a byte, and sums to do."""
+    """Write a model folder without weights, with a tokenizer of one token per byte, and prompts of sums."""
     sys.path.append(str(ROOT / "examples"))
     from tiny_random_model import make_tokenizer
 
@@ -83,9 +83,9 @@ def write_inputs(folder: Path, model: str) -> None:
 
 
 def figures(lines: list[str], settings: dict[str, Any]) -> list[Figure]:
-    """Medians of the phases over all steps but the first, the longest first."""
+    """Return the medians of the phases over all steps except the first, longest phase first."""
     rows = [row for row in map(json.loads, lines) if f"{PREFIX}step" in row][1:]
-    assert rows, "a run of one step has none that counts"
+    assert rows, "the first step is not measured, so a run needs two"
     names = sorted({name for row in rows for name in row if name.startswith(PREFIX)})
     medians = {name.removeprefix(PREFIX): statistics.median(row.get(name, 0.0) for row in rows) for name in names}
     samples = settings["batch"]["prompts_per_step"] * settings["algorithm"]["group_size"]
