@@ -1,17 +1,17 @@
-"""Rehearse what the host costs per step at 64, 512 and 1,024 ranks: on the CPU, part by part, a minute for the headline.
+"""Measure the host's CPU time per step at 64, 512 and 1,024 ranks, on a CPU, part by part. The headline takes a minute.
 
-`python tools/benchmarks/host.py [--ranks 64 512 1024]` takes a 70B job's step with one prompt of 16 samples per rank, responses
-of 1,100 tokens on average and 3,072 at most, TP4, PP8, and engines of 8 ranks, and runs here what one of its ranks does:
- rendezvous  one thread and connection per rank, all at one store in a process of its own: the exchanges of a step, and each
-             engine's requests for prompts, with log.progress off as in slurm/. CPU time of a rank
- store       CPU time of the store for all of them
- exchange    the samples: packing a rank's own, unpacking those of all, and the all-reduce that carries them, whose CPU time is
-             taken from two ranks on this machine and doubled, since in a large ring every byte passes a rank twice as often
+`python tools/benchmarks/host.py [--ranks 64 512 1024]` imitates one rank of a 70B job. A step has one prompt of 16 samples per
+rank, responses of 1,100 tokens on average and at most 3,072, TP4, PP8, and engines of 8 ranks. The parts are:
+ rendezvous  a step's exchanges and each engine's requests for prompts, with log.progress off as in slurm/. One thread and
+             connection per rank, all to one store in another process. CPU time per rank
+ store       CPU time of the store for all ranks
+ exchange    packing a rank's samples, unpacking all samples, and the all-reduce that transfers them. Its CPU time is measured
+             with two ranks and doubled, because in a large ring every byte passes a rank twice as often
  packing     advantages, token weights, and the micro-batches of one data-parallel rank
  logging     metrics of the rollout, and on rank 0 the rows of samples.jsonl
  planning    the plan of the weight sync, once per start and not part of the sum
-The store serves all ranks one after the other, so its seconds count whole. The last line is JSON: for the largest number of
-ranks up to 512 the sum per step, and its share of a step of 80 seconds; exit code 1 if that exceeds 1%.
+The store serves the ranks one after another, so all of its seconds count. The last line is JSON with the sum per step for the
+largest number of ranks up to 512, and its share of a step of 80 seconds. Exit code 1 if the share exceeds 1%.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MAX_RESPONSE, MEAN_RESPONSE, PROMPT = 3072, 1200, 200  # tokens
 TOKEN_BUDGET = 8192
 STEP_S, MAX_SHARE = 80.0, 0.01
 LLAMA_70B = ModelShape("llama", 80, 8192, ffn=28672, num_heads=64, num_kv_heads=8, head_dim=128, vocab=128256, tied=False)
-# The exchanges of a step: how generation ended, failed engines, both ends of the sync, and failed engines again.
+# The exchanges of a step: the end of generation, failed engines, start and end of the sync, and failed engines again.
 PHASES = ("generation", "generation", "starting a sync", "ending a sync", "weight sync")
 COLUMNS = ("rendezvous", "store", "exchange", "packing", "logging")
 
@@ -61,7 +61,7 @@ COLUMNS = ("rendezvous", "store", "exchange", "packing", "logging")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[512], help="numbers of ranks, each a multiple of 32")
-    parser.add_argument("--repeat", type=int, default=3, help="times that each part runs; the median counts")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each part; the median counts")
     options = parser.parse_args()
     if any(ranks % (TP * PP) for ranks in options.ranks):
         parser.error(f"--ranks {options.ranks}: must be multiples of {TP * PP}, as TP{TP}.PP{PP} needs; use 64 or 512")
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def rehearse(groups: list[Group], ranks: int, repeat: int) -> dict[str, float]:
-    """Return the seconds of each part, by column."""
+    """Return the seconds of each part by column."""
     rendezvous, store = zip(*(rehearse_store(ranks) for _ in range(repeat)), strict=True)
     exchanged, shared = rehearse_exchange(groups, ranks, repeat)
     return {
@@ -128,16 +128,16 @@ def make_groups(ranks: int) -> list[Group]:
 
 
 def rehearse_store(ranks: int) -> tuple[float, float]:
-    """Return the CPU seconds of a rank, and of the store, for the exchanges of a step."""
+    """Return the CPU seconds of one rank, and of the store, for the exchanges of a step."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     port = free_port()
     process = context.Process(target=serve_store, args=(port, theirs), daemon=True)
     process.start()
     assert ours.recv() == "ready"
-    with ThreadPoolExecutor(16) as pool:  # each connection asks for a name, which may take seconds
+    with ThreadPoolExecutor(16) as pool:  # each connection resolves a name, so it may take seconds
         parties = list(pool.map(lambda rank: Rendezvous(connect(port), rank, ranks), range(ranks)))
-    exchange_once(parties, first=True)  # the first exchange makes what later ones delete
+    exchange_once(parties, first=True)  # later exchanges delete keys of the one before, so run one first
     ours.send("begin")
     ours.recv()
     began = time.process_time()
@@ -154,11 +154,11 @@ def connect(port: int) -> dist.TCPStore:
 
 
 def exchange_once(parties: list[Rendezvous], *, first: bool = False) -> None:
-    """Let each rank make its requests of a step, from a thread of its own."""
+    """Make the requests of a step for every rank, each in a separate thread."""
 
     def act(party: Rendezvous) -> None:
         if party.rank % ENGINE_TP == 0 and not first:
-            for _ in range(ENGINE_TP + 1):  # an engine's groups, and that there are no more
+            for _ in range(ENGINE_TP + 1):  # one per group of the engine, and one answer that no prompts are left
                 party.fetch_add("prompts/1")
         for phase in PHASES:
             reports = [[party.rank + i, 0, GROUP_SIZE, GROUP_SIZE * MEAN_RESPONSE] for i in range(ENGINE_TP)]
@@ -172,7 +172,7 @@ def exchange_once(parties: list[Rendezvous], *, first: bool = False) -> None:
 
 
 def serve_store(port: int, connection: Connection) -> None:
-    """Be the store, and tell how much CPU time it took from "begin" to "end"."""
+    """Serve the store, and send its CPU time from "begin" to "end"."""
     store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
     connection.send("ready")
     connection.recv()
@@ -184,9 +184,9 @@ def serve_store(port: int, connection: Connection) -> None:
 
 
 def rehearse_exchange(groups: list[Group], ranks: int, repeat: int) -> tuple[float, list[Group]]:
-    """Return a rank's CPU seconds for the samples of all, and the groups as every rank then holds them."""
+    """Return a rank's CPU seconds for exchanging all samples, and the groups that every rank then holds."""
     parts = [exchange._packed({i: group}) for i, group in enumerate(groups)]
-    mine = {i: groups[i] for i in range(ENGINE_TP)}  # of an engine's first rank
+    mine = {i: groups[i] for i in range(ENGINE_TP)}  # the groups on an engine's first rank
     prompts = {i: group.prompt for i, group in enumerate(groups)}
     packed = median(lambda: exchange._packed(mine), repeat)
     unpacked = median(lambda: exchange.unpack_all(parts, prompts, ("right", "wrong")), repeat)
@@ -195,7 +195,7 @@ def rehearse_exchange(groups: list[Group], ranks: int, repeat: int) -> tuple[flo
 
 
 def reduce_between_two(num_bytes: int, repeat: int) -> float:
-    """Return the CPU seconds of one of two ranks for an all-reduce of `num_bytes`."""
+    """Return the CPU seconds of one rank for an all-reduce of `num_bytes` between two ranks."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     port = free_port()
@@ -244,7 +244,7 @@ def plan(ranks: int) -> None:
 
 
 def median(act: Callable[[], object], repeat: int) -> float:
-    """Return the median CPU seconds of this process, its threads included."""
+    """Return the median CPU seconds of this process, including its threads."""
     return statistics.median(cpu_seconds(act) for _ in range(repeat))
 
 

@@ -1,11 +1,11 @@
-"""Kills training runs with SIGKILL at random moments, resumes them, and counts how many end as if nothing had happened.
+"""Kill training runs with SIGKILL at random moments, resume them, and count the runs that end like an uninterrupted run.
 
 `python tools/benchmarks/kills.py --kills 20 [--layout tp=2] [--partial | --separate] [--engine sglang] [--jobs 2] [--seed 0]`:
-each trial starts a small run of its own, kills the launcher (its ranks die with it) at a moment drawn mostly from its first
-step to its end, resumes, and compares every metric (times aside) and every exported weight with an uninterrupted run. With
-engine ranks that generate ahead (--separate), or with servers, no two runs are alike: there no token may be older than allowed,
-each step must train its groups, and the ledger must close to the token in every step. The last line is JSON with kills,
-identical or sound, before_checkpoint (killed before anything was saved) and seconds; exit code 1 unless that is all of them."""
+each trial starts a new small run, kills the launcher (its ranks die with it) at a random moment, mostly between first step and
+end, resumes, and compares every metric (except times) and every exported weight with an uninterrupted run. With engine ranks
+that generate ahead (--separate), or with servers, runs are not reproducible. Then no token may be older than allowed, each step
+must train its groups, and the ledger must balance exactly in every step. The last line is JSON with kills, identical or sound,
+before_checkpoint (killed before anything was saved) and seconds. Exit code 1 unless all runs are identical or sound."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class End:
 
 
 def share_of_vowels(prompt: str, response: str, answer: str, extras: dict[str, object]) -> float:
-    """A reward with a spread on a model that knows nothing."""
+    """Return the share of vowels, a reward that varies even if the model is untrained."""
     return sum(c in "aeiou" for c in response) / max(1, len(response))
 
 
@@ -67,10 +67,10 @@ def main() -> int:
     parser.add_argument("--layout", default="tp=1", help="for example tp=2 or pp=2,dp=2")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--partial", action="store_true", help="with partial rollouts")
-    kind.add_argument("--separate", action="store_true", help="with an engine that generates ahead, on ranks of its own")
+    kind.add_argument("--separate", action="store_true", help="with an engine that generates ahead, on separate ranks")
     parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
     options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def write_inputs(folder: Path, layout: str, rollout: Mapping[str, object] = MappingProxyType({}), **model: object) -> Path:
-    """Write model, data and config into `folder`; `rollout`: keys of that section, `model`: fields of config.json."""
+    """Write model, data and config into `folder`. `rollout` has keys of that section, `model` has fields of config.json."""
     subprocess.run([sys.executable, str(ROOT / "examples" / "tiny_random_model.py"), str(folder / "model")], check=True)
     fields = folder / "model" / "config.json"
     fields.write_text(json.dumps(json.loads(fields.read_text()) | model))
@@ -117,7 +117,7 @@ def write_inputs(folder: Path, layout: str, rollout: Mapping[str, object] = Mapp
 
 
 def start(config: Path, run_dir: Path, arguments: list[str], output: int | None = None) -> subprocess.Popen[str]:
-    """A run under way; what it prints goes to `output`, or to a log beside its folder."""
+    """Start a run. Its output goes to `output`, or to log_of(run_dir)."""
     command = [sys.executable, "-m", "grpo_mega.cli", "train", str(config), "--set", f"run_dir={run_dir}", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with log_of(run_dir).open("a") as log:
@@ -130,7 +130,7 @@ def log_of(run_dir: Path) -> Path:
 
 
 def whole_run(config: Path, run_dir: Path) -> tuple[End, float, float]:
-    """Return the end, the seconds until the first step was logged, and those after it."""
+    """Return the end, the seconds until the first step was logged, and the seconds after it."""
     began, process = time.monotonic(), start(config, run_dir, [])
     wait_for_first_step(process, run_dir)
     trains = time.monotonic()
@@ -145,9 +145,10 @@ def wait_for_first_step(process: subprocess.Popen[str], run_dir: Path) -> None:
 
 
 def killed_run(config: Path, run_dir: Path, moment: float, expected: End | None) -> tuple[bool, int]:
-    """Return True if the run ended as expected, or soundly where nothing is, and the step from which it was resumed.
+    """Kill a run and resume it. Return True if it ended as expected, and the step from which it resumed.
 
-    `moment`: seconds after the first step was logged; below 0: that long after its start.
+    If `expected` is None, the run must be sound. `moment` is in seconds after the first step was logged. If it is negative, its
+    absolute value counts from the start of the run.
     """
     process = start(config, run_dir, [])
     if moment >= 0:
@@ -167,7 +168,7 @@ def killed_run(config: Path, run_dir: Path, moment: float, expected: End | None)
 
 
 def is_sound(run_dir: Path) -> bool:
-    """Return True if every step trained its groups, no token was older than allowed, and the ledger closes."""
+    """Return True if every step trained its groups, no token was older than allowed, and the ledger balances."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open(encoding="utf-8")]
     steps = [row for row in rows if "loss/total" in row]
     config = json.loads((run_dir.parent / "config.json").read_text())
@@ -181,7 +182,7 @@ def is_sound(run_dir: Path) -> bool:
 
 
 def closes(row: Mapping[str, float]) -> bool:
-    """Return True if all groups and tokens that were begun are somewhere in the ledger of a step's metrics."""
+    """Return True if the ledger in a step's metrics accounts for all groups and tokens that were started."""
     for unit in ("groups", "tokens"):
         parts = {name: value for name, value in row.items() if re.match(rf"ledger/\w+_{unit}\b", name)}
         if parts.pop(f"ledger/begun_{unit}", 0) != sum(parts.values()):
@@ -201,7 +202,7 @@ def read_end(run_dir: Path) -> End:
 
 
 def check_same_weights(found: Path, expected: Path) -> None:
-    """Compare two exported folders tensor by tensor and bit by bit; their order in the file may differ."""
+    """Assert that two exported folders have the same tensors, bit by bit. Their order in the file may differ."""
     from safetensors.torch import load_file
 
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (found, expected))

@@ -1,18 +1,19 @@
-"""Log-probs and entropies from hidden states, forward and backward: ours beside TRL's and plain log_softmax, on the CPU.
+"""Compare log-probs and entropies from hidden states with TRL and plain log_softmax, forward and backward, on a CPU.
 
-`python tools/benchmarks/logprobs.py` runs each path in a process of its own, at 1,024 tokens x 152,064 vocabulary x 1,024
-hidden in float32. Two processes of one thread each run side by side: threads that wait for one another would count as CPU
-time. All start from the same hidden states, output weight and upstream gradient, compute log-probs and entropies at
-temperature 0.9, and add the gradients of hidden states and weight to buffers that exist before, as a trainer's do: ours
-ops.logprobs.vocab_parallel_logprobs trl what TRL's GRPOTrainer runs on its model's last hidden states
-(trl.kernels.chunked_logprob, in its tiles) trl-full TRL's selective_log_softmax_and_entropy on full logits; its trainer no
-longer does this log_softmax torch.log_softmax on full logits, and the entropy from it without gradient Memory is the
-process's peak above what it had right before, CPU time that of all its threads. --trained is the share of tokens that
-train: of the others TRL's path on a CPU discards what it computed, and ours computes nothing.
+`python tools/benchmarks/logprobs.py` runs each path in a separate process, at 1,024 tokens x 152,064 vocabulary x 1,024 hidden
+in float32. Two processes run at once with one thread each, because waiting threads would count as CPU time. All paths have the
+same hidden states, output weight and upstream gradient. They compute log-probs and entropies at temperature 0.9, and add the
+gradients of hidden states and weight to existing buffers, as a trainer does:
+ ours         algorithm.logprobs.vocab_parallel_logprobs
+ trl          the code of TRL's GRPOTrainer for its model's last hidden states (trl.kernels.chunked_logprob, with its tiles)
+ trl-full     TRL's selective_log_softmax_and_entropy on full logits, which its trainer no longer uses
+ log_softmax  torch.log_softmax on full logits, and the entropy from it without gradient
+Memory is the process's peak above its memory just before. CPU time includes all threads. --trained is the share of tokens in
+the loss: for other tokens TRL's path on a CPU discards its results, and ours computes nothing.
 
 The last line is JSON with memory_ratio and cpu_ratio (ours / TRL), memory_ratio_log_softmax and cpu_ratio_log_softmax,
 max_error (ours against float64: log-probs, entropies and hidden gradients of a sample of tokens, relative to the largest), and
-for every path cpu_seconds, seconds and extra_mib (medians) and its max_error. Exit code 2 for arguments that do not fit.
+for every path its max_error and the medians cpu_seconds, seconds and extra_mib. Exit code 2 for invalid arguments.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from typing import Any, NoReturn
 
 from grpo_mega import console
 
-PATHS = ("trl", "ours", "log_softmax", "trl-full")  # the longest first, so that the others fit beside it
+PATHS = ("trl", "ours", "log_softmax", "trl-full")  # slowest first, so that others run at the same time
 TEMPERATURE = 0.9
-TRL_CHUNK = 32768  # trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE, columns of a tile
-NUM_CHECKED = 8  # tokens
+TRL_CHUNK = 32768  # columns per tile; equals trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
+NUM_CHECKED = 8  # tokens compared with float64
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,10 +67,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=152_064)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--trained", type=float, default=1.0, help="share of the tokens that train")
-    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--trained", type=float, default=1.0, help="share of the tokens in the loss")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each process")
     parser.add_argument("--repeat", type=int, default=1, help="rounds of all paths; medians count")
-    parser.add_argument("--paths", default="ours,trl,log_softmax", help=f"of {','.join(PATHS)}; ours and trl among them")
+    parser.add_argument("--paths", default="ours,trl,log_softmax", help=f"among {','.join(PATHS)}; must include ours and trl")
     parser.add_argument("--child", choices=PATHS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     for name in ("tokens", "vocab", "hidden", "threads", "repeat"):
@@ -105,7 +106,7 @@ def in_child(name: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def run(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """One path in this process: a small run first, so that what libraries allocate once is not counted."""
+    """Run one path in this process. A small warm-up run comes first, so one-time allocations of libraries do not count."""
     import torch
 
     torch.set_num_threads(options.threads)
@@ -120,21 +121,21 @@ def run(name: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def inputs(num_tokens: int, vocab: int, hidden: int, trained: float) -> tuple[Any, ...]:
-    """hidden_TH, weight_VH, both with a buffer of zeros as their gradient, targets_T, needed_T and the log-probs' gradient."""
+    """Return hidden_TH and weight_VH with zeros as gradients, targets_T, needed_T, and the gradient of the log-probs."""
     import torch
 
     torch.manual_seed(0)
     hidden_TH = torch.randn(num_tokens, hidden).requires_grad_()
     weight_VH = torch.empty(vocab, hidden).normal_(std=2 / hidden**0.5).requires_grad_()
     for leaf in (hidden_TH, weight_VH):
-        leaf.grad = torch.empty_like(leaf).fill_(0)  # written to, so that it is there
+        leaf.grad = torch.empty_like(leaf).fill_(0)  # writing makes the memory resident
     targets_T = torch.randint(0, vocab, (num_tokens,))
     needed_T = torch.arange(num_tokens) >= round(num_tokens * (1 - trained))  # a prompt, then its response
     return hidden_TH, weight_VH, targets_T, needed_T, torch.randn(num_tokens) * needed_T
 
 
 def step(name: str, hidden_TH: Any, weight_VH: Any, targets_T: Any, needed_T: Any, upstream_T: Any) -> tuple[Any, Any]:
-    """Log-probs and entropies; the gradients are in the leaves."""
+    """Return log-probs and entropies. Add the gradients to the inputs' buffers."""
     import torch
     from torch.nn.functional import linear
 
@@ -178,7 +179,7 @@ def step(name: str, hidden_TH: Any, weight_VH: Any, targets_T: Any, needed_T: An
 def max_error(
     hidden_TH: Any, weight_VH: Any, targets_T: Any, needed_T: Any, upstream_T: Any, logprobs_T: Any, entropy_T: Any
 ) -> float:
-    """The largest difference of log-probs, entropies and hidden gradients from float64, each relative to its largest value."""
+    """Return the largest error of log-probs, entropies and hidden gradients against float64, relative to each largest value."""
     import torch
 
     sample_N = needed_T.nonzero().squeeze(1)
@@ -203,7 +204,7 @@ def max_error(
 
 
 def resident_kib(field: str) -> int:
-    """VmRSS, now resident, or VmHWM, the most that ever was; reading the first resets the second."""
+    """Return VmRSS (resident now) or VmHWM (peak) in KiB. Reading VmRSS resets VmHWM."""
     if field == "VmRSS":
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()

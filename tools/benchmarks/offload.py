@@ -1,15 +1,14 @@
-"""How long a policy's memory takes to the host and back, beside a plain copy of as many bytes between the same two places.
+"""Compare the time to offload and onload a policy with a plain copy of as many bytes between host and device.
 
-`python tools/benchmarks/offload.py` makes the storages of a trainer's rank without gradients (which are dropped, not
-copied): the weights, views of one bf16 buffer as Megatron has them, and for each parameter an fp32 master and Adam's two
-moments with storages of their own. What moves them is the trainer's own PolicyMemory: a copy, and memory given back to the
-device and taken again. Beside it one flat tensor of as many bytes is copied to pinned memory and back, with nothing freed.
-Both take turns in the same run; medians count. On a machine without a GPU the same code copies from RAM to RAM, where
-taking new memory costs page faults; the ratios' target of 1.2 is for a GPU.
+`python tools/benchmarks/offload.py` makes the storages of a trainer's rank, without gradients, because they are freed and not
+copied. The weights are views of one bf16 buffer, as in Megatron. Each parameter has an fp32 master weight and Adam's two
+moments with separate storages. The trainer's own PolicyMemory moves them: it copies, and frees and allocates device memory. The
+plain copy moves one flat tensor to pinned memory and back and frees nothing. Both take turns in the same run; medians count.
+Without a GPU the same code copies from RAM to RAM, and new memory costs page faults. The ratios' target of 1.2 is for a GPU.
 
---gib is how much moves: whole layers of --model (of 14 bytes a parameter), and its embedding where half is enough for that.
+--gib is the size to move: whole layers of --model (14 bytes per parameter), and its embedding if it fits into half of the size.
 The last line is JSON with offload_ratio and onload_ratio (ours / plain), gib, device, num_storages, seconds of each (medians)
-and met (null without a GPU). Exit code 1 if a bit changed on the way, 2 for arguments that do not fit.
+and met (null without a GPU). Exit code 1 if a bit changed, 2 for invalid arguments.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_rank_shards
 from grpo_mega.weights.spec import ModelShape
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it starts as `python tools/benchmarks/offload.py`
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python tools/benchmarks/offload.py`
 
 from tools.benchmarks.gpu.models import MODELS, layer_parameters, shape_of
 
 TARGET = 1.2
-NUMBERS = 251  # which bf16 tells apart
+NUMBERS = 251  # bf16 represents all integers below this exactly
 BYTES_A_PARAMETER = 2 + 3 * 4
 DEFAULTS = {"cpu": ("qwen2.5-0.5b", 1.0), "cuda": ("qwen2.5-1.5b", 8.0)}
 
@@ -63,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     is_whole = all(bool((t == number % NUMBERS).all()) for number, t in enumerate([*weights, *state]))
     report(found, device, sum(sizes) * BYTES_A_PARAMETER / 2**30, len(storages_of([*weights, *state])))
     if not is_whole:
-        print("what came back is not what went", file=sys.stderr)
+        print("offloading and onloading changed the values", file=sys.stderr)
     return 0 if is_whole else 1
 
 
@@ -82,7 +81,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def parameter_sizes(shape: ModelShape, num_bytes: int) -> list[int]:
-    """Elements of each parameter that fits. Raises ConfigError if not one layer does."""
+    """Return the number of elements of each parameter that fits. Raise ConfigError if no layer fits."""
     limit = num_bytes // BYTES_A_PARAMETER
     holding = megatron_rank_shards(family_of(shape.model_type), shape, MegatronLayout(), 0)
     sizes = {name: _size(local.shape) for name, local in holding.items()}
@@ -108,7 +107,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def make(sizes: list[int], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights and optimizer state, every tensor full of its own number."""
+    """Return weights and optimizer state. Each tensor is filled with a different number, modulo NUMBERS."""
     buffer = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device)
     weights = list(buffer.split(sizes))
     state = [torch.empty(n, dtype=torch.float32, device=device) for n in sizes for _ in range(3)]
@@ -118,7 +117,7 @@ def make(sizes: list[int], device: torch.device) -> tuple[list[Tensor], list[Ten
 
 
 def measure(weights: list[Tensor], state: list[Tensor], device: devices.Device, repeat: int) -> dict[str, float]:
-    """Median seconds of each act; the first round, in which host memory is taken, does not count."""
+    """Return the median seconds of each act. The first round is not measured, because it allocates host memory."""
     memory = PolicyMemory((), lambda: weights, lambda: state, is_cuda=device.is_cuda)
     num_bytes = sum(s.nbytes() for s in storages_of([*weights, *state]))
     flat = torch.ones(num_bytes, dtype=torch.uint8, device=device.torch_device)
@@ -152,7 +151,7 @@ def measure(weights: list[Tensor], state: list[Tensor], device: devices.Device, 
 
 def report(seconds: dict[str, float], device: devices.Device, gib: float, num_storages: int) -> None:
     ratios = {name: seconds[name] / seconds[f"plain_{name}"] for name in ("offload", "onload")}
-    where = torch.cuda.get_device_name() if device.is_cuda else "CPU: from RAM to RAM, which no target speaks of"
+    where = torch.cuda.get_device_name() if device.is_cuda else "CPU: from RAM to RAM, which has no target"
     print(f"{gib:.2f} GiB in {num_storages} storages, {where}")
     print(f"{'':10}{'ours, s':>10}{'GiB/s':>8}{'plain, s':>10}{'GiB/s':>8}{'ratio':>8}")
     for name, ratio in ratios.items():

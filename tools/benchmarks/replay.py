@@ -1,8 +1,8 @@
-"""Measure what routing replay does to the mismatch of engine and trainer: `replay.py [--engine sglang]`.
+"""Measure the effect of routing replay on the mismatch between engine and trainer: `replay.py [--engine sglang]`.
 
-A random Qwen3-MoE, whose experts are close in their scores, generates in bf16; the trainer computes the log-probs of the same
-policy in fp32 and in bf16, with and without replay. Without weights that learned anything a changed expert changes a
-prediction less than in a real model; what the ratio tells is the part of the mismatch that routing makes.
+A random Qwen3-MoE with similar expert scores generates in bf16. The trainer computes the log-probs of the same policy in fp32
+and in bf16, with and without replay. The weights are untrained, so a changed expert changes a prediction less than in a real
+model. The ratio shows the part of the mismatch that is due to routing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODEL = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 96,
     "norm_topk_prob": True,
-    "initializer_range": 0.2,  # experts matter then
+    "initializer_range": 0.2,  # large, so that experts matter
 }
 STEPS = 3
 
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def run(config: Path, folder: Path, dtype: str, replay: str) -> dict[str, list[float]]:
-    """Train a few steps at a rate so low that the policy stays; return the metrics of each."""
+    """Train a few steps with a learning rate so low that the policy does not change. Return the metrics of each step."""
     run_dir = folder / f"{dtype}-{replay}"
     settings = {
         "run_dir": run_dir,

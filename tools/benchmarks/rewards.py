@@ -1,17 +1,17 @@
-"""Verdicts per second of the reward pool, beside plain math-verify and TRL's accuracy reward, with the same verdicts.
+"""Compare verdicts per second of the reward pool with plain math-verify and TRL's accuracy reward, and compare the verdicts.
 
     python tools/benchmarks/rewards.py [--cases 2000] [--workers 2] [--hangs 6] [--seed 0]
 
-The corpus is built from the seed: groups of 8 responses to a question, as a rollout has them. Three quarters have answers as
-GSM8K's (integers, prices, thousands) or plain numbers of MATH (fractions, decimals, percentages), a quarter expressions of MATH
-(roots, polynomials, pairs, intervals, sets). Of the responses about half are right, in one of several forms; the others have
-one of a few wrong answers, or none. Each of the three is a warm process that sees each case once: they take the corpus in
-turns, in slices of whole groups; rates are medians over slices, without the time that it takes to reach a peer's process. Then
-`--hangs` responses on which math-verify does not end are scored with a deadline of 1 s.
+The corpus depends only on the seed. It has groups of 8 responses per question, like a rollout. Three quarters of the questions
+have answers like GSM8K's (integers, prices, thousands) or plain numbers like MATH's (fractions, decimals, percentages). A
+quarter have expressions like MATH's (roots, polynomials, pairs, intervals, sets). About half of the responses are right, in one
+of several forms; the others have one of a few wrong answers, or none. Each of the three judges is a warm process that sees each
+case once. They take turns on slices of whole groups. Rates are medians over slices and exclude the communication with a peer's
+process. Then `--hangs` responses that make math-verify hang are scored with a deadline of 1 s.
 
-The last line is JSON: speedup (over the faster of the two peers), by kind as well; verdict_changes (cases of the whole corpus
-on which the pool and math-verify differ, listed above it); hang_ratio (wall time to what so many deadlines take on so many
-workers). The exit code is 1 above 0 changes, below 20x, or above 1.2.
+The last line is JSON: speedup (over the faster peer), also by kind; verdict_changes (cases on which the pool and math-verify
+differ, listed above it); hang_ratio (wall time / the time of all deadlines divided over the workers). The exit code is 1 if any
+verdict changes, the speedup is below 20, or hang_ratio is above 1.2.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DEADLINE_S = 1.0
 HANGING = (r"\int_0^1 e^{x^2}\sin(x^3)dx", r"\int_0^1 e^{x^3}\cos(x^2)dx")
 WARM_UP_SEED = 1_000_003
 
-Judge = Callable[[Sequence["Case"]], tuple[list[bool], float]]  # verdicts, and the seconds that they took
+Judge = Callable[[Sequence["Case"]], tuple[list[bool], float]]  # returns verdicts and seconds
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Case:
 
 
 def build_corpus(num_cases: int, seed: int) -> list[Case]:
-    """Groups of GROUP_SIZE responses; the same for the same seed."""
+    """Return groups of GROUP_SIZE responses. They depend only on the seed."""
     rng = random.Random(seed)
     cases: list[Case] = []
     while len(cases) < num_cases:
@@ -64,7 +64,7 @@ def build_corpus(num_cases: int, seed: int) -> list[Case]:
 
 
 def _number(rng: random.Random) -> tuple[str, list[str], list[str]]:
-    """The gold answer, ways to write it, and wrong ones."""
+    """Return the gold answer, several forms of it, and wrong answers."""
     form = rng.choice(("integer", "integer", "thousands", "fraction", "decimal", "percent"))
     if form in ("integer", "thousands"):
         value = rng.randint(-50, 400) if form == "integer" else rng.randint(1000, 2_000_000)
@@ -150,7 +150,7 @@ PEERS = {"math-verify": by_math_verify, "TRL": by_trl}
 
 
 class Peer:
-    """One of PEERS in a process of its own, so that none profits from what another has parsed; a context manager."""
+    """One of PEERS in a separate process, so that no peer profits from another's cache. A context manager."""
 
     def __init__(self, name: str) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), "--judge", name]
@@ -172,7 +172,7 @@ class Peer:
 
 
 def serve_peer(name: str) -> None:
-    """The peer's process: lists of cases from standard input until its end, verdicts and seconds to standard output."""
+    """Serve as a peer's process: read lists of cases from stdin until its end, write verdicts and seconds to stdout."""
     for logger in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     with contextlib.suppress(EOFError):
@@ -184,7 +184,7 @@ def serve_peer(name: str) -> None:
 
 
 def timed(judge: Callable[[Sequence[Case]], list[bool]], cases: Sequence[Case]) -> tuple[list[bool], float]:
-    """Return the judge's verdicts on the cases, and the seconds that it took."""
+    """Return the judge's verdicts on the cases, and the seconds."""
     began = time.perf_counter()
     verdicts = judge(cases)
     return verdicts, time.perf_counter() - began
@@ -201,7 +201,7 @@ def main() -> int:
         judges: dict[str, Judge] = {name: stack.enter_context(Peer(name)) for name in PEERS}
         pool.wait_until_ready()
         judges["ours"] = lambda cases: timed(lambda some: by_pool(pool, some), cases)
-        for judge in judges.values():  # imports and tables
+        for judge in judges.values():  # warm-up: imports and tables
             judge(build_corpus(GROUP_SIZE, WARM_UP_SEED))
         rates, verdicts = _measure(judges, corpus)
     changes = [case for case, a, b in zip(corpus, verdicts["math-verify"], verdicts["ours"], strict=True) if a != b]
@@ -225,7 +225,7 @@ def main() -> int:
 
 
 def _measure(judges: dict[str, Judge], corpus: Sequence[Case]) -> tuple[dict[str, dict[str, float]], dict[str, list[bool]]]:
-    """Return verdicts per second by kind ("all", too) and judge; and all verdicts, in the corpus's order."""
+    """Return verdicts per second by kind (or "all") and judge, and all verdicts in the corpus's order."""
     seconds: dict[str, dict[str, list[float]]] = {
         kind: {name: [] for name in judges} for kind in ("number", "expression", "all")
     }

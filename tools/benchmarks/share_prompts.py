@@ -1,13 +1,13 @@
-"""How much sooner an update ends if a group's prompt is computed once (batch.share_prompts), and from which responses on not.
+"""Measure the speedup of an update that computes a group's prompt once (batch.share_prompts), by response length.
 
-`python tools/benchmarks/share_prompts.py` takes updates of the trainer's own policy, a dense model of 4 layers in fp32 on one
-CPU process, on two groups of 8 samples each: prompts of 512 tokens, responses of 64. The same samples are packed with and
-without shared prompts; the two take turns in the same run, medians count. Loss and gradient of both are compared.
---sweep goes on to longer responses, and finds the first that do not gain a twentieth.
+`python tools/benchmarks/share_prompts.py` runs updates of the trainer's own policy, a dense model of 4 layers in fp32 on one
+CPU process. A batch has two groups of 8 samples, with prompts of 512 tokens and responses of 64. The same samples are packed
+with and without shared prompts. Both take turns in the same run; medians count. Their losses and gradients are compared.
+--sweep doubles the responses until the gain is below a twentieth.
 
-The last line is JSON with ratio (seconds with / without), tokens (the same of tokens computed), gradient and loss (their
-differences, relative to norm and value), seconds of both, and by_response of --sweep. Exit code 1 if one of these differences
-reaches 2e-6 or the ratio is above 0.45.
+The last line is JSON with ratio (seconds with / without), tokens (the same ratio for computed tokens), gradient and loss
+(differences relative to norm and value), seconds of both, and by_response for --sweep. Exit code 1 if a difference reaches 2e-6
+or the ratio is above 0.45.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it starts as `python tools/benchmarks/share_prompts.py`
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for `python tools/benchmarks/share_prompts.py`
 
 from grpo_mega import console
 from grpo_mega.batching.pack import pack
@@ -36,8 +36,8 @@ from grpo_mega.weights.spec import ModelShape
 from tools.benchmarks.gpu.mfu import reader
 from tools.benchmarks.gpu.rank import config_of
 
-MAX_RATIO, MAX_DIFFERENCE = 0.45, 2e-6  # the latter is rounding in fp32
-GAIN = 0.95  # of the time: below this, sharing pays
+MAX_RATIO, MAX_DIFFERENCE = 0.45, 2e-6  # the difference allows for fp32 rounding
+GAIN = 0.95  # sharing pays if the ratio of times is below this
 MODEL = {"num_hidden_layers": 4, "hidden_size": 320, "intermediate_size": 864, "num_attention_heads": 5, "head_dim": 64}
 MODEL |= {"num_key_value_heads": 5, "vocab_size": 4099, "max_position_embeddings": 8192, "tie_word_embeddings": True}
 
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
-    parser.add_argument("--response", type=int, default=64, help="tokens of each response; where --sweep begins")
+    parser.add_argument("--response", type=int, default=64, help="tokens of each response; first length of --sweep")
     parser.add_argument("--samples", type=int, default=8, help="samples of each of the two groups")
     parser.add_argument("--repeat", type=int, default=5, help="rounds of both; medians count")
     parser.add_argument("--sweep", action="store_true", help="double the responses until sharing gains less than a twentieth")
@@ -100,12 +100,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def compared(policy: Policy, vocab: int, options: argparse.Namespace, response: int) -> Found:
-    """Return what sharing changes for responses of this length."""
+    """Compare updates with and without sharing, for responses of this length."""
     samples = make_samples(vocab, options.prompt, response, options.samples)
     weights = [[1 / len(samples) / response] * len(samples)]
     packed: list[list[list[PackedBatch]]] = []
     for share_prompts in (False, True):
-        tokens = options.samples * (options.prompt + response)  # a group in each micro-batch
+        tokens = options.samples * (options.prompt + response)  # one group per micro-batch
         rows = pack([samples], weights, token_budget=tokens, **(policy.packing | {"share_prompts": share_prompts}))
         packed.append(policy.attach_logprobs(rows))
     seconds: list[list[float]] = [[], []]
@@ -115,7 +115,7 @@ def compared(policy: Policy, vocab: int, options: argparse.Namespace, response: 
             start = time.perf_counter()
             metrics = policy.update(batches)
             times.append(time.perf_counter() - start)
-            if not number:  # both from the same weights, but for a step that is too small to be seen
+            if not number:  # both use the same weights, except for a negligible optimizer step
                 losses.append(metrics[0]["loss/total"])
                 gradients.append(torch.cat([p.main_grad.double().flatten() for p in policy.parameters.values()]))
     without, shared = (statistics.median(times[1:]) for times in seconds)
@@ -127,7 +127,7 @@ def compared(policy: Policy, vocab: int, options: argparse.Namespace, response: 
 
 
 def make_samples(vocab: int, prompt_len: int, response_len: int, group_size: int) -> list[Sample]:
-    """Return the samples of two groups, of random tokens, all of them to be made likelier."""
+    """Return samples of two groups with random tokens and positive advantages."""
     generator, samples = torch.Generator().manual_seed(3), []
     for group in range(2):
         prompt = Prompt(group, "", tuple(torch.randint(vocab, (prompt_len,), generator=generator).tolist()), "")

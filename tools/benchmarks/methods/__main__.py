@@ -1,13 +1,13 @@
-"""Train one start model with several methods, each with several seeds, on a task that tells them apart (task.py).
+"""Train one start model with several methods and seeds, on a task that shows differences between methods (task.py).
 
     python tools/benchmarks/methods [OUT] [--methods grpo dapo ...] [--steps 40] [--seeds 0 1 2]
 
-All keys but the method's own are in task.yaml. Leaves OUT/task (model and data, shared by all runs), OUT/METHOD-SEED (a run
-each), OUT/methods.png and OUT/methods.json; prints a table, and that JSON as the last line. Finished runs are not made again:
-an interrupted comparison goes on with the same command. Two runs share the machine, a core each: ten minutes. All figures are
-at equal samples: a method that generates more per step, as dapo does, is read at an earlier step. Without OUT: the first and
-the last method with one seed and 20 steps, in a temporary folder: a minute and a half. Should the start model not learn on
-another machine, `task.py OUT/task --seed 1` makes one from another seed.
+task.yaml has all keys except the method's own. The benchmark writes OUT/task (model and data for all runs), OUT/METHOD-SEED
+(one run each), OUT/methods.png and OUT/methods.json. It prints a table, and the JSON as the last line. It skips finished runs,
+so the same command continues an interrupted comparison. Two runs share the machine, one core each; all runs take ten minutes.
+All figures are at equal numbers of samples: a method that generates more per step, such as dapo, is read at an earlier step.
+Without OUT it runs the first and the last method with one seed and 20 steps in a temporary folder, in a minute and a half. If
+the start model does not learn on another machine, make it with another seed: `task.py OUT/task --seed 1`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from grpo_mega.paths import user_path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 METHODS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "process_supervision")
-UNFIT = ("opd", "mt_grpo")  # need a teacher, or rewards of turns
+UNFIT = ("opd", "mt_grpo")  # these need a teacher, or rewards of turns
 TARGET = 0.9
 FORMS = {"mean_score": ".3f", "score": ".3f", "length": ".1f", "entropy": ".3f"}
-Figures = dict[str, float | None]  # of a run: those of FORMS, and samples_to_target
-STEP_REWARDS = {  # what a method needs beside its recipe
+Figures = dict[str, float | None]  # keys of FORMS, and samples_to_target
+STEP_REWARDS = {  # settings that a method needs in addition to its recipe
     "process_supervision": {
         "rewards.functions": "[{name: arithmetic_steps, weight: 1.0}, {name: accuracy, weight: 1.0}]",
         "rewards.step_splitter": "lines",
@@ -58,22 +58,22 @@ class Parser(argparse.ArgumentParser):
 class Run:
     """The curves of one run; each list has a value per evaluation."""
 
-    samples: list[float]  # generated so far
+    samples: list[float]  # samples generated so far
     score: list[float]  # share of right held-out responses, sampled
-    length: list[float]  # of those responses, tokens
-    entropy: list[float]  # of the last rollout, nats per token
+    length: list[float]  # mean tokens per held-out response
+    entropy: list[float]  # nats per token of the last rollout
 
     def at(self, name: str, samples: float) -> float:
-        """Return a curve's value after so many samples, between evaluations on the line through both."""
+        """Return a curve's value after this many samples, by linear interpolation between evaluations."""
         return float(np.interp(samples, self.samples, getattr(self, name)))
 
     def mean_score(self, budget: float) -> float:
-        """Return the mean of the score over the first `budget` samples: how much was gained, and how soon."""
+        """Return the mean score over the first `budget` samples. It grows with the gain and with its speed."""
         x = [*(n for n in self.samples if n < budget), budget]
         return float(np.trapezoid([self.at("score", n) for n in x], x) / budget)
 
     def figures(self, budget: float) -> Figures:
-        """Return what is compared, after `budget` samples."""
+        """Return the compared figures after `budget` samples."""
         ends = {name: self.at(name, budget) for name in ("score", "length", "entropy")}
         return {"mean_score": self.mean_score(budget), "samples_to_target": self.samples_to_target()} | ends
 
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _compare(out: Path, methods: Sequence[str], steps: int, seeds: Sequence[int]) -> int:
     out.mkdir(parents=True, exist_ok=True)
-    if not (out / "task" / "heldout.jsonl").exists():  # written last
+    if not (out / "task" / "heldout.jsonl").exists():  # this file is written last
         _call([sys.executable, str(HERE / "task.py"), str(out / "task")], out / "task.log", num_threads=2)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda run: _train(out, run[0], run[1], steps), product(methods, seeds)))
@@ -108,7 +108,7 @@ def _compare(out: Path, methods: Sequence[str], steps: int, seeds: Sequence[int]
         "samples": budget,
         "seeds": list(seeds),
         "separation": {n: separation([_column(f, n) for f in figures.values()]) for n in ("mean_score", "length", "entropy")},
-        "methods": figures,  # of each seed
+        "methods": figures,  # one per seed
     }
     (out / "methods.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
@@ -116,9 +116,9 @@ def _compare(out: Path, methods: Sequence[str], steps: int, seeds: Sequence[int]
 
 
 def separation(values: Sequence[Sequence[float]]) -> float | None:
-    """Return the F ratio of a one-way analysis of variance, between methods to within; None with one seed or method.
+    """Return the F ratio of a one-way analysis of variance (between methods / within); None with one seed or method.
 
-    Around 1 the methods differ no more than the seeds of one method do.
+    A ratio around 1 means that methods differ no more than the seeds of one method.
     """
     num_seeds = len(values[0])
     if num_seeds < 2 or len(values) < 2:
@@ -154,13 +154,14 @@ def _call(command: list[str], log: Path, num_threads: int) -> None:
     with log.open("ab") as output:
         code = subprocess.run(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT).returncode
     if code:
-        raise SystemExit(f"{log.stem} ended with code {code}; see {log}, and go on with the same command")
+        raise SystemExit(f"{log.stem} ended with code {code}; see {log}, then continue with the same command")
 
 
 def _read(metrics: Path) -> Run:
     curves, config = read_curves(metrics), load(HERE / "task.yaml")
     steps, rollouts = sorted(curves["seconds/step"]), curves.get("rollouts", {})
-    per_rollout = config.batch.prompts_per_step * config.algorithm.group_size  # with dynamic sampling a step may need several
+    # A step with dynamic sampling may need several rollouts.
+    per_rollout = config.batch.prompts_per_step * config.algorithm.group_size
     generated = dict(zip(steps, accumulate(per_rollout * rollouts.get(step, 1) for step in steps), strict=True))
     scores = curves[f"eval/mean@{config.eval.samples}"]
     evaluated = sorted(scores)
@@ -173,7 +174,7 @@ def _read(metrics: Path) -> Run:
 
 
 def _last(curve: Curve, step: int) -> float:
-    """Return the last value at or before a step, or else the first: a step without an update has none."""
+    """Return the last value at or before a step, or else the first value. A step without an update has no value."""
     return curve[max((s for s in curve if s <= step), default=min(curve))]
 
 
@@ -189,18 +190,18 @@ def _table(figures: Mapping[str, Sequence[Figures]]) -> str:
 
 
 def _column(figures: Sequence[Figures], name: str) -> list[float]:
-    """Return a figure of each seed that has it."""
+    """Return a figure for each seed that has it."""
     return [value for figure in figures if (value := figure[name]) is not None]
 
 
 def _spread(values: Sequence[float], form: str) -> str:
-    """Write the mean and the range over seeds."""
+    """Format the mean and the range over seeds."""
     ends = f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else ""
     return f"{mean(values):{form}}{ends}"
 
 
 def _draw(runs: Mapping[str, Sequence[Run]], budget: float, picture: Path) -> None:
-    """Draw the mean over seeds of each curve, and their range."""
+    """Draw the mean and the range over seeds of each curve."""
     import matplotlib
 
     matplotlib.use("Agg")

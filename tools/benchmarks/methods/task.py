@@ -1,9 +1,9 @@
 """Make the benchmark's start model and data: `python tools/benchmarks/methods/task.py OUT [--seed N]`.
 
-The quickstart's task made hard enough to tell methods apart. A sum has 3 to 5 steps, and the demonstrations' writer hardly ever
-carries when it adds a 7, 8 or 9: at first more than half of the groups of 8 have no right sample, and an eighth have a single
-one. It also dithers: it leaves a blank line with probability BLANK_LINE, once or several times, right or wrong, so that
-responses to one prompt differ in length for no reason, and a bias for short or long ones could show.
+It is the quickstart's task, but hard enough to show differences between methods. A sum has 3 to 5 steps, and the SFT data
+nearly always drops the carry when it adds a 7, 8 or 9. At first more than half of the groups of 8 have no right sample, and an
+eighth have exactly one. The SFT data also has random blank lines: one or more with probability BLANK_LINE, in right and wrong
+responses. So lengths differ at random within a group, and a bias for short or long responses would be visible.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_mega import console
 from grpo_mega.paths import user_path
 
-NUM_DIGITS = range(3, 6)  # that are added to the first term
-FIRST_TERM = range(10, 40)  # with five more digits the sum keeps two digits
+NUM_DIGITS = range(3, 6)  # number of digits added to the first term
+FIRST_TERM = range(10, 40)  # the sum has two digits even with five more digits
 DIGITS = range(2, 10)
 CARRY_DROPPED = {5: 0.3, 6: 0.6, 7: 0.85, 8: 0.95, 9: 0.95}  # probability by the digit added
-BLANK_LINE = 0.4  # below 0.5, or a greedy response never ends
+BLANK_LINE = 0.4  # must be below 0.5, otherwise a greedy response never ends
 MAX_RESPONSE_TOKENS = 80
-TARGET_SCORE = 0.15  # greedy, when the supervised training ends; sums that the greedy writer gets right are about 0.2
+TARGET_SCORE = 0.15  # greedy score that ends the supervised training; its limit is about 0.2
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def make_problems(rng: random.Random) -> tuple[list[Problem], list[Problem]]:
-    """Return distinct problems, as (train, held-out)."""
+    """Return distinct problems: (train, held-out)."""
     problems: dict[Problem, None] = {}
     while len(problems) < arithmetic.NUM_TRAIN + arithmetic.NUM_HELDOUT:
         digits = rng.choices(DIGITS, k=rng.choice(NUM_DIGITS))
@@ -60,7 +60,7 @@ def make_problems(rng: random.Random) -> tuple[list[Problem], list[Problem]]:
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> str:
-    """Write a response as a writer does that forgets carries and dithers."""
+    """Return a response with dropped carries and random blank lines."""
     total, lines = problem.terms[0], []
     for term in problem.terms[1:]:
         dropped = total % 10 + term >= 10 and rng.random() < CARRY_DROPPED.get(term, 0.0)

@@ -1,16 +1,17 @@
-"""Train small models of sums against each built-in reward, and compare what is paid with a strict oracle of the task.
+"""Train small models of sums with each built-in reward, and compare the paid responses with a strict oracle of the task.
 
     python tools/benchmarks/reward_gap [OUT] [--tasks tagged bare] [--rewards accuracy len ...] [--steps 30] [--unevaluated]
 
-A response is paid where the accuracy reward calls it correct, on its own or within `len` and `cosine`. It is wrong where
-examples/arithmetic_oracle.py says so. The gap is the share of the paid responses that are wrong; it must be at most 1% in every
-step of every run, or the exit code is 1. The other built-in rewards pay for no answers: policies train on them while the
-accuracy reward judges with weight 0, so that their gap is that of accuracy on responses which another reward has shaped.
-Tasks: `tagged` is the quickstart's; in `bare` (task.py) responses have no tags, and some stop before the last sum has its
-result. `--unevaluated` lets accuracy accept those, which the benchmark must notice: a check of the benchmark itself.
+A response is paid if the accuracy reward calls it correct, alone or inside `len` and `cosine`. It is wrong if
+examples/arithmetic_oracle.py calls it wrong. The gap is the share of paid responses that are wrong. It must be at most 1% in
+every step of every run; otherwise the exit code is 1. The other built-in rewards do not pay for answers. Policies train on
+them, and the accuracy reward judges with weight 0, so their gap shows accuracy on responses shaped by another reward. The task
+`tagged` is the quickstart's. In `bare` (task.py) responses have no tags, and some stop before the result of the last sum.
+`--unevaluated` lets accuracy accept these responses. It checks the benchmark itself, because the benchmark must report them.
 
-Leaves OUT/TASK (model and data), OUT/TASK-REWARD (a run each) and OUT/reward_gap.json; prints a table, and that JSON as the
-last line. Finished runs are not made again. Without OUT: `accuracy` on both tasks, in a temporary folder; two minutes.
+The benchmark writes OUT/TASK (model and data), OUT/TASK-REWARD (one run each) and OUT/reward_gap.json. It prints a table, and
+the JSON as the last line. It skips finished runs. Without OUT it runs `accuracy` on both tasks in a temporary folder, in two
+minutes.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 LIMIT = 0.01
 TASKS = {"tagged": ROOT / "examples" / "arithmetic.py", "bare": HERE / "task.py"}
-ANSWERS = ("accuracy", "len", "cosine")  # pay for answers
-WATCHED = ("arithmetic_oracle", "reward_model")  # the oracle itself, and what needs a server
+ANSWERS = ("accuracy", "len", "cosine")  # rewards that pay for answers
+WATCHED = ("arithmetic_oracle", "reward_model")  # not trained on: the oracle itself, and a reward that needs a server
 REWARDS = tuple(sorted(set(BUILT_IN) - set(WATCHED), key=lambda name: (name not in ANSWERS, name)))
 GAP = "reward/paid_but_wrong"
 
@@ -49,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Gap:
-    """The worst step of a run, and the share of its responses that are paid over all steps."""
+    """The worst step of a run, and the share of paid responses in its first and last step."""
 
     steps: int
     worst: float
@@ -72,10 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(out: Path, runs: Sequence[tuple[str, str]], steps: int, unevaluated: bool) -> int:
-    """Make the runs of these tasks and rewards, print their gaps, and return the exit code."""
+    """Run these tasks and rewards, print their gaps, and return the exit code."""
     out.mkdir(parents=True, exist_ok=True)
     for task in dict.fromkeys(task for task, _ in runs):
-        if not (out / task / "heldout.jsonl").exists():  # written last
+        if not (out / task / "heldout.jsonl").exists():  # this file is written last
             _call([sys.executable, str(TASKS[task]), str(out / task)], out / f"{task}.log")
     gaps: dict[str, Gap] = {}
     for task, reward in runs:
@@ -91,19 +92,19 @@ def measure(out: Path, runs: Sequence[tuple[str, str]], steps: int, unevaluated:
 
 
 def gap_of(curves: Mapping[str, Curve], judge: str) -> Gap:
-    """Return the gap of a run; `judge` is the function that says "correct". Raises SystemExit where a step has no figure."""
+    """Return the gap of a run. `judge` is the reward with the verdict "correct". Raise SystemExit if a step has no figure."""
     gap, trained = curves.get(GAP, {}), sorted(curves["seconds/step"])
     if missing := [step for step in trained if step not in gap]:
         raise SystemExit(f"step {missing[0]} has no {GAP}; is arithmetic_oracle among rewards.functions?")
     paid = curves.get(f"verdict/{judge}/correct", {})
     if not paid:
-        raise SystemExit(f"{judge} called no response correct, so that nothing was compared")
+        raise SystemExit(f"{judge} called no response correct, so nothing was compared")
     worst = max(trained, key=lambda step: gap[step])
     return Gap(len(trained), gap[worst], worst, paid.get(trained[0], 0.0), paid.get(trained[-1], 0.0))
 
 
 def functions_of(reward: str, unevaluated: bool) -> list[dict[str, object]]:
-    """Return rewards.functions: the reward, accuracy to judge where the reward says nothing about answers, and the oracle."""
+    """Return rewards.functions: the reward, accuracy as the judge if the reward does not judge answers, and the oracle."""
     functions: list[dict[str, object]] = [{"name": reward, "weight": 1.0}]
     if reward not in ANSWERS or (unevaluated and reward != "accuracy"):
         functions.append({"name": "accuracy", "weight": 0.0})
@@ -129,7 +130,7 @@ def _train(run: Path, task: Path, reward: str, steps: int, unevaluated: bool) ->
         "data.heldout": task / "heldout.jsonl",
         "eval.interval": 0,
         "eval.num_prompts": 16,
-        "log.samples_per_step": 256,  # all, so that a gap can be looked at in samples.jsonl
+        "log.samples_per_step": 256,  # log all samples, to inspect a gap in samples.jsonl
         "rewards.functions": json.dumps(functions_of(reward, unevaluated)),
     }
     if reward == "arithmetic_steps":
@@ -147,7 +148,7 @@ def _call(command: list[str], log: Path) -> None:
             command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=output, stderr=output
         ).returncode
     if code:
-        raise SystemExit(f"{log.stem} ended with code {code}; see {log}, and go on with the same command")
+        raise SystemExit(f"{log.stem} ended with code {code}; see {log}, then continue with the same command")
 
 
 def _table(gaps: Mapping[str, Gap]) -> str:

@@ -1,7 +1,7 @@
 """Make the quickstart's sums without tags: `python tools/benchmarks/reward_gap/task.py OUT [--seed N]`.
 
-The accuracy reward then reads the answer from plain text. A demonstration stops before the result of its last sum with
-probability UNFINISHED, with or without the "=": what a reward must not pay for, and what a policy finds easily.
+So the accuracy reward reads the answer from plain text. With probability UNFINISHED a demonstration stops before the result of
+its last sum, with or without the "=". A reward must not pay for this, and a policy finds it easily.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> str:
-    """Write the lines of the quickstart's writer, and sometimes not all of the last one."""
+    """Return the quickstart's lines without tags; with probability UNFINISHED cut the result of the last sum."""
     lines = arithmetic.demonstrate(problem, rng).partition("</think>")[0].removeprefix("<think>").strip()
     if rng.random() >= UNFINISHED:
         return lines

@@ -1,16 +1,16 @@
-"""Our step against that of TRL's GRPOTrainer: the same model, prompts, group size, lengths, mini-batches and optimizer.
+"""Compare our step with TRL's GRPOTrainer: the same model, prompts, group size, lengths, mini-batches and optimizer.
 
     python tools/benchmarks/vs_trl [--rounds 1] [--mean-length 24] [--prompts 2] [--mini-batches 1]
 
-Two processes, one of each, take turns on all cores; whichever waits does nothing. Each round has three turns. Two are updates
-from given responses, whose longest is 8 times and 3 times their mean: rewards, advantages, old log-probs, forward, backward and
-optimizer. The third is a whole step: each samples by itself (TRL by transformers' generate, ours with its embedded engine),
-scores, updates, and ours hands the weights to its engine. A first round that does not count compares losses and gradient norms.
-Figures are medians over rounds; memory is the largest resident size of a turn, children included.
+Two processes, TRL and ours, take turns on all cores; the other one waits idle. Each round has three turns. Two turns are
+updates from given responses with a longest response of 8 times and 3 times the mean: rewards, advantages, old log-probs,
+forward, backward and optimizer. The third is a whole step: each generates its own responses (TRL with transformers' generate,
+ours with its embedded engine), scores and updates, and ours also syncs the weights to its engine. An extra first round only
+compares losses and gradient norms. Figures are medians over rounds. Memory is the peak resident size in a turn, including
+children.
 
 The last line is JSON: update_ratio_8, update_ratio_3, step_ratio and memory_ratio (ours / TRL), loss_difference (absolute) and
-norm_difference (relative). The exit code is 1 if a ratio is above its target or the losses differ, 2 for arguments that do not
-fit.
+norm_difference (relative). The exit code is 1 if a ratio is above its target or the losses differ, 2 for invalid arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from grpo_mega import console
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it starts as `python tools/benchmarks/vs_trl`
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/vs_trl`
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGETS = {"update_ratio_8": 0.25, "update_ratio_3": 0.5, "step_ratio": 0.5, "memory_ratio": 0.5}
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Contestant:
-    """A process that does one turn when it is asked to."""
+    """A process that performs one turn per request."""
 
     def __init__(self, name: str, task: str, options: argparse.Namespace) -> None:
         self.name = name
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def play(contestants: list[Contestant], number: int) -> list[dict[str, dict[str, Any]]]:
-    """By turn and contestant, what it answered; who begins changes from round to round."""
+    """Return the answers by turn and contestant. The contestants alternate in going first."""
     order = contestants if number % 2 else contestants[::-1]
     return [{c.name: c.ask(**turn, number=number) for c in order} for turn in TURNS]
 
@@ -173,14 +173,14 @@ def table(rounds: list[list[dict[str, dict[str, Any]]]], found: dict[str, Any]) 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=1, help="that count; the figures are their medians")
-    parser.add_argument("--prompts", type=int, default=2, help="groups of a step")
+    parser.add_argument("--rounds", type=int, default=1, help="measured rounds; figures are medians over them")
+    parser.add_argument("--prompts", type=int, default=2, help="groups per step")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompt-length", type=int, default=16, help="in tokens")
-    parser.add_argument("--mean-length", type=int, default=24, help="of a response; sampled ones end at 4 times that")
-    parser.add_argument("--mini-batches", type=int, default=1, help="optimizer steps of a step")
-    parser.add_argument("--micro-batch", type=int, default=8, help="samples of TRL's forward pass (its default)")
-    parser.add_argument("--tokens-per-micro-batch", type=int, default=2048, help="of ours")
+    parser.add_argument("--mean-length", type=int, default=24, help="mean tokens per response; the maximum is 4 times this")
+    parser.add_argument("--mini-batches", type=int, default=1, help="optimizer steps per step")
+    parser.add_argument("--micro-batch", type=int, default=8, help="samples per forward pass of TRL (its default)")
+    parser.add_argument("--tokens-per-micro-batch", type=int, default=2048, help="our micro-batch size")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     for name, value in vars(options).items():

@@ -1,4 +1,4 @@
-"""The channel to a contestant, a line of JSON each way, and the peak of its memory."""
+"""The channel to a contestant, with one line of JSON per message, and its peak memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from grpo_mega.hardware.device import Device, PeakMemory
 
 
 class Channel:
-    """Standard input and output, to which nothing else of the process writes from now on."""
+    """Standard input and output. Other output of the process goes to stderr from now on."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
     def receive(self) -> dict[str, Any] | None:
-        """The next request; None once there will be none."""
+        """Return the next request; None at the end of the input."""
         line = sys.stdin.readline()
         return dict(json.loads(line)) if line else None
 
@@ -30,7 +30,7 @@ class Channel:
 
 
 class Peak(PeakMemory):
-    """The most resident memory of this process since it was last asked, and what its children hold now."""
+    """The peak resident memory of this process since the last call, plus the current memory of its children."""
 
     def __init__(self) -> None:
         super().__init__(Device("cpu", torch.device("cpu")))

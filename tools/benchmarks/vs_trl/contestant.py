@@ -1,4 +1,4 @@
-"""One contestant as a process: `contestant.py trl|ours TASK MICRO_BATCH TOKENS_PER_MICRO_BATCH`, started by __main__.py."""
+"""Run one contestant: `contestant.py trl|ours TASK MICRO_BATCH TOKENS_PER_MICRO_BATCH`, started by __main__.py."""
 
 from __future__ import annotations
 

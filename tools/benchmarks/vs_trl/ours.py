@@ -1,4 +1,4 @@
-"""Our side of benchmarks/vs_trl: the job as `grpo-mega train` opens it, with train_step and update as they are there."""
+"""Our side of benchmarks/vs_trl: the job that `grpo-mega train` opens, with the same train_step and update."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import time
 from typing import Any
 
-import grpo_mega.megatron  # noqa: F401  # its patches come first
+import grpo_mega.megatron  # noqa: F401  # this import applies patches, so it must come first
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.paths import METRICS_FILE
@@ -68,7 +68,7 @@ def serve(task: Task, channel: Channel, tokens_per_micro_batch: int) -> None:
 
 
 def update(job: Job, groups: list[Group]) -> dict[str, Any]:
-    """From responses to new weights; what `grpo_mega.train.update` does, with the metrics of each optimizer step."""
+    """Compute new weights from responses, as `grpo_mega.train.update` does. Return the metrics of each optimizer step."""
     for group in groups:
         for sample in group.samples:
             sample.reward = reward(job.rollouts.decode(sample.response_ids))

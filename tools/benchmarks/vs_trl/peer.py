@@ -1,7 +1,7 @@
-"""TRL's side of benchmarks/vs_trl: the real GRPOTrainer, held at the start of every rollout until it is told which to do.
+"""TRL's side of benchmarks/vs_trl: the real GRPOTrainer. It waits for a request at the start of every rollout.
 
-Nothing of TRL is replaced but two things that would keep the two from training on the same mini-batches: given responses come
-by its `rollout_func`, and its shuffle of a rollout's samples is left out.
+Only two things in TRL are replaced, so that both contestants train on the same mini-batches: `rollout_func` supplies the given
+responses, and samples of a rollout are not shuffled.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ ENDLESS = 1_000_000
 
 
 class Stop(Exception):
-    """No more requests."""
+    """Raised when there are no more requests."""
 
 
 class Turns(TrainerCallback):
-    """Asks what to do before a rollout's first optimizer step, and answers after its last."""
+    """A callback that receives a request before a rollout's first optimizer step and answers after its last."""
 
     def __init__(self, channel: Channel, task: Task) -> None:
         self.channel, self.task = channel, task
@@ -64,7 +64,7 @@ class Turns(TrainerCallback):
         if "grad_norm" in logs:
             self.losses.append(float(logs["loss"]))
             self.norms.append(float(logs["grad_norm"]))
-            if "completions/mean_length" in logs:  # of the rollout, told with its first optimizer step
+            if "completions/mean_length" in logs:  # TRL logs the rollout's lengths with its first optimizer step
                 self.lengths = [float(logs[f"completions/{of}_length"]) for of in ("mean", "max")]
             if state.global_step % self.task.mini_batches == 0:
                 seconds = time.perf_counter() - self.began

@@ -1,10 +1,10 @@
-"""The reward of benchmarks/vs_trl as a function of ours; the workers import nothing else."""
+"""The reward of benchmarks/vs_trl, in a separate file so that reward workers import nothing else."""
 
 from typing import Any
 
 
 def reward(text: str) -> float:
-    """Differs within nearly every group, and says nothing."""
+    """Return a meaningless reward that differs within nearly every group."""
     return sum(map(ord, text)) % 7 / 7
 
 

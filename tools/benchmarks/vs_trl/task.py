@@ -1,9 +1,8 @@
-"""The task that both contestants of benchmarks/vs_trl train: model, tokenizer, prompts, given responses, reward. Made from
-numbers alone.
+"""The synthetic task of benchmarks/vs_trl, for both contestants: model, tokenizer, prompts, given responses.
 
-The model is a Qwen2 of about 31M random parameters with a vocabulary of 32,768. One dimension of its hidden states is the same
-everywhere, and the row of the end-of-sequence token reads it, so that a sampled response ends after any token with about the
-same probability: lengths have a geometric tail around `mean_length`.
+The model is a Qwen2 of about 31M random parameters with a vocabulary of 32,768. One dimension of its hidden states is constant,
+and the output row of the end-of-sequence token reads it. So a sampled response ends with about the same probability after each
+token, and lengths have a geometric tail with mean `mean_length`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Task:
     group_size: int
     prompt_length: int
     mean_length: int
-    max_length: int  # of a sampled response
+    max_length: int  # maximum tokens of a sampled response
     mini_batches: int
     lr: float
     seed: int
@@ -54,14 +53,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Given:
-    """The responses of a rollout that is not sampled: token ids of every sample, group by group."""
+    """A rollout that is given instead of sampled: token ids of all samples, group by group."""
 
-    prompt_ids: list[list[int]]  # of every group
-    response_ids: list[list[int]]  # of every sample
+    prompt_ids: list[list[int]]  # one per group
+    response_ids: list[list[int]]  # one per sample
 
 
 def given_rollout(task: Task, ratio: float, number: int) -> Given:
-    """Responses whose longest is `ratio` times their mean; others for every `number`."""
+    """Return responses with a longest of `ratio` times their mean. Each `number` has different responses."""
     rng = random.Random(f"{task.seed} {ratio} {number}")
 
     def tokens(length: int) -> list[int]:
@@ -72,13 +71,13 @@ def given_rollout(task: Task, ratio: float, number: int) -> Given:
 
 
 def ragged_lengths(num: int, mean: int, ratio: float, rng: random.Random) -> list[int]:
-    """`num` lengths of the given mean, the longest `ratio` times it, the others with a geometric tail below that."""
+    """Return `num` lengths with this mean. The longest is `ratio` times the mean; the others have a geometric tail below it."""
     longest, total = round(mean * ratio), num * mean
     rest = [min(longest, 1 + rng.expovariate(1)) for _ in range(num - 1)]
     scale = (total - longest - (num - 1)) / sum(rest)
     lengths = [1 + min(longest - 1, math.floor(scale * value)) for value in rest]
     shortfall = total - longest - sum(lengths)
-    for i in sorted(range(num - 1), key=lambda i: lengths[i]):  # what rounding and the limit left over
+    for i in sorted(range(num - 1), key=lambda i: lengths[i]):  # distribute the rest that rounding and the limit left
         more = min(shortfall, longest - lengths[i], max(1, mean // 8))
         lengths[i] += more
         shortfall -= more
@@ -87,7 +86,7 @@ def ragged_lengths(num: int, mean: int, ratio: float, rng: random.Random) -> lis
 
 
 def write_task(task: Task) -> int:
-    """FOLDER/model and FOLDER/train.jsonl; returns the number of parameters."""
+    """Write FOLDER/model and FOLDER/train.jsonl. Return the number of parameters."""
     torch.manual_seed(task.seed)
     config = Qwen2Config(
         vocab_size=VOCAB,
@@ -117,7 +116,7 @@ def write_task(task: Task) -> int:
 
 @torch.no_grad()
 def _end_with_probability(model: Qwen2ForCausalLM, wanted: float) -> None:
-    """Sets the first dimension of the embedding so that EOS has about the probability `wanted` after any token."""
+    """Set the first dimension of the embedding so that EOS has about the probability `wanted` after any token."""
     weight_VH = model.model.embed_tokens.weight
     weight_VH[:, 0] = 1.0
     probe = torch.randint(3, VOCAB, (8, 32), generator=torch.Generator().manual_seed(0))
@@ -128,7 +127,7 @@ def _end_with_probability(model: Qwen2ForCausalLM, wanted: float) -> None:
 
 
 def _tokenizer() -> Qwen2Tokenizer:
-    """Byte-level, without merges: a letter of a prompt is a token. The other ids have a word each."""
+    """Return a byte-level tokenizer without merges, so each letter of a prompt is a token. Every other id has a word."""
     words = ["<pad>", "<eos>", "<unk>", *sorted(ByteLevel.alphabet())]
     words += [f"w{i}" for i in range(len(words), VOCAB)]
     settings = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
