@@ -29,7 +29,7 @@ DIGITS = range(2, 10)
 CARRY_DROPPED = {5: 0.3, 6: 0.6, 7: 0.85, 8: 0.95, 9: 0.95}  # probability by the digit added
 BLANK_LINE = 0.4  # must be below 0.5, otherwise a greedy response never ends
 MAX_RESPONSE_TOKENS = 80
-TARGET_SCORE = 0.15  # greedy score that ends the supervised training; its limit is about 0.2
+TARGET_SCORE = 0.15  # greedy score that ends the supervised training; a perfect imitator scores about 0.2
 
 
 def main() -> None:
