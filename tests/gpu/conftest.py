@@ -1,8 +1,8 @@
-"""Tests of what only a GPU runs; README.md says which test covers which branch of the package. Elsewhere they are skipped.
+"""Tests of branches that only a GPU takes. README.md lists the branches and their tests. Without a GPU they are skipped.
 
-With GRPO_MEGA_REHEARSAL=1 those marked `rehearsed` run on a CPU at tiny sizes: it shows that the tests themselves work
-(tests/test_gpu_branches.py does so), and nothing of a GPU. Where Transformer Engine runs on emulated kernels (tests/te_on_cpu)
-those marked `emulated` run, at their own sizes.
+With GRPO_MEGA_REHEARSAL=1 the tests marked `rehearsed` run on a CPU at tiny sizes. This checks the tests themselves
+(tests/test_gpu_branches.py does it), not the GPU. Tests marked `emulated` also run if Transformer Engine runs on emulated
+kernels (tests/te_on_cpu), at their own sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HAS_GPU = torch.cuda.is_available()
 IS_REHEARSAL = os.environ.get("GRPO_MEGA_REHEARSAL") == "1"
 IS_EMULATED = not HAS_GPU and kernels.choose(is_cuda=False).transformer_engine
 
-# So that two runs of one backward pass can be compared.
+# Deterministic attention, so that two runs of one backward pass can be compared.
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> Iterator[Device]:
-    """This process as the only rank of a job; each policy arranges its own process groups."""
+    """Make this process the only rank of a job. Each policy makes its own process groups."""
     from grpo_mega.megatron import runtime as runtimes
 
     with only_rank():

@@ -1,4 +1,4 @@
-"""The requirements of tools/install_gpu.sh, resolved where they can be: Transformer Engine asks for a torch with CUDA."""
+"""Resolve the requirements of tools/install_gpu.sh. This needs a torch with CUDA, because Transformer Engine needs it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The policy's logits on a GPU against transformers', of packed sequences, by either set of layers.
+"""Compare the policy's logits of packed sequences on a GPU with transformers', with both sets of layers.
 
-In bf16 every operation rounds to 8 bits, in an order of its own: two right implementations differ by as much as each differs
-from fp32. So the measure is transformers' own error: ours, against transformers' fp32, may be 1.5 times as large as that of
-transformers' bf16 (ours is the smaller one as a rule, since the last product is made in fp32).
+In bf16 every operation rounds to 8 bits, and implementations order operations differently. So two correct implementations
+differ as much as each differs from fp32. Both errors are measured against transformers in fp32: our error may be 1.5 times the
+error of transformers in bf16 (usually ours is smaller, because the last product is in fp32).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tests.helpers.gpu_policies import SIZES, logits_of, make_policy, make_sampl
 HERE = Path(__file__).parent
 FAMILIES = ("qwen2", "llama", "qwen3")
 MIXTURE = "qwen3_moe"
-ALLOWED, ALLOWED_OF_MIXTURE = 1.5, 3.0  # times transformers' own error
+ALLOWED, ALLOWED_OF_MIXTURE = 1.5, 3.0  # relative to transformers' own error
 
 pytestmark = [pytest.mark.rehearsed, pytest.mark.emulated]
 
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint of each family and its logits. In a process of its own, without the patches of a CPU run."""
+    """Make a folder with a checkpoint and logits of each family, in a process without the patches of a CPU run."""
     out = tmp_path_factory.mktemp("hf")
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,7 +70,7 @@ def check(theirs: Path, family: str, device: Device, allowed: float = ALLOWED) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_layers_of_a_run_give_transformers_logits(family: str, theirs: Path, device: Device) -> None:
-    """Transformer Engine's where it is installed."""
+    """The layers are Transformer Engine's if it is installed."""
     check(theirs, family, device)
 
 
@@ -83,7 +83,7 @@ def test_layers_without_transformer_engine_give_them_on_a_gpu_too(
 
 
 def test_a_mixture_of_experts_gives_transformers_logits(theirs: Path, device: Device) -> None:
-    """A rounded hidden state may choose another expert, so that few tokens make most of either error."""
+    """A rounded hidden state may choose another expert, so a few tokens dominate both errors."""
     check(theirs, MIXTURE, device, ALLOWED_OF_MIXTURE)
 
 

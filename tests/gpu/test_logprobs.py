@@ -1,4 +1,4 @@
-"""Log-probs at the sizes of real runs: values and gradients of bf16 on a GPU against float64, and the memory they take."""
+"""Log-probs at the sizes of real runs: compare values and gradients of bf16 on a GPU with float64, and measure the memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_inputs(device: Device) -> Inputs:
 
 @pytest.mark.parametrize("name", ["ours", "ours with entropy"])
 def test_32k_tokens_of_152k_vocabulary_take_at_most_1_gib_more(name: str, device: Device) -> None:
-    """The gradient of the hidden states, 256 MiB of it, counts."""
+    """The limit includes the gradient of the hidden states (256 MiB)."""
     inputs, step = make_inputs(device), step_of(name)
     step(inputs)
     inputs.hidden_TH.grad = None
@@ -29,14 +29,14 @@ def test_32k_tokens_of_152k_vocabulary_take_at_most_1_gib_more(name: str, device
 
 
 def test_log_probs_of_32k_tokens_equal_float64s(device: Device) -> None:
-    """Products of bf16 numbers are exact in fp32 and their sums are made in fp32: 1e-3 nats is far more than that errs."""
+    """Products of bf16 numbers are exact in fp32 and sums are in fp32, so the error is far below 1e-3 nats."""
     inputs = make_inputs(device)
     assert max_error(inputs, step_of("ours")(inputs)) < 1e-3
 
 
 @torch.no_grad()
 def test_gradients_of_32k_tokens_equal_float64s(device: Device) -> None:
-    """Compute the gradients of hidden states and weight by the definition, the logits' gradient rounded to bf16."""
+    """Compute the gradients of hidden states and weight by definition, with the logits' gradient rounded to bf16."""
     inputs = make_inputs(device)
     with torch.enable_grad():
         step_of("ours")(inputs)

@@ -1,4 +1,4 @@
-"""Memory that trainer and server share: what is measured of it, and buckets that another process can open."""
+"""The memory that trainer and server share: its measurement, and buckets that another process can open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy's memory between a GPU and pinned host memory: every bit comes back, and the device has the memory meanwhile."""
+"""Offload a policy from a GPU to pinned host memory and onload it: no bit changes, and the device memory is free meanwhile."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_weights_and_optimizer_come_back_from_pinned_memory_bit_for_bit(device: 
 
 @pytest.mark.emulated
 def test_copies_that_overlap_with_the_pass_are_there_when_the_optimizer_needs_them(device: Device) -> None:
-    """`update` begins while the optimizer's state is still on its way; losses and weights are those of a policy that stays."""
+    """`update` starts while the optimizer's state is still being copied. Losses and weights equal those without offloading."""
     runs = []
     for is_moving in (False, True):
         policy = make_policy(device, optimizer={"lr": 1e-3}, algorithm={"kl_beta": 0.01})
@@ -89,4 +89,4 @@ def test_the_device_has_the_memory_while_the_policy_is_away(device: Device) -> N
     policy.memory.offload_optimizer()
     policy.memory.offload_weights()
     assert torch.cuda.memory_allocated() < reserved - held
-    assert reserved - torch.cuda.memory_reserved() >= 0.5 * held  # blocks of 2 MiB and more go back whole
+    assert reserved - torch.cuda.memory_reserved() >= 0.5 * held  # blocks of 2 MiB and more are freed completely

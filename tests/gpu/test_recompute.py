@@ -1,4 +1,4 @@
-"""Activations that are computed again give the gradients that kept ones give."""
+"""Recomputed activations give the same gradients as kept activations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.helpers.models import VOCAB_SIZE
 
 pytestmark = pytest.mark.rehearsed
 
-# The same kernels run on the same numbers twice. What may differ is the order in which a kernel's blocks add up, in bf16's
-# 8 bits; on a CPU nothing does.
+# The same kernels run twice on the same numbers. On a GPU the blocks of a kernel may add in another order, so bf16's 8 bits may
+# differ. On a CPU nothing differs.
 ALLOWED = 2**-8
 
 
@@ -35,7 +35,7 @@ def test_recomputed_activations_give_the_same_gradients(recompute: str, kept: di
 
 @pytest.mark.emulated
 def test_gradients_do_not_depend_on_the_micro_batches(kept: dict[str, Tensor], device: Device) -> None:
-    """All in one, of another length: other kernels may be chosen, and bf16 rounds what they sum."""
+    """One micro-batch has another length than several, so other kernels may be chosen and bf16 rounds differently."""
     found = gradients_of(make_policy(device), make_samples(6, VOCAB_SIZE))
     for name, expected in kept.items():
         assert (found[name] - expected).norm() <= 0.03 * expected.norm() + 1e-6, name

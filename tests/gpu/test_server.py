@@ -1,4 +1,4 @@
-"""An SGLang server on the trainer's GPU: it sleeps and wakes, takes weights by CUDA IPC, and proves that it has them."""
+"""An SGLang server on the trainer's GPU: it sleeps and wakes, receives weights by CUDA IPC, and verifies them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_sync_proves_that_the_server_has_the_weights(parts: Parts) -> None:
 
 @pytest.mark.rehearsed
 def test_a_bucket_that_is_damaged_on_the_way_is_named(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changed after its checksums were taken, in the memory that the server reads."""
+    """The bucket changes after its checksums are computed, in the memory that the server reads."""
     trainer, engine, sync = parts
     load = engine.load
 
@@ -62,7 +62,7 @@ def test_a_bucket_that_is_damaged_on_the_way_is_named(parts: Parts, monkeypatch:
 
 @pytest.mark.rehearsed
 def test_an_engine_in_fp8_takes_blocks_as_they_are_sent(device: Device, tmp_path: Path) -> None:
-    """As a server of its own, awake beside no other: values and scales are compared where they lie."""
+    """Start a separate server while no other is awake. Compare values and scales in its memory."""
     need_server(device)
     if device.is_cuda and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("FP8 needs an L40, H100, H200 or later")

@@ -1,4 +1,4 @@
-"""A teacher with the weights of the reference: its log-probs are the reference's, each time that it comes from the host."""
+"""A teacher with the reference's weights gives the reference's log-probs each time that it is loaded from the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces on a GPU: its kernels, and a snapshot of its memory."""
+"""A trace on a GPU has its kernels and a snapshot of its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer and an SGLang server on one GPU through whole steps, as `grpo-mega train` runs them."""
+"""Run whole steps with the trainer and an SGLang server on one GPU, as `grpo-mega train` does."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("sleep", ["always", "auto"])
 def test_trainer_and_server_share_a_gpu_through_whole_steps(sleep: str, tmp_path: Path) -> None:
-    """They give tokens the same probabilities up to the rounding of bf16. Both move for each other at each step, or, left to
-    themselves, until it has been seen that both fit."""
+    """Both give tokens the same probabilities up to bf16 rounding. With sleep=always each offloads for the other in every step;
+    with sleep=auto only until the run has measured that both fit."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("SGLang is not installed")
     settings = settings_of(Options(quick=True, tiny=False, say=print), tmp_path)
